@@ -1,0 +1,1 @@
+"""RAGEN: train LLM agents with multi-turn reinforcement learning, and see why training works."""

@@ -1,0 +1,10 @@
+"""The one error a user may see: a sentence that says what is wrong and what to do."""
+
+
+class RagenError(ValueError):
+    """A user's mistake or a machine's limit, in one line with the remedy. The command line exits with 2.
+
+    Example:
+        >>> str(RagenError("unknown world 'banditt'; did you mean 'bandit'?"))
+        "unknown world 'banditt'; did you mean 'bandit'?"
+    """

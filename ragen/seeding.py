@@ -1,0 +1,57 @@
+"""Randomness is derived, never ambient: every generator's seed follows from the run seed and a path."""
+
+import hashlib
+
+TRAIN_LEVELS = 10_000
+EVAL_LEVELS = 123
+BASE_LEVELS = 2**31
+
+
+def derive(run_seed: int, *path: int | str) -> int:
+    """A 63-bit seed for one purpose, the same on every machine and in every process.
+
+    Args:
+        run_seed: The run's seed.
+        *path: What the seed is for, such as ``"noise", step, group, member``.
+
+    Returns:
+        An integer in [0, 2⁶³), from BLAKE2b of the path. Different paths give independent seeds.
+
+    Example:
+        >>> derive(0, "noise", 1, 2, 3) == derive(0, "noise", 1, 2, 3)
+        True
+        >>> derive(0, "noise", 12, 3) == derive(0, "noise", 1, 23)
+        False
+    """
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in (run_seed, *path))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def train_level(step: int, group: int, num_prompts: int) -> int:
+    """Level seed of a training group; `step` and `group` count from 0, so no level comes twice.
+
+    Example:
+        >>> train_level(2, 3, 8)
+        10019
+    """
+    return TRAIN_LEVELS + step * num_prompts + group
+
+
+def eval_level(index: int, first: int = EVAL_LEVELS) -> int:
+    """Level seed of an evaluation episode: a fixed set that counts up from 123.
+
+    Example:
+        >>> eval_level(0), eval_level(255)
+        (123, 378)
+    """
+    return first + index
+
+
+def base_level(index: int) -> int:
+    """Level seed of a demonstration for base preparation: far above any training level.
+
+    Example:
+        >>> base_level(5) - 2**31
+        5
+    """
+    return BASE_LEVELS + index

@@ -1,0 +1,169 @@
+"""The records: what flows from a prompt to a training sample.
+
+A policy reads a `Prompt` and returns a `Completion`. The parsed completion and the world's answer are a
+`Turn`; the turns of one playthrough are an `Episode`; the episodes of one prompt are a `Group`. Episodes
+become `Sample`s, flat token sequences that the learner trains on. All are frozen; a field is written once,
+at the moment it becomes known, and never inferred later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Message = Mapping[str, str]
+"""One chat message: ``{"role": "user", "content": "…"}``."""
+
+FinishReason = Literal["stop", "length"]
+"""Why sampling ended: the end-of-turn token was drawn, or `Prompt.max_tokens` was reached."""
+
+StopReason = Literal["solved", "failed", "max_turns", "max_actions", "context", "error", "timeout"]
+"""Why an episode ended. The first two are the world's own end, the next two the task's budgets, the last three cuts from outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Everything the policy conditions on for one completion, and how to sample it.
+
+    `token_ids` is the whole sequence, `num_prefill` of its last tokens being the pre-filled start of the
+    reply (``<think>``): part of the prompt, never sampled, never trained. It is ``None`` for policies that
+    take messages only (chat endpoints). `seed` decides this completion's random numbers.
+
+    Example:
+        >>> prompt = Prompt(({"role": "user", "content": "a0 P a1 G"},), (3, 10, 11, 12, 13, 4, 5), 1, 64, 1.0, 7)
+        >>> prompt.token_ids[-prompt.num_prefill :]
+        (5,)
+    """
+
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...] | None
+    num_prefill: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the policy said: its tokens with their logprobs, and the same as text.
+
+    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from (after
+    temperature). The end-of-turn token, when drawn, is the last of `token_ids` and no part of `text`.
+    `token_ids` is ``None`` where the server gives none; `logprobs` is ``None`` where the tokens are not to
+    be trained on (a demonstrator's deliberate mistake).
+
+    Example:
+        >>> Completion((8, 9, 2), (-0.1, -0.7, -0.01), "Right</think>", "stop", 3).finish_reason
+        'stop'
+    """
+
+    token_ids: tuple[int, ...] | None
+    logprobs: tuple[float, ...] | None
+    text: str
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange: observation and prompt, completion, what was parsed from it, the world's answer.
+
+    `thought_span` is the half-open range of `completion.token_ids` that spells the thought. `penalty` is
+    the format penalty (0 or negative) kept apart from the world's `reward`. `state_key` is the observable
+    state before the turn. `info` holds the world's last info of the turn, `effective` actions among it.
+
+    Example:
+        >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
+        >>> c = Completion((5, 6, 7), (-0.1, -0.2, -0.3), "<think>go</think><answer>Up</answer>", "stop", 0)
+        >>> turn = Turn("P _", p, c, "go", (1, 2), ("Up",), ("Up",), 1.0, 0.0, True, "P _", {"success": True})
+        >>> turn.reward + turn.penalty
+        1.0
+    """
+
+    observation: str
+    prompt: Prompt
+    completion: Completion
+    thought: str | None
+    thought_span: tuple[int, int] | None
+    actions_asked: tuple[str, ...]
+    actions_executed: tuple[str, ...]
+    reward: float
+    penalty: float
+    well_formed: bool
+    state_key: str
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One world played once.
+
+    `bootstrap` is true only where the cut came from outside the task and the value of the next state should
+    stand in for the rest of the return. `error` holds the traceback of a world that failed.
+
+    Example:
+        >>> lost = Episode("bandit", 10000, 17, 0, 3, (), "error", False, True, False, False, "ZeroDivisionError: …")
+        >>> lost.total_reward, lost.failed
+        (0.0, True)
+    """
+
+    world: str
+    level_seed: int
+    noise_seed: int
+    group: int
+    member: int
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    terminated: bool
+    truncated: bool
+    bootstrap: bool
+    success: bool
+    error: str | None = None
+
+    @property
+    def total_reward(self) -> float:
+        """Sum of the world's rewards, format penalties left out."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def failed(self) -> bool:
+        """True where the world raised or hung: data about the world, nothing to learn from."""
+        return self.stop_reason in ("error", "timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The episodes of one prompt: same world, same level, different members.
+
+    Example:
+        >>> e = Episode("bandit", 10000, 17, 0, 0, (), "failed", True, False, False, False)
+        >>> len(Group((e, e)).episodes)
+        2
+    """
+
+    episodes: tuple[Episode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One flat token sequence to train on, all fields of one length.
+
+    `loss_mask` is true exactly on sampled tokens; `sampled_logprobs` is 0 elsewhere; `turn_index` is the
+    episode's turn that a token belongs to as completion, −1 elsewhere; `turn_ends` marks the last sampled
+    token of each turn. `episode` and `group` index the step's episodes and groups.
+
+    Example:
+        >>> s = Sample((1, 2, 8, 9), (False, False, True, True), (0.0, 0.0, -0.5, -0.1), (-1, -1, 0, 0), (False, False, False, True), 0, 0)
+        >>> [t for t, on in zip(s.token_ids, s.loss_mask, strict=True) if on]
+        [8, 9]
+    """
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    sampled_logprobs: tuple[float, ...]
+    turn_index: tuple[int, ...]
+    turn_ends: tuple[bool, ...]
+    episode: int
+    group: int
