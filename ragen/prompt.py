@@ -1,0 +1,168 @@
+"""The words an agent reads: one builder, two styles, the same at rollout and at training.
+
+``compact`` is for the embedded model, whose tokenizer knows whole words: few, regular lines, no system
+message. ``paper`` says in full what the papers' prompts say (arXiv:2504.20073): role, rules, actions,
+limits, reply format, length; then turn by turn the reward, what was wrong, the state and what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is left before a turn is played, and the turn's number counted from 1.
+
+    Example:
+        >>> Limits(turn=2, turns_left=4, actions_left=8, actions_per_turn=5)
+        Limits(turn=2, turns_left=4, actions_left=8, actions_per_turn=5)
+    """
+
+    turn: int
+    turns_left: int
+    actions_left: int
+    actions_per_turn: int
+
+
+def prefill(think: bool) -> str:
+    """The start of the reply that the policy need not sample.
+
+    Example:
+        >>> prefill(think=True), prefill(think=False)
+        ('<think>', '<answer>')
+    """
+    return "<think>" if think else "<answer>"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBuilder:
+    """Writes the system message and the user message of each turn.
+
+    Attributes:
+        style: ``compact`` or ``paper``.
+        think: Whether a thought is asked for before the answer.
+        separator: Stands between the actions of one answer.
+        max_tokens: Longest reply, told as a hint in the paper style.
+
+    Example:
+        >>> builder = PromptBuilder("compact")
+        >>> print(builder.first("", "FrozenLake", ("Left", "Up"), "P _\\n_ G", Limits(1, 5, 10, 5)))
+        FrozenLake
+        P _
+        _ G
+        turns 5 actions 10 max 5
+        >>> print(builder.following("_ P\\n_ G", -0.1, "no", Limits(2, 4, 8, 5)))
+        reward -0.1
+        invalid
+        _ P
+        _ G
+        turns 4 actions 8 max 5
+    """
+
+    style: Literal["compact", "paper"] = "compact"
+    think: bool = True
+    separator: str = "||"
+    max_tokens: int | None = None
+
+    def system(self) -> str | None:
+        """The system message, if the style has one."""
+        if self.style == "compact":
+            return None
+        return (
+            "You are a helpful assistant. You act in a small world, turn by turn, to reach a goal."
+        )
+
+    def first(
+        self,
+        rules: str,
+        goal: str,
+        actions: tuple[str, ...] | None,
+        observation: str,
+        limits: Limits,
+    ) -> str:
+        """The user message that opens a conversation: what the world is, and what it shows now.
+
+        Where the history is cut (a window, or none of it), this message opens later turns too; `limits`
+        then says how far the episode is.
+
+        Args:
+            rules: The world's rules and its legend of symbols.
+            goal: The world's short title.
+            actions: Names of the actions; ``None`` where an action is free text.
+            observation: What the world shows.
+            limits: What is left before this turn.
+        """
+        if self.style == "compact":
+            return f"{goal}\n{observation}\n{_budget(limits)}"
+        parts = (
+            f"{goal}\n\n{rules.strip()}",
+            self._actions(actions, limits),
+            self._form(actions, limits),
+            self._turn(observation, limits),
+        )
+        return "\n\n".join(parts)
+
+    def following(
+        self, observation: str, reward: float, problem: str | None, limits: Limits
+    ) -> str:
+        """The user message of a later turn.
+
+        Args:
+            observation: What the world shows now.
+            reward: The world's reward for the last turn, the format penalty left out.
+            problem: What was wrong with the last reply, ``None`` if it was valid.
+            limits: What is left before this turn.
+        """
+        if self.style == "compact":
+            invalid = "" if problem is None else "invalid\n"
+            return f"reward {_number(reward)}\n{invalid}{observation}\n{_budget(limits)}"
+        told = f"Reward of your last turn: {_number(reward)}."
+        if problem is not None:
+            told += f"\nYour last reply was not valid. {problem}"
+        return f"{told}\n\n{self._turn(observation, limits)}"
+
+    def _actions(self, actions: tuple[str, ...] | None, limits: Limits) -> str:
+        if actions is None:
+            names = "Your answer is one action, written as the rules say."
+        else:
+            names = f"Available actions: {', '.join(actions)}."
+        return (
+            f"{names}\n"
+            f"Limits: {_count(limits.turns_left, 'turn')}, "
+            f"{_count(limits.actions_left, 'action')} in all, "
+            f"at most {_count(limits.actions_per_turn, 'action')} a turn."
+        )
+
+    def _form(self, actions: tuple[str, ...] | None, limits: Limits) -> str:
+        several = actions is not None and limits.actions_per_turn > 1
+        answer = f"action {self.separator} action" if several else "action"
+        thought = "<think> your reasoning </think>" if self.think else ""
+        lines = [f"Reply in exactly this form: {thought}<answer> {answer} </answer>"]
+        if several:
+            lines.append(f"Put {self.separator} between actions; they are carried out in order.")
+        lines.append("Write nothing before, between or after.")
+        if self.max_tokens is not None:
+            lines.append(f"Keep the whole reply below {self.max_tokens} tokens.")
+        return "\n".join(lines)
+
+    def _turn(self, observation: str, limits: Limits) -> str:
+        return (
+            f"Turn {limits.turn}\nState:\n{observation}\n"
+            f"You have {_count(limits.turns_left, 'turn')} and "
+            f"{_count(limits.actions_left, 'action')} left, this turn included."
+        )
+
+
+def _budget(limits: Limits) -> str:
+    return f"turns {limits.turns_left} actions {limits.actions_left} max {limits.actions_per_turn}"
+
+
+def _number(value: float) -> str:
+    """At most two decimals, no minus zero."""
+    return f"{round(value, 2) + 0.0:g}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
