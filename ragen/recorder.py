@@ -1,0 +1,516 @@
+"""The run folder and its database: everything a run did, in one SQLite file.
+
+``run.sqlite`` is in WAL mode while the run goes on, so that a viewer may read at any time, and a
+plain single file once it is closed. A step is gathered in memory and written in one transaction: a
+run that is killed, or whose disk is full, leaves whole steps behind and never half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import sqlite3
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ragen.errors import RagenError
+from ragen.metrics import Metric, merge
+from ragen.types import Episode, Group
+
+SCHEMA_VERSION = 1
+"""`PRAGMA user_version` of the database; a reader refuses versions it does not know."""
+
+DATABASE = "run.sqlite"
+CONFIG = "config.toml"
+
+SAMPLE_ARRAYS: Mapping[str, str] = MappingProxyType(
+    {
+        "token_ids": "<i4",
+        "loss_mask": "|b1",
+        "turn_index": "<i2",
+        "sampled_logprobs": "<f4",
+        "old_logprobs": "<f4",
+        "entropies": "<f4",
+        "values": "<f4",
+        "advantages": "<f4",
+        "returns": "<f4",
+        "ratios": "<f4",
+    }
+)
+"""The arrays of a recorded sample and their types. All have the sample's length; a column is
+the zlib-compressed little-endian bytes, or NULL where a run has no such array (without a critic no
+values)."""
+
+_SCHEMA = f"""
+CREATE TABLE metrics (
+    attempt INTEGER NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,
+    PRIMARY KEY (attempt, step, name)
+) WITHOUT ROWID;
+CREATE TABLE episodes (
+    id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL, phase TEXT NOT NULL,
+    "group" INTEGER NOT NULL, member INTEGER NOT NULL, kept INTEGER NOT NULL,
+    world TEXT NOT NULL, level_seed INTEGER NOT NULL, noise_seed INTEGER NOT NULL,
+    stop_reason TEXT NOT NULL, terminated INTEGER NOT NULL, truncated INTEGER NOT NULL,
+    bootstrap INTEGER NOT NULL, success INTEGER NOT NULL,
+    reward REAL NOT NULL, penalty REAL NOT NULL, num_turns INTEGER NOT NULL, error TEXT
+);
+CREATE INDEX episodes_by_step ON episodes (attempt, step);
+CREATE TABLE turns (
+    id INTEGER PRIMARY KEY, episode_id INTEGER NOT NULL, turn INTEGER NOT NULL,
+    observation TEXT NOT NULL, reply TEXT NOT NULL, thought TEXT,
+    actions_asked TEXT NOT NULL, actions_executed TEXT NOT NULL,
+    reward REAL NOT NULL, penalty REAL NOT NULL, well_formed INTEGER NOT NULL,
+    num_tokens INTEGER, finish_reason TEXT NOT NULL, policy_version INTEGER NOT NULL,
+    state_key TEXT NOT NULL, snapshot TEXT
+);
+CREATE INDEX turns_by_episode ON turns (episode_id);
+CREATE TABLE samples (
+    id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL,
+    "group" INTEGER NOT NULL, member INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
+    {", ".join(f'"{name}" BLOB' for name in SAMPLE_ARRAYS)}
+);
+CREATE INDEX samples_by_step ON samples (attempt, step);
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, attempt INTEGER NOT NULL, step INTEGER NOT NULL,
+    time REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL, data TEXT
+);
+CREATE TRIGGER events_are_kept BEFORE DELETE ON events
+    BEGIN SELECT RAISE(ABORT, 'events are never deleted'); END;
+CREATE TABLE evaluations (
+    id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL,
+    world TEXT, temperature REAL, episodes INTEGER, success REAL, record TEXT NOT NULL
+);
+CREATE VIRTUAL TABLE thoughts_fts USING fts5 (thought, content='turns', content_rowid='id');
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+
+def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
+    """Make the folder of a new run: `out`, or the next number under `root` (``runs/bandit-3``).
+
+    Raises:
+        RagenError: `out` exists already, or the folder cannot be made.
+    """
+    try:
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.mkdir()
+            return out
+        root.mkdir(parents=True, exist_ok=True)
+        numbered = re.compile(re.escape(name) + r"-(\d+)")
+        found = [numbered.fullmatch(entry.name) for entry in root.iterdir()]
+        number = 1 + max((int(match[1]) for match in found if match), default=0)
+        while True:  # Another run may take a number between the look and the making.
+            folder = root / f"{name}-{number}"
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return folder
+    except FileExistsError as error:
+        raise RagenError(
+            f"{error.filename} exists already and a run is never overwritten; "
+            "give another --out, or go on with that run by: ragen resume " + str(error.filename)
+        ) from None
+    except OSError as error:
+        raise RagenError(
+            f"cannot make the run folder {error.filename}: {_reason(error)}; "
+            "choose a writable place with --out"
+        ) from None
+
+
+class Recorder:
+    """Writes one run's database.
+
+    What is logged belongs to `attempt`, which the guard raises when it rolls back. Rows of a step
+    are gathered until `commit`, until the first row of another step, or until `close`; `discard`
+    drops them. Events alone are written at once and stay.
+
+    Example:
+        >>> import tempfile
+        >>> from ragen.metrics import mean
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with Recorder.create(folder, "seed = 0") as recorder:
+        ...     recorder.log(0, {"loss": mean(1.0, 2)})
+        ...     recorder.log(0, {"loss": mean(4.0, 1)})
+        >>> sqlite3.connect(folder / "run.sqlite").execute("SELECT * FROM metrics").fetchall()
+        [(0, 0, 'loss', 2.0)]
+    """
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection, attempt: int = 0) -> None:
+        self.folder = folder
+        self.attempt = attempt
+        self._connection = connection
+        self._pending = _Step(attempt, 0)
+
+    @classmethod
+    def create(cls, folder: Path, config_text: str) -> Self:
+        """Begin a run in `folder` (made by `new_run_folder`): its config and an empty database.
+
+        Raises:
+            RagenError: A run is there already, or the folder cannot be written; nothing is left.
+        """
+        database, config = folder / DATABASE, folder / CONFIG
+        if database.exists() or config.exists():
+            raise RagenError(f"{folder} holds a run already; a run is never overwritten")
+        connection: sqlite3.Connection | None = None
+        try:
+            connection = _connect(database)
+            connection.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+            config.write_text(config_text, encoding="utf-8")
+        except (sqlite3.Error, OSError) as error:
+            if connection is not None:
+                connection.close()
+            for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", CONFIG):
+                with contextlib.suppress(OSError):
+                    (folder / name).unlink(missing_ok=True)
+            raise _cannot_write(folder, error) from None
+        return cls(folder, connection)
+
+    @classmethod
+    def open(cls, folder: Path, attempt: int | None = None) -> Self:
+        """Go on writing the run in `folder`, by default in its latest attempt.
+
+        Raises:
+            RagenError: There is no run, or its database is damaged or of another version.
+        """
+        if not (folder / DATABASE).is_file():
+            raise RagenError(f"{folder} is no run folder ({DATABASE} is missing)")
+        connection: sqlite3.Connection | None = None
+        try:
+            connection = _connect(folder / DATABASE)
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            (latest,) = connection.execute("SELECT max(attempt) FROM metrics").fetchone()
+        except sqlite3.DatabaseError as error:
+            if connection is not None:
+                connection.close()
+            raise RagenError(f"{folder / DATABASE} cannot be read: {error}") from None
+        if version != SCHEMA_VERSION:
+            connection.close()
+            raise RagenError(
+                f"{folder / DATABASE} has schema {version}, this RAGEN reads {SCHEMA_VERSION}; "
+                "use the version that wrote it"
+            )
+        return cls(folder, connection, (latest or 0) if attempt is None else attempt)
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Metrics of a step; those of the same name are combined by their own rule."""
+        self._step(step).metrics.append(metrics)
+
+    def event(self, step: int, kind: str, text: str, data: Mapping[str, Any] | None = None) -> None:
+        """Something worth a sentence, written at once: an alarm, a guard's action, a resume.
+
+        Raises:
+            RagenError: The database cannot be written.
+        """
+        row = (self.attempt, step, time.time(), kind, text, None if data is None else _json(data))
+        with self._transaction():
+            self._connection.execute(
+                "INSERT INTO events (attempt, step, time, kind, text, data) VALUES (?,?,?,?,?,?)",
+                row,
+            )
+
+    def episodes(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        kept: Sequence[bool] | None = None,
+        snapshots: Mapping[tuple[int, int, int], Any] | None = None,
+        phase: str = "train",
+    ) -> None:
+        """All episodes of a step with their turns.
+
+        Args:
+            step: The step they were collected in.
+            groups: The groups; their episodes carry group and member.
+            kept: For each group, whether the filter kept it; None means all.
+            snapshots: The world's state (JSON) before a turn, by (group, member, turn).
+            phase: ``train`` or ``eval``.
+        """
+        flags = [True] * len(groups) if kept is None else kept
+        for group, keep in zip(groups, flags, strict=True):
+            for episode in group.episodes:
+                self._step(step).episodes.append(
+                    (_episode_row(episode, keep, phase), _turn_rows(episode, snapshots or {}))
+                )
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Token sequences with what the learner made of them.
+
+        Args:
+            step: The step they were trained in.
+            samples: For each sample its ``group`` and ``member`` and any of `SAMPLE_ARRAYS`.
+
+        Raises:
+            ValueError: An array has an unknown name or not the sample's length.
+        """
+        for sample in samples:
+            unknown = sample.keys() - SAMPLE_ARRAYS.keys() - {"group", "member"}
+            if unknown:
+                raise ValueError(f"unknown sample arrays: {', '.join(sorted(unknown))}")
+            length = len(sample["token_ids"])
+            row: list[Any] = [sample["group"], sample["member"], length]
+            for name in SAMPLE_ARRAYS:
+                array = sample.get(name)
+                if array is not None and np.shape(array) != (length,):
+                    raise ValueError(f"{name} has shape {np.shape(array)}, not ({length},)")
+                row.append(None if array is None else compress(name, array))
+            self._step(step).samples.append(tuple(row))
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        """The result of an evaluation: what ``ragen eval --json`` prints."""
+        columns = (record.get(name) for name in ("world", "temperature", "episodes", "success"))
+        self._step(step).evaluations.append((time.time(), *columns, _json(record)))
+
+    def commit(self) -> None:
+        """Write the gathered step in one transaction; a checkpoint belongs after this, not before.
+
+        Raises:
+            RagenError: The disk is full or read-only; nothing of the step is written.
+        """
+        pending, self._pending = self._pending, _Step(self.attempt, self._pending.step)
+        if not pending.empty:
+            with self._transaction():
+                pending.write(self._connection)
+
+    def discard(self) -> None:
+        """Drop what was gathered since the last commit: a step that was not finished."""
+        self._pending = _Step(self.attempt, self._pending.step)
+
+    def forget_after(self, attempt: int, step: int) -> None:
+        """Delete an attempt's rows later than `step`: what a killed run did after its checkpoint.
+
+        Raises:
+            RagenError: The database cannot be written; nothing is deleted.
+        """
+        self.discard()
+        later = "attempt = ? AND step > ?"
+        of_later = f"SELECT id FROM episodes WHERE {later}"
+        with self._transaction():
+            for statement in (
+                # The index keeps no copy of the text: it must be told what it is to forget.
+                "INSERT INTO thoughts_fts (thoughts_fts, rowid, thought)"
+                " SELECT 'delete', id, thought FROM turns"
+                f" WHERE thought IS NOT NULL AND episode_id IN ({of_later})",
+                f"DELETE FROM turns WHERE episode_id IN ({of_later})",
+                *(
+                    f"DELETE FROM {table} WHERE {later}"
+                    for table in ("episodes", "metrics", "samples", "evaluations")
+                ),
+            ):
+                self._connection.execute(statement, (attempt, step))
+
+    def close(self) -> None:
+        """Write what is gathered and leave one plain file.
+
+        Raises:
+            RagenError: The last step could not be written.
+        """
+        try:
+            self.commit()
+        finally:
+            # A reader that is still looking keeps the WAL alive; the last one to leave removes it.
+            with contextlib.suppress(sqlite3.OperationalError):
+                self._connection.execute("PRAGMA journal_mode = DELETE")
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close; a step that an exception interrupted is dropped."""
+        if kind is not None:
+            self.discard()
+        self.close()
+
+    def _step(self, step: int) -> _Step:
+        if (self.attempt, step) != (self._pending.attempt, self._pending.step):
+            self.commit()
+            self._pending = _Step(self.attempt, step)
+        return self._pending
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException as error:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError):
+                raise _cannot_write(self.folder, error) from None
+            raise
+
+
+class _Step:
+    """What is known of a step that is not written yet, as rows."""
+
+    def __init__(self, attempt: int, step: int) -> None:
+        self.attempt = attempt
+        self.step = step
+        self.metrics: list[Mapping[str, Metric]] = []
+        self.episodes: list[tuple[tuple[Any, ...], list[tuple[Any, ...]]]] = []
+        self.samples: list[tuple[Any, ...]] = []
+        self.evaluations: list[tuple[Any, ...]] = []
+
+    @property
+    def empty(self) -> bool:
+        return not (self.metrics or self.episodes or self.samples or self.evaluations)
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        when = (self.attempt, self.step)
+        connection.executemany(
+            "INSERT OR REPLACE INTO metrics VALUES (?,?,?,?)",
+            # SQLite has no NaN: a number that is not one is stored as NULL.
+            [(*when, name, _number(m.value)) for name, m in merge(self.metrics).items()],
+        )
+        (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM episodes").fetchone()
+        rows = list(enumerate(self.episodes, last + 1))
+        _insert(connection, "episodes", [(key, *when, *row) for key, (row, _) in rows])
+        turns = [(None, key, *turn) for key, (_, turns) in rows for turn in turns]
+        _insert(connection, "turns", turns)
+        connection.execute(
+            "INSERT INTO thoughts_fts (rowid, thought) SELECT id, thought FROM turns"
+            " WHERE episode_id > ? AND thought IS NOT NULL",
+            (last,),
+        )
+        _insert(connection, "samples", [(None, *when, *row) for row in self.samples])
+        _insert(connection, "evaluations", [(None, *when, *row) for row in self.evaluations])
+
+
+def compress(name: str, array: npt.ArrayLike) -> bytes:
+    """One of a sample's arrays as bytes of the type that `SAMPLE_ARRAYS` states.
+
+    Example:
+        >>> decompress("token_ids", compress("token_ids", [3, 10, 11])).tolist()
+        [3, 10, 11]
+    """
+    return zlib.compress(np.ascontiguousarray(array, SAMPLE_ARRAYS[name]).tobytes(), 1)
+
+
+def decompress(name: str, data: bytes) -> npt.NDArray[Any]:
+    """The array that `compress` stored."""
+    return np.frombuffer(zlib.decompress(data), SAMPLE_ARRAYS[name])
+
+
+def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+    """A run's evaluation records in order, each with its ``step`` and ``attempt``.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    if not (folder / DATABASE).is_file():
+        raise RagenError(f"{folder} is no run folder ({DATABASE} is missing)")
+    query = "SELECT attempt, step, record FROM evaluations ORDER BY id"
+    try:
+        with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection:
+            rows = connection.execute(query).fetchall()
+    except sqlite3.DatabaseError as error:
+        raise RagenError(f"{folder / DATABASE} cannot be read: {error}") from None
+    return [{**json.loads(record), "attempt": a, "step": step} for a, step, record in rows]
+
+
+def _connect(database: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(database, isolation_level=None, timeout=10.0)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection
+
+
+def _insert(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    if rows:
+        marks = ",".join("?" * len(rows[0]))
+        connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+
+
+def _episode_row(episode: Episode, kept: bool, phase: str) -> tuple[Any, ...]:
+    return (
+        phase,
+        episode.group,
+        episode.member,
+        kept,
+        episode.world,
+        episode.level_seed,
+        episode.noise_seed,
+        episode.stop_reason,
+        episode.terminated,
+        episode.truncated,
+        episode.bootstrap,
+        episode.success,
+        float(episode.total_reward),
+        float(sum(turn.penalty for turn in episode.turns)),
+        len(episode.turns),
+        None if episode.error is None else _text(episode.error),
+    )
+
+
+def _turn_rows(
+    episode: Episode, snapshots: Mapping[tuple[int, int, int], Any]
+) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    for index, turn in enumerate(episode.turns):
+        completion, snapshot = (
+            turn.completion,
+            snapshots.get((episode.group, episode.member, index)),
+        )
+        rows.append(
+            (
+                index,
+                _text(turn.observation),
+                _text(completion.text),
+                None if turn.thought is None else _text(turn.thought),
+                _json(turn.actions_asked),
+                _json(turn.actions_executed),
+                float(turn.reward),
+                float(turn.penalty),
+                turn.well_formed,
+                None if completion.token_ids is None else len(completion.token_ids),
+                completion.finish_reason,
+                completion.policy_version,
+                _text(turn.state_key),
+                None if snapshot is None else _json(snapshot),
+            )
+        )
+    return rows
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _text(text: str) -> str:
+    """Text that UTF-8 can hold; a world may send half a surrogate pair."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _cannot_write(folder: Path, error: sqlite3.Error | OSError) -> RagenError:
+    reason = _reason(error) if isinstance(error, OSError) else str(error)
+    return RagenError(
+        f"cannot write {folder / DATABASE}: {reason}; free some space there or choose another place "
+        "with --out"
+    )
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno).lower() if error.errno else str(error)
