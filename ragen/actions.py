@@ -1,8 +1,8 @@
 """From a reply to actions: a strict parser of ``<think>…</think><answer>…</answer>``.
 
-The text comes from a policy that is being optimised against this parser, so nothing in it is trusted: the
-structure is checked with plain searches (linear in the reply, no regular expressions), and every reply,
-however odd, becomes a `Parsed`; nothing is raised.
+The text comes from a policy that is being optimised against this parser, so nothing in it is
+trusted: the structure is checked with plain searches (linear in the reply, no regular expressions),
+and every reply, however odd, becomes a `Parsed`; nothing is raised.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-"""Each appears exactly once in a well-formed reply (the first two not at all in an answer-only one)."""
+"""Each appears exactly once in a well-formed reply, the first two never in an answer-only one."""
 
 WHITESPACE = " \t\r\n"
-"""What is trimmed. Zero-width, control and exotic spaces are text, hence wrong where text is wrong."""
+"""What is trimmed. Zero-width, control and exotic spaces are text, and wrong where text is."""
 
 _QUOTED_LENGTH = 40
 
@@ -23,12 +23,13 @@ class Parsed:
     """What a reply says.
 
     Attributes:
-        thought: The text between the think tags, as written; ``None`` without a closed thought at the
-            start of the reply, or when no thought is asked for.
+        thought: The text between the think tags, as written; ``None`` without a closed thought at
+            the start of the reply, or when no thought is asked for.
         thought_chars: Half-open range of characters of the reply that spells the thought.
         actions_asked: Names in the answer, trimmed, as written, unknown ones included.
-        actions: What the world is to carry out: the legal ones in their canonical spelling, in order, at
-            most `max_actions`. Where some of several names are unknown, the others are still here.
+        actions: What the world is to carry out: the legal ones in their canonical spelling, in
+            order, at most `max_actions`. Where some of several names are unknown, the others are
+            still here.
         well_formed: The reply has exactly the asked structure.
         valid: Well formed, at least one legal action, and no unknown one. The format penalty is due
             exactly where this is false.
@@ -64,19 +65,19 @@ def parse(
 ) -> Parsed:
     """Read a whole reply: pre-filled start and sampled text together.
 
-    The structure is all or nothing: an optional thought block as `think` says, the answer block, white
-    space around them, nothing else, and no tag twice. A reply that breaks it carries out nothing. In a
-    well-formed one, unknown names are dropped at the price of the format penalty; legal ones beyond
-    `max_actions` are dropped without.
+    The structure is all or nothing: the thought block if `think`, the answer block, white space
+    around them, nothing else, and no tag twice. A reply that breaks it carries out nothing. In a
+    well-formed one, unknown names are dropped at the price of the format penalty, and legal ones
+    beyond `max_actions` without.
 
     Args:
         reply: The text.
         think: Whether the reply must open with ``<think>…</think>``; if not, thoughts are refused.
-        actions: The world's action names, matched whatever their case; ``None`` for worlds of free text,
-            where the whole answer is one action.
+        actions: The world's action names, matched whatever their case; ``None`` for worlds of free
+            text, where the whole answer is one action.
         separator: Stands between the actions of one answer.
-        max_actions: How many may be carried out now: the smaller of the turn's limit and what is left of
-            the episode's.
+        max_actions: How many may be carried out now: the smaller of the turn's limit and what is
+            left of the episode's.
 
     Returns:
         A `Parsed`; never raises.
@@ -85,20 +86,22 @@ def parse(
     thought = None if thought_chars is None else reply[slice(*thought_chars)]
     if answer is None:
         form = "<think>…</think><answer>…</answer>" if think else "<answer>…</answer>"
-        problem = f"The reply must be exactly {form} with nothing else around it."
-        return Parsed(thought, thought_chars, (), (), False, False, problem)
+        wrong = f"The reply must be exactly {form} with nothing else around it."
+        return Parsed(thought, thought_chars, (), (), False, False, wrong)
 
+    unknown: str | None = None
     if actions is None:
         asked = tuple(text for text in (answer.strip(WHITESPACE),) if text)
-        legal, unknown = list(asked), None
+        legal = list(asked)
     else:
         pieces = (piece.strip(WHITESPACE) for piece in answer.split(separator))
         asked = tuple(piece for piece in pieces if piece)
         legal, unknown = _match(asked, actions)
+    problem: str | None = None
     if not asked:
         problem = "The answer names no action."
-    else:
-        problem = None if unknown is None else f"{_quote(unknown)} is not an action."
+    elif unknown is not None:
+        problem = f"{_quote(unknown)} is not an action."
     return Parsed(
         thought,
         thought_chars,
@@ -116,8 +119,9 @@ def _structure(reply: str, think: bool) -> tuple[tuple[int, int] | None, str | N
     at = _skip(reply, 0)
     thought_chars = None
     if think:
-        start, stop = at + len("<think>"), reply.find("</think>")
-        if not reply.startswith("<think>", at) or reply.find("<", start) == -1 or stop < start:
+        start = at + len("<think>")
+        stop = reply.find("</think>", start)
+        if not reply.startswith("<think>", at) or stop == -1:
             return None, None
         if any(reply.find(tag, start, stop) != -1 for tag in TAGS):
             return None, None

@@ -1,0 +1,142 @@
+"""Tiny tokenizers and models for tests: made on the spot, nothing is downloaded.
+
+`tiny_tokenizer(name)` gives a byte-level BPE tokenizer (every text survives encoding and decoding) with one
+of the chat templates in `TEMPLATES`; `tiny_model(tokenizer)` a random Qwen2 that fits it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+_LOOP = "{% for m in messages %}"
+_END = "{% endfor %}"
+_ALTERNATE = (
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+)
+
+
+def _generate(start: str) -> str:
+    return "{% if add_generation_prompt %}{{ '" + start + "' }}{% endif %}"
+
+
+TEMPLATES: dict[str, str] = {
+    "chatml": _LOOP
+    + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    + _END
+    + _generate("<|im_start|>assistant\\n"),
+    # Adds BOS, trims content.
+    "llama3": "{{ '<|begin_of_text|>' }}"
+    + _LOOP
+    + "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim"
+    + " + '<|eot_id|>' }}"
+    + _END
+    + _generate("<|start_header_id|>assistant<|end_header_id|>\\n\\n"),
+    # No system role, roles must alternate, the assistant is called model.
+    "gemma": "{{ '<bos>' }}{% if messages[0].role == 'system' %}"
+    + "{{ raise_exception('System role not supported') }}{% endif %}"
+    + _LOOP
+    + _ALTERNATE
+    + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n'"
+    + " + m.content | trim + '<end_of_turn>\\n' }}"
+    + _END
+    + _generate("<start_of_turn>model\\n"),
+    # Drops the thoughts of earlier turns.
+    "qwen3": _LOOP
+    + "{% set c = m.content %}{% if m.role == 'assistant' and '</think>' in c %}"
+    + "{% set c = c.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
+    + "{{ '<|im_start|>' + m.role + '\\n' + c + '<|im_end|>\\n' }}"
+    + _END
+    + _generate("<|im_start|>assistant\\n"),
+    # Trims, adds BOS, puts text between content and the end token, ignores system messages.
+    "llama2": "{{ '<s>' }}"
+    + _LOOP
+    + "{% if m.role == 'user' %}{{ '[INST] ' + m.content | trim + ' [/INST]' }}"
+    + "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + ' </s><s>' }}{% endif %}"
+    + _END
+    + _generate(" "),
+    # Opens the thought in its generation prompt and keeps earlier ones.
+    "thinker": _LOOP
+    + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    + _END
+    + _generate("<|im_start|>assistant\\n<think>\\n"),
+    # The next user's header is what ends a reply.
+    "glm": "{{ '[gMASK]' }}"
+    + _LOOP
+    + "{{ '<|' + m.role + '|>\\n' + m.content }}"
+    + _END
+    + _generate("<|assistant|>\\n"),
+    # No special tokens at all.
+    "plain": _LOOP + "{{ m.role + ': ' + m.content + '\\n' }}" + _END + _generate("assistant: "),
+}
+_SPECIAL = {
+    "chatml": ["<|im_end|>", "<|im_start|>"],
+    "llama3": ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+    "gemma": ["<end_of_turn>", "<start_of_turn>", "<bos>"],
+    "qwen3": ["<|im_end|>", "<|im_start|>"],
+    "llama2": ["</s>", "<s>"],
+    "thinker": ["<|im_end|>", "<|im_start|>"],
+    "glm": ["<|user|>", "<|assistant|>", "<|system|>", "[gMASK]"],
+    "plain": [],
+}
+_CORPUS = (
+    "<think> go up then left </think><answer> Up || Left </answer>",
+    "user assistant system model turns actions max reward invalid Right Down",
+    "<think>a0 P a1 G</think><answer>Right||Down</answer>\nreward 0\n#P_O√X",
+)
+
+
+@cache
+def tiny_tokenizer(template: str = "chatml") -> Any:
+    """A tokenizer of about 400 tokens with the named chat template.
+
+    Its end-of-sequence and padding token is ``<|endoftext|>`` (id 0), which no template writes; the
+    template's own end-of-turn token is to be found by `ragen.chat`. Cached: do not change it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", *_SPECIAL[template]]
+    backend.train_from_iterator(
+        _CORPUS * 2,
+        trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = TEMPLATES[template]
+    return tokenizer
+
+
+def tiny_model(tokenizer: Any, seed: int = 0, **config: Any) -> Any:
+    """A random `Qwen2ForCausalLM` (two layers of width 32) in evaluation mode, float32, CPU."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    } | config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(Qwen2Config(**settings)).eval()
