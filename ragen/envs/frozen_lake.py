@@ -1,0 +1,296 @@
+"""FrozenLake: reach the goal over ice that may slip (arXiv:2504.20073, section 3.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ragen.env import Env, Info, Reference, State, generators, pick
+from ragen.envs.grid import Observation, format_note, observe
+from ragen.errors import RagenError
+
+MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
+"""Row and column change, in an order in which neighbours are perpendicular (slipping adds ±1)."""
+DELTAS = tuple(MOVES.values())
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Lake:
+    """A level: cells are numbered row by row."""
+
+    size: int
+    holes: frozenset[int]
+    start: int
+    goal: int
+
+    def neighbour(self, cell: int, direction: int) -> int:
+        """The cell one step on; the edge of the board stops."""
+        row, col = divmod(cell, self.size)
+        row = min(max(row + DELTAS[direction][0], 0), self.size - 1)
+        col = min(max(col + DELTAS[direction][1], 0), self.size - 1)
+        return row * self.size + col
+
+    def connected(self) -> bool:
+        """Whether a path without holes leads from start to goal."""
+        reached, frontier = {self.start}, [self.start]
+        while frontier:
+            cell = frontier.pop()
+            for direction in range(4):
+                ahead = self.neighbour(cell, direction)
+                if ahead not in reached and ahead not in self.holes:
+                    reached.add(ahead)
+                    frontier.append(ahead)
+        return self.goal in reached
+
+
+def generate(level: np.random.Generator, size: int, p_frozen: float) -> Lake:
+    """Draw cells, start and goal, all anew until they are connected."""
+    while True:
+        frozen = level.random(size * size) < p_frozen
+        start = pick(level, range(size * size))
+        goal = pick(level, [cell for cell in range(size * size) if cell != start])
+        holes = frozenset(int(cell) for cell in np.flatnonzero(~frozen)) - {start, goal}
+        lake = Lake(size, holes, start, goal)
+        if lake.connected():
+            return lake
+
+
+class Planner:
+    """Best play on one lake by finite-horizon dynamic programming over turns, actions left and cells.
+
+    The actions of a turn are chosen before any of them is seen to slip. With one action a turn the
+    player sees every slip: the best that feedback after each action allows.
+
+    Args:
+        lake: The level.
+        success_probability: How often a move goes as meant.
+        discount: Factor per action and per turn. A little below 1 it makes the player prefer, among
+            equally promising plans, the quicker one; at 1 values are chances of success.
+    """
+
+    def __init__(self, lake: Lake, success_probability: float, discount: float = 1.0) -> None:
+        self._goal = lake.goal
+        self._discount = discount
+        self._lake, self._success_probability = lake, success_probability
+        self._ended = np.zeros(lake.size**2, dtype=bool)
+        self._ended[[lake.goal, *lake.holes]] = True
+        self._values: dict[tuple[int, int, int], Floats] = {}
+
+    @cached_property
+    def moves(self) -> Floats:
+        """The lake's `transition_matrices`."""
+        return transition_matrices(self._lake, self._success_probability)
+
+    def values(self, turns: int, actions: int, per_turn: int) -> Floats:
+        """Chance of success from every cell, shape (cells,)."""
+        key = (turns, actions, per_turn)
+        if key not in self._values:
+            value = np.zeros(len(self._ended))
+            value[self._goal] = 1.0
+            if turns and actions:
+                for plans in self._plans(turns, actions, per_turn):
+                    value = np.maximum(value, plans.max(0))
+            self._values[key] = value
+        return self._values[key]
+
+    def best(self, cell: int, turns: int, actions: int, per_turn: int) -> list[int]:
+        """The best sequence of directions for this turn; the shortest of several."""
+        best, choice = -1.0, (0, 0)
+        for length, plans in enumerate(self._plans(turns, actions, per_turn), start=1):
+            index = int(plans[:, cell].argmax())
+            if plans[index, cell] > best + 1e-12:
+                best, choice = float(plans[index, cell]), (length, index)
+        length, index = choice
+        # Plans are numbered with the first action as the most significant digit in base 4.
+        return [(index >> 2 * (length - 1 - i)) & 3 for i in range(length)]
+
+    def _plans(self, turns: int, actions: int, per_turn: int) -> list[Floats]:
+        """For each length the values of all 4^length sequences, shape (4^length, cells)."""
+        lengths = range(1, min(per_turn, actions) + 1)
+        return [self._open_loop(length, turns, actions, per_turn) for length in lengths]
+
+    def _open_loop(self, length: int, turns: int, actions: int, per_turn: int) -> Floats:
+        after = self.values(turns - 1, actions - length, per_turn).copy()
+        after[~self._ended] *= self._discount  # the next turn's price
+        plans = after[None]
+        for _ in range(length):
+            # (4, n, cells): one more action in front of each sequence.
+            plans = self._discount * (plans[None] @ self.moves.transpose(0, 2, 1))
+            plans = plans.reshape(-1, plans.shape[-1])
+            plans[:, self._ended] = after[self._ended]
+        return plans
+
+
+def transition_matrices(lake: Lake, success_probability: float) -> Floats:
+    """Chance of going from one cell to another by each action, shape (4, cells, cells).
+
+    Example:
+        >>> transition_matrices(Lake(2, frozenset(), 0, 3), 0.8)[1, 0].round(3)  # Down from the corner
+        array([0.1, 0.1, 0.8, 0. ])
+    """
+    cells = lake.size**2
+    matrices = np.zeros((4, cells, cells))
+    slip = (1 - success_probability) / 2
+    for cell in range(cells):
+        if cell == lake.goal or cell in lake.holes:
+            matrices[:, cell, cell] = 1.0
+            continue
+        for action in range(4):
+            for turn, chance in ((0, success_probability), (-1, slip), (1, slip)):
+                matrices[action, cell, lake.neighbour(cell, (action + turn) % 4)] += chance
+    return matrices
+
+
+class FrozenLake(Env):
+    """Walk from the start to the goal, not into a hole; a move may slip sideways.
+
+    Observation:
+        The map: `P` player, `_` frozen, `O` hole, `G` goal, `X` player in a hole, `√` player on the goal.
+
+    Actions:
+        Left, Down, Right, Up. The direction that is meant happens with `success_probability`, each
+        perpendicular one with half of the rest, the opposite one never. The edge of the board stops.
+
+    Reward:
+        1 on the goal, else 0.
+
+    Ends when:
+        The player is on the goal (a success) or in a hole.
+
+    Parameters:
+        size: Rows and columns.
+        p_frozen: Chance of a cell to be frozen: 0.8, in the sequel 0.9.
+        success_probability: 1/3; in the sequel's text 0.98, in its code 0.8 and 1.
+        observation: How the map is written.
+
+    Example:
+        >>> env = FrozenLake(success_probability=1.0)
+        >>> print(env.reset(seed=123)[0])
+        P___
+        >>> env.step("Right")[1:]
+        (0.0, False, False, {'success': False, 'effective': True})
+    """
+
+    goal = "FrozenLake"
+
+    def __init__(
+        self,
+        size: int = 4,
+        p_frozen: float = 0.8,
+        success_probability: float = 1 / 3,
+        observation: Observation = "grid",
+    ) -> None:
+        if not 2 <= size <= 26:
+            raise RagenError(f"size = {size} must be from 2 to 26")
+        if not 0.05 <= p_frozen <= 1:
+            raise RagenError(f"p_frozen = {p_frozen} must be from 0.05 to 1")
+        if not 0 <= success_probability <= 1:
+            raise RagenError(
+                f"success_probability = {success_probability} is no probability (0 to 1)"
+            )
+        self.name = "frozen-lake"
+        self._size, self._p_frozen = size, p_frozen
+        self._success_probability = success_probability
+        self._format = observation
+        self.reset(seed=0)
+
+    @property
+    def rules(self) -> str:
+        slip = (
+            "The ice is slippery: a move may go sideways instead.\n"
+            if self._success_probability < 1
+            else ""
+        )
+        return (
+            "You are solving the FrozenLake puzzle. Walk over the frozen cells to the goal and avoid the "
+            f"holes.\n{slip}"
+            "The meaning of each symbol in the state is: P player, _ frozen, O hole, G goal, "
+            f"X player in hole, √ player on goal. {format_note(self._format)}"
+        )
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        return tuple(MOVES)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, Info]:
+        level, self._noise = generators(seed, options)
+        self._set_lake(generate(level, self._size, self._p_frozen))
+        self._player = self._lake.start
+        return self._observation(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        intended = self.action_index(action)
+        # Drawn on still ice too, so that the noise of a level does not depend on the slip.
+        draw = self._noise.random()
+        slip = (1 - self._success_probability) / 2
+        turn = -1 if draw < slip else 1 if draw < 2 * slip else 0
+        before = self._player
+        if not self._ended:
+            self._player = self._lake.neighbour(before, (intended + turn) % 4)
+        success = self._player == self._lake.goal
+        info = {"success": success, "effective": self._player != before}
+        return self._observation(), float(success), self._ended, False, info
+
+    def get_state(self) -> State:
+        return {
+            "holes": sorted(self._lake.holes),
+            "start": self._lake.start,
+            "goal": self._lake.goal,
+            "player": self._player,
+            "noise": self._noise.bit_generator.state,
+        }
+
+    def set_state(self, state: State) -> None:
+        lake = Lake(self._size, frozenset(state["holes"]), state["start"], state["goal"])
+        if lake != self._lake:
+            self._set_lake(lake)
+        self._player = state["player"]
+        self._noise.bit_generator.state = state["noise"]
+
+    def state_key(self) -> str:
+        return "\n".join(self._rows())
+
+    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
+        plan = self._planner.best(self._player, turns_left, actions_left, actions_per_turn)
+        return [self.actions[index] for index in plan]
+
+    def reference(self, turns: int, actions_per_turn: int, actions: int) -> Reference:
+        planner = Planner(self._lake, self._success_probability)
+        best = float(planner.values(turns, actions, actions_per_turn)[self._player])
+        chances = np.zeros(self._size**2)
+        chances[self._player] = 1.0
+        for _ in range(min(actions, turns * actions_per_turn)):
+            chances = chances @ planner.moves.mean(0)
+        random = float(chances[self._lake.goal])
+        return Reference(random, best, random, best)
+
+    @property
+    def _ended(self) -> bool:
+        return self._player == self._lake.goal or self._player in self._lake.holes
+
+    def _set_lake(self, lake: Lake) -> None:
+        self._lake = lake
+        self._planner = Planner(lake, self._success_probability, discount=1 - 1e-6)
+
+    def _rows(self) -> list[str]:
+        lake = self._lake
+        symbols = ["O" if cell in lake.holes else "_" for cell in range(self._size**2)]
+        symbols[lake.goal] = "G"
+        symbols[self._player] = {"_": "P", "O": "X", "G": "√"}[symbols[self._player]]
+        return ["".join(symbols[i : i + self._size]) for i in range(0, len(symbols), self._size)]
+
+    def _observation(self) -> str:
+        lake = self._lake
+        places = {
+            "Player": [divmod(self._player, self._size)],
+            "Goal": [divmod(lake.goal, self._size)],
+            "Holes": [divmod(cell, self._size) for cell in sorted(lake.holes)],
+        }
+        return observe(self._rows(), places, self._format)
