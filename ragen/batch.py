@@ -231,27 +231,26 @@ def minibatches(batch: Batch, minibatch_episodes: int, passes: int, seed: int) -
     return parts
 
 
-def microbatches(batch: Batch, max_tokens: int) -> list[Batch]:
-    """Split a minibatch into rectangles of at most `max_tokens` tokens, padding included.
+def row_splits(batch: Batch, max_tokens: int) -> list[Tensor]:
+    """The rows of each microbatch: rectangles of at most `max_tokens` tokens, padding included.
 
     Rows are sorted by length, so that little is padding; the widest rectangle comes first, so that
     too small a memory shows at once. A single row longer than `max_tokens` stands alone.
 
     Example:
-        >>> def row(n):
-        ...     return Sample((1,) * n, (False,) * n, (0.0,) * n, (-1,) * n, (False,) * n, 0, 0)
-        >>> parts = microbatches(collate([row(2), row(5), row(3)]), max_tokens=6)
-        >>> [tuple(part.token_ids_BT.shape) for part in parts]
-        [(1, 5), (2, 3)]
+        >>> row = Sample((1,) * 5, (False,) * 5, (0.0,) * 5, (-1,) * 5, (False,) * 5, 0, 0)
+        >>> batch = replace(collate([row] * 3), lengths_B=torch.tensor([2, 5, 3]))
+        >>> row_splits(batch, max_tokens=6)
+        [tensor([1]), tensor([2, 0])]
     """
     order_B = torch.argsort(batch.lengths_B, descending=True, stable=True)
-    parts, start = [], 0
+    splits, start = [], 0
     while start < len(order_B):
         longest = int(batch.lengths_B[order_B[start]])
         size = max(1, max_tokens // longest)
-        parts.append(take(batch, order_B[start : start + size]))
+        splits.append(order_B[start : start + size])
         start += size
-    return parts
+    return splits
 
 
 @dataclass(frozen=True, slots=True)

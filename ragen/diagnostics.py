@@ -1,0 +1,251 @@
+"""What a run looks like from outside: its signals, and the published signs of collapse.
+
+Names of metrics are paths; a metric that cannot be told (no thought, no token ids) is left out,
+never invented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import Literal
+
+from torch import Tensor
+
+from ragen.filters import reward_std
+from ragen.losses import k3
+from ragen.metrics import Metrics, largest, mean, total
+from ragen.types import Episode, Group, Turn
+
+NGRAM = 4
+"""Words in a row that count as repeated when they come again in the same thought."""
+
+
+def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
+    """Every signal of a step that needs no learner.
+
+    Args:
+        groups: All of the step's groups, failed episodes among them: those are counted, and play no
+            part in any other number.
+        kept: Indices of the groups that the filter kept.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    played = [episode for episode in episodes if not episode.failed]
+    turns = [turn for episode in played for turn in episode.turns]
+    return {
+        "episodes/failed": total(len(episodes) - len(played)),
+        "episodes/played": total(len(played)),
+        **_mean("filter/kept_fraction", [index in set(kept) for index in range(len(groups))]),
+        **_outcomes(played),
+        **_spread(groups),
+        **_turns(turns),
+        **_thoughts(turns),
+    }
+
+
+def _outcomes(played: Sequence[Episode]) -> Metrics:
+    return {
+        **_mean("reward/mean", [episode.total_reward for episode in played]),
+        **_mean("success/mean", [episode.success for episode in played]),
+        **_mean("episodes/truncated_fraction", [episode.truncated for episode in played]),
+        **_mean("turns/mean", [len(episode.turns) for episode in played]),
+    }
+
+
+def _spread(groups: Sequence[Group]) -> Metrics:
+    """In-group reward std, of the groups in which at least two episodes were played."""
+    comparable = [g for g in groups if sum(not episode.failed for episode in g.episodes) > 1]
+    stds = [reward_std(group) for group in comparable]
+    if not stds:
+        return {}
+    return {
+        "reward/std_in_group": mean(fmean(stds), len(stds)),
+        "reward/std_in_group_max": largest(max(stds)),
+        **_mean("reward/flat_group_fraction", [std == 0 for std in stds]),
+    }
+
+
+def _turns(turns: Sequence[Turn]) -> Metrics:
+    told = [turn for turn in turns if "effective" in turn.info]
+    executed = sum(len(turn.actions_executed) for turn in told)
+    lengths = [len(t.completion.token_ids) for t in turns if t.completion.token_ids is not None]
+    metrics = {
+        **_mean("actions/per_turn", [len(turn.actions_executed) for turn in turns]),
+        **_mean("format/valid_fraction", [turn.well_formed for turn in turns]),
+        **_mean("length/completion_tokens", lengths),
+        **_mean("length/cut_fraction", [t.completion.finish_reason == "length" for t in turns]),
+        "tokens/sampled": total(sum(lengths)),
+    }
+    if executed:
+        changed = sum(turn.info["effective"] for turn in told)
+        metrics["actions/effective_fraction"] = mean(changed / executed, executed)
+    return metrics
+
+
+def _thoughts(turns: Sequence[Turn]) -> Metrics:
+    spans = [turn.thought_span for turn in turns if turn.thought_span is not None]
+    thoughts = [turn.thought for turn in turns if turn.thought is not None]
+    metrics = {
+        **_mean("length/thought_tokens", [stop - start for start, stop in spans]),
+        **_mean("thought/repeated_ngram_fraction", list(_repeated_ngrams(thoughts))),
+    }
+    if thoughts:
+        unique = len(set(thoughts)) / len(thoughts)
+        metrics["thought/unique_fraction"] = mean(unique, len(thoughts))
+    return metrics
+
+
+def _repeated_ngrams(thoughts: Iterable[str]) -> Iterator[float]:
+    """Share of each thought's runs of `NGRAM` words that had come before in it."""
+    for thought in thoughts:
+        words = thought.split()
+        ngrams = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
+        if ngrams:
+            yield 1 - len(set(ngrams)) / len(ngrams)
+
+
+def _mean(name: str, items: Sequence[float]) -> Metrics:
+    return {name: mean(fmean(items), len(items))} if items else {}
+
+
+def explained_variance(values_N: Tensor, returns_N: Tensor) -> Metrics:
+    """How much of the returns' spread the critic foresaw: 1 − Var(R − V) ÷ Var(R).
+
+    1 is a perfect critic, 0 one that says the mean, below 0 one that is worse than that. Empty
+    where all returns are equal, since there was nothing to foresee.
+
+    Example:
+        >>> from torch import tensor
+        >>> metrics = explained_variance(tensor([0.0, 1.0]), tensor([0.0, 2.0]))
+        >>> metrics["critic/explained_variance"].value
+        0.75
+    """
+    if len(returns_N) < 2 or bool(returns_N.max() == returns_N.min()):
+        return {}
+    unexplained = float((returns_N - values_N).var() / returns_N.var())
+    return {"critic/explained_variance": mean(1 - unexplained, len(returns_N))}
+
+
+def mismatch(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Metrics:
+    """How far the learner's logprobs are from the sampler's at equal weights, in nats.
+
+    The mismatch KL is k3 with x = recomputed − sampled logprob; beside it stands the largest |x|.
+    Where both come from the same arithmetic, they are its rounding.
+    """
+    if not len(sampled_logprobs_N):
+        return {}
+    kl = k3(sampled_logprobs_N, recomputed_logprobs_N).mean().item()
+    gap = (recomputed_logprobs_N - sampled_logprobs_N).abs().max().item()
+    return {
+        "mismatch/kl": mean(kl, len(sampled_logprobs_N)),
+        "mismatch/max_abs": largest(gap),
+    }
+
+
+# The Echo Trap (arXiv:2504.20073): early gain, then one rewarded template instead of many thoughts.
+
+Series = Mapping[int, float]
+"""One metric over a run: step to value, in the order of the steps."""
+
+SignName = Literal["early_gain", "thoughts_repeat", "std_before_reward", "gradient_spike"]
+
+WINDOW = 5
+"""Steps of the baseline at the start, and of the trailing mean that is compared with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """One published sign of collapse: the step where it showed, the number there, and its baseline.
+
+    Example:
+        >>> Sign("thoughts_repeat", 21, 0.11, 0.64).name
+        'thoughts_repeat'
+    """
+
+    name: SignName
+    step: int
+    value: float
+    baseline: float
+
+
+def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:
+    """Which of the Echo Trap's published signs a run shows, in the order in which they appeared.
+
+    A baseline is the mean of the first `WINDOW` steps, and what is compared with it the mean of the
+    last `WINDOW` ones. The rules, with the metric that each reads:
+
+    - ``early_gain`` (``reward/mean``): the trailing mean exceeds the baseline by 10 % of it and by
+      two standard errors of it, and falls below that mark again before the end. Step and value: its
+      peak.
+    - ``thoughts_repeat`` (``thought/unique_fraction``): below half the baseline.
+    - ``std_before_reward`` (``reward/std_in_group``): below half the baseline, at an earlier step
+      than that at which ``reward/mean`` fell 10 % of its highest trailing mean below it.
+    - ``gradient_spike`` (``grad_norm/policy``): one step's norm above 5 times the median of all
+      before.
+
+    A metric that is missing or shorter than two windows shows no sign.
+    """
+    reward = history.get("reward/mean", {})
+    found = (
+        _early_gain(reward),
+        _halved("thoughts_repeat", history.get("thought/unique_fraction", {})),
+        _std_before_reward(history.get("reward/std_in_group", {}), reward),
+        _gradient_spike(history.get("grad_norm/policy", {})),
+    )
+    return sorted((sign for sign in found if sign is not None), key=lambda sign: sign.step)
+
+
+def _baseline(series: Series) -> float:
+    return fmean(list(series.values())[:WINDOW])
+
+
+def _trailing(series: Series) -> list[tuple[int, float]]:
+    """Step and trailing mean wherever the window no longer overlaps the baseline's."""
+    steps, numbers = list(series), list(series.values())
+    ends = range(2 * WINDOW, len(numbers) + 1)
+    return [(steps[end - 1], fmean(numbers[end - WINDOW : end])) for end in ends]
+
+
+def _early_gain(reward: Series) -> Sign | None:
+    trailing = _trailing(reward)
+    if not trailing:
+        return None
+    baseline = _baseline(reward)
+    error = stdev(list(reward.values())[:WINDOW]) / WINDOW**0.5
+    mark = baseline + max(0.1 * abs(baseline), 2 * error)
+    step, peak = max(trailing, key=lambda point: point[1])
+    lost = any(value < mark for at, value in trailing if at > step)
+    return Sign("early_gain", step, peak, baseline) if peak > mark and lost else None
+
+
+def _halved(name: SignName, series: Series) -> Sign | None:
+    for step, value in _trailing(series):
+        if value < (baseline := _baseline(series)) / 2:
+            return Sign(name, step, value, baseline)
+    return None
+
+
+def _std_before_reward(std: Series, reward: Series) -> Sign | None:
+    sign = _halved("std_before_reward", std)
+    fall = _reward_fall(reward)
+    return sign if sign is not None and fall is not None and sign.step < fall else None
+
+
+def _reward_fall(reward: Series) -> int | None:
+    if len(reward) < 2 * WINDOW:
+        return None
+    highest = _baseline(reward)
+    for step, value in _trailing(reward):
+        highest = max(highest, value)
+        if value < highest - 0.1 * abs(highest):
+            return step
+    return None
+
+
+def _gradient_spike(norm: Series) -> Sign | None:
+    steps, numbers = list(norm), list(norm.values())
+    for i in range(WINDOW, len(numbers)):
+        if numbers[i] > 5 * (usual := median(numbers[:i])):
+            return Sign("gradient_spike", steps[i], numbers[i], usual)
+    return None
