@@ -101,28 +101,24 @@ def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
     Raises:
         RagenError: `out` exists already, or the folder cannot be made.
     """
+    if out is not None and out.exists():
+        raise RagenError(
+            f"{out} exists already and a run is never overwritten; give another --out, "
+            f"or go on with that run: ragen resume {out}"
+        )
     try:
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.mkdir()
+            out.mkdir(parents=True)
             return out
         root.mkdir(parents=True, exist_ok=True)
         numbered = re.compile(re.escape(name) + r"-(\d+)")
         found = [numbered.fullmatch(entry.name) for entry in root.iterdir()]
         number = 1 + max((int(match[1]) for match in found if match), default=0)
-        while True:  # Another run may take a number between the look and the making.
-            folder = root / f"{name}-{number}"
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                number += 1
-            else:
-                return folder
-    except FileExistsError as error:
-        raise RagenError(
-            f"{error.filename} exists already and a run is never overwritten; "
-            "give another --out, or go on with that run by: ragen resume " + str(error.filename)
-        ) from None
+        while True:
+            with contextlib.suppress(FileExistsError):  # Another run may have just taken it.
+                (root / f"{name}-{number}").mkdir()
+                return root / f"{name}-{number}"
+            number += 1
     except OSError as error:
         raise RagenError(
             f"cannot make the run folder {error.filename}: {_reason(error)}; "
@@ -507,7 +503,7 @@ def _text(text: str) -> str:
 def _cannot_write(folder: Path, error: sqlite3.Error | OSError) -> RagenError:
     reason = _reason(error) if isinstance(error, OSError) else str(error)
     return RagenError(
-        f"cannot write {folder / DATABASE}: {reason}; free some space there or choose another place "
+        f"cannot write {folder / DATABASE}: {reason}; free space there or choose another place "
         "with --out"
     )
 

@@ -1,0 +1,194 @@
+"""How a run's values are settled, and how a mistake in them is told."""
+
+import itertools
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen import settings
+from ragen.config import Config
+from ragen.errors import RagenError
+from ragen.settings import differences, dump, flatten, read_config, resolve
+
+PRESETS = sorted(settings.presets())
+
+
+def message(*args: object) -> str:
+    with pytest.raises(RagenError) as caught:
+        resolve(*args)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_layers_win_in_order(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('algorithm = "starpo-s/grpo"\n[loss]\nclip_high = 0.3\nentropy = 0.5\n')
+    config = resolve(recipe, {"loss.entropy": 0.25})
+    assert config.recipe == "mine"
+    assert config.loss.clip_low == Config().loss.clip_low  # default
+    assert config.advantage.name == "grpo"  # preset
+    assert config.loss.clip_high == 0.3  # recipe over preset (0.28)
+    assert config.loss.entropy == 0.25  # override over recipe (0.5)
+
+
+def test_preset_named_on_the_command_line_goes_below_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('algorithm = "starpo-s/grpo"\n[loss]\nclip_high = 0.3\n')
+    config = resolve(recipe, {"algorithm": "starpo/ppo"})
+    assert (config.advantage.name, config.filter.rule, config.loss.clip_high) == ("gae", "all", 0.3)
+
+
+def test_nested_dotted_and_short_overrides_agree() -> None:
+    dotted = resolve(None, {"world.name": "bandit", "world.params.slip": 0.5, "model.path": "x"})
+    nested = resolve(None, {"world": {"name": "bandit", "params": {"slip": 0.5}}, "model": "x"})
+    assert dotted == nested
+
+
+def test_world_parameters_merge_over_layers(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[world.params]\nsize = 5\nnames = "pairs"\n')
+    assert resolve(recipe, {"world.params.size": 4}).world.params == {"size": 4, "names": "pairs"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_is_valid_alone(name: str) -> None:
+    config = resolve(None, {"algorithm": name})
+    assert config.algorithm == name
+    assert differences(config) == []
+    assert settings.first_comment(settings.presets()[name])
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(PRESETS, 2)))
+def test_any_two_presets_differ_in_what_they_do(one: str, other: str) -> None:
+    a, b = (flatten(resolve(None, {"algorithm": name})) for name in (one, other))
+    assert {key for key in a if a[key] != b[key]} - {"algorithm"}
+
+
+def test_presets_hold_the_published_values() -> None:
+    starpo_ppo, starpo_grpo, s_ppo, s_grpo = (
+        resolve(None, {"algorithm": name})
+        for name in ("starpo/ppo", "starpo/grpo", "starpo-s/ppo", "starpo-s/grpo")
+    )
+    for vanilla in (starpo_ppo, starpo_grpo):
+        assert (vanilla.filter.rule, vanilla.loss.kl, vanilla.loss.clip_high) == ("all", 0.001, 0.2)
+    assert (starpo_ppo.loss.kl_kind, starpo_ppo.loss.kl_place) == ("k1", "reward")
+    assert (starpo_grpo.loss.kl_kind, starpo_grpo.loss.kl_place) == ("k3", "loss")
+    for stable in (s_ppo, s_grpo):
+        assert (stable.filter.rule, stable.filter.value) == ("top_k", 0.25)
+        assert (stable.loss.kl, stable.loss.clip_low, stable.loss.clip_high) == (0.0, 0.2, 0.28)
+    for config in (starpo_ppo, starpo_grpo, s_ppo, s_grpo):
+        assert (config.rollout.prompts, config.rollout.members) == (8, 16)
+        assert (config.update.minibatch_episodes, config.update.passes) == (32, 1)
+        assert config.reward.format_penalty == 0.1
+
+
+@pytest.mark.parametrize("name", sorted(settings.recipes()))
+def test_recipe_resolves_and_is_short(name: str) -> None:
+    file = settings.recipes()[name]
+    assert resolve(name).recipe == name
+    assert settings.first_comment(file)
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 25
+
+
+def test_number_of_knobs() -> None:
+    assert len(settings.keys()) <= 70
+
+
+def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
+    config = resolve("bandit", {"world.params.deep": {"a": [1, 2.5, "x"]}, "update.lr": 3e-4})
+    (tmp_path / "config.toml").write_text(dump(config), encoding="utf-8")
+    assert read_config(tmp_path / "config.toml") == config
+
+
+@given(
+    lr=st.floats(1e-12, 1e3, allow_nan=False),
+    seed=st.integers(0, 2**62),
+    name=st.text(st.characters(exclude_categories=("Cs",))),
+)
+def test_any_value_survives_the_toml(lr: float, seed: int, name: str) -> None:
+    config = resolve(None, {"update.lr": lr, "seed": seed, "world.params.name": name})
+    assert Config.model_validate(tomllib.loads(dump(config))) == config
+
+
+def test_differences_name_the_preset_value() -> None:
+    config = resolve(None, {"algorithm": "starpo-s/grpo", "loss.clip_high": 0.4, "seed": 3})
+    assert [tuple(row) for row in differences(config)] == [
+        ("seed", 0, 3),
+        ("loss.clip_high", 0.28, 0.4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"update.lrr": 1.0}, "unknown key 'update.lrr'; did you mean 'update.lr'?"),
+        ({"lr": 1.0}, "unknown key 'lr'; did you mean 'update.lr'?"),
+        ({"update": {"pases": 1}}, "unknown key 'update.pases'; did you mean 'update.passes'?"),
+        ({"wrld.name": "x"}, "unknown key 'wrld.name'; did you mean 'world.name'?"),
+        ({"qqqq": 1}, "unknown key 'qqqq'; ragen train --help lists them all"),
+        ({"filter": "top_k"}, "'filter' is a section: set one of filter.score, filter.rule"),
+        ({"update.lr": "fast"}, 'update.lr = "fast": expected a number > 0'),
+        ({"update.lr": float("nan")}, "update.lr = nan: expected a number > 0"),
+        ({"update.passes": 1.5}, "update.passes = 1.5: expected a whole number ≥ 1"),
+        ({"seed": True}, "seed = true: expected a whole number ≥ 0"),
+        ({"prompt.think": 1}, "prompt.think = 1: expected true or false"),
+        ({"filter.rule": "topk"}, 'filter.rule = "topk": expected all or top_k'),
+        ({"world.params": 3}, "world.params = 3: expected a table"),
+        (
+            {"algorithm": "starpos/ppo"},
+            "unknown algorithm 'starpos/ppo'; did you mean 'starpo-s/ppo'?",
+        ),
+        ({"algorithm": 3}, "algorithm = 3: expected the name of a preset as text"),
+        ({"loss.kl_place": "loss"}, 'loss.kl_kind = "k1" has zero expected gradient in the loss'),
+        ({"advantage.name": "grpo", "rollout.members": 1}, "set rollout.members to 2 or more"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_way_out(overrides: dict[str, object], words: str) -> None:
+    assert words in message(None, overrides)
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    assert "unknown recipe 'banditt'; did you mean 'bandit'?" in message("banditt")
+
+
+def test_mistake_in_a_recipe_names_the_file(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[update]\nlrr = 1.0\n")
+    assert message(recipe).startswith(f"unknown key 'update.lrr' in recipe {recipe}; did you mean")
+    recipe.write_text("[update]\nlr = -1.0\n")
+    assert message(recipe) == "update.lr = -1.0 in recipe mine: expected a number > 0"
+    recipe.write_text("[update\nlr = 1\n")
+    assert "is not valid TOML" in message(recipe)
+    recipe.write_bytes(b"\xff\xfe")
+    assert "is not UTF-8 text" in message(recipe)
+    assert "no such file" in message(tmp_path / "none.toml")
+    assert "is a directory" in message(tmp_path)
+
+
+def test_what_toml_cannot_hold_is_refused_before_a_run_begins() -> None:
+    with pytest.raises(RagenError, match="cannot be saved"):
+        dump(resolve(None, {"world.params.x": {1, 2}}))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("steps", "20", 20),
+        ("update.lr", "3e-4", 3e-4),
+        ("prompt.think", "false", False),
+        ("model.path", "123", "123"),
+        ("filter.rule", "all", "all"),
+        ("world.params.size", "4", 4),
+        ("world.params.slip", ".5", 0.5),
+        ("world.params.names", "pairs", "pairs"),
+        ("world.params.sizes", "[4, 5]", [4, 5]),
+        ("world.params.trick", "1\nother = 2", "1\nother = 2"),
+        ("update.lr", "fast", "fast"),
+    ],
+)
+def test_values_from_the_command_line(key: str, text: str, value: object) -> None:
+    parsed = settings.parse_value(key, text)
+    assert parsed == value and type(parsed) is type(value)
