@@ -137,9 +137,7 @@ def _structure(reply: str, think: bool) -> tuple[tuple[int, int] | None, str | N
 
 def _skip(text: str, at: int) -> int:
     """The first position from `at` on that holds no white space."""
-    while at < len(text) and text[at] in WHITESPACE:
-        at += 1
-    return at
+    return len(text) - len(text[at:].lstrip(WHITESPACE))
 
 
 def _match(names: tuple[str, ...], actions: tuple[str, ...]) -> tuple[list[str], str | None]:

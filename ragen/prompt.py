@@ -1,8 +1,9 @@
 """The words an agent reads: one builder, two styles, the same at rollout and at training.
 
-``compact`` is for the embedded model, whose tokenizer knows whole words: few, regular lines, no system
-message. ``paper`` says in full what the papers' prompts say (arXiv:2504.20073): role, rules, actions,
-limits, reply format, length; then turn by turn the reward, what was wrong, the state and what is left.
+``compact`` is for the embedded model, whose tokenizer knows whole words: few, regular lines, no
+system message. ``paper`` says in full what the papers' prompts say (arXiv:2504.20073): role, rules,
+actions, limits, reply format, length; then turn by turn the reward, what was wrong with the reply,
+the state and what is left.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def prefill(think: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PromptBuilder:
-    """Writes the system message and the user message of each turn.
+    r"""Writes the system message and the user message of each turn.
 
     Attributes:
         style: ``compact`` or ``paper``.
@@ -48,12 +49,12 @@ class PromptBuilder:
 
     Example:
         >>> builder = PromptBuilder("compact")
-        >>> print(builder.first("", "FrozenLake", ("Left", "Up"), "P _\\n_ G", Limits(1, 5, 10, 5)))
+        >>> print(builder.first("", "FrozenLake", ("Left",), "P _\n_ G", Limits(1, 5, 10, 5)))
         FrozenLake
         P _
         _ G
         turns 5 actions 10 max 5
-        >>> print(builder.following("_ P\\n_ G", -0.1, "no", Limits(2, 4, 8, 5)))
+        >>> print(builder.following("_ P\n_ G", -0.1, "no", Limits(2, 4, 8, 5)))
         reward -0.1
         invalid
         _ P
@@ -70,9 +71,7 @@ class PromptBuilder:
         """The system message, if the style has one."""
         if self.style == "compact":
             return None
-        return (
-            "You are a helpful assistant. You act in a small world, turn by turn, to reach a goal."
-        )
+        return "You are a helpful assistant that acts in a world, turn by turn, to reach a goal."
 
     def first(
         self,
@@ -84,8 +83,8 @@ class PromptBuilder:
     ) -> str:
         """The user message that opens a conversation: what the world is, and what it shows now.
 
-        Where the history is cut (a window, or none of it), this message opens later turns too; `limits`
-        then says how far the episode is.
+        Where the history is cut (a window, or none of it), this message opens later turns too;
+        `limits` then says how far the episode is.
 
         Args:
             rules: The world's rules and its legend of symbols.

@@ -1,7 +1,7 @@
 """Tiny tokenizers and models for tests: made on the spot, nothing is downloaded.
 
-`tiny_tokenizer(name)` gives a byte-level BPE tokenizer (every text survives encoding and decoding) with one
-of the chat templates in `TEMPLATES`; `tiny_model(tokenizer)` a random Qwen2 that fits it.
+`tiny_tokenizer(name)` gives a byte-level BPE tokenizer (every text survives encoding and decoding)
+with one of the chat templates in `TEMPLATES`; `tiny_model(tokenizer)` a random Qwen2 that fits it.
 """
 
 from __future__ import annotations
