@@ -1,4 +1,4 @@
-"""A world: what it must offer, how it is found by name, and a checker that anyone can run on theirs.
+"""A world: what it must offer, how it is found by name, and a checker to run on yours.
 
 A world is a `gymnasium.Env` in text. `docs/worlds.md` shows one in full, in one file.
 """
@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, TypeAlias, TypeVar, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import gymnasium
 import numpy as np
@@ -37,9 +37,10 @@ State: TypeAlias = dict[str, Any]
 class Reference:
     """How well random and best play do on one level, or on the mean of several.
 
-    `random` and `best` are probabilities of success, the other two expected returns. The best player is
-    the one most likely to succeed; `best` and `best_return` are ``None`` where no solver is known.
-    `draws` is the number of random episodes behind `random`, ``None`` where it is exact.
+    `random` and `best` are probabilities of success, the other two expected returns. The best
+    player is the one most likely to succeed; `best` and `best_return` are ``None`` where no
+    solver is known. `draws` is the number of random episodes behind `random`, ``None`` where it
+    is exact.
 
     Example:
         >>> Reference(0.5, 1.0, 0.2, 0.25).best
@@ -56,15 +57,16 @@ class Reference:
 class Env(gymnasium.Env[str, str]):
     """Base of all worlds: strings in, strings out, and all randomness from two seeds.
 
-    The level (what is shown and what is hidden) follows from `seed` alone, random events while playing
-    from ``options["noise_seed"]`` alone, so that a group can share the one and not the other.
-    A world gives `rules`, `goal` and `actions`, the five abstract methods, and `solve` and `reference`
-    if it knows the answer. Read `rules` and `actions` after `reset`: they may depend on the level.
+    The level (what is shown and what is hidden) follows from `seed` alone, random events while
+    playing from ``options["noise_seed"]`` alone, so that a group can share the one and not the
+    other. A world gives `rules`, `goal` and `actions`, the five abstract methods, and `solve` and
+    `reference` if it knows the answer. Read `rules` and `actions` after `reset`: they may depend
+    on the level.
     """
 
     name: str
     """How the world is registered; `make` sets it."""
-    goal: ClassVar[str]
+    goal: str
     """The world in a few words, all that the compact prompt says of it."""
 
     @property
@@ -85,7 +87,8 @@ class Env(gymnasium.Env[str, str]):
 
         Args:
             seed: The level. ``None`` draws a fresh one.
-            options: ``{"noise_seed": n}`` decides the random events; without it they follow from `seed`.
+            options: ``{"noise_seed": n}`` decides the random events; without it they follow
+                from `seed`.
 
         Returns:
             The observation and an info.
@@ -96,8 +99,9 @@ class Env(gymnasium.Env[str, str]):
         """Carry out one action.
 
         Returns:
-            Observation, reward, terminated, truncated, and an info in which ``success`` says whether the
-            world was solved by this step and ``effective`` whether the observable state changed.
+            Observation, reward, terminated, truncated, and an info in which ``success`` says
+            whether the world was solved by this step and ``effective`` whether the observable
+            state changed.
 
         Raises:
             ValueError: `action` is none of `actions`.
@@ -116,10 +120,10 @@ class Env(gymnasium.Env[str, str]):
         """The observable state in words: equal keys look equal. No generators, no counters."""
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
-        """The best player's actions for this turn, at least one, or ``None`` where no solver is known.
+        """The best player's actions for this turn, at least one; ``None`` where unknown.
 
-        The best player has the highest chance to succeed within the budgets. It chooses a turn's actions
-        before it sees what they do, as an agent must, and observes between turns.
+        The best player has the highest chance to succeed within the budgets. It chooses a turn's
+        actions before it sees what they do, as an agent must, and observes between turns.
         """
         return None
 
@@ -220,7 +224,7 @@ WORLDS: dict[str, World] = {
 
 
 def worlds() -> dict[str, World]:
-    """All worlds with a name: RAGEN's, and those that packages register as ``ragen.envs`` entry points."""
+    """All worlds with a name: RAGEN's, and the ``ragen.envs`` entry points of packages."""
     others = {
         point.name: World(point.value, {}, f"from {point.dist.name}" if point.dist else "")
         for point in entry_points(group="ragen.envs")
@@ -290,7 +294,7 @@ def _load(entry: str) -> type[Env]:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise RagenError(f"no file {path}; a world of your own is named path/to/file.py:Class")
-    # One module per file and content: an edited file is read again, an unedited one keeps its classes.
+    # One module per file and content: an edited file is read anew, another keeps its classes.
     digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:16]
     module_name = f"ragen_world_{path.stem}_{digest}"
     if module_name in sys.modules:
@@ -325,8 +329,8 @@ def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
 def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
     """Hold a world to the contract; run it on yours.
 
-    It plays random actions on some levels, with two instances and with snapshots, and compares. For free
-    text (``actions`` is ``None``) it sends short words, which a world must bear.
+    It plays random actions on some levels, with two instances and with snapshots, and compares.
+    For free text (``actions`` is ``None``) it sends short words, which a world must bear.
 
     Args:
         env: The world; it is left in some other state.
@@ -357,7 +361,7 @@ def _check_words(env: Env) -> None:
 
 
 def _check_level(env: Env, level: int, steps: int) -> None:
-    """Same seeds, same episode; snapshots replay it; the key is pure; success comes with the end."""
+    """Same seeds, same episode; snapshots replay it; the level ignores the noise."""
     first = _play(env, level, 1, steps)
     _require(env, first == _play(env, level, 1, steps), "the same seeds must give the same episode")
     other = _play(env, level, 2, steps)
@@ -445,7 +449,7 @@ def _step(env: Env, action: str) -> tuple[Any, ...]:
 
 
 def _key(env: Env) -> str:
-    """The state key, after making sure that asking for it changes nothing and ignores the generators."""
+    """The state key, after making sure that asking for it changes nothing."""
     state = _json(env)
     key = env.state_key()
     _require(env, isinstance(key, str), "state_key must return a text")

@@ -64,11 +64,12 @@ class Bandit(Env):
         The two names.
 
     Reward:
-        The safe arm always pays `safe_reward`. The risky arm pays 1 with `risky_probability`, else 0.
+        The safe arm always pays `safe_reward`. The risky arm pays 1 with `risky_probability`,
+        else 0.
 
     Ends when:
-        An arm was pulled. A success is the arm with the higher mean, whatever it paid; so chance decides
-        the reward and not the success.
+        An arm was pulled. A success is the arm with the higher mean, whatever it paid; so chance
+        decides the reward and not the success.
 
     Parameters:
         name_set, split: Which names (`NAMES`).
@@ -79,7 +80,7 @@ class Bandit(Env):
     Example:
         >>> env = Bandit()
         >>> env.reset(seed=123, options={"noise_seed": 0})[0]
-        'Arms: Phoenix, Dragon'
+        'Arms: Dragon, Phoenix'
         >>> env.step("Phoenix")
         ('Phoenix paid 0.15.', 0.15, True, False, {'success': False, 'effective': True})
     """
@@ -108,11 +109,11 @@ class Bandit(Env):
     @property
     def rules(self) -> str:
         return (
-            "You are playing a bandit game. Goal: maximise your reward by choosing which of two arms to "
-            "pull. You pull once.\n"
-            "Each arm has its own reward distribution, related to the meaning of its name. Reason about "
-            "what the names suggest about how each arm pays, on average, and answer with the name of "
-            "the arm that you choose."
+            "You are playing a bandit game. Goal: maximise your reward by choosing which of two "
+            "arms to pull. You pull once.\n"
+            "Each arm has its own reward distribution, related to the meaning of its name. Reason "
+            "about what the names suggest about how each arm pays, on average, and answer with "
+            "the name of the arm that you choose."
         )
 
     @property

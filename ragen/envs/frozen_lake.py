@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,8 +61,17 @@ def generate(level: np.random.Generator, size: int, p_frozen: float) -> Lake:
             return lake
 
 
+class Plans(NamedTuple):
+    """Sequences of directions of one length, and what each is worth from every cell."""
+
+    values: Floats
+    """Chances of success, shape (plans, cells)."""
+    directions: npt.NDArray[np.int64]
+    """Shape (plans, length)."""
+
+
 class Planner:
-    """Best play on one lake by finite-horizon dynamic programming over turns, actions left and cells.
+    """Best play on one lake by dynamic programming over turns left, actions left and cells.
 
     The actions of a turn are chosen before any of them is seen to slip. With one action a turn the
     player sees every slip: the best that feedback after each action allows.
@@ -94,43 +104,51 @@ class Planner:
             value[self._goal] = 1.0
             if turns and actions:
                 for plans in self._plans(turns, actions, per_turn):
-                    value = np.maximum(value, plans.max(0))
+                    value = np.maximum(value, plans.values.max(0))
             self._values[key] = value
         return self._values[key]
 
     def best(self, cell: int, turns: int, actions: int, per_turn: int) -> list[int]:
         """The best sequence of directions for this turn; the shortest of several."""
-        best, choice = -1.0, (0, 0)
-        for length, plans in enumerate(self._plans(turns, actions, per_turn), start=1):
-            index = int(plans[:, cell].argmax())
-            if plans[index, cell] > best + 1e-12:
-                best, choice = float(plans[index, cell]), (length, index)
-        length, index = choice
-        # Plans are numbered with the first action as the most significant digit in base 4.
-        return [(index >> 2 * (length - 1 - i)) & 3 for i in range(length)]
+        best, choice = -1.0, [0]
+        for plans in self._plans(turns, actions, per_turn):
+            index = int(plans.values[:, cell].argmax())
+            if plans.values[index, cell] > best + 1e-12:
+                best, choice = float(plans.values[index, cell]), plans.directions[index].tolist()
+        return choice
 
-    def _plans(self, turns: int, actions: int, per_turn: int) -> list[Floats]:
-        """For each length the values of all 4^length sequences, shape (4^length, cells)."""
-        lengths = range(1, min(per_turn, actions) + 1)
-        return [self._open_loop(length, turns, actions, per_turn) for length in lengths]
+    def _plans(self, turns: int, actions: int, per_turn: int) -> Iterator[Plans]:
+        """The plans of this turn worth considering, by length."""
+        for length in range(1, min(per_turn, actions) + 1):
+            after = self.values(turns - 1, actions - length, per_turn).copy()
+            after[~self._ended] *= self._discount  # the next turn's price
+            plans = Plans(after[None], np.zeros((1, 0), dtype=np.int64))
+            for _ in range(length):
+                plans = self._prepend(plans, after)
+            yield plans
 
-    def _open_loop(self, length: int, turns: int, actions: int, per_turn: int) -> Floats:
-        after = self.values(turns - 1, actions - length, per_turn).copy()
-        after[~self._ended] *= self._discount  # the next turn's price
-        plans = after[None]
-        for _ in range(length):
-            # (4, n, cells): one more action in front of each sequence.
-            plans = self._discount * (plans[None] @ self.moves.transpose(0, 2, 1))
-            plans = plans.reshape(-1, plans.shape[-1])
-            plans[:, self._ended] = after[self._ended]
-        return plans
+    def _prepend(self, plans: Plans, after: Floats) -> Plans:
+        """Every plan with every direction before it, those left out that are nowhere the best."""
+        values = self._discount * (plans.values[None] @ self.moves.transpose(0, 2, 1))
+        values = values.reshape(-1, values.shape[-1])
+        values[:, self._ended] = after[self._ended]
+        first = np.repeat(np.arange(4), len(plans.values))[:, None]
+        directions = np.hstack([first, np.tile(plans.directions, (4, 1))])
+        _, distinct = np.unique(values.round(12), axis=0, return_index=True)
+        # By falling sum, so that whatever dominates a plan stands before it.
+        order = distinct[np.argsort(-values[distinct].sum(1), kind="stable")]
+        values, directions = values[order], directions[order]
+        at_least = (values[None] >= values[:, None] - 1e-12).all(-1)
+        keep = ~np.tril(at_least, k=-1).any(1)
+        return Plans(values[keep], directions[keep])
 
 
 def transition_matrices(lake: Lake, success_probability: float) -> Floats:
     """Chance of going from one cell to another by each action, shape (4, cells, cells).
 
     Example:
-        >>> transition_matrices(Lake(2, frozenset(), 0, 3), 0.8)[1, 0].round(3)  # Down from the corner
+        >>> down = 1
+        >>> transition_matrices(Lake(2, frozenset(), 0, 3), 0.8)[down, 0].round(3)
         array([0.1, 0.1, 0.8, 0. ])
     """
     cells = lake.size**2
@@ -150,11 +168,13 @@ class FrozenLake(Env):
     """Walk from the start to the goal, not into a hole; a move may slip sideways.
 
     Observation:
-        The map: `P` player, `_` frozen, `O` hole, `G` goal, `X` player in a hole, `√` player on the goal.
+        The map: `P` player, `_` frozen, `O` hole, `G` goal, `X` player in a hole, `√` player on
+        the goal.
 
     Actions:
-        Left, Down, Right, Up. The direction that is meant happens with `success_probability`, each
-        perpendicular one with half of the rest, the opposite one never. The edge of the board stops.
+        Left, Down, Right, Up. The direction that is meant happens with `success_probability`,
+        each perpendicular one with half of the rest, the opposite one never. The edge of the
+        board stops.
 
     Reward:
         1 on the goal, else 0.
@@ -171,8 +191,11 @@ class FrozenLake(Env):
     Example:
         >>> env = FrozenLake(success_probability=1.0)
         >>> print(env.reset(seed=123)[0])
-        P___
-        >>> env.step("Right")[1:]
+        ___P
+        __O_
+        ___O
+        _G_O
+        >>> env.step("Left")[1:]
         (0.0, False, False, {'success': False, 'effective': True})
     """
 
@@ -207,8 +230,8 @@ class FrozenLake(Env):
             else ""
         )
         return (
-            "You are solving the FrozenLake puzzle. Walk over the frozen cells to the goal and avoid the "
-            f"holes.\n{slip}"
+            "You are solving the FrozenLake puzzle. Walk over the frozen cells to the goal and "
+            f"avoid the holes.\n{slip}"
             "The meaning of each symbol in the state is: P player, _ frozen, O hole, G goal, "
             f"X player in hole, √ player on goal. {format_note(self._format)}"
         )

@@ -17,20 +17,20 @@ def observe(
     observation: Observation,
     border: int = 0,
 ) -> str:
-    """A grid in one of the formats.
+    r"""A grid in one of the formats.
 
     Args:
         rows: The map, one string a row, one symbol a cell.
         places: What `coord` tells, such as ``{"Player": [(0, 0)]}``.
         observation: The format.
-        border: Width of the outer wall, which `named` leaves out (it never changes). The names of the
-            other cells stay those of the whole map.
+        border: Width of the outer wall, which `named` leaves out (it never changes). The names
+            of the other cells stay those of the whole map.
 
     Example:
         >>> observe(["P_", "OG"], {"Player": [(0, 0)], "Goal": [(1, 1)]}, "named")
-        'a0 P a1 _\\nb0 O b1 G'
+        'a0 P a1 _\nb0 O b1 G'
         >>> observe(["P_", "OG"], {"Player": [(0, 0)], "Goal": [(1, 1)]}, "coord")
-        'Size: 2 x 2\\nPlayer: (0, 0)\\nGoal: (1, 1)'
+        'Size: 2 x 2\nPlayer: (0, 0)\nGoal: (1, 1)'
     """
     grid = "\n".join(rows)
     if observation == "grid":
@@ -63,8 +63,8 @@ def format_note(observation: Observation) -> str:
     """A sentence for the rules that says how the state is written."""
     return {
         "grid": "The state is a map, one row a line.",
-        "coord": "The state gives sizes and zero-based (row, column) coordinates, rows from the top.",
+        "coord": "The state gives sizes and zero-based (row, column) positions, rows from the top.",
         "grid_coord": "The state is a map, one row a line, followed by zero-based (row, column) "
-        "coordinates, rows from the top.",
-        "named": "The state lists every cell: its name (row letter, column number) and what is on it.",
+        "positions, rows from the top.",
+        "named": "The state lists each cell: its name (row letter, column number), what is there.",
     }[observation]

@@ -58,7 +58,7 @@ class Board(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What stays: the floor (targets included) and the targets of a level of `rows` × `cols` cells."""
+    """What stays: size, floor (targets included) and targets."""
 
     rows: int
     cols: int
@@ -71,7 +71,7 @@ class Room:
         return (-self.cols, self.cols, -1, 1)
 
     def push(self, board: Board, step: int) -> Board:
-        """Push the box ahead if there is one and the cell behind it is free, else walk, else nothing."""
+        """Push the box ahead if the cell behind it is free, else walk, else nothing."""
         player, boxes = board
         ahead = player + step
         if not self.floor >> ahead & 1:
@@ -84,7 +84,7 @@ class Room:
         return Board(ahead, boxes)
 
     def reward(self, before: Board, after: Board) -> float:
-        """−0.1 an action, ±1 for a box that comes onto or leaves a target, +10 for all on targets."""
+        """−0.1 an action, ±1 for a box coming onto or leaving a target, +10 for all on."""
         came = (after.boxes & self.targets).bit_count() - (before.boxes & self.targets).bit_count()
         return came - 0.1 + (10.0 if after.boxes == self.targets else 0.0)
 
@@ -142,9 +142,9 @@ def _floor(level: np.random.Generator, rows: int, cols: int) -> Cells:
 def _pull_away(room: Room, player: int, search_depth: int) -> tuple[Board, int]:
     """Depth-first search over pulls and walks for the board that looks hardest.
 
-    It keeps the first board with the highest score: how often the pulled box changed on the way (the
-    first pull counts) times the boxes' total Manhattan distance from where they began, 0 where a box or
-    the player covers a target. Boards are met in a fixed order, each once.
+    It keeps the first board with the highest score: how often the pulled box changed on the way
+    (the first pull counts) times the boxes' total Manhattan distance from where they began, 0
+    where a box or the player covers a target. Boards are met in a fixed order, each once.
 
     Returns:
         The board, and that distance (0 where no board scored).
@@ -176,7 +176,7 @@ def _pull_away(room: Room, player: int, search_depth: int) -> tuple[Board, int]:
             walks.append((player + step, boxes, last, swaps, depth + 1))
             if occupied >> behind & 1:
                 pulled = boxes.index(behind)
-                moved = boxes[:pulled] + (player,) + boxes[pulled + 1 :]
+                moved = (*boxes[:pulled], player, *boxes[pulled + 1 :])
                 pulls.append((player + step, moved, pulled, swaps + (pulled != last), depth + 1))
             else:
                 pulls.append(walks[-1])
@@ -215,7 +215,7 @@ def _members(cells: Cells) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def shortest_solution(room: Room, board: Board) -> tuple[int, ...] | None:
-    """Indices of the fewest actions that solve the board, by breadth-first search; ``None`` if lost."""
+    """Indices of the fewest actions that solve the board (breadth first), ``None`` if lost."""
     came_from: dict[Board, tuple[Board, int] | None] = {board: None}
     frontier = deque([board])
     while frontier:
@@ -238,16 +238,16 @@ class Sokoban(Env):
     """Push all boxes onto targets. Boxes cannot be pulled, so a wrong push may be final.
 
     Observation:
-        The map: `#` wall, `_` floor, `O` target, `√` box on target, `X` box, `P` player, `S` player on
-        target; with ``symbols = "new"`` in the same order ``W . G C B A @``.
+        The map: `#` wall, `_` floor, `O` target, `√` box on target, `X` box, `P` player, `S`
+        player on target; with ``symbols = "new"`` in the same order ``W . G C B A @``.
 
     Actions:
-        Up, Down, Left, Right: push when a box is ahead and the cell behind it is free, else walk when the
-        cell ahead is free, else nothing.
+        Up, Down, Left, Right: push when a box is ahead and the cell behind it is free, else walk
+        when the cell ahead is free, else nothing.
 
     Reward:
-        −0.1 an action; +1 when a box comes onto a target, −1 when one leaves it; +10 when all are on
-        targets: a solution by one push pays 10.9.
+        −0.1 an action; +1 when a box comes onto a target, −1 when one leaves it; +10 when all
+        are on targets: a solution by one push pays 10.9.
 
     Ends when:
         All boxes are on targets (a success).
@@ -293,9 +293,9 @@ class Sokoban(Env):
     def rules(self) -> str:
         s = self._symbols
         return (
-            "You are solving the Sokoban puzzle. You are the player and need to push all boxes onto the "
-            "targets. When you are next to a box you push it by moving towards it. A box cannot be pushed "
-            "into a wall or another box, and it cannot be pulled.\n"
+            "You are solving the Sokoban puzzle. You are the player and need to push all boxes "
+            "onto the targets. When you are next to a box you push it by moving towards it. A box "
+            "cannot be pushed into a wall or another box, and it cannot be pulled.\n"
             f"The meaning of each symbol in the state is: {s.wall} wall, {s.floor} empty, "
             f"{s.target} target, {s.box_on_target} box on target, {s.box} box, {s.player} player, "
             f"{s.player_on_target} player on target. {format_note(self._format)}"
@@ -384,7 +384,7 @@ class Sokoban(Env):
 def random_play(room: Room, board: Board, actions: int) -> tuple[float, float]:
     """Exact chance of success and expected return of uniformly random actions.
 
-    The chances of all boards are carried forward action by action: p′(b′) = Σ_b p(b)·¼·|{a: b → b′}|.
+    The chances of all boards are carried forward: p′(b′) = Σ_b p(b)·¼·|{a: b → b′}|.
     """
     chances, solved, expected = {board: 1.0}, 0.0, 0.0
     for _ in range(actions):
