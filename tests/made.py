@@ -1,0 +1,73 @@
+"""Made-up records: turns, episodes and samples with only the fields that a test speaks about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ragen.samples import to_samples
+from ragen.types import Completion, Episode, Group, Prompt, Sample, StopReason, Turn
+
+
+def turn(
+    reward: float = 0.0,
+    *,
+    prompt: Sequence[int] = (1, 2),
+    sampled: Sequence[int] = (7, 8),
+    penalty: float = 0.0,
+    thought: str | None = None,
+    executed: int = 0,
+    info: Mapping[str, Any] | None = None,
+) -> Turn:
+    return Turn(
+        observation="",
+        prompt=Prompt((), tuple(prompt), 0, 64, 1.0, 0),
+        completion=Completion(tuple(sampled), (-0.5,) * len(sampled), "", "stop", 0),
+        thought=thought,
+        thought_span=None if thought is None else (0, 1),
+        actions_asked=("Up",) * executed,
+        actions_executed=("Up",) * executed,
+        reward=reward,
+        penalty=penalty,
+        well_formed=penalty == 0,
+        state_key="",
+        info=info or {},
+    )
+
+
+def episode(*turns: Turn, stop: StopReason = "max_turns", success: bool = False) -> Episode:
+    return Episode("w", 0, 0, 0, 0, turns, stop, False, True, False, success)
+
+
+def group(*rewards: float) -> Group:
+    """One episode of one turn for each reward."""
+    return Group(tuple(episode(turn(reward)) for reward in rewards))
+
+
+@st.composite
+def groups(draw: st.DrawFn, min_members: int = 1) -> list[Group]:
+    """Random multi-turn histories; each turn either extends its history or starts a new sample."""
+    made = []
+    for _ in range(draw(st.integers(1, 3))):
+        members = []
+        for _ in range(draw(st.integers(min_members, 3))):
+            history: tuple[int, ...] = ()
+            turns = []
+            for number in range(draw(st.integers(1, 4))):
+                extends = draw(st.booleans())
+                glue = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+                prompt = history + glue if extends else (100 + number, *glue)
+                sampled = tuple(draw(st.lists(st.integers(10, 19), min_size=1, max_size=4)))
+                reward, penalty = draw(st.integers(-4, 4)) / 4, draw(st.sampled_from([0.0, -0.5]))
+                turns.append(turn(reward, prompt=prompt, sampled=sampled, penalty=penalty))
+                history = prompt + sampled
+            members.append(episode(*turns))
+        made.append(Group(tuple(members)))
+    return made
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> list[Sample]:
+    return to_samples(draw(groups()))
