@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from os.path import commonprefix
 from typing import Any, Protocol
@@ -90,6 +91,8 @@ class Chat:
         self._tokenizer = tokenizer
         # The Rust tokenizer behind the Python one encodes in two thirds of the time.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        # The members of a group open alike, and in a small world often see the same again.
+        self._cached_ids = lru_cache(maxsize=1024)(self._ids)
         self._pieces: dict[int, str] = {}
         self._prefills: dict[str, Ids] = {"": ()}
 
@@ -158,9 +161,7 @@ class Chat:
 
     def encode(self, text: str) -> Ids:
         """Ids of a text; none is added before or behind it."""
-        if self._backend is not None:
-            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._cached_ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without the end-of-turn token; other special tokens are kept."""
@@ -189,6 +190,11 @@ class Chat:
         return first - (reach(first) > start), last
 
     # Tokens and text.
+
+    def _ids(self, text: str) -> Ids:
+        if self._backend is not None:
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(

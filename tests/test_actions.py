@@ -162,7 +162,7 @@ def test_thought_and_its_place() -> None:
     assert parsed.thought == " up, é🙂 "
     # One space and the seven characters of <think>; then eight of thought.
     assert parsed.thought_chars == (8, 16)
-    # A closed thought is kept where only the answer is wrong; where the thought is wrong, it is not.
+    # A closed thought is kept where only the answer is wrong, not where it is wrong itself.
     assert read("<think>a</think>Up").thought == "a"
     assert read("<think>a<answer>Up</answer></think><answer>Up</answer>").thought is None
 

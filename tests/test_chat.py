@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tiny import TEMPLATES, tiny_model, tiny_tokenizer
 
 from ragen.chat import Chat
 from ragen.errors import RagenError
-from tiny import TEMPLATES, tiny_model, tiny_tokenizer
 
 EXACT = ["chatml", "llama3", "gemma", "llama2", "thinker", "glm"]
 END = {

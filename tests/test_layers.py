@@ -26,7 +26,7 @@ ORDER: dict[str, list[str]] = {
         *["policy", "players", "references", "endpoint", "context", "rollout"],
         *["samples", "statistics"],
     ],
-    "L4 maths": ["batch", "rewards", "advantages", "losses", "filters", "diagnostics"],
+    "L4 maths": ["batch", "rewards", "advantages", "credit", "losses", "filters", "diagnostics"],
     "L5 learning": [
         "fast_qwen2",
         "decoder",
@@ -38,7 +38,8 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["recorder", "guard", "evaluate", "base", "trainer", "studies", "viewer", "cli"],
+        *["threads", "stopping", "recorder", "guard", "evaluate", "progress", "base"],
+        *["trainer", "studies", "viewer", "cli"],
     ],
 }
 PLACE = {module: place for place, module in enumerate(chain(*ORDER.values()))}
