@@ -127,7 +127,7 @@ def explained_variance(values_N: Tensor, returns_N: Tensor) -> Metrics:
     return {"critic/explained_variance": mean(1 - unexplained, len(returns_N))}
 
 
-def mismatch(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Metrics:
+def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Metrics:
     """How far the learner's logprobs are from the sampler's at equal weights, in nats.
 
     The mismatch KL is k3 with x = recomputed − sampled logprob; beside it stands the largest |x|.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from made import episode, group, turn
 
-from ragen.diagnostics import echo_trap_signs, explained_variance, mismatch, summarize
+from ragen.diagnostics import echo_trap_signs, explained_variance, mismatch_kl, summarize
 from ragen.metrics import values
 from ragen.types import Group
 
@@ -73,10 +73,10 @@ def test_explained_variance() -> None:
 def test_mismatch_golden() -> None:
     # x = 0 and ln ½: k3 = (0 + ½ − 1 + ln 2) / 2
     sampled_N = torch.tensor([-1.0, -1.0])
-    found = values(mismatch(sampled_N, sampled_N - torch.tensor([0.0, math.log(2)])))
+    found = values(mismatch_kl(sampled_N, sampled_N - torch.tensor([0.0, math.log(2)])))
     assert found["mismatch/kl"] == pytest.approx((0.5 - 1 + math.log(2)) / 2)
     assert found["mismatch/max_abs"] == pytest.approx(math.log(2))
-    assert mismatch(torch.zeros(0), torch.zeros(0)) == {}
+    assert mismatch_kl(torch.zeros(0), torch.zeros(0)) == {}
 
 
 def series(curve: Callable[[int], float], steps: int = 40) -> dict[int, float]:
@@ -92,7 +92,7 @@ COLLAPSE = {
 
 
 def test_a_collapse_shows_all_signs_in_their_order() -> None:
-    # Trailing means of five: the reward's peak is .8, first at 9; std .4·2/5 + .01·3/5 = .166 at 14;
+    # Trailing means of five: reward at most .8, first at 9; std .4·2/5 + .01·3/5 = .166 at 14;
     # unique thoughts .9·2/5 + .05·3/5 = .39 < .45 at 22; the reward falls from step 25.
     signs = echo_trap_signs(COLLAPSE)
     assert [(sign.name, sign.step) for sign in signs] == [
