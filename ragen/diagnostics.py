@@ -181,7 +181,7 @@ def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:
     - ``thoughts_repeat`` (``thought/unique_fraction``): below half the baseline.
     - ``std_before_reward`` (``reward/std_in_group``): below half the baseline, at an earlier step
       than that at which ``reward/mean`` fell 10 % of its highest trailing mean below it.
-    - ``gradient_spike`` (``grad_norm/policy``): one step's norm above 5 times the median of all
+    - ``gradient_spike`` (``gradient/policy_norm``): one step's norm above 5 times the median of all
       before.
 
     A metric that is missing or shorter than two windows shows no sign.
@@ -191,7 +191,7 @@ def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:
         _early_gain(reward),
         _halved("thoughts_repeat", history.get("thought/unique_fraction", {})),
         _std_before_reward(history.get("reward/std_in_group", {}), reward),
-        _gradient_spike(history.get("grad_norm/policy", {})),
+        _gradient_spike(history.get("gradient/policy_norm", {})),
     )
     return sorted((sign for sign in found if sign is not None), key=lambda sign: sign.step)
 

@@ -87,7 +87,7 @@ COLLAPSE = {
     "reward/mean": series(lambda s: 0.5 if s < 5 else 0.8 if s < 25 else 0.1),
     "reward/std_in_group": series(lambda s: 0.4 if s < 12 else 0.01),
     "thought/unique_fraction": series(lambda s: 0.9 if s < 20 else 0.05),
-    "grad_norm/policy": series(lambda s: 30.0 if s == 33 else 1.0),
+    "gradient/policy_norm": series(lambda s: 30.0 if s == 33 else 1.0),
 }
 
 
@@ -110,7 +110,7 @@ def test_a_run_that_only_improves_shows_none() -> None:
         "reward/mean": series(lambda s: s / 40),
         "reward/std_in_group": series(lambda s: 0.4 if s < 20 else 0.1),
         "thought/unique_fraction": series(lambda s: 0.9 - s / 100),
-        "grad_norm/policy": series(lambda s: 1 + math.sin(s)),
+        "gradient/policy_norm": series(lambda s: 1 + math.sin(s)),
     }
     assert echo_trap_signs(history) == []
 
