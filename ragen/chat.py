@@ -62,7 +62,8 @@ class Chat:
         warning: What a user should know about this template, in one sentence; or ``None``.
         end_ids: The tokens that end a turn: the first special token that the template puts behind
             an assistant's message, and the tokenizer's end-of-sequence token.
-        fold: The template has no system role, so system text goes on top of the first user message.
+        fold: System text goes on top of the first user message, since the template has no system
+            role, or one whose text does not stay in place (some move it to the last user message).
         opening: The start of a thought that the template's own generation prompt writes
             (``<think>\n``), or nothing. It counts as pre-filled.
 
@@ -115,6 +116,8 @@ class Chat:
                 "the tokenizer has no eos_token; set tokenizer.eos_token"
             )
         self.exact = self._bridges_hold()
+        if not self.exact and not self.fold:
+            self.fold = self.exact = self._bridges_hold(fold=True)
         self.warning: str | None = None
         if not self.exact:
             self.warning = (
@@ -280,20 +283,25 @@ class Chat:
         special = set(self._tokenizer.get_added_vocab().values())
         return next((token for token in self.encode(closing) if token in special), None)
 
-    def _bridges_hold(self) -> bool:
+    def _bridges_hold(self, fold: bool = False) -> bool:
         """Whether extending gives what rendering gives, in text and in tokens, over three turns."""
         first = self._render(_conversation(_USER, self._trial_replies[0], _LAST_USER))
         if not first.startswith(self._lead):
             return False
         system = {"role": "system", "content": _SYSTEM}
-        return all(self._trial(head, content) for head in ((), (system,)) for content in _CONTENTS)
+        heads: tuple[tuple[Message, ...], ...] = ((), (system,))
+        return all(self._trial(head, content, fold) for head in heads for content in _CONTENTS)
 
-    def _trial(self, head: tuple[Message, ...], content: str) -> bool:
+    def _trial(self, head: tuple[Message, ...], content: str, fold: bool) -> bool:
+        def render(*contents: str) -> str:
+            messages = (*head, *_conversation(*contents))
+            return self._render(_folded(messages) if fold else messages)
+
         contents = [content]
-        text = self._render((*head, *_conversation(*contents)))
+        text = render(*contents)
         for reply, user in zip(self._trial_replies, (content, _LAST_USER), strict=True):
             contents += [reply, user]
-            whole = self._render((*head, *_conversation(*contents)))
+            whole = render(*contents)
             text += reply.removeprefix(self.opening)
             bridge = self._bridge(user)
             if whole != text + bridge:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny import TEMPLATES, tiny_model, tiny_tokenizer
 
@@ -150,15 +150,39 @@ def _copy(name: str) -> Any:
     return tiny_tokenizer.__wrapped__(name)
 
 
-def test_system_text_in_the_last_user_message_has_no_extension() -> None:
-    """Some templates move the system text along: earlier turns change, and it is noticed."""
+def test_system_text_that_moves_along_is_folded_instead() -> None:
+    """Some templates put it into the *last* user message, so that earlier turns change."""
     tokenizer = _copy("chatml")
     tokenizer.chat_template = (
         "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
         "{% for m in messages if m.role != 'system' %}<|im_start|>"
         "{{ s if loop.last }}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
     )
-    assert not Chat(tokenizer).exact
+    found = Chat(tokenizer)
+    assert found.exact
+    assert found.fold
+    system = {"role": "system", "content": "be kind"}
+    messages = [system, user("a"), assistant("b"), user("c")]
+    ids = (*found.open(messages[:2])[0], *found.encode("b"), end("chatml"))
+    text = tokenizer.decode(found.extend(ids, messages)[0])
+    assert text == (
+        "<|im_start|>be kind\n\na<|im_end|><|im_start|>b<|im_end|>"
+        "<|im_start|>c<|im_end|><|im_start|>"
+    )
+
+
+def test_a_default_system_message_stays() -> None:
+    tokenizer = _copy("chatml")
+    tokenizer.chat_template = (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nhelp<|im_end|>\n{% endif %}"
+        + TEMPLATES["chatml"]
+    )
+    found = Chat(tokenizer)
+    assert found.exact
+    ids = (*found.open([user("a")])[0], *found.encode("b"), end("chatml"))
+    text = tokenizer.decode(found.extend(ids, [user("a"), assistant("b"), user("c")])[0])
+    assert text.count("help") == 1
+    assert text.startswith("<|im_start|>system\nhelp")
 
 
 def test_a_template_that_counts_turns_has_no_extension() -> None:
@@ -201,6 +225,7 @@ def _reply(name: str, thought: str, answer: str) -> str:
 
 
 @pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=50, deadline=None)
 @given(history=turns, last=contents)
 def test_extending_equals_rendering(
     name: str, history: list[tuple[str, str, str]], last: str
@@ -226,6 +251,7 @@ def test_extending_equals_rendering(
 
 
 @pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_sampled_ids_are_kept_verbatim(name: str, data: st.DataObject) -> None:
     """Whatever ids were drawn, canonical or not: each reply stands where it was sampled."""
@@ -287,6 +313,7 @@ def test_token_span_takes_all_bytes_of_a_character() -> None:
     assert found.token_span(ids, "a🙂b", 2, 3) == (5, 6)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text(min_size=1, max_size=30), st.data())
 def test_token_span_covers_the_characters(text: str, data: st.DataObject) -> None:
     found = chat("chatml")
