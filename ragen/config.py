@@ -15,7 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class Section(BaseModel):
     """A group of keys; frozen, and strict about names and types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,  # The sentence under a key is its help on the command line.
+    )
 
 
 class WorldConfig(Section):
@@ -144,6 +150,8 @@ class UpdateConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     critic_warmup_steps: int = Field(0, ge=0)
     """First steps that train the critic alone."""
+    muon_lr: float = Field(0.0, ge=0)
+    """Learning rate of Muon for weight matrices; 0 trains everything with AdamW."""
     beta2: float = Field(0.999, gt=0, lt=1)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

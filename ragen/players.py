@@ -9,6 +9,9 @@ import numpy as np
 
 from ragen.env import Env, pick
 from ragen.errors import RagenError
+from ragen.policy import spoken
+from ragen.prompt import Limits
+from ragen.types import Completion, Prompt
 
 
 class Player(Protocol):
@@ -130,6 +133,36 @@ def _read_action(word: str, names: tuple[str, ...]) -> str:
         what = "could be " + " or ".join(matches) if matches else "is none of " + " ".join(names)
         raise ValueError(f"{word!r} {what}")
     return matches[0]
+
+
+class PlayerPolicy:
+    """A player that answers in text, so that it can stand where a policy stands.
+
+    Args:
+        player: Who chooses the actions.
+        think: Whether a reply needs a thought; it is left empty.
+        prefill: The start of the reply that the prompt holds already.
+        encode: Text to token ids with the end-of-turn token; ``None`` for text only.
+    """
+
+    def __init__(
+        self,
+        player: Player,
+        think: bool = True,
+        prefill: str = "",
+        encode: Callable[[str], tuple[int, ...]] | None = None,
+    ) -> None:
+        self._player = player
+        self._think, self._prefill, self._encode = think, prefill, encode
+
+    def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
+        """The player's turn as a completion. Overridden by players that write thoughts."""
+        actions = self._player.act(
+            env, limits.turns_left, limits.actions_left, limits.actions_per_turn
+        )
+        thought = "<think></think>" if self._think else ""
+        reply = f"{thought}<answer>{' || '.join(actions)}</answer>"
+        return spoken(reply.removeprefix(self._prefill), self._encode)
 
 
 PLAYERS: dict[str, Callable[[int], Player]] = {

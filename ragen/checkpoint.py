@@ -1,0 +1,222 @@
+"""Checkpoints that are whole or not there, and finding the weights that a name stands for.
+
+A checkpoint is written under a temporary name, flushed to the disk and renamed. It holds the policy in
+Hugging Face's layout, the critic and the optimisers as safetensors, and the state of the loop as JSON:
+nothing in it is executable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ragen.errors import RagenError
+
+STATE = "state.json"
+"""The loop's state inside a checkpoint; written last."""
+
+
+def base_folder(world: str) -> Path:
+    """The embedded model that was prepared for `world`.
+
+    Raises:
+        RagenError: The world has none.
+    """
+    bases = Path(str(resources.files("ragen") / "bases"))
+    families = json.loads((bases / "families.json").read_text())
+    for family, worlds in families.items():
+        if world in worlds:
+            return bases / family
+    known = ", ".join(sorted(name for worlds in families.values() for name in worlds))
+    raise RagenError(
+        f"no embedded model was prepared for world {world!r} (only for {known}); "
+        "name a model with --model, or prepare one with `ragen base`"
+    )
+
+
+def resolve_model(name: str, world: str) -> str:
+    """The folder or hub id that a model's name stands for.
+
+    Args:
+        name: ``base``, a run folder (its newest checkpoint), a model folder, or a hub id.
+        world: The world that will be played, for ``base``.
+
+    Raises:
+        RagenError: A run folder without a checkpoint, or a path that does not exist.
+    """
+    if name == "base":
+        return str(base_folder(world))
+    path = Path(name)
+    if (path / "config.toml").exists():
+        return str(newest(path))
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise RagenError(f"there is no model or run folder {name}")
+    return name
+
+
+def folders(run: Path) -> list[Path]:
+    """The run's complete checkpoints, oldest first."""
+    found = [
+        (int(match[1]), path)
+        for path in (run / "checkpoints").glob("step-*")
+        if (match := re.fullmatch(r"step-(\d+)", path.name)) and (path / STATE).exists()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def newest(run: Path) -> Path:
+    """The run's last complete checkpoint.
+
+    Raises:
+        RagenError: There is none.
+    """
+    complete = folders(run)
+    if not complete:
+        raise RagenError(
+            f"{run} has no checkpoint to go on from; start it again with `ragen train`"
+        )
+    return complete[-1]
+
+
+@contextmanager
+def writing(run: Path, step: int, keep: int, best: int | None = None) -> Iterator[Path]:
+    """A folder to fill with the checkpoint of `step`; it gets its name when it is whole.
+
+    Args:
+        run: The run folder.
+        step: Steps that are finished.
+        keep: How many of the newest checkpoints stay.
+        best: A step whose checkpoint stays too.
+
+    Raises:
+        RagenError: The disk is full or cannot be written; earlier checkpoints are untouched.
+
+    Example:
+        >>> import tempfile
+        >>> run = Path(tempfile.mkdtemp())
+        >>> with writing(run, 7, keep=2) as folder:
+        ...     write_state(folder, {"step": 7})
+        >>> newest(run).name
+        'step-7'
+    """
+    parent = run / "checkpoints"
+    target, temporary = parent / f"step-{step}", parent / f".step-{step}.{os.getpid()}"
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            _flush(path)
+        if target.exists():
+            shutil.rmtree(target)
+        temporary.rename(target)
+        _flush(parent)
+    except (OSError, SafetensorError) as error:
+        raise RagenError(
+            f"could not write the checkpoint of step {step} ({error}); make room or make {parent} "
+            f"writable, then go on with: ragen resume {run}"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _drop_old(run, keep, best)
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the loop's state into a checkpoint."""
+    (folder / STATE).write_text(json.dumps(state, indent=1))
+
+
+def _drop_old(run: Path, keep: int, best: int | None) -> None:
+    for path in folders(run)[:-keep]:
+        if path.name != f"step-{best}":
+            shutil.rmtree(path)
+    for path in (run / "checkpoints").glob(".step-*"):  # of a process that was killed
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The loop's state in a checkpoint.
+
+    Raises:
+        RagenError: The file is damaged.
+    """
+    try:
+        state = json.loads((folder / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(folder / STATE, error) from error
+    if not isinstance(state, dict):
+        raise _damaged(folder / STATE, "not an object")
+    return state
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write named tensors as safetensors."""
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read what `save_tensors` wrote.
+
+    Raises:
+        RagenError: The file is missing or damaged.
+    """
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: object) -> RagenError:
+    return RagenError(
+        f"{path} is damaged ({error}); delete {path.parent} to go on from the checkpoint before it"
+    )
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """An optimiser's state as flat names: ``"3.exp_avg"`` is `exp_avg` of its parameter 3."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{index}.{name}": torch.as_tensor(value)
+        for index, values in state.items()
+        for name, value in values.items()
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Give an optimiser the state that `optimizer_tensors` took."""
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for path, value in tensors.items():
+        index, name = path.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """A hash of all weights, by which a run knows its reference again."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,56 @@
+"""What the loop needs of the machines that train: one protocol, from a laptop to a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ragen.batch import Batch
+from ragen.chat import Chat
+from ragen.metrics import Metrics
+from ragen.policy import Policy
+
+Role = Literal["policy", "reference", "critic"]
+
+
+class Engine(Protocol):
+    """Samples from the policy and trains it.
+
+    `policy` samples with the weights of the last `publish`; `version` counts the publications.
+    """
+
+    policy: Policy
+    chat: Chat
+    version: int
+
+    async def score(self, batch: Batch, role: Role) -> Batch:
+        """The batch with what `role` says of its trained tokens.
+
+        ``"policy"`` fills `old_logprobs_BT`, ``"reference"`` `reference_logprobs_BT`, ``"critic"``
+        `values_BT`, each by the weights as they are now and without gradient.
+        """
+        ...
+
+    async def update(self, batch: Batch, step: int) -> Metrics:
+        """One optimiser step on one minibatch. `step` (from 0) sets the learning rate."""
+        ...
+
+    async def publish(self) -> None:
+        """Make the learner's weights the policy's."""
+        ...
+
+    async def save(self, folder: Path) -> dict[str, Any]:
+        """Write weights and optimisers into `folder`; returns what else must be kept, JSON-ready."""
+        ...
+
+    async def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Take back what `save` wrote.
+
+        Raises:
+            RagenError: The folder's contents are damaged or belong to another run.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free what the engine holds."""
+        ...

@@ -1,0 +1,129 @@
+"""One process, one device: the learner and the sampler share one set of weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ragen.batch import Batch
+from ragen.chat import Chat
+from ragen.checkpoint import (
+    fingerprint,
+    load_tensors,
+    optimizer_tensors,
+    restore_optimizer,
+    save_tensors,
+)
+from ragen.config import Config
+from ragen.engine import Role
+from ragen.errors import RagenError
+from ragen.learner import Learner
+from ragen.metrics import Metrics
+from ragen.model import load_policy, save_model
+from ragen.sampler import Sampler
+
+
+class LocalEngine:
+    """An `Engine` on CPU or one GPU.
+
+    The sampler reads the learner's weights in place, so publishing costs nothing but the cache of keys
+    and values, which belongs to the old weights.
+
+    Args:
+        config: The run's settings.
+        path: The folder or hub id of the policy's first weights.
+
+    Raises:
+        RagenError: The model cannot be loaded or has no usable chat template.
+    """
+
+    def __init__(self, config: Config, path: str) -> None:
+        self.model, self.tokenizer = load_policy(path, config.model.device, config.model.dtype)
+        self.chat = Chat(self.tokenizer)
+        self.version = 0
+        self.policy = Sampler(
+            self.model,
+            self.chat.end_ids,
+            self.chat.decode,
+            slots=config.rollout.slots,
+            max_length=config.model.max_length,
+        )
+        loss = config.loss
+        self.learner = Learner(
+            self.model,
+            config.update,
+            loss,
+            critic=config.advantage.name == "gae",
+            reference=loss.kl > 0 and loss.name != "nll",
+            steps=config.steps,
+            temperature=config.rollout.temperature,
+        )
+
+    async def score(self, batch: Batch, role: Role) -> Batch:
+        """See `Engine.score`."""
+        if role == "critic":
+            return replace(batch, values_BT=self.learner.values(batch))
+        if role == "reference":
+            return replace(
+                batch, reference_logprobs_BT=self.learner.logprobs(batch, reference=True)
+            )
+        return replace(batch, old_logprobs_BT=self.learner.logprobs(batch))
+
+    async def update(self, batch: Batch, step: int) -> Metrics:
+        """See `Engine.update`."""
+        return self.learner.update(batch, step)
+
+    async def publish(self) -> None:
+        """See `Engine.publish`."""
+        self.version += 1
+        self.policy.version = self.version
+        self.policy.drop_cache()
+        self.learner.synced = True
+
+    async def save(self, folder: Path) -> dict[str, Any]:
+        """See `Engine.save`: the model in Hugging Face layout, the rest as safetensors."""
+        learner = self.learner
+        save_model(self.model, self.tokenizer, folder)
+        if learner.critic is not None:
+            save_tensors(learner.critic.state_dict(), folder / "critic.safetensors")
+        for name, optimizer in learner.named_optimizers().items():
+            save_tensors(optimizer_tensors(optimizer), folder / f"{name}.safetensors")
+        reference = learner.reference
+        return {
+            "version": self.version,
+            "reference": fingerprint(reference) if reference is not None else None,
+        }
+
+    async def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """See `Engine.load`."""
+        learner = self.learner
+        if learner.reference is not None and fingerprint(learner.reference) != state["reference"]:
+            raise RagenError(
+                "the model this run began with has changed since, so its KL reference is lost; "
+                "put the old weights back where model.path points"
+            )
+        saved, _ = load_policy(str(folder), "cpu", "float32")
+        _restore(self.model, saved.state_dict(), folder)
+        if learner.critic is not None:
+            _restore(learner.critic, load_tensors(folder / "critic.safetensors"), folder)
+        for name, optimizer in learner.named_optimizers().items():
+            restore_optimizer(optimizer, load_tensors(folder / f"{name}.safetensors"))
+        self.version = int(state["version"])
+        self.policy.version = self.version
+        self.policy.drop_cache()
+        learner.synced = True
+
+    async def close(self) -> None:
+        """See `Engine.close`: nothing here outlives the process."""
+
+
+def _restore(module: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    try:
+        module.load_state_dict(tensors)
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        raise RagenError(f"the checkpoint {folder} is of another model: {first}") from error

@@ -1,0 +1,143 @@
+"""Evaluation: success with its interval, beside uniformly random and best play on the same levels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ragen.errors import RagenError
+from ragen.policy import Policy
+from ragen.references import Budget, reference
+from ragen.rollout import Setup, run_groups
+from ragen.seeding import EVAL_LEVELS, eval_level
+from ragen.statistics import bootstrap_mean, wilson
+from ragen.types import Episode, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an agent reached on a fixed set of levels, one episode each.
+
+    `success` is a share of episodes with its Wilson 95 % interval; failed episodes (a world that broke)
+    count as no success. `random` and `best` are the success of uniformly random and of best play on the
+    same levels under the same budgets; `best` is ``None`` for worlds without a solver. Returns are sums
+    of the world's rewards, format penalties left out.
+    """
+
+    world: str
+    target: str
+    temperature: float
+    episodes: int
+    success: float
+    success_low: float
+    success_high: float
+    random: float
+    best: float | None
+    mean_return: float
+    mean_return_low: float
+    mean_return_high: float
+    random_return: float
+    best_return: float | None
+    mean_turns: float
+    mean_actions: float
+    valid_fraction: float
+    completion_tokens: float
+    failed: int
+    first_level: int
+    seconds: float
+
+    def __str__(self) -> str:
+        """One line: success with its interval, beside floor and ceiling."""
+        how = "greedy" if self.temperature == 0 else f"T={self.temperature:g}"
+        best = "" if self.best is None else f", best {self.best:.1%}"
+        return (
+            f"success {self.success:.1%} [{self.success_low:.1%}, {self.success_high:.1%}] {how}, "
+            f"{self.episodes} levels (random {self.random:.1%}{best})"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The evaluation as JSON-ready values."""
+        return asdict(self)
+
+
+async def evaluate_policy(
+    policy: Policy,
+    setup: Setup,
+    params: dict[str, Any],
+    *,
+    target: str,
+    episodes: int,
+    seed: int = 0,
+    first_level: int = EVAL_LEVELS,
+    concurrency: int = 64,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> tuple[Evaluation, list[Group]]:
+    """Play one episode on each of `episodes` fixed levels.
+
+    Args:
+        policy: Who plays.
+        setup: World, budgets, prompts and temperature.
+        params: Parameters of the world, for its references.
+        target: What `policy` is called in the result.
+        episodes: Levels, counted up from `first_level`.
+        seed: Of the world's events and of sampling; the levels do not depend on it.
+        first_level: The first level seed.
+        concurrency: Episodes played at once.
+        on_episode: Called as each episode ends.
+
+    Returns:
+        The result and the episodes, a group of one each.
+
+    Raises:
+        RagenError: Every episode failed; the first one's error is in the message.
+    """
+    start = time.monotonic()
+    levels = [eval_level(index, first_level) for index in range(episodes)]
+    groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), concurrency, on_episode)
+    played = [group.episodes[0] for group in groups]
+    refuse_all_failed(played)
+    budget = Budget(setup.turns, setup.actions_per_turn, setup.actions)
+    floor = reference(setup.world, params, budget, levels)
+    success = wilson(sum(episode.success for episode in played), len(played))
+    mean_return = bootstrap_mean([episode.total_reward for episode in played], levels)
+    turns = [turn for episode in played for turn in episode.turns]
+    num_tokens = [len(turn.completion.token_ids or ()) for turn in turns]
+    return Evaluation(
+        world=setup.world,
+        target=target,
+        temperature=setup.temperature,
+        episodes=len(played),
+        success=success.value,
+        success_low=success.low,
+        success_high=success.high,
+        random=floor.random,
+        best=floor.best,
+        mean_return=mean_return.value,
+        mean_return_low=mean_return.low,
+        mean_return_high=mean_return.high,
+        random_return=floor.random_return,
+        best_return=floor.best_return,
+        mean_turns=len(turns) / len(played),
+        mean_actions=sum(len(turn.actions_executed) for turn in turns) / len(played),
+        valid_fraction=sum(turn.well_formed for turn in turns) / max(1, len(turns)),
+        completion_tokens=sum(num_tokens) / max(1, len(turns)),
+        failed=sum(episode.failed for episode in played),
+        first_level=first_level,
+        seconds=time.monotonic() - start,
+    ), groups
+
+
+def refuse_all_failed(episodes: Sequence[Episode]) -> None:
+    """A world that breaks in every episode is not to be trained or measured on.
+
+    Raises:
+        RagenError: All of `episodes` failed.
+    """
+    if episodes and all(episode.failed for episode in episodes):
+        reason = (episodes[0].error or "").strip().splitlines()[-1]
+        raise RagenError(
+            f"the world {episodes[0].world!r} failed in every episode: {reason}; "
+            "run `ragen check` on it"
+        )

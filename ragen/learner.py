@@ -1,0 +1,218 @@
+"""The learner: scores batches and takes optimiser steps. Written once, for every engine.
+
+It sees tensors and a few numbers; it knows no world, no sampler and no algorithm beyond its losses.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import PreTrainedModel
+
+from ragen.batch import Batch, TokenFields, flatten, row_splits, take
+from ragen.config import LossConfig, UpdateConfig
+from ragen.diagnostics import mismatch_kl
+from ragen.losses import LOSSES, entropy_bonus, kl_loss, token_weights, value_loss
+from ragen.metrics import Metrics, largest, last, mean, merge, total
+from ragen.model import Critic, hidden_states, token_logprobs
+
+
+class Learner:
+    """The weights of policy, critic and reference, and their optimisers.
+
+    Args:
+        model: The policy, on its device.
+        update: Settings of the optimiser.
+        loss: Settings of the loss.
+        critic: Whether a critic is trained.
+        reference: Whether the policy as it begins is kept as the reference.
+        steps: Steps of the whole run, over which the learning rate falls.
+        temperature: The sampling temperature; all logprobs are taken under it.
+
+    `synced` says that the policy still has the weights it was last published with: then its logprobs
+    must be the sampler's, and every update reports how far they are apart (``mismatch/…``).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        update: UpdateConfig,
+        loss: LossConfig,
+        critic: bool = False,
+        reference: bool = False,
+        steps: int = 1,
+        temperature: float = 1.0,
+    ) -> None:
+        self.model = model
+        self.critic = Critic(model) if critic else None
+        self.reference = copy.deepcopy(model).requires_grad_(False) if reference else None
+        self.optimizers = optimizers(model, update.lr, update)
+        self.critic_optimizers = (
+            optimizers(self.critic, update.critic_lr, update) if self.critic else []
+        )
+        self.synced = True
+        self._update, self._loss = update, loss
+        self._steps, self._temperature = steps, temperature
+        self._device = next(model.parameters()).device
+
+    def named_optimizers(self) -> dict[str, Optimizer]:
+        """Every optimiser under the name it is saved by."""
+        named = {f"optimizer-{number}": each for number, each in enumerate(self.optimizers)}
+        critics = enumerate(self.critic_optimizers)
+        return named | {f"critic-optimizer-{number}": each for number, each in critics}
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, reference: bool = False) -> Tensor:
+        """Logprobs ``(B, T)`` of the trained tokens, by the policy as it is or by the reference."""
+        model = self.reference if reference else self.model
+        assert model is not None, "this learner keeps no reference"
+        return self._per_token(batch, lambda part: self._speak(model, part)[0])
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Tensor:
+        """The critic's estimate ``(B, T)`` of the state before each trained token."""
+        assert self.critic is not None, "this learner trains no critic"
+        return self._per_token(batch, self._judge)
+
+    def _per_token(self, batch: Batch, compute: Callable[[Batch], Tensor]) -> Tensor:
+        """Fill a ``(B, T)`` field, microbatch by microbatch, from what `compute` says of each."""
+        field_BT = torch.zeros_like(batch.weight_BT)
+        for rows in row_splits(batch, self._update.microbatch_tokens):
+            part = take(batch, rows)
+            part_BT = torch.zeros_like(part.weight_BT)
+            part_BT[part.weight_BT > 0] = compute(part).float().cpu()
+            field_BT[rows, : part_BT.shape[1]] = part_BT
+        return field_BT
+
+    def update(self, batch: Batch, step: int) -> Metrics:
+        """One optimiser step of the policy and one of the critic on one minibatch.
+
+        A loss or gradient that is not finite is never applied: the update is skipped and counted in
+        ``update/skipped``.
+
+        Args:
+            batch: A minibatch with old logprobs and advantages (values and returns for the critic,
+                reference logprobs for a KL term) unless the loss is nll.
+            step: The loop's step, from 0; it sets the learning rate.
+        """
+        update = self._update
+        weights_BT = token_weights(batch, self._loss.aggregation)
+        batch = replace(batch, weight_BT=weights_BT)
+        train_policy = step >= update.critic_warmup_steps or self.critic is None
+        parts = []
+        for rows in row_splits(batch, update.microbatch_tokens):
+            part = take(batch, rows)
+            tokens = flatten(part).to(self._device)
+            if train_policy:
+                parts.append(self._policy_backward(part, tokens))
+            if self.critic is not None:
+                loss = value_loss(self._judge(part), tokens, value_clip=self._loss.value_clip)
+                loss.value.backward()  # type: ignore[no-untyped-call]
+                parts.append(loss.metrics)
+        metrics = merge(parts)
+        scale = self._learning_rate(step)
+        if train_policy:
+            metrics |= self._apply(self.optimizers, self.model, scale, "policy")
+            metrics["update/lr"] = last(update.lr * scale)
+            self.synced = False
+        if self.critic is not None:
+            metrics |= self._apply(self.critic_optimizers, self.critic, scale, "critic")
+        metrics["update/count"] = total(1)
+        return metrics
+
+    def _policy_backward(self, part: Batch, tokens: TokenFields) -> Metrics:
+        settings = self._loss
+        logprobs_N, entropy_N = self._speak(self.model, part)
+        loss = LOSSES[settings.name](
+            logprobs_N,
+            tokens,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+        )
+        value, metrics = loss.value, dict(loss.metrics)
+        bonus = entropy_bonus(entropy_N, tokens)
+        metrics |= bonus.metrics
+        if settings.name != "nll":
+            if self.synced:
+                metrics |= mismatch_kl(tokens.sampled_logprobs_N, logprobs_N.detach())
+            value = value + settings.entropy * bonus.value
+            if settings.kl > 0 and settings.kl_place == "loss":
+                term = kl_loss(logprobs_N, tokens, kind=settings.kl_kind)
+                value = value + settings.kl * term.value
+                metrics |= term.metrics
+        value.backward()  # type: ignore[no-untyped-call]
+        return metrics
+
+    def _apply(
+        self, optimizers: list[Optimizer], module: nn.Module, scale: float, name: str
+    ) -> Metrics:
+        norm = float(nn.utils.clip_grad_norm_(module.parameters(), self._update.max_grad_norm))
+        finite = math.isfinite(norm)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["full_lr"] * scale
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return {
+            f"gradient/{name}_norm": mean(norm),
+            f"gradient/{name}_norm_max": largest(norm),
+            f"update/skipped_{name}": total(not finite),
+        }
+
+    def _learning_rate(self, step: int) -> float:
+        """The share of the learning rate at `step`: linear warm-up, then linear down to `lr_end`."""
+        update = self._update
+        rise = min(1.0, (step + 1) / (update.warmup_steps + 1))
+        left = 1 - min(1.0, step / max(1, self._steps))
+        return rise * (update.lr_end + (1 - update.lr_end) * left)
+
+    def _speak(self, model: PreTrainedModel, part: Batch) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies ``(N,)`` at the positions where the loss looks."""
+        hidden_ND = hidden_states(model, *self._places(part))
+        targets_N = part.token_ids_BT[part.weight_BT > 0].to(self._device)
+        return token_logprobs(model, hidden_ND, targets_N, self._temperature)
+
+    def _judge(self, part: Batch) -> Tensor:
+        """Values ``(N,)`` of the states before those tokens."""
+        assert self.critic is not None
+        return self.critic.values(*self._places(part))
+
+    def _places(self, part: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, lengths and the positions whose state predicts a token that the loss looks at."""
+        before_BT = torch.zeros_like(part.mask_BT)
+        before_BT[:, :-1] = part.weight_BT[:, 1:] > 0
+        ids_BT, lengths_B = part.token_ids_BT, part.lengths_B
+        return ids_BT.to(self._device), lengths_B.to(self._device), before_BT.to(self._device)
+
+
+def optimizers(module: nn.Module, lr: float, update: UpdateConfig) -> list[Optimizer]:
+    """AdamW for everything, or Muon for the weight matrices and AdamW for the rest.
+
+    Embeddings are no matrices in Muon's sense: their rows are looked up, not multiplied.
+    """
+    betas, decay = (0.9, update.beta2), update.weight_decay
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    matrices = [
+        p
+        for name, p in trained.items()
+        if update.muon_lr
+        and p.ndim == 2
+        and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    ]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in trained.values() if id(p) not in chosen]
+    found: list[Optimizer] = [AdamW(others, lr, betas, weight_decay=decay, fused=True)]
+    if matrices:
+        found.append(Muon(matrices, update.muon_lr, weight_decay=decay))
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            group["full_lr"] = group["lr"]
+    return found

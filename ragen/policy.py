@@ -1,0 +1,59 @@
+"""A policy turns a prompt into a completion. That is all the rollout knows of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ragen.types import Completion, Prompt
+
+
+class Policy(Protocol):
+    """π(completion | prompt): a local sampler, a server, or a script."""
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        """Draw one completion. Must not raise for anything that the prompt may contain."""
+        ...
+
+
+class ScriptedPolicy:
+    """Says what it is told to: a list of replies, or a function of the prompt. For tests and demonstrations.
+
+    `encode` turns a reply into token ids (its end-of-turn token included); without it completions carry
+    text only, as a chat endpoint's do. The reply follows the prompt's prefill. What a script says is
+    certain, so its logprobs are 0.
+
+    Example:
+        >>> import asyncio
+        >>> policy = ScriptedPolicy(["go</think><answer>Up</answer>"])
+        >>> asyncio.run(policy.complete(Prompt((), None, 0, 8, 1.0, 0))).text
+        'go</think><answer>Up</answer>'
+    """
+
+    def __init__(
+        self,
+        script: Sequence[str] | Callable[[Prompt], str],
+        encode: Callable[[str], tuple[int, ...]] | None = None,
+    ) -> None:
+        self._replies = iter(script) if not callable(script) else None
+        self._script = script
+        self._encode = encode
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        """The next reply of the list (`StopIteration` is a bug of the script), or the function's."""
+        if self._replies is not None:
+            text = next(self._replies)
+        else:
+            assert callable(self._script)
+            text = self._script(prompt)
+        return spoken(text, self._encode)
+
+
+def spoken(
+    text: str, encode: Callable[[str], tuple[int, ...]] | None, trained: bool = True
+) -> Completion:
+    """A completion that somebody wrote instead of sampling it; untrained ones carry no logprobs."""
+    if encode is None:
+        return Completion(None, None, text, "stop", 0)
+    ids = encode(text)
+    return Completion(ids, (0.0,) * len(ids) if trained else None, text, "stop", 0)

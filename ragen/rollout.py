@@ -1,0 +1,400 @@
+"""Playing episodes: one coroutine each, no lock-step.
+
+Worlds are other people's code. They are called through `Guarded` and nowhere else: what they raise, a
+call that takes too long, and answers that make no sense become a failed episode with its traceback,
+which is data. Anything else that goes wrong here is a bug and crashes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import Any, Literal
+
+from ragen.actions import Parsed, parse
+from ragen.chat import Chat
+from ragen.config import Config
+from ragen.context import Conversation, View
+from ragen.env import Env, make
+from ragen.players import PlayerPolicy
+from ragen.policy import Policy
+from ragen.prompt import Limits, PromptBuilder, prefill
+from ragen.seeding import derive
+from ragen.types import Completion, Episode, Group, Prompt, StopReason, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How episodes are played: the world, its budgets, and how the agent is prompted and read.
+
+    Example:
+        >>> from ragen.envs.bandit import Bandit
+        >>> setup = Setup("bandit", Bandit, turns=1, actions_per_turn=1, actions=1)
+        >>> setup.prefill
+        '<think>'
+    """
+
+    world: str
+    make: Callable[[], Env]
+    turns: int = 5
+    actions_per_turn: int = 5
+    actions: int = 10
+    style: Literal["compact", "paper"] = "compact"
+    think: bool = True
+    prefilled: bool = True
+    context: Literal["full", "window", "single"] = "full"
+    window: int = 3
+    chat: Chat | None = None
+    max_tokens: int = 80
+    min_tokens: int = 0
+    max_length: int = 1024
+    temperature: float = 1.0
+    format_penalty: float = 0.1
+    timeout_s: float = 30.0
+    common_noise: bool = False
+
+    @property
+    def prefill(self) -> str:
+        """The start of every reply that the policy is given for free."""
+        return prefill(self.think) if self.prefilled else ""
+
+
+def setup_of(config: Config, chat: Chat | None) -> Setup:
+    """The setup that a config describes.
+
+    Raises:
+        RagenError: The world, or a parameter of it, does not exist.
+    """
+    world, prompt, rollout = config.world, config.prompt, config.rollout
+    make(world.name, **world.params)
+    return Setup(
+        world=world.name,
+        make=partial(make, world.name, **world.params),
+        turns=world.turns,
+        actions_per_turn=world.actions_per_turn,
+        actions=world.actions,
+        style=prompt.style,
+        think=prompt.think,
+        prefilled=prompt.prefill,
+        context=prompt.context,
+        window=prompt.window,
+        chat=chat,
+        max_tokens=rollout.max_tokens,
+        min_tokens=rollout.min_tokens,
+        max_length=config.model.max_length,
+        temperature=rollout.temperature,
+        format_penalty=config.reward.format_penalty,
+        timeout_s=world.timeout_s,
+        common_noise=world.common_noise,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which episode this is, and where its randomness comes from.
+
+    `path` begins with the run's seed: `derive(*path, "noise", …)` gives every number that the episode
+    needs, so an episode can be played again alone.
+
+    Example:
+        >>> Place(10000, 0, 3, (0, "train", 0)).noise_seed(common=True) == Place(
+        ...     10000, 0, 5, (0, "train", 0)
+        ... ).noise_seed(common=True)
+        True
+    """
+
+    level_seed: int
+    group: int
+    member: int
+    path: tuple[int | str, ...]
+
+    def noise_seed(self, common: bool) -> int:
+        """Seed of the world's random events: one for each member, or one for the group."""
+        return _derive(self.path, "noise", self.group, 0 if common else self.member)
+
+    def request_seed(self, turn: int) -> int:
+        """Seed of one completion's sampling."""
+        return _derive(self.path, "sample", self.group, self.member, turn)
+
+
+def _derive(path: tuple[int | str, ...], *rest: int | str) -> int:
+    run_seed, *above = path
+    return derive(int(run_seed), *above, *rest)
+
+
+async def run_groups(
+    policy: Policy,
+    setup: Setup,
+    levels: Sequence[int],
+    members: int,
+    path: tuple[int | str, ...],
+    concurrency: int = 64,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Group]:
+    """Play `members` episodes on each level and return them as groups, in the order of `levels`.
+
+    Args:
+        policy: Who plays.
+        setup: What is played, and how.
+        levels: One level seed a group.
+        members: Episodes a group.
+        path: The run's seed and what the episodes are for, such as ``(seed, "train", step)``.
+        concurrency: Episodes that are played at once; they begin in (group, member) order.
+        on_episode: Called when an episode ends, in the order of their ends.
+    """
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(place: Place) -> Episode:
+        async with gate:
+            episode = await play(policy, setup, place)
+        if on_episode is not None:
+            on_episode(episode)
+        return episode
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            [tasks.create_task(one(Place(level, group, m, path))) for m in range(members)]
+            for group, level in enumerate(levels)
+        ]
+    return [Group(tuple(task.result() for task in group)) for group in running]
+
+
+async def play(policy: Policy, setup: Setup, place: Place) -> Episode:
+    """Play one episode to its end."""
+    running = _Running(setup, place)
+    try:
+        world = Guarded(setup.make, setup.timeout_s)
+        await running.play(world, policy)
+    except WorldFailure as failure:
+        return running.episode("timeout" if failure.timed_out else "error", error=str(failure))
+    return running.episode(running.stop_reason)
+
+
+class _Running:
+    """An episode while it is played: the turns so far and what is left of the budgets."""
+
+    def __init__(self, setup: Setup, place: Place) -> None:
+        self.setup = setup
+        self.place = place
+        self.turns: list[Turn] = []
+        self.actions_left = setup.actions
+        self.stop_reason: StopReason = "max_turns"
+        self.success = False
+
+    async def play(self, world: Guarded, policy: Policy) -> None:
+        setup, place = self.setup, self.place
+        observation = world.reset(place.level_seed, place.noise_seed(setup.common_noise))
+        conversation = Conversation(
+            PromptBuilder(setup.style, setup.think, max_tokens=setup.max_tokens),
+            (world.rules, world.goal, world.actions),
+            setup.chat,
+            setup.context,
+            setup.window,
+            setup.prefill,
+        )
+        view = View(observation, self._limits(0))
+        for number in range(setup.turns):
+            prompt = self._prompt(conversation, view, number)
+            if prompt.token_ids and len(prompt.token_ids) + setup.max_tokens > setup.max_length:
+                self.stop_reason = "context"
+                return
+            if isinstance(policy, PlayerPolicy):
+                completion = policy.act(world.env, view.limits, prompt)
+            else:
+                completion = await policy.complete(prompt)
+            conversation.reply(completion)
+            turn, problem = self._turn(world, view.observation, prompt, completion)
+            self.turns.append(turn)
+            if world.terminated:
+                self.success = bool(world.info.get("success", False))
+                self.stop_reason = "solved" if self.success else "failed"
+                return
+            if self.actions_left == 0:
+                self.stop_reason = "max_actions"
+                return
+            view = View(world.observation, self._limits(number + 1), turn.reward, problem)
+
+    def _limits(self, number: int) -> Limits:
+        setup = self.setup
+        return Limits(number + 1, setup.turns - number, self.actions_left, setup.actions_per_turn)
+
+    def _prompt(self, conversation: Conversation, view: View, number: int) -> Prompt:
+        setup = self.setup
+        messages, token_ids, num_prefill = conversation.ask(view)
+        return Prompt(
+            messages,
+            token_ids,
+            num_prefill,
+            setup.max_tokens,
+            setup.temperature,
+            self.place.request_seed(number),
+            setup.min_tokens,
+        )
+
+    def _turn(
+        self, world: Guarded, observation: str, prompt: Prompt, completion: Completion
+    ) -> tuple[Turn, str | None]:
+        """Carry out what the completion asks for."""
+        setup = self.setup
+        key = world.state_key()
+        parsed = parse(
+            setup.prefill + completion.text,
+            think=setup.think,
+            actions=world.actions,
+            max_actions=min(setup.actions_per_turn, self.actions_left),
+        )
+        if completion.finish_reason == "length":
+            parsed = replace(parsed, actions=(), valid=False, problem="the reply was too long")
+        executed: list[str] = []
+        reward, effective = 0.0, 0
+        for action in parsed.actions:
+            reward += world.step(action)
+            executed.append(action)
+            effective += bool(world.info.get("effective", True))
+            self.actions_left -= 1
+            if world.terminated:
+                break
+        turn = Turn(
+            observation,
+            prompt,
+            completion,
+            parsed.thought,
+            _thought_span(setup, completion, parsed),
+            parsed.actions_asked,
+            tuple(executed),
+            reward,
+            0.0 if parsed.valid else -setup.format_penalty,
+            parsed.valid,
+            key,
+            {**world.info, "effective": effective},
+        )
+        return turn, parsed.problem
+
+    def episode(self, stop_reason: StopReason, error: str | None = None) -> Episode:
+        place = self.place
+        terminated = stop_reason in ("solved", "failed")
+        return Episode(
+            self.setup.world,
+            place.level_seed,
+            place.noise_seed(self.setup.common_noise),
+            place.group,
+            place.member,
+            tuple(self.turns),
+            stop_reason,
+            terminated,
+            not terminated,
+            False,
+            self.success,
+            error,
+        )
+
+
+def _thought_span(setup: Setup, completion: Completion, parsed: Parsed) -> tuple[int, int] | None:
+    """The completion's tokens that spell the thought; the prefill is none of them."""
+    if parsed.thought_chars is None or completion.token_ids is None or setup.chat is None:
+        return None
+    shift = len(setup.prefill)
+    start, end = (max(0, at - shift) for at in parsed.thought_chars)
+    return setup.chat.token_span(completion.token_ids, completion.text, start, end)
+
+
+class WorldFailure(Exception):
+    """A world that raised, hung or returned nonsense; the text is the traceback or the complaint."""
+
+    def __init__(self, text: str, timed_out: bool = False) -> None:
+        super().__init__(text)
+        self.timed_out = timed_out
+
+
+class Guarded:
+    """The one boundary to a world's own code.
+
+    After each call `observation`, `terminated` and `info` hold the world's last answer.
+    """
+
+    def __init__(self, make: Callable[[], Env], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.observation = ""
+        self.terminated = False
+        self.info: dict[str, Any] = {}
+        with self._boundary("being made"):
+            self.env = make()
+            self.rules, self.goal, self.actions = self.env.rules, self.env.goal, self.env.actions
+
+    def reset(self, level_seed: int, noise_seed: int) -> str:
+        """Begin an episode; returns the first observation."""
+        with self._boundary("reset"):
+            observation, info = self.env.reset(seed=level_seed, options={"noise_seed": noise_seed})
+            # A world may have names of its own for each level (a bandit's arms).
+            self.rules, self.goal, self.actions = self.env.rules, self.env.goal, self.env.actions
+        self._answer("reset", observation, False, info)
+        return self.observation
+
+    def step(self, action: str) -> float:
+        """Carry out one action; returns its reward."""
+        with self._boundary("step"):
+            observation, reward, terminated, _, info = self.env.step(action)
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise WorldFailure(f"step returned {reward!r} as reward: a finite number is expected")
+        self._answer("step", observation, terminated, info)
+        return float(reward)
+
+    def state_key(self) -> str:
+        """The observable state, as text that equal states share."""
+        with self._boundary("state_key"):
+            return str(self.env.state_key())
+
+    def _answer(self, call: str, observation: Any, terminated: Any, info: Any) -> None:
+        if not isinstance(observation, str):
+            kind = type(observation).__name__
+            raise WorldFailure(f"{call} returned {kind} as observation: text is expected")
+        if not isinstance(info, dict):
+            raise WorldFailure(f"{call} returned {type(info).__name__} as info: a dict is expected")
+        self.observation, self.terminated, self.info = observation, bool(terminated), info
+
+    @contextmanager
+    def _boundary(self, call: str) -> Iterator[None]:
+        try:
+            with _alarm(self._timeout_s):
+                yield
+        except _TimedOutError:
+            text = f"the world took longer than {self._timeout_s:g} s in {call}"
+            raise WorldFailure(text, timed_out=True) from None
+        except Exception as error:  # noqa: BLE001 (the boundary to other people's code)
+            raise WorldFailure("".join(traceback.format_exception(error))) from error
+
+
+class _TimedOutError(BaseException):
+    """Raised inside a world's code by the timer; no `except Exception` of the world catches it."""
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Interrupt Python code that runs longer, by the process's timer.
+
+    Signals reach the main thread of a POSIX process alone; elsewhere a call is not bounded, and
+    `world.isolate` is the way to stop a world that hangs.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(_signal: int, _frame: FrameType | None) -> None:
+        raise _TimedOutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

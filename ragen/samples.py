@@ -1,0 +1,97 @@
+"""From episodes to the flat token sequences that are trained on, by one rule.
+
+A turn whose prompt extends the tokens so far joins that sample; any other turn opens a new one. So an
+episode with its full history becomes one sample, one with a window or a single turn of context becomes
+one sample a turn, and in each case every sampled token is trained exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ragen.errors import RagenError
+from ragen.types import Episode, Group, Sample, Turn
+
+
+def trainable(groups: Iterable[Group]) -> list[tuple[int, Episode]]:
+    """The episodes that have something to learn from, each with the index of its group.
+
+    A `Sample`'s `episode` is an index into this list. Left out are failed episodes and those cut before
+    their first completion.
+    """
+    return [
+        (index, episode)
+        for index, group in enumerate(groups)
+        for episode in group.episodes
+        if not episode.failed and episode.turns
+    ]
+
+
+def to_samples(groups: Sequence[Group]) -> list[Sample]:
+    """Flatten the trainable episodes of `groups`, in order.
+
+    Raises:
+        RagenError: A completion has no token ids, as from a chat endpoint: it can be evaluated, not
+            trained on.
+    """
+    samples: list[Sample] = []
+    for index, (group, episode) in enumerate(trainable(groups)):
+        parts: list[_Growing] = []
+        for number, turn in enumerate(episode.turns):
+            prompt, completion = _ids(turn)
+            if not parts or not parts[-1].extends_to(prompt):
+                parts.append(_Growing())
+            parts[-1].add(prompt, completion, turn.completion.logprobs, number)
+        samples.extend(part.sample(index, group) for part in parts)
+    return samples
+
+
+def _ids(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if turn.prompt.token_ids is None or turn.completion.token_ids is None:
+        raise RagenError(
+            "this policy returns text without token ids, which cannot be trained on exactly; "
+            "train with a local model and use the endpoint for evaluation"
+        )
+    return turn.prompt.token_ids, turn.completion.token_ids
+
+
+class _Growing:
+    """A sample while its turns are appended."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[bool] = []
+        self.logprobs: list[float] = []
+        self.turn: list[int] = []
+        self.ends: list[bool] = []
+
+    def extends_to(self, prompt: tuple[int, ...]) -> bool:
+        return len(prompt) > len(self.ids) and list(prompt[: len(self.ids)]) == self.ids
+
+    def add(
+        self,
+        prompt: tuple[int, ...],
+        completion: tuple[int, ...],
+        logprobs: tuple[float, ...] | None,
+        number: int,
+    ) -> None:
+        given, sampled = prompt[len(self.ids) :], len(completion)
+        trained = logprobs is not None and sampled > 0
+        self.ids += given + completion
+        self.mask += [False] * len(given) + [trained] * sampled
+        self.logprobs += [0.0] * len(given) + list(logprobs or (0.0,) * sampled)
+        self.turn += [-1] * len(given) + [number if trained else -1] * sampled
+        self.ends += [False] * (len(given) + sampled - 1) + [trained]
+
+    def sample(self, episode: int, group: int) -> Sample:
+        fields = (self.ids, self.mask, self.logprobs, self.turn, self.ends)
+        assert len({len(field) for field in fields}) == 1, "a sample's fields have one length"
+        return Sample(
+            tuple(self.ids),
+            tuple(self.mask),
+            tuple(self.logprobs),
+            tuple(self.turn),
+            tuple(self.ends),
+            episode,
+            group,
+        )

@@ -1,0 +1,421 @@
+"""The loop: play, choose, credit, update, publish, record.
+
+It knows neither algorithm nor machine: the config names the one, the engine hides the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ragen.advantages import COMPARES_MEMBERS
+from ragen.batch import Batch, collate, minibatches
+from ragen.checkpoint import newest, read_state, resolve_model, write_state, writing
+from ragen.config import Config
+from ragen.credit import credit
+from ragen.diagnostics import explained_variance, summarize
+from ragen.engine import Engine
+from ragen.engine_local import LocalEngine
+from ragen.errors import RagenError
+from ragen.evaluate import Evaluation, evaluate_policy, refuse_all_failed
+from ragen.filters import select
+from ragen.metrics import Metrics, last, merge, total, values
+from ragen.progress import Watcher
+from ragen.recorder import CONFIG, Recorder, new_run_folder, read_evaluations
+from ragen.rollout import Setup, run_groups, setup_of
+from ragen.samples import to_samples, trainable
+from ragen.seeding import derive, train_level
+from ragen.settings import dump, read_config
+from ragen.stopping import Stop, StopRequested
+from ragen.threads import use_threads
+from ragen.types import Episode, Group
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished run: its folder, and its evaluations before and after, sampled and greedy."""
+
+    run: Path
+    world: str
+    before: Evaluation | None
+    after: Evaluation | None
+    before_greedy: Evaluation | None
+    after_greedy: Evaluation | None
+    seconds: float
+
+
+@dataclass(slots=True)
+class LoopState:
+    """Where the loop stands, saved with every checkpoint: `step` steps are finished."""
+
+    step: int = 0
+    attempt: int = 0
+    updates: int = 0
+    episodes: int = 0
+    tokens: int = 0
+    empty: int = 0
+    best_step: int = 0
+    best_success: float = -1.0
+    seconds: float = 0.0
+    threads: int = 1
+
+
+@dataclass(slots=True)
+class Run:
+    """All that a run holds while it goes on."""
+
+    folder: Path
+    config: Config
+    engine: Engine
+    setup: Setup
+    recorder: Recorder
+    state: LoopState
+    watcher: Watcher
+    stop: Stop = field(default_factory=Stop)
+
+
+async def loop(run: Run) -> None:
+    """Train until `config.steps` steps are finished."""
+    config, engine, state, recorder = run.config, run.engine, run.state, run.recorder
+    while state.step < config.steps:
+        clock = Clock()
+        with clock("rollout"):
+            groups = await run.stop.or_finish(play(run))
+        kept = select(groups, **chosen_by(config))
+        chosen = [groups[index] for index in kept]
+        updates: list[Metrics] = []
+        if trainable(chosen):
+            with clock("score"):
+                batch = await learnable(engine, chosen, config)
+            with clock("update"):
+                seed = derive(config.seed, "minibatches", state.step)
+                for part in minibatches(
+                    batch, config.update.minibatch_episodes, config.update.passes, seed
+                ):
+                    updates.append(await engine.update(part, state.step))
+            with clock("publish"):
+                await engine.publish()
+        advance(state, groups, kept, updates)
+        with clock("record"):
+            record(run, groups, kept, chosen, batch if updates else None)
+        metrics = merge([summarize(groups, kept), *updates, counters(state), clock.metrics()])
+        recorder.log(state.step, metrics)
+        recorder.commit()
+        state.seconds += clock.seconds
+        run.watcher.step(state.step, values(metrics))
+        if state.empty >= config.filter.max_empty:
+            await save(run)
+            raise RagenError(nothing_to_learn(run))
+        if due(state.step, config.eval.every) and state.step < config.steps:
+            await evaluate(run, config.eval.temperature)
+        if due(state.step, config.checkpoint.every) and state.step < config.steps:
+            await save(run)
+
+
+async def play(run: Run) -> list[Group]:
+    """The groups of the coming step."""
+    config, step = run.config, run.state.step
+    num_prompts, members = config.rollout.prompts, config.rollout.members
+    groups = await run_groups(
+        run.engine.policy,
+        run.setup,
+        [train_level(step, group, num_prompts) for group in range(num_prompts)],
+        members,
+        (config.seed, "train", step),
+        config.rollout.slots,
+        run.watcher.episode,
+    )
+    refuse_all_failed([episode for group in groups for episode in group.episodes])
+    return groups
+
+
+async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> Batch:
+    """The groups' tokens with all that the loss needs: old and reference logprobs, values, credit."""
+    batch = collate(to_samples(groups))
+    # The local sampler's arithmetic is the learner's: what it reported are the old logprobs.
+    batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT)
+    if config.loss.kl > 0:
+        batch = await engine.score(batch, "reference")
+    if config.advantage.name == "gae":
+        batch = await engine.score(batch, "critic")
+    episodes = [episode for _, episode in trainable(groups)]
+    return credit(batch, episodes, config.reward.placement, config.advantage, config.loss)
+
+
+def chosen_by(config: Config) -> dict[str, Any]:
+    """The filter's settings as `select` takes them."""
+    compares = config.advantage.name in COMPARES_MEMBERS
+    return config.filter.model_dump(exclude={"max_empty"}) | {"min_played": 2 if compares else 1}
+
+
+def advance(
+    state: LoopState, groups: Sequence[Group], kept: Sequence[int], updates: Sequence[Metrics]
+) -> None:
+    """Count a finished step."""
+    turns = [turn for group in groups for e in group.episodes for turn in e.turns]
+    state.step += 1
+    state.updates += len(updates)
+    state.episodes += sum(len(group.episodes) for group in groups)
+    state.tokens += sum(len(turn.completion.token_ids or ()) for turn in turns)
+    state.empty = 0 if kept else state.empty + 1
+
+
+def counters(state: LoopState) -> Metrics:
+    """How far the run is, in each unit that a curve may be drawn against."""
+    counted = {"updates": state.updates, "episodes": state.episodes, "tokens": state.tokens}
+    return {f"progress/{name}": last(count) for name, count in counted.items()}
+
+
+def nothing_to_learn(run: Run) -> str:
+    """Why a run whose filter kept nothing for many steps stops."""
+    return (
+        f"no group had any spread of reward for {run.state.empty} steps, so nothing can be learnt; "
+        f"{run.folder} holds the episodes: easier or harder levels, or filter.include_zero = true"
+    )
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens each `every` steps happens after `step` (0: never)."""
+    return every > 0 and step % every == 0
+
+
+class Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count what is inside to `phase`."""
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    @property
+    def seconds(self) -> float:
+        """Sum of the phases."""
+        return sum(self._seconds.values())
+
+    def metrics(self) -> Metrics:
+        """``time/rollout_s`` and so on, and their sum ``time/step_s``."""
+        phases = {f"time/{name}_s": total(seconds) for name, seconds in self._seconds.items()}
+        return phases | {"time/step_s": total(self.seconds)}
+
+
+def record(
+    run: Run,
+    groups: Sequence[Group],
+    kept: Sequence[int],
+    chosen: Sequence[Group],
+    batch: Batch | None,
+) -> None:
+    """Write the step's episodes, and now and then its tokens, as `config.record` asks."""
+    step, wanted = run.state.step, run.config.record
+    if due(step, wanted.episodes_every):
+        run.recorder.episodes(step, groups, [index in set(kept) for index in range(len(groups))])
+    if batch is not None and due(step, wanted.tokens_every):
+        episodes = [episode for _, episode in trainable(chosen)]
+        run.recorder.samples(
+            step, [tokens_of(batch, row, episodes) for row in range(batch.num_rows)]
+        )
+    if batch is not None and batch.values_BT is not None and batch.returns_BT is not None:
+        on = batch.mask_BT
+        run.recorder.log(step, explained_variance(batch.values_BT[on], batch.returns_BT[on]))
+
+
+def tokens_of(batch: Batch, row: int, episodes: Sequence[Episode]) -> dict[str, Any]:
+    """One row of a batch as the recorder stores it."""
+    length = int(batch.lengths_B[row])
+    episode = episodes[int(batch.episode_B[row])]
+    arrays = {
+        "token_ids": batch.token_ids_BT,
+        "loss_mask": batch.mask_BT,
+        "turn_index": batch.turn_BT,
+        "sampled_logprobs": batch.sampled_logprobs_BT,
+        "old_logprobs": batch.old_logprobs_BT,
+        "values": batch.values_BT,
+        "advantages": batch.advantages_BT,
+        "returns": batch.returns_BT,
+    }
+    here = {k: v[row, :length].numpy() for k, v in arrays.items() if v is not None}
+    return {"group": episode.group, "member": episode.member} | here
+
+
+async def evaluate(run: Run, temperature: float) -> Evaluation | None:
+    """Evaluate the policy as it is, and write the result down."""
+    config, step = run.config, run.state.step
+    if config.eval.episodes == 0:
+        return None
+    evaluation, groups = await run.stop.or_finish(
+        evaluate_policy(
+            run.engine.policy,
+            replace(run.setup, temperature=temperature, min_tokens=0),
+            config.world.params,
+            target=str(run.folder),
+            episodes=config.eval.episodes,
+            seed=config.seed,
+            concurrency=config.rollout.slots,
+        )
+    )
+    run.recorder.evaluation(step, evaluation.record())
+    if config.record.episodes_every:
+        run.recorder.episodes(step, groups, phase="eval")
+    run.recorder.commit()
+    run.watcher.evaluated(step, evaluation)
+    if temperature == config.eval.temperature and evaluation.success > run.state.best_success:
+        run.state.best_step, run.state.best_success = step, evaluation.success
+    return evaluation
+
+
+async def save(run: Run) -> None:
+    """Write a checkpoint of the last finished step."""
+    state, best = run.state, run.state.best_step
+    with writing(run.folder, state.step, run.config.checkpoint.keep, best) as folder:
+        engine_state = await run.engine.save(folder)
+        write_state(folder, {"loop": asdict(state), "engine": engine_state})
+
+
+def train(
+    config: Config,
+    out: Path | None = None,
+    *,
+    root: Path = Path("runs"),
+    watcher: Watcher | None = None,
+) -> Result:
+    """Train an agent and evaluate it before and after.
+
+    Args:
+        config: What to do (`ragen.settings.resolve` makes it from a recipe).
+        out: The run's folder, which must not exist; ``None`` numbers one under `root`.
+        root: Where numbered runs go.
+        watcher: Who is told of the progress.
+
+    Raises:
+        RagenError: The settings, the world, the model or the disk do not allow it. The run's folder
+            is made when all of them are known to, the disk excepted.
+        StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
+    """
+    state = LoopState(threads=use_threads(config.threads))
+    engine = LocalEngine(config, resolve_model(config.model.path, config.world.name))
+    setup = setup_of(config, engine.chat)
+    folder = new_run_folder(root, config.recipe, out)
+    recorder = Recorder.create(folder, dump(config))
+    return run_async(
+        whole(Run(folder, config, engine, setup, recorder, state, watcher or Watcher()))
+    )
+
+
+def resume(folder: Path, watcher: Watcher | None = None) -> Result:
+    """Go on with a run from its newest checkpoint, as if it had never stopped.
+
+    Rows of the database that are later than the checkpoint are deleted first.
+
+    Args:
+        folder: The run's folder.
+        watcher: Who is told of the progress.
+
+    Raises:
+        RagenError: No run, no checkpoint, damaged files, or the model it began with is gone.
+        StopRequested: As in `train`.
+    """
+    config = read_config(folder / CONFIG)
+    checkpoint = newest(folder)
+    saved = read_state(checkpoint)
+    try:
+        state, engine_state = LoopState(**saved["loop"]), saved["engine"]
+    except (KeyError, TypeError) as error:
+        raise RagenError(
+            f"{checkpoint} was written by another version of RAGEN ({error})"
+        ) from error
+    use_threads(state.threads)
+    engine = LocalEngine(config, resolve_model(config.model.path, config.world.name))
+    setup = setup_of(config, engine.chat)
+    recorder = Recorder.open(folder, state.attempt)
+    recorder.forget_after(state.attempt, state.step)
+    recorder.event(state.step, "resume", f"resumed after step {state.step}")
+    run = Run(folder, config, engine, setup, recorder, state, watcher or Watcher())
+
+    async def go_on() -> Result:
+        await engine.load(checkpoint, engine_state)
+        return await whole(run)
+
+    return run_async(go_on())
+
+
+async def whole(run: Run) -> Result:
+    """Evaluate, train, evaluate; a stop in between leaves a run that can be gone on with."""
+    state = run.state
+    run.watcher.begin(run.folder, run.config, state.step)
+    try:
+        with run.recorder, run.stop.listening():
+            try:
+                if state.step == 0:
+                    await evaluate_both(run)
+                    await save(run)
+                await loop(run)
+                await evaluate_both(run)
+                await save(run)
+            except StopRequested as request:
+                # Only what changes no weights is interrupted: they are those of the last step.
+                run.recorder.discard()
+                await save(run)
+                raise request.with_text(
+                    f"stopped after {state.step} steps; go on with: ragen resume {run.folder}"
+                ) from None
+    finally:
+        run.watcher.end()
+        await run.engine.close()
+    return result(run)
+
+
+async def evaluate_both(run: Run) -> None:
+    """Evaluate at the evaluation's temperature and greedily, unless this was done before."""
+    done = {(each["step"], each["temperature"]) for each in read_evaluations(run.folder)}
+    for temperature in dict.fromkeys((run.config.eval.temperature, 0.0)):
+        if (run.state.step, temperature) not in done:
+            await evaluate(run, temperature)
+
+
+def result(run: Run) -> Result:
+    """What a finished run's database says of it."""
+    temperature, steps = run.config.eval.temperature, run.config.steps
+    found: dict[tuple[int, float], Evaluation] = {}
+    for each in read_evaluations(run.folder):
+        step = each.pop("step")
+        del each["attempt"]
+        found[step, each["temperature"]] = Evaluation(**each)
+    return Result(
+        run=run.folder,
+        world=run.config.world.name,
+        before=found.get((0, temperature)),
+        after=found.get((steps, temperature)),
+        before_greedy=found.get((0, 0.0)),
+        after_greedy=found.get((steps, 0.0)),
+        seconds=run.state.seconds,
+    )
+
+
+def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
+    """Run to the end; inside a running event loop (a notebook), in a thread of its own."""
+    if not in_event_loop():
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
