@@ -101,10 +101,8 @@ class Chat:
         start = self._render(_conversation(_USER))
         self.opening = _opened_thought(start.rpartition(_USER)[2])
         self._num_opening = len(self._behind(start.removesuffix(self.opening), self.opening))
-        self._reply_starts = self.opening or ("<think>" if think else "")
-        self._trial_replies = tuple(
-            (self._reply_starts and self._reply_starts + _THOUGHT) + answer for answer in _ANSWERS
-        )
+        thought = f"{self.opening or '<think>'}{_THOUGHT}" if think or self.opening else ""
+        self._trial_replies = tuple(thought + answer for answer in _ANSWERS)
         self._lead = start + self._trial_replies[0].removeprefix(self.opening)
 
         self._end = self._end_of_turn()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.actions import TAGS, Parsed, parse
@@ -262,7 +262,6 @@ fragments = st.lists(
 ).map("".join)
 
 
-@settings(deadline=None)
 @given(fragments, st.booleans(), st.sampled_from([MOVES, None]), st.integers(0, 3))
 def test_never_raises_and_keeps_its_promises(
     reply: str, think: bool, actions: tuple[str, ...] | None, limit: int
@@ -276,7 +275,6 @@ def test_never_raises_and_keeps_its_promises(
         assert parsed.thought == reply[slice(*parsed.thought_chars)]
 
 
-@settings(deadline=None)
 @given(
     st.text().filter(lambda text: not any(tag in text for tag in TAGS)),
     st.lists(st.sampled_from(MOVES), min_size=1, max_size=5),

@@ -225,7 +225,7 @@ def _reply(name: str, thought: str, answer: str) -> str:
 
 
 @pytest.mark.parametrize("name", EXACT)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(history=turns, last=contents)
 def test_extending_equals_rendering(
     name: str, history: list[tuple[str, str, str]], last: str
@@ -251,7 +251,7 @@ def test_extending_equals_rendering(
 
 
 @pytest.mark.parametrize("name", EXACT)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_sampled_ids_are_kept_verbatim(name: str, data: st.DataObject) -> None:
     """Whatever ids were drawn, canonical or not: each reply stands where it was sampled."""
@@ -313,7 +313,7 @@ def test_token_span_takes_all_bytes_of_a_character() -> None:
     assert found.token_span(ids, "a🙂b", 2, 3) == (5, 6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(min_size=1, max_size=30), st.data())
 def test_token_span_covers_the_characters(text: str, data: st.DataObject) -> None:
     found = chat("chatml")

@@ -39,7 +39,7 @@ ORDER: dict[str, list[str]] = {
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
         *["threads", "stopping", "recorder", "guard", "evaluate", "progress", "base"],
-        *["trainer", "studies", "viewer", "cli"],
+        *["trainer", "studies", "viewer", "play", "doctor", "arguments", "cli"],
     ],
 }
 PLACE = {module: place for place, module in enumerate(chain(*ORDER.values()))}
