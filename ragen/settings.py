@@ -8,6 +8,7 @@ it was set, what was expected, and the nearest valid name.
 from __future__ import annotations
 
 import difflib
+import itertools
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -162,8 +163,10 @@ def presets() -> Mapping[str, Traversable]:
 
 
 def first_comment(file: Traversable) -> str:
-    """What a recipe or preset says about itself: the comment on its first line."""
-    return file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+    """What a recipe or preset says about itself: the comment that it begins with."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
 @cache

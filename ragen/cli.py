@@ -1,0 +1,464 @@
+"""The command line, ``ragen COMMAND …``: each command calls one function and shows its result.
+
+Results go to standard output, progress and errors to standard error. A user's mistake is one line
+and exit code 2; an interrupted run says how to go on and exits with 130 (Ctrl-C) or 143 (SIGTERM).
+A traceback always means a bug.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragen.errors import RagenError
+
+# Whatever is heavy (torch, the worlds, pydantic, even rich) is imported by the command that needs
+# it: help and mistakes must not wait for it.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ragen.arguments import Parser
+    from ragen.config import Config
+    from ragen.evaluate import Evaluation
+    from ragen.progress import Watcher
+    from ragen.trainer import Result
+
+Overrides = dict[str, Any]
+
+MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
+"""Exit codes; the last two are 128 + the signal's number, as shells have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: what it is for, its options, what it does, whether it takes config keys."""
+
+    summary: str
+    options: Callable[[Parser], None]
+    run: Callable[[Namespace, Overrides], int]
+    takes_keys: bool = False
+    keys_in_help: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    with _sigterm_as_ctrl_c() as terminated:
+        try:
+            return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        except RagenError as error:
+            return _mistake(error)
+        except ExceptionGroup as group:
+            mistakes, bugs = group.split(RagenError)
+            if mistakes is None or bugs is not None:
+                raise
+            return _mistake(mistakes)
+        except KeyboardInterrupt as error:
+            _complain(str(error) or "interrupted")
+            return TERMINATED if terminated else INTERRUPTED
+        except BrokenPipeError:
+            # The reader (head, less) has seen enough; keep Python from flushing into a closed pipe.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+
+def _mistake(error: Exception) -> int:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    _complain(" ".join(str(error).split()))
+    return MISTAKE
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"ragen {version('ragen')}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise RagenError(f"unknown command {name!r}{_nearest(name)}; ragen --help lists them all")
+    from ragen.arguments import Parser, keys_help, parse
+
+    command = COMMANDS[name]
+    asks_help = any(argument in ("-h", "--help") for argument in rest)
+    epilog = keys_help() if command.keys_in_help and asks_help else ""
+    parser = Parser(f"ragen {name}", command.summary, epilog)
+    command.options(parser)
+    return command.run(*parse(parser, rest, command.takes_keys))
+
+
+def _overview() -> str:
+    lines = [
+        "RAGEN trains and evaluates LLM agents with multi-turn reinforcement learning.",
+        "",
+        "usage: ragen COMMAND [options]",
+        "",
+        *(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()),
+        "",
+        "Begin with:  ragen train bandit        (seconds on a laptop)",
+        "More:        ragen COMMAND --help",
+    ]
+    return "\n".join(lines)
+
+
+def _train_options(parser: Parser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the run's folder; it must not exist [runs/RECIPE-N]",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the settled config and do nothing"
+    )
+    _output_options(parser)
+
+
+def _resume_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    _output_options(parser)
+
+
+def _output_options(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="end with the result as one JSON line")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def _train(options: Namespace, overrides: Overrides) -> int:
+    from ragen.env import make
+    from ragen.settings import resolve
+
+    config = resolve(options.recipe, overrides)
+    make(config.world.name, **config.world.params)
+    if options.dry_run:
+        _show_config(config)
+        return 0
+    from ragen.trainer import train
+
+    return _watch_run(lambda watcher: train(config, options.out, watcher=watcher), options)
+
+
+def _resume(options: Namespace, _: Overrides) -> int:
+    from ragen.trainer import resume
+
+    return _watch_run(lambda watcher: resume(options.run, watcher), options)
+
+
+def _watch_run(work: Callable[[Watcher], Result], options: Namespace) -> int:
+    from ragen.progress import watcher_for
+    from ragen.stopping import StopRequested
+
+    watcher = watcher_for(_console(stderr=True), options.quiet)
+    try:
+        result = work(watcher)
+    except StopRequested as stop:
+        watcher.end()
+        _complain(f"stopped after the last finished step; {_go_on(watcher)}")
+        return 128 + stop.signal_number
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted at once; {_go_on(watcher)}") from None
+    finally:
+        watcher.end()
+    # With --json, standard output is for the machine.
+    _show_result(_console(stderr=options.json), result)
+    if options.json:
+        print(json.dumps(_result_record(result)))
+    return 0
+
+
+def _go_on(watcher: Watcher) -> str:
+    return f"go on with: ragen resume {watcher.run}" if watcher.run else "nothing had begun"
+
+
+def _show_config(config: Config) -> None:
+    from ragen.settings import differences, dump
+
+    changes = differences(config)
+    print(f"# {len(changes)} values differ from the preset {config.algorithm}:")
+    for change in changes:
+        preset = "unset" if change.preset is None else change.preset
+        print(f"#   {change.key} = {change.value!r}  (preset: {preset!r})")
+    print(dump(config), end="")
+
+
+def _result_record(result: Result) -> dict[str, Any]:
+    shown = result.after or result.before
+
+    def success(evaluation: Evaluation | None) -> float | None:
+        return None if evaluation is None else evaluation.success
+
+    return {
+        "world": result.world,
+        "before": success(result.before),
+        "after": success(result.after),
+        "random": None if shown is None else shown.random,
+        "best": None if shown is None else shown.best,
+        "seconds": round(result.seconds, 1),
+        "run": str(result.run),
+        "before_greedy": success(result.before_greedy),
+        "after_greedy": success(result.after_greedy),
+    }
+
+
+def _show_result(console: Console, result: Result) -> None:
+    from ragen.progress import temperature_words
+
+    rows = [
+        (f"{who}, {temperature_words(evaluation.temperature)}", evaluation)
+        for who, evaluation in (
+            ("before", result.before),
+            ("before", result.before_greedy),
+            ("after", result.after),
+            ("after", result.after_greedy),
+        )
+        if evaluation is not None
+    ]
+    if rows:
+        _show_evaluations(console, rows)
+    for line in (
+        f"\n{result.seconds:.0f} s; everything is in {result.run}",
+        f"watch it play:  ragen play {result.world} --player {result.run}",
+        f"evaluate it:    ragen eval {result.run}",
+    ):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) -> None:
+    from rich.table import Table
+
+    first = rows[0][1]
+    table = Table(title=f"{first.world}, {first.episodes} held-out levels", title_justify="left")
+    table.add_column("player")
+    table.add_column("success", justify="right")
+    table.add_column("95 % interval", justify="right")
+    table.add_column("mean return", justify="right")
+    table.add_row("random play", f"{first.random:.1%}", "", f"{first.random_return:.3f}")
+    for name, e in rows:
+        interval = f"{e.success_low:.1%} – {e.success_high:.1%}"
+        table.add_row(name, f"{e.success:.1%}", interval, f"{e.mean_return:.3f}", style="bold")
+    if first.best is not None:
+        best_return = "" if first.best_return is None else f"{first.best_return:.3f}"
+        table.add_row("best play", f"{first.best:.1%}", "", best_return)
+    console.print(table)
+
+
+def _eval_options(parser: Parser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="RUN, base, random, solver, or a model")
+    parser.add_argument("--episodes", type=int, default=256, metavar="N", help="levels [256]")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of events and sampling [0]"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.epilog = "--world W and any config key (ragen train --help) may be set as well."
+
+
+def _eval(options: Namespace, overrides: Overrides) -> int:
+    if options.episodes < 1:
+        raise RagenError(f"--episodes {options.episodes}: expected a whole number ≥ 1")
+    if not options.temperature >= 0:
+        raise RagenError(f"--temperature {options.temperature}: expected a number ≥ 0")
+    from ragen.evaluate import evaluate_target
+
+    evaluation = evaluate_target(
+        options.target,
+        overrides,
+        episodes=options.episodes,
+        seed=options.seed,
+        temperature=options.temperature,
+    )
+    if options.json:
+        print(json.dumps(evaluation.record()))
+    else:
+        _show_evaluations(_console(), [(options.target, evaluation)])
+    return 0
+
+
+def _play_options(parser: Parser) -> None:
+    parser.add_argument("world", metavar="WORLD", help="a world (ragen envs), or file.py:Class")
+    parser.add_argument(
+        "--player",
+        default="human",
+        metavar="WHO",
+        help="human, random, solver, base or RUN [human]",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which level [0]")
+    parser.epilog = "Any config key (ragen train --help) may be set as well."
+
+
+def _play(options: Namespace, overrides: Overrides) -> int:
+    from ragen.play import play_world, show_episode
+    from ragen.players import PLAYERS
+    from ragen.settings import recipes, resolve
+
+    overrides = {**overrides, "world.name": options.world}
+    console = _console()
+    if options.player in PLAYERS:
+        config = resolve(options.world if options.world in recipes() else None, overrides)
+        try:
+            play_world(console, config.world, PLAYERS[options.player](options.seed), options.seed)
+        except EOFError:  # Ctrl-D at the prompt: the person has had enough.
+            print()
+        return 0
+    from ragen.evaluate import play_target
+
+    show_episode(console, play_target(options.player, overrides, seed=options.seed))
+    return 0
+
+
+def _envs_options(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.add_argument(
+        "--episodes", type=int, default=256, metavar="N", help="levels behind random and best [256]"
+    )
+
+
+def _envs(options: Namespace, _: Overrides) -> int:
+    from ragen.env import worlds
+    from ragen.references import Budget, reference
+    from ragen.seeding import eval_level
+    from ragen.settings import recipes, resolve
+
+    levels = [eval_level(index) for index in range(options.episodes)]
+    rows: list[dict[str, Any]] = []
+    for name, world in worlds().items():
+        recipe = name if name in recipes() else None
+        budgets = resolve(recipe, {"world.name": name}).world
+        budget = Budget(budgets.turns, budgets.actions_per_turn, budgets.actions)
+        found = reference(name, {}, budget, levels)
+        rows.append(
+            {
+                "name": name,
+                "random": found.random,
+                "best": found.best,
+                "random_return": found.random_return,
+                "best_return": found.best_return,
+                "turns": budget.turns,
+                "actions": budget.actions,
+                "description": world.description,
+            }
+        )
+    if options.json:
+        print(json.dumps(rows))
+        return 0
+    from rich.table import Table
+
+    table = Table(title=f"worlds, {len(levels)} levels, within their budgets", title_justify="left")
+    for column in ("world", "random play", "best play", "turns", "actions", "what it is"):
+        table.add_column(column, justify="left" if column in ("world", "what it is") else "right")
+    for row in rows:
+        best = "?" if row["best"] is None else f"{row['best']:.1%}"
+        numbers = (f"{row['random']:.1%}", best, str(row["turns"]), str(row["actions"]))
+        table.add_row(row["name"], *numbers, row["description"])
+    _console().print(table)
+    return 0
+
+
+def _check_options(parser: Parser) -> None:
+    parser.add_argument(
+        "worlds", nargs="*", metavar="WORLD", help="worlds, or path/to/file.py:Class [all]"
+    )
+
+
+def _check(options: Namespace, _: Overrides) -> int:
+    from ragen.env import check, make, worlds
+
+    for name in options.worlds or worlds():
+        check(make(name))
+        print(f"{name}: keeps the contract")
+    return 0
+
+
+def _base_options(parser: Parser) -> None:
+    parser.add_argument("family", metavar="FAMILY", help="bandit, frozen-lake or sokoban")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where it is saved")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="[0]")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each stage; fewer for a trial")
+
+
+def _base(options: Namespace, _: Overrides) -> int:
+    from ragen.base import prepare
+
+    prepare(options.family, options.out, seed=options.seed, steps=options.steps)
+    print(f"the base of {options.family} is in {options.out}")
+    return 0
+
+
+def _doctor_options(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+
+
+def _doctor(options: Namespace, _: Overrides) -> int:
+    from ragen.doctor import examine
+
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not options.json:
+            print(f"{'ok' if finding.ok else 'NO':<3} {finding.name:<24} {finding.value}")
+    if options.json:
+        print(json.dumps({finding.name: finding.value for finding in findings}))
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command("train an agent by a recipe", _train_options, _train, True, True),
+    "resume": Command("go on with a run that was stopped", _resume_options, _resume),
+    "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
+    "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
+    "envs": Command("list the worlds with their floor and ceiling", _envs_options, _envs),
+    "check": Command("hold worlds to the contract", _check_options, _check),
+    "base": Command("prepare the embedded model anew", _base_options, _base),
+    "doctor": Command("what is installed, what this machine can do", _doctor_options, _doctor),
+}
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _complain(text: str) -> None:
+    print(f"ragen: {text}", file=sys.stderr)
+
+
+def _nearest(name: str) -> str:
+    import difflib
+
+    found = difflib.get_close_matches(name, COMMANDS, 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
+    """Let SIGTERM take Ctrl-C's way inside; what is yielded is no longer empty once it came."""
+    came: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        came.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
