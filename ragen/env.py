@@ -5,6 +5,7 @@ A world is a `gymnasium.Env` in text. `docs/worlds.md` shows one in full, in one
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import importlib.util
@@ -329,8 +330,8 @@ def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
 def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
     """Hold a world to the contract; run it on yours.
 
-    It plays random actions on some levels, with two instances and with snapshots, and compares.
-    For free text (``actions`` is ``None``) it sends short words, which a world must bear.
+    It plays random actions on some levels, again, in two copies at once, and from snapshots, and
+    compares. For free text (``actions`` is ``None``) it sends short words, which a world must bear.
 
     Args:
         env: The world; it is left in some other state.
@@ -371,7 +372,9 @@ def _check_level(env: Env, level: int, steps: int) -> None:
         "the level must follow from the seed alone, not from noise_seed (observation and state_key "
         "after reset differ)",
     )
+    _check_twins(env, level, steps)
     _check_snapshot(env, level, steps)
+    _check_references(env, level)
 
 
 def _play(env: Env, level: int, noise_seed: int, steps: int) -> list[tuple[Any, ...]]:
@@ -434,6 +437,7 @@ def _step(env: Env, action: str) -> tuple[Any, ...]:
             isinstance(info, dict) and isinstance(info.get(flag), bool),
             f"step must put a bool info[{flag!r}] into its info",
         )
+    _dump(env, info, "info must hold JSON values only")
     _require(
         env,
         terminated or not info["success"],
@@ -461,11 +465,50 @@ def _key(env: Env) -> str:
 
 def _json(env: Env) -> str:
     """The snapshot as JSON text."""
+    return _dump(env, env.get_state(), "get_state must return JSON values only")
+
+
+def _dump(env: Env, value: Any, rule: str) -> str:
     try:
-        text = json.dumps(env.get_state(), sort_keys=True, allow_nan=False)
+        return json.dumps(value, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise RagenError(f"{env.name}: get_state must return JSON values only: {error}") from error
-    return text
+        raise RagenError(f"{env.name}: {rule}: {error}") from error
+
+
+def _check_twins(env: Env, level: int, steps: int) -> None:
+    """Two copies that play in turns must not disturb each other: a step has hundreds of them."""
+    try:
+        twin = copy.deepcopy(env)
+    except TypeError:
+        return  # holds something that cannot be copied, such as a connection
+    alone = _play(env, level, 1, steps)
+    env.reset(seed=level, options={"noise_seed": 1})
+    twin.reset(seed=level, options={"noise_seed": 1})
+    chooser = np.random.Generator(np.random.PCG64([2, level]))
+    for expected in alone[1:]:
+        action = _choose(env, chooser)
+        _require(
+            env,
+            _step(env, action) == expected == _step(twin, action),
+            "two instances must not share anything that changes (a class attribute? a global?)",
+        )
+
+
+def _check_references(env: Env, level: int) -> None:
+    """What the world knows of its own answer is possible, and asking does not change the world."""
+    env.reset(seed=level, options={"noise_seed": 1})
+    before = _json(env)
+    plan, known = env.solve(3, 4, 2), env.reference(3, 2, 4)
+    _require(env, _json(env) == before, "solve and reference must not change the world")
+    if plan is not None:
+        legal = all(action in (env.actions or plan) for action in plan)
+        _require(env, 1 <= len(plan) <= 2 and legal, "solve must return 1 to 2 legal actions of 2")
+    if known is not None:
+        chances = [known.random] if known.best is None else [known.random, known.best]
+        holds = all(0 <= chance <= 1 + 1e-9 for chance in chances)
+        _require(env, holds, "reference must give chances from 0 to 1")
+        holds = chances[0] <= chances[-1] + 1e-9
+        _require(env, holds, "reference: random play cannot beat best play")
 
 
 def _check_snapshot(env: Env, level: int, steps: int) -> None:

@@ -118,29 +118,39 @@ class Planner:
         return choice
 
     def _plans(self, turns: int, actions: int, per_turn: int) -> Iterator[Plans]:
-        """The plans of this turn worth considering, by length."""
-        for length in range(1, min(per_turn, actions) + 1):
+        """The plans of this turn that are worth a look, by length."""
+        longest = min(per_turn, actions)
+        for length in range(1, longest + 1):
             after = self.values(turns - 1, actions - length, per_turn).copy()
             after[~self._ended] *= self._discount  # the next turn's price
             plans = Plans(after[None], np.zeros((1, 0), dtype=np.int64))
             for _ in range(length):
                 plans = self._prepend(plans, after)
+                if longest > 5:  # up to 4⁵ plans, looking at all is quicker than leaving some out
+                    plans = undominated(plans)
             yield plans
 
     def _prepend(self, plans: Plans, after: Floats) -> Plans:
-        """Every plan with every direction before it, those left out that are nowhere the best."""
+        """Every plan with every direction before it."""
         values = self._discount * (plans.values[None] @ self.moves.transpose(0, 2, 1))
         values = values.reshape(-1, values.shape[-1])
         values[:, self._ended] = after[self._ended]
         first = np.repeat(np.arange(4), len(plans.values))[:, None]
         directions = np.hstack([first, np.tile(plans.directions, (4, 1))])
-        _, distinct = np.unique(values.round(12), axis=0, return_index=True)
-        # By falling sum, so that whatever dominates a plan stands before it.
-        order = distinct[np.argsort(-values[distinct].sum(1), kind="stable")]
-        values, directions = values[order], directions[order]
-        at_least = (values[None] >= values[:, None] - 1e-12).all(-1)
-        keep = ~np.tril(at_least, k=-1).any(1)
-        return Plans(values[keep], directions[keep])
+        return Plans(values, directions)
+
+
+def undominated(plans: Plans) -> Plans:
+    """The plans that are the best somewhere: no other is at least as good from every cell.
+
+    What is dominated stays so with any action before it, so leaving it out is exact.
+    """
+    # By falling sum, so that whatever dominates a plan stands before it.
+    order = np.argsort(-plans.values.sum(1), kind="stable")
+    values, directions = plans.values[order], plans.directions[order]
+    at_least = (values[None] >= values[:, None] - 1e-12).all(-1)
+    keep = ~np.tril(at_least, k=-1).any(1)
+    return Plans(values[keep], directions[keep])
 
 
 def transition_matrices(lake: Lake, success_probability: float) -> Floats:
