@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ragen import fast_qwen2
 from ragen.errors import RagenError
 
 
@@ -55,6 +56,8 @@ def make_decoder(
     model: PreTrainedModel, num_slots: int, max_length: int, *, fast: bool = True
 ) -> Decoder:
     """The fastest decoder that is exact for this model; the general one where `fast` is off."""
+    if fast and fast_qwen2.supports(model):
+        return fast_qwen2.Qwen2Decoder(model, num_slots, max_length)
     return HFDecoder(model, num_slots, max_length)
 
 

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ragen import fast_qwen2
 from ragen.errors import RagenError
 
 KEPT_LOGITS = 2**24
@@ -101,6 +102,8 @@ def hidden_states(
     Returns:
         Hidden states (N, D), row by row, N being the number of true entries.
     """
+    if fast_qwen2.supports(model):
+        return fast_qwen2.hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
     return padded_hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
 
 
