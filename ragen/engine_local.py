@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ragen.batch import Batch
 from ragen.chat import Chat
@@ -43,15 +44,9 @@ class LocalEngine:
 
     def __init__(self, config: Config, path: str) -> None:
         self.model, self.tokenizer = load_policy(path, config.model.device, config.model.dtype)
-        self.chat = Chat(self.tokenizer)
+        self.chat = Chat(self.tokenizer, think=config.prompt.think)
         self.version = 0
-        self.policy = Sampler(
-            self.model,
-            self.chat.end_ids,
-            self.chat.decode,
-            slots=config.rollout.slots,
-            max_length=config.model.max_length,
-        )
+        self.policy = sampler_of(config, self.model, self.chat)
         loss = config.loss
         self.learner = Learner(
             self.model,
@@ -119,6 +114,28 @@ class LocalEngine:
 
     async def close(self) -> None:
         """See `Engine.close`: nothing here outlives the process."""
+
+
+def sampler_of(config: Config, model: PreTrainedModel, chat: Chat) -> Sampler:
+    """The sampler of a model whose weights it reads in place."""
+    return Sampler(
+        model,
+        chat.end_ids,
+        chat.decode,
+        slots=config.rollout.slots,
+        max_length=config.model.max_length,
+    )
+
+
+def policy_of(config: Config, path: str) -> tuple[Sampler, Chat]:
+    """A policy to be evaluated, without a learner.
+
+    Raises:
+        RagenError: As `LocalEngine`.
+    """
+    model, tokenizer = load_policy(path, config.model.device, config.model.dtype)
+    chat = Chat(tokenizer, think=config.prompt.think)
+    return sampler_of(config, model, chat), chat
 
 
 def _restore(module: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from ragen.config import Config
 from ragen.errors import RagenError
+from ragen.players import PLAYERS, PlayerPolicy
 from ragen.policy import Policy
+from ragen.recorder import CONFIG
 from ragen.references import Budget, reference
-from ragen.rollout import Setup, run_groups
+from ragen.rollout import Place, Setup, play, run_groups, setup_of
 from ragen.seeding import EVAL_LEVELS, eval_level
+from ragen.settings import canonical_key, flatten, read_config, recipes, resolve
+from ragen.stopping import run_async
 from ragen.statistics import bootstrap_mean, wilson
 from ragen.types import Episode, Group
 
@@ -63,7 +69,7 @@ class Evaluation:
 
 
 async def evaluate_policy(
-    policy: Policy,
+    policy: Policy | PlayerPolicy,
     setup: Setup,
     params: dict[str, Any],
     *,
@@ -141,3 +147,77 @@ def refuse_all_failed(episodes: Sequence[Episode]) -> None:
             f"the world {episodes[0].world!r} failed in every episode: {reason}; "
             "run `ragen check` on it"
         )
+
+
+def evaluate_target(
+    target: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    episodes: int = 256,
+    seed: int = 0,
+    temperature: float = 1.0,
+) -> Evaluation:
+    """Evaluate a run, a model or a player.
+
+    Args:
+        target: A run folder (its newest checkpoint), ``base``, ``random``, ``solver``, a model folder
+            or a hub id.
+        overrides: Values by config key, such as ``{"world": "sokoban"}``.
+        episodes: Levels, one episode each; the same levels for every target.
+        seed: Of the world's events and of sampling.
+        temperature: Of sampling; 0 is greedy.
+
+    Raises:
+        RagenError: No such target or world, or the world cannot be played by it.
+    """
+    config = config_for(target, overrides or {})
+    policy, setup = opponent(target, config, seed)
+    evaluation, _ = run_async(
+        evaluate_policy(
+            policy,
+            replace(setup, temperature=temperature),
+            config.world.params,
+            target=target,
+            episodes=episodes,
+            seed=seed,
+            concurrency=config.rollout.slots,
+        )
+    )
+    return evaluation
+
+
+def play_target(target: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0) -> Episode:
+    """Let a target play one evaluation level, the one that `seed` counts to; for watching."""
+    config = config_for(target, overrides or {})
+    policy, setup = opponent(target, config, seed)
+    place = Place(eval_level(seed), 0, 0, (seed, "play"))
+    return run_async(play(policy, setup, place))
+
+
+def config_for(target: str, overrides: Mapping[str, Any]) -> Config:
+    """The settings under which a target plays: its run's, or the recipe's of the world.
+
+    A run that is evaluated in another world keeps how it is prompted and takes the other's budgets.
+    """
+    wanted = {canonical_key(key): value for key, value in overrides.items()}
+    world = wanted.get("world.name")
+    recipe = resolve(world if world in recipes() else None)
+    folder = Path(target)
+    if not (folder / CONFIG).exists():
+        return resolve(None, {**flatten(recipe), **wanted})
+    config = read_config(folder / CONFIG)
+    of_world = {k: v for k, v in flatten(recipe).items() if k.startswith("world.")}
+    other = world is not None and world != config.world.name
+    return resolve(None, {**flatten(config), **(of_world if other else {}), **wanted})
+
+
+def opponent(target: str, config: Config, seed: int) -> tuple[Policy | PlayerPolicy, Setup]:
+    """Who plays, and how."""
+    if target in PLAYERS:
+        setup = setup_of(config, None)
+        return PlayerPolicy(PLAYERS[target](seed), setup.think, setup.prefill), setup
+    from ragen.checkpoint import resolve_model  # torch is needed from here on
+    from ragen.engine_local import policy_of
+
+    policy, chat = policy_of(config, resolve_model(target, config.world.name))
+    return policy, setup_of(config, chat)

@@ -63,8 +63,10 @@ class Setup:
 
     @property
     def prefill(self) -> str:
-        """The start of every reply that the policy is given for free."""
-        return prefill(self.think) if self.prefilled else ""
+        """The start of every reply that the policy is given for free, by us or by its template."""
+        if self.prefilled:
+            return prefill(self.think)
+        return self.chat.opening if self.chat is not None else ""
 
 
 def setup_of(config: Config, chat: Chat | None) -> Setup:
@@ -131,7 +133,7 @@ def _derive(path: tuple[int | str, ...], *rest: int | str) -> int:
 
 
 async def run_groups(
-    policy: Policy,
+    policy: Policy | PlayerPolicy,
     setup: Setup,
     levels: Sequence[int],
     members: int,
@@ -167,7 +169,7 @@ async def run_groups(
     return [Group(tuple(task.result() for task in group)) for group in running]
 
 
-async def play(policy: Policy, setup: Setup, place: Place) -> Episode:
+async def play(policy: Policy | PlayerPolicy, setup: Setup, place: Place) -> Episode:
     """Play one episode to its end."""
     running = _Running(setup, place)
     try:
@@ -189,7 +191,7 @@ class _Running:
         self.stop_reason: StopReason = "max_turns"
         self.success = False
 
-    async def play(self, world: Guarded, policy: Policy) -> None:
+    async def play(self, world: Guarded, policy: Policy | PlayerPolicy) -> None:
         setup, place = self.setup, self.place
         observation = world.reset(place.level_seed, place.noise_seed(setup.common_noise))
         conversation = Conversation(

@@ -80,7 +80,7 @@ class _Growing:
         self.ids += given + completion
         self.mask += [False] * len(given) + [trained] * sampled
         self.logprobs += [0.0] * len(given) + list(logprobs or (0.0,) * sampled)
-        self.turn += [-1] * len(given) + [number if trained else -1] * sampled
+        self.turn += [-1] * len(given) + [number] * sampled
         self.ends += [False] * (len(given) + sampled - 1) + [trained]
 
     def sample(self, episode: int, group: int) -> Sample:

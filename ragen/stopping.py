@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -85,3 +86,20 @@ class Stop:
             await asyncio.gather(task, asked, return_exceptions=True)
         self.check()
         raise asyncio.CancelledError
+
+
+def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
+    """The result of `work`; inside a running event loop (a notebook), from a thread of its own."""
+    if not in_event_loop():
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

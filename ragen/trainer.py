@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ragen.advantages import COMPARES_MEMBERS
 from ragen.batch import Batch, collate, minibatches
@@ -32,12 +31,9 @@ from ragen.rollout import Setup, run_groups, setup_of
 from ragen.samples import to_samples, trainable
 from ragen.seeding import derive, train_level
 from ragen.settings import dump, read_config
-from ragen.stopping import Stop, StopRequested
+from ragen.stopping import Stop, StopRequested, run_async
 from ragen.threads import use_threads
 from ragen.types import Episode, Group
-
-Answer = TypeVar("Answer")
-
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -402,20 +398,3 @@ def result(run: Run) -> Result:
         after_greedy=found.get((steps, 0.0)),
         seconds=run.state.seconds,
     )
-
-
-def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run to the end; inside a running event loop (a notebook), in a thread of its own."""
-    if not in_event_loop():
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
-
-
-def in_event_loop() -> bool:
-    """Whether this thread runs an event loop already."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
