@@ -17,8 +17,8 @@ from ragen.references import Budget, reference
 from ragen.rollout import Place, Setup, play, run_groups, setup_of
 from ragen.seeding import EVAL_LEVELS, eval_level
 from ragen.settings import canonical_key, flatten, read_config, recipes, resolve
-from ragen.stopping import run_async
 from ragen.statistics import bootstrap_mean, wilson
+from ragen.stopping import run_async
 from ragen.types import Episode, Group
 
 
@@ -186,7 +186,9 @@ def evaluate_target(
     return evaluation
 
 
-def play_target(target: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0) -> Episode:
+def play_target(
+    target: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0
+) -> Episode:
     """Let a target play one evaluation level, the one that `seed` counts to; for watching."""
     config = config_for(target, overrides or {})
     policy, setup = opponent(target, config, seed)

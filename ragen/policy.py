@@ -49,11 +49,9 @@ class ScriptedPolicy:
         return spoken(text, self._encode)
 
 
-def spoken(
-    text: str, encode: Callable[[str], tuple[int, ...]] | None, trained: bool = True
-) -> Completion:
-    """A completion that somebody wrote instead of sampling it; untrained ones carry no logprobs."""
+def spoken(text: str, encode: Callable[[str], tuple[int, ...]] | None) -> Completion:
+    """A completion that somebody wrote instead of sampling it: certain, so its logprobs are 0."""
     if encode is None:
         return Completion(None, None, text, "stop", 0)
     ids = encode(text)
-    return Completion(ids, (0.0,) * len(ids) if trained else None, text, "stop", 0)
+    return Completion(ids, (0.0,) * len(ids), text, "stop", 0)

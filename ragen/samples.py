@@ -31,28 +31,29 @@ def to_samples(groups: Sequence[Group]) -> list[Sample]:
     """Flatten the trainable episodes of `groups`, in order.
 
     Raises:
-        RagenError: A completion has no token ids, as from a chat endpoint: it can be evaluated, not
-            trained on.
+        RagenError: A completion has no token ids or no logprobs, as from a chat endpoint: it can be
+            evaluated, not trained on.
     """
     samples: list[Sample] = []
     for index, (group, episode) in enumerate(trainable(groups)):
         parts: list[_Growing] = []
         for number, turn in enumerate(episode.turns):
-            prompt, completion = _ids(turn)
+            prompt, completion, logprobs = _tokens(turn)
             if not parts or not parts[-1].extends_to(prompt):
                 parts.append(_Growing())
-            parts[-1].add(prompt, completion, turn.completion.logprobs, number)
+            parts[-1].add(prompt, completion, logprobs, number)
         samples.extend(part.sample(index, group) for part in parts)
     return samples
 
 
-def _ids(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if turn.prompt.token_ids is None or turn.completion.token_ids is None:
+def _tokens(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    prompt, completion = turn.prompt.token_ids, turn.completion
+    if prompt is None or completion.token_ids is None or completion.logprobs is None:
         raise RagenError(
-            "this policy returns text without token ids, which cannot be trained on exactly; "
-            "train with a local model and use the endpoint for evaluation"
+            "this policy returns text without token ids and logprobs, which cannot be trained on "
+            "exactly; train with a local model and keep the endpoint for evaluation"
         )
-    return turn.prompt.token_ids, turn.completion.token_ids
+    return prompt, completion.token_ids, completion.logprobs
 
 
 class _Growing:
@@ -72,16 +73,16 @@ class _Growing:
         self,
         prompt: tuple[int, ...],
         completion: tuple[int, ...],
-        logprobs: tuple[float, ...] | None,
+        logprobs: tuple[float, ...],
         number: int,
     ) -> None:
+        assert completion, "a completion has a token, its end-of-turn token at least"
         given, sampled = prompt[len(self.ids) :], len(completion)
-        trained = logprobs is not None and sampled > 0
         self.ids += given + completion
-        self.mask += [False] * len(given) + [trained] * sampled
-        self.logprobs += [0.0] * len(given) + list(logprobs or (0.0,) * sampled)
+        self.mask += [False] * len(given) + [True] * sampled
+        self.logprobs += (0.0,) * len(given) + logprobs
         self.turn += [-1] * len(given) + [number] * sampled
-        self.ends += [False] * (len(given) + sampled - 1) + [trained]
+        self.ends += [False] * (len(given) + sampled - 1) + [True]
 
     def sample(self, episode: int, group: int) -> Sample:
         fields = (self.ids, self.mask, self.logprobs, self.turn, self.ends)

@@ -19,19 +19,21 @@ FinishReason = Literal["stop", "length"]
 """Why sampling ended: the end-of-turn token was drawn, or `Prompt.max_tokens` was reached."""
 
 StopReason = Literal["solved", "failed", "max_turns", "max_actions", "context", "error", "timeout"]
-"""Why an episode ended. The first two are the world's own end, the next two the task's budgets, the last three cuts from outside."""
+"""Why an episode ended: the first two are the world's own end, the next two the task's budgets, the
+last three cuts from outside."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Everything the policy conditions on for one completion, and how to sample it.
 
-    `token_ids` is the whole sequence, `num_prefill` of its last tokens being the pre-filled start of the
-    reply (``<think>``): part of the prompt, never sampled, never trained. It is ``None`` for policies that
-    take messages only (chat endpoints). `seed` decides this completion's random numbers.
+    `token_ids` is the whole sequence, `num_prefill` of its last tokens being the pre-filled start of
+    the reply (``<think>``): part of the prompt, never sampled, never trained. It is ``None`` for
+    policies that take messages only (chat endpoints). `seed` decides this completion's random numbers.
 
     Example:
-        >>> prompt = Prompt(({"role": "user", "content": "a0 P a1 G"},), (3, 10, 11, 12, 13, 4, 5), 1, 64, 1.0, 7)
+        >>> question = {"role": "user", "content": "a0 P a1 G"}
+        >>> prompt = Prompt((question,), (3, 10, 11, 12, 13, 4, 5), 1, 64, 1.0, 7)
         >>> prompt.token_ids[-prompt.num_prefill :]
         (5,)
     """
@@ -49,10 +51,9 @@ class Prompt:
 class Completion:
     """What the policy said: its tokens with their logprobs, and the same as text.
 
-    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from (after
-    temperature). The end-of-turn token, when drawn, is the last of `token_ids` and no part of `text`.
-    `token_ids` is ``None`` where the server gives none; `logprobs` is ``None`` where the tokens are not to
-    be trained on (a demonstrator's deliberate mistake).
+    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from
+    (after temperature). The end-of-turn token, if drawn, is the last of `token_ids`, no part of `text`.
+    Both are ``None`` where the server gives none; such completions can be read, not trained on.
 
     Example:
         >>> Completion((8, 9, 2), (-0.1, -0.7, -0.01), "Right</think>", "stop", 3).finish_reason
@@ -70,14 +71,15 @@ class Completion:
 class Turn:
     """One exchange: observation and prompt, completion, what was parsed from it, the world's answer.
 
-    `thought_span` is the half-open range of `completion.token_ids` that spells the thought. `penalty` is
-    the format penalty (0 or negative) kept apart from the world's `reward`. `state_key` is the observable
-    state before the turn. `info` holds the world's last info of the turn, `effective` actions among it.
+    `thought_span` is the half-open range of `completion.token_ids` that spells the thought.
+    `well_formed` says that the whole reply was valid; otherwise `penalty`, the format penalty kept
+    apart from the world's `reward`, is due. `state_key` is the observable state before the turn.
+    `info` holds the world's last info, and in ``effective`` how many actions changed the state.
 
     Example:
         >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
-        >>> c = Completion((5, 6, 7), (-0.1, -0.2, -0.3), "<think>go</think><answer>Up</answer>", "stop", 0)
-        >>> turn = Turn("P _", p, c, "go", (1, 2), ("Up",), ("Up",), 1.0, 0.0, True, "P _", {"success": True})
+        >>> c = Completion((5, 6), (-0.1, -0.2), "go</think><answer>Up</answer>", "stop", 0)
+        >>> turn = Turn("P _", p, c, "go", (0, 1), ("Up",), ("Up",), 1.0, 0.0, True, "P _")
         >>> turn.reward + turn.penalty
         1.0
     """
@@ -100,11 +102,11 @@ class Turn:
 class Episode:
     """One world played once.
 
-    `bootstrap` is true only where the cut came from outside the task and the value of the next state should
-    stand in for the rest of the return. `error` holds the traceback of a world that failed.
+    `bootstrap` is true only where the cut came from outside the task and the value of the next state
+    should stand in for the rest of the return. `error` is the traceback of a world that failed.
 
     Example:
-        >>> lost = Episode("bandit", 10000, 17, 0, 3, (), "error", False, True, False, False, "ZeroDivisionError: …")
+        >>> lost = Episode("x", 10000, 17, 0, 3, (), "error", False, True, False, False, "KeyError: 1")
         >>> lost.total_reward, lost.failed
         (0.0, True)
     """
@@ -150,13 +152,14 @@ class Group:
 class Sample:
     """One flat token sequence to train on, all fields of one length.
 
-    `loss_mask` is true exactly on sampled tokens; `sampled_logprobs` is 0 elsewhere; `turn_index` is the
-    episode's turn that a token belongs to as completion, −1 elsewhere; `turn_ends` marks the last sampled
-    token of each turn. `episode` and `group` index the step's episodes and groups.
+    `loss_mask` is true exactly on sampled tokens; `sampled_logprobs` is 0 elsewhere; `turn_index` is
+    the episode's turn that a token belongs to as completion, −1 elsewhere; `turn_ends` marks the last
+    sampled token of each turn. `episode` and `group` index the step's episodes and groups.
 
     Example:
-        >>> s = Sample((1, 2, 8, 9), (False, False, True, True), (0.0, 0.0, -0.5, -0.1), (-1, -1, 0, 0), (False, False, False, True), 0, 0)
-        >>> [t for t, on in zip(s.token_ids, s.loss_mask, strict=True) if on]
+        >>> mask, ends = (False, False, True, True), (False, False, False, True)
+        >>> s = Sample((1, 2, 8, 9), mask, (0.0, 0.0, -0.5, -0.1), (-1, -1, 0, 0), ends, 0, 0)
+        >>> [token for token, sampled in zip(s.token_ids, s.loss_mask, strict=True) if sampled]
         [8, 9]
     """
 
