@@ -13,7 +13,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Never
 
-from pydantic_core import PydanticUndefined
 from typing_extensions import override
 
 from ragen.errors import RagenError
@@ -115,10 +114,12 @@ def _help_lines(width: int) -> Iterator[str]:
     yield "\nkeys, each with what it takes and its default (a preset or recipe may say otherwise):"
     section = ""
     for key, field in keys().items():
+        if key == "recipe":
+            continue
         if key.rpartition(".")[0] != section:
             section = key.rpartition(".")[0]
             yield ""
-        default = "" if field.default is PydanticUndefined else f" [{_plain(field.default)}]"
+        default = f" [{_plain(field.default)}]" if field.default_factory is None else ""
         short = "".join(f", --{name}" for name, full in SHORT.items() if full == key)
         name = f"--{key}.NAME" if key == "world.params" else f"--{key}{short}"
         text = f"{expected(field)}{default}. {field.description or ''}"
