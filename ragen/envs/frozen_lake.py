@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,8 +67,8 @@ class Plans(NamedTuple):
 
     values: Floats
     """Chances of success, shape (plans, cells)."""
-    directions: npt.NDArray[np.int64]
-    """Shape (plans, length)."""
+    codes: npt.NDArray[np.int64]
+    """The directions as digits in base 4, the first the most significant, shape (plans,)."""
 
 
 class Planner:
@@ -89,7 +90,7 @@ class Planner:
         self._lake, self._success_probability = lake, success_probability
         self._ended = np.zeros(lake.size**2, dtype=bool)
         self._ended[[lake.goal, *lake.holes]] = True
-        self._values: dict[tuple[int, int, int], Floats] = {}
+        self._known: dict[tuple[int, int, int], list[Floats]] = {}
 
     @cached_property
     def moves(self) -> Floats:
@@ -98,46 +99,47 @@ class Planner:
 
     def values(self, turns: int, actions: int, per_turn: int) -> Floats:
         """Chance of success from every cell, shape (cells,)."""
-        key = (turns, actions, per_turn)
-        if key not in self._values:
-            value = np.zeros(len(self._ended))
-            value[self._goal] = 1.0
-            if turns and actions:
-                for plans in self._plans(turns, actions, per_turn):
-                    value = np.maximum(value, plans.values.max(0))
-            self._values[key] = value
-        return self._values[key]
+        value = np.zeros(len(self._ended))
+        value[self._goal] = 1.0
+        if turns:
+            for length in range(1, min(per_turn, actions) + 1):
+                leaving = self._by_length(turns - 1, actions - length, per_turn)
+                value = np.maximum(value, leaving[length - 1])
+        return value
 
     def best(self, cell: int, turns: int, actions: int, per_turn: int) -> list[int]:
         """The best sequence of directions for this turn; the shortest of several."""
-        best, choice = -1.0, [0]
-        for plans in self._plans(turns, actions, per_turn):
-            index = int(plans.values[:, cell].argmax())
-            if plans.values[index, cell] > best + 1e-12:
-                best, choice = float(plans.values[index, cell]), plans.directions[index].tolist()
-        return choice
+        worth = [
+            self._by_length(turns - 1, actions - length, per_turn)[length - 1][cell]
+            for length in range(1, min(per_turn, actions) + 1)
+        ]
+        length = next(k for k, value in enumerate(worth, start=1) if value > max(worth) - 1e-12)
+        by_length = self._plans(turns - 1, actions - length, per_turn)
+        plans = next(islice(by_length, length - 1, None))
+        code = int(plans.codes[plans.values[:, cell].argmax()])
+        return [code >> 2 * place & 3 for place in reversed(range(length))]
 
-    def _plans(self, turns: int, actions: int, per_turn: int) -> Iterator[Plans]:
-        """The plans of this turn that are worth a look, by length."""
-        longest = min(per_turn, actions)
-        for length in range(1, longest + 1):
-            after = self.values(turns - 1, actions - length, per_turn).copy()
-            after[~self._ended] *= self._discount  # the next turn's price
-            plans = Plans(after[None], np.zeros((1, 0), dtype=np.int64))
-            for _ in range(length):
-                plans = self._prepend(plans, after)
-                if longest > 5:  # up to 4⁵ plans, looking at all is quicker than leaving some out
-                    plans = undominated(plans)
+    def _by_length(self, turns_after: int, actions_after: int, per_turn: int) -> list[Floats]:
+        """Worth of the best plan of each length that leaves so many turns and actions."""
+        key = (turns_after, actions_after, per_turn)
+        if key not in self._known:
+            plans = self._plans(turns_after, actions_after, per_turn)
+            self._known[key] = [plan.values.max(0) for plan in plans]
+        return self._known[key]
+
+    def _plans(self, turns_after: int, actions_after: int, per_turn: int) -> Iterator[Plans]:
+        """The plans that leave so many turns and actions, by length."""
+        after = self.values(turns_after, actions_after, per_turn)
+        after[~self._ended] *= self._discount  # the next turn's price
+        plans = Plans(after[None], np.zeros(1, dtype=np.int64))
+        for length in range(per_turn):
+            values = self._discount * (plans.values[None] @ self.moves.transpose(0, 2, 1))
+            values = values.reshape(-1, values.shape[-1])
+            values[:, self._ended] = after[self._ended]
+            plans = Plans(values, (np.arange(4)[:, None] * 4**length + plans.codes).ravel())
+            if per_turn > 5:  # up to 4⁵ plans, looking at all is quicker than leaving some out
+                plans = undominated(plans)
             yield plans
-
-    def _prepend(self, plans: Plans, after: Floats) -> Plans:
-        """Every plan with every direction before it."""
-        values = self._discount * (plans.values[None] @ self.moves.transpose(0, 2, 1))
-        values = values.reshape(-1, values.shape[-1])
-        values[:, self._ended] = after[self._ended]
-        first = np.repeat(np.arange(4), len(plans.values))[:, None]
-        directions = np.hstack([first, np.tile(plans.directions, (4, 1))])
-        return Plans(values, directions)
 
 
 def undominated(plans: Plans) -> Plans:
@@ -147,10 +149,10 @@ def undominated(plans: Plans) -> Plans:
     """
     # By falling sum, so that whatever dominates a plan stands before it.
     order = np.argsort(-plans.values.sum(1), kind="stable")
-    values, directions = plans.values[order], plans.directions[order]
+    values, codes = plans.values[order], plans.codes[order]
     at_least = (values[None] >= values[:, None] - 1e-12).all(-1)
     keep = ~np.tril(at_least, k=-1).any(1)
-    return Plans(values[keep], directions[keep])
+    return Plans(values[keep], codes[keep])
 
 
 def transition_matrices(lake: Lake, success_probability: float) -> Floats:
