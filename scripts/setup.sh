@@ -69,11 +69,13 @@ find_python() {
 
 # One set-up at a time: mkdir succeeds for one process only. A lock whose process is gone is removed.
 take_lock() {
-    waited=0
+    waited=0 missing=0
     until mkdir "$lock" 2>/dev/null; do
-        [ -d "$lock" ] || die "Cannot write in $root: copy RAGEN to a folder of your own."
         holder=$(cat "$lock/pid" 2>/dev/null) || holder=''
-        if [ -n "$holder" ] && ! kill -0 "$holder" 2>/dev/null; then
+        if [ ! -d "$lock" ]; then # Just released; or it can never be made.
+            missing=$((missing + 1))
+            [ "$missing" -lt 9 ] || die "Cannot write in $root: copy RAGEN to a folder of your own."
+        elif [ -n "$holder" ] && ! kill -0 "$holder" 2>/dev/null; then
             rm -rf "$lock"
         elif [ -z "$holder" ] && [ "$waited" -ge 5 ]; then
             rm -rf "$lock"

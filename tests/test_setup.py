@@ -1,0 +1,212 @@
+"""The set-up of demo.sh and test.sh, with a stand-in for Python; and what a wheel has to hold."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+FAKE_PYTHON = r"""#!/bin/sh
+# Answers like Python $version; making an environment copies this file; installing is written down.
+version=@VERSION@ has_venv=@VENV@ log='@LOG@'
+case "$*" in
+    *'"%d.%d"'*) echo "$version" ;;
+    *'< (3, 11)'*) case "$version" in 3.[0-9] | 3.10 | 2.*) exit 1 ;; esac ;;
+    *ensurepip*) [ "$has_venv" = yes ] ;;
+    '-m venv --clear '*) shift 3; mkdir -p "$1/bin"; cp "$0" "$1/bin/python" ;;
+    '-m pip --version') [ ! -e "$log.no-pip" ] ;;
+    '-m pip install '*) echo "$PWD: $*" >>"$log"; sleep "${INSTALL_S:-0}"; [ ! -e "$log.fail" ] ;;
+    *) echo "ran: $*" ;;
+esac
+"""
+
+
+class Checkout:
+    """A copy of the scripts under a path with a space, and a PATH with one fake Python on it."""
+
+    def __init__(self, folder: Path, version: str = "3.12", has_venv: bool = True) -> None:
+        self.root = folder / "my files" / "ragen"
+        self.log = folder / "log"
+        (self.root / "scripts").mkdir(parents=True)
+        for name in ("demo.sh", "test.sh", "scripts/setup.sh", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, self.root / name)
+        self.tools = folder / "bin"
+        self.tools.mkdir()
+        for tool in ("sh", "cat", "cksum", "mkdir", "rm", "dirname", "sleep", "cp"):
+            os.symlink(str(shutil.which(tool)), self.tools / tool)
+        if version:
+            fake = FAKE_PYTHON.replace("@VERSION@", version).replace("@LOG@", str(self.log))
+            python = self.tools / "python3"
+            python.write_text(fake.replace("@VENV@", "yes" if has_venv else "no"))
+            python.chmod(0o755)
+
+    def start(self, script: str, *arguments: str, install_s: float = 0) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            ["/bin/sh", str(self.root / script), *arguments],
+            cwd=self.tools,
+            env={"PATH": str(self.tools), "INSTALL_S": str(install_s)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, script: str, *arguments: str) -> tuple[int, str, str]:
+        process = self.start(script, *arguments)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    @property
+    def installs(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+def test_first_start_installs_and_second_does_not(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    code, out, _ = checkout.run("demo.sh", "--seed", "1")
+    assert (code, out) == (0, "ran: -m ragen.cli train frozen-lake-still --json --seed 1\n")
+    assert checkout.installs == [f"{checkout.root}: -m pip install -c constraints.txt -e ."]
+    start = time.perf_counter()
+    code, _, err = checkout.run("demo.sh")
+    assert (code, err) == (0, "")
+    assert time.perf_counter() - start < 3
+    assert len(checkout.installs) == 1
+
+
+def test_tests_bring_the_dev_extra_which_serves_the_demo_too(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    assert checkout.run("test.sh", "-k", "a b")[1] == "ran: -m pytest -k a b\n"
+    assert checkout.installs[0].endswith("-e .[dev]")
+    checkout.run("demo.sh")
+    assert len(checkout.installs) == 1
+
+
+def test_changed_requirements_and_a_moved_folder_are_installed_again(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    checkout.run("demo.sh")
+    with (checkout.root / "constraints.txt").open("a") as file:
+        file.write("new==1.0\n")
+    checkout.run("demo.sh")
+    assert len(checkout.installs) == 2
+    checkout.root = checkout.root.rename(tmp_path / "elsewhere")
+    checkout.run("demo.sh")
+    assert len(checkout.installs) == 3
+
+
+def test_failed_and_interrupted_set_up_is_done_again(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    failure = Path(f"{checkout.log}.fail")
+    failure.touch()
+    code, out, err = checkout.run("demo.sh")
+    assert (code, out) == (1, "")
+    assert "The installation failed" in err
+    failure.unlink()
+    process = checkout.start("demo.sh", install_s=30)
+    while len(checkout.installs) < 2:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)  # Leaves its lock behind.
+    process.communicate()
+    assert (checkout.root / ".venv.lock").exists()
+    assert checkout.run("demo.sh")[0] == 0
+    assert len(checkout.installs) == 3
+    assert not (checkout.root / ".venv.lock").exists()
+
+
+def test_an_environment_without_pip_is_made_anew(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    python = checkout.root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    assert checkout.run("demo.sh")[0] == 0
+    assert len(checkout.installs) == 1
+
+
+def test_two_at_once_install_once(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    processes = [checkout.start("demo.sh", install_s=1) for _ in range(3)]
+    results = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(checkout.installs) == 1
+    assert sum("Waiting for another set-up" in err for _, err in results) == 2
+
+
+@pytest.mark.parametrize(
+    ("version", "has_venv", "words"),
+    [
+        ("", True, "RAGEN needs Python 3.11 or newer; none was found"),
+        ("3.9", True, "RAGEN needs Python 3.11 or newer; this machine has 3.9"),
+        (
+            "3.12",
+            False,
+            "Python 3.12 lacks its venv module. On Debian or Ubuntu: apt install python3.12-venv",
+        ),
+    ],
+)
+def test_a_machine_that_will_not_do(
+    tmp_path: Path, version: str, has_venv: bool, words: str
+) -> None:
+    checkout = Checkout(tmp_path, version, has_venv)
+    code, out, err = checkout.run("demo.sh")
+    assert (code, out) == (1, "")
+    assert words in err
+    assert not (checkout.root / ".venv.lock").exists()
+
+
+def test_constraints_are_exact_and_name_no_place() -> None:
+    pins = (ROOT / "constraints.txt").read_text().splitlines()[1:]
+    assert {"torch==2.13.0", "transformers==5.19.0"} <= set(pins)
+    for pin in pins:
+        assert pin.count("==") == 1
+        assert not set(pin) & set("@/+ ")
+
+
+def test_scripts_are_plain_sh() -> None:
+    shell = shutil.which("dash") or "/bin/sh"
+    for name in ("demo.sh", "test.sh", "scripts/setup.sh"):
+        subprocess.run([shell, "-n", ROOT / name], check=True)
+    assert os.access(ROOT / "demo.sh", os.X_OK) and os.access(ROOT / "test.sh", os.X_OK)
+    assert "./test.sh 2>&1" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.slow
+def test_wheel_has_recipes_presets_and_weights(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, ignore=ignore)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", source, "--no-deps", "-w", tmp_path], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
+    code = (
+        "import ragen; from importlib import resources; from ragen import settings; "
+        f"assert ragen.__file__.startswith({str(site)!r}), ragen.__file__; "
+        "[settings.resolve(name) for name in settings.recipes()]; "
+        "[settings.resolve(None, {'algorithm': name}) for name in settings.presets()]; "
+        "print(sorted(settings.recipes()), sorted(settings.presets())); "
+        "print(sorted(str(p.name) for p in (resources.files('ragen') / 'bases').iterdir()) "
+        "if (resources.files('ragen') / 'bases').is_dir() else [])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    recipes = sorted(path.stem for path in (ROOT / "ragen" / "recipes").glob("*.toml"))
+    bases = ROOT / "ragen" / "bases"
+    shipped = sorted(path.name for path in bases.iterdir()) if bases.is_dir() else []
+    first, second = done.stdout.splitlines()
+    assert first.startswith(str(recipes))
+    assert second == str(shipped)
