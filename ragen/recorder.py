@@ -171,6 +171,8 @@ class Recorder:
             for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", CONFIG):
                 with contextlib.suppress(OSError):
                     (folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # It stays where it holds something else.
+                folder.rmdir()
             raise _cannot_write(folder, error) from None
         return cls(folder, connection)
 

@@ -285,7 +285,7 @@ def test_failed_creation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(RagenError, match="no space left on device"):
-        Recorder.create(tmp_path, "seed = 0")
+        Recorder.create(new_run_folder(tmp_path, "bandit"), "seed = 0")
     assert os.listdir(tmp_path) == []
 
 
