@@ -120,6 +120,10 @@ class Bandit(Env):
     def actions(self) -> tuple[str, ...]:
         return self._arms
 
+    def sounds_risky(self, arm: str) -> bool:
+        """Whether an arm's name is the risky one of its pair, however it pays."""
+        return any(arm == pair.high for pair in self._pairs)
+
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:

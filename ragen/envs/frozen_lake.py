@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,19 @@ class Lake:
         row = min(max(row + DELTAS[direction][0], 0), self.size - 1)
         col = min(max(col + DELTAS[direction][1], 0), self.size - 1)
         return row * self.size + col
+
+    def distances(self) -> list[float]:
+        """Steps from each cell to the goal around the holes; infinite where no way leads."""
+        steps = [math.inf] * self.size**2
+        steps[self.goal] = 0
+        frontier = [self.goal]
+        for cell in frontier:
+            for direction in range(4):
+                beside = self.neighbour(cell, direction)
+                if beside not in self.holes and steps[beside] == math.inf:
+                    steps[beside] = steps[cell] + 1
+                    frontier.append(beside)
+        return steps
 
     def connected(self) -> bool:
         """Whether a path without holes leads from start to goal."""
@@ -147,11 +161,13 @@ def undominated(plans: Plans) -> Plans:
 
     What is dominated stays so with any action before it, so leaving it out is exact.
     """
+    _, distinct = np.unique(plans.values.round(12), axis=0, return_index=True)
     # By falling sum, so that whatever dominates a plan stands before it.
-    order = np.argsort(-plans.values.sum(1), kind="stable")
+    order = distinct[np.argsort(-plans.values[distinct].sum(1), kind="stable")]
     values, codes = plans.values[order], plans.codes[order]
-    at_least = (values[None] >= values[:, None] - 1e-12).all(-1)
-    keep = ~np.tril(at_least, k=-1).any(1)
+    keep = [
+        row for row, value in enumerate(values) if not (values[:row] >= value - 1e-12).all(1).any()
+    ]
     return Plans(values[keep], codes[keep])
 
 
@@ -305,6 +321,20 @@ class FrozenLake(Env):
             chances = chances @ planner.moves.mean(0)
         random = float(chances[self._lake.goal])
         return Reference(random, best, random, best)
+
+    @property
+    def lake(self) -> Lake:
+        """The level."""
+        return self._lake
+
+    @property
+    def player(self) -> int:
+        """The player's cell."""
+        return self._player
+
+    def symbol(self, cell: int) -> str:
+        """What the map shows in a cell."""
+        return "".join(self._rows())[cell]
 
     @property
     def _ended(self) -> bool:
