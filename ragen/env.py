@@ -13,7 +13,7 @@ import inspect
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -25,6 +25,7 @@ import gymnasium
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from ragen.boundary import WorldError, boundary
 from ragen.errors import RagenError
 
 Item = TypeVar("Item")
@@ -248,6 +249,30 @@ def make(name: str, **params: Any) -> Env:
         >>> env.reset(seed=123)[0].count("G")
         1
     """
+    return construct(maker(name, **params), name)
+
+
+def construct(build: Callable[[], Env], name: str) -> Env:
+    """A new world, or why there is none.
+
+    Raises:
+        RagenError: The class refuses its parameters, or fails.
+    """
+    try:
+        with boundary("being made"):
+            return build()
+    except WorldError as failure:
+        if isinstance(failure.__cause__, RagenError):
+            raise failure.__cause__ from None
+        raise RagenError(f"world {name} cannot be made: {failure.reason}") from failure
+
+
+def maker(name: str, **params: Any) -> Callable[[], Env]:
+    """What `make` calls: everything is looked up and checked here, once for many worlds.
+
+    Raises:
+        RagenError: As `make`, but for what the class itself refuses.
+    """
     known = worlds()
     if ":" in name:
         world = World(name)
@@ -261,12 +286,16 @@ def make(name: str, **params: Any) -> Env:
     cls = _load(world.entry)
     settings = {**world.params, **params}
     _check_params(name, cls, settings)
-    env = cls(**settings)
-    if name in known:
-        env.name = name
-    elif not hasattr(env, "name"):
-        env.name = cls.__name__
-    return env
+
+    def build() -> Env:
+        env = cls(**settings)
+        if name in known:
+            env.name = name
+        elif not hasattr(env, "name"):
+            env.name = cls.__name__
+        return env
+
+    return build
 
 
 def _nearest(name: str, known: Any) -> str:
@@ -277,7 +306,15 @@ def _nearest(name: str, known: Any) -> str:
 def _load(entry: str) -> type[Env]:
     """The class behind ``package.module:Class`` or ``path/to/file.py:Class``."""
     where, _, class_name = entry.rpartition(":")
-    module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    try:
+        with boundary("being loaded"):
+            module = (
+                _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            )
+    except WorldError as failure:
+        if isinstance(failure.__cause__, RagenError):
+            raise failure.__cause__ from None
+        raise RagenError(f"{where} cannot be loaded: {failure.reason}") from failure
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls) or not issubclass(cls, Env):
         classes = [
@@ -308,9 +345,9 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[module_name] = module  # before running it: dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except (SyntaxError, ImportError, NameError) as error:
+    except BaseException:
         del sys.modules[module_name]
-        raise RagenError(f"{path} cannot be loaded: {error}") from error
+        raise
     return module
 
 

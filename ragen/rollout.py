@@ -1,29 +1,27 @@
 """Playing episodes: one coroutine each, no lock-step.
 
-Worlds are other people's code. They are called through `Guarded` and nowhere else: what they raise, a
-call that takes too long, and answers that make no sense become a failed episode with its traceback,
-which is data. Anything else that goes wrong here is a bug and crashes.
+Worlds are other people's code. They are called through `Guarded` and nowhere else: what they raise,
+a call that takes too long, and answers that make no sense become a failed episode with its
+traceback, which is data. Anything else that goes wrong here is a bug and crashes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import signal
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from types import FrameType
 from typing import Any, Literal
 
 from ragen.actions import Parsed, parse
+from ragen.boundary import WorldError, boundary
 from ragen.chat import Chat
 from ragen.config import Config
 from ragen.context import Conversation, View
-from ragen.env import Env, make
+from ragen.env import Env, construct, maker
+from ragen.errors import RagenError
+from ragen.isolated import Workers
 from ragen.players import PlayerPolicy
 from ragen.policy import Policy
 from ragen.prompt import Limits, PromptBuilder, prefill
@@ -60,6 +58,12 @@ class Setup:
     format_penalty: float = 0.1
     timeout_s: float = 30.0
     common_noise: bool = False
+    workers: Workers | None = None
+
+    def close(self) -> None:
+        """Stop the processes that its worlds run in, if they do."""
+        if self.workers is not None:
+            self.workers.close()
 
     @property
     def prefill(self) -> str:
@@ -76,10 +80,12 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
         RagenError: The world, or a parameter of it, does not exist.
     """
     world, prompt, rollout = config.world, config.prompt, config.rollout
-    make(world.name, **world.params)
+    workers = Workers(world.name, world.params, world.timeout_s) if world.isolate else None
+    make = workers.make if workers else maker(world.name, **world.params)
+    construct(make, world.name).close()  # what the class itself refuses shows now
     return Setup(
         world=world.name,
-        make=partial(make, world.name, **world.params),
+        make=make,
         turns=world.turns,
         actions_per_turn=world.actions_per_turn,
         actions=world.actions,
@@ -96,6 +102,7 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
         format_penalty=config.reward.format_penalty,
         timeout_s=world.timeout_s,
         common_noise=world.common_noise,
+        workers=workers,
     )
 
 
@@ -103,8 +110,8 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
 class Place:
     """Which episode this is, and where its randomness comes from.
 
-    `path` begins with the run's seed: `derive(*path, "noise", …)` gives every number that the episode
-    needs, so an episode can be played again alone.
+    `path` begins with the run's seed: `derive(*path, "noise", …)` gives every number that the
+    episode needs, so an episode can be played again alone.
 
     Example:
         >>> Place(10000, 0, 3, (0, "train", 0)).noise_seed(common=True) == Place(
@@ -151,6 +158,9 @@ async def run_groups(
         path: The run's seed and what the episodes are for, such as ``(seed, "train", step)``.
         concurrency: Episodes that are played at once; they begin in (group, member) order.
         on_episode: Called when an episode ends, in the order of their ends.
+
+    Raises:
+        RagenError: The player cannot play this world.
     """
     gate = asyncio.Semaphore(concurrency)
 
@@ -161,21 +171,35 @@ async def run_groups(
             on_episode(episode)
         return episode
 
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            [tasks.create_task(one(Place(level, group, m, path))) for m in range(members)]
-            for group, level in enumerate(levels)
-        ]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                [tasks.create_task(one(Place(level, group, m, path))) for m in range(members)]
+                for group, level in enumerate(levels)
+            ]
+    except ExceptionGroup as errors:
+        mistakes, bugs = errors.split(RagenError)
+        if mistakes is None or bugs is not None:
+            raise
+        raise _first(mistakes) from None
     return [Group(tuple(task.result() for task in group)) for group in running]
+
+
+def _first(errors: BaseException) -> BaseException:
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    return errors
 
 
 async def play(policy: Policy | PlayerPolicy, setup: Setup, place: Place) -> Episode:
     """Play one episode to its end."""
     running = _Running(setup, place)
+    # A worker's calls are timed where it is waited for, and those of others by the process's timer.
+    timeout_s = None if setup.workers else setup.timeout_s
     try:
-        world = Guarded(setup.make, setup.timeout_s)
-        await running.play(world, policy)
-    except WorldFailure as failure:
+        with closing(Guarded(setup.make, timeout_s)) as world:
+            await running.play(world, policy)
+    except WorldError as failure:
         return running.episode("timeout" if failure.timed_out else "error", error=str(failure))
     return running.episode(running.stop_reason)
 
@@ -308,32 +332,24 @@ def _thought_span(setup: Setup, completion: Completion, parsed: Parsed) -> tuple
     return setup.chat.token_span(completion.token_ids, completion.text, start, end)
 
 
-class WorldFailure(Exception):
-    """A world that raised, hung or returned nonsense; the text is the traceback or the complaint."""
-
-    def __init__(self, text: str, timed_out: bool = False) -> None:
-        super().__init__(text)
-        self.timed_out = timed_out
-
-
 class Guarded:
-    """The one boundary to a world's own code.
+    """A world, each call of it behind the boundary and its answer checked.
 
     After each call `observation`, `terminated` and `info` hold the world's last answer.
     """
 
-    def __init__(self, make: Callable[[], Env], timeout_s: float) -> None:
+    def __init__(self, make: Callable[[], Env], timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self.observation = ""
         self.terminated = False
         self.info: dict[str, Any] = {}
-        with self._boundary("being made"):
+        with boundary("being made", self._timeout_s):
             self.env = make()
             self.rules, self.goal, self.actions = self.env.rules, self.env.goal, self.env.actions
 
     def reset(self, level_seed: int, noise_seed: int) -> str:
         """Begin an episode; returns the first observation."""
-        with self._boundary("reset"):
+        with boundary("reset", self._timeout_s):
             observation, info = self.env.reset(seed=level_seed, options={"noise_seed": noise_seed})
             # A world may have names of its own for each level (a bandit's arms).
             self.rules, self.goal, self.actions = self.env.rules, self.env.goal, self.env.actions
@@ -342,61 +358,27 @@ class Guarded:
 
     def step(self, action: str) -> float:
         """Carry out one action; returns its reward."""
-        with self._boundary("step"):
+        with boundary("step", self._timeout_s):
             observation, reward, terminated, _, info = self.env.step(action)
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise WorldFailure(f"step returned {reward!r} as reward: a finite number is expected")
+            raise WorldError(f"step returned {reward!r} as reward: a finite number is expected")
         self._answer("step", observation, terminated, info)
         return float(reward)
 
     def state_key(self) -> str:
         """The observable state, as text that equal states share."""
-        with self._boundary("state_key"):
+        with boundary("state_key", self._timeout_s):
             return str(self.env.state_key())
 
     def _answer(self, call: str, observation: Any, terminated: Any, info: Any) -> None:
         if not isinstance(observation, str):
             kind = type(observation).__name__
-            raise WorldFailure(f"{call} returned {kind} as observation: text is expected")
+            raise WorldError(f"{call} returned {kind} as observation: text is expected")
         if not isinstance(info, dict):
-            raise WorldFailure(f"{call} returned {type(info).__name__} as info: a dict is expected")
+            raise WorldError(f"{call} returned {type(info).__name__} as info: a dict is expected")
         self.observation, self.terminated, self.info = observation, bool(terminated), info
 
-    @contextmanager
-    def _boundary(self, call: str) -> Iterator[None]:
-        try:
-            with _alarm(self._timeout_s):
-                yield
-        except _TimedOutError:
-            text = f"the world took longer than {self._timeout_s:g} s in {call}"
-            raise WorldFailure(text, timed_out=True) from None
-        except Exception as error:  # noqa: BLE001 (the boundary to other people's code)
-            raise WorldFailure("".join(traceback.format_exception(error))) from error
-
-
-class _TimedOutError(BaseException):
-    """Raised inside a world's code by the timer; no `except Exception` of the world catches it."""
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Interrupt Python code that runs longer, by the process's timer.
-
-    Signals reach the main thread of a POSIX process alone; elsewhere a call is not bounded, and
-    `world.isolate` is the way to stop a world that hangs.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def ring(_signal: int, _frame: FrameType | None) -> None:
-        raise _TimedOutError
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    def close(self) -> None:
+        """Let the world free what it holds. An episode that is over cannot fail any more."""
+        with suppress(WorldError), boundary("close", self._timeout_s):
+            self.env.close()

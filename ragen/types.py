@@ -127,7 +127,7 @@ class Episode:
     @property
     def total_reward(self) -> float:
         """Sum of the world's rewards, format penalties left out."""
-        return sum(turn.reward for turn in self.turns)
+        return sum((turn.reward for turn in self.turns), 0.0)
 
     @property
     def failed(self) -> bool:

@@ -1,0 +1,257 @@
+"""Preparing the embedded models: supervised learning on demonstrations, by the same path as everything else.
+
+Demonstrators play the worlds through the rollout; their episodes become samples; the learner takes its
+steps on them with the loss ``nll``. What is learnt, in which order, stands in `FAMILIES`. The preparation
+counts steps, not seconds, so it gives the same weights again on the same machine and build.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from ragen.batch import collate
+from ragen.chat import Chat
+from ragen.config import LossConfig, UpdateConfig
+from ragen.demonstrations import (
+    Demonstrator,
+    Lookup,
+    Writer,
+    bandit_knowledge,
+    lake_plan,
+    look_up,
+)
+from ragen.env import Env, make
+from ragen.errors import RagenError
+from ragen.learner import Learner
+from ragen.model import save_model
+from ragen.rollout import Setup, run_groups
+from ragen.samples import to_samples, trainable
+from ragen.seeding import base_level, derive, eval_level
+from ragen.tokenizer import END, build
+from ragen.types import Group, Sample
+
+
+HELD_OUT = 1024
+"""Evaluation levels whose boards no demonstration shows."""
+LEVELS_PER_LESSON = 1_000_000
+WARMUP = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Episodes of one kind: a world, who plays it, on which levels, and how many turns of it."""
+
+    write: Writer
+    make: Callable[[], Env]
+    accept: Callable[[Env], bool] = lambda env: True
+    turns: tuple[int, ...] = (5,)
+    actions: int = 10
+    share: float = 1.0
+    held_out: bool = True
+
+    @property
+    def name(self) -> str:
+        """The world's."""
+        return self.make().name
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Some steps on a mixture of lessons. Learning rates fall in a line to `lr_end` of themselves."""
+
+    name: str
+    steps: int
+    lessons: tuple[Lesson, ...]
+    episodes: int = 16
+    lr: float = 3e-3
+    muon_lr: float = 0.02
+    lr_end: float = 1.0
+    context_weight: float = 0.0
+
+
+def config_of(vocabulary: int) -> Qwen2Config:
+    """The embedded models' architecture. Two key–value heads: with one, none learns to read a map."""
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+        tie_word_embeddings=True,
+    )
+
+
+def prepare(
+    stages: Sequence[Stage], out: Path, seed: int = 0, watch: Callable[[str], None] | None = None
+) -> Path:
+    """Prepare a model and save it in Hugging Face's layout.
+
+    Args:
+        stages: What it learns.
+        out: A folder that does not exist yet.
+        seed: Of weights and demonstrations.
+        watch: Told a line now and then.
+
+    Raises:
+        RagenError: `out` exists.
+    """
+    if out.exists():
+        raise RagenError(f"{out} exists already; name a folder that does not")
+    tokenizer = build()
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(config_of(len(tokenizer))).eval()
+    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
+    chat = Chat(tokenizer)
+    school = School(chat, seed)
+    for number, stage in enumerate(stages):
+        learner = Learner(model, update_of(stage), LossConfig(name="nll"), steps=stage.steps)
+        for step in range(stage.steps):
+            batch = collate(school.samples(stage, number, step), stage.context_weight)
+            metrics = learner.update(batch, step)
+            if watch and (step + 1) % 50 == 0:
+                watch(f"{stage.name} {step + 1}/{stage.steps}  nll {metrics['loss/nll'].value:.4f}")
+    save_model(model.half(), tokenizer, out)
+    return out
+
+
+class School:
+    """Draws the lessons of each step and lets the demonstrators play them."""
+
+    def __init__(self, chat: Chat, seed: int) -> None:
+        self._chat, self._seed = chat, seed
+        self._levels: dict[tuple[int, int], Iterator[int]] = {}
+
+    def samples(self, stage: Stage, number: int, step: int) -> list[Sample]:
+        """One step's demonstrations, with nothing in the mask but what is to be learnt."""
+        generator = np.random.Generator(np.random.PCG64(derive(self._seed, "base", number, step)))
+        shares = np.array([lesson.share for lesson in stage.lessons])
+        drawn = Counter(
+            (int(index), int(generator.choice(stage.lessons[index].turns)))
+            for index in generator.choice(len(shares), stage.episodes, p=shares / shares.sum())
+        )
+        found: list[Sample] = []
+        for (index, turns), count in sorted(drawn.items()):
+            lesson = stage.lessons[index]
+            levels = self._levels.setdefault((number, index), suitable(lesson, number, index))
+            path = (self._seed, "base", number, step, index, turns)
+            found += self._play(lesson, turns, list(itertools.islice(levels, count)), path)
+        return found
+
+    def _play(
+        self, lesson: Lesson, turns: int, levels: list[int], path: tuple[int | str, ...]
+    ) -> list[Sample]:
+        setup = Setup(
+            lesson.name,
+            lesson.make,
+            turns=turns,
+            actions_per_turn=min(5, lesson.actions),
+            actions=lesson.actions,
+            chat=self._chat,
+        )
+        demonstrator = Demonstrator(lesson.write, self._chat.encode, END)
+        groups = asyncio.run(run_groups(demonstrator, setup, levels, 1, path))
+        errors = [e.error for group in groups for e in group.episodes if e.error is not None]
+        assert not errors, errors[0]
+        return hide(to_samples(groups), groups, demonstrator.trained)
+
+
+def suitable(lesson: Lesson, stage: int, index: int) -> Iterator[int]:
+    """Levels that a lesson accepts and that no evaluation shows, each once."""
+    env = lesson.make()
+    held_out = set()
+    for number in range(HELD_OUT if lesson.held_out else 0):
+        env.reset(seed=eval_level(number), options={"noise_seed": 0})
+        held_out.add(env.state_key())
+    for number in itertools.count(LEVELS_PER_LESSON * (100 * stage + index)):
+        level = base_level(number)
+        env.reset(seed=level, options={"noise_seed": 0})
+        if lesson.accept(env) and env.state_key() not in held_out:
+            yield level
+
+
+def hide(
+    samples: Sequence[Sample], groups: Sequence[Group], trained: Mapping[int, Sequence[bool]]
+) -> list[Sample]:
+    """Take from the mask what a demonstrator does not want learnt.
+
+    Args:
+        samples: Of `groups`.
+        groups: Demonstrations.
+        trained: For each turn, by its prompt's seed, which tokens of the completion stay.
+    """
+    episodes = [episode for _, episode in trainable(groups)]
+    found = []
+    for sample in samples:
+        turns = episodes[sample.episode].turns
+        flags = [flag for turn in turns for flag in trained[turn.prompt.seed]]
+        assert len(flags) == sum(sample.loss_mask), "a demonstration with its whole history"
+        kept = iter(flags)
+        mask = tuple(sampled and next(kept) for sampled in sample.loss_mask)
+        found.append(replace(sample, loss_mask=mask))
+    return found
+
+
+def update_of(stage: Stage) -> UpdateConfig:
+    """The learner's settings for a stage."""
+    return UpdateConfig(
+        lr=stage.lr,
+        muon_lr=stage.muon_lr,
+        lr_end=stage.lr_end,
+        warmup_steps=WARMUP,
+        beta2=0.99,
+        weight_decay=0.0,
+    )
+
+
+LOOKUP_LAKE = Lesson(look_up, partial(Lookup, "abcd", "0123", "FrozenLake"), held_out=False)
+
+FAMILIES: dict[str, tuple[Stage, ...]] = {
+    "bandit": (
+        Stage(
+            "names",
+            120,
+            (
+                Lesson(bandit_knowledge, partial(make, "bandit"), turns=(1,), actions=1, held_out=False, share=0.3),
+                Lesson(bandit_knowledge, partial(make, "bandit", name_set="pairs"), turns=(1,), actions=1, held_out=False, share=0.45),
+                Lesson(bandit_knowledge, partial(make, "bandit", name_set="pairs", split="test"), turns=(1,), actions=1, held_out=False, share=0.25),
+            ),
+            episodes=32,
+            lr_end=0.02,
+        ),
+    ),
+    "frozen-lake-still": (
+        Stage("look-up", 250, (LOOKUP_LAKE,)),
+        Stage(
+            "skill",
+            450,
+            (
+                Lesson(lake_plan(careful=0.85, within=3), partial(make, "frozen-lake-still", observation="named")),
+            ),
+            context_weight=0.1,
+        ),
+        Stage(
+            "mix",
+            120,
+            (
+                Lesson(lake_plan(careful=0.35, within=3), partial(make, "frozen-lake-still", observation="named")),
+            ),
+            context_weight=0.1,
+            lr_end=0.02,
+        ),
+    ),
+}
+"""What each embedded model learns, in order."""

@@ -1,0 +1,199 @@
+"""Demonstrators: players that write thoughts, from which the embedded models learn their first words.
+
+A demonstrator writes a turn as pieces of text, each of them trained on or not. It sees the world itself;
+what it writes states facts of the map and simulates its plan, cell by cell, before it answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ragen.env import Env, Info, State, generators, pick
+from ragen.envs.bandit import Bandit
+from ragen.envs.frozen_lake import FrozenLake, Lake
+from ragen.envs.grid import cell_name
+from ragen.players import PlayerPolicy
+from ragen.prompt import Limits
+from ragen.types import Completion, Prompt
+
+
+class Piece(NamedTuple):
+    """Some words of a reply, and whether they are to be learnt."""
+
+    text: str
+    trained: bool = True
+
+
+Reply = list[Piece]
+"""What follows the pre-filled ``<think>``, up to the closing ``</answer>``."""
+
+Writer = Callable[[Env, Limits, np.random.Generator], Reply]
+"""Writes a turn, looking at the world, which it leaves as it is."""
+
+
+class Demonstrator(PlayerPolicy):
+    """Plays by writing, and remembers which of its tokens are to be learnt.
+
+    Args:
+        write: The writer.
+        encode: Text to token ids, special tokens (the end of turn) included.
+        end: The end-of-turn token as text.
+    """
+
+    def __init__(self, write: Writer, encode: Callable[[str], tuple[int, ...]], end: str) -> None:
+        self._write, self._encode_text, self._end = write, encode, end
+        self.trained: dict[int, tuple[bool, ...]] = {}
+        """For each turn, by its prompt's seed: which tokens of the completion are to be learnt."""
+
+    def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
+        """Write the turn; all its randomness comes from the prompt's seed."""
+        generator = np.random.Generator(np.random.PCG64(prompt.seed))
+        ids: list[int] = []
+        trained: list[bool] = []
+        reply = self._write(env, limits, generator)
+        for piece in [*reply, Piece(self._end)]:
+            encoded = self._encode_text(piece.text)
+            ids += encoded
+            trained += [piece.trained] * len(encoded)
+        self.trained[prompt.seed] = tuple(trained)
+        text = "".join(piece.text for piece in reply)
+        return Completion(tuple(ids), (0.0,) * len(ids), text, "stop", 0)
+
+
+def answer(actions: list[str]) -> str:
+    """The end of a thought and the answer after it.
+
+    Example:
+        >>> answer(["Up", "Left"])
+        '</think><answer>Up || Left</answer>'
+    """
+    return f"</think><answer>{' || '.join(actions)}</answer>"
+
+
+# Look-up: read what a map says of a named cell. Demonstrations of play alone do not teach it, since
+# what lies on a good path is nearly always floor.
+
+
+class Lookup(Env):
+    """A map of named cells with random contents; no game, only something to read.
+
+    Args:
+        rows: Letters of the rows.
+        cols: Numbers of the columns.
+        title: The title of the world whose prompts it looks like.
+    """
+
+    actions = ("Left",)
+    rules = "Say what the map holds."
+
+    def __init__(self, rows: str, cols: str, title: str) -> None:
+        self.name = "lookup"
+        self.goal = title  # type: ignore[misc]
+        self.cells = [[row + col for col in cols] for row in rows]
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, Info]:
+        level, _ = generators(seed, options)
+        symbols = level.choice(list("#_O√XPSG"), 4, replace=False)
+        names = [name for row in self.cells for name in row]
+        self.contents = dict(zip(names, level.choice(symbols, len(names)).tolist(), strict=True))
+        return self.state_key(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        return self.state_key(), 0.0, True, False, {"success": True, "effective": False}
+
+    def get_state(self) -> State:
+        return {"contents": self.contents}
+
+    def set_state(self, state: State) -> None:
+        self.contents = dict(state["contents"])
+
+    def state_key(self) -> str:
+        rows = (" ".join(f"{name} {self.contents[name]}" for name in row) for row in self.cells)
+        return "\n".join(rows)
+
+
+QUERIES = 30
+
+
+def look_up(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
+    """Name random cells; what they hold is to be learnt, which were named is not."""
+    assert isinstance(env, Lookup)
+    names = generator.choice(list(env.contents), QUERIES).tolist()
+    pieces = [
+        piece
+        for name in names
+        for piece in (Piece(f" {name}", trained=False), Piece(f" {env.contents[name]}"))
+    ]
+    return [*pieces, Piece(answer(["Left"]), trained=False)]
+
+
+# Bandit: what each name sounds like, then a choice at random: knowledge without the skill to use it.
+
+
+def bandit_knowledge(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
+    """`` Dragon risky Phoenix safe : Phoenix``: the arms in their order, then either."""
+    assert isinstance(env, Bandit)
+    arms = env.actions
+    said = " ".join(f"{arm} {'risky' if env.sounds_risky(arm) else 'safe'}" for arm in arms)
+    choice = pick(generator, arms)
+    return [Piece(f" {said} : {choice}{answer([choice])}")]
+
+
+def straight_line(lake: Lake, cell: int) -> int:
+    """Steps from a cell to the goal if there were no holes."""
+    (row, col), (goal_row, goal_col) = divmod(cell, lake.size), divmod(lake.goal, lake.size)
+    return abs(row - goal_row) + abs(col - goal_col)
+
+
+# FrozenLake: `` P d0 G a1 : c0 O d1 _ Right c1 _ Up``. A cell and what it holds are named before the
+# direction that leads there, and the direction only once the cell is accepted: so the answer is the
+# thought's directions in their order, and no move is ever taken back.
+
+
+def lake_plan(careful: float, look: int = 5, within: int = 99) -> Writer:
+    """Plans cell by cell, or walks without an aim.
+
+    Args:
+        careful: Share of turns in which a cell is accepted only on a shortest path; in the others
+            the first cell that is looked at is.
+        look: Moves of a careful turn at most.
+        within: Steps to the goal beyond which no turn is careful.
+    """
+
+    def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
+        assert isinstance(env, FrozenLake)
+        lake, here = env.lake, env.player
+        distance = lake.distances()
+        is_careful = distance[here] <= within and generator.random() < careful
+        longest = look if is_careful else int(generator.integers(1, 5))
+        names = [cell_name(*divmod(cell, lake.size)) for cell in range(lake.size**2)]
+        said = f" P {names[here]} G {names[lake.goal]} :"
+        actions: list[str] = []
+        seen = {here}
+        while len(actions) < min(longest, limits.actions_left) and here != lake.goal:
+            ways = [
+                (name, cell)
+                for index, name in enumerate(env.actions)
+                if (cell := lake.neighbour(here, index)) != here
+            ]
+            ways = [ways[index] for index in generator.permutation(len(ways))]
+            if is_careful:
+                ways.sort(key=lambda way: straight_line(lake, way[1]) + 9 * (way[1] in seen))
+            for name, cell in ways:
+                said += f" {names[cell]} {env.symbol(cell)}"
+                if not is_careful or distance[cell] < distance[here]:
+                    break
+            said += f" {name}"
+            actions.append(name)
+            here = cell
+            seen.add(here)
+            if here in lake.holes:
+                break
+        return [Piece(said + answer(actions))]
+
+    return write

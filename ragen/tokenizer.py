@@ -1,0 +1,74 @@
+"""The embedded models' tokenizer: whole words where it knows them, bytes everywhere else.
+
+Decoding gives back any text (in Unicode's composed form, NFC, as every Qwen2 tokenizer). A word of the
+vocabulary is one token, with the space before it, so that a map of named cells costs two tokens a cell.
+In Hugging Face's terms it is Qwen2's byte-level tokenizer without merges, the words being added tokens:
+`AutoTokenizer` gives every model of that architecture Qwen2's own way of splitting, which added tokens
+alone come before.
+"""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2Tokenizer
+
+PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
+SPECIAL = (PAD, USER, ASSISTANT, END)
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>"
+    "{% else %}<|user|>{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""One token opens a message; a reply ends with its end-of-turn token, a user message with the next."""
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+ACTIONS = ("Left", "Down", "Right", "Up")
+SYMBOLS = tuple("#_O√XPSGW.CBA@")
+CELLS = tuple(f"{row}{col}" for row in "abcdefgh" for col in range(8))
+NUMBERS = tuple(str(number) for number in range(21))
+REWARDS = tuple(f"{tenths / 10:g}" for tenths in range(-20, 20) if tenths % 10) + ("-1", "-2")
+ARMS = tuple(
+    """Phoenix Dragon Teacher Engineer Librarian Trader Nurse StartupFounder Investor Accountant
+    StockBroker RealEstateAgent Pharmacist Musician Clerk Freelancer Technician Youtuber Planner
+    Artist Postman Pilot Banker VentureCapitalist Gardener Cryptominer Receptionist Explorer
+    Archivist Filmmaker Bookkeeper Consultant SocialWorker Photographer Mechanic GameDesigner
+    Secretary Entrepreneur Cashier DataScientist CivilServant StartupAccelerator""".split()
+)
+WORDS = tuple(
+    """FrozenLake Sokoban Bandit Arms reward invalid turns actions max
+    push at to go no stop risk safe risky high low try then""".split()
+)
+PUNCTUATION = ("||", ":", ",", "=", "?", "-", ">", "<", "|")
+
+def words() -> list[str]:
+    """The vocabulary's words: most follow a space, some open a line or an answer."""
+    spaced = ACTIONS + SYMBOLS + CELLS + NUMBERS + REWARDS + ARMS + WORDS + PUNCTUATION
+    bare = ("\n", "||", *ACTIONS, *(c for c in CELLS if c[1] in "01"), *ARMS, *WORDS)
+    return [*TAGS, *dict.fromkeys(" " + word for word in spaced), *dict.fromkeys(bare)]
+
+
+def build() -> Qwen2Tokenizer:
+    """The tokenizer with its chat template.
+
+    Example:
+        >>> tokenizer = build()
+        >>> tokenizer.tokenize("a0 P a1 _")
+        ['a0', ' P', ' a1', ' _']
+        >>> tokenizer.decode(tokenizer.encode("Zürich\\t|||", add_special_tokens=False))
+        'Zürich\\t|||'
+    """
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Qwen2Tokenizer(
+        vocab={byte: index for index, byte in enumerate(alphabet)},
+        merges=[],
+        unk_token=None,
+        pad_token=PAD,
+        eos_token=END,
+        extra_special_tokens=[USER, ASSISTANT],
+        chat_template=TEMPLATE,
+    )
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words()])
+    return tokenizer
