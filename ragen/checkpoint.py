@@ -90,6 +90,11 @@ def newest(run: Path) -> Path:
     return complete[-1]
 
 
+def checkpoint_of(run: Path, step: int) -> Path | None:
+    """The run's complete checkpoint of a step, if there is one."""
+    return next((path for path in folders(run) if path.name == f"step-{step}"), None)
+
+
 @contextmanager
 def writing(run: Path, step: int, keep: int, best: int | None = None) -> Iterator[Path]:
     """A folder to fill with the checkpoint of `step`; it gets its name when it is whole.
@@ -118,15 +123,11 @@ def writing(run: Path, step: int, keep: int, best: int | None = None) -> Iterato
         yield temporary
         for path in [*temporary.rglob("*"), temporary]:
             _flush(path)
-        if target.exists():
-            shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)  # at most an incomplete one
         temporary.rename(target)
         _flush(parent)
     except (OSError, SafetensorError) as error:
-        raise RagenError(
-            f"could not write the checkpoint of step {step} ({error}); make room or make {parent} "
-            f"writable, then go on with: ragen resume {run}"
-        ) from error
+        raise _unwritten(target, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     _drop_old(run, keep, best)
@@ -135,6 +136,31 @@ def writing(run: Path, step: int, keep: int, best: int | None = None) -> Iterato
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the loop's state into a checkpoint."""
     (folder / STATE).write_text(json.dumps(state, indent=1))
+
+
+def replace_state(folder: Path, state: dict[str, Any]) -> None:
+    """Give a complete checkpoint another state of the loop, at once or not at all.
+
+    Raises:
+        RagenError: The disk is full or cannot be written; the old state stays.
+    """
+    temporary = folder / f".{STATE}.{os.getpid()}"
+    try:
+        temporary.write_text(json.dumps(state, indent=1))
+        _flush(temporary)
+        temporary.replace(folder / STATE)
+        _flush(folder)
+    except OSError as error:
+        raise _unwritten(folder, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _unwritten(folder: Path, error: Exception) -> RagenError:
+    return RagenError(
+        f"could not write the checkpoint {folder.name} ({error}); make room or make {folder.parent} "
+        f"writable, then go on with: ragen resume {folder.parent.parent}"
+    )
 
 
 def _drop_old(run: Path, keep: int, best: int | None) -> None:

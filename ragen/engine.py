@@ -39,6 +39,13 @@ class Engine(Protocol):
         """Make the learner's weights the policy's."""
         ...
 
+    def forget(self) -> None:
+        """Drop what the policy remembers of earlier prompts.
+
+        Called before each collection: a resumed run has no such memory, and must sample the same.
+        """
+        ...
+
     async def save(self, folder: Path) -> dict[str, Any]:
         """Write weights and optimisers into `folder`; returns what else must be kept, JSON-ready."""
         ...

@@ -76,8 +76,12 @@ class LocalEngine:
         """See `Engine.publish`."""
         self.version += 1
         self.policy.version = self.version
-        self.policy.drop_cache()
+        self.forget()
         self.learner.synced = True
+
+    def forget(self) -> None:
+        """See `Engine.forget`."""
+        self.policy.drop_cache()
 
     async def save(self, folder: Path) -> dict[str, Any]:
         """See `Engine.save`: the model in Hugging Face layout, the rest as safetensors."""
@@ -109,7 +113,7 @@ class LocalEngine:
             restore_optimizer(optimizer, load_tensors(folder / f"{name}.safetensors"))
         self.version = int(state["version"])
         self.policy.version = self.version
-        self.policy.drop_cache()
+        self.forget()
         learner.synced = True
 
     async def close(self) -> None:

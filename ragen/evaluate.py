@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ async def evaluate_policy(
     played = [group.episodes[0] for group in groups]
     refuse_all_failed(played)
     budget = Budget(setup.turns, setup.actions_per_turn, setup.actions)
-    floor = reference(setup.world, params, budget, levels)
+    build = setup.make if setup.workers else None
+    floor = reference(setup.world, params, budget, levels, build=build)
     success = wilson(sum(episode.success for episode in played), len(played))
     mean_return = bootstrap_mean([episode.total_reward for episode in played], levels)
     turns = [turn for episode in played for turn in episode.turns]
@@ -172,17 +174,18 @@ def evaluate_target(
     """
     config = config_for(target, overrides or {})
     policy, setup = opponent(target, config, seed)
-    evaluation, _ = run_async(
-        evaluate_policy(
-            policy,
-            replace(setup, temperature=temperature),
-            config.world.params,
-            target=target,
-            episodes=episodes,
-            seed=seed,
-            concurrency=config.rollout.slots,
+    with closing(setup):
+        evaluation, _ = run_async(
+            evaluate_policy(
+                policy,
+                replace(setup, temperature=temperature),
+                config.world.params,
+                target=target,
+                episodes=episodes,
+                seed=seed,
+                concurrency=config.rollout.slots,
+            )
         )
-    )
     return evaluation
 
 
@@ -193,7 +196,8 @@ def play_target(
     config = config_for(target, overrides or {})
     policy, setup = opponent(target, config, seed)
     place = Place(eval_level(seed), 0, 0, (seed, "play"))
-    return run_async(play(policy, setup, place))
+    with closing(setup):
+        return run_async(play(policy, setup, place))
 
 
 def config_for(target: str, overrides: Mapping[str, Any]) -> Config:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ragen.boundary import boundary
 from ragen.env import Env, pick
 from ragen.errors import RagenError
 from ragen.policy import spoken
@@ -67,8 +68,10 @@ class SolverPlayer:
 
         Raises:
             RagenError: No solver is known for it.
+            WorldError: Its solver fails.
         """
-        actions = env.solve(turns_left, actions_left, actions_per_turn)
+        with boundary("solve"):
+            actions = env.solve(turns_left, actions_left, actions_per_turn)
         if actions is None:
             raise RagenError(f"{env.name} has no solver; play it with random, human or a model")
         return actions

@@ -15,12 +15,15 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ragen.boundary import WorldError, boundary
 from ragen.env import Env, Reference, make
+from ragen.errors import RagenError
 from ragen.players import Player, RandomPlayer, SolverPlayer
 from ragen.seeding import derive
 
@@ -54,6 +57,7 @@ def reference(
     levels: Sequence[int],
     *,
     draws: int = 64,
+    build: Callable[[], Env] | None = None,
 ) -> Reference:
     """Mean of random and of best play over `levels`, from the cache where it was computed before.
 
@@ -66,9 +70,10 @@ def reference(
         budget: The episode's.
         levels: Level seeds.
         draws: Episodes a level where the answer has to be sampled.
+        build: Makes the instance that is played; `make` does by default.
 
     Raises:
-        RagenError: The world cannot be made.
+        RagenError: The world cannot be made, or fails when it is played.
         ValueError: No levels.
 
     Example:
@@ -81,7 +86,14 @@ def reference(
     path = _cache_path(env, name, params, budget, levels, draws)
     known = _read(path)
     if known is None:
-        known = compute(env, budget, levels, draws=draws)
+        try:
+            with boundary("its references"), closing(build() if build else env) as played:
+                known = compute(played, budget, levels, draws=draws)
+        except WorldError as error:
+            raise RagenError(
+                f"the world {name!r} failed while it was played at random and by its solver: "
+                f"{error.reason}; run `ragen check` on it"
+            ) from error
         _write(path, known)
     return known
 

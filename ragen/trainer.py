@@ -15,7 +15,15 @@ from typing import Any
 
 from ragen.advantages import COMPARES_MEMBERS
 from ragen.batch import Batch, collate, minibatches
-from ragen.checkpoint import newest, read_state, resolve_model, write_state, writing
+from ragen.checkpoint import (
+    checkpoint_of,
+    newest,
+    read_state,
+    replace_state,
+    resolve_model,
+    write_state,
+    writing,
+)
 from ragen.config import Config
 from ragen.credit import credit
 from ragen.diagnostics import explained_variance, summarize
@@ -120,6 +128,7 @@ async def play(run: Run) -> list[Group]:
     """The groups of the coming step."""
     config, step = run.config, run.state.step
     num_prompts, members = config.rollout.prompts, config.rollout.members
+    run.engine.forget()
     groups = await run_groups(
         run.engine.policy,
         run.setup,
@@ -251,6 +260,7 @@ async def evaluate(run: Run, temperature: float) -> Evaluation | None:
     config, step = run.config, run.state.step
     if config.eval.episodes == 0:
         return None
+    run.engine.forget()
     evaluation, groups = await run.stop.or_finish(
         evaluate_policy(
             run.engine.policy,
@@ -273,8 +283,15 @@ async def evaluate(run: Run, temperature: float) -> Evaluation | None:
 
 
 async def save(run: Run) -> None:
-    """Write a checkpoint of the last finished step."""
+    """Write a checkpoint of the last finished step.
+
+    Where that step has one, its weights are these already, and only the loop's state may be new.
+    """
     state, best = run.state, run.state.best_step
+    there = checkpoint_of(run.folder, state.step)
+    if there is not None:
+        replace_state(there, read_state(there) | {"loop": asdict(state)})
+        return
     with writing(run.folder, state.step, run.config.checkpoint.keep, best) as folder:
         engine_state = await run.engine.save(folder)
         write_state(folder, {"loop": asdict(state), "engine": engine_state})
@@ -349,16 +366,18 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
 
 async def whole(run: Run) -> Result:
     """Evaluate, train, evaluate; a stop in between leaves a run that can be gone on with."""
-    state = run.state
+    state, both = run.state, dict.fromkeys((run.config.eval.temperature, 0.0))
     run.watcher.begin(run.folder, run.config, state.step)
     try:
         with run.recorder, run.stop.listening():
             try:
                 if state.step == 0:
-                    await evaluate_both(run)
+                    await evaluate_missing(run, *both)
                     await save(run)
+                elif due(state.step, run.config.eval.every):  # it may have been interrupted
+                    await evaluate_missing(run, run.config.eval.temperature)
                 await loop(run)
-                await evaluate_both(run)
+                await evaluate_missing(run, *both)
                 await save(run)
             except StopRequested as request:
                 # Only what changes no weights is interrupted: they are those of the last step.
@@ -369,14 +388,15 @@ async def whole(run: Run) -> Result:
                 ) from None
     finally:
         run.watcher.end()
+        run.setup.close()
         await run.engine.close()
     return result(run)
 
 
-async def evaluate_both(run: Run) -> None:
-    """Evaluate at the evaluation's temperature and greedily, unless this was done before."""
+async def evaluate_missing(run: Run, *temperatures: float) -> None:
+    """Evaluate at each temperature, unless this was done before."""
     done = {(each["step"], each["temperature"]) for each in read_evaluations(run.folder)}
-    for temperature in dict.fromkeys((run.config.eval.temperature, 0.0)):
+    for temperature in temperatures:
         if (run.state.step, temperature) not in done:
             await evaluate(run, temperature)
 

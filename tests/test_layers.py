@@ -21,9 +21,9 @@ PACKAGE = Path(ragen.__file__).parent
 ORDER: dict[str, list[str]] = {
     "L0 words": ["types", "errors", "metrics", "config", "settings", "seeding"],
     "L1 text": ["chat", "actions", "prompt"],
-    "L2 worlds": ["env", "envs"],
+    "L2 worlds": ["boundary", "env", "envs"],
     "L3 experience": [
-        *["policy", "players", "references", "endpoint", "context", "rollout"],
+        *["policy", "players", "references", "endpoint", "context", "isolated", "rollout"],
         *["samples", "statistics"],
     ],
     "L4 maths": ["batch", "rewards", "advantages", "credit", "losses", "filters", "diagnostics"],
