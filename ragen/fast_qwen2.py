@@ -33,10 +33,10 @@ def supports(model: PreTrainedModel) -> bool:
         return False
     backbone = getattr(model, "model", model)
     linears = [
-        module
+        getattr(block, name + "_proj")
         for layer in backbone.layers
-        for module in (*layer.self_attn.children(), *layer.mlp.children())
-        if hasattr(module, "weight")
+        for block, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
+        for name in names
     ]
     return (
         config.hidden_act == "silu"
@@ -294,8 +294,7 @@ class Qwen2Decoder:
         self.max_length = max_length
         shape = (num_slots, self.kv_heads, max_length, attn.head_dim)
         self.cached = [  # per layer: keys, values
-            (torch.zeros(shape, device=model.device), torch.zeros(shape, device=model.device))
-            for _ in model.model.layers
+            (_zeros(shape, model.device), _zeros(shape, model.device)) for _ in model.model.layers
         ]
         self.refresh()
 
@@ -373,8 +372,10 @@ class Qwen2Decoder:
                 if last_N is not None:
                     x_FD, q_FHD = x_FD[last_N], q_FHD[last_N]
             x_FD = torch.addmm(x_FD, reach.attend(q_FHD, keys, values), mix)
-            gate, up = ((x_FD * _inverse_rms(x_FD, epsilon)) @ gate_up).chunk(2, dim=1)
-            x_FD.addmm_(functional.silu(gate).mul_(up), down)
+            for part in _chunks(x_FD):
+                x = x_FD[part]
+                gate, up = ((x * _inverse_rms(x, epsilon)) @ gate_up).chunk(2, dim=1)
+                x.addmm_(functional.silu(gate).mul_(up), down)
         return (x_FD * _inverse_rms(x_FD, epsilon)) @ self.head
 
 
@@ -449,6 +450,13 @@ class _Reach:
         if self.dense:
             return out_RTHD.reshape(self.num_rows, -1)
         return out_RTHD.reshape(self.num_rows, self.most, -1)[self.flat]
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Zeros; on a CPU from numpy, which asks the system for huge pages where torch does not."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device)
+    return torch.from_numpy(np.zeros(shape, dtype=np.float32))
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

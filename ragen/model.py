@@ -10,10 +10,13 @@ Axes: **B** samples, **T** tokens, **N** wanted positions, **V** vocabulary, **D
 from __future__ import annotations
 
 import copy
+import ctypes
+import platform
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -59,7 +62,7 @@ def load_policy(
         model = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=getattr(torch, dtype)
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise RagenError(
             f"cannot load the model '{name}': {_first_line(error)}; name a folder in Hugging Face layout, "
             "a model id of the Hub, or base"
@@ -70,14 +73,35 @@ def load_policy(
         raise RagenError(
             f"the model '{name}' has no usable tokenizer: {_first_line(error)}; save one beside its weights"
         ) from error
+    if len(tokenizer) <= len(
+        tokenizer.all_special_ids
+    ):  # what transformers makes up for a missing one
+        raise RagenError(f"the model '{name}' has no tokenizer; save one beside its weights")
     for weight_name, weight in model.named_parameters():
         if not bool(torch.isfinite(weight).all()):
             raise RagenError(
                 f"the weights of '{name}' are damaged: {weight_name} holds NaN or infinity"
             )
     model = model.to(device).eval()
+    if device == "cpu":
+        keep_freed_memory()
     _check_output_layer(model, name)
     return model, tokenizer
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory in the process: 10–20 % of the time of small models on a CPU.
+
+    By default it gives every large block back to the system and gets it anew, page by page, for the next
+    tensor. Elsewhere than on glibc this does nothing.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # the names in malloc.h
+    libc = ctypes.CDLL(None)
+    libc.mallopt(mmap_threshold, 2**30)
+    libc.mallopt(trim_threshold, 2**31 - 1)
+    libc.mallopt(top_pad, 2**26)
 
 
 def save_model(

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ragen.decoder import make_decoder
 from ragen.types import Completion, Prompt
 
-PREFILL_TOKENS = 4096
+PREFILL_TOKENS = 1024
 """New prompt tokens that one forward reads at most (more only for a single longer prompt)."""
 QUIET_ROUNDS = 4
 """Rounds of the event loop without a new request after which the next forward begins. An episode whose
@@ -92,6 +92,7 @@ class Sampler:
         self._is_end[list(end_ids)] = True
 
         self._driver: asyncio.Task[None] | None = None
+        self._open: dict[_Request, None] = {}  # asked and not answered, in order
         self._waiting: list[_Request] = []
         self._running: dict[int, _Request] = {}
         self._rows: NDArray[np.int64] | None = None  # the running slots; None after a change
@@ -134,10 +135,12 @@ class Sampler:
                 self._abandon()
             self._driver = loop.create_task(self._drive())
             self._driver.add_done_callback(self._driver_ended)
+        self._open[request] = None
         self._waiting.append(request)
         try:
             return await request.answer
         finally:
+            self._open.pop(request, None)
             if request.answer.cancelled() and self._running.get(request.slot) is request:
                 self._stop(request)
                 self._free.append(request.slot)
@@ -190,7 +193,8 @@ class Sampler:
             self._driver.add_done_callback(self._driver_ended)
 
     def _abandon(self) -> list[_Request]:
-        dropped = [*self._running.values(), *self._waiting]
+        dropped = list(self._open)
+        self._open.clear()
         self._running.clear()
         self._waiting.clear()
         self._rows = None
