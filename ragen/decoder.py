@@ -1,11 +1,12 @@
 """Key–value slots: a causal language model that reads on where each of its sequences stands.
 
-A decoder holds the keys and values of a fixed number of slots. Slots are told where to write by the caller
-and never clear anything: what lies at or beyond a sequence's length is stale and masked.
+A decoder holds the keys and values of a fixed number of slots. Slots are told where to write by the
+caller and never clear anything: what lies at or beyond a sequence's length is stale and masked.
 
 Axes: **N** rows of a call, **T** tokens, **V** vocabulary.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from ragen import fast_qwen2
 from ragen.errors import RagenError
+from ragen.fast_decoder import Qwen2Decoder
 
 
 class Decoder(Protocol):
@@ -40,7 +42,7 @@ class Decoder(Protocol):
         ...
 
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
-        """Read one new token in each of several slots: `prefill` with one token, on the fast road."""
+        """Read one new token in each of several slots, given in ascending order."""
         ...
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -57,12 +59,14 @@ def make_decoder(
 ) -> Decoder:
     """The fastest decoder that is exact for this model; the general one where `fast` is off."""
     if fast and fast_qwen2.supports(model):
-        return fast_qwen2.Qwen2Decoder(model, num_slots, max_length)
+        return Qwen2Decoder(model, num_slots, max_length)
     return HFDecoder(model, num_slots, max_length)
 
 
 class HFDecoder:
-    """Slots for any causal language model of transformers that takes a cache, a 4-D mask and position ids.
+    """Slots for any causal language model of transformers.
+
+    It must take a cache, a 4-D attention mask and position ids; nearly all do.
 
     Args:
         model: The model; its weights are read at every call, so an update is seen at once.
@@ -137,8 +141,8 @@ class HFDecoder:
         return states_NTD
 
 
-class _SlotCache(Cache):  # type: ignore[misc]
-    """The `Cache` a transformers model writes to and reads from, aimed at some of the slots for one forward."""
+class _SlotCache(Cache):
+    """What a transformers model writes to and reads from, aimed at some slots for one forward."""
 
     def __init__(self, num_slots: int, max_length: int) -> None:
         super().__init__(layers=[])
@@ -154,7 +158,7 @@ class _SlotCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values (N, heads, T, width); return all up to the used width."""
+        """Store a layer's new keys and values (N, H, T, D); return all up to the used width."""
         if layer_idx == len(self.stored):  # the first forward: shapes are known only now
             self.stored.append((self._room(key_states), self._room(value_states)))
         used = []

@@ -1,12 +1,13 @@
 """The policy network and the critic: from token ids to logprobs, entropies and values.
 
 Everything here works on flat lists of positions: of a padded batch of token ids ``(B, T)`` only the
-positions that someone asks for are returned, as ``(N, …)`` in row-major order. Padding therefore never
-reaches a loss, and what is not trained costs no output layer.
+positions that someone asks for are returned, as ``(N, …)`` in row-major order. Padding therefore
+never reaches a loss, and what is not trained costs no output layer.
 
 Axes: **B** samples, **T** tokens, **N** wanted positions, **V** vocabulary, **D** width.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import copy
@@ -30,7 +31,7 @@ from ragen import fast_qwen2
 from ragen.errors import RagenError
 
 KEPT_LOGITS = 2**24
-"""Logits that may stay in memory from forward to backward (64 MB); beyond, they are computed twice."""
+"""Logits that may stay in memory until the backward pass (64 MB); more are computed twice."""
 
 
 def load_policy(
@@ -44,11 +45,12 @@ def load_policy(
         dtype: ``float32`` or ``bfloat16``.
 
     Returns:
-        The model in evaluation mode (dropout off: what samples must equal what learns), and its tokenizer.
+        The model in evaluation mode (dropout off: what samples must equal what learns), and its
+        tokenizer.
 
     Raises:
-        RagenError: No such model, no tokenizer, a weight that is not finite, or an output layer that is
-            more than a matrix.
+        RagenError: No such model, no tokenizer, a weight that is not finite, or an output layer
+            that is more than a matrix.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,14 +66,15 @@ def load_policy(
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise RagenError(
-            f"cannot load the model '{name}': {_first_line(error)}; name a folder in Hugging Face layout, "
-            "a model id of the Hub, or base"
+            f"cannot load the model '{name}': {_first_line(error)}; "
+            "name a folder in Hugging Face layout, a model id of the Hub, or base"
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise RagenError(
-            f"the model '{name}' has no usable tokenizer: {_first_line(error)}; save one beside its weights"
+            f"the model '{name}' has no usable tokenizer: {_first_line(error)}; "
+            "save one beside its weights"
         ) from error
     if len(tokenizer) <= len(
         tokenizer.all_special_ids
@@ -82,7 +85,8 @@ def load_policy(
             raise RagenError(
                 f"the weights of '{name}' are damaged: {weight_name} holds NaN or infinity"
             )
-    model = model.to(device).eval()
+    torch.nn.Module.to(model, device)
+    model.eval()
     if device == "cpu":
         keep_freed_memory()
     _check_output_layer(model, name)
@@ -92,8 +96,8 @@ def load_policy(
 def keep_freed_memory() -> None:
     """Tell glibc to keep freed memory in the process: 10–20 % of the time of small models on a CPU.
 
-    By default it gives every large block back to the system and gets it anew, page by page, for the next
-    tensor. Elsewhere than on glibc this does nothing.
+    By default it gives every large block back to the system and gets it anew, page by page, for the
+    next tensor. Elsewhere than on glibc this does nothing.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -107,7 +111,7 @@ def keep_freed_memory() -> None:
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
 ) -> None:
-    """Write weights (safetensors), config and tokenizer in Hugging Face layout; `load_policy` reads it back."""
+    """Write weights (safetensors), config and tokenizer; `load_policy` reads them back."""
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
 
@@ -156,10 +160,11 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and entropy of the distribution it was drawn from.
 
-    logprob = log softmax(W h / temperature)[target],  entropy = −Σ p log p, in nats, softmax in float32.
+    logprob = log softmax(W h / temperature)[target],  entropy = −Σ p log p, in nats, softmax in
+    float32.
 
-    Works in chunks: logits that do not fit in `KEPT_LOGITS` are computed again in the backward pass, so the
-    full (N, V) is never in memory for a large vocabulary. Both results have gradients.
+    Works in chunks: logits that do not fit in `KEPT_LOGITS` are computed again in the backward
+    pass, so the full (N, V) is never in memory for a large vocabulary. Both results have gradients.
 
     Args:
         model: The model whose output layer reads the states.
@@ -181,8 +186,8 @@ def token_logprobs(
 class Critic(nn.Module):
     """The value function: a copy of the policy's backbone under a linear head that starts at zero.
 
-    The estimate for a token is that of the state *before* it, so it sits at the position before; callers
-    ask for those positions (`wanted_BT` of the policy's logprobs is the same).
+    The estimate for a token is that of the state *before* it, so it sits at the position before;
+    callers ask for those positions (`wanted_BT` of the policy's logprobs is the same).
 
     Args:
         policy: The model whose backbone is copied.
@@ -205,7 +210,10 @@ class Critic(nn.Module):
 
 
 class _LogprobEntropy(torch.autograd.Function):
-    """Chunked log softmax at the targets with entropy; dz = g_logprob (1_target − p) − g_entropy p (log p + H)."""
+    """Log softmax at the targets, and entropy H, in chunks.
+
+    Gradient of the logits z: g_logprob (1_target − p) − g_entropy p (log p + H).
+    """
 
     @staticmethod
     def forward(
@@ -271,7 +279,7 @@ def _log_softmax(
 
 @torch.no_grad()
 def _check_output_layer(model: PreTrainedModel, name: str) -> None:
-    """Refuse models that scale or cap their logits: `token_logprobs` reads the output layer alone."""
+    """Refuse models that scale or cap their logits: `token_logprobs` knows the output layer."""
     probe_BT = (
         torch.arange(1, 5, device=model.device)[None]
         % model.get_output_embeddings().weight.shape[0]
@@ -281,8 +289,8 @@ def _check_output_layer(model: PreTrainedModel, name: str) -> None:
     plain = model.get_output_embeddings()(states).float()
     if not torch.allclose(logits, plain, rtol=1e-2, atol=1e-3 * float(plain.abs().max())):
         raise RagenError(
-            f"the model '{name}' scales or caps its logits after the output layer, which is not supported; "
-            "use a Qwen2, Qwen3, Llama, Mistral or similar model"
+            f"the model '{name}' scales or caps its logits after the output layer; "
+            "that is not supported, use a Qwen2, Qwen3, Llama, Mistral or similar model"
         )
 
 

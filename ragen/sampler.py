@@ -1,8 +1,8 @@
 """The local sampler: many completions at once, one token of each per forward.
 
-Requests occupy slots of a key–value cache. All slots step together; one that ends is refilled before the
-next forward. A finished slot remembers its tokens, so the episode's next prompt, which extends them, reads
-only what is new; a prompt that several requests share is read once and copied.
+Requests occupy slots of a key–value cache. All slots step together; one that ends is refilled
+before the next forward. A finished slot remembers its tokens, so the episode's next prompt, which
+extends them, reads only what is new; a prompt that several requests share is read once and copied.
 
 The order of everything follows from the order of the requests, and every request draws from its own
 generator: the same requests in the same order give the same tokens and logprobs, bit for bit.
@@ -28,8 +28,9 @@ from ragen.types import Completion, Prompt
 PREFILL_TOKENS = 1024
 """New prompt tokens that one forward reads at most (more only for a single longer prompt)."""
 QUIET_ROUNDS = 4
-"""Rounds of the event loop without a new request after which the next forward begins. An episode whose
-world answers at once comes back within them, through the awaits of the rollout and its time-outs."""
+"""Rounds of the event loop without a new request after which the next forward begins.
+
+An episode whose world answers at once comes back within them, through the rollout's own awaits."""
 TAIL = 8
 """Last tokens by which a remembered sequence is found before it is compared in full."""
 
@@ -58,12 +59,13 @@ class Sampler:
     """A `Policy` on a local model.
 
     Args:
-        model: Any causal language model of transformers with a key–value cache. Its weights are read as
-            they are; call `drop_cache` after changing them.
+        model: Any causal language model of transformers with a key–value cache. Its weights are
+            read as they are; call `drop_cache` after changing them.
         end_ids: Tokens that end a completion. The one drawn is part of it.
         decode: Token ids (without the end token) to text.
         slots: Completions that are sampled at once.
-        max_length: Tokens that a prompt and its completion may have together; the caller keeps to it.
+        max_length: Tokens that a prompt and its completion may have together; the caller keeps to
+            it.
         fast: Use the fast path where the architecture has one.
 
     Attributes:
@@ -88,8 +90,7 @@ class Sampler:
         self._decoder = make_decoder(model, slots, max_length, fast=fast)
         self._decode = decode
         self._end_ids = torch.tensor(sorted(end_ids), device=model.device)
-        self._is_end = np.zeros(model.get_output_embeddings().weight.shape[0], dtype=bool)
-        self._is_end[list(end_ids)] = True
+        self._end_set = np.array(sorted(end_ids))
 
         self._driver: asyncio.Task[None] | None = None
         self._open: dict[_Request, None] = {}  # asked and not answered, in order
@@ -97,7 +98,8 @@ class Sampler:
         self._running: dict[int, _Request] = {}
         self._rows: NDArray[np.int64] | None = None  # the running slots; None after a change
 
-        # What the cache holds. `_remembered[slot]` of an idle slot are its tokens, the last not yet read.
+        # What the cache holds. `_remembered[slot]` of an idle slot are its tokens, the last not yet
+        # read.
         self._num_slots = slots
         self._free = list(range(slots - 1, -1, -1))
         self._remembered: dict[int, Tokens] = {}  # idle slots, the longest idle first
@@ -120,8 +122,8 @@ class Sampler:
         """Sample one completion: the next tokens of `prompt.token_ids`.
 
         Temperature 0 takes the most likely token and reports its logprob at temperature 1. Before
-        `prompt.min_tokens` the end tokens are excluded and the rest renormalised; the logprobs are those
-        of the distribution actually drawn from.
+        `prompt.min_tokens` the end tokens are excluded and the rest renormalised; the logprobs are
+        those of the distribution actually drawn from.
         """
         assert prompt.token_ids, "the sampler needs token ids"
         assert prompt.max_tokens > 0 and prompt.temperature >= 0
@@ -213,42 +215,44 @@ class Sampler:
                 if not self._take_slot(request):
                     break
                 fresh.append(request)
-        if not resumed and not fresh:
+        admitted = resumed + fresh
+        if not admitted:
             return
         self._waiting = [r for r in self._waiting if r.slot < 0]
+        logits_NV = self._read(resumed, fresh)
+        for request in admitted:
+            self._start(request)
+        self._draw(np.array([r.slot for r in admitted]), logits_NV)
 
-        reads, copies = [(r, int(self._length[r.slot])) for r in resumed], []
-        leaders: dict[Tokens, _Request] = {}
+    def _read(self, resumed: list[_Request], fresh: list[_Request]) -> Tensor:
+        """Bring the prompts into the cache; the logits after each (N, V), in the order given."""
+        reads = [(request, int(self._length[request.slot])) for request in resumed]
+        rows = list(range(len(resumed)))  # of each request's logits
+        leaders: dict[Tokens, int] = {}
+        followers = []
         for request in fresh:
-            if request.tokens in leaders:
-                copies.append((leaders[request.tokens], request))
+            row = leaders.setdefault(request.tokens, len(reads))
+            rows.append(row)
+            if row < len(reads):  # the same prompt is in this round already
+                followers.append((row, request))
                 continue
-            leaders[request.tokens] = request
             known = 0
             holder = self._holder.get(request.tokens)
-            if holder is not None:  # its last token is read again, for the logits
+            if holder is not None:  # the last token is read again, for its logits
                 known = len(request.tokens) - 1
                 self._decoder.copy(holder, request.slot, known)
             reads.append((request, known))
-
         logits_NV = self._prefill(reads)
-        row_of = {request.slot: row for row, (request, _) in enumerate(reads)}
-        for leader, follower in copies:
-            self._decoder.copy(leader.slot, follower.slot, len(leader.tokens))
-            row_of[follower.slot] = row_of[leader.slot]
+        for row, request in followers:
+            self._decoder.copy(reads[row][0].slot, request.slot, len(request.tokens))
         for request in fresh:
             self._first_prompt[request.slot] = request.tokens
             self._holder.setdefault(request.tokens, request.slot)
-
-        admitted = resumed + fresh
-        for request in admitted:
-            self._start(request)
-        self.stats.prefilled += sum(len(r.tokens) - known for r, known in reads)
-        self.stats.reused += sum(known for _, known in reads)
-        self.stats.reused += sum(len(r.tokens) for _, r in copies)
-        if copies:
-            logits_NV = logits_NV[[row_of[r.slot] for r in admitted]]
-        self._draw(np.array([r.slot for r in admitted]), logits_NV)
+        prompts = sum(len(request.tokens) for request in resumed + fresh)
+        prefilled = sum(len(request.tokens) - known for request, known in reads)
+        self.stats.prefilled += prefilled
+        self.stats.reused += prompts - prefilled
+        return logits_NV[rows] if followers else logits_NV
 
     def _resume(self, request: _Request) -> bool:
         """Claim an idle slot whose tokens this request's prompt begins with, the longest such."""
@@ -313,7 +317,7 @@ class Sampler:
         self._stop(request)
         count = int(self._count[slot])
         token_ids = tuple(self._tokens[slot, :count].tolist())
-        ended = bool(self._is_end[token_ids[-1]])
+        ended = token_ids[-1] in self._end_set
         tokens = request.tokens + token_ids
         self._remembered[slot] = tokens
         self._by_tail.setdefault((len(tokens), tokens[-TAIL:]), []).append(slot)
@@ -369,7 +373,7 @@ class Sampler:
         self._logprobs[slots, count] = logprobs
         self._next_token[slots] = tokens
         self._count[slots] = count + 1
-        done = self._is_end[tokens] | (count + 1 >= self._max_tokens[slots])
+        done = np.isin(tokens, self._end_set) | (count + 1 >= self._max_tokens[slots])
         for slot in slots[done].tolist():
             self._finish(slot)
 
@@ -377,10 +381,10 @@ class Sampler:
 def draw(
     logits_NV: Tensor, temperatures_N: NDArray[np.float64], uniforms_N: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Draw one token of each row by the inverse CDF: the first whose cumulative probability exceeds u.
+    """Draw a token of each row by the inverse CDF: the first whose cumulated probability exceeds u.
 
-    Probabilities are a float32 softmax, summed in float64 and scaled by their own sum, so rounding moves no
-    more than 1e-7 of probability and a token of probability zero is never drawn.
+    Probabilities are a float32 softmax, summed in float64 and scaled by their own sum, so rounding
+    moves no more than 1e-7 of probability and a token of probability zero is never drawn.
 
     Args:
         logits_NV: Logits, float32; −∞ excludes a token.
@@ -388,7 +392,8 @@ def draw(
         uniforms_N: One number in [0, 1) for each row.
 
     Returns:
-        Token ids and their logprobs under the distribution drawn from (temperature 1 for greedy rows).
+        Token ids and their logprobs under the distribution drawn from (temperature 1 for greedy
+        rows).
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75]]).log()

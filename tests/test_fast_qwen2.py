@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_model import ragged, tiny
 
-from ragen import fast_qwen2
+from ragen import fast_decoder, fast_qwen2
 from ragen.decoder import HFDecoder, make_decoder
 from ragen.model import Critic, padded_hidden_states
 
@@ -68,7 +68,7 @@ def test_what_it_does_not_know_takes_the_general_path() -> None:
 def test_decoder_equals_the_general_one_over_ragged_reads() -> None:
     model = tiny()
     decoders = [HFDecoder(model, 6, 32), make_decoder(model, 6, 32)]
-    assert isinstance(decoders[1], fast_qwen2.Qwen2Decoder)
+    assert isinstance(decoders[1], fast_decoder.Qwen2Decoder)
     generator = torch.Generator().manual_seed(4)
 
     def ids(count: int) -> list[int]:
@@ -93,6 +93,6 @@ def test_decoder_equals_the_general_one_over_ragged_reads() -> None:
 def test_scores_in_several_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = tiny(), [list(range(i, i + 3 + i)) for i in range(5)]
     whole = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
-    monkeypatch.setattr(fast_qwen2, "SCORES", 1)
+    monkeypatch.setattr(fast_decoder, "SCORES", 1)
     parts = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
