@@ -1,8 +1,8 @@
 """Checkpoints that are whole or not there, and finding the weights that a name stands for.
 
-A checkpoint is written under a temporary name, flushed to the disk and renamed. It holds the policy in
-Hugging Face's layout, the critic and the optimisers as safetensors, and the state of the loop as JSON:
-nothing in it is executable.
+A checkpoint is written under a temporary name, flushed to the disk and renamed. It holds the policy
+in Hugging Face's layout, the critic and the optimisers as safetensors, and the state of the loop as
+JSON: nothing in it is executable.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def replace_state(folder: Path, state: dict[str, Any]) -> None:
 
 def _unwritten(folder: Path, error: Exception) -> RagenError:
     return RagenError(
-        f"could not write the checkpoint {folder.name} ({error}); make room or make {folder.parent} "
-        f"writable, then go on with: ragen resume {folder.parent.parent}"
+        f"could not write the checkpoint {folder.name} ({error}); make room or make "
+        f"{folder.parent} writable, then go on with: ragen resume {folder.parent.parent}"
     )
 
 
@@ -188,9 +188,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise _damaged(folder / STATE, error) from error
+        raise damaged(folder / STATE, error) from error
     if not isinstance(state, dict):
-        raise _damaged(folder / STATE, "not an object")
+        raise damaged(folder / STATE, "not an object")
     return state
 
 
@@ -208,10 +208,11 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
 
 
-def _damaged(path: Path, error: object) -> RagenError:
+def damaged(path: Path, error: object) -> RagenError:
+    """The error of a checkpoint's file that cannot be read."""
     return RagenError(
         f"{path} is damaged ({error}); delete {path.parent} to go on from the checkpoint before it"
     )

@@ -47,7 +47,7 @@ class Engine(Protocol):
         ...
 
     async def save(self, folder: Path) -> dict[str, Any]:
-        """Write weights and optimisers into `folder`; returns what else must be kept, JSON-ready."""
+        """Write weights and optimisers into `folder`; returns what else is kept, as JSON values."""
         ...
 
     async def load(self, folder: Path, state: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ragen.batch import Batch
 from ragen.chat import Chat
 from ragen.checkpoint import (
+    damaged,
     fingerprint,
     load_tensors,
     optimizer_tensors,
@@ -31,8 +32,8 @@ from ragen.sampler import Sampler
 class LocalEngine:
     """An `Engine` on CPU or one GPU.
 
-    The sampler reads the learner's weights in place, so publishing costs nothing but the cache of keys
-    and values, which belongs to the old weights.
+    The sampler reads the learner's weights in place, so publishing costs nothing but the cache of
+    keys and values, which belongs to the old weights.
 
     Args:
         config: The run's settings.
@@ -105,7 +106,10 @@ class LocalEngine:
                 "the model this run began with has changed since, so its KL reference is lost; "
                 "put the old weights back where model.path points"
             )
-        saved, _ = load_policy(str(folder), "cpu", "float32")
+        try:
+            saved, _ = load_policy(str(folder), "cpu", "float32")
+        except RagenError as error:
+            raise damaged(folder / "model.safetensors", error.__cause__ or error) from error
         _restore(self.model, saved.state_dict(), folder)
         if learner.critic is not None:
             _restore(learner.critic, load_tensors(folder / "critic.safetensors"), folder)

@@ -1,4 +1,4 @@
-"""Evaluation: success with its interval, beside uniformly random and best play on the same levels."""
+"""Evaluation: success with its interval, beside random and best play on the same levels."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ragen.types import Episode, Group
 class Evaluation:
     """What an agent reached on a fixed set of levels, one episode each.
 
-    `success` is a share of episodes with its Wilson 95 % interval; failed episodes (a world that broke)
-    count as no success. `random` and `best` are the success of uniformly random and of best play on the
-    same levels under the same budgets; `best` is ``None`` for worlds without a solver. Returns are sums
-    of the world's rewards, format penalties left out.
+    `success` is a share of episodes with its Wilson 95 % interval; failed episodes (a world that
+    broke) count as no success. `random` and `best` are the success of uniformly random and of best
+    play on the same levels under the same budgets; `best` is ``None`` for worlds without a solver.
+    Returns are sums of the world's rewards, format penalties left out.
     """
 
     world: str
@@ -162,8 +162,8 @@ def evaluate_target(
     """Evaluate a run, a model or a player.
 
     Args:
-        target: A run folder (its newest checkpoint), ``base``, ``random``, ``solver``, a model folder
-            or a hub id.
+        target: A run folder (its newest checkpoint), ``base``, ``random``, ``solver``, a model
+            folder or a hub id.
         overrides: Values by config key, such as ``{"world": "sokoban"}``.
         episodes: Levels, one episode each; the same levels for every target.
         seed: Of the world's events and of sampling.

@@ -426,7 +426,10 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 def _connect(database: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(database, isolation_level=None, timeout=10.0)
+    # Made in the caller's thread and used in the loop's (a notebook's run has one), never at once.
+    connection = sqlite3.connect(
+        database, isolation_level=None, timeout=10.0, check_same_thread=False
+    )
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     return connection

@@ -5,7 +5,6 @@ It knows neither algorithm nor machine: the config names the one, the engine hid
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from ragen.settings import dump, read_config
 from ragen.stopping import Stop, StopRequested, run_async
 from ragen.threads import use_threads
 from ragen.types import Episode, Group
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -143,7 +143,7 @@ async def play(run: Run) -> list[Group]:
 
 
 async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> Batch:
-    """The groups' tokens with all that the loss needs: old and reference logprobs, values, credit."""
+    """The groups' tokens with all that the loss needs: logprobs, values, credit."""
     batch = collate(to_samples(groups))
     # The local sampler's arithmetic is the learner's: what it reported are the old logprobs.
     batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT)

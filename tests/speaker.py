@@ -1,0 +1,78 @@
+"""A tiny model that has learnt to speak: it answers Bandit in the asked form, either arm.
+
+Made in two seconds by RAGEN's own path (scripted episodes, samples, learner), so that a test's runs
+have rewards that differ and gradients that are not zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SETTINGS: dict[str, Any] = {
+    "steps": 3,
+    "threads": 1,
+    "prompt.think": False,
+    "rollout.prompts": 2,
+    "rollout.members": 4,
+    "rollout.max_tokens": 10,
+    "rollout.slots": 8,
+    "model.max_length": 128,
+    "update.lr": 1e-3,
+    "update.minibatch_episodes": 4,
+    "eval.episodes": 4,
+    "checkpoint.every": 1,
+    "record.tokens_every": 1,
+}
+"""A run of a second: `resolve("bandit", settings(…))`."""
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    """`SETTINGS` with the model's folder and with `more` (double underscores for dots)."""
+    return (
+        SETTINGS
+        | {"model.path": str(speaker())}
+        | {key.replace("__", "."): value for key, value in more.items()}
+    )
+
+
+@cache
+def speaker() -> Path:
+    """The folder of the model, made once in a process."""
+    import torch
+
+    from ragen.batch import collate
+    from ragen.chat import Chat
+    from ragen.config import LossConfig, UpdateConfig
+    from ragen.learner import Learner
+    from ragen.model import save_model
+    from ragen.policy import ScriptedPolicy
+    from ragen.rollout import run_groups, setup_of
+    from ragen.samples import to_samples
+    from ragen.settings import resolve
+
+    torch.set_num_threads(1)
+    tokenizer = tiny_tokenizer("chatml")
+    model = tiny_model(tokenizer)
+    chat = Chat(tokenizer, think=False)
+    config = resolve("bandit", SETTINGS)
+    chooser = random.Random(0)
+    (end,) = chat.end_ids - {tokenizer.eos_token_id}
+    policy = ScriptedPolicy(
+        lambda prompt: f"{chooser.choice(['Dragon', 'Phoenix'])}</answer>",
+        lambda text: (*chat.encode(text), end),
+    )
+    groups = asyncio.run(run_groups(policy, setup_of(config, chat), range(4), 4, (0, "speak")))
+    learner = Learner(model, UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=80)
+    batch = collate(to_samples(groups))
+    for step in range(80):
+        learner.update(batch, step)
+    folder = Path(mkdtemp(prefix="ragen-speaker-"))
+    save_model(model, tokenizer, folder)
+    return folder

@@ -1,0 +1,508 @@
+"""The loop as a whole: what a run leaves behind, and that stopping it changes no number."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ragen import checkpoint, trainer
+from ragen.config import Config
+from ragen.errors import RagenError
+from ragen.progress import Watcher
+from ragen.recorder import DATABASE
+from ragen.settings import resolve
+from ragen.stopping import StopRequested
+from ragen.trainer import Result, resume, train
+from tests.speaker import settings
+
+GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__passes": 2, "update__lr_end": 0.1}
+
+
+def config(**more: Any) -> Config:
+    return resolve("bandit", settings(**more))
+
+
+def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(run / DATABASE)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def numbers(run: Path) -> dict[str, Any]:
+    """All that a run came to, except for the time it took and the events on its way."""
+    newest = checkpoint.newest(run)
+    state = json.loads((newest / checkpoint.STATE).read_text())
+    del state["loop"]["seconds"]
+    evaluations = [
+        {k: v for k, v in json.loads(record).items() if k not in ("seconds", "target")}
+        for (record,) in rows(run, "SELECT record FROM evaluations ORDER BY step, temperature")
+    ]
+    return {
+        "step": newest.name,
+        "state": state,
+        "metrics": rows(
+            run,
+            "SELECT attempt, step, name, value FROM metrics WHERE name NOT LIKE 'time/%'"
+            " ORDER BY 1, 2, 3",
+        ),
+        "episodes": rows(
+            run,
+            'SELECT step, phase, "group", member, level_seed, noise_seed, reward, success, num_turns'
+            " FROM episodes ORDER BY step, phase, level_seed, member, noise_seed, reward",
+        ),
+        "replies": rows(
+            run, "SELECT count(*), sum(length(reply)), sum(reward), sum(num_tokens) FROM turns"
+        ),
+        "thoughts": rows(run, "SELECT count(*) FROM thoughts_fts"),
+        "samples": rows(
+            run,
+            'SELECT step, "group", member, token_ids, sampled_logprobs, advantages, "values",'
+            " returns FROM samples ORDER BY id",
+        ),
+        "evaluations": evaluations,
+        "tensors": {
+            f"{path.name}:{name}": tensor.numpy().tobytes()
+            for path in sorted(newest.glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        },
+    }
+
+
+def same(run: Path, whole: dict[str, Any]) -> None:
+    found = numbers(run)
+    for part, value in whole.items():
+        assert found[part] == value, part
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Start `work` in a copy of this process; returns its id. It ends with the code of `ragen`."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        work()
+        code = 0
+    except StopRequested as stop:
+        code = 128 + stop.signal_number
+    except RagenError:
+        code = 2
+    except KeyboardInterrupt:
+        code = 99
+    finally:
+        os._exit(code)
+
+
+def end_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Interrupts(Watcher):
+    """Sends this process a signal when something happens for the n-th time."""
+
+    def __init__(self, what: str, at: int, number: int) -> None:
+        self.what, self.left, self.number = what, at, number
+
+    def _happens(self, what: str) -> None:
+        self.left -= what == self.what
+        if self.left == 0 and what == self.what:
+            os.kill(os.getpid(), self.number)
+
+    def episode(self, episode: Any) -> None:
+        self._happens("episode")
+
+    def step(self, step: int, metrics: Any) -> None:
+        self._happens("step")
+
+    def evaluated(self, step: int, evaluation: Any) -> None:
+        self._happens("evaluated")
+
+
+# What a run leaves behind.
+
+
+def test_a_run_and_its_database(tmp_path: Path) -> None:
+    result = train(config(), tmp_path / "run")
+    run = tmp_path / "run"
+    assert isinstance(result, Result) and result.run == run and result.world == "bandit"
+    assert result.before is not None and result.after is not None
+    assert result.before_greedy is not None and result.before_greedy.temperature == 0
+    assert (result.before.random, result.before.best, result.before.episodes) == (0.5, 1.0, 4)
+
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.toml", DATABASE]
+    # 3 steps of 2 × 4 training episodes; 4 levels, sampled and greedy, before and after.
+    assert rows(run, "SELECT phase, step, count(*) FROM episodes GROUP BY 1, 2 ORDER BY 1, 2") == [
+        ("eval", 0, 8),
+        ("eval", 3, 8),
+        ("train", 1, 8),
+        ("train", 2, 8),
+        ("train", 3, 8),
+    ]
+    levels = "SELECT DISTINCT level_seed FROM episodes WHERE phase = 'train' ORDER BY 1"
+    assert [seed for (seed,) in rows(run, levels)] == list(range(10_000, 10_006))
+    assert rows(run, "SELECT min(policy_version), max(policy_version) FROM turns") == [(0, 3)]
+    names = {name for (name,) in rows(run, "SELECT DISTINCT name FROM metrics")}
+    assert {"reward/mean", "gradient/policy_norm", "update/lr", "time/step_s"} <= names
+    assert {"progress/updates", "mismatch/max_abs", "entropy/mean"} <= names
+    assert not rows(run, "SELECT name FROM metrics WHERE value IS NULL")
+    worst = rows(run, "SELECT max(value) FROM metrics WHERE name = 'mismatch/max_abs'")
+    assert worst[0][0] < 1e-4
+    state = json.loads((checkpoint.newest(run) / "state.json").read_text())
+    assert state["loop"]["step"] == 3 and state["loop"]["episodes"] == 24
+    assert state["engine"]["version"] == 3
+    # Every, but two newest kept (and the best).
+    best = state["loop"]["best_step"]
+    assert {p.name for p in checkpoint.folders(run)} == {"step-2", "step-3", f"step-{best}"}
+
+
+def test_weights_move_and_the_model_of_the_start_does_not(tmp_path: Path) -> None:
+    asked = config()
+    before = load_file(Path(asked.model.path) / "model.safetensors")
+    train(asked, tmp_path / "run")
+    after = load_file(checkpoint.newest(tmp_path / "run") / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
+def test_the_same_run_twice_is_the_same_run(tmp_path: Path, more: dict[str, Any]) -> None:
+    for name in ("a", "b"):
+        train(config(**more), tmp_path / name)
+    same(tmp_path / "b", numbers(tmp_path / "a"))
+    train(config(seed=1, **more), tmp_path / "c")
+    assert numbers(tmp_path / "c")["tensors"] != numbers(tmp_path / "a")["tensors"]
+
+
+def test_another_seed_evaluates_the_same_levels(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        train(config(seed=seed, steps=0), tmp_path / str(seed))
+    query = "SELECT level_seed FROM episodes WHERE phase = 'eval' ORDER BY id"
+    assert rows(tmp_path / "0", query) == rows(tmp_path / "1", query)
+
+
+def test_nothing_evaluated_nothing_recorded(tmp_path: Path) -> None:
+    more = {"eval__episodes": 0, "record__episodes_every": 0, "record__tokens_every": 0}
+    result = train(config(checkpoint__every=0, **more), tmp_path / "run")
+    assert result.before is result.after is None
+    assert rows(tmp_path / "run", "SELECT count(*) FROM episodes") == [(0,)]
+    assert rows(tmp_path / "run", "SELECT count(*) FROM samples") == [(0,)]
+    assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-0", "step-3"]
+
+
+def test_train_inside_a_running_event_loop(tmp_path: Path) -> None:
+    async def notebook() -> Result:
+        return train(config(steps=1), tmp_path / "run")
+
+    assert asyncio.run(notebook()).after is not None
+
+
+def test_isolated_worlds_change_no_number(tmp_path: Path) -> None:
+    train(config(steps=1), tmp_path / "a")
+    train(config(steps=1, world__isolate=True), tmp_path / "b")
+    same(tmp_path / "b", numbers(tmp_path / "a"))
+
+
+# Resume.
+
+
+MOMENTS = {  # what happens, for the how many-th time, after how many finished steps
+    "first evaluation": ("evaluated", 1, 0),
+    "first rollout": ("episode", 2, 0),
+    "second rollout": ("episode", 10, 1),
+    "third rollout": ("episode", 20, 2),
+    "before an evaluation": ("step", 2, 2),
+    "evaluation between": ("evaluated", 3, 2),
+    "after the last step": ("step", 3, 3),
+    "last evaluation": ("evaluated", 4, 3),
+}
+CASES = [(moment, signal.SIGINT, kind) for moment in MOMENTS for kind in ("grpo", "gae")]
+CASES += [("second rollout", signal.SIGTERM, "grpo"), ("last evaluation", signal.SIGTERM, "grpo")]
+
+
+@pytest.mark.parametrize(("moment", "number", "kind"), CASES)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, moment: str, number: int, kind: str
+) -> None:
+    what, at, steps = MOMENTS[moment]
+    asked = config(eval__every=2, rollout__slots=2, **(GAE if kind == "gae" else {}))
+    run = tmp_path / "run"
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(StopRequested, match=f"after {steps} steps; go on with: ragen resume"):
+        train(asked, run, watcher=Interrupts(what, at, number))
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert checkpoint.newest(run).name == f"step-{steps}"
+    assert not list(run.glob(f"{DATABASE}-*")), "the database is a plain file again"
+    result = resume(run)
+    assert result.after is not None
+    same(run, uninterrupted(asked, tmp_path))
+    assert rows(run, "SELECT kind FROM events") == [("resume",)]
+
+
+_WHOLE: dict[str, dict[str, Any]] = {}
+
+
+def uninterrupted(asked: Config, tmp_path: Path) -> dict[str, Any]:
+    key = asked.model_dump_json()
+    if key not in _WHOLE:
+        train(asked, tmp_path / "whole")
+        _WHOLE[key] = numbers(tmp_path / "whole")
+    return _WHOLE[key]
+
+
+def kill_and_resume(
+    tmp_path: Path, asked: Config, seconds: float, chooser: random.Random, most: int
+) -> int:
+    """Kill a run at random moments and go on with it until it ends; returns the kills."""
+    run, kills = tmp_path / "run", 0
+    while True:
+        try:
+            checkpoint.newest(run)
+            work: Callable[[], object] = lambda: resume(run)  # noqa: E731
+        except RagenError:  # killed before its first checkpoint: it is begun anew
+            shutil.rmtree(run, ignore_errors=True)
+            work = lambda: train(asked, run)  # noqa: E731
+        pid = forked(work)
+        if kills < most:
+            time.sleep(chooser.uniform(0.02, seconds))
+            os.kill(pid, signal.SIGKILL)
+        if end_of(pid) == 0:
+            return kills
+        kills += 1
+
+
+@pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, more: dict[str, Any]) -> None:
+    asked = config(eval__every=2, **more)
+    start = time.monotonic()
+    train(asked, tmp_path / "timed")
+    seconds = time.monotonic() - start
+    kills = kill_and_resume(tmp_path, asked, seconds, random.Random(1), most=6)
+    assert kills > 0
+    same(tmp_path / "run", uninterrupted(asked, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
+def test_kills_at_many_moments(tmp_path: Path, more: dict[str, Any], seed: int) -> None:
+    asked = config(eval__every=2, steps=5, checkpoint__every=2, **more)
+    kill_and_resume(tmp_path, asked, 1.5, random.Random(seed), most=20)
+    same(tmp_path / "run", uninterrupted(asked, tmp_path))
+
+
+@pytest.mark.parametrize("moment", ["write_state", "_flush", "rename", "_drop_old"])
+def test_killed_while_a_checkpoint_is_written(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, run = config(), tmp_path / "run"
+
+    def dies(*_: object, **__: object) -> None:
+        if (run / "checkpoints" / "step-1").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> None:
+        real = {
+            "write_state": (trainer, "write_state"),
+            "_flush": (checkpoint, "_flush"),
+            "rename": (Path, "rename"),
+            "_drop_old": (checkpoint, "_drop_old"),
+        }[moment]
+        before = getattr(*real)
+
+        def then(*arguments: Any, **named: Any) -> Any:
+            dies()
+            return before(*arguments, **named)
+
+        setattr(*real, then)
+        train(asked, run)
+
+    assert end_of(forked(work)) == -signal.SIGKILL
+    for folder in checkpoint.folders(run):  # each is whole
+        load_file(folder / "model.safetensors")
+        checkpoint.read_state(folder)
+    resume(run)
+    same(run, uninterrupted(asked, tmp_path))
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    first = train(config(), tmp_path / "run")
+    before = numbers(tmp_path / "run")
+    weights = checkpoint.newest(tmp_path / "run") / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    again = resume(tmp_path / "run")
+    assert (again.before, again.after) == (first.before, first.after)
+    same(tmp_path / "run", before)
+    assert weights.stat().st_mtime_ns == written
+
+
+def test_a_second_signal_is_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who insists while the last step is saved leaves at once; what was there is whole."""
+    run, before = tmp_path / "run", trainer.write_state
+
+    def impatient(folder: Path, state: dict[str, Any]) -> None:
+        if state["loop"]["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        before(folder, state)
+
+    asked = config(checkpoint__every=0)
+    monkeypatch.setattr(trainer, "write_state", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, run, watcher=Interrupts("step", 2, signal.SIGINT))
+    monkeypatch.undo()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-0"]
+    resume(run)
+    same(run, uninterrupted(asked, tmp_path))
+
+
+# What cannot go on says so in one line.
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(config(steps=1, **{"algorithm": "starpo/ppo"}), run)
+    return run
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe{", b"[]", b'{"loop": {"st', b'{"loop": {}}'])
+@pytest.mark.parametrize(
+    "name", ["state.json", "model.safetensors", "critic.safetensors", "optimizer-0.safetensors"]
+)
+def test_a_damaged_checkpoint(tmp_path: Path, finished: Path, name: str, content: bytes) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    (checkpoint.newest(run) / name).write_bytes(content)
+    with pytest.raises(RagenError) as caught:
+        resume(run)
+    assert "\n" not in str(caught.value)
+    assert str(run) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_checkpoint_without_a_file(tmp_path: Path, finished: Path, name: str) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    (checkpoint.newest(run) / name).unlink()
+    with pytest.raises(RagenError, match=str(run)):
+        resume(run)
+
+
+def test_half_a_tensor_file(tmp_path: Path, finished: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    for name in ("model.safetensors", "critic-optimizer-0.safetensors"):
+        path = checkpoint.newest(run) / name
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.raises(RagenError, match="damaged"):
+            resume(run)
+        path.write_bytes(data)
+
+
+def test_a_damaged_database(tmp_path: Path, finished: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / DATABASE).write_bytes(b"no database at all" * 100)
+    with pytest.raises(RagenError, match="cannot be read"):
+        resume(run)
+
+
+def test_no_checkpoint_no_run(tmp_path: Path, finished: Path) -> None:
+    with pytest.raises(RagenError, match="nowhere"):
+        resume(tmp_path / "nowhere")
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(RagenError, match="no checkpoint"):
+        resume(run)
+
+
+def test_the_reference_is_known_again(tmp_path: Path) -> None:
+    model = shutil.copytree(config().model.path, tmp_path / "model")
+    asked = config(steps=1, loss__kl=0.01, model__path=str(model), **{"algorithm": "starpo/ppo"})
+    train(asked, tmp_path / "run")
+    newest = checkpoint.newest(tmp_path / "run")
+    shutil.copy(newest / "model.safetensors", model / "model.safetensors")
+    with pytest.raises(RagenError, match="reference is lost"):
+        resume(tmp_path / "run")
+
+
+def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(RagenError, match="exists already"):
+        train(config(), tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RagenError, match="cannot make the run folder"):
+        train(config(), tmp_path / "file" / "run")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_read_only_run(tmp_path: Path, finished: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    for path in (run, *run.rglob("*")):
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    try:
+        with pytest.raises(RagenError):
+            resume(run)
+    finally:
+        for path in (run, *run.rglob("*")):
+            path.chmod(0o700)
+
+
+@pytest.mark.parametrize("size", [20_000, 60_000, 200_000])
+def test_a_full_disk_leaves_what_was_saved(tmp_path: Path, size: int) -> None:
+    """No file may grow beyond `size`: the database, a tensor file or the WAL meets the limit."""
+    run = tmp_path / "run"
+    asked = config()
+    train(config(steps=1), run)
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("steps = 1\n", "steps = 3\n", 1))
+    before = sorted(checkpoint.folders(run))
+
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        resume(run)
+
+    assert end_of(forked(work)) == 2
+    for folder in before:
+        load_file(folder / "model.safetensors")
+        load_file(folder / "optimizer-0.safetensors")
+        checkpoint.read_state(folder)
+    assert not list((run / "checkpoints").glob(".*"))
+    resume(run)
+    found, whole = numbers(run), uninterrupted(asked, tmp_path)
+    # This run was evaluated after its first step too; all else is what it would have been.
+    assert [e for e in found["metrics"] if e[1] == 3] == [e for e in whole["metrics"] if e[1] == 3]
+    assert found["tensors"] == whole["tensors"]
+
+
+def test_a_run_with_nothing_to_learn_stops(tmp_path: Path) -> None:
+    """One arm pays the same whatever happens: no spread in any group, for five steps."""
+    asked = config(
+        steps=20,
+        filter__include_zero=False,
+        eval__episodes=0,
+        checkpoint__every=0,
+        **{"world.params": {"safe_reward": 0.0, "risky_probability": 1e-12}},
+    )
+    with pytest.raises(RagenError, match="no group had any spread of reward for 5 steps"):
+        train(asked, tmp_path / "run")
+    assert checkpoint.newest(tmp_path / "run").name == "step-5"
+    assert not rows(tmp_path / "run", "SELECT * FROM metrics WHERE name = 'update/count'")
