@@ -1,19 +1,20 @@
 """Qwen2 in float32 for learning: the same function as transformers' model, with less around it.
 
-Training keeps the tokens of all samples flat through every linear layer and pads inside attention
-only; in the last layer only the wanted positions have a query, and all that follows it. Rows pass
-through the wide layers in chunks that fit the processor's cache, forward and backward. Decoding
-keeps keys and values where they are and fuses what reads the same input.
+The tokens of all samples stay flat, without padding, from the embedding to the last norm. Attention
+goes sample by sample in blocks of queries, each block seeing only the keys up to its own last
+query; rows pass through the wide layers in chunks that fit the processor's cache, forward and
+backward. In the last layer only the wanted positions have a query, and all that follows it. Made
+for CPUs and small models.
 
-Axes: **B** samples, **T** tokens, **F** flat tokens, **N** rows of a call, **H** heads, **D**
-    width.
+Axes: **B** samples, **T** tokens, **F** flat tokens, **N** those of them with a query, **H** heads,
+**K** key-value heads, **D** width, **E** heads times width, **R** half a head's width.
 """
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from transformers import PreTrainedModel
 
 CHUNK = 512
 """Rows that go through a wide layer at once on a CPU (512 × 1,024 floats are 2 MB)."""
+QUERIES = 96
+"""Queries of a sample that attend at once."""
 
 
 def supports(model: PreTrainedModel) -> bool:
@@ -51,93 +54,69 @@ def hidden_states(
 ) -> Tensor:
     """`ragen.model.hidden_states` for a model that `supports` accepts; differentiable."""
     backbone: Any = getattr(model, "model", model)
-    layout = _Layout(token_ids_BT, lengths_B, wanted_BT)
+    columns_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
+    rows_F, columns_F = (columns_T < lengths_B[:, None]).nonzero(as_tuple=True)
+    wanted_F = wanted_BT[rows_F, columns_F].nonzero()[:, 0]
+    assert len(wanted_F) == int(wanted_BT.sum()), "wanted beyond a row's length"
     cos_T1R, sin_T1R = rope_table(backbone, token_ids_BT.shape[1])
-    cos_F1R, sin_F1R = cos_T1R[layout.columns_F], sin_T1R[layout.columns_F]
-    states_FD = backbone.embed_tokens(token_ids_BT[layout.rows_F, layout.columns_F])
-    *body, last = backbone.layers
-    for layer in body:
-        attn = layer.self_attn
-        weight, bias = fuse([attn.q_proj, attn.k_proj, attn.v_proj], layer.input_layernorm)
-        qkv_FE = _NormLinear.apply(states_FD, weight, bias, layer.input_layernorm.variance_epsilon)
-        mixed_FE = _causal_attention(attn, qkv_FE, cos_F1R, sin_F1R, layout)
-        states_FD = torch.addmm(states_FD, mixed_FE, attn.o_proj.weight.t())
-        states_FD = _mlp(layer, states_FD)
+    rope_F = cos_T1R[columns_F], sin_T1R[columns_F]
+    rope_N = cos_T1R[columns_F[wanted_F]], sin_T1R[columns_F[wanted_F]]
 
-    attn, norm = last.self_attn, last.input_layernorm
-    wanted_F = layout.wanted_F
-    weight, bias = fuse([attn.k_proj, attn.v_proj], norm)
-    kv_FE = _NormLinear.apply(states_FD, weight, bias, norm.variance_epsilon)
-    states_ND = states_FD[wanted_F]
-    weight, bias = fuse([attn.q_proj], norm)
-    q_NE = _NormLinear.apply(states_ND, weight, bias, norm.variance_epsilon)
-    mixed_NE = _wanted_attention(attn, q_NE, kv_FE, cos_F1R, sin_F1R, layout)
-    states_ND = torch.addmm(states_ND, mixed_NE, attn.o_proj.weight.t())
-    final_ND: Tensor = backbone.norm(_mlp(last, states_ND))
+    states_FD = backbone.embed_tokens(token_ids_BT[rows_F, columns_F])
+    *body, last = backbone.layers
+    every = _blocks(lengths_B, torch.ones_like(wanted_BT))
+    for layer in body:
+        states_FD = _layer(layer, states_FD, states_FD, rope_F, rope_F, every)
+    some = _blocks(lengths_B, wanted_BT)
+    states_ND = _layer(last, states_FD[wanted_F], states_FD, rope_N, rope_F, some)
+    final_ND: Tensor = backbone.norm(states_ND)
     return final_ND
 
 
-class _Layout:
-    """Where the flat tokens of a padded batch sit in it."""
+class _Block(NamedTuple):
+    """Neighbouring queries of one sample, and the keys that the last of them sees."""
 
-    def __init__(self, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor) -> None:
-        self.shape = token_ids_BT.shape
-        columns_T = torch.arange(self.shape[1], device=token_ids_BT.device)
-        real_BT = columns_T < lengths_B[:, None]
-        self.rows_F, self.columns_F = real_BT.nonzero(as_tuple=True)
-        self.wanted_F = wanted_BT[self.rows_F, self.columns_F].nonzero()[:, 0]
-        # The wanted positions again, packed to the left: (B, most in a row).
-        self.rows_N, columns_N = wanted_BT.nonzero(as_tuple=True)
-        self.places_N = (wanted_BT.cumsum(1) - 1)[self.rows_N, columns_N]
-        assert len(self.wanted_F) == len(self.rows_N), "wanted beyond a row's length"
-        width = int(self.places_N.max()) + 1 if len(self.places_N) else 0
-        positions_BQ = columns_T.new_zeros(self.shape[0], width)
-        positions_BQ[self.rows_N, self.places_N] = columns_N
-        self.visible_B1QT = (columns_T <= positions_BQ[:, :, None])[:, None]
-
-    def pad(self, flat_FHD: Tensor) -> Tensor:
-        """(F, H, D) to (B, H, T, D), zeros behind each row's end."""
-        num_rows, width = self.shape
-        if len(flat_FHD) == num_rows * width:
-            return flat_FHD.view(num_rows, width, *flat_FHD.shape[1:]).transpose(1, 2)
-        padded = flat_FHD.new_zeros(num_rows, width, *flat_FHD.shape[1:])
-        return padded.index_put((self.rows_F, self.columns_F), flat_FHD).transpose(1, 2)
+    queries: slice
+    keys: slice
+    shared: int
+    """Keys that all the queries see; what of the others is out of sight is −∞ in `mask`."""
+    mask: Tensor
 
 
-def _causal_attention(
-    attn: Any, qkv_FE: Tensor, cos_F1R: Tensor, sin_F1R: Tensor, layout: _Layout
+def _blocks(lengths_B: Tensor, wanted_BT: Tensor) -> list[_Block]:
+    blocks, query, key = [], 0, 0
+    for length, wanted_T in zip(lengths_B.tolist(), wanted_BT, strict=True):
+        for columns in wanted_T[:length].nonzero()[:, 0].split(QUERIES):
+            if len(columns):
+                shared, end = int(columns[0]) + 1, int(columns[-1]) + 1
+                hidden = torch.arange(shared, end, device=columns.device) > columns[:, None]
+                mask = torch.zeros(hidden.shape, device=columns.device)
+                mask = mask.masked_fill_(hidden, -torch.inf)[:, None]
+                queries = slice(query, query + len(columns))
+                blocks.append(_Block(queries, slice(key, key + end), shared, mask))
+                query += len(columns)
+        key += length
+    return blocks
+
+
+_Rope = tuple[Tensor, Tensor]
+
+
+def _layer(
+    layer: Any,
+    states_ND: Tensor,
+    states_FD: Tensor,
+    rope_N: _Rope,
+    rope_F: _Rope,
+    blocks: list[_Block],
 ) -> Tensor:
-    heads, kv_heads = num_heads(attn)
-    qkv_FHD = qkv_FE.view(len(qkv_FE), heads + 2 * kv_heads, attn.head_dim)
-    qk_FHD = _Rope.apply(qkv_FHD[:, : heads + kv_heads], cos_F1R, sin_F1R)
-    mixed_BHTD = functional.scaled_dot_product_attention(
-        layout.pad(qk_FHD[:, :heads]),
-        layout.pad(qk_FHD[:, heads:]),
-        layout.pad(qkv_FHD[:, heads + kv_heads :]),
-        is_causal=True,
-        enable_gqa=True,
-    )
-    return mixed_BHTD.transpose(1, 2)[layout.rows_F, layout.columns_F].flatten(1)
-
-
-def _wanted_attention(
-    attn: Any, q_NE: Tensor, kv_FE: Tensor, cos_F1R: Tensor, sin_F1R: Tensor, layout: _Layout
-) -> Tensor:
-    heads, kv_heads = num_heads(attn)
-    kv_FHD = kv_FE.view(len(kv_FE), 2 * kv_heads, attn.head_dim)
-    k_FHD = _Rope.apply(kv_FHD[:, :kv_heads], cos_F1R, sin_F1R)
-    q_NHD = q_NE.view(len(q_NE), heads, attn.head_dim)
-    q_NHD = _Rope.apply(q_NHD, cos_F1R[layout.wanted_F], sin_F1R[layout.wanted_F])
-    q_BQHD = q_NHD.new_zeros(*layout.visible_B1QT.shape[::2], heads, attn.head_dim)
-    q_BQHD = q_BQHD.index_put((layout.rows_N, layout.places_N), q_NHD)
-    mixed_BHQD = functional.scaled_dot_product_attention(
-        q_BQHD.transpose(1, 2),
-        layout.pad(k_FHD),
-        layout.pad(kv_FHD[:, kv_heads:]),
-        attn_mask=layout.visible_B1QT,
-        enable_gqa=True,
-    )
-    return mixed_BHQD.transpose(1, 2)[layout.rows_N, layout.places_N].flatten(1)
+    """One layer for N of the F tokens; the others give keys and values only."""
+    attn, norm = layer.self_attn, layer.input_layernorm
+    epsilon = norm.variance_epsilon
+    q_NE = _NormLinear.apply(states_ND, *fuse([attn.q_proj], norm), epsilon)
+    kv_FE = _NormLinear.apply(states_FD, *fuse([attn.k_proj, attn.v_proj], norm), epsilon)
+    mixed_NE = _Attention.apply(q_NE, kv_FE, attn.head_dim, rope_N, rope_F, blocks)
+    return _mlp(layer, torch.addmm(states_ND, mixed_NE, attn.o_proj.weight.t()))
 
 
 def _mlp(layer: Any, states_FD: Tensor) -> Tensor:
@@ -197,16 +176,67 @@ def chunks(x_FD: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(x_FD), size)]
 
 
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_FHD: Tensor, cos_F1R: Tensor, sin_F1R: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_F1R, sin_F1R)
-        return rotate(x_FHD, cos_F1R, sin_F1R)
+class _Attention(torch.autograd.Function):
+    """Rotate queries and keys, and attend causally, one block of one sample at a time: no padding."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos_F1R, sin_F1R = ctx.saved_tensors
-        return rotate(grads[0], cos_F1R, sin_F1R, sign=-1.0), None, None
+    def forward(
+        ctx: Any,
+        q_NE: Tensor,
+        kv_FE: Tensor,
+        head_dim: int,
+        rope_N: _Rope,
+        rope_F: _Rope,
+        blocks: list[_Block],
+    ) -> Tensor:
+        q_NHD = rotate(q_NE.unflatten(1, (-1, head_dim)), *rope_N).mul_(head_dim**-0.5)
+        k_FKD, v_FKD = kv_FE.unflatten(1, (-1, head_dim)).chunk(2, dim=1)
+        k_FKD = rotate(k_FKD, *rope_F)
+        out_NHD = torch.empty_like(q_NHD)
+        weights = []
+        for queries, keys, shared, mask in blocks:
+            scores = torch.bmm(_by_kv(q_NHD[queries], k_FKD), k_FKD[keys].permute(1, 2, 0))
+            grouped = scores.view(len(scores), len(mask), -1, scores.shape[2])
+            grouped[..., shared:].add_(mask)
+            weights.append(torch.softmax(scores, dim=-1))
+            _from_kv(torch.bmm(weights[-1], v_FKD[keys].transpose(0, 1)), out_NHD[queries])
+        ctx.save_for_backward(q_NHD, k_FKD, v_FKD, out_NHD, *rope_N, *rope_F, *weights)
+        ctx.blocks = blocks
+        return out_NHD.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_NHD, k_FKD, v_FKD, out_NHD, cos_N, sin_N, cos_F, sin_F, *weights = ctx.saved_tensors
+        grad_NHD = grads[0].view(out_NHD.shape)
+        # The gradient of a softmax: dS = P ⊙ (dP − Σ dP ⊙ P), and the sum is that of dO ⊙ O.
+        sum_NH1 = (grad_NHD * out_NHD).sum(-1, keepdim=True)
+        grad_q = torch.empty_like(q_NHD)
+        grad_k, grad_v = torch.zeros_like(k_FKD), torch.zeros_like(k_FKD)
+        for (queries, keys, _, _), weight in zip(ctx.blocks, weights, strict=True):
+            grad = _by_kv(grad_NHD[queries], k_FKD)
+            grad_v[keys] += torch.bmm(weight.transpose(1, 2), grad).transpose(0, 1)
+            inner = torch.bmm(grad, v_FKD[keys].permute(1, 2, 0))
+            inner.sub_(_by_kv(sum_NH1[queries], k_FKD)).mul_(weight)
+            _from_kv(torch.bmm(inner, k_FKD[keys].transpose(0, 1)), grad_q[queries])
+            q = _by_kv(q_NHD[queries], k_FKD)
+            grad_k[keys] += torch.bmm(inner.transpose(1, 2), q).transpose(0, 1)
+        grad_q = rotate(grad_q, cos_N, sin_N, sign=-1.0).mul_(q_NHD.shape[2] ** -0.5)
+        grad_k = rotate(grad_k, cos_F, sin_F, sign=-1.0)
+        grad_kv = torch.cat((grad_k, grad_v), dim=1)
+        return grad_q.flatten(1), grad_kv.flatten(1), None, None, None, None
+
+
+def _by_kv(x_NHD: Tensor, k_FKD: Tensor) -> Tensor:
+    """(N, H, D) to (K, N · H/K, D): the queries that read the same keys, as rows of one matrix."""
+    x_NKGD = x_NHD.view(len(x_NHD), k_FKD.shape[1], -1, x_NHD.shape[2])
+    return x_NKGD.transpose(0, 1).reshape(k_FKD.shape[1], -1, x_NHD.shape[2])
+
+
+def _from_kv(x_KQD: Tensor, out_NHD: Tensor) -> None:
+    """Write what `_by_kv` made back into (N, H, D)."""
+    num_kv, num_rows = len(x_KQD), len(out_NHD)
+    x_KNGD = x_KQD.view(num_kv, num_rows, -1, x_KQD.shape[2])
+    out_NHD.view(num_rows, num_kv, -1, x_KQD.shape[2]).copy_(x_KNGD.transpose(0, 1))
 
 
 class _NormLinear(torch.autograd.Function):

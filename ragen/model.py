@@ -130,7 +130,7 @@ def hidden_states(
     Returns:
         Hidden states (N, D), row by row, N being the number of true entries.
     """
-    if fast_qwen2.supports(model):
+    if token_ids_BT.device.type == "cpu" and fast_qwen2.supports(model):
         return fast_qwen2.hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
     return padded_hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
 
