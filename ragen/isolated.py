@@ -205,6 +205,9 @@ class IsolatedEnv(Env):
         known = self._worker.ask("reference", turns, actions_per_turn, actions)
         return None if known is None else Reference(*known)
 
+    def __deepcopy__(self, _: dict[int, Any]) -> IsolatedEnv:
+        raise TypeError("a world in a process of its own cannot be copied; use get_state")
+
     def close(self) -> None:
         """Close the world and give its worker back."""
         if self._closed:

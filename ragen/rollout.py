@@ -82,7 +82,12 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
     world, prompt, rollout = config.world, config.prompt, config.rollout
     workers = Workers(world.name, world.params, world.timeout_s) if world.isolate else None
     make = workers.make if workers else maker(world.name, **world.params)
-    construct(make, world.name).close()  # what the class itself refuses shows now
+    try:
+        construct(make, world.name).close()  # what the class itself refuses shows now
+    except RagenError:
+        if workers is not None:
+            workers.close()
+        raise
     return Setup(
         world=world.name,
         make=make,

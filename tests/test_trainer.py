@@ -63,8 +63,8 @@ def numbers(run: Path) -> dict[str, Any]:
         ),
         "episodes": rows(
             run,
-            'SELECT step, phase, "group", member, level_seed, noise_seed, reward, success, num_turns'
-            " FROM episodes ORDER BY step, phase, level_seed, member, noise_seed, reward",
+            'SELECT step, phase, "group", member, level_seed, noise_seed, reward, success,'
+            " num_turns FROM episodes ORDER BY step, phase, level_seed, member, noise_seed, reward",
         ),
         "replies": rows(
             run, "SELECT count(*), sum(length(reply)), sum(reward), sum(num_tokens) FROM turns"

@@ -1,0 +1,110 @@
+"""A small world that behaves, or breaks the contract in one chosen way; in a file of its own, so that
+it can be named ``tests/rogue.py:Rogue``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+
+from ragen.env import Env, Info, State, generators
+from ragen.errors import RagenError
+
+
+class Rogue(Env):
+    """A corridor of five cells, entered at its left end; each move pays 0.25 and Right at the other
+    end solves it. Slip: a noise below 0.2 leaves the agent where it is.
+
+    `misdeed` happens at the first step (or where its name says) of levels that `every` divides.
+    """
+
+    goal = "Corridor"
+
+    def __init__(self, misdeed: str = "", every: int = 1, slip: float = 0.0) -> None:
+        if misdeed == "refuse":
+            raise RagenError("misdeed = refuse is no misdeed")
+        if misdeed == "raise in init":
+            raise KeyError("no key")
+        self.misdeed, self.every, self.slip = misdeed, every, slip
+        self.where, self.level = 0, 0
+
+    @property
+    def rules(self) -> str:
+        return "Go right."
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        return ("Left", "Right")
+
+    def _sins(self, misdeed: str) -> bool:
+        return misdeed == self.misdeed and self.level % self.every == 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, Info]:
+        _, self.noise = generators(seed, options)
+        self.level, self.where = seed or 0, 0
+        if self._sins("raise in reset"):
+            raise LookupError("no such level")
+        if self._sins("hang in reset"):
+            while True:
+                pass
+        if self._sins("no observation"):
+            return None, {}  # type: ignore[return-value]
+        return self._look(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        self._misbehave()
+        before = self.where
+        if self.noise.random() >= self.slip:
+            self.where = max(0, self.where + (1 if action == "Right" else -1))
+        solved = self.where > 4
+        info: Any = {"success": solved, "effective": self.where != before}
+        reward: Any = 0.25
+        if self._sins("nan"):
+            reward = float("nan")
+        if self._sins("text as reward"):
+            reward = "much"
+        if self._sins("list as info"):
+            info = [1]
+        return self._look(), reward, solved, False, info
+
+    def _misbehave(self) -> None:
+        if self._sins("raise"):
+            raise ZeroDivisionError("by zero")
+        if self._sins("exit"):
+            sys.exit(3)
+        if self._sins("die"):
+            os._exit(7)
+        if self._sins("hang"):
+            while True:
+                try:
+                    time.sleep(0.01)
+                except Exception:
+                    pass  # a world that swallows everything is stopped all the same
+        if self._sins("hang in C"):
+            sum(range(10**12))
+
+    def get_state(self) -> State:
+        return {"where": self.where, "level": self.level, "noise": self.noise.bit_generator.state}
+
+    def set_state(self, state: State) -> None:
+        _, self.noise = generators(0, None)
+        self.where, self.level = state["where"], state["level"]
+        self.noise.bit_generator.state = state["noise"]
+
+    def state_key(self) -> str:
+        if self._sins("raise in state_key"):
+            raise RuntimeError("no key today")
+        return self._look()
+
+    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
+        if self._sins("raise in solve"):
+            raise RuntimeError("no plan")
+        return ["Right"] * min(actions_left, actions_per_turn, 5 - self.where)
+
+    def _look(self) -> str:
+        return "." * self.where + "A" + "." * (4 - self.where)
