@@ -177,7 +177,7 @@ def chunks(x_FD: Tensor) -> list[slice]:
 
 
 class _Attention(torch.autograd.Function):
-    """Rotate queries and keys, and attend causally, one block of one sample at a time: no padding."""
+    """Rotate queries and keys, attend causally: one block of one sample at a time, no padding."""
 
     @staticmethod
     def forward(
