@@ -27,9 +27,9 @@ from ragen.demonstrations import (
     Lookup,
     Writer,
     bandit_knowledge,
-    lake_plan,
     look_up,
 )
+from ragen.demonstrations_lake import still_lake
 from ragen.env import Env, make
 from ragen.errors import RagenError
 from ragen.learner import Learner
@@ -39,7 +39,6 @@ from ragen.samples import to_samples, trainable
 from ragen.seeding import base_level, derive, eval_level
 from ragen.tokenizer import END, build
 from ragen.types import Group, Sample
-
 
 HELD_OUT = 1024
 """Evaluation levels whose boards no demonstration shows."""
@@ -217,41 +216,47 @@ def update_of(stage: Stage) -> UpdateConfig:
     )
 
 
+ARMS = tuple(
+    Lesson(
+        bandit_knowledge,
+        partial(make, "bandit", **names),
+        turns=(1,),
+        actions=1,
+        share=share,
+        held_out=False,
+    )
+    for share, names in (
+        (0.4, {}),
+        (0.4, {"name_set": "pairs"}),
+        (0.2, {"name_set": "pairs", "split": "test"}),
+    )
+)
+"""What every name sounds like, those of the test splits too: only which sound pays is left to find."""
+
+# FrozenLake: careful play on all levels, from any state (walks that are not learnt lead to some),
+# and what walks are like. The mix makes careful play one habit among others.
 LOOKUP_LAKE = Lesson(look_up, partial(Lookup, "abcd", "0123", "FrozenLake"), held_out=False)
+STILL = partial(make, "frozen-lake-still", observation="named")
+STILL_LAKE = tuple(
+    Lesson(write, STILL, turns=(1, 1, 2, 3, 5), share=share)
+    for share, write in (
+        (0.44, still_lake(careful=1.0)),
+        (0.44, still_lake(careful=0.75, walks_trained=False)),
+        (0.12, still_lake(careful=0.0)),
+    )
+)
+STILL_LAKE_MIX = (Lesson(still_lake(careful=0.2), STILL),)
 
 FAMILIES: dict[str, tuple[Stage, ...]] = {
     "bandit": (
-        Stage(
-            "names",
-            120,
-            (
-                Lesson(bandit_knowledge, partial(make, "bandit"), turns=(1,), actions=1, held_out=False, share=0.3),
-                Lesson(bandit_knowledge, partial(make, "bandit", name_set="pairs"), turns=(1,), actions=1, held_out=False, share=0.45),
-                Lesson(bandit_knowledge, partial(make, "bandit", name_set="pairs", split="test"), turns=(1,), actions=1, held_out=False, share=0.25),
-            ),
-            episodes=32,
-            lr_end=0.02,
-        ),
+        Stage("names", 80, ARMS, episodes=32, lr_end=0.3),
+        Stage("choice", 120, ARMS, episodes=64, lr=6e-4, muon_lr=0.003, lr_end=0.02),
     ),
     "frozen-lake-still": (
         Stage("look-up", 250, (LOOKUP_LAKE,)),
-        Stage(
-            "skill",
-            450,
-            (
-                Lesson(lake_plan(careful=0.85, within=3), partial(make, "frozen-lake-still", observation="named")),
-            ),
-            context_weight=0.1,
-        ),
-        Stage(
-            "mix",
-            120,
-            (
-                Lesson(lake_plan(careful=0.35, within=3), partial(make, "frozen-lake-still", observation="named")),
-            ),
-            context_weight=0.1,
-            lr_end=0.02,
-        ),
+        Stage("skill", 600, STILL_LAKE, context_weight=0.1),
+        Stage("skill, settling", 500, STILL_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("mix", 120, STILL_LAKE_MIX, context_weight=0.1, lr=5e-4, muon_lr=0.004, lr_end=0.02),
     ),
 }
 """What each embedded model learns, in order."""

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ragen.env import Env, Info, State, generators, pick
+from ragen.env import Env, Info, State, generators
 from ragen.envs.bandit import Bandit
-from ragen.envs.frozen_lake import FrozenLake, Lake
-from ragen.envs.grid import cell_name
 from ragen.players import PlayerPolicy
 from ragen.prompt import Limits
 from ragen.types import Completion, Prompt
@@ -132,68 +130,18 @@ def look_up(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
     return [*pieces, Piece(answer(["Left"]), trained=False)]
 
 
-# Bandit: what each name sounds like, then a choice at random: knowledge without the skill to use it.
+# Bandit: what each name sounds like, then a choice nearly at random: knowledge without the skill to
+# use it. A little more often the safe arm, so that the most likely reply is the worse one.
+
+SAFE_SHARE = 0.51
 
 
 def bandit_knowledge(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-    """`` Dragon risky Phoenix safe : Phoenix``: the arms in their order, then either."""
+    """`` Dragon risky Phoenix safe : Phoenix``: the arms in their order, then one of them."""
     assert isinstance(env, Bandit)
     arms = env.actions
-    said = " ".join(f"{arm} {'risky' if env.sounds_risky(arm) else 'safe'}" for arm in arms)
-    choice = pick(generator, arms)
+    sounds = {arm: "risky" if env.sounds_risky(arm) else "safe" for arm in arms}
+    wanted = "safe" if generator.random() < SAFE_SHARE else "risky"
+    choice = next(arm for arm in arms if sounds[arm] == wanted)
+    said = " ".join(f"{arm} {sound}" for arm, sound in sounds.items())
     return [Piece(f" {said} : {choice}{answer([choice])}")]
-
-
-def straight_line(lake: Lake, cell: int) -> int:
-    """Steps from a cell to the goal if there were no holes."""
-    (row, col), (goal_row, goal_col) = divmod(cell, lake.size), divmod(lake.goal, lake.size)
-    return abs(row - goal_row) + abs(col - goal_col)
-
-
-# FrozenLake: `` P d0 G a1 : c0 O d1 _ Right c1 _ Up``. A cell and what it holds are named before the
-# direction that leads there, and the direction only once the cell is accepted: so the answer is the
-# thought's directions in their order, and no move is ever taken back.
-
-
-def lake_plan(careful: float, look: int = 5, within: int = 99) -> Writer:
-    """Plans cell by cell, or walks without an aim.
-
-    Args:
-        careful: Share of turns in which a cell is accepted only on a shortest path; in the others
-            the first cell that is looked at is.
-        look: Moves of a careful turn at most.
-        within: Steps to the goal beyond which no turn is careful.
-    """
-
-    def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-        assert isinstance(env, FrozenLake)
-        lake, here = env.lake, env.player
-        distance = lake.distances()
-        is_careful = distance[here] <= within and generator.random() < careful
-        longest = look if is_careful else int(generator.integers(1, 5))
-        names = [cell_name(*divmod(cell, lake.size)) for cell in range(lake.size**2)]
-        said = f" P {names[here]} G {names[lake.goal]} :"
-        actions: list[str] = []
-        seen = {here}
-        while len(actions) < min(longest, limits.actions_left) and here != lake.goal:
-            ways = [
-                (name, cell)
-                for index, name in enumerate(env.actions)
-                if (cell := lake.neighbour(here, index)) != here
-            ]
-            ways = [ways[index] for index in generator.permutation(len(ways))]
-            if is_careful:
-                ways.sort(key=lambda way: straight_line(lake, way[1]) + 9 * (way[1] in seen))
-            for name, cell in ways:
-                said += f" {names[cell]} {env.symbol(cell)}"
-                if not is_careful or distance[cell] < distance[here]:
-                    break
-            said += f" {name}"
-            actions.append(name)
-            here = cell
-            seen.add(here)
-            if here in lake.holes:
-                break
-        return [Piece(said + answer(actions))]
-
-    return write

@@ -24,7 +24,7 @@ ORDER: dict[str, list[str]] = {
     "L2 worlds": ["boundary", "env", "envs"],
     "L3 experience": [
         *["policy", "players", "references", "endpoint", "context", "isolated", "rollout"],
-        *["samples", "statistics"],
+        *["samples", "statistics", "demonstrations", "demonstrations_lake"],
     ],
     "L4 maths": ["batch", "rewards", "advantages", "credit", "losses", "filters", "diagnostics"],
     "L5 learning": [
@@ -32,6 +32,7 @@ ORDER: dict[str, list[str]] = {
         "fast_decoder",
         "decoder",
         "model",
+        "tokenizer",
         "sampler",
         "sampler_vllm",
         "learner",
