@@ -354,21 +354,33 @@ class Sokoban(Env):
             board = after
         return Reference(random, float(len(plan) <= budget), random_return, best_return)
 
-    def _rows(self) -> list[str]:
+    @property
+    def room(self) -> Room:
+        """What stays on this level."""
+        return self._room
+
+    @property
+    def board(self) -> Board:
+        """What moves, as it stands now."""
+        return self._board
+
+    def symbol(self, cell: int) -> str:
+        """What the map shows at a cell."""
         room, (player, boxes), s = self._room, self._board, self._symbols
+        on_target = room.targets >> cell & 1
+        if cell == player:
+            return s.player_on_target if on_target else s.player
+        if boxes >> cell & 1:
+            return s.box_on_target if on_target else s.box
+        if on_target:
+            return s.target
+        return s.floor if room.floor >> cell & 1 else s.wall
 
-        def symbol(cell: int) -> str:
-            on_target = room.targets >> cell & 1
-            if cell == player:
-                return s.player_on_target if on_target else s.player
-            if boxes >> cell & 1:
-                return s.box_on_target if on_target else s.box
-            if on_target:
-                return s.target
-            return s.floor if room.floor >> cell & 1 else s.wall
-
+    def _rows(self) -> list[str]:
+        room = self._room
         return [
-            "".join(symbol(r * room.cols + c) for c in range(room.cols)) for r in range(room.rows)
+            "".join(self.symbol(r * room.cols + c) for c in range(room.cols))
+            for r in range(room.rows)
         ]
 
     def _observation(self) -> str:
