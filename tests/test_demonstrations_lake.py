@@ -1,0 +1,113 @@
+"""FrozenLake's demonstrators: what they write is true, can be carried out, and is what they do."""
+
+import re
+
+import numpy as np
+import pytest
+
+from ragen.actions import parse
+from ragen.demonstrations_lake import careful_turn, still_lake, straight_line, walk
+from ragen.env import make
+from ragen.envs.frozen_lake import MOVES
+from ragen.prompt import Limits
+
+LIMITS = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
+LEVELS = range(300)
+
+
+def generator(seed):
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def lake(level):
+    env = make("frozen-lake-still", observation="named")
+    env.reset(seed=level)
+    return env
+
+
+def cells(env):
+    return dict(re.findall(r"(\w\d) (\S)", env._observation()))
+
+
+def read(reply, max_actions=5):
+    return parse("<think>" + reply, think=True, actions=tuple(MOVES), max_actions=max_actions)
+
+
+def said(env, seed, careful, **options):
+    pieces = still_lake(careful, **options)(env, LIMITS, generator(seed))
+    return "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("careful", [0.0, 1.0])
+def test_replies_are_valid_and_their_facts_are_true(careful):
+    for level in LEVELS:
+        env = lake(level)
+        before, shown = env.get_state(), cells(env)
+        parsed = read(said(env, level, careful))
+        assert parsed.valid and 1 <= len(parsed.actions) <= 4
+        assert env.get_state() == before
+        head, _, body = parsed.thought.partition(":")
+        for symbol, cell in re.findall(r"([PG]) (\w\d)", head):
+            assert shown[cell] == symbol
+        for cell, symbol in re.findall(r"(\w\d) (\S)", body):
+            assert shown[cell] == symbol
+        # The answer is the thought's directions; each leads to the cell that was named before it.
+        assert tuple(re.findall("|".join(MOVES), body)) == parsed.actions
+        ahead = re.findall(rf"(\w\d) \S (?:{'|'.join(MOVES)})", body)
+        here = env.player
+        for action, name in zip(parsed.actions, ahead, strict=True):
+            here = env.lake.neighbour(here, list(MOVES).index(action))
+            assert name == f"{'abcd'[here // 4]}{here % 4}"
+
+
+@pytest.mark.parametrize("look", [1, 2, 3, 5])
+def test_careful_play_reaches_the_goal_by_a_shortest_path(look):
+    for level in LEVELS:
+        env = lake(level)
+        steps, turns = env.lake.distances()[env.player], 0
+        taken, terminated, info = 0, False, {}
+        while not terminated:
+            for action in read(careful_turn(env, look, generator(level))).actions:
+                *_, terminated, _, info = env.step(action)
+                taken += 1
+            turns += 1
+        assert info["success"]
+        assert (taken, turns) == (steps, -(-taken // look))
+
+
+def test_a_walk_goes_wherever_it_looks():
+    """Each neighbour is as likely as any other: about one in so many."""
+    env = lake(123)  # the player in the corner a3
+    first = [walk(env, 1, generator(seed)).split()[3] for seed in range(400)]
+    assert set(first) == {"a2", "b3"}
+    assert abs(first.count("a2") - 200) < 40  # 4·√(400·¼)
+
+
+def test_budgets_are_kept():
+    env = lake(123)
+    for left in (1, 2):
+        limits = Limits(turn=3, turns_left=3, actions_left=left, actions_per_turn=5)
+        for careful in (0.0, 1.0):
+            reply = still_lake(careful)(env, limits, generator(0))
+            assert len(read(reply[0].text).actions) <= left
+
+
+def test_the_same_seed_writes_the_same():
+    env = lake(7)
+    assert [said(env, s, 0.5) for s in range(20)] == [said(env, s, 0.5) for s in range(20)]
+
+
+def test_only_walks_are_kept_from_being_learnt():
+    env = lake(7)
+    write = still_lake(0.5, walks_trained=False)
+    pieces = [piece for seed in range(100) for piece in write(env, LIMITS, generator(seed))]
+    assert {(" G " in piece.text.partition(":")[0], piece.trained) for piece in pieces} == {
+        (True, True),
+        (False, False),
+    }
+    assert all(piece.trained for piece in still_lake(0.0)(env, LIMITS, generator(0)))
+
+
+def test_straight_line():
+    env = lake(123)
+    assert straight_line(env.lake, env.player) == 5  # from a3 to d1: three rows and two columns
