@@ -86,8 +86,9 @@ def test_token_logprobs_golden() -> None:
     with torch.no_grad():
         model.lm_head.weight.copy_(torch.eye(3, 4))
     hidden = torch.tensor([[2.0, 1.0, 0.0, 9.0]])
-    # At temperature 2 the logits are 1, ½, 0: their exponentials 2.71828, 1.64872 and 1 sum to 5.36700.
-    # p = .50648, .30720, .18632; log p[1] = ½ − log 5.36700 = −1.18027; entropy = Σ −p log p = 1.02020.
+    # At temperature 2 the logits are 1, ½, 0; their exponentials 2.71828, 1.64872, 1 sum to
+    # 5.36700. p = .50648, .30720, .18632; log p[1] = ½ − log 5.36700 = −1.18027;
+    # entropy = Σ −p log p = 1.02020.
     logprob, entropy = token_logprobs(model, hidden, torch.tensor([1]), temperature=2.0)
     assert logprob.item() == pytest.approx(-1.18027, abs=1e-5)
     assert entropy.item() == pytest.approx(1.02020, abs=1e-4)
@@ -143,7 +144,6 @@ def test_critic_starts_at_zero_and_learns_apart_from_the_policy() -> None:
     assert values.shape == (10,) and values.dtype == torch.float32
     assert torch.equal(values, torch.zeros(10))
 
-    torch.optim.SGD(critic.parameters(), 0.1)
     optimizer = torch.optim.SGD(critic.parameters(), 0.1)
     for _ in range(2):  # the first step moves the head, the second the backbone too
         optimizer.zero_grad()

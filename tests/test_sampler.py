@@ -1,7 +1,8 @@
-"""The sampler: exact logprobs, equal paths, the cache across turns, a fixed order, no request left hanging."""
+"""The sampler: exact logprobs, equal paths, the cache across turns, order, nobody left hanging."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ async def play(sampler: Sampler, member: int, turns: int = 3, **changes: object)
         prompt = ask(ids, 100 * member + turn, max_tokens=5 + member, **changes)
         completion = await sampler.complete(prompt)
         played.append((prompt, completion))
-        ids += completion.token_ids + (7, 8, 9 + member)
+        ids += (*completion.token_ids, 7, 8, 9 + member)
     return played
 
 
@@ -115,7 +116,7 @@ def test_end_tokens_and_limits() -> None:
     assert reasons == {
         "stop",
         "length",
-    }  # the tiny model must show both for this test to say anything
+    }  # else this test says nothing
     for completion in completions:
         assert END not in completion.token_ids[:-1]
         assert (completion.token_ids[-1] == END) == (completion.finish_reason == "stop")
@@ -163,12 +164,12 @@ def test_draw_never_takes_what_has_no_probability() -> None:
 def test_every_turn_reads_only_what_is_new() -> None:
     sampler = make(tiny(), slots=9)
     played = run(sampler)
-    # Three first prompts, read once each; then each turn: the last sampled token and what follows it.
+    # Three first prompts, read once each; then the last sampled token and what follows it.
     first = sum(len(played[m][0][0].token_ids) for m in (0, 3, 6))
     later = sum(
         len(p.token_ids) - len(before.token_ids) - len(c.token_ids) + 1
         for turns in played
-        for (before, c), (p, _) in zip(turns, turns[1:], strict=False)
+        for (before, c), (p, _) in pairwise(turns)
     )
     assert sampler.stats.prefilled == first + later
     prompts = sum(len(p.token_ids) for turns in played for p, _ in turns)
@@ -180,7 +181,8 @@ def test_with_few_slots_running_episodes_keep_theirs() -> None:
     few, many = make(tiny(), slots=2), make(tiny(), slots=9)
     run(few)
     run(many)
-    # Later members of a group read the last token of their shared first prompt again: for its logits.
+    # A later member copies the shared prompt and reads its last token again, for the logits; a
+    # shared prompt may have to be read once more when nobody holds it any longer.
     assert few.stats.prefilled <= many.stats.prefilled + 3 * 6 + 6
 
 
