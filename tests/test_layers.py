@@ -25,7 +25,7 @@ ORDER: dict[str, list[str]] = {
     "L3 experience": [
         *["policy", "players", "references", "endpoint", "context", "isolated", "rollout"],
         *["samples", "statistics", "demonstrations", "demonstrations_lake"],
-        "demonstrations_sokoban",,
+        "demonstrations_sokoban",
     ],
     "L4 maths": ["batch", "rewards", "advantages", "credit", "losses", "filters", "diagnostics"],
     "L5 learning": [
