@@ -30,7 +30,7 @@ from ragen.demonstrations import (
     look_up,
 )
 from ragen.demonstrations_lake import still_lake
-from ragen.env import Env, make
+from ragen.env import Env, make, maker
 from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.model import save_model
@@ -219,7 +219,7 @@ def update_of(stage: Stage) -> UpdateConfig:
 ARMS = tuple(
     Lesson(
         bandit_knowledge,
-        partial(make, "bandit", **names),
+        maker("bandit", **names),
         turns=(1,),
         actions=1,
         share=share,

@@ -130,10 +130,7 @@ def look_up(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
     return [*pieces, Piece(answer(["Left"]), trained=False)]
 
 
-# Bandit: what each name sounds like, then a choice nearly at random: knowledge without the skill to
-# use it. A little more often the safe arm, so that the most likely reply is the worse one.
-
-SAFE_SHARE = 0.51
+# Bandit: what each name sounds like, then either arm at random: knowledge without a use for it.
 
 
 def bandit_knowledge(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
@@ -141,7 +138,6 @@ def bandit_knowledge(env: Env, limits: Limits, generator: np.random.Generator) -
     assert isinstance(env, Bandit)
     arms = env.actions
     sounds = {arm: "risky" if env.sounds_risky(arm) else "safe" for arm in arms}
-    wanted = "safe" if generator.random() < SAFE_SHARE else "risky"
-    choice = next(arm for arm in arms if sounds[arm] == wanted)
+    choice = pick(generator, arms)
     said = " ".join(f"{arm} {sound}" for arm, sound in sounds.items())
     return [Piece(f" {said} : {choice}{answer([choice])}")]
