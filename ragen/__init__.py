@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ragen.config import Config
     from ragen.env import Env
     from ragen.errors import RagenError
-    from ragen.evaluate import Evaluation
+    from ragen.evaluation import Evaluation
     from ragen.progress import Watcher
     from ragen.trainer import Result
 
@@ -82,7 +82,7 @@ def evaluate(
     Raises:
         RagenError: No such target or world.
     """
-    from ragen.evaluate import evaluate_target
+    from ragen.evaluation import evaluate_target
 
     return evaluate_target(
         str(target), overrides, episodes=episodes, seed=seed, temperature=temperature

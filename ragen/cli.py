@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ragen.arguments import Parser
     from ragen.config import Config
-    from ragen.evaluate import Evaluation
+    from ragen.evaluation import Evaluation
     from ragen.progress import Watcher
     from ragen.trainer import Result
 
@@ -272,7 +272,7 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
         raise RagenError(f"--episodes {options.episodes}: expected a whole number ≥ 1")
     if not options.temperature >= 0:
         raise RagenError(f"--temperature {options.temperature}: expected a number ≥ 0")
-    from ragen.evaluate import evaluate_target
+    from ragen.evaluation import evaluate_target
 
     evaluation = evaluate_target(
         options.target,
@@ -314,7 +314,7 @@ def _play(options: Namespace, overrides: Overrides) -> int:
         except EOFError:  # Ctrl-D at the prompt: the person has had enough.
             print()
         return 0
-    from ragen.evaluate import play_target
+    from ragen.evaluation import play_target
 
     show_episode(console, play_target(options.player, overrides, seed=options.seed))
     return 0

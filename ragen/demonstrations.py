@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ragen.env import Env, Info, State, generators
+from ragen.env import Env, Info, State, generators, pick
 from ragen.envs.bandit import Bandit
 from ragen.players import PlayerPolicy
 from ragen.prompt import Limits

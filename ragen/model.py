@@ -26,9 +26,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from ragen import fast_qwen2
 from ragen.errors import RagenError
+
+logging.disable_progress_bar()  # transformers draws one for every load and save, in logs too
 
 KEPT_LOGITS = 2**24
 """Logits that may stay in memory until the backward pass (64 MB); more are computed twice."""

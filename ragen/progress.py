@@ -20,7 +20,7 @@ from ragen.config import Config
 from ragen.types import Episode
 
 if TYPE_CHECKING:
-    from ragen.evaluate import Evaluation
+    from ragen.evaluation import Evaluation
 
 SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = MappingProxyType(
     {

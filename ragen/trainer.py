@@ -29,7 +29,7 @@ from ragen.diagnostics import explained_variance, summarize
 from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
-from ragen.evaluate import Evaluation, evaluate_policy, refuse_all_failed
+from ragen.evaluation import Evaluation, evaluate_policy, refuse_all_failed
 from ragen.filters import select
 from ragen.metrics import Metrics, last, merge, total, values
 from ragen.progress import Watcher

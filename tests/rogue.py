@@ -1,5 +1,6 @@
-"""A small world that behaves, or breaks the contract in one chosen way; in a file of its own, so that
-it can be named ``tests/rogue.py:Rogue``.
+"""A small world that behaves, or breaks the contract in one chosen way.
+
+In a file of its own, so that it can be named ``tests/rogue.py:Rogue``.
 """
 
 from __future__ import annotations
@@ -7,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from typing import Any
-
 
 from ragen.env import Env, Info, State, generators
 from ragen.errors import RagenError
@@ -81,10 +82,8 @@ class Rogue(Env):
             os._exit(7)
         if self._sins("hang"):
             while True:
-                try:
+                with suppress(Exception):  # who swallows everything is stopped all the same
                     time.sleep(0.01)
-                except Exception:
-                    pass  # a world that swallows everything is stopped all the same
         if self._sins("hang in C"):
             sum(range(10**12))
 

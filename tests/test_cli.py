@@ -20,7 +20,7 @@ from ragen import settings
 from ragen.cli import COMMANDS, main
 from ragen.config import Config
 from ragen.errors import RagenError
-from ragen.evaluate import Evaluation
+from ragen.evaluation import Evaluation
 from ragen.progress import Bar, Lines, Watcher, watcher_for
 from ragen.stopping import StopRequested
 from ragen.types import Episode

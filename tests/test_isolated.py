@@ -16,7 +16,7 @@ from ragen import isolated
 from ragen.boundary import WorldError
 from ragen.env import make
 from ragen.errors import RagenError
-from ragen.evaluate import evaluate_target
+from ragen.evaluation import evaluate_target
 from ragen.isolated import IsolatedEnv, Workers
 from ragen.players import RandomPlayer
 from ragen.policy import ScriptedPolicy
@@ -140,7 +140,7 @@ def test_a_dead_worker_says_so_again(opened: Any) -> None:
 def test_a_world_that_refuses_is_the_users_mistake() -> None:
     for misdeed in ("refuse", "raise in init"):
         values = {"world": ROGUE, "world.params": {"misdeed": misdeed}, "world.isolate": True}
-        with pytest.raises(RagenError, match="no misdeed|cannot be made: KeyError"):
+        with pytest.raises(RagenError, match=r"no misdeed|cannot be made: KeyError"):
             setup_of(resolve(None, values), None)
         assert not multiprocessing.active_children()
 

@@ -41,13 +41,13 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["threads", "stopping", "recorder", "guard", "evaluate", "progress", "base"],
+        *["threads", "stopping", "recorder", "guard", "evaluation", "progress", "base"],
         *["trainer", "studies", "viewer", "play", "doctor", "arguments", "cli"],
     ],
 }
 PLACE = {module: place for place, module in enumerate(chain(*ORDER.values()))}
 NO_TORCH = ["L0 words", "L1 text", "L2 worlds", "L3 experience"]
-LIGHT = [*(module for layer in NO_TORCH for module in ORDER[layer]), "recorder", "evaluate"]
+LIGHT = [*(module for layer in NO_TORCH for module in ORDER[layer]), "recorder", "evaluation"]
 ONLY_IN = {"ray": {"engine_ray"}, "vllm": {"sampler_vllm"}}
 FACADE = {"__init__", "__main__"}  # `ragen` itself re-exports; it stands above all layers.
 

@@ -292,7 +292,7 @@ def test_a_player_that_cannot_play_is_the_users_mistake() -> None:
             return None
 
     for player in (RandomPlayer(0), SolverPlayer()):
-        with pytest.raises(RagenError, match="free text|no solver"):
+        with pytest.raises(RagenError, match=r"free text|no solver"):
             asyncio.run(run_groups(PlayerPolicy(player), setup(make=Free), [1], 2, (0, "eval")))
 
 
@@ -317,7 +317,7 @@ def test_players_play_without_tokens() -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("prefilled", [True, False])
 def test_thought_spans_are_exact(template: str, prefilled: bool) -> None:
-    """The span's tokens spell the thought, whatever template and prefill do to the reply's start."""
+    """The span's tokens spell the thought, whatever template and prefill do to its start."""
     chat = Chat(tiny_tokenizer(template))
     how = setup(chat=chat, prefilled=prefilled, turns=4, max_length=4096)
     opened = how.prefill

@@ -1,0 +1,192 @@
+"""Whatever a user gets wrong: one line with the remedy, exit code 2, nothing left behind.
+
+The command runs in a copy of this process (a fork with its own standard streams), so that a hundred
+mistakes cost no hundred interpreters; one of them is made in a real shell.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragen.cli import main
+from ragen.settings import resolve
+from ragen.trainer import train
+from tests.speaker import settings, speaker
+
+ROGUE = Path(__file__).parent / "rogue.py"
+
+
+def ragen(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            os.chdir(cwd)
+            for number, name in ((1, "out"), (2, "err")):
+                handle = os.open(cwd / f".{name}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+                os.dup2(handle, number)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            code = main([str(argument) for argument in arguments])
+            sys.stdout.flush()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    out, err = ((cwd / name).read_text() for name in (".out", ".err"))
+    for name in (".out", ".err"):
+        (cwd / name).unlink()
+    return code, out, err
+
+
+def mistake(cwd: Path, *arguments: str | Path) -> str:
+    """The one line that a mistake brings; nothing is left in its folder."""
+    before = sorted(cwd.rglob("*"))
+    code, out, err = ragen(*arguments, cwd=cwd)
+    assert "Traceback" not in err, err
+    assert code == 2, (code, out, err)
+    lines = [line for line in err.splitlines() if line.startswith("ragen: ")]
+    assert len(lines) == 1 and err.rstrip().endswith(lines[0])
+    assert sorted(cwd.rglob("*")) == before
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["trian", "bandit"], "did you mean 'train'?"),
+        (["train"], "--help"),
+        (["train", "bandti"], "did you mean 'bandit'?"),
+        (["train", "nowhere.toml"], "nowhere.toml"),
+        (["train", "bandit", "--update.lrr", "1"], "did you mean 'update.lr'?"),
+        (["train", "bandit", "--stpes", "1"], "did you mean 'steps'?"),
+        (["train", "bandit", "--steps"], "a whole number ≥ 0"),
+        (["train", "bandit", "--steps", "many"], "a whole number ≥ 0"),
+        (["train", "bandit", "--steps", "-1"], "a whole number ≥ 0"),
+        (["train", "bandit", "--steps", "1.5"], "a whole number ≥ 0"),
+        (["train", "bandit", "--update.lr", "nan"], "update.lr"),
+        (["train", "bandit", "--update", "1"], "set one of update."),
+        (["train", "bandit", "--filter.rule", "best"], "all or top_k"),
+        (["train", "bandit", "--algorithm", "starpo-s/pppo"], "did you mean 'starpo-s/ppo'?"),
+        (["train", "bandit", "--world", "bandti"], "did you mean 'bandit'?"),
+        (["train", "bandit", "--world.params.slip", "1"], "it has name_set"),
+        (["train", "bandit", "--world.params.split", "tset"], "split"),
+        (["train", "bandit", "--world.params.risky_probability", "2.0"], "no probability"),
+        (["train", "bandit", "--rollout.members", "1"], "set rollout.members to 2 or more"),
+        (["train", "bandit", "--rollout.max_tokens", "2000"], "below model.max_length"),
+        (["train", "bandit", "--model", "./no-model"], "no-model"),
+        (["train", "bandit", "--model", "/no/model/here"], "/no/model/here"),
+        (["train", "bandit", "--world", "nowhere.py:World"], "no file nowhere.py"),
+        (["eval", "random", "--world", "bandit", "--episodes", "0"], "≥ 1"),
+        (["eval", "random", "--world", "bandit", "--temperature", "-1"], "≥ 0"),
+        (["eval", "random", "--world", "bandti"], "did you mean 'bandit'?"),
+        (["eval", "./no-run", "--world", "bandit"], "no-run"),
+        (["resume", "no-run"], "no-run"),
+        (["play", "bandti"], "did you mean 'bandit'?"),
+        (["check", "bandti"], "did you mean 'bandit'?"),
+    ],
+    ids=" ".join,
+)
+def test_mistakes(tmp_path: Path, arguments: list[str], remedy: str) -> None:
+    assert remedy in mistake(tmp_path, *arguments)
+
+
+WORLDS = {
+    "import.py": ("import no_such_module_of_mine\n", "no_such_module_of_mine"),
+    "syntax.py": ("def broken(:\n", "invalid syntax"),
+    "value.py": ("raise ValueError('at import')\n", "at import"),
+    "exit.py": ("import sys\nsys.exit(0)\n", "SystemExit"),
+    "empty.py": ("", "no world (subclass of ragen.Env) named 'World'"),
+    "partial.py": ("from ragen.env import Env\nclass World(Env): pass\n", "lacks actions"),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_world_file_that_cannot_be_loaded(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    text, reason = WORLDS[name]
+    (tmp_path / name).write_text(text)
+    for command in (["train", "bandit", "--out", "run", "--world"], ["check"], ["play"]):
+        line = mistake(tmp_path, *command, f"{tmp_path / name}:World")
+        assert reason in line and name in line
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("steps = \n", "not valid TOML"),
+        ("steps = 'three'\n", 'steps = "three" in recipe'),
+        ("[wolrd]\nname = 'bandit'\n", "did you mean"),
+        ("[world]\nname = 'bandti'\n", "did you mean 'bandit'?"),
+        ("algorithm = 7\n", "expected the name of a preset"),
+        ("\udcff", "not UTF-8"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str, remedy: str) -> None:
+    (tmp_path / "mine.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert remedy in mistake(tmp_path, "train", "mine.toml", "--out", "run")
+
+
+def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious").write_text("data")
+    line = mistake(tmp_path, "train", "bandit", "--out", "run", "--model", speaker())
+    assert "give another --out" in line
+    (tmp_path / "file").write_text("")
+    assert "exists already" in mistake(
+        tmp_path, "train", "bandit", "--out", "file", "--model", speaker()
+    )
+    line = mistake(tmp_path, "train", "bandit", "--out", "file/run", "--model", speaker())
+    assert "choose a writable place with --out" in line
+
+
+def test_a_model_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "config.json is missing" in mistake(tmp_path, "train", "bandit", "--model", "empty")
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    assert "cannot load the model" in mistake(tmp_path, "train", "bandit", "--model", "./empty")
+
+
+@pytest.mark.parametrize("misdeed", ["raise", "hang", "nan", "no observation", "raise in init"])
+def test_a_world_that_breaks_in_every_episode(tmp_path: Path, misdeed: str) -> None:
+    values = settings(eval__episodes=2, world__timeout_s=0.05, world__name=f"{ROGUE}:Rogue")
+    keys = [text for key, value in values.items() for text in (f"--{key}", str(value).lower())]
+    keys[keys.index("--model.path") + 1] = str(speaker())
+    keys[keys.index("--world.name") + 1] = f"{ROGUE}:Rogue"
+    keys += ["--world.params.misdeed", misdeed]
+    code, _, err = ragen("train", "bandit", *keys, "--out", "run", cwd=tmp_path)
+    assert code == 2 and "Traceback" not in err, err
+    assert ("failed in every episode" in err) == (misdeed != "raise in init")
+
+
+def test_a_damaged_run(tmp_path: Path) -> None:
+    train(resolve("bandit", settings(steps=0)), tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-0" / "state.json").write_text("{")
+    assert "is damaged" in mistake(tmp_path, "resume", "run")
+    (tmp_path / "run" / "config.toml").write_text("steps = [")
+    assert "not valid TOML" in mistake(tmp_path, "resume", "run")
+    assert "not valid TOML" in mistake(tmp_path, "eval", "run")
+
+
+def test_a_mistake_in_a_real_shell(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ragen.cli", "train", "bandti"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROGUE.parents[1])},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ragen: unknown recipe 'bandti'; did you mean 'bandit'?")
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
