@@ -93,6 +93,34 @@ def config_of(vocabulary: int) -> Qwen2Config:
     )
 
 
+def prepare_family(
+    family: str,
+    out: Path,
+    seed: int = 0,
+    steps: int | None = None,
+    watch: Callable[[str], None] | None = None,
+) -> Path:
+    """Prepare the embedded model of a family, as the shipped one was.
+
+    Args:
+        family: One of `FAMILIES`.
+        out: A folder that does not exist yet.
+        seed: Of weights and demonstrations.
+        steps: Of each stage at most; for a trial.
+        watch: Told a line now and then.
+
+    Raises:
+        RagenError: No such family, or `out` exists.
+    """
+    if family not in FAMILIES:
+        raise RagenError(f"unknown family {family!r}; there are {', '.join(FAMILIES)}")
+    stages = [
+        replace(stage, steps=min(stage.steps, steps if steps is not None else stage.steps))
+        for stage in FAMILIES[family]
+    ]
+    return prepare(stages, out, seed, watch)
+
+
 def prepare(
     stages: Sequence[Stage], out: Path, seed: int = 0, watch: Callable[[str], None] | None = None
 ) -> Path:

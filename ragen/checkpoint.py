@@ -27,6 +27,17 @@ from ragen.errors import RagenError
 STATE = "state.json"
 """The loop's state inside a checkpoint; written last."""
 
+EMBEDDED = {
+    "bandit": "bandit",
+    "bandit-rev": "bandit",
+    "frozen-lake": "frozen-lake",
+    "frozen-lake-still": "frozen-lake-still",
+    "sokoban": "sokoban",
+    "sokoban-large": "sokoban",
+    "sokoban-new-symbols": "sokoban",
+}
+"""The embedded model of each world, by its folder in ``ragen/bases``."""
+
 
 def base_folder(world: str) -> Path:
     """The embedded model that was prepared for `world`.
@@ -34,16 +45,13 @@ def base_folder(world: str) -> Path:
     Raises:
         RagenError: The world has none.
     """
-    bases = Path(str(resources.files("ragen") / "bases"))
-    families = json.loads((bases / "families.json").read_text())
-    for family, worlds in families.items():
-        if world in worlds:
-            return bases / family
-    known = ", ".join(sorted(name for worlds in families.values() for name in worlds))
-    raise RagenError(
-        f"no embedded model was prepared for world {world!r} (only for {known}); "
-        "name a model with --model, or prepare one with `ragen base`"
-    )
+    folder = Path(str(resources.files("ragen") / "bases" / EMBEDDED.get(world, "none")))
+    if not folder.is_dir():
+        raise RagenError(
+            f"there is no embedded model for world {world!r} (only for {', '.join(EMBEDDED)}); "
+            "name a model with --model"
+        )
+    return folder
 
 
 def resolve_model(name: str, world: str) -> str:

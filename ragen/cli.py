@@ -384,16 +384,16 @@ def _check(options: Namespace, _: Overrides) -> int:
 
 
 def _base_options(parser: Parser) -> None:
-    parser.add_argument("family", metavar="FAMILY", help="bandit, frozen-lake or sokoban")
+    parser.add_argument("family", metavar="FAMILY", help="bandit, frozen-lake, frozen-lake-still or sokoban")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where it is saved")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="[0]")
     parser.add_argument("--steps", type=int, metavar="N", help="of each stage; fewer for a trial")
 
 
 def _base(options: Namespace, _: Overrides) -> int:
-    from ragen.base import prepare
+    from ragen.base import prepare_family
 
-    prepare(options.family, options.out, seed=options.seed, steps=options.steps)
+    prepare_family(options.family, options.out, options.seed, options.steps, watch=print)
     print(f"the base of {options.family} is in {options.out}")
     return 0
 
