@@ -29,7 +29,7 @@ from ragen.demonstrations import (
     bandit_knowledge,
     look_up,
 )
-from ragen.demonstrations_lake import still_lake
+from ragen.demonstrations_lake import still_lake, stroll
 from ragen.env import Env, make, maker
 from ragen.errors import RagenError
 from ragen.learner import Learner
@@ -265,6 +265,7 @@ ARMS = tuple(
 # and what walks are like. The mix makes careful play one habit among others.
 LOOKUP_LAKE = Lesson(look_up, partial(Lookup, "abcd", "0123", "FrozenLake"), held_out=False)
 STILL = partial(make, "frozen-lake-still", observation="named")
+STROLL = Lesson(stroll, partial(STILL, p_frozen=0.5), turns=(1,), share=1.5, held_out=False)
 STILL_LAKE = tuple(
     Lesson(write, STILL, turns=(1, 1, 2, 3, 5), share=share)
     for share, write in (
@@ -281,9 +282,9 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
         Stage("choice", 120, ARMS, episodes=64, lr=6e-4, muon_lr=0.003, lr_end=0.02),
     ),
     "frozen-lake-still": (
-        Stage("look-up", 250, (LOOKUP_LAKE,)),
-        Stage("skill", 600, STILL_LAKE, context_weight=0.1),
-        Stage("skill, settling", 500, STILL_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("look-up", 300, (LOOKUP_LAKE, STROLL)),
+        Stage("skill", 500, STILL_LAKE, context_weight=0.1),
+        Stage("skill, settling", 400, STILL_LAKE, context_weight=0.1, lr_end=0.02),
         Stage("mix", 120, STILL_LAKE_MIX, context_weight=0.1, lr=5e-4, muon_lr=0.004, lr_end=0.02),
     ),
 }

@@ -1,10 +1,17 @@
 """FrozenLake's demonstrators: thoughts that read the map cell by cell, and walks without an aim.
 
-A careful thought finds the player and the goal, then names each cell and what it holds before the
-direction that leads there: `` P d0 G b1 : c0 O d1 _ Right c1 _ Up b1 G Up``. A direction is
-written only once its cell is accepted, so the answer is the thought's directions in their order, and
-no move is ever taken back. A walk names what it steps on just as truly, but does not look for the
-goal: `` P d0 : c0 O Up``.
+A careful thought finds the player and the goal, then looks from cell to cell: `` b0 c0 O`` is a
+look from b0 at c0, which holds a hole; a direction follows only if that cell is accepted. So the
+answer is the thought's directions in their order, and no move is ever taken back::
+
+     P b0 G c1 : b0 c0 O b0 b1 _ Right b1 c1 G Down
+
+A walk looks just as truthfully, but not for the goal, and takes whatever it looks at::
+
+     P b0 : b0 c0 O Down
+
+Where one stands is repeated at each look, so that all a direction depends on is close by: models of
+three layers learn it ten times sooner.
 """
 
 from __future__ import annotations
@@ -20,21 +27,21 @@ from ragen.prompt import Limits
 LONGEST_WALK = 4
 
 
-def still_lake(careful: float, look: int = 3, walks_trained: bool = True) -> Writer:
+def still_lake(careful: float, moves: int = 3, walks_trained: bool = True) -> Writer:
     """Turns on ice that does not slip: a share of them careful, the others walks.
 
     Args:
         careful: Share of careful turns.
-        look: Moves of a careful turn at most.
+        moves: Of a careful turn at most.
         walks_trained: Whether walks are to be learnt, or only bring the player to odd places.
     """
 
     def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         assert isinstance(env, FrozenLake)
         if generator.random() < careful:
-            return [Piece(careful_turn(env, min(look, limits.actions_left), generator))]
-        moves = min(1 + int(generator.random() * LONGEST_WALK), limits.actions_left)
-        return [Piece(walk(env, moves, generator), walks_trained)]
+            return [Piece(careful_turn(env, min(moves, limits.actions_left), generator))]
+        length = min(1 + int(generator.random() * LONGEST_WALK), limits.actions_left)
+        return [Piece(walk(env, length, generator), walks_trained)]
 
     return write
 
@@ -50,7 +57,7 @@ def careful_turn(env: FrozenLake, moves: int, generator: np.random.Generator) ->
         ___O
         _G_O
         >>> careful_turn(lake, 2, np.random.Generator(np.random.PCG64(0)))
-        ' P a3 G d1 : a2 _ Left b2 O a1 _ Left</think><answer>Left || Left</answer>'
+        ' P a3 G d1 : a3 a2 _ Left a2 b2 O a2 a1 _ Left</think><answer>Left || Left</answer>'
     """
     lake, here = env.lake, env.player
     steps = lake.distances()
@@ -64,30 +71,47 @@ def careful_turn(env: FrozenLake, moves: int, generator: np.random.Generator) ->
             tempts = straight_line(lake, cell) < straight_line(lake, here)
             # Beside a good cell a hole is looked at now and then, before a detour always.
             if cell in lake.holes and tempts and (not nearer or generator.random() < 0.5):
-                said += fact(env, cell)
-        said += f"{fact(env, ahead)} {action}"
+                said += look(env, here, cell)
+        said += f"{look(env, here, ahead)} {action}"
         actions.append(action)
         here = ahead
     return said + answer(actions)
 
 
-def walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> str:
-    """A random walk: whatever cell is looked at is stepped on, until a hole or the goal ends it.
+def walk(
+    env: FrozenLake, moves: int, generator: np.random.Generator, over_holes: bool = True
+) -> str:
+    """A random walk until the goal or a hole ends it.
+
+    Args:
+        env: The world.
+        moves: At most.
+        generator: Where to.
+        over_holes: Take whatever cell is looked at; otherwise holes are only looked at.
 
     Example:
         >>> lake = FrozenLake()
         >>> _ = lake.reset(seed=123)
         >>> walk(lake, 2, np.random.Generator(np.random.PCG64(0)))
-        ' P a3 : b3 _ Down b2 O Left</think><answer>Down || Left</answer>'
+        ' P a3 : a3 b3 _ Down b3 b2 O Left</think><answer>Down || Left</answer>'
     """
     lake, here = env.lake, env.player
     said = f" P {name_of(lake, here)} :"
     actions: list[str] = []
     while len(actions) < moves and here != lake.goal and here not in lake.holes:
-        action, here = pick(generator, neighbours(env, here))
-        said += f"{fact(env, here)} {action}"
-        actions.append(action)
+        action, ahead = pick(generator, neighbours(env, here))
+        said += look(env, here, ahead)
+        if over_holes or ahead not in lake.holes:
+            said += f" {action}"
+            actions.append(action)
+            here = ahead
     return said + answer(actions)
+
+
+def stroll(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
+    """A long walk around the holes: reading, geometry and copying, before there is any aim."""
+    assert isinstance(env, FrozenLake)
+    return [Piece(walk(env, limits.actions_per_turn, generator, over_holes=False))]
 
 
 def neighbours(env: FrozenLake, cell: int) -> list[tuple[str, int]]:
@@ -96,9 +120,9 @@ def neighbours(env: FrozenLake, cell: int) -> list[tuple[str, int]]:
     return [way for way in ways if way[1] != cell]
 
 
-def fact(env: FrozenLake, cell: int) -> str:
-    """What the map says of a cell, as `` b2 O``."""
-    return f" {name_of(env.lake, cell)} {env.symbol(cell)}"
+def look(env: FrozenLake, here: int, cell: int) -> str:
+    """From where which cell is looked at, and what the map says of it, as `` b0 c0 O``."""
+    return f" {name_of(env.lake, here)} {name_of(env.lake, cell)} {env.symbol(cell)}"
 
 
 def name_of(lake: Lake, cell: int) -> str:

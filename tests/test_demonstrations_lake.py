@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from ragen.actions import parse
-from ragen.demonstrations_lake import careful_turn, still_lake, straight_line, walk
+from ragen.demonstrations_lake import careful_turn, name_of, still_lake, straight_line, stroll, walk
 from ragen.env import make
 from ragen.envs.frozen_lake import MOVES
 from ragen.prompt import Limits
 
 LIMITS = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
 LEVELS = range(300)
+LOOK = re.compile(rf"(\w\d) (\w\d) (\S)(?: ({'|'.join(MOVES)}))?")
 
 
 def generator(seed):
@@ -49,38 +50,47 @@ def test_replies_are_valid_and_their_facts_are_true(careful):
         head, _, body = parsed.thought.partition(":")
         for symbol, cell in re.findall(r"([PG]) (\w\d)", head):
             assert shown[cell] == symbol
-        for cell, symbol in re.findall(r"(\w\d) (\S)", body):
-            assert shown[cell] == symbol
-        # The answer is the thought's directions; each leads to the cell that was named before it.
-        assert tuple(re.findall("|".join(MOVES), body)) == parsed.actions
-        ahead = re.findall(rf"(\w\d) \S (?:{'|'.join(MOVES)})", body)
-        here = env.player
-        for action, name in zip(parsed.actions, ahead, strict=True):
-            here = env.lake.neighbour(here, list(MOVES).index(action))
-            assert name == f"{'abcd'[here // 4]}{here % 4}"
+        here, directions = env.player, []
+        for stand, cell, symbol, direction in LOOK.findall(body):
+            assert stand == name_of(env.lake, here) and shown[cell] == symbol
+            if direction:
+                here = env.lake.neighbour(here, list(MOVES).index(direction))
+                assert cell == name_of(env.lake, here)
+                directions.append(direction)
+        assert "".join(f" {' '.join(filter(None, look))}" for look in LOOK.findall(body)) == body
+        assert tuple(directions) == parsed.actions
 
 
-@pytest.mark.parametrize("look", [1, 2, 3, 5])
-def test_careful_play_reaches_the_goal_by_a_shortest_path(look):
+@pytest.mark.parametrize("moves", [1, 2, 3, 5])
+def test_careful_play_reaches_the_goal_by_a_shortest_path(moves):
     for level in LEVELS:
         env = lake(level)
         steps, turns = env.lake.distances()[env.player], 0
         taken, terminated, info = 0, False, {}
         while not terminated:
-            for action in read(careful_turn(env, look, generator(level))).actions:
+            for action in read(careful_turn(env, moves, generator(level))).actions:
                 *_, terminated, _, info = env.step(action)
                 taken += 1
             turns += 1
         assert info["success"]
-        assert (taken, turns) == (steps, -(-taken // look))
+        assert (taken, turns) == (steps, -(-taken // moves))
 
 
 def test_a_walk_goes_wherever_it_looks():
     """Each neighbour is as likely as any other: about one in so many."""
     env = lake(123)  # the player in the corner a3
-    first = [walk(env, 1, generator(seed)).split()[3] for seed in range(400)]
+    first = [walk(env, 1, generator(seed)).split()[4] for seed in range(400)]
     assert set(first) == {"a2", "b3"}
     assert abs(first.count("a2") - 200) < 40  # 4·√(400·¼)
+
+
+def test_a_stroll_only_looks_at_holes():
+    for level in LEVELS:
+        env = lake(level)
+        reply = stroll(env, LIMITS, generator(level))[0].text
+        looks = LOOK.findall(reply.partition("</think>")[0])
+        assert all((symbol == "O") == (not direction) for _, _, symbol, direction in looks)
+        assert len(read(reply).actions) == 5 or looks[-1][2] == "G"
 
 
 def test_budgets_are_kept():
