@@ -1,10 +1,15 @@
 """The Sokoban demonstrator: one straight push a turn, chosen, walked to and carried out in words.
 
-`` P b1 X c2 O c4 push Right c1 c4 : c1 _ Down c3 _ Right c4 O Right``: where player, box and target
-are; the direction of the push, the cell to stand on before it and the cell where the box shall end;
-then, move by move, the cell that the player (or the pushed box) comes to and what the map shows
-there, before the direction. A cell that is looked at and not taken is followed by another cell
-instead of a direction; so the answer is the thought's directions in their order.
+A careful turn finds player, box and target, then names the push that begins a shortest solution:
+its direction, the cell to stand on before it, the cell where the box shall end. Then it looks from
+cell to cell, `` b1 c1 _`` from b1 at c1, which is floor: where the player goes, or the pushed box.
+A direction follows if the cell is accepted, so the answer is the thought's directions in order::
+
+     P b1 X c2 O c4 push Right c1 c4 : b1 c1 _ Down c2 c3 _ Right c3 c4 O Right
+
+A slip is carried out just as well, but any push will do, and the target is not looked for::
+
+     P b1 X c2 push Right c1 c3 : b1 c1 _ Down c2 c3 _ Right
 """
 
 from __future__ import annotations
@@ -77,23 +82,33 @@ def reach(room: Room, board: Board, start: int) -> dict[int, int]:
     return found
 
 
-def looks(room: Room, board: Board, stand: int) -> list[tuple[int, list[int]]]:
-    """A shortest walk to `stand`: each action, and the cells looked at for it.
+class Way(NamedTuple):
+    """A move of the player or of the box: the action, where from, and the cells looked at for it.
 
-    Cells are looked at in the order of their straight distance to `stand`; the last is taken.
+    The last of these is where it goes.
     """
-    left, cell, walk = reach(room, board, stand), board.player, []
-    while cell != stand:
-        near = sorted(
-            (distance(room, cell + step, stand), action) for action, step in enumerate(room.steps)
+
+    action: int
+    here: int
+    seen: tuple[int, ...]
+
+
+def looks(room: Room, board: Board, stand: int) -> list[Way]:
+    """A shortest walk to `stand`; cells are looked at in the order of their straight distance."""
+    left, here = reach(room, board, stand), board.player
+    walk: list[Way] = []
+    while here != stand:
+        nearest = sorted(
+            range(len(room.steps)),
+            key=lambda action: (distance(room, here + room.steps[action], stand), action),
         )
-        seen = []
-        for _, action in near:
-            seen.append(cell + room.steps[action])
-            if left.get(seen[-1], left[cell]) < left[cell]:
+        seen: list[int] = []
+        for action in nearest:
+            seen.append(here + room.steps[action])
+            if left.get(seen[-1], left[here]) < left[here]:
                 break
-        walk.append((action, seen))
-        cell = seen[-1]
+        walk.append(Way(action, here, tuple(seen)))
+        here = seen[-1]
     return walk
 
 
@@ -111,7 +126,7 @@ def pushes(room: Room, board: Board) -> list[list[Push]]:
         stand = box - step
         if stand not in near:
             continue
-        walk = tuple(taken for taken, _ in looks(room, board, stand))
+        walk = tuple(way.action for way in looks(room, board, stand))
         here, line = Board(stand, board.boxes), list[Push]()
         while here.boxes != room.targets and (after := room.push(here, step)) != here:
             here = after
@@ -133,19 +148,19 @@ def best_push(room: Room, board: Board) -> Push | None:
     )
 
 
-def sokoban_plan(careful: float, learn_slips: bool = True) -> Writer:
-    """Chooses the push that begins a shortest solution, or any; walks and pushes without a mistake.
+def sokoban_plan(careful: float, slips_trained: bool = True) -> Writer:
+    """Turns of one straight push: a share of them careful, the others slips.
 
     Args:
-        careful: Share of turns with the best push; in the others, and where all is lost, it is any.
-        learn_slips: Whether the choice of any push is to be learnt.
+        careful: Share of careful turns. Where all is lost, every turn is a slip.
+        slips_trained: Whether the choice of a slip is to be learnt, or only leads to odd boards.
     """
 
     def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         assert isinstance(env, Sokoban)
         room, board = env.room, env.board
         push = best_push(room, board) if generator.random() < careful else None
-        learnt = push is not None or learn_slips
+        is_careful = push is not None
         if push is None:
             options = pushes(room, board)
             if not options:
@@ -156,18 +171,24 @@ def sokoban_plan(careful: float, learn_slips: bool = True) -> Writer:
             return cell_name(*divmod(cell, room.cols))
 
         box, target = board.boxes.bit_length() - 1, room.targets.bit_length() - 1
-        ways = looks(room, board, push.stand)
         step = room.steps[push.action]
-        ways += [(push.action, [box + step * (1 + index)]) for index in range(push.length)]
+        ways = looks(room, board, push.stand)
+        ways += [
+            Way(push.action, box + step * index, (box + step * (index + 1),))
+            for index in range(push.length)
+        ]
         ways = ways[: min(limits.actions_per_turn, limits.actions_left)]
         said = "".join(
-            "".join(f" {name(cell)} {env.symbol(cell)}" for cell in seen) + f" {ACTIONS[action]}"
-            for action, seen in ways
+            "".join(f" {name(way.here)} {name(cell)} {env.symbol(cell)}" for cell in way.seen)
+            + f" {ACTIONS[way.action]}"
+            for way in ways
         )
+        found = f" O {name(target)}" if is_careful else ""
+        choice = f" push {ACTIONS[push.action]} {name(push.stand)} {name(push.end)}"
         return [
-            Piece(f" P {name(board.player)} X {name(box)} O {name(target)} push"),
-            Piece(f" {ACTIONS[push.action]} {name(push.stand)} {name(push.end)}", trained=learnt),
-            Piece(f" :{said}{answer([ACTIONS[action] for action, _ in ways])}"),
+            Piece(f" P {name(board.player)} X {name(box)}"),
+            Piece(found + choice, trained=is_careful or slips_trained),
+            Piece(f" :{said}{answer([ACTIONS[way.action] for way in ways])}"),
         ]
 
     return write

@@ -60,7 +60,7 @@ CORRIDOR = placed(["######", "#P___#", "#_X_O#", "#____#", "#____#", "######"])
 def test_golden() -> None:
     # The player walks one cell down, behind the box, and pushes it over c3 onto c4.
     assert text(written(CORRIDOR)) == (
-        " P b1 X c2 O c4 push Right c1 c4 : c1 _ Down c3 _ Right c4 O Right"
+        " P b1 X c2 O c4 push Right c1 c4 : b1 c1 _ Down c2 c3 _ Right c3 c4 O Right"
         "</think><answer>Down || Right || Right</answer>"
     )
 
@@ -68,12 +68,12 @@ def test_golden() -> None:
 def test_cells_that_are_not_taken_are_looked_at() -> None:
     # From b2, c2 is as near to the stand c1 as b1 is, and is looked at first; it holds the box.
     env = placed(["######", "#_P__#", "#_X_O#", "#____#", "#____#", "######"])
-    assert " : c2 X b1 _ Left c1 _ Down c3 _" in text(written(env))
+    assert " : b2 c2 X b2 b1 _ Left b1 c1 _ Down c2 c3 _" in text(written(env))
 
 
 def test_a_turn_ends_at_its_limits_and_the_next_goes_on() -> None:
     reply = text(written(CORRIDOR, limits=Limits(1, 5, 2, 5)))
-    assert reply.endswith(": c1 _ Down c3 _ Right</think><answer>Down || Right</answer>")
+    assert reply.endswith(": b1 c1 _ Down c2 c3 _ Right</think><answer>Down || Right</answer>")
 
 
 def test_distances_are_those_of_shortest_solutions() -> None:
@@ -89,18 +89,22 @@ def test_distances_are_those_of_shortest_solutions() -> None:
 
 
 def test_pushes_are_straight_and_stop_on_the_target() -> None:
-    # Right to c3 or c4, where the world ends; Down to d2 or e2; from the right, Left to c1; Up to b2.
+    # Right to c3 or c4, where the world ends; Down to d2 or e2; Left to c1; Up to b2.
     lines = pushes(CORRIDOR.room, CORRIDOR.board)
     ends = {ACTIONS[line[0].action]: [cell_name(*divmod(p.end, 6)) for p in line] for line in lines}
     assert ends == {"Up": ["b2"], "Down": ["d2", "e2"], "Left": ["c1"], "Right": ["c3", "c4"]}
 
 
-def test_a_lost_board_gets_any_push_which_is_not_learnt_unless_asked() -> None:
-    env = placed(["######", "#X_P_#", "#__O_#", "#____#", "#____#", "######"])
-    env.set_state(env.get_state() | {"player": 9})
+def test_where_no_push_is_left_any_action_is_taken_and_not_learnt() -> None:
+    env = placed(["######", "#XP__#", "#__O_#", "#____#", "#____#", "######"])  # in a corner
     assert best_push(env.room, env.board) is None
-    # In the corner b1 the box cannot be pushed at all: any action, none of it to be learnt.
     assert [piece.trained for piece in written(env)] == [False]
+
+
+def test_a_lost_board_gets_a_slip() -> None:
+    env = placed(["######", "#_X__#", "#P___#", "#____#", "#__O_#", "######"])  # at the upper wall
+    assert best_push(env.room, env.board) is None
+    assert text(written(env)).startswith(" P c1 X b2 push ")
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -114,7 +118,7 @@ def test_careful_play_is_best_play(number: int) -> None:
             "<think>" + text(written(env)), think=True, actions=ACTIONS, max_actions=5
         ).actions
         played += len(actions)
-        if any([env.step(action)[2] for action in actions]):
+        if any(env.step(action)[2] for action in actions):
             break
     assert played == len(best)
 
@@ -135,11 +139,14 @@ def test_replies_are_valid_true_and_deterministic(
     head, _, steps = (parsed.thought or "").partition(" : ")
     shown = {cell_name(*divmod(cell, 6)): env.symbol(cell) for cell in range(36)}
     words = steps.split()
-    named = [index for index, word in enumerate(words) if word in shown]
-    assert all(words[index + 1] == shown[words[index]] for index in named)
+    seen = [index for index, word in enumerate(words) if word not in shown and word not in ACTIONS]
+    assert all(words[index] == shown[words[index - 1]] for index in seen)
     assert tuple(word for word in words if word in ACTIONS) == parsed.actions
-    _, player, _, box, _, target, _, direction, _, end = head.split()
-    assert [shown[player], shown[box], shown[target]] == ["P", "X", "O"]
+    places, _, choice = head.partition(" push ")
+    facts = places.split()
+    assert facts[::2] == (["P", "X", "O"] if careful else ["P", "X"])
+    assert [shown[cell] for cell in facts[1::2]] == facts[::2]
+    direction, _, end = choice.split()
     for action in parsed.actions:
         assert env.step(action)[4]["effective"]  # nobody walks into a wall
     if parsed.actions[-1] == direction and len(parsed.actions) < min(5, actions_left):
@@ -150,5 +157,5 @@ def test_replies_are_valid_true_and_deterministic(
 def test_slips_are_hidden_where_they_shall_not_be_learnt() -> None:
     env = level(0)
     generator = np.random.Generator(np.random.PCG64(0))
-    reply = sokoban_plan(0.0, learn_slips=False)(env, FULL, generator)
+    reply = sokoban_plan(0.0, slips_trained=False)(env, FULL, generator)
     assert [piece.trained for piece in reply] == [True, False, True]
