@@ -16,6 +16,9 @@ three layers learn it ten times sooner.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from ragen.demonstrations import Piece, Reply, Writer, answer
@@ -27,6 +30,23 @@ from ragen.prompt import Limits
 LONGEST_WALK = 4
 
 
+Turn = Callable[[FrozenLake, Limits, np.random.Generator], str]
+"""Writes a careful turn."""
+
+
+def turns_of(careful: float, turn: Turn, walks_trained: bool) -> Writer:
+    """A share of careful turns, the others walks."""
+
+    def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
+        assert isinstance(env, FrozenLake)
+        if generator.random() < careful:
+            return [Piece(turn(env, limits, generator))]
+        length = min(1 + int(generator.random() * LONGEST_WALK), limits.actions_left)
+        return [Piece(walk(env, length, generator), walks_trained)]
+
+    return write
+
+
 def still_lake(careful: float, moves: int = 3, walks_trained: bool = True) -> Writer:
     """Turns on ice that does not slip: a share of them careful, the others walks.
 
@@ -35,18 +55,12 @@ def still_lake(careful: float, moves: int = 3, walks_trained: bool = True) -> Wr
         moves: Of a careful turn at most.
         walks_trained: Whether walks are to be learnt, or only bring the player to odd places.
     """
-
-    def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-        assert isinstance(env, FrozenLake)
-        if generator.random() < careful:
-            return [Piece(careful_turn(env, min(moves, limits.actions_left), generator))]
-        length = min(1 + int(generator.random() * LONGEST_WALK), limits.actions_left)
-        return [Piece(walk(env, length, generator), walks_trained)]
-
-    return write
+    return turns_of(careful, partial(careful_turn, moves=moves), walks_trained)
 
 
-def careful_turn(env: FrozenLake, moves: int, generator: np.random.Generator) -> str:
+def careful_turn(
+    env: FrozenLake, limits: Limits, generator: np.random.Generator, moves: int
+) -> str:
     """Up to `moves` moves along a shortest path; holes that tempt on the way are looked at first.
 
     Example:
@@ -56,14 +70,15 @@ def careful_turn(env: FrozenLake, moves: int, generator: np.random.Generator) ->
         __O_
         ___O
         _G_O
-        >>> careful_turn(lake, 2, np.random.Generator(np.random.PCG64(0)))
+        >>> generator = np.random.Generator(np.random.PCG64(0))
+        >>> careful_turn(lake, Limits(1, 5, 10, 5), generator, moves=2)
         ' P a3 G d1 : a3 a2 _ Left a2 b2 O a2 a1 _ Left</think><answer>Left || Left</answer>'
     """
     lake, here = env.lake, env.player
     steps = lake.distances()
     said = f" P {name_of(lake, here)} G {name_of(lake, lake.goal)} :"
     actions: list[str] = []
-    while len(actions) < moves and here != lake.goal:
+    while len(actions) < min(moves, limits.actions_left) and here != lake.goal:
         ways = neighbours(env, here)
         action, ahead = pick(generator, [way for way in ways if steps[way[1]] < steps[here]])
         nearer = straight_line(lake, ahead) < straight_line(lake, here)
@@ -75,6 +90,40 @@ def careful_turn(env: FrozenLake, moves: int, generator: np.random.Generator) ->
         said += f"{look(env, here, ahead)} {action}"
         actions.append(action)
         here = ahead
+    return said + answer(actions)
+
+
+def slippery_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Writer:
+    """Turns on ice that slips: a share of them the best player's, the others walks.
+
+    Args:
+        careful: Share of turns of the best player.
+        moves: Of such a turn at most: after each slip that is seen, play can be better.
+        walks_trained: Whether walks are to be learnt.
+    """
+    return turns_of(careful, partial(slippery_turn, moves=moves), walks_trained)
+
+
+def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator, moves: int) -> str:
+    """The best plan of up to `moves` moves; before each, a look at all that a slip may reach.
+
+    Example:
+        >>> lake = FrozenLake()
+        >>> print(lake.reset(seed=123)[0])
+        ___P
+        __O_
+        ___O
+        _G_O
+        >>> generator = np.random.Generator(np.random.PCG64(0))
+        >>> slippery_turn(lake, Limits(1, 5, 10, 5), generator, moves=1)
+        ' P a3 G d1 : a3 a2 _ a3 b3 _ Down</think><answer>Down</answer>'
+    """
+    lake, here = env.lake, env.player
+    actions = env.solve(limits.turns_left, limits.actions_left, min(moves, limits.actions_per_turn))
+    said = f" P {name_of(lake, here)} G {name_of(lake, lake.goal)} :"
+    for action in actions:
+        said += "".join(look(env, here, cell) for _, cell in neighbours(env, here)) + f" {action}"
+        here = lake.neighbour(here, env.action_index(action))
     return said + answer(actions)
 
 

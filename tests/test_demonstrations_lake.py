@@ -68,7 +68,7 @@ def test_careful_play_reaches_the_goal_by_a_shortest_path(moves):
         steps, turns = env.lake.distances()[env.player], 0
         taken, terminated, info = 0, False, {}
         while not terminated:
-            for action in read(careful_turn(env, moves, generator(level))).actions:
+            for action in read(careful_turn(env, LIMITS, generator(level), moves)).actions:
                 *_, terminated, _, info = env.step(action)
                 taken += 1
             turns += 1
