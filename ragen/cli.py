@@ -227,6 +227,8 @@ def _show_result(console: Console, result: Result) -> None:
     ]
     if rows:
         _show_evaluations(console, rows)
+    for sign in result.signs:
+        console.print(f"sign of the Echo Trap: {sign}", markup=False, highlight=False)
     for line in (
         f"\n{result.seconds:.0f} s; everything is in {result.run}",
         f"watch it play:  ragen play {result.world} --player {result.run}",

@@ -150,6 +150,14 @@ Series = Mapping[int, float]
 
 SignName = Literal["early_gain", "thoughts_repeat", "std_before_reward", "gradient_spike"]
 
+SIGNS: dict[SignName, str] = {
+    "early_gain": "an early gain that is lost again",
+    "thoughts_repeat": "thoughts repeat each other",
+    "std_before_reward": "reward std falls before the reward does",
+    "gradient_spike": "a spike of the gradient norm",
+}
+"""What each sign says."""
+
 WINDOW = 5
 """Steps of the baseline at the start, and of the trailing mean that is compared with it."""
 
@@ -159,14 +167,18 @@ class Sign:
     """One published sign of collapse: the step where it showed, the number there, and its baseline.
 
     Example:
-        >>> Sign("thoughts_repeat", 21, 0.11, 0.64).name
-        'thoughts_repeat'
+        >>> print(Sign("thoughts_repeat", 21, 0.11, 0.64))
+        thoughts repeat each other, step 21: 0.11 (was 0.64)
     """
 
     name: SignName
     step: int
     value: float
     baseline: float
+
+    def __str__(self) -> str:
+        """In words."""
+        return f"{SIGNS[self.name]}, step {self.step}: {self.value:.3g} (was {self.baseline:.3g})"
 
 
 def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:

@@ -414,15 +414,33 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
+    rows = _read(folder, "SELECT attempt, step, record FROM evaluations ORDER BY id")
+    return [{**json.loads(record), "attempt": a, "step": step} for a, step, record in rows]
+
+
+def read_metrics(folder: Path) -> dict[str, dict[int, float]]:
+    """A run's metrics: name, then step, to value. Of several attempts at a step the last counts.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for step, name, value in _read(
+        folder, "SELECT step, name, value FROM metrics ORDER BY attempt, step"
+    ):
+        if value is not None:
+            found.setdefault(name, {})[step] = value
+    return found
+
+
+def _read(folder: Path, query: str) -> list[tuple[Any, ...]]:
     if not (folder / DATABASE).is_file():
         raise RagenError(f"{folder} is no run folder ({DATABASE} is missing)")
-    query = "SELECT attempt, step, record FROM evaluations ORDER BY id"
     try:
         with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection:
-            rows = connection.execute(query).fetchall()
+            return connection.execute(query).fetchall()
     except sqlite3.DatabaseError as error:
         raise RagenError(f"{folder / DATABASE} cannot be read: {error}") from None
-    return [{**json.loads(record), "attempt": a, "step": step} for a, step, record in rows]
 
 
 def _connect(database: Path) -> sqlite3.Connection:

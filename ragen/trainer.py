@@ -25,7 +25,7 @@ from ragen.checkpoint import (
 )
 from ragen.config import Config
 from ragen.credit import credit
-from ragen.diagnostics import explained_variance, summarize
+from ragen.diagnostics import Sign, echo_trap_signs, explained_variance, summarize
 from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
@@ -33,7 +33,7 @@ from ragen.evaluation import Evaluation, evaluate_policy, refuse_all_failed
 from ragen.filters import select
 from ragen.metrics import Metrics, last, merge, total, values
 from ragen.progress import Watcher
-from ragen.recorder import CONFIG, Recorder, new_run_folder, read_evaluations
+from ragen.recorder import CONFIG, Recorder, new_run_folder, read_evaluations, read_metrics
 from ragen.rollout import Setup, run_groups, setup_of
 from ragen.samples import to_samples, trainable
 from ragen.seeding import derive, train_level
@@ -45,7 +45,9 @@ from ragen.types import Episode, Group
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished run: its folder, and its evaluations before and after, sampled and greedy."""
+    """A finished run: its folder, its evaluations before and after, sampled and greedy, and the
+    signs of the Echo Trap that it shows.
+    """
 
     run: Path
     world: str
@@ -54,6 +56,7 @@ class Result:
     before_greedy: Evaluation | None
     after_greedy: Evaluation | None
     seconds: float
+    signs: tuple[Sign, ...] = ()
 
 
 @dataclass(slots=True)
@@ -417,4 +420,5 @@ def result(run: Run) -> Result:
         before_greedy=found.get((0, 0.0)),
         after_greedy=found.get((steps, 0.0)),
         seconds=run.state.seconds,
+        signs=tuple(echo_trap_signs(read_metrics(run.folder))),
     )
