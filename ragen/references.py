@@ -31,6 +31,10 @@ VERSION = 1
 """Raised when what is computed here changes; the worlds' own sources are part of the key."""
 
 
+CALL_S = 60.0
+"""Seconds that one level's exact answer, or one episode, may take before the world is given up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What an episode may take.
@@ -87,7 +91,7 @@ def reference(
     known = _read(path)
     if known is None:
         try:
-            with boundary("its references"), closing(build() if build else env) as played:
+            with closing(build() if build else env) as played:
                 known = compute(played, budget, levels, draws=draws)
         except WorldError as error:
             raise RagenError(
@@ -116,8 +120,9 @@ def compute(env: Env, budget: Budget, levels: Sequence[int], *, draws: int = 64)
 
 def level_reference(env: Env, budget: Budget, level: int, draws: int) -> Reference:
     """Random and best play on one level: the world's exact answer, else sampled."""
-    env.reset(seed=level, options={"noise_seed": 0})
-    exact = env.reference(budget.turns, budget.actions_per_turn, budget.actions)
+    with boundary("a level's reference", CALL_S):
+        env.reset(seed=level, options={"noise_seed": 0})
+        exact = env.reference(budget.turns, budget.actions_per_turn, budget.actions)
     return exact if exact is not None else sample(env, budget, level, draws)
 
 
@@ -131,9 +136,11 @@ def sample(env: Env, budget: Budget, level: int, draws: int) -> Reference:
     if env.actions is not None:
         player = RandomPlayer(derive(0, "reference", level))
         random = [_play(env, player, budget, level, draw) for draw in range(draws)]
-    env.reset(seed=level, options={"noise_seed": 0})
+    with boundary("solve", CALL_S):
+        env.reset(seed=level, options={"noise_seed": 0})
+        plan = env.solve(budget.turns, budget.actions, budget.actions_per_turn)
     best: list[tuple[bool, float]] = []
-    if env.solve(budget.turns, budget.actions, budget.actions_per_turn) is not None:
+    if plan is not None:
         best = [_play(env, SolverPlayer(), budget, level, draw) for draw in range(draws)]
     return Reference(
         random=statistics.fmean(success for success, _ in random),
@@ -146,6 +153,11 @@ def sample(env: Env, budget: Budget, level: int, draws: int) -> Reference:
 
 def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tuple[bool, float]:
     """One episode: success and return."""
+    with boundary("an episode of its references", CALL_S):
+        return _play_on(env, player, budget, level, draw)
+
+
+def _play_on(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tuple[bool, float]:
     env.reset(seed=level, options={"noise_seed": derive(0, "reference noise", level, draw)})
     total, actions_left = 0.0, budget.actions
     for turns_left in range(budget.turns, 0, -1):

@@ -156,8 +156,14 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
     assert "cannot load the model" in mistake(tmp_path, "train", "bandit", "--model", "./empty")
 
 
-@pytest.mark.parametrize("misdeed", ["raise", "hang", "nan", "no observation", "raise in init"])
+@pytest.mark.parametrize("misdeed", ["raise in reset", "hang in reset", "no observation"])
 def test_a_world_that_breaks_in_every_episode(tmp_path: Path, misdeed: str) -> None:
+    line = mistake(
+        tmp_path,
+        *("eval", "random", "--world", f"{ROGUE}:Rogue", "--world.params.misdeed", misdeed),
+        *("--episodes", "2", "--world.timeout_s", "0.05"),
+    )
+    assert "failed in every episode" in line and "ragen check" in line
     values = settings(eval__episodes=2, world__timeout_s=0.05, world__name=f"{ROGUE}:Rogue")
     keys = [text for key, value in values.items() for text in (f"--{key}", str(value).lower())]
     keys[keys.index("--model.path") + 1] = str(speaker())
@@ -165,7 +171,13 @@ def test_a_world_that_breaks_in_every_episode(tmp_path: Path, misdeed: str) -> N
     keys += ["--world.params.misdeed", misdeed]
     code, _, err = ragen("train", "bandit", *keys, "--out", "run", cwd=tmp_path)
     assert code == 2 and "Traceback" not in err, err
-    assert ("failed in every episode" in err) == (misdeed != "raise in init")
+    assert "failed in every episode" in err.splitlines()[-1]
+
+
+def test_a_world_that_cannot_be_made(tmp_path: Path) -> None:
+    world = ("--world", f"{ROGUE}:Rogue", "--world.params.misdeed", "raise in init")
+    assert "cannot be made: KeyError" in mistake(tmp_path, "train", "bandit", *world)
+    assert "cannot be made: KeyError" in mistake(tmp_path, "eval", "random", *world)
 
 
 def test_a_damaged_run(tmp_path: Path) -> None:

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from ragen import references
+from ragen.boundary import WorldError
+from ragen.env import make
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation, config_for, evaluate_policy, evaluate_target, play_target
 from ragen.policy import ScriptedPolicy
+from ragen.references import Budget
 from ragen.rollout import setup_of
 from ragen.seeding import EVAL_LEVELS
 from ragen.settings import resolve
@@ -97,6 +101,12 @@ def test_a_world_that_fails_now_and_then_has_no_references() -> None:
     ) as caught:
         evaluate_target("random", values, episodes=4)
     assert "\n" not in str(caught.value)
+
+
+def test_references_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(references, "CALL_S", 0.05)
+    with pytest.raises(WorldError, match=r"longer than 0\.05 s in an episode"):
+        references.compute(make(ROGUE, misdeed="hang"), Budget(2, 2, 4), [1], draws=1)
 
 
 def test_failed_episodes_count_as_no_success() -> None:
