@@ -1,17 +1,17 @@
-"""FrozenLake's demonstrators: thoughts that read the map cell by cell, and walks without an aim.
+"""FrozenLake's demonstrators: thoughts that read the map, and walks without an aim.
 
-A careful thought finds the player and the goal, then looks from cell to cell: `` b0 c0 O`` is a
-look from b0 at c0, which holds a hole; a direction follows only if that cell is accepted. So the
-answer is the thought's directions in their order, and no move is ever taken back::
+A careful thought finds the player and the goal; before each move it looks at every cell around
+(`` b0 a0 O``: from b0 at a0, which holds a hole), and only then says where to go::
 
-     P b0 G c1 : b0 c0 O b0 b1 _ Right b1 c1 G Down
+     P b0 G c1 : b0 c0 O b0 b1 _ b0 a0 _ Right b1 b0 P b1 c1 G b1 b2 _ b1 a1 O Down
 
-A walk looks just as truthfully, but not for the goal, and takes whatever it looks at::
+So the answer is the thought's directions in their order, and no move is ever taken back. A walk
+looks just as truthfully, but not for the goal, and takes whatever it looks at::
 
      P b0 : b0 c0 O Down
 
 Where one stands is repeated at each look, so that all a direction depends on is close by: models of
-three layers learn it ten times sooner.
+three layers learn it several times sooner.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ragen.envs.grid import cell_name
 from ragen.prompt import Limits
 
 LONGEST_WALK = 4
+STROLL = 3
 
 
 Turn = Callable[[FrozenLake, Limits, np.random.Generator], str]
@@ -47,7 +48,7 @@ def turns_of(careful: float, turn: Turn, walks_trained: bool) -> Writer:
     return write
 
 
-def still_lake(careful: float, moves: int = 3, walks_trained: bool = True) -> Writer:
+def still_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Writer:
     """Turns on ice that does not slip: a share of them careful, the others walks.
 
     Args:
@@ -61,7 +62,7 @@ def still_lake(careful: float, moves: int = 3, walks_trained: bool = True) -> Wr
 def careful_turn(
     env: FrozenLake, limits: Limits, generator: np.random.Generator, moves: int
 ) -> str:
-    """Up to `moves` moves along a shortest path; holes that tempt on the way are looked at first.
+    """Up to `moves` moves along a shortest path.
 
     Example:
         >>> lake = FrozenLake(success_probability=1.0)
@@ -71,72 +72,37 @@ def careful_turn(
         ___O
         _G_O
         >>> generator = np.random.Generator(np.random.PCG64(0))
-        >>> careful_turn(lake, Limits(1, 5, 10, 5), generator, moves=2)
-        ' P a3 G d1 : a3 a2 _ Left a2 b2 O a2 a1 _ Left</think><answer>Left || Left</answer>'
+        >>> careful_turn(lake, Limits(1, 5, 10, 5), generator, moves=1)
+        ' P a3 G d1 : a3 a2 _ a3 b3 _ Left</think><answer>Left</answer>'
     """
     lake, here = env.lake, env.player
     steps = lake.distances()
-    said = f" P {name_of(lake, here)} G {name_of(lake, lake.goal)} :"
-    actions: list[str] = []
-    while len(actions) < min(moves, limits.actions_left) and here != lake.goal:
-        ways = neighbours(env, here)
-        action, ahead = pick(generator, [way for way in ways if steps[way[1]] < steps[here]])
-        nearer = straight_line(lake, ahead) < straight_line(lake, here)
-        for _, cell in ways:
-            tempts = straight_line(lake, cell) < straight_line(lake, here)
-            # Beside a good cell a hole is looked at now and then, before a detour always.
-            if cell in lake.holes and tempts and (not nearer or generator.random() < 0.5):
-                said += look(env, here, cell)
-        said += f"{look(env, here, ahead)} {action}"
-        actions.append(action)
-        here = ahead
-    return said + answer(actions)
-
-
-def slippery_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Writer:
-    """Turns on ice that slips: a share of them the best player's, the others walks.
-
-    Args:
-        careful: Share of turns of the best player.
-        moves: Of such a turn at most: after each slip that is seen, play can be better.
-        walks_trained: Whether walks are to be learnt.
-    """
-    return turns_of(careful, partial(slippery_turn, moves=moves), walks_trained)
+    plan: list[str] = []
+    while len(plan) < min(moves, limits.actions_left) and here != lake.goal:
+        nearer = [way for way in neighbours(env, here) if steps[way[1]] < steps[here]]
+        action, here = pick(generator, nearer)
+        plan.append(action)
+    return looking_round(env, plan)
 
 
 def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator, moves: int) -> str:
-    """The best plan of up to `moves` moves; before each, a look at all that a slip may reach.
+    """The best player's plan of up to `moves` moves."""
+    per_turn = min(moves, limits.actions_per_turn)
+    return looking_round(env, env.solve(limits.turns_left, limits.actions_left, per_turn))
 
-    Example:
-        >>> lake = FrozenLake()
-        >>> print(lake.reset(seed=123)[0])
-        ___P
-        __O_
-        ___O
-        _G_O
-        >>> generator = np.random.Generator(np.random.PCG64(0))
-        >>> slippery_turn(lake, Limits(1, 5, 10, 5), generator, moves=1)
-        ' P a3 G d1 : a3 a2 _ a3 b3 _ Down</think><answer>Down</answer>'
-    """
+
+def looking_round(env: FrozenLake, plan: list[str]) -> str:
+    """A plan in words: before each move, a look at every cell around, where a slip may lead too."""
     lake, here = env.lake, env.player
-    actions = env.solve(limits.turns_left, limits.actions_left, min(moves, limits.actions_per_turn))
     said = f" P {name_of(lake, here)} G {name_of(lake, lake.goal)} :"
-    for action in actions:
+    for action in plan:
         said += "".join(look(env, here, cell) for _, cell in neighbours(env, here)) + f" {action}"
         here = lake.neighbour(here, env.action_index(action))
-    return said + answer(actions)
+    return said + answer(plan)
 
 
-def walk(
-    env: FrozenLake, moves: int, generator: np.random.Generator, over_holes: bool = True
-) -> str:
-    """A random walk until the goal or a hole ends it.
-
-    Args:
-        env: The world.
-        moves: At most.
-        generator: Where to.
-        over_holes: Take whatever cell is looked at; otherwise holes are only looked at.
+def walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> str:
+    """A random walk until the goal or a hole ends it; it looks only where it goes.
 
     Example:
         >>> lake = FrozenLake()
@@ -146,21 +112,25 @@ def walk(
     """
     lake, here = env.lake, env.player
     said = f" P {name_of(lake, here)} :"
-    actions: list[str] = []
-    while len(actions) < moves and here != lake.goal and here not in lake.holes:
+    plan: list[str] = []
+    while len(plan) < moves and here != lake.goal and here not in lake.holes:
         action, ahead = pick(generator, neighbours(env, here))
-        said += look(env, here, ahead)
-        if over_holes or ahead not in lake.holes:
-            said += f" {action}"
-            actions.append(action)
-            here = ahead
-    return said + answer(actions)
+        said += f"{look(env, here, ahead)} {action}"
+        plan.append(action)
+        here = ahead
+    return said + answer(plan)
 
 
 def stroll(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-    """A long walk around the holes: reading, geometry and copying, before there is any aim."""
+    """Looks round and goes anywhere but into a hole: reading, geometry, copying, without an aim."""
     assert isinstance(env, FrozenLake)
-    return [Piece(walk(env, limits.actions_per_turn, generator, over_holes=False))]
+    lake, here = env.lake, env.player
+    plan: list[str] = []
+    while len(plan) < STROLL and here != lake.goal:
+        dry = [way for way in neighbours(env, here) if way[1] not in lake.holes]
+        action, here = pick(generator, dry)
+        plan.append(action)
+    return [Piece(looking_round(env, plan))]
 
 
 def neighbours(env: FrozenLake, cell: int) -> list[tuple[str, int]]:
@@ -183,3 +153,11 @@ def straight_line(lake: Lake, cell: int) -> int:
     """Steps from a cell to the goal if there were no holes."""
     (row, col), (goal_row, goal_col) = divmod(cell, lake.size), divmod(lake.goal, lake.size)
     return abs(row - goal_row) + abs(col - goal_col)
+
+
+def winding(env: Env) -> bool:
+    """Whether a level is one of the harder: four steps or more, or a detour around holes."""
+    assert isinstance(env, FrozenLake)
+    lake = env.lake
+    steps = lake.distances()[lake.start]
+    return steps >= 4 or steps > straight_line(lake, lake.start)

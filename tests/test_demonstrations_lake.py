@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from ragen.actions import parse
-from ragen.demonstrations_lake import careful_turn, name_of, still_lake, straight_line, stroll, walk
+from ragen.demonstrations_lake import (
+    careful_turn,
+    name_of,
+    neighbours,
+    slippery_turn,
+    still_lake,
+    straight_line,
+    stroll,
+    walk,
+    winding,
+)
 from ragen.env import make
 from ragen.envs.frozen_lake import MOVES
 from ragen.prompt import Limits
@@ -53,10 +63,12 @@ def test_replies_are_valid_and_their_facts_are_true(careful):
         here, directions = env.player, []
         for stand, cell, symbol, direction in LOOK.findall(body):
             assert stand == name_of(env.lake, here) and shown[cell] == symbol
+            around = [name_of(env.lake, near) for _, near in neighbours(env, here)]
+            assert cell in around
             if direction:
                 here = env.lake.neighbour(here, list(MOVES).index(direction))
-                assert cell == name_of(env.lake, here)
                 directions.append(direction)
+                assert careful or cell == name_of(env.lake, here)
         assert "".join(f" {' '.join(filter(None, look))}" for look in LOOK.findall(body)) == body
         assert tuple(directions) == parsed.actions
 
@@ -76,6 +88,14 @@ def test_careful_play_reaches_the_goal_by_a_shortest_path(moves):
         assert (taken, turns) == (steps, -(-taken // moves))
 
 
+def test_on_slippery_ice_the_best_player_writes():
+    env = make("frozen-lake", observation="named")
+    for level in range(20):
+        env.reset(seed=level)
+        reply = slippery_turn(env, LIMITS, generator(0), moves=2)
+        assert list(read(reply).actions) == env.solve(5, 10, 2)
+
+
 def test_a_walk_goes_wherever_it_looks():
     """Each neighbour is as likely as any other: about one in so many."""
     env = lake(123)  # the player in the corner a3
@@ -84,13 +104,13 @@ def test_a_walk_goes_wherever_it_looks():
     assert abs(first.count("a2") - 200) < 40  # 4·√(400·¼)
 
 
-def test_a_stroll_only_looks_at_holes():
+def test_a_stroll_never_enters_a_hole():
     for level in LEVELS:
         env = lake(level)
-        reply = stroll(env, LIMITS, generator(level))[0].text
-        looks = LOOK.findall(reply.partition("</think>")[0])
-        assert all((symbol == "O") == (not direction) for _, _, symbol, direction in looks)
-        assert len(read(reply).actions) == 5 or looks[-1][2] == "G"
+        parsed = read(stroll(env, LIMITS, generator(level))[0].text)
+        assert parsed.valid
+        outcomes = [env.step(action) for action in parsed.actions]
+        assert all(outcome[4]["success"] == outcome[2] for outcome in outcomes)
 
 
 def test_budgets_are_kept():
@@ -121,3 +141,10 @@ def test_only_walks_are_kept_from_being_learnt():
 def test_straight_line():
     env = lake(123)
     assert straight_line(env.lake, env.player) == 5  # from a3 to d1: three rows and two columns
+
+
+def test_winding_levels_are_the_far_ones_and_those_with_a_detour():
+    assert winding(lake(123))  # five steps
+    far = [lake(level) for level in LEVELS if winding(lake(level))]
+    assert all(env.lake.distances()[env.player] >= 3 for env in far)
+    assert 0.2 < len(far) / len(LEVELS) < 0.4
