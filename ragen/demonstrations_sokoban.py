@@ -15,6 +15,7 @@ A slip is carried out just as well, but any push will do, and the target is not 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -66,6 +67,24 @@ def distances(room: Room) -> dict[Board, int]:
                 found[earlier] = found[board] + 1
                 frontier.append(earlier)
     return found
+
+
+def takes(fewest: int, most: int = 10) -> Callable[[Env], bool]:
+    """Accepts levels whose shortest solution takes from `fewest` to `most` actions.
+
+    Example:
+        >>> env = Sokoban()
+        >>> env.solve(5, 10, 5)
+        ['Up', 'Right']
+        >>> takes(2)(env), takes(3)(env)
+        (True, False)
+    """
+
+    def accept(env: Env) -> bool:
+        assert isinstance(env, Sokoban)
+        return fewest <= distances(env.room)[env.board] <= most
+
+    return accept
 
 
 def reach(room: Room, board: Board, start: int) -> dict[int, int]:
