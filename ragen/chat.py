@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str, **options: Any) -> list[int]:
         """Text to ids."""
 
-    def decode(self, token_ids: Any, **options: Any) -> str:
+    def decode(self, token_ids: Any, **options: Any) -> Any:
         """Ids to text."""
 
     def get_added_vocab(self) -> dict[str, int]:
@@ -198,9 +198,10 @@ class Chat:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(
+        text = self._tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
     def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
         stop = len(ids)

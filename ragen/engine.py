@@ -14,14 +14,15 @@ Role = Literal["policy", "reference", "critic"]
 
 
 class Engine(Protocol):
-    """Samples from the policy and trains it.
+    """Samples from the policy and trains it; `version` counts the publications."""
 
-    `policy` samples with the weights of the last `publish`; `version` counts the publications.
-    """
-
-    policy: Policy
     chat: Chat
     version: int
+
+    @property
+    def policy(self) -> Policy:
+        """Samples with the weights of the last `publish`."""
+        ...
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """The batch with what `role` says of its trained tokens.

@@ -153,7 +153,8 @@ class IsolatedEnv(Env):
         self._read(worker.ask("make"))
 
     def _read(self, words: dict[str, Any]) -> None:
-        self.name, self.goal, self._rules = words["name"], words["goal"], words["rules"]
+        self.name, self.goal = words["name"], words["goal"]
+        self._rules: str = words["rules"]
         self._actions = None if words["actions"] is None else tuple(words["actions"])
 
     @property

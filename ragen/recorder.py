@@ -101,11 +101,7 @@ def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
     Raises:
         RagenError: `out` exists already, or the folder cannot be made.
     """
-    if out is not None and out.exists():
-        raise RagenError(
-            f"{out} exists already and a run is never overwritten; give another --out, "
-            f"or go on with that run: ragen resume {out}"
-        )
+    refuse_existing(out)
     try:
         if out is not None:
             out.mkdir(parents=True)
@@ -124,6 +120,19 @@ def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
             f"cannot make the run folder {error.filename}: {_reason(error)}; "
             "choose a writable place with --out"
         ) from None
+
+
+def refuse_existing(out: Path | None) -> None:
+    """Make sure that a new run's folder is new; worth knowing before a model is loaded for it.
+
+    Raises:
+        RagenError: It exists.
+    """
+    if out is not None and out.exists():
+        raise RagenError(
+            f"{out} exists already and a run is never overwritten; give another --out, "
+            f"or go on with that run: ragen resume {out}"
+        )
 
 
 class Recorder:

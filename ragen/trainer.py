@@ -33,7 +33,14 @@ from ragen.evaluation import Evaluation, evaluate_policy, refuse_all_failed
 from ragen.filters import select
 from ragen.metrics import Metrics, last, merge, total, values
 from ragen.progress import Watcher
-from ragen.recorder import CONFIG, Recorder, new_run_folder, read_evaluations, read_metrics
+from ragen.recorder import (
+    CONFIG,
+    Recorder,
+    new_run_folder,
+    read_evaluations,
+    read_metrics,
+    refuse_existing,
+)
 from ragen.rollout import Setup, run_groups, setup_of
 from ragen.samples import to_samples, trainable
 from ragen.seeding import derive, train_level
@@ -45,9 +52,7 @@ from ragen.types import Episode, Group
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished run: its folder, its evaluations before and after, sampled and greedy, and the
-    signs of the Echo Trap that it shows.
-    """
+    """A finished run: its evaluations before and after, and the signs of the Echo Trap in it."""
 
     run: Path
     world: str
@@ -320,6 +325,7 @@ def train(
             is made when all of them are known to, the disk excepted.
         StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
     """
+    refuse_existing(out)
     state = LoopState(threads=use_threads(config.threads))
     engine = LocalEngine(config, resolve_model(config.model.path, config.world.name))
     setup = setup_of(config, engine.chat)
@@ -355,14 +361,15 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
     use_threads(state.threads)
     engine = LocalEngine(config, resolve_model(config.model.path, config.world.name))
     setup = setup_of(config, engine.chat)
-    recorder = Recorder.open(folder, state.attempt)
-    recorder.forget_after(state.attempt, state.step)
-    recorder.event(state.step, "resume", f"resumed after step {state.step}")
-    run = Run(folder, config, engine, setup, recorder, state, watcher or Watcher())
 
     async def go_on() -> Result:
         await engine.load(checkpoint, engine_state)
-        return await whole(run)
+        recorder = Recorder.open(folder, state.attempt)
+        recorder.forget_after(state.attempt, state.step)
+        recorder.event(state.step, "resume", f"resumed after step {state.step}")
+        return await whole(
+            Run(folder, config, engine, setup, recorder, state, watcher or Watcher())
+        )
 
     return run_async(go_on())
 

@@ -34,7 +34,7 @@ def ragen(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             code = main([str(argument) for argument in arguments])
             sys.stdout.flush()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 (as the interpreter does)
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         finally:
             sys.stderr.flush()
