@@ -233,7 +233,6 @@ class Recorder:
         step: int,
         groups: Sequence[Group],
         kept: Sequence[bool] | None = None,
-        snapshots: Mapping[tuple[int, int, int], Any] | None = None,
         phase: str = "train",
     ) -> None:
         """All episodes of a step with their turns.
@@ -242,14 +241,13 @@ class Recorder:
             step: The step they were collected in.
             groups: The groups; their episodes carry group and member.
             kept: For each group, whether the filter kept it; None means all.
-            snapshots: The world's state (JSON) before a turn, by (group, member, turn).
             phase: ``train`` or ``eval``.
         """
         flags = [True] * len(groups) if kept is None else kept
         for group, keep in zip(groups, flags, strict=True):
             for episode in group.episodes:
                 self._step(step).episodes.append(
-                    (_episode_row(episode, keep, phase), _turn_rows(episode, snapshots or {}))
+                    (_episode_row(episode, keep, phase), _turn_rows(episode))
                 )
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -489,15 +487,10 @@ def _episode_row(episode: Episode, kept: bool, phase: str) -> tuple[Any, ...]:
     )
 
 
-def _turn_rows(
-    episode: Episode, snapshots: Mapping[tuple[int, int, int], Any]
-) -> list[tuple[Any, ...]]:
+def _turn_rows(episode: Episode) -> list[tuple[Any, ...]]:
     rows: list[tuple[Any, ...]] = []
     for index, turn in enumerate(episode.turns):
-        completion, snapshot = (
-            turn.completion,
-            snapshots.get((episode.group, episode.member, index)),
-        )
+        completion = turn.completion
         rows.append(
             (
                 index,
@@ -513,7 +506,7 @@ def _turn_rows(
                 completion.finish_reason,
                 completion.policy_version,
                 _text(turn.state_key),
-                None if snapshot is None else _json(snapshot),
+                None if turn.snapshot is None else _json(turn.snapshot),
             )
         )
     return rows

@@ -275,7 +275,7 @@ class _Running:
     ) -> tuple[Turn, str | None]:
         """Carry out what the completion asks for."""
         setup = self.setup
-        key = world.state_key()
+        key, snapshot = world.state()
         parsed = parse(
             setup.prefill + completion.text,
             think=setup.think,
@@ -305,7 +305,8 @@ class _Running:
             0.0 if parsed.valid else -setup.format_penalty,
             parsed.valid,
             key,
-            {**world.info, "effective": effective},
+            {**(world.info if executed else {}), "effective": effective},
+            snapshot,
         )
         return turn, parsed.problem
 
@@ -370,10 +371,12 @@ class Guarded:
         self._answer("step", observation, terminated, info)
         return float(reward)
 
-    def state_key(self) -> str:
-        """The observable state, as text that equal states share."""
+    def state(self) -> tuple[str, dict[str, Any]]:
+        """The observable state, as text that equal states share, and an exact snapshot."""
         with boundary("state_key", self._timeout_s):
-            return str(self.env.state_key())
+            key = str(self.env.state_key())
+        with boundary("get_state", self._timeout_s):
+            return key, self.env.get_state()
 
     def _answer(self, call: str, observation: Any, terminated: Any, info: Any) -> None:
         if not isinstance(observation, str):

@@ -75,6 +75,7 @@ class Turn:
     `well_formed` says that the whole reply was valid; otherwise `penalty`, the format penalty kept
     apart from the world's `reward`, is due. `state_key` is the observable state before the turn.
     `info` holds the world's last info, and in ``effective`` how many actions changed the state.
+    `snapshot` is the world before the turn, from which it can be played on.
 
     Example:
         >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
@@ -96,6 +97,7 @@ class Turn:
     well_formed: bool
     state_key: str
     info: Mapping[str, Any] = field(default_factory=dict)
+    snapshot: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
