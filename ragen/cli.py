@@ -386,7 +386,8 @@ def _check(options: Namespace, _: Overrides) -> int:
 
 
 def _base_options(parser: Parser) -> None:
-    parser.add_argument("family", metavar="FAMILY", help="bandit, frozen-lake, frozen-lake-still or sokoban")
+    families = "bandit, frozen-lake, frozen-lake-still or sokoban"
+    parser.add_argument("family", metavar="FAMILY", help=families)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where it is saved")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="[0]")
     parser.add_argument("--steps", type=int, metavar="N", help="of each stage; fewer for a trial")

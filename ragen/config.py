@@ -1,8 +1,9 @@
 """Every knob, one default, one place.
 
-A run is a `Config`: small frozen sections, each read by one part of the program, which receives the values
-it needs and never the tree. Values are settled in the order defaults < algorithm preset < recipe < command
-line (`settings.py` reads the files); unknown keys and wrong types are refused by name.
+A run is a `Config`: small frozen sections, each read by one part of the program, which receives the
+values it needs and never the tree. Values are settled in the order defaults < algorithm preset <
+recipe < command line (`settings.py` reads the files); unknown keys and wrong types are refused by
+name.
 """
 
 from __future__ import annotations
@@ -215,17 +216,20 @@ class Config(Section):
     def _combination(self) -> Config:
         if self.loss.kl > 0 and self.loss.kl_kind == "k1" and self.loss.kl_place == "loss":
             raise ValueError(
-                'loss.kl_kind = "k1" has zero expected gradient in the loss; use "k2" or "k3" there, or loss.kl_place = "reward"'
+                'loss.kl_kind = "k1" has zero expected gradient in the loss; use "k2" or "k3" there, '
+                'or loss.kl_place = "reward"'
             )
         if self.loss.kl > 0 and self.loss.kl_place == "reward" and self.loss.kl_kind != "k1":
             raise ValueError('loss.kl_place = "reward" takes loss.kl_kind = "k1" only')
         if self.advantage.name in ("grpo", "dr_grpo") and self.rollout.members < 2:
             raise ValueError(
-                f'advantage.name = "{self.advantage.name}" compares the members of a group: set rollout.members to 2 or more'
+                f'advantage.name = "{self.advantage.name}" compares the members of a group: '
+                "set rollout.members to 2 or more"
             )
         if self.filter.rule != "all" and self.rollout.members < 2:
             raise ValueError(
-                "a filter on reward_std compares the members of a group: set rollout.members to 2 or more"
+                "a filter on reward_std compares the members of a group: "
+                "set rollout.members to 2 or more"
             )
         if self.rollout.min_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.min_tokens must not exceed rollout.max_tokens")

@@ -27,9 +27,9 @@ class View:
 class Conversation:
     """The messages and tokens of one episode, turn by turn.
 
-    With the full history and a chat template that can be extended exactly, the running token sequence
-    grows by the sampled ids and the template's own glue, and is never rendered anew. In the other cases
-    each prompt is rendered from the messages that the turn may see.
+    With the full history and a chat template that can be extended exactly, the running token
+    sequence grows by the sampled ids and the template's own glue, and is never rendered anew. In
+    the other cases each prompt is rendered from the messages that the turn may see.
 
     Args:
         builder: Writes the messages.

@@ -1,7 +1,8 @@
-"""Demonstrators: players that write thoughts, from which the embedded models learn their first words.
+"""Demonstrators: players that write thoughts, the first words of the embedded models.
 
-A demonstrator writes a turn as pieces of text, each of them trained on or not. It sees the world itself;
-what it writes states facts of the map and simulates its plan, cell by cell, before it answers.
+A demonstrator writes a turn as pieces of text, each of them trained on or not. It sees the world
+itself; what it writes states facts of the map and simulates its plan, cell by cell, before it
+answers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 
 class RagenError(ValueError):
-    """A user's mistake or a machine's limit, in one line with the remedy. The command line exits with 2.
+    """A user's mistake or a machine's limit, in one line with the remedy; commands exit with 2.
 
     Example:
         >>> str(RagenError("unknown world 'banditt'; did you mean 'bandit'?"))

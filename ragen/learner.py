@@ -35,8 +35,9 @@ class Learner:
         steps: Steps of the whole run, over which the learning rate falls.
         temperature: The sampling temperature; all logprobs are taken under it.
 
-    `synced` says that the policy still has the weights it was last published with: then its logprobs
-    must be the sampler's, and every update reports how far they are apart (``mismatch/…``).
+    `synced` says that the policy still has the weights it was last published with: then its
+    logprobs must be the sampler's, and every update reports how far they are apart
+    (``mismatch/…``).
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Learner:
         }
 
     def _learning_rate(self, step: int) -> float:
-        """The share of the learning rate at `step`: linear warm-up, then linear down to `lr_end`."""
+        """The learning rate's share at `step`: linear warm-up, then linear down to `lr_end`."""
         update = self._update
         rise = min(1.0, (step + 1) / (update.warmup_steps + 1))
         left = 1 - min(1.0, step / max(1, self._steps))

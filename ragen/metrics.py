@@ -1,8 +1,8 @@
 """Metrics know their name and how they add up.
 
 A metric is a path (``reward/mean``, ``time/rollout_s``) and a `Metric` that carries its own rule of
-combination, so the parts of a step (microbatches, minibatches, learners) merge into one number without a
-table of special cases.
+combination, so the parts of a step (microbatches, minibatches, learners) merge into one number
+without a table of special cases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Kind = Literal["mean", "sum", "max", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number with its weight and its rule: weighted mean, sum, maximum, or the last one written.
+    """One number with its weight and its rule: weighted mean, sum, maximum, or last written.
 
     Example:
         >>> merge([{"loss": mean(1.0, 2)}, {"loss": mean(4.0, 1)}])["loss"].value

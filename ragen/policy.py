@@ -17,11 +17,11 @@ class Policy(Protocol):
 
 
 class ScriptedPolicy:
-    """Says what it is told to: a list of replies, or a function of the prompt. For tests and demonstrations.
+    """Says what it is told to: a list of replies, or a function of the prompt.
 
-    `encode` turns a reply into token ids (its end-of-turn token included); without it completions carry
-    text only, as a chat endpoint's do. The reply follows the prompt's prefill. What a script says is
-    certain, so its logprobs are 0.
+    `encode` turns a reply into token ids (its end-of-turn token included); without it completions
+    carry text only, as a chat endpoint's do. The reply follows the prompt's prefill. What a script
+    says is certain, so its logprobs are 0.
 
     Example:
         >>> import asyncio
@@ -40,7 +40,7 @@ class ScriptedPolicy:
         self._encode = encode
 
     async def complete(self, prompt: Prompt) -> Completion:
-        """The next reply of the list (`StopIteration` is a bug of the script), or the function's."""
+        """The next reply of the list (`StopIteration` is the script's bug), or the function's."""
         if self._replies is not None:
             text = next(self._replies)
         else:

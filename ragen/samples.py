@@ -1,8 +1,8 @@
 """From episodes to the flat token sequences that are trained on, by one rule.
 
-A turn whose prompt extends the tokens so far joins that sample; any other turn opens a new one. So an
-episode with its full history becomes one sample, one with a window or a single turn of context becomes
-one sample a turn, and in each case every sampled token is trained exactly once.
+A turn whose prompt extends the tokens so far joins that sample; any other turn opens a new one. So
+an episode with its full history becomes one sample, one with a window or a single turn of context
+becomes one sample a turn, and in each case every sampled token is trained exactly once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ragen.types import Episode, Group, Sample, Turn
 def trainable(groups: Iterable[Group]) -> list[tuple[int, Episode]]:
     """The episodes that have something to learn from, each with the index of its group.
 
-    A `Sample`'s `episode` is an index into this list. Left out are failed episodes and those cut before
-    their first completion.
+    A `Sample`'s `episode` is an index into this list. Left out are failed episodes and those cut
+    before their first completion.
     """
     return [
         (index, episode)

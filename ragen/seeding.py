@@ -1,4 +1,4 @@
-"""Randomness is derived, never ambient: every generator's seed follows from the run seed and a path."""
+"""Randomness is derived, never ambient: a seed follows from the run's seed and a path."""
 
 import hashlib
 

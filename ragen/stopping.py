@@ -1,4 +1,4 @@
-"""Stopping when asked: signals set a flag, and only work that changes nothing is cut short by it."""
+"""Stopping when asked: signals set a flag; only work that changes nothing is cut short by it."""
 
 from __future__ import annotations
 

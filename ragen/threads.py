@@ -1,4 +1,4 @@
-"""How many CPU threads pay off here, measured and not guessed: a busy core makes two slower than one."""
+"""How many CPU threads pay off here: measured, since a busy core makes two slower than one."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The embedded models' tokenizer: whole words where it knows them, bytes everywhere else.
 
-Decoding gives back any text (in Unicode's composed form, NFC, as every Qwen2 tokenizer). A word of the
-vocabulary is one token, with the space before it, so that a map of named cells costs two tokens a cell.
-In Hugging Face's terms it is Qwen2's byte-level tokenizer without merges, the words being added tokens:
-`AutoTokenizer` gives every model of that architecture Qwen2's own way of splitting, which added tokens
-alone come before.
+Decoding gives back any text (in Unicode's composed form, NFC, as every Qwen2 tokenizer). A word of
+the vocabulary is one token, with the space before it, so that a map of named cells costs two tokens
+a cell. In Hugging Face's terms it is Qwen2's byte-level tokenizer without merges, the words being
+added tokens: `AutoTokenizer` gives every model of that architecture Qwen2's own way of splitting,
+which added tokens alone come before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEMPLATE = (
     "{% else %}<|user|>{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""One token opens a message; a reply ends with its end-of-turn token, a user message with the next."""
+"""One token opens a message; a reply ends with its end-of-turn token, others with the next."""
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ACTIONS = ("Left", "Down", "Right", "Up")

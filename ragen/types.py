@@ -1,9 +1,9 @@
 """The records: what flows from a prompt to a training sample.
 
-A policy reads a `Prompt` and returns a `Completion`. The parsed completion and the world's answer are a
-`Turn`; the turns of one playthrough are an `Episode`; the episodes of one prompt are a `Group`. Episodes
-become `Sample`s, flat token sequences that the learner trains on. All are frozen; a field is written once,
-at the moment it becomes known, and never inferred later.
+A policy reads a `Prompt` and returns a `Completion`. The parsed completion and the world's answer
+are a `Turn`; the turns of one playthrough are an `Episode`; the episodes of one prompt are a
+`Group`. Episodes become `Sample`s, flat token sequences that the learner trains on. All are frozen;
+a field is written once, at the moment it becomes known, and never inferred later.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ last three cuts from outside."""
 class Prompt:
     """Everything the policy conditions on for one completion, and how to sample it.
 
-    `token_ids` is the whole sequence, `num_prefill` of its last tokens being the pre-filled start of
-    the reply (``<think>``): part of the prompt, never sampled, never trained. It is ``None`` for
-    policies that take messages only (chat endpoints). `seed` decides this completion's random numbers.
+    `token_ids` is the whole sequence, `num_prefill` of its last tokens being the pre-filled start
+    of the reply (``<think>``): part of the prompt, never sampled, never trained. It is ``None`` for
+    policies that take messages only (chat endpoints). `seed` decides this completion's random
+    numbers.
 
     Example:
         >>> question = {"role": "user", "content": "a0 P a1 G"}
@@ -52,8 +53,9 @@ class Completion:
     """What the policy said: its tokens with their logprobs, and the same as text.
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from
-    (after temperature). The end-of-turn token, if drawn, is the last of `token_ids`, no part of `text`.
-    Both are ``None`` where the server gives none; such completions can be read, not trained on.
+    (after temperature). The end-of-turn token, if drawn, is the last of `token_ids`, no part of
+    `text`. Both are ``None`` where the server gives none; such completions can be read, not trained
+    on.
 
     Example:
         >>> Completion((8, 9, 2), (-0.1, -0.7, -0.01), "Right</think>", "stop", 3).finish_reason
@@ -69,7 +71,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange: observation and prompt, completion, what was parsed from it, the world's answer.
+    """One exchange: observation and prompt, completion, what it says, and the world's answer.
 
     `thought_span` is the half-open range of `completion.token_ids` that spells the thought.
     `well_formed` says that the whole reply was valid; otherwise `penalty`, the format penalty kept
@@ -104,11 +106,13 @@ class Turn:
 class Episode:
     """One world played once.
 
-    `bootstrap` is true only where the cut came from outside the task and the value of the next state
-    should stand in for the rest of the return. `error` is the traceback of a world that failed.
+    `bootstrap` is true only where the cut came from outside the task and the value of the next
+    state should stand in for the rest of the return. `error` is the traceback of a world that
+    failed.
 
     Example:
-        >>> lost = Episode("x", 10000, 17, 0, 3, (), "error", False, True, False, False, "KeyError: 1")
+        >>> ends = {"terminated": False, "truncated": True, "bootstrap": False, "success": False}
+        >>> lost = Episode("x", 10000, 17, 0, 3, (), "error", **ends, error="KeyError: 1")
         >>> lost.total_reward, lost.failed
         (0.0, True)
     """
@@ -154,9 +158,9 @@ class Group:
 class Sample:
     """One flat token sequence to train on, all fields of one length.
 
-    `loss_mask` is true exactly on sampled tokens; `sampled_logprobs` is 0 elsewhere; `turn_index` is
-    the episode's turn that a token belongs to as completion, −1 elsewhere; `turn_ends` marks the last
-    sampled token of each turn. `episode` and `group` index the step's episodes and groups.
+    `loss_mask` is true exactly on sampled tokens; `sampled_logprobs` is 0 elsewhere; `turn_index`
+    is the episode's turn that a token belongs to as completion, −1 elsewhere; `turn_ends` marks the
+    last sampled token of each turn. `episode` and `group` index the step's episodes and groups.
 
     Example:
         >>> mask, ends = (False, False, True, True), (False, False, False, True)
