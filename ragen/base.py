@@ -30,7 +30,7 @@ from ragen.demonstrations import (
     bandit_knowledge,
     look_up,
 )
-from ragen.demonstrations_lake import still_lake, stroll, winding
+from ragen.demonstrations_lake import slippery_lake, still_lake, stroll, winding
 from ragen.demonstrations_sokoban import sokoban_plan, takes
 from ragen.env import Env, make, maker
 from ragen.errors import RagenError
@@ -285,6 +285,15 @@ STILL_LAKE = tuple(
 )
 STILL_LAKE_MIX = (Lesson(still_lake(careful=0.2), STILL),)
 
+# On slippery ice every state is reached anyway, and what is best depends on the turns that are left.
+SLIPPERY = maker("frozen-lake", observation="named")
+SLIPPERY_LAKE = (
+    Lesson(slippery_lake(careful=1.0), SLIPPERY, share=0.6),
+    Lesson(slippery_lake(careful=0.75, walks_trained=False), SLIPPERY, share=0.3),
+    Lesson(slippery_lake(careful=0.0), SLIPPERY, share=0.1),
+)
+SLIPPERY_LAKE_MIX = (Lesson(slippery_lake(careful=0.2), SLIPPERY),)
+
 # Sokoban: mostly levels that take more than one turn, or else what is read later in an episode is
 # hardly practised; and boards that slips, which are not learnt, have led to.
 LOOKUP_SOKOBAN = Lesson(look_up, partial(Lookup, "bcde", "1234", "Sokoban"), held_out=False)
@@ -305,7 +314,13 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
         Stage("look-up", 300, (LOOKUP_LAKE, STROLL)),
         Stage("skill", 500, STILL_LAKE, context_weight=0.1),
         Stage("skill, settling", 400, STILL_LAKE, context_weight=0.1, lr_end=0.02),
-        Stage("mix", 120, STILL_LAKE_MIX, context_weight=0.1, lr=5e-4, muon_lr=0.004, lr_end=0.02),
+        Stage("mix", 120, STILL_LAKE_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+    "frozen-lake": (
+        Stage("look-up", 300, (LOOKUP_LAKE, STROLL)),
+        Stage("still ice", 500, STILL_LAKE, context_weight=0.1),
+        Stage("skill", 500, SLIPPERY_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("mix", 80, SLIPPERY_LAKE_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
     ),
     "sokoban": (
         Stage("look-up", 250, (LOOKUP_SOKOBAN,)),
