@@ -3,7 +3,7 @@
     import ragen
 
     result = ragen.train("bandit", {"steps": 10})
-    print(result.before, result.after, sep="\\n")
+    print(result.after)
     print(ragen.evaluate("solver", {"world": "sokoban"}))
 
 Everything here loads what it needs when it is called, so that importing costs nothing.

@@ -216,8 +216,8 @@ class Config(Section):
     def _combination(self) -> Config:
         if self.loss.kl > 0 and self.loss.kl_kind == "k1" and self.loss.kl_place == "loss":
             raise ValueError(
-                'loss.kl_kind = "k1" has zero expected gradient in the loss; use "k2" or "k3" there, '
-                'or loss.kl_place = "reward"'
+                'loss.kl_kind = "k1" has zero expected gradient in the loss; use "k2" or "k3" '
+                'there, or loss.kl_place = "reward"'
             )
         if self.loss.kl > 0 and self.loss.kl_place == "reward" and self.loss.kl_kind != "k1":
             raise ValueError('loss.kl_place = "reward" takes loss.kl_kind = "k1" only')

@@ -90,12 +90,13 @@ class Lookup(Env):
 
     def __init__(self, rows: str, cols: str, title: str) -> None:
         self.name = "lookup"
-        self.goal = title  # type: ignore[misc]
+        self.goal = title
         self.cells = [[row + col for col in cols] for row in rows]
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
+        """Draw what each cell holds: one of four symbols."""
         level, _ = generators(seed, options)
         symbols = level.choice(list("#_O√XPSG"), 4, replace=False)
         names = [name for row in self.cells for name in row]
@@ -103,15 +104,19 @@ class Lookup(Env):
         return self.state_key(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        """End: there is nothing to play."""
         return self.state_key(), 0.0, True, False, {"success": True, "effective": False}
 
     def get_state(self) -> State:
+        """The contents."""
         return {"contents": self.contents}
 
     def set_state(self, state: State) -> None:
+        """Take the contents back."""
         self.contents = dict(state["contents"])
 
     def state_key(self) -> str:
+        """The map, a line a row."""
         rows = (" ".join(f"{name} {self.contents[name]}" for name in row) for row in self.cells)
         return "\n".join(rows)
 

@@ -13,6 +13,8 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
+from ragen.envs.bandit import NAMES
+
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL = (PAD, USER, ASSISTANT, END)
 
@@ -29,19 +31,38 @@ ACTIONS = ("Left", "Down", "Right", "Up")
 SYMBOLS = tuple("#_O√XPSGW.CBA@")
 CELLS = tuple(f"{row}{col}" for row in "abcdefgh" for col in range(8))
 NUMBERS = tuple(str(number) for number in range(21))
-REWARDS = tuple(f"{tenths / 10:g}" for tenths in range(-20, 20) if tenths % 10) + ("-1", "-2")
+REWARDS = (*(f"{tenths / 10:g}" for tenths in range(-20, 20) if tenths % 10), "-1", "-2")
 ARMS = tuple(
-    """Phoenix Dragon Teacher Engineer Librarian Trader Nurse StartupFounder Investor Accountant
-    StockBroker RealEstateAgent Pharmacist Musician Clerk Freelancer Technician Youtuber Planner
-    Artist Postman Pilot Banker VentureCapitalist Gardener Cryptominer Receptionist Explorer
-    Archivist Filmmaker Bookkeeper Consultant SocialWorker Photographer Mechanic GameDesigner
-    Secretary Entrepreneur Cashier DataScientist CivilServant StartupAccelerator""".split()
+    arm for splits in NAMES.values() for pairs in splits.values() for pair in pairs for arm in pair
 )
-WORDS = tuple(
-    """FrozenLake Sokoban Bandit Arms reward invalid turns actions max
-    push at to go no stop risk safe risky high low try then""".split()
+WORDS = (
+    # fmt: off
+    "FrozenLake",
+    "Sokoban",
+    "Bandit",
+    "Arms",
+    "reward",
+    "invalid",
+    "turns",
+    "actions",
+    "max",
+    "push",
+    "at",
+    "to",
+    "go",
+    "no",
+    "stop",
+    "risk",
+    "safe",
+    "risky",
+    "high",
+    "low",
+    "try",
+    "then",
+    # fmt: on
 )
 PUNCTUATION = ("||", ":", ",", "=", "?", "-", ">", "<", "|")
+
 
 def words() -> list[str]:
     """The vocabulary's words: most follow a space, some open a line or an answer."""
@@ -57,14 +78,14 @@ def build() -> Qwen2Tokenizer:
         >>> tokenizer = build()
         >>> tokenizer.tokenize("a0 P a1 _")
         ['a0', ' P', ' a1', ' _']
-        >>> tokenizer.decode(tokenizer.encode("Zürich\\t|||", add_special_tokens=False))
-        'Zürich\\t|||'
+        >>> tokenizer.decode(tokenizer.encode("Zürich |||", add_special_tokens=False))
+        'Zürich |||'
     """
     alphabet = sorted(ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
         vocab={byte: index for index, byte in enumerate(alphabet)},
         merges=[],
-        unk_token=None,
+        unk_token=END,
         pad_token=PAD,
         eos_token=END,
         extra_special_tokens=[USER, ASSISTANT],
