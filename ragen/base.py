@@ -32,7 +32,7 @@ from ragen.demonstrations import (
 )
 from ragen.demonstrations_lake import slippery_lake, still_lake, stroll, winding
 from ragen.demonstrations_sokoban import sokoban_plan, takes
-from ragen.env import Env, make, maker
+from ragen.env import Env, maker
 from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.model import save_model
@@ -285,14 +285,14 @@ STILL_LAKE = tuple(
 )
 STILL_LAKE_MIX = (Lesson(still_lake(careful=0.2), STILL),)
 
-# On slippery ice every state is reached anyway, and what is best depends on the turns that are left.
+# On slippery ice every state is reached anyway; what is best depends on the turns that are left.
 SLIPPERY = maker("frozen-lake", observation="named")
 SLIPPERY_LAKE = (
     Lesson(slippery_lake(careful=1.0), SLIPPERY, share=0.6),
     Lesson(slippery_lake(careful=0.75, walks_trained=False), SLIPPERY, share=0.3),
     Lesson(slippery_lake(careful=0.0), SLIPPERY, share=0.1),
 )
-SLIPPERY_LAKE_MIX = (Lesson(slippery_lake(careful=0.2), SLIPPERY),)
+SLIPPERY_MIX = (Lesson(slippery_lake(careful=0.2), SLIPPERY),)
 
 # Sokoban: mostly levels that take more than one turn, or else what is read later in an episode is
 # hardly practised; and boards that slips, which are not learnt, have led to.
@@ -320,7 +320,7 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
         Stage("look-up", 300, (LOOKUP_LAKE, STROLL)),
         Stage("still ice", 500, STILL_LAKE, context_weight=0.1),
         Stage("skill", 500, SLIPPERY_LAKE, context_weight=0.1, lr_end=0.02),
-        Stage("mix", 80, SLIPPERY_LAKE_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
+        Stage("mix", 80, SLIPPERY_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
     ),
     "sokoban": (
         Stage("look-up", 250, (LOOKUP_SOKOBAN,)),

@@ -59,6 +59,17 @@ def still_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Wr
     return turns_of(careful, partial(careful_turn, moves=moves), walks_trained)
 
 
+def slippery_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Writer:
+    """Turns on ice that slips: a share of them the best player's, the others walks.
+
+    Args:
+        careful: Share of turns of the best player.
+        moves: Of such a turn at most: after each slip that is seen, play can be better.
+        walks_trained: Whether walks are to be learnt.
+    """
+    return turns_of(careful, partial(slippery_turn, moves=moves), walks_trained)
+
+
 def careful_turn(
     env: FrozenLake, limits: Limits, generator: np.random.Generator, moves: int
 ) -> str:
