@@ -10,6 +10,7 @@ from ragen.demonstrations_lake import (
     careful_turn,
     name_of,
     neighbours,
+    slippery_lake,
     slippery_turn,
     still_lake,
     straight_line,
@@ -94,6 +95,7 @@ def test_on_slippery_ice_the_best_player_writes():
         env.reset(seed=level)
         reply = slippery_turn(env, LIMITS, generator(0), moves=2)
         assert list(read(reply).actions) == env.solve(5, 10, 2)
+        assert slippery_lake(1.0)(env, LIMITS, generator(0))[0].text == reply
 
 
 def test_a_walk_goes_wherever_it_looks():
