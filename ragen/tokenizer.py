@@ -36,38 +36,17 @@ ARMS = tuple(
     arm for splits in NAMES.values() for pairs in splits.values() for pair in pairs for arm in pair
 )
 WORDS = (
-    # fmt: off
-    "FrozenLake",
-    "Sokoban",
-    "Bandit",
-    "Arms",
-    "reward",
-    "invalid",
-    "turns",
-    "actions",
-    "max",
-    "push",
-    "at",
-    "to",
-    "go",
-    "no",
-    "stop",
-    "risk",
-    "safe",
-    "risky",
-    "high",
-    "low",
-    "try",
-    "then",
-    # fmt: on
+    "FrozenLake Sokoban Bandit Arms reward invalid turns actions max push at to go no stop risk "
+    "safe risky high low try then "
 )
 PUNCTUATION = ("||", ":", ",", "=", "?", "-", ">", "<", "|")
 
 
 def words() -> list[str]:
     """The vocabulary's words: most follow a space, some open a line or an answer."""
-    spaced = ACTIONS + SYMBOLS + CELLS + NUMBERS + REWARDS + ARMS + WORDS + PUNCTUATION
-    bare = ("\n", "||", *ACTIONS, *(c for c in CELLS if c[1] in "01"), *ARMS, *WORDS)
+    others = tuple(WORDS.split())
+    spaced = ACTIONS + SYMBOLS + CELLS + NUMBERS + REWARDS + ARMS + others + PUNCTUATION
+    bare = ("\n", "||", *ACTIONS, *(c for c in CELLS if c[1] in "01"), *ARMS, *others)
     return [*TAGS, *dict.fromkeys(" " + word for word in spaced), *dict.fromkeys(bare)]
 
 
