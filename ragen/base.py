@@ -39,6 +39,7 @@ from ragen.model import save_model
 from ragen.rollout import Setup, run_groups
 from ragen.samples import to_samples, trainable
 from ragen.seeding import base_level, derive, eval_level
+from ragen.threads import use_threads
 from ragen.tokenizer import END, build
 from ragen.types import Group, Sample
 
@@ -144,6 +145,7 @@ def prepare(
     """
     if out.exists():
         raise RagenError(f"{out} exists already; name a folder that does not")
+    use_threads(1)  # the same weights however many cores are free
     tokenizer = build()
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config_of(len(tokenizer))).eval()

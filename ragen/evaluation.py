@@ -224,6 +224,9 @@ def opponent(target: str, config: Config, seed: int) -> tuple[Policy | PlayerPol
         return PlayerPolicy(PLAYERS[target](seed), setup.think, setup.prefill), setup
     from ragen.checkpoint import resolve_model  # torch is needed from here on
     from ragen.engine_local import policy_of
+    from ragen.threads import use_threads
+
+    use_threads(config.threads)
 
     policy, chat = policy_of(config, resolve_model(target, config.world.name))
     return policy, setup_of(config, chat)

@@ -6,6 +6,7 @@ import os
 import time
 
 import torch
+from threadpoolctl import threadpool_limits
 
 PROBE_ROWS = 2048
 PROBE_WIDTH = 256
@@ -13,7 +14,7 @@ PROBE_ROUNDS = 12
 
 
 def use_threads(wanted: int) -> int:
-    """Set torch's thread count and return it.
+    """Set torch's thread count and return it. NumPy's is 1: its products here are too small to share.
 
     Args:
         wanted: The count; 0 takes whichever of one and all of this process's cores multiplies the
@@ -21,6 +22,7 @@ def use_threads(wanted: int) -> int:
     """
     count = wanted or _probe()
     torch.set_num_threads(count)
+    threadpool_limits(1, "blas")
     return count
 
 
