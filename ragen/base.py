@@ -327,7 +327,7 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
     "sokoban": (
         Stage("look-up", 250, (LOOKUP_SOKOBAN,)),
         Stage("skill", 500, SOKOBAN, context_weight=0.1),
-        Stage("skill, settling", 350, SOKOBAN, context_weight=0.1, lr_end=0.02),
+        Stage("skill, settling", 700, SOKOBAN, context_weight=0.1, lr_end=0.02),
         Stage("mix", 120, SOKOBAN_MIX, context_weight=0.1, lr=5e-4, muon_lr=0.004, lr_end=0.02),
     ),
 }
