@@ -1,0 +1,256 @@
+"""One whole training step on the real path of `ragen train`, beside TRL's if asked.
+
+The work of a step is known in advance: 8 levels × 16 episodes, each exactly 5 turns of exactly 24
+sampled tokens (the shortest and the longest reply are equal, so every reply is cut, none is valid
+and no episode ends early), about 382 tokens at the end; then one GRPO loss and one AdamW step over
+all of them. World, prompts, parser and recorder take part as in any run. The model is that of the
+peer's script: Qwen2 with 1.12M random parameters.
+
+All seconds are CPU seconds of the process, on one thread: they can be compared on a shared machine.
+
+    python benchmarks/step.py [--steps 5] [--json]
+    python benchmarks/step.py --peer trl_step.py --peer-python PYTHON_OF_ITS_ENVIRONMENT
+
+With a peer, both run three times in turn, each time in a process of its own; medians are printed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from typing_extensions import override
+
+from ragen import trainer
+from ragen.config import Config
+from ragen.envs.frozen_lake import FrozenLake
+from ragen.progress import Watcher
+from ragen.types import Episode
+
+GROUPS, MEMBERS, TURNS, TURN_TOKENS = 8, 16, 5, 24
+EPISODES = GROUPS * MEMBERS
+SAMPLED = EPISODES * TURNS * TURN_TOKENS
+LENGTH = 382
+"""Tokens of an episode at its end, the peer's mean; ours may differ by 5 %."""
+ROUNDS, WARM_UP = 3, 2
+"""Runs of each side, and steps at the start of each that are not counted."""
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class Lake(FrozenLake):
+    """FrozenLake under a longer title, which brings the prompts to the peer's length."""
+
+    goal = (
+        "You are solving the FrozenLake puzzle. Move P to G, avoid O. "
+        "Answer with Left, Down, Right or Up, at most five."
+    )
+
+
+def make_model(folder: Path) -> None:
+    """A random model of the peer's shape with a small byte-level tokenizer of our words."""
+    torch.manual_seed(0)
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    text = f"user\nassistant\n<think>\n{Lake.goal}\nreward 0\ninvalid\nturns 5 actions 10 max 5"
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    raw.train_from_iterator(
+        [text] * 50,
+        trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=alphabet),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=512,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.08,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_config(model: Path, steps: int) -> Config:
+    """StarPO with GRPO's advantage, as a recipe would say it; the peer's loss has no KL either."""
+    return Config.model_validate(
+        {
+            "algorithm": "starpo/grpo",
+            "steps": steps,
+            "threads": 1,
+            "world": {"name": f"{__file__}:Lake", "turns": TURNS},
+            "model": {"path": str(model), "max_length": 512},
+            "rollout": {
+                "prompts": GROUPS,
+                "members": MEMBERS,
+                "min_tokens": TURN_TOKENS,
+                "max_tokens": TURN_TOKENS,
+                "slots": EPISODES,
+            },
+            "advantage": {"name": "grpo"},
+            "loss": {"kl": 0.0},
+            "update": {"minibatch_episodes": EPISODES, "lr": 1e-3},
+            "eval": {"episodes": 0},
+            "checkpoint": {"every": 0},
+            "record": {"tokens_every": 1},
+        }
+    )
+
+
+class Meter(Watcher):
+    """Seconds by phase and lengths of the episodes, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.lengths: list[int] = []
+        self._since = time.process_time()
+
+    @override
+    def episode(self, episode: Episode) -> None:
+        last = episode.turns[-1]
+        prompt, reply = last.prompt.token_ids, last.completion.token_ids
+        assert prompt is not None and reply is not None
+        assert [len(turn.completion.token_ids or ()) for turn in episode.turns] == (
+            [TURN_TOKENS] * TURNS
+        )
+        self.lengths.append(len(prompt) + len(reply))
+
+    @override
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = time.process_time()
+        assert step == 1 or metrics["tokens/sampled"] == SAMPLED
+        phases = {
+            name.removeprefix("time/"): value
+            for name, value in metrics.items()
+            if name.startswith("time/") and name != "time/step_s"
+        }
+        self.steps.append(phases | {"step_s": now - self._since})
+        self._since = now
+
+
+def operations(lengths: list[int], done_only: bool) -> float:
+    """Floating-point operations of one update: 6·N·tokens and, for attention, 6·D·T² a layer.
+
+    Args:
+        lengths: Tokens of each episode.
+        done_only: Leave out what nothing depends on: in the last layer, queries and all behind
+            them at positions whose next token was not sampled, and those positions' logits.
+    """
+    width, mlp, layers, vocabulary, kv_width = 128, 512, 4, 512, 64
+    kv, rest = 2 * width * kv_width, 2 * width * width + 3 * width * mlp
+    head, tokens = width * vocabulary, sum(lengths)
+    attention = 6.0 * width * sum(length**2 for length in lengths)
+    if not done_only:
+        return 6 * (layers * (kv + rest) + head) * tokens + layers * attention
+    share = SAMPLED / tokens
+    last = kv + rest * share + head * share
+    return 6 * ((layers - 1) * (kv + rest) + last) * tokens + (layers - 1 + share) * attention
+
+
+def mm_rate() -> float:
+    """Operations a second of the best of several float32 2048³ products."""
+    square, seconds = torch.randn(2048, 2048), []
+    for _ in range(8):
+        start = time.process_time()
+        square @ square
+        seconds.append(time.process_time() - start)
+    return 2 * 2048**3 / min(seconds)
+
+
+def ours(steps: int) -> dict[str, float]:
+    """Train in a temporary folder; medians over the steps behind the warm-up."""
+    torch.set_num_threads(1)
+    rate, meter = mm_rate(), Meter()
+    # The loop's own clock by phase, running on CPU seconds.
+    clock = SimpleNamespace(perf_counter=time.process_time)
+    with tempfile.TemporaryDirectory() as folder, patch.object(trainer, "time", clock):
+        make_model(Path(folder, "model"))
+        config = make_config(Path(folder, "model"), WARM_UP + steps)
+        trainer.train(config, Path(folder, "run"), watcher=meter)
+    counted = meter.steps[WARM_UP:]
+    median = {name: statistics.median(step[name] for step in counted) for name in counted[0]}
+    lengths = meter.lengths[-EPISODES:]
+    mean_length = statistics.mean(lengths)
+    assert abs(mean_length / LENGTH - 1) <= 0.05, f"episodes of {mean_length} tokens"
+    spent = median["update_s"] * rate
+    return {
+        "tokens_per_cpu_s_rollout": SAMPLED / median["rollout_s"],
+        "tokens_per_cpu_s_step": SAMPLED / median["step_s"],
+        "mean_length": mean_length,
+        **{name: median[name] for name in sorted(median)},
+        "mm_gflops": rate / 1e9,
+        "update_share_of_mm": operations(lengths, done_only=False) / spent,
+        "update_share_of_mm_done": operations(lengths, done_only=True) / spent,
+    }
+
+
+def last_line(command: list[str], folder: str) -> dict[str, float]:
+    """Run a program whose last line of output is JSON."""
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def beside(peer: Path, python: Path, steps: int) -> dict[str, float]:
+    """Ours and the peer in turn; medians of both and their ratios."""
+    mine, theirs = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(ROUNDS):
+            again = [sys.executable, os.path.abspath(__file__), "--json", "--steps", str(steps)]
+            mine.append(last_line(again, folder))
+            theirs.append(last_line([str(python), str(peer.absolute())], folder))
+    result = {name: statistics.median(run[name] for run in mine) for name in mine[0]}
+    for name in ("tokens_per_cpu_s_rollout", "tokens_per_cpu_s_step"):
+        result[f"peer_{name}"] = statistics.median(run[name] for run in theirs)
+        result[name.replace("tokens_per_cpu_s", "ratio")] = result[name] / result[f"peer_{name}"]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=5, help="steps that are counted")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--peer", type=Path, help="the peer's script")
+    parser.add_argument("--peer-python", type=Path, default=Path(sys.executable))
+    args = parser.parse_args()
+    if args.peer:
+        result = beside(args.peer, args.peer_python, args.steps)
+    else:
+        result = ours(args.steps)
+    result = {name: float(f"{value:.4g}") for name, value in result.items()}
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for name, value in result.items():
+            print(f"{name:32} {value:>12g}")
+
+
+if __name__ == "__main__":
+    main()
