@@ -279,8 +279,8 @@ STROLL = Lesson(stroll, HOLED, turns=(1,), share=1.5, held_out=False)
 STILL_LAKE = tuple(
     Lesson(write, STILL, accept, turns=(1, 1, 2, 3, 5), share=share)
     for share, write, accept in (
-        (0.35, still_lake(careful=1.0), anything),
-        (0.25, still_lake(careful=1.0), winding),
+        (0.3, still_lake(careful=1.0), anything),
+        (0.3, still_lake(careful=1.0), winding),
         (0.3, still_lake(careful=0.75, walks_trained=False), anything),
         (0.1, still_lake(careful=0.0), anything),
     )
@@ -314,8 +314,8 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
     ),
     "frozen-lake-still": (
         Stage("look-up", 300, (LOOKUP_LAKE, STROLL)),
-        Stage("skill", 500, STILL_LAKE, context_weight=0.1),
-        Stage("skill, settling", 400, STILL_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("skill", 600, STILL_LAKE, context_weight=0.1),
+        Stage("skill, settling", 600, STILL_LAKE, context_weight=0.1, lr_end=0.02),
         Stage("mix", 120, STILL_LAKE_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
     ),
     "frozen-lake": (
