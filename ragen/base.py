@@ -307,21 +307,25 @@ SOKOBAN = (
 )
 SOKOBAN_MIX = (Lesson(sokoban_plan(0.25), BOX),)
 
+LAKE_SCHOOL = (
+    Stage("look-up", 300, (LOOKUP_LAKE, STROLL)),
+    Stage("still ice", 600, STILL_LAKE, context_weight=0.1),
+)
+"""How both families of lakes begin."""
+
 FAMILIES: dict[str, tuple[Stage, ...]] = {
     "bandit": (
         Stage("names", 80, ARMS, episodes=32, lr_end=0.3),
         Stage("choice", 120, ARMS, episodes=64, lr=6e-4, muon_lr=0.003, lr_end=0.02),
     ),
     "frozen-lake-still": (
-        Stage("look-up", 300, (LOOKUP_LAKE, STROLL)),
-        Stage("skill", 600, STILL_LAKE, context_weight=0.1),
-        Stage("skill, settling", 600, STILL_LAKE, context_weight=0.1, lr_end=0.02),
+        *LAKE_SCHOOL,
+        Stage("settling", 600, STILL_LAKE, context_weight=0.1, lr_end=0.02),
         Stage("mix", 120, STILL_LAKE_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
     ),
     "frozen-lake": (
-        Stage("look-up", 300, (LOOKUP_LAKE, STROLL)),
-        Stage("still ice", 500, STILL_LAKE, context_weight=0.1),
-        Stage("skill", 500, SLIPPERY_LAKE, context_weight=0.1, lr_end=0.02),
+        *LAKE_SCHOOL,
+        Stage("slippery ice", 500, SLIPPERY_LAKE, context_weight=0.1, lr_end=0.02),
         Stage("mix", 80, SLIPPERY_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
     ),
     "sokoban": (
