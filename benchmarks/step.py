@@ -240,10 +240,8 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, help="the peer's script")
     parser.add_argument("--peer-python", type=Path, default=Path(sys.executable))
     args = parser.parse_args()
-    if args.peer:
-        result = beside(args.peer, args.peer_python, args.steps)
-    else:
-        result = ours(args.steps)
+    steps = args.steps
+    result = beside(args.peer, args.peer_python, steps) if args.peer else ours(steps)
     result = {name: float(f"{value:.4g}") for name, value in result.items()}
     if args.json:
         print(json.dumps(result))

@@ -94,6 +94,7 @@ class Chat:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         # The members of a group open alike, and in a small world often see the same again.
         self._cached_ids = lru_cache(maxsize=1024)(self._ids)
+        self._cached_bridge = lru_cache(maxsize=1024)(self._bridge)
         self._pieces: dict[int, str] = {}
         self._prefills: dict[str, Ids] = {"": ()}
 
@@ -155,7 +156,7 @@ class Chat:
             `ids` unchanged and the appended ones, and how many of the last ones are pre-filled.
         """
         assert self.exact, "no exact extension exists for this template: open each turn afresh"
-        bridge = self.encode(self._bridge(messages[-1]["content"]))
+        bridge = self.encode(self._cached_bridge(messages[-1]["content"]))
         if ids[-1] in self.end_ids and self._end is not None:
             bridge = bridge[bridge.index(self._end) + 1 :]
         return self._prefilled((*ids, *bridge), prefill)

@@ -38,10 +38,9 @@ class Qwen2Decoder:
         attn = model.model.layers[0].self_attn
         self.heads, self.kv_heads = num_heads(attn)
         self.max_length = max_length
-        shape = (num_slots, self.kv_heads, max_length, attn.head_dim)
-        self.cached = [  # per layer: keys, values
-            (_zeros(shape, model.device), _zeros(shape, model.device)) for _ in model.model.layers
-        ]
+        # Per layer the heads' keys and behind them their values, written in one go.
+        shape = (num_slots, 2 * self.kv_heads, max_length, attn.head_dim)
+        self.cached = [_zeros(shape, model.device) for _ in model.model.layers]
         self.refresh()
 
     @torch.no_grad()
@@ -63,7 +62,7 @@ class Qwen2Decoder:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """See `Decoder.copy`."""
-        for stored in chain.from_iterable(self.cached):
+        for stored in self.cached:
             stored[target, :, :length] = stored[source, :, :length]
 
     @torch.no_grad()
@@ -104,20 +103,18 @@ class Qwen2Decoder:
         cos_F1R, sin_F1R = self.cos_T1R[positions_F], self.sin_T1R[positions_F]
         heads, all_heads = self.heads, self.heads + self.kv_heads
         x_FD = self.embedding[tokens_F]
-        for (qkv, bias, mix, gate_up, down), (keys, values) in zip(
-            self.weights, self.cached, strict=True
-        ):
+        for (qkv, bias, mix, gate_up, down), stored in zip(self.weights, self.cached, strict=True):
             qkv_FE = torch.addmm(bias, x_FD * inverse_rms(x_FD, epsilon), qkv)
             qkv_FHD = qkv_FE.view(len(x_FD), all_heads + self.kv_heads, -1)
             qk_FHD = rotate(qkv_FHD[:, :all_heads], cos_F1R, sin_F1R)
-            keys[slots_F, :, positions_F] = qk_FHD[:, heads:]
-            values[slots_F, :, positions_F] = qkv_FHD[:, all_heads:]
+            kv_FHD = torch.cat((qk_FHD[:, heads:], qkv_FHD[:, all_heads:]), dim=1)
+            stored[slots_F, :, positions_F] = kv_FHD
             q_FHD, reach = qk_FHD[:, :heads], every
-            if keys is self.cached[-1][0]:
+            if stored is self.cached[-1]:
                 reach = last
                 if last_N is not None:
                     x_FD, q_FHD = x_FD[last_N], q_FHD[last_N]
-            x_FD = torch.addmm(x_FD, reach.attend(q_FHD, keys, values), mix)
+            x_FD = torch.addmm(x_FD, reach.attend(q_FHD, stored), mix)
             for part in chunks(x_FD):
                 x = x_FD[part]
                 gate, up = ((x * inverse_rms(x, epsilon)) @ gate_up).chunk(2, dim=1)
@@ -170,10 +167,10 @@ class _Reach:
         self.mask_R1TW = torch.zeros(hidden_RTW.shape).masked_fill_(hidden_RTW, -torch.inf)[:, None]
         self.mask_R1TW = self.mask_R1TW.to(device)
 
-    def attend(self, q_FHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, q_FHD: Tensor, stored: Tensor) -> Tensor:
         """Attention of the flat queries (scaled already), (F, H · D)."""
         heads, head_dim = q_FHD.shape[1:]
-        kv_heads = keys.shape[1]
+        kv_heads = stored.shape[1] // 2
         if self.dense:
             q_RTHD = q_FHD
         else:
@@ -184,7 +181,7 @@ class _Reach:
             0, 2, 3, 1, 4
         )
         q_RKQD = q_RKGTD.reshape(self.num_rows, kv_heads, -1, head_dim)
-        k_RKWD, v_RKWD = (stored[self.slots, :, : self.width] for stored in (keys, values))
+        k_RKWD, v_RKWD = stored[self.slots, :, : self.width].chunk(2, dim=1)
         out_RKQD = torch.empty_like(q_RKQD)
         step = max(1, SCORES // (heads * self.most * self.width))
         for start in range(0, self.num_rows, step):

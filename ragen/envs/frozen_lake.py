@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -74,6 +74,13 @@ def generate(level: np.random.Generator, size: int, p_frozen: float) -> Lake:
         lake = Lake(size, holes, start, goal)
         if lake.connected():
             return lake
+
+
+@lru_cache(maxsize=1024)
+def lake_of(seed: int, size: int, p_frozen: float) -> Lake:
+    """The lake of a level seed, drawn once for all members of a group."""
+    level, _ = generators(seed, None)
+    return generate(level, size, p_frozen)
 
 
 class Plans(NamedTuple):
@@ -272,7 +279,10 @@ class FrozenLake(Env):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
         level, self._noise = generators(seed, options)
-        self._set_lake(generate(level, self._size, self._p_frozen))
+        if seed is None:
+            self._set_lake(generate(level, self._size, self._p_frozen))
+        else:
+            self._set_lake(lake_of(seed, self._size, self._p_frozen))
         self._player = self._lake.start
         return self._observation(), {}
 
