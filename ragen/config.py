@@ -114,7 +114,7 @@ class FilterConfig(Section):
 class AdvantageConfig(Section):
     """Credit: which estimator turns rewards into advantages."""
 
-    name: Literal["gae", "grpo", "dr_grpo", "none"] = "gae"
+    name: Literal["gae", "grpo", "dr_grpo"] = "gae"
     gamma: float = Field(1.0, ge=0, le=1)
     lam: float = Field(1.0, ge=0, le=1)
     whiten: bool = True
@@ -214,6 +214,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _combination(self) -> Config:
+        if self.loss.name == "nll":
+            raise ValueError(
+                'loss.name = "nll" learns from demonstrations (`ragen base`), not from episodes of '
+                'its own; train with "ppo_clip"'
+            )
         if self.loss.kl > 0 and self.loss.kl_kind == "k1" and self.loss.kl_place == "loss":
             raise ValueError(
                 'loss.kl_kind = "k1" has zero expected gradient in the loss; use "k2" or "k3" '

@@ -143,6 +143,7 @@ def test_differences_name_the_preset_value() -> None:
         ),
         ({"algorithm": 3}, "algorithm = 3: expected the name of a preset as text"),
         ({"loss.kl_place": "loss"}, 'loss.kl_kind = "k1" has zero expected gradient in the loss'),
+        ({"loss.name": "nll"}, 'loss.name = "nll" learns from demonstrations'),
         ({"advantage.name": "grpo", "rollout.members": 1}, "set rollout.members to 2 or more"),
     ],
 )
