@@ -197,7 +197,8 @@ class Learner:
 def optimizers(module: nn.Module, lr: float, update: UpdateConfig) -> list[Optimizer]:
     """AdamW for everything, or Muon for the weight matrices and AdamW for the rest.
 
-    Embeddings are no matrices in Muon's sense: their rows are looked up, not multiplied.
+    Embeddings are no matrices in Muon's sense: their rows are looked up, not multiplied. Nor are
+    heads: that of the critic is one row, which Muon would move by the same length at every step.
     """
     betas, decay = (0.9, update.beta2), update.weight_decay
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -206,7 +207,7 @@ def optimizers(module: nn.Module, lr: float, update: UpdateConfig) -> list[Optim
         for name, p in trained.items()
         if update.muon_lr
         and p.ndim == 2
-        and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        and not name.endswith(("embed_tokens.weight", "head.weight"))
     ]
     chosen = {id(p) for p in matrices}
     others = [p for p in trained.values() if id(p) not in chosen]
