@@ -153,8 +153,11 @@ async def play(run: Run) -> list[Group]:
 async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> Batch:
     """The groups' tokens with all that the loss needs: logprobs, values, credit."""
     batch = collate(to_samples(groups))
-    # The local sampler's arithmetic is the learner's: what it reported are the old logprobs.
-    batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT)
+    if config.model.dtype == "float32":
+        # The local sampler's arithmetic is the learner's: what it reported are the old logprobs.
+        batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT)
+    else:
+        batch = await engine.score(batch, "policy")
     if config.loss.kl > 0:
         batch = await engine.score(batch, "reference")
     if config.advantage.name == "gae":

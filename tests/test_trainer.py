@@ -20,7 +20,10 @@ import torch
 from safetensors.torch import load_file
 
 from ragen import checkpoint, trainer
+from ragen.batch import Batch
 from ragen.config import Config
+from ragen.engine import Role
+from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
 from ragen.progress import Watcher
 from ragen.recorder import DATABASE
@@ -187,6 +190,21 @@ def test_the_same_run_twice_is_the_same_run(tmp_path: Path, more: dict[str, Any]
     same(tmp_path / "b", numbers(tmp_path / "a"))
     train(config(seed=1, **more), tmp_path / "c")
     assert numbers(tmp_path / "c")["tensors"] != numbers(tmp_path / "a")["tensors"]
+
+
+@pytest.mark.parametrize(("dtype", "roles"), [("bfloat16", ["policy"]), ("float32", [])])
+def test_where_rounding_differs_the_old_logprobs_are_the_learners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, roles: list[str]
+) -> None:
+    asked, score = [], LocalEngine.score
+
+    async def watched(engine: LocalEngine, batch: Batch, role: Role) -> Batch:
+        asked.append(role)
+        return await score(engine, batch, role)
+
+    monkeypatch.setattr(LocalEngine, "score", watched)
+    train(config(steps=1, model__dtype=dtype, eval__episodes=0), tmp_path / "run")
+    assert asked == roles
 
 
 def test_another_seed_evaluates_the_same_levels(tmp_path: Path) -> None:
