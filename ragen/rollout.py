@@ -8,6 +8,7 @@ traceback, which is data. Anything else that goes wrong here is a bug and crashe
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -248,7 +249,7 @@ class _Running:
                 self.success = bool(world.info.get("success", False))
                 self.stop_reason = "solved" if self.success else "failed"
                 return
-            if self.actions_left == 0:
+            if world.truncated or self.actions_left == 0:  # a world's own limit is a budget too
                 self.stop_reason = "max_actions"
                 return
             view = View(world.observation, self._limits(number + 1), turn.reward, problem)
@@ -291,7 +292,7 @@ class _Running:
             executed.append(action)
             effective += bool(world.info.get("effective", True))
             self.actions_left -= 1
-            if world.terminated:
+            if world.terminated or world.truncated:
                 break
         turn = Turn(
             observation,
@@ -341,13 +342,13 @@ def _thought_span(setup: Setup, completion: Completion, parsed: Parsed) -> tuple
 class Guarded:
     """A world, each call of it behind the boundary and its answer checked.
 
-    After each call `observation`, `terminated` and `info` hold the world's last answer.
+    After each call `observation`, `terminated`, `truncated` and `info` hold what it answered.
     """
 
     def __init__(self, make: Callable[[], Env], timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self.observation = ""
-        self.terminated = False
+        self.terminated, self.truncated = False, False
         self.info: dict[str, Any] = {}
         with boundary("being made", self._timeout_s):
             self.env = make()
@@ -359,16 +360,17 @@ class Guarded:
             observation, info = self.env.reset(seed=level_seed, options={"noise_seed": noise_seed})
             # A world may have names of its own for each level (a bandit's arms).
             self.rules, self.goal, self.actions = self.env.rules, self.env.goal, self.env.actions
-        self._answer("reset", observation, False, info)
+        self._answer("reset", observation, info)
         return self.observation
 
     def step(self, action: str) -> float:
         """Carry out one action; returns its reward."""
         with boundary("step", self._timeout_s):
-            observation, reward, terminated, _, info = self.env.step(action)
+            observation, reward, terminated, truncated, info = self.env.step(action)
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise WorldError(f"step returned {reward!r} as reward: a finite number is expected")
-        self._answer("step", observation, terminated, info)
+        self._answer("step", observation, info)
+        self.terminated, self.truncated = bool(terminated), bool(truncated)
         return float(reward)
 
     def state(self) -> tuple[str, dict[str, Any]]:
@@ -376,15 +378,16 @@ class Guarded:
         with boundary("state_key", self._timeout_s):
             key = str(self.env.state_key())
         with boundary("get_state", self._timeout_s):
-            return key, self.env.get_state()
+            # A copy: the world may go on with what it returned. And what is no JSON shows here.
+            return key, json.loads(json.dumps(self.env.get_state()))
 
-    def _answer(self, call: str, observation: Any, terminated: Any, info: Any) -> None:
+    def _answer(self, call: str, observation: Any, info: Any) -> None:
         if not isinstance(observation, str):
             kind = type(observation).__name__
             raise WorldError(f"{call} returned {kind} as observation: text is expected")
         if not isinstance(info, dict):
             raise WorldError(f"{call} returned {type(info).__name__} as info: a dict is expected")
-        self.observation, self.terminated, self.info = observation, bool(terminated), info
+        self.observation, self.info = observation, info
 
     def close(self) -> None:
         """Let the world free what it holds. An episode that is over cannot fail any more."""

@@ -19,8 +19,8 @@ FinishReason = Literal["stop", "length"]
 """Why sampling ended: the end-of-turn token was drawn, or `Prompt.max_tokens` was reached."""
 
 StopReason = Literal["solved", "failed", "max_turns", "max_actions", "context", "error", "timeout"]
-"""Why an episode ended: the first two are the world's own end, the next two the task's budgets, the
-last three cuts from outside."""
+"""Why an episode ended: the first two are the world's own end, the next two the task's budgets (a
+limit of the world's own counts as the second), the last three cuts from outside."""
 
 
 @dataclass(frozen=True, slots=True)

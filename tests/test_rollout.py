@@ -268,6 +268,42 @@ def test_turns_before_a_failure_are_kept() -> None:
     assert (found.stop_reason, len(found.turns), found.total_reward) == ("error", 2, 0.5)
 
 
+def test_a_worlds_own_limit_is_a_budget() -> None:
+    class Limited(Rogue):
+        def step(self, action: str) -> Any:
+            *answer, _, info = super().step(action)
+            return *answer, self.where == 2, info
+
+    found = episode(lambda prompt: RIGHT, setup(make=Limited))
+    assert (found.stop_reason, found.terminated, found.truncated) == ("max_actions", False, True)
+    assert (sum(len(turn.actions_executed) for turn in found.turns), found.bootstrap) == (2, False)
+
+
+def test_a_snapshot_is_a_copy_and_json() -> None:
+    class Shares(Rogue):
+        def reset(self, **seeds: Any) -> Any:
+            self.state = {"where": [0]}
+            return super().reset(**seeds)
+
+        def step(self, action: str) -> Any:
+            answer = super().step(action)
+            self.state["where"][0] = self.where
+            return answer
+
+        def get_state(self) -> Any:
+            return self.state
+
+    found = episode(lambda prompt: RIGHT, setup(make=Shares))
+    assert [t.snapshot for t in found.turns[:3]] == [{"where": [n]} for n in (0, 1, 2)]
+
+    class Odd(Rogue):
+        def get_state(self) -> Any:
+            return {"where": {1, 2}}
+
+    found = episode(lambda prompt: RIGHT, setup(make=Odd))
+    assert found.stop_reason == "error" and "not JSON serializable" in (found.error or "")
+
+
 def test_a_bug_is_a_crash() -> None:
     class Broken:
         async def complete(self, prompt: Prompt) -> Completion:
