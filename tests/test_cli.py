@@ -63,6 +63,7 @@ def result(run: Path) -> types.SimpleNamespace:
         before_greedy=evaluation(0.5, 0.0),
         after_greedy=evaluation(0.9375, 0.0),
         seconds=12.34,
+        signs=(),
     )
 
 
