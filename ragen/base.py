@@ -320,12 +320,12 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
     ),
     "frozen-lake-still": (
         *LAKE_SCHOOL,
-        Stage("settling", 600, STILL_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("settling", 400, STILL_LAKE, context_weight=0.1, lr_end=0.02),
         Stage("mix", 120, STILL_LAKE_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
     ),
     "frozen-lake": (
         *LAKE_SCHOOL,
-        Stage("slippery ice", 500, SLIPPERY_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("slippery ice", 400, SLIPPERY_LAKE, context_weight=0.1, lr_end=0.02),
         Stage("mix", 80, SLIPPERY_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
     ),
     "sokoban": (
