@@ -270,10 +270,6 @@ def _eval_options(parser: Parser) -> None:
 
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
-    if options.episodes < 1:
-        raise RagenError(f"--episodes {options.episodes}: expected a whole number ≥ 1")
-    if not options.temperature >= 0:
-        raise RagenError(f"--temperature {options.temperature}: expected a number ≥ 0")
     from ragen.evaluation import evaluate_target
 
     evaluation = evaluate_target(
@@ -307,6 +303,8 @@ def _play(options: Namespace, overrides: Overrides) -> int:
     from ragen.players import PLAYERS
     from ragen.settings import recipes, resolve
 
+    if options.seed < 0:
+        raise RagenError(f"--seed {options.seed}: expected a whole number ≥ 0")
     overrides = {**overrides, "world.name": options.world}
     console = _console()
     if options.player in PLAYERS:
@@ -330,6 +328,8 @@ def _envs_options(parser: Parser) -> None:
 
 
 def _envs(options: Namespace, _: Overrides) -> int:
+    if options.episodes < 1:
+        raise RagenError(f"--episodes {options.episodes}: expected a whole number ≥ 1")
     from ragen.env import worlds
     from ragen.references import Budget, reference
     from ragen.seeding import eval_level

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -16,7 +17,7 @@ from ragen.policy import Policy
 from ragen.recorder import CONFIG
 from ragen.references import Budget, reference
 from ragen.rollout import Place, Setup, play, run_groups, setup_of
-from ragen.seeding import EVAL_LEVELS, eval_level
+from ragen.seeding import EVAL_LEVELS, TRAIN_LEVELS, eval_level
 from ragen.settings import canonical_key, flatten, read_config, recipes, resolve
 from ragen.statistics import bootstrap_mean, wilson
 from ragen.stopping import run_async
@@ -98,13 +99,13 @@ async def evaluate_policy(
         The result and the episodes, a group of one each.
 
     Raises:
-        RagenError: Every episode failed; the first one's error is in the message.
+        RagenError: Every episode failed (the first one's error is in the message), or had no room.
     """
     start = time.monotonic()
     levels = [eval_level(index, first_level) for index in range(episodes)]
     groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), concurrency, on_episode)
     played = [group.episodes[0] for group in groups]
-    refuse_all_failed(played)
+    refuse_unplayable(played)
     budget = Budget(setup.turns, setup.actions_per_turn, setup.actions)
     build = setup.make if setup.workers else None
     floor = reference(setup.world, params, budget, levels, build=build)
@@ -137,17 +138,22 @@ async def evaluate_policy(
     ), groups
 
 
-def refuse_all_failed(episodes: Sequence[Episode]) -> None:
-    """A world that breaks in every episode is not to be trained or measured on.
+def refuse_unplayable(episodes: Sequence[Episode]) -> None:
+    """A world that breaks or has no room in every episode is not to be trained or measured on.
 
     Raises:
-        RagenError: All of `episodes` failed.
+        RagenError: All of `episodes` failed, or none had room for its first prompt.
     """
     if episodes and all(episode.failed for episode in episodes):
         reason = (episodes[0].error or "").strip().splitlines()[-1]
         raise RagenError(
             f"the world {episodes[0].world!r} failed in every episode: {reason}; "
             "run `ragen check` on it"
+        )
+    if episodes and all(e.stop_reason == "context" and not e.turns for e in episodes):
+        raise RagenError(
+            f"no first prompt of the world {episodes[0].world!r} leaves room for a reply; "
+            "raise model.max_length, or lower rollout.max_tokens"
         )
 
 
@@ -165,20 +171,26 @@ def evaluate_target(
         target: A run folder (its newest checkpoint), ``base``, ``random``, ``solver``, a model
             folder or a hub id.
         overrides: Values by config key, such as ``{"world": "sokoban"}``.
-        episodes: Levels, one episode each; the same levels for every target.
+        episodes: Levels, one episode each; the same levels for every target, none of training's.
         seed: Of the world's events and of sampling.
         temperature: Of sampling; 0 is greedy.
 
     Raises:
-        RagenError: No such target or world, or the world cannot be played by it.
+        RagenError: No such target or world, the world cannot be played by it, or a number is out of
+            its range.
     """
+    most = TRAIN_LEVELS - EVAL_LEVELS
+    if not 1 <= episodes <= most:
+        raise RagenError(f"episodes = {episodes}: expected a whole number from 1 to {most}")
+    if not 0 <= temperature < math.inf:
+        raise RagenError(f"temperature = {temperature}: expected a number ≥ 0")
     config = config_for(target, overrides or {})
     policy, setup = opponent(target, config, seed)
     with closing(setup):
         evaluation, _ = run_async(
             evaluate_policy(
                 policy,
-                replace(setup, temperature=temperature),
+                replace(setup, temperature=temperature, min_tokens=0),
                 config.world.params,
                 target=target,
                 episodes=episodes,
@@ -219,6 +231,10 @@ def config_for(target: str, overrides: Mapping[str, Any]) -> Config:
 
 def opponent(target: str, config: Config, seed: int) -> tuple[Policy | PlayerPolicy, Setup]:
     """Who plays, and how."""
+    if target == "human":
+        raise RagenError("a person plays with `ragen play WORLD`; random and solver are measured")
+    if seed < 0:
+        raise RagenError(f"seed = {seed}: expected a whole number ≥ 0")
     if target in PLAYERS:
         setup = setup_of(config, None)
         return PlayerPolicy(PLAYERS[target](seed), setup.think, setup.prefill), setup

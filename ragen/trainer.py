@@ -29,7 +29,7 @@ from ragen.diagnostics import Sign, echo_trap_signs, explained_variance, summari
 from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
-from ragen.evaluation import Evaluation, evaluate_policy, refuse_all_failed
+from ragen.evaluation import Evaluation, evaluate_policy, refuse_unplayable
 from ragen.filters import select
 from ragen.metrics import Metrics, last, merge, total, values
 from ragen.progress import Watcher
@@ -146,7 +146,7 @@ async def play(run: Run) -> list[Group]:
         config.rollout.slots,
         run.watcher.episode,
     )
-    refuse_all_failed([episode for group in groups for episode in group.episodes])
+    refuse_unplayable([episode for group in groups for episode in group.episodes])
     return groups
 
 
