@@ -28,6 +28,9 @@ from pydantic import TypeAdapter, ValidationError
 from ragen.boundary import WorldError, boundary
 from ragen.errors import RagenError
 
+MAKE_S = 60.0
+"""Seconds that a world may take to be made, or its file to be loaded."""
+
 Item = TypeVar("Item")
 Info: TypeAlias = dict[str, Any]
 """What a world tells besides: ``success`` and ``effective`` after every step."""
@@ -259,7 +262,7 @@ def construct(build: Callable[[], Env], name: str) -> Env:
         RagenError: The class refuses its parameters, or fails.
     """
     try:
-        with boundary("being made"):
+        with boundary("being made", MAKE_S):
             return build()
     except WorldError as failure:
         if isinstance(failure.__cause__, RagenError):
@@ -307,7 +310,7 @@ def _load(entry: str) -> type[Env]:
     """The class behind ``package.module:Class`` or ``path/to/file.py:Class``."""
     where, _, class_name = entry.rpartition(":")
     try:
-        with boundary("being loaded"):
+        with boundary("being loaded", MAKE_S):
             module = (
                 _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
             )
@@ -380,15 +383,22 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
         steps: Actions on each at most.
 
     Raises:
-        RagenError: The world breaks a rule, which the message names.
+        RagenError: The world breaks a rule, which the message names, or raises.
 
     Example:
         >>> check(make("bandit"))
     """
-    _check_words(env)
-    for level in range(levels):
-        _check_level(env, level, steps)
-    _check_unknown_action(env)
+    try:
+        with boundary("check"):
+            _check_words(env)
+            for level in range(levels):
+                _check_level(env, level, steps)
+            _check_unknown_action(env)
+    except WorldError as failure:
+        if isinstance(failure.__cause__, RagenError):
+            raise failure.__cause__ from None
+        name = getattr(env, "name", type(env).__name__)
+        raise RagenError(f"{name} raised while it was checked: {failure.reason}") from failure
 
 
 def _require(env: Env, holds: bool, rule: str) -> None:

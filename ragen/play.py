@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from rich.console import Console
 from rich.text import Text
 
+from ragen.boundary import WorldError
 from ragen.config import WorldConfig
-from ragen.env import make
+from ragen.env import make, maker
+from ragen.errors import RagenError
 from ragen.players import Player
+from ragen.rollout import Guarded
 from ragen.seeding import derive, eval_level
 from ragen.types import Episode
 
@@ -20,29 +25,40 @@ def play_world(console: Console, world: WorldConfig, player: Player, seed: int) 
         world: The world and its budgets.
         player: Who chooses the actions; a person is asked in the terminal.
         seed: Counts evaluation levels, so that ``--seed 0`` is the first level of ``ragen eval``.
+
+    Raises:
+        RagenError: The world or its solver fails.
     """
-    env = make(world.name, **world.params)
-    level = eval_level(seed)
-    observation, _ = env.reset(seed=level, options={"noise_seed": derive(seed, "play")})
+    make(world.name, **world.params).close()  # what the class itself refuses shows now
+    try:
+        with closing(Guarded(maker(world.name, **world.params), world.timeout_s)) as guarded:
+            return _play(console, guarded, world, player, seed)
+    except WorldError as failure:
+        raise RagenError(
+            f"the world {world.name!r} failed: {failure.reason}; run `ragen check` on it"
+        ) from failure
+
+
+def _play(console: Console, env: Guarded, world: WorldConfig, player: Player, seed: int) -> bool:
+    env.reset(eval_level(seed), derive(seed, "play"))
     console.print(Text(env.rules), soft_wrap=True)
     actions_left, total = world.actions, 0.0
     for turn in range(world.turns):
         turns_left = world.turns - turn
         console.rule(f"turn {turn + 1} of {world.turns}, {actions_left} actions left", align="left")
-        console.print(Text(observation))
-        actions = player.act(env, turns_left, actions_left, world.actions_per_turn)
-        for action in actions:
-            observation, reward, terminated, truncated, info = env.step(action)
-            total += float(reward)
+        console.print(Text(env.observation))
+        for action in player.act(env.env, turns_left, actions_left, world.actions_per_turn):
+            reward = env.step(action)
+            total += reward
             actions_left -= 1
             console.print(Text(f"> {action}  ({reward:+g})", style="bold"))
-            if terminated or truncated:
-                success = bool(info.get("success", False))
-                _ending(console, observation, "solved" if success else "failed", total)
+            if env.terminated or env.truncated:
+                success = env.terminated and bool(env.info.get("success", False))
+                _ending(console, env.observation, "solved" if success else "failed", total)
                 return success
         if actions_left == 0:
             break
-    _ending(console, observation, "out of turns" if actions_left else "out of actions", total)
+    _ending(console, env.observation, "out of turns" if actions_left else "out of actions", total)
     return False
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ragen.cli import main
+from ragen.errors import RagenError
 from ragen.settings import resolve
 from ragen.trainer import train
 from tests.speaker import settings, speaker
@@ -84,7 +85,12 @@ def mistake(cwd: Path, *arguments: str | Path) -> str:
         (["train", "bandit", "--model", "./no-model"], "no-model"),
         (["train", "bandit", "--model", "/no/model/here"], "/no/model/here"),
         (["train", "bandit", "--world", "nowhere.py:World"], "no file nowhere.py"),
-        (["eval", "random", "--world", "bandit", "--episodes", "0"], "≥ 1"),
+        (["eval", "random", "--world", "bandit", "--episodes", "0"], "from 1 to 9877"),
+        (["eval", "random", "--world", "bandit", "--episodes", "9878"], "from 1 to 9877"),
+        (["eval", "random", "--world", "bandit", "--seed", "-1"], "≥ 0"),
+        (["eval", "human", "--world", "bandit"], "ragen play"),
+        (["envs", "--episodes", "0"], "≥ 1"),
+        (["play", "bandit", "--player", "random", "--seed", "-1"], "≥ 0"),
         (["eval", "random", "--world", "bandit", "--temperature", "-1"], "≥ 0"),
         (["eval", "random", "--world", "bandti"], "did you mean 'bandit'?"),
         (["eval", "./no-run", "--world", "bandit"], "no-run"),
@@ -174,10 +180,47 @@ def test_a_world_that_breaks_in_every_episode(tmp_path: Path, misdeed: str) -> N
     assert "failed in every episode" in err.splitlines()[-1]
 
 
+def test_a_prompt_that_leaves_no_room(tmp_path: Path) -> None:
+    more = ("--world", "bandit", "--rollout.max_tokens", "24", "--model.max_length", "26")
+    assert "raise model.max_length" in mistake(tmp_path, "eval", speaker(), *more)
+    values = settings(steps=1, model__max_length=16, eval__episodes=0)
+    with pytest.raises(RagenError, match=r"raise model\.max_length"):
+        train(resolve("bandit", values), tmp_path / "run")
+
+
 def test_a_world_that_cannot_be_made(tmp_path: Path) -> None:
     world = ("--world", f"{ROGUE}:Rogue", "--world.params.misdeed", "raise in init")
     assert "cannot be made: KeyError" in mistake(tmp_path, "train", "bandit", *world)
     assert "cannot be made: KeyError" in mistake(tmp_path, "eval", "random", *world)
+    assert "cannot be made: KeyError" in mistake(tmp_path, "play", *world[1:])
+
+
+def test_a_world_that_hangs_when_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen.env.MAKE_S", 0.05)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "hangs.py").write_text("while True: pass\n")
+    assert "longer than 0.05 s" in mistake(tmp_path, "check", "hangs.py:World")
+
+
+@pytest.mark.parametrize("misdeed", ["raise", "hang", "text as reward", "raise in solve"])
+def test_a_world_that_breaks_while_it_is_played(tmp_path: Path, misdeed: str) -> None:
+    more = ("--world.params.misdeed", misdeed, "--world.timeout_s", "0.05")
+    line = mistake(tmp_path, "play", f"{ROGUE}:Rogue", "--player", "solver", *more)
+    assert "failed" in line and "ragen check" in line
+
+
+def test_a_world_that_breaks_while_it_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "breaks.py").write_text(
+        "from tests.rogue import Rogue\n"
+        "class Breaks(Rogue):\n    def __init__(self): super().__init__('raise')\n"
+    )
+    line = mistake(tmp_path, "check", "breaks.py:Breaks")
+    assert "raised while it was checked: ZeroDivisionError" in line
 
 
 def test_a_damaged_run(tmp_path: Path) -> None:
