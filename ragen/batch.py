@@ -231,11 +231,17 @@ def minibatches(batch: Batch, minibatch_episodes: int, passes: int, seed: int) -
     return parts
 
 
-def row_splits(batch: Batch, max_tokens: int) -> list[Tensor]:
+def row_splits(batch: Batch, max_tokens: int, by_group: bool = False) -> list[Tensor]:
     """The rows of each microbatch: rectangles of at most `max_tokens` tokens, padding included.
 
     Rows are sorted by length, so that little is padding; the widest rectangle comes first, so that
     too small a memory shows at once. A single row longer than `max_tokens` stands alone.
+
+    Args:
+        batch: A minibatch.
+        max_tokens: Size of a rectangle.
+        by_group: Keep the rows of a group together, for a model that computes their common prompt
+            once and does not mind padding.
 
     Example:
         >>> row = Sample((1,) * 5, (False,) * 5, (0.0,) * 5, (-1,) * 5, (False,) * 5, 0, 0)
@@ -244,13 +250,18 @@ def row_splits(batch: Batch, max_tokens: int) -> list[Tensor]:
         [tensor([1]), tensor([2, 0])]
     """
     order_B = torch.argsort(batch.lengths_B, descending=True, stable=True)
-    splits, start = [], 0
-    while start < len(order_B):
-        longest = int(batch.lengths_B[order_B[start]])
-        size = max(1, max_tokens // longest)
-        splits.append(order_B[start : start + size])
-        start += size
-    return splits
+    if by_group:
+        order_B = order_B[torch.argsort(batch.group_B[order_B], stable=True)]
+    splits: list[list[int]] = []
+    longest = 0
+    for row, length in zip(order_B.tolist(), batch.lengths_B[order_B].tolist(), strict=True):
+        longest = max(longest, length)
+        if splits and longest * (len(splits[-1]) + 1) <= max_tokens:
+            splits[-1].append(row)
+        else:
+            splits.append([row])
+            longest = length
+    return [torch.tensor(rows) for rows in splits]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """Qwen2 in float32 for learning: the same function as transformers' model, with less around it.
 
-The tokens of all samples stay flat, without padding, from the embedding to the last norm. Attention
-goes sample by sample in blocks of queries, each block seeing only the keys up to its own last
-query; rows pass through the wide layers in chunks that fit the processor's cache, forward and
-backward. In the last layer only the wanted positions have a query, and all that follows it. Made
-for CPUs and small models.
+The tokens of all samples stay flat, without padding, from the embedding to the last norm. A prompt
+that several samples begin with is computed in the first of them alone. Attention goes sample by
+sample in blocks of queries, each block seeing only the keys up to its own last query; rows pass
+through the wide layers in chunks that fit the processor's cache, forward and backward. In the last
+layer only the wanted positions have a query, and all that follows it. Made for CPUs and small
+models.
 
 Axes: **B** samples, **T** tokens, **F** flat tokens, **N** those of them with a query, **H** heads,
 **K** key-value heads, **D** width, **E** heads times width, **R** half a head's width.
@@ -14,17 +15,17 @@ Axes: **B** samples, **T** tokens, **F** flat tokens, **N** those of them with a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from ragen.fast_blocks import Block, blocks_of, shared_prefixes
+
 CHUNK = 512
 """Rows that go through a wide layer at once on a CPU (512 × 1,024 floats are 2 MB)."""
-QUERIES = 96
-"""Queries of a sample that attend at once."""
 
 
 def supports(model: PreTrainedModel) -> bool:
@@ -54,8 +55,10 @@ def hidden_states(
 ) -> Tensor:
     """`ragen.model.hidden_states` for a model that `supports` accepts; differentiable."""
     backbone: Any = getattr(model, "model", model)
+    origin_B, shared_B = shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
     columns_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
-    rows_F, columns_F = (columns_T < lengths_B[:, None]).nonzero(as_tuple=True)
+    own_BT = (columns_T >= shared_B[:, None]) & (columns_T < lengths_B[:, None])
+    rows_F, columns_F = own_BT.nonzero(as_tuple=True)
     wanted_F = wanted_BT[rows_F, columns_F].nonzero()[:, 0]
     assert len(wanted_F) == int(wanted_BT.sum()), "wanted beyond a row's length"
     cos_T1R, sin_T1R = rope_table(backbone, token_ids_BT.shape[1])
@@ -64,39 +67,13 @@ def hidden_states(
 
     states_FD = backbone.embed_tokens(token_ids_BT[rows_F, columns_F])
     *body, last = backbone.layers
-    every = _blocks(lengths_B, torch.ones_like(wanted_BT))
+    every = blocks_of(origin_B, shared_B, own_BT, own_BT)
     for layer in body:
         states_FD = _layer(layer, states_FD, states_FD, rope_F, rope_F, every)
-    some = _blocks(lengths_B, wanted_BT)
+    some = blocks_of(origin_B, shared_B, own_BT, wanted_BT)
     states_ND = _layer(last, states_FD[wanted_F], states_FD, rope_N, rope_F, some)
     final_ND: Tensor = backbone.norm(states_ND)
     return final_ND
-
-
-class _Block(NamedTuple):
-    """Neighbouring queries of one sample, and the keys that the last of them sees."""
-
-    queries: slice
-    keys: slice
-    shared: int
-    """Keys that all the queries see; what of the others is out of sight is −∞ in `mask`."""
-    mask: Tensor
-
-
-def _blocks(lengths_B: Tensor, wanted_BT: Tensor) -> list[_Block]:
-    blocks, query, key = [], 0, 0
-    for length, wanted_T in zip(lengths_B.tolist(), wanted_BT, strict=True):
-        for columns in wanted_T[:length].nonzero()[:, 0].split(QUERIES):
-            if len(columns):
-                shared, end = int(columns[0]) + 1, int(columns[-1]) + 1
-                hidden = torch.arange(shared, end, device=columns.device) > columns[:, None]
-                mask = torch.zeros(hidden.shape, device=columns.device)
-                mask = mask.masked_fill_(hidden, -torch.inf)[:, None]
-                queries = slice(query, query + len(columns))
-                blocks.append(_Block(queries, slice(key, key + end), shared, mask))
-                query += len(columns)
-        key += length
-    return blocks
 
 
 _Rope = tuple[Tensor, Tensor]
@@ -108,7 +85,7 @@ def _layer(
     states_FD: Tensor,
     rope_N: _Rope,
     rope_F: _Rope,
-    blocks: list[_Block],
+    blocks: list[Block],
 ) -> Tensor:
     """One layer for N of the F tokens; the others give keys and values only."""
     attn, norm = layer.self_attn, layer.input_layernorm
@@ -187,19 +164,20 @@ class _Attention(torch.autograd.Function):
         head_dim: int,
         rope_N: _Rope,
         rope_F: _Rope,
-        blocks: list[_Block],
+        blocks: list[Block],
     ) -> Tensor:
         q_NHD = rotate(q_NE.unflatten(1, (-1, head_dim)), *rope_N).mul_(head_dim**-0.5)
         k_FKD, v_FKD = kv_FE.unflatten(1, (-1, head_dim)).chunk(2, dim=1)
         k_FKD = rotate(k_FKD, *rope_F)
         out_NHD = torch.empty_like(q_NHD)
         weights = []
-        for queries, keys, shared, mask in blocks:
-            scores = torch.bmm(_by_kv(q_NHD[queries], k_FKD), k_FKD[keys].permute(1, 2, 0))
-            grouped = scores.view(len(scores), len(mask), -1, scores.shape[2])
-            grouped[..., shared:].add_(mask)
+        for block in blocks:
+            k_WKD, v_WKD = block.keys(k_FKD), block.keys(v_FKD)
+            scores = torch.bmm(_by_kv(q_NHD[block.queries], k_FKD), k_WKD.permute(1, 2, 0))
+            grouped = scores.view(len(scores), len(block.mask), -1, scores.shape[2])
+            grouped[..., block.seen :].add_(block.mask)
             weights.append(torch.softmax(scores, dim=-1))
-            _from_kv(torch.bmm(weights[-1], v_FKD[keys].transpose(0, 1)), out_NHD[queries])
+            _from_kv(torch.bmm(weights[-1], v_WKD.transpose(0, 1)), out_NHD[block.queries])
         ctx.save_for_backward(q_NHD, k_FKD, v_FKD, out_NHD, *rope_N, *rope_F, *weights)
         ctx.blocks = blocks
         return out_NHD.flatten(1)
@@ -212,14 +190,15 @@ class _Attention(torch.autograd.Function):
         sum_NH1 = (grad_NHD * out_NHD).sum(-1, keepdim=True)
         grad_q = torch.empty_like(q_NHD)
         grad_k, grad_v = torch.zeros_like(k_FKD), torch.zeros_like(k_FKD)
-        for (queries, keys, _, _), weight in zip(ctx.blocks, weights, strict=True):
+        for block, weight in zip(ctx.blocks, weights, strict=True):
+            queries = block.queries
             grad = _by_kv(grad_NHD[queries], k_FKD)
-            grad_v[keys] += torch.bmm(weight.transpose(1, 2), grad).transpose(0, 1)
-            inner = torch.bmm(grad, v_FKD[keys].permute(1, 2, 0))
+            block.add(grad_v, torch.bmm(weight.transpose(1, 2), grad).transpose(0, 1))
+            inner = torch.bmm(grad, block.keys(v_FKD).permute(1, 2, 0))
             inner.sub_(_by_kv(sum_NH1[queries], k_FKD)).mul_(weight)
-            _from_kv(torch.bmm(inner, k_FKD[keys].transpose(0, 1)), grad_q[queries])
+            _from_kv(torch.bmm(inner, block.keys(k_FKD).transpose(0, 1)), grad_q[queries])
             q = _by_kv(q_NHD[queries], k_FKD)
-            grad_k[keys] += torch.bmm(inner.transpose(1, 2), q).transpose(0, 1)
+            block.add(grad_k, torch.bmm(inner.transpose(1, 2), q).transpose(0, 1))
         grad_q = rotate(grad_q, cos_N, sin_N, sign=-1.0).mul_(q_NHD.shape[2] ** -0.5)
         grad_k = rotate(grad_k, cos_F, sin_F, sign=-1.0)
         grad_kv = torch.cat((grad_k, grad_v), dim=1)

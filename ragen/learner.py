@@ -20,7 +20,7 @@ from ragen.config import LossConfig, UpdateConfig
 from ragen.diagnostics import mismatch_kl
 from ragen.losses import LOSSES, entropy_bonus, kl_loss, token_weights, value_loss
 from ragen.metrics import Metrics, largest, last, mean, merge, total
-from ragen.model import Critic, hidden_states, token_logprobs
+from ragen.model import Critic, hidden_states, shares_prompts, token_logprobs
 
 
 class Learner:
@@ -84,12 +84,16 @@ class Learner:
     def _per_token(self, batch: Batch, compute: Callable[[Batch], Tensor]) -> Tensor:
         """Fill a ``(B, T)`` field, microbatch by microbatch, from what `compute` says of each."""
         field_BT = torch.zeros_like(batch.weight_BT)
-        for rows in row_splits(batch, self._update.microbatch_tokens):
+        for rows in self._microbatches(batch):
             part = take(batch, rows)
             part_BT = torch.zeros_like(part.weight_BT)
             part_BT[part.weight_BT > 0] = compute(part).float().cpu()
             field_BT[rows, : part_BT.shape[1]] = part_BT
         return field_BT
+
+    def _microbatches(self, batch: Batch) -> list[Tensor]:
+        by_group = shares_prompts(self.model)
+        return row_splits(batch, self._update.microbatch_tokens, by_group)
 
     def update(self, batch: Batch, step: int) -> Metrics:
         """One optimiser step of the policy and one of the critic on one minibatch.
@@ -107,7 +111,7 @@ class Learner:
         batch = replace(batch, weight_BT=weights_BT)
         train_policy = step >= update.critic_warmup_steps or self.critic is None
         parts = []
-        for rows in row_splits(batch, update.microbatch_tokens):
+        for rows in self._microbatches(batch):
             part = take(batch, rows)
             tokens = flatten(part).to(self._device)
             if train_policy:

@@ -133,9 +133,14 @@ def hidden_states(
     Returns:
         Hidden states (N, D), row by row, N being the number of true entries.
     """
-    if token_ids_BT.device.type == "cpu" and fast_qwen2.supports(model):
+    if shares_prompts(model):
         return fast_qwen2.hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
     return padded_hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
+
+
+def shares_prompts(model: PreTrainedModel) -> bool:
+    """Whether `hidden_states` computes a prompt that several rows begin with only once."""
+    return model.device.type == "cpu" and fast_qwen2.supports(model)
 
 
 def padded_hidden_states(

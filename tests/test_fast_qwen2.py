@@ -3,8 +3,9 @@
 import pytest
 import torch
 from test_model import ragged, tiny
+from transformers import PreTrainedModel
 
-from ragen import fast_decoder, fast_qwen2
+from ragen import fast_blocks, fast_decoder, fast_qwen2
 from ragen.decoder import HFDecoder, make_decoder
 from ragen.model import Critic, padded_hidden_states
 
@@ -18,10 +19,15 @@ def test_values_and_gradients_equal_the_general_path(
     monkeypatch.setattr(fast_qwen2, "CHUNK", chunk)
     model = tiny(num_hidden_layers=layers, tie_word_embeddings=tied, rope_theta=300.0)
     assert fast_qwen2.supports(model)
+    assert_equal_to_the_general_path(model, *ragged())
+
+
+def assert_equal_to_the_general_path(model: PreTrainedModel, *inputs: torch.Tensor) -> None:
+    """States and all gradients, of a random weighted sum of the states."""
     results = []
     for path in (padded_hidden_states, fast_qwen2.hidden_states):
         model.zero_grad()
-        states = path(model, *ragged())
+        states = path(model, *inputs)
         weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
         (states * weights).sum().backward()
         grads = {n: p.grad for n, p in model.model.named_parameters()}
@@ -40,6 +46,27 @@ def test_full_rows_need_no_padding_and_give_the_same() -> None:
     torch.testing.assert_close(
         fast_qwen2.hidden_states(model, *full), expected, rtol=1e-4, atol=1e-5
     )
+
+
+def test_samples_that_begin_alike_share_the_prompt_and_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two groups, one member with a prompt of its own, one without a wanted token."""
+    monkeypatch.setattr(fast_blocks, "SHARED", 3)
+    monkeypatch.setattr(fast_blocks, "QUERIES", 2)
+    model = tiny(num_hidden_layers=2)
+    generator = torch.Generator().manual_seed(2)
+    token_ids_BT = torch.randint(0, 40, (6, 12), generator=generator)
+    token_ids_BT[[2, 3], :5] = token_ids_BT[0, :5]
+    token_ids_BT[4, :6] = token_ids_BT[1, :6]
+    lengths_B = torch.tensor([12, 9, 12, 7, 8, 6])
+    wanted_BT = torch.zeros(6, 12, dtype=torch.bool)
+    wanted_BT[0, [4, 5, 9]] = wanted_BT[2, [5, 8]] = wanted_BT[3, 4] = True
+    wanted_BT[1, 2] = wanted_BT[4, [4, 6]] = wanted_BT[5, 4] = True
+    origin_B, shared_B = fast_blocks.shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
+    assert origin_B.tolist() == [0, 1, 0, 0, 1, 5]
+    assert shared_B.tolist() == [0, 0, 5, 4, 4, 0]  # up to each one's first wanted position
+    assert_equal_to_the_general_path(model, token_ids_BT, lengths_B, wanted_BT)
 
 
 def test_nothing_wanted() -> None:

@@ -29,6 +29,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "L4 maths": ["batch", "rewards", "advantages", "credit", "losses", "filters", "diagnostics"],
     "L5 learning": [
+        "fast_blocks",
         "fast_qwen2",
         "fast_decoder",
         "decoder",

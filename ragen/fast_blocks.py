@@ -1,0 +1,90 @@
+"""Which tokens a forward computes, and which keys its queries see.
+
+Samples of one group begin with one prompt. Its keys and values are the same in all of them, since
+attention looks back only; so the first of them computes it, and the others attend to its tokens.
+
+Axes: **B** samples, **T** tokens of a sample, **F** flat tokens (those that are computed), **R**
+samples not yet placed, **W** keys of a block, **K** key-value heads, **D** width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+QUERIES = 96
+"""Queries of a sample that attend at once."""
+SHARED = 16
+"""Tokens that a prompt must have to be computed in one sample for the others."""
+
+
+def shared_prefixes(
+    token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """For each sample the one that computes its prompt, and how many tokens that is.
+
+    The prompt are the tokens before the first wanted position. A sample without an equal before it
+    computes its own: itself, and 0 tokens.
+    """
+    origin_B, shared_B = torch.arange(len(lengths_B)), torch.zeros_like(lengths_B)
+    columns_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
+    prompt_B = torch.where(wanted_BT, columns_T, lengths_B[:, None]).amin(1)
+    left = list(range(len(lengths_B)))
+    while len(left) > 1:
+        first, *others = left
+        others_R = torch.tensor(others)
+        same_RT = token_ids_BT[others_R] == token_ids_BT[first]
+        common_R = same_RT.cumprod(1).sum(1).minimum(lengths_B[first])
+        is_member_R = (prompt_B[others_R] >= SHARED) & (common_R >= prompt_B[others_R])
+        members_R = others_R[is_member_R]
+        origin_B[members_R], shared_B[members_R] = first, prompt_B[members_R]
+        left = others_R[~is_member_R].tolist()
+    return origin_B, shared_B
+
+
+class Block(NamedTuple):
+    """Neighbouring queries of one sample, and the keys that the last of them sees.
+
+    The keys are the prefix that another sample computes (maybe empty), then the sample's own.
+    """
+
+    queries: slice
+    prefix: slice
+    own: slice
+    seen: int
+    """Keys that all the queries see; what of the others is out of sight is −∞ in `mask`."""
+    mask: Tensor
+
+    def keys(self, x_FKD: Tensor) -> Tensor:
+        """The rows of all its keys."""
+        if self.prefix.start == self.prefix.stop:
+            return x_FKD[self.own]
+        return torch.cat((x_FKD[self.prefix], x_FKD[self.own]))
+
+    def add(self, total_FKD: Tensor, x_WKD: Tensor) -> None:
+        """Add to the rows of all its keys."""
+        num_prefix = self.prefix.stop - self.prefix.start
+        total_FKD[self.prefix] += x_WKD[:num_prefix]
+        total_FKD[self.own] += x_WKD[num_prefix:]
+
+
+def blocks_of(origin_B: Tensor, shared_B: Tensor, own_BT: Tensor, wanted_BT: Tensor) -> list[Block]:
+    """The blocks of the wanted positions, row by row; `own_BT` are the tokens that are computed."""
+    counts_B = own_BT.sum(1)
+    starts = (counts_B.cumsum(0) - counts_B).tolist()
+    blocks, query = [], 0
+    for row, (origin, shared) in enumerate(zip(origin_B.tolist(), shared_B.tolist(), strict=True)):
+        prefix = slice(starts[origin], starts[origin] + shared)
+        for columns in wanted_BT[row].nonzero()[:, 0].split(QUERIES):
+            if len(columns):
+                seen, end = int(columns[0]) + 1, int(columns[-1]) + 1
+                hidden = torch.arange(seen, end, device=columns.device) > columns[:, None]
+                mask = torch.zeros(hidden.shape, device=columns.device)
+                mask = mask.masked_fill_(hidden, -torch.inf)[:, None]
+                queries = slice(query, query + len(columns))
+                own = slice(starts[row], starts[row] + end - shared)
+                blocks.append(Block(queries, prefix, own, seen, mask))
+                query += len(columns)
+    return blocks
