@@ -276,29 +276,50 @@ def maker(name: str, **params: Any) -> Callable[[], Env]:
     Raises:
         RagenError: As `make`, but for what the class itself refuses.
     """
-    known = worlds()
-    if ":" in name:
-        world = World(name)
-    elif name in known:
-        world = known[name]
-    else:
-        raise RagenError(
-            f"unknown world {name!r}{_nearest(name, known)}; "
-            "`ragen envs` lists them, and path/to/file.py:Class names your own"
-        )
+    world = _world(name)
     cls = _load(world.entry)
     settings = {**world.params, **params}
     _check_params(name, cls, settings)
 
     def build() -> Env:
         env = cls(**settings)
-        if name in known:
+        if ":" not in name:
             env.name = name
         elif not hasattr(env, "name"):
             env.name = cls.__name__
         return env
 
     return build
+
+
+def parameters(name: str) -> list[str]:
+    """The names of what a world's class can be told.
+
+    Raises:
+        RagenError: No such world.
+
+    Example:
+        >>> parameters("frozen-lake")
+        ['size', 'p_frozen', 'success_probability', 'observation']
+    """
+    return _named_parameters(_load(_world(name).entry))
+
+
+def _world(name: str) -> World:
+    known = worlds()
+    if ":" in name:
+        return World(name)
+    if name in known:
+        return known[name]
+    raise RagenError(
+        f"unknown world {name!r}{_nearest(name, known)}; "
+        "`ragen envs` lists them, and path/to/file.py:Class names your own"
+    )
+
+
+def _named_parameters(cls: type[Env]) -> list[str]:
+    signature = inspect.signature(cls).parameters.values()
+    return [p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _nearest(name: str, known: Any) -> str:
@@ -356,7 +377,7 @@ def _load_file(path: Path) -> ModuleType:
 
 def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
     signature = inspect.signature(cls).parameters.values()
-    known = [p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    known = _named_parameters(cls)
     open_ended = any(p.kind == p.VAR_KEYWORD for p in signature) and "__init__" in vars(cls)
     hints = get_type_hints(cls.__init__)
     for key, value in params.items():

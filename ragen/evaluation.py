@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config import Config
+from ragen.env import parameters
 from ragen.errors import RagenError
 from ragen.players import PLAYERS, PlayerPolicy
 from ragen.policy import Policy
@@ -215,7 +216,8 @@ def play_target(
 def config_for(target: str, overrides: Mapping[str, Any]) -> Config:
     """The settings under which a target plays: its run's, or the recipe's of the world.
 
-    A run that is evaluated in another world keeps how it is prompted and takes the other's budgets.
+    A run that is evaluated in another world keeps how it is prompted, the form of its observations
+    included, and takes the other's budgets and parameters.
     """
     wanted = {canonical_key(key): value for key, value in overrides.items()}
     world = wanted.get("world.name")
@@ -224,9 +226,15 @@ def config_for(target: str, overrides: Mapping[str, Any]) -> Config:
     if not (folder / CONFIG).exists():
         return resolve(None, {**flatten(recipe), **wanted})
     config = read_config(folder / CONFIG)
+    if world is None or world == config.world.name:
+        return resolve(None, {**flatten(config), **wanted})
+    of_run = {k: v for k, v in flatten(config).items() if not k.startswith("world.params.")}
     of_world = {k: v for k, v in flatten(recipe).items() if k.startswith("world.")}
-    other = world is not None and world != config.world.name
-    return resolve(None, {**flatten(config), **(of_world if other else {}), **wanted})
+    seen = config.world.params.get("observation")
+    shown = (
+        {"world.params.observation": seen} if seen and "observation" in parameters(world) else {}
+    )
+    return resolve(None, {**of_run, **of_world, **shown, **wanted})
 
 
 def opponent(target: str, config: Config, seed: int) -> tuple[Policy | PlayerPolicy, Setup]:

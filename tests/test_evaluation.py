@@ -15,10 +15,11 @@ from ragen.env import make
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation, config_for, evaluate_policy, evaluate_target, play_target
 from ragen.policy import ScriptedPolicy
+from ragen.recorder import CONFIG
 from ragen.references import Budget
 from ragen.rollout import setup_of
 from ragen.seeding import EVAL_LEVELS
-from ragen.settings import resolve
+from ragen.settings import dump, resolve
 from ragen.trainer import train
 from tests.speaker import settings, speaker
 
@@ -161,6 +162,18 @@ def test_a_run_in_another_world(run: Path) -> None:
     lake = config_for(str(run), {"world": ROGUE})
     assert (lake.world.turns, lake.world.actions) == (5, 10), "the other world's budgets"
     assert config_for(str(run), {}).world.turns == 1
+
+
+def test_the_parameters_of_a_run_s_world_stay_there(tmp_path: Path) -> None:
+    lake = {"world": "frozen-lake", "world.params": {"observation": "named", "p_frozen": 0.9}}
+    (tmp_path / CONFIG).write_text(dump(resolve(None, lake)))
+    seen = {
+        world: config_for(str(tmp_path), {"world": world}).world.params
+        for world in ("frozen-lake", "sokoban-large", "bandit")
+    }
+    assert seen["frozen-lake"] == lake["world.params"]
+    assert seen["sokoban-large"] == {"observation": "named"}
+    assert seen["bandit"] == {}
 
 
 def test_a_model_folder_and_a_watched_episode(run: Path) -> None:
