@@ -127,6 +127,14 @@ def explained_variance(values_N: Tensor, returns_N: Tensor) -> Metrics:
     return {"critic/explained_variance": mean(1 - unexplained, len(returns_N))}
 
 
+def reference_kl(old_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Metrics:
+    """KL(policy ‖ reference) in nats by k3, wherever the run charges for it: reward or loss."""
+    if not len(old_logprobs_N):
+        return {}
+    kl = k3(old_logprobs_N, reference_logprobs_N).mean().item()
+    return {"kl/reference": mean(kl, len(old_logprobs_N))}
+
+
 def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Metrics:
     """How far the learner's logprobs are from the sampler's at equal weights, in nats.
 

@@ -25,7 +25,7 @@ from ragen.checkpoint import (
 )
 from ragen.config import Config
 from ragen.credit import credit
-from ragen.diagnostics import Sign, echo_trap_signs, explained_variance, summarize
+from ragen.diagnostics import Sign, echo_trap_signs, explained_variance, reference_kl, summarize
 from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
@@ -243,9 +243,18 @@ def record(
         run.recorder.samples(
             step, [tokens_of(batch, row, episodes) for row in range(batch.num_rows)]
         )
-    if batch is not None and batch.values_BT is not None and batch.returns_BT is not None:
-        on = batch.mask_BT
-        run.recorder.log(step, explained_variance(batch.values_BT[on], batch.returns_BT[on]))
+    if batch is not None:
+        run.recorder.log(step, judged(batch))
+
+
+def judged(batch: Batch) -> Metrics:
+    """What critic and reference say of a step's tokens, where the run has them."""
+    on, metrics = batch.mask_BT, Metrics()
+    if batch.values_BT is not None and batch.returns_BT is not None:
+        metrics |= explained_variance(batch.values_BT[on], batch.returns_BT[on])
+    if batch.reference_logprobs_BT is not None and batch.old_logprobs_BT is not None:
+        metrics |= reference_kl(batch.old_logprobs_BT[on], batch.reference_logprobs_BT[on])
+    return metrics
 
 
 def tokens_of(batch: Batch, row: int, episodes: Sequence[Episode]) -> dict[str, Any]:

@@ -188,6 +188,8 @@ def test_the_same_run_twice_is_the_same_run(tmp_path: Path, more: dict[str, Any]
     for name in ("a", "b"):
         train(config(**more), tmp_path / name)
     same(tmp_path / "b", numbers(tmp_path / "a"))
+    query = "SELECT count(*) FROM metrics WHERE name = 'kl/reference' AND value > -1e-6"
+    assert rows(tmp_path / "a", query) == [(3 if more else 0,)], "in every step with a reference"
     train(config(seed=1, **more), tmp_path / "c")
     assert numbers(tmp_path / "c")["tensors"] != numbers(tmp_path / "a")["tensors"]
 
