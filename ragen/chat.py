@@ -216,7 +216,7 @@ class Chat:
         if "".join(pieces) == text:
             return list(accumulate(map(len, pieces), initial=0)).__getitem__
         # Some character's bytes are spread over tokens, which alone decode to nothing readable.
-        return lambda k: len(commonprefix((self._text(ids[:k]), text)))  # noqa: RUF071 (characters)  # noqa: RUF071 (characters)
+        return lambda k: len(commonprefix((self._text(ids[:k]), text)))  # noqa: RUF071 (characters)
 
     def _piece(self, token: int) -> str:
         """A token's text behind another token: at the start it may lose a leading space."""

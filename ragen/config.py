@@ -147,7 +147,7 @@ class UpdateConfig(Section):
     lr: float = Field(1e-6, gt=0)
     critic_lr: float = Field(1e-5, gt=0)
     lr_end: float = Field(1.0, ge=0, le=1)
-    """Share of the learning rate that is left at the last step (linear)."""
+    """Share of the learning rate towards which it falls, in a line over the run's steps."""
     warmup_steps: int = Field(0, ge=0)
     critic_warmup_steps: int = Field(0, ge=0)
     """First steps that train the critic alone."""

@@ -513,7 +513,8 @@ def _turn_rows(episode: Episode) -> list[tuple[Any, ...]]:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """ASCII with escapes, so that half a surrogate pair in a world's snapshot comes back whole."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _number(value: float) -> float | None:

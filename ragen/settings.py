@@ -213,9 +213,8 @@ def parse_value(key: str, text: str) -> Any:
     """
     if not key.startswith(PARAMS) and _holds_text(keys()[key].annotation):
         return text
-    literal = (
-        f"0{text}" if text.startswith(".") else text
-    )  # TOML asks for a digit before the point.
+    # TOML asks for a digit before the point.
+    literal = f"0{text}" if text.startswith(".") else text
     try:
         parsed = tomllib.loads(f"value = {literal}")
     except tomllib.TOMLDecodeError:

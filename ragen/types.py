@@ -30,7 +30,7 @@ class Prompt:
     `token_ids` is the whole sequence, `num_prefill` of its last tokens being the pre-filled start
     of the reply (``<think>``): part of the prompt, never sampled, never trained. It is ``None`` for
     policies that take messages only (chat endpoints). `seed` decides this completion's random
-    numbers.
+    numbers. Before `min_tokens` the end of turn is not drawn.
 
     Example:
         >>> question = {"role": "user", "content": "a0 P a1 G"}
