@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,12 +87,12 @@ class Stage:
     context_weight: float = 0.0
 
 
-def config_of(vocabulary: int) -> Qwen2Config:
+def config_of(vocabulary: int, layers: int) -> Qwen2Config:
     """The embedded models' architecture. Two key–value heads: with one, none learns to look up."""
     return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=128,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=256,
@@ -126,11 +127,15 @@ def prepare_family(
         replace(stage, steps=min(stage.steps, steps if steps is not None else stage.steps))
         for stage in FAMILIES[family]
     ]
-    return prepare(stages, out, seed, watch)
+    return prepare(stages, out, seed, watch, LAYERS[family])
 
 
 def prepare(
-    stages: Sequence[Stage], out: Path, seed: int = 0, watch: Callable[[str], None] | None = None
+    stages: Sequence[Stage],
+    out: Path,
+    seed: int = 0,
+    watch: Callable[[str], None] | None = None,
+    layers: int = 3,
 ) -> Path:
     """Prepare a model and save it in Hugging Face's layout.
 
@@ -139,6 +144,7 @@ def prepare(
         out: A folder that does not exist yet.
         seed: Of weights and demonstrations.
         watch: Told a line now and then.
+        layers: Of the model.
 
     Raises:
         RagenError: `out` exists.
@@ -148,7 +154,7 @@ def prepare(
     use_threads(1)  # the same weights however many cores are free
     tokenizer = build()
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(config_of(len(tokenizer))).eval()
+    model = Qwen2ForCausalLM(config_of(len(tokenizer), layers)).eval()
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
     chat = Chat(tokenizer)
@@ -161,6 +167,8 @@ def prepare(
             if watch and (step + 1) % 50 == 0:
                 watch(f"{stage.name} {step + 1}/{stage.steps}  nll {metrics['loss/nll'].value:.4f}")
     save_model(model.half(), tokenizer, out)
+    words = out / "tokenizer.json"  # one line: it ships with each model
+    words.write_text(json.dumps(json.loads(words.read_text()), ensure_ascii=False))
     return out
 
 
@@ -312,6 +320,9 @@ LAKE_SCHOOL = (
     Stage("still ice", 600, STILL_LAKE, context_weight=0.1),
 )
 """How both families of lakes begin."""
+
+LAYERS = {"bandit": 2, "frozen-lake-still": 3, "frozen-lake": 3, "sokoban": 3}
+"""How deep each embedded model is."""
 
 FAMILIES: dict[str, tuple[Stage, ...]] = {
     "bandit": (
