@@ -23,6 +23,11 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 from ragen.errors import RagenError
 from ragen.metrics import Metric, merge
 from ragen.types import Episode, Group
@@ -157,6 +162,11 @@ class Recorder:
         self.folder = folder
         self.attempt = attempt
         self._connection = connection
+        try:
+            self._claim = _claim(folder)
+        except RagenError:
+            connection.close()
+            raise
         self._pending = _Step(attempt, 0)
 
     @classmethod
@@ -190,7 +200,8 @@ class Recorder:
         """Go on writing the run in `folder`, by default in its latest attempt.
 
         Raises:
-            RagenError: There is no run, or its database is damaged or of another version.
+            RagenError: There is no run, its database is damaged or of another version, or another
+                process writes it.
         """
         if not (folder / DATABASE).is_file():
             raise RagenError(f"{folder} is no run folder ({DATABASE} is missing)")
@@ -329,6 +340,8 @@ class Recorder:
             with contextlib.suppress(sqlite3.OperationalError):
                 self._connection.execute("PRAGMA journal_mode = DELETE")
             self._connection.close()
+            if self._claim is not None:
+                os.close(self._claim)
 
     def __enter__(self) -> Self:
         return self
@@ -448,6 +461,27 @@ def _read(folder: Path, query: str) -> list[tuple[Any, ...]]:
             return connection.execute(query).fetchall()
     except sqlite3.DatabaseError as error:
         raise RagenError(f"{folder / DATABASE} cannot be read: {error}") from None
+
+
+def _claim(folder: Path) -> int | None:
+    """Keep other writers away while this handle is open; a process that dies gives it back.
+
+    Raises:
+        RagenError: Another process writes this run.
+    """
+    if fcntl is None:
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise RagenError(
+            f"{folder} is being written by another process; stop that run first, or let it end"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return handle
 
 
 def _connect(database: Path) -> sqlite3.Connection:

@@ -316,6 +316,13 @@ def test_other_schema_is_refused(recorder: Recorder) -> None:
         Recorder.open(recorder.folder)
 
 
+def test_one_writer_at_a_time(recorder: Recorder) -> None:
+    with pytest.raises(RagenError, match="being written by another process"):
+        Recorder.open(recorder.folder)
+    recorder.close()
+    Recorder.open(recorder.folder).close()
+
+
 def test_texts_that_utf8_cannot_hold(recorder: Recorder) -> None:
     recorder.episodes(
         0, [Group((episode(0, 0, thought="half a pair: \ud83d, a nul: \x00, \u202e"),))]
