@@ -121,6 +121,13 @@ def generate(
     )
 
 
+@lru_cache(maxsize=1024)
+def board_of(seed: int, rows: int, cols: int, boxes: int, search_depth: int) -> tuple[Room, Board]:
+    """The level of a seed, generated once for all members of a group."""
+    level, _ = generators(seed, None)
+    return generate(level, rows, cols, boxes, search_depth)
+
+
 def _floor(level: np.random.Generator, rows: int, cols: int) -> Cells:
     """A random walk of int(1.7·(rows + cols)) steps that stamps floor."""
     directions = ((1, 0), (0, 1), (-1, 0), (0, -1))
@@ -308,8 +315,11 @@ class Sokoban(Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
-        level, _ = generators(seed, options)
-        self._room, self._board = generate(level, *self._size)
+        if seed is None:
+            level, _ = generators(seed, options)
+            self._room, self._board = generate(level, *self._size)
+        else:
+            self._room, self._board = board_of(seed, *self._size)
         return self._observation(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
