@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from ragen.batch import collate
 from ragen.chat import Chat
@@ -75,7 +75,7 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Some steps on a mixture of lessons; learning rates fall in a line to `lr_end` of themselves."""
+    """Some steps on a mixture of lessons; learning rates fall in a line to `lr_end` of them."""
 
     name: str
     steps: int
@@ -154,7 +154,8 @@ def prepare(
     use_threads(1)  # the same weights however many cores are free
     tokenizer = build()
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(config_of(len(tokenizer), layers)).eval()
+    model: PreTrainedModel = Qwen2ForCausalLM(config_of(len(tokenizer), layers))  # type: ignore[no-untyped-call]
+    model.train(False)
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
     chat = Chat(tokenizer)
@@ -166,7 +167,7 @@ def prepare(
             metrics = learner.update(batch, step)
             if watch and (step + 1) % 50 == 0:
                 watch(f"{stage.name} {step + 1}/{stage.steps}  nll {metrics['loss/nll'].value:.4f}")
-    save_model(model.half(), tokenizer, out)
+    save_model(model.to(torch.float16), tokenizer, out)
     words = out / "tokenizer.json"  # one line: it ships with each model
     words.write_text(json.dumps(json.loads(words.read_text()), ensure_ascii=False))
     return out
@@ -336,7 +337,7 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
     ),
     "frozen-lake": (
         *LAKE_SCHOOL,
-        Stage("slippery ice", 400, SLIPPERY_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("slippery ice", 200, SLIPPERY_LAKE, context_weight=0.1, lr_end=0.02),
         Stage("mix", 80, SLIPPERY_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
     ),
     "sokoban": (
