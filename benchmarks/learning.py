@@ -1,6 +1,6 @@
 """What the recipes reach: each trained from its embedded model, several seeds, on held-out levels.
 
-    python benchmarks/learning.py                                  # the four worlds, three seeds
+    python benchmarks/learning.py                                  # four worlds, three seeds
     python benchmarks/learning.py collapse collapse-s --seeds 5    # collapse in a minute
     python benchmarks/learning.py collapse --set advantage.name=dr_grpo --name "no std"
 

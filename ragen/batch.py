@@ -53,6 +53,7 @@ class Batch:
     episode_B: Tensor
     group_B: Tensor
     old_logprobs_BT: Tensor | None = None
+    entropies_BT: Tensor | None = None
     reference_logprobs_BT: Tensor | None = None
     values_BT: Tensor | None = None
     rewards_BT: Tensor | None = None

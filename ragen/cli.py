@@ -394,6 +394,8 @@ def _base_options(parser: Parser) -> None:
 
 
 def _base(options: Namespace, _: Overrides) -> int:
+    if options.steps is not None and options.steps < 1:
+        raise RagenError(f"--steps {options.steps}: expected a whole number ≥ 1")
     from ragen.base import prepare_family
 
     prepare_family(options.family, options.out, options.seed, options.steps, watch=print)

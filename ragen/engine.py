@@ -27,8 +27,9 @@ class Engine(Protocol):
     async def score(self, batch: Batch, role: Role) -> Batch:
         """The batch with what `role` says of its trained tokens.
 
-        ``"policy"`` fills `old_logprobs_BT`, ``"reference"`` `reference_logprobs_BT`, ``"critic"``
-        `values_BT`, each by the weights as they are now and without gradient.
+        ``"policy"`` fills `old_logprobs_BT` and `entropies_BT`, ``"reference"``
+        `reference_logprobs_BT`, ``"critic"`` `values_BT`, each by the weights as they are now and
+        without gradient.
         """
         ...
 

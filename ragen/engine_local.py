@@ -63,11 +63,10 @@ class LocalEngine:
         """See `Engine.score`."""
         if role == "critic":
             return replace(batch, values_BT=self.learner.values(batch))
+        logprobs_BT, entropies_BT = self.learner.logprobs(batch, reference=role == "reference")
         if role == "reference":
-            return replace(
-                batch, reference_logprobs_BT=self.learner.logprobs(batch, reference=True)
-            )
-        return replace(batch, old_logprobs_BT=self.learner.logprobs(batch))
+            return replace(batch, reference_logprobs_BT=logprobs_BT)
+        return replace(batch, old_logprobs_BT=logprobs_BT, entropies_BT=entropies_BT)
 
     async def update(self, batch: Batch, step: int) -> Metrics:
         """See `Engine.update`."""

@@ -69,27 +69,40 @@ class Learner:
         return named | {f"critic-optimizer-{number}": each for number, each in critics}
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, reference: bool = False) -> Tensor:
-        """Logprobs ``(B, T)`` of the trained tokens, by the policy as it is or by the reference."""
+    def logprobs(self, batch: Batch, reference: bool = False) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies, ``(B, T)`` each, at the trained tokens.
+
+        By the policy as it is, or by the reference.
+        """
         model = self.reference if reference else self.model
         assert model is not None, "this learner keeps no reference"
-        return self._per_token(batch, lambda part: self._speak(model, part)[0])
+        logprobs_BT, entropies_BT = self._per_token(batch, lambda part: self._speak(model, part))
+        return logprobs_BT, entropies_BT
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """The critic's estimate ``(B, T)`` of the state before each trained token."""
         assert self.critic is not None, "this learner trains no critic"
-        return self._per_token(batch, self._judge)
+        (values_BT,) = self._per_token(batch, lambda part: (self._judge(part),))
+        return values_BT
 
-    def _per_token(self, batch: Batch, compute: Callable[[Batch], Tensor]) -> Tensor:
-        """Fill a ``(B, T)`` field, microbatch by microbatch, from what `compute` says of each."""
-        field_BT = torch.zeros_like(batch.weight_BT)
+    def _per_token(
+        self, batch: Batch, compute: Callable[[Batch], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Fill ``(B, T)`` fields, microbatch by microbatch, from what `compute` says of each."""
+        places, pieces = [], []
         for rows in self._microbatches(batch):
             part = take(batch, rows)
-            part_BT = torch.zeros_like(part.weight_BT)
-            part_BT[part.weight_BT > 0] = compute(part).float().cpu()
-            field_BT[rows, : part_BT.shape[1]] = part_BT
-        return field_BT
+            wanted = (part.weight_BT > 0).nonzero(as_tuple=True)
+            places.append(torch.stack([rows[wanted[0]], wanted[1]]))
+            pieces.append([field.float().cpu() for field in compute(part)])
+        row_N, column_N = torch.cat(places, dim=1)
+        fields = []
+        for field in zip(*pieces, strict=True):
+            field_BT = torch.zeros_like(batch.weight_BT)
+            field_BT[row_N, column_N] = torch.cat(field)
+            fields.append(field_BT)
+        return tuple(fields)
 
     def _microbatches(self, batch: Batch) -> list[Tensor]:
         by_group = shares_prompts(self.model)

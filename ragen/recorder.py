@@ -252,7 +252,7 @@ class Recorder:
             step: The step they were collected in.
             groups: The groups; their episodes carry group and member.
             kept: For each group, whether the filter kept it; None means all.
-            phase: ``train`` or ``eval``.
+            phase: ``train``, ``eval`` or ``eval greedy``.
         """
         flags = [True] * len(groups) if kept is None else kept
         for group, keep in zip(groups, flags, strict=True):
@@ -490,7 +490,7 @@ def _connect(database: Path) -> sqlite3.Connection:
         database, isolation_level=None, timeout=10.0, check_same_thread=False
     )
     connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA synchronous = FULL")
     return connection
 
 

@@ -14,7 +14,7 @@ PROBE_ROUNDS = 12
 
 
 def use_threads(wanted: int) -> int:
-    """Set torch's thread count and return it. NumPy's is 1: its products here are too small to share.
+    """Set torch's thread count and return it. NumPy gets one: its products here are small.
 
     Args:
         wanted: The count; 0 takes whichever of one and all of this process's cores multiplies the

@@ -117,7 +117,7 @@ async def loop(run: Run) -> None:
                 await engine.publish()
         advance(state, groups, kept, updates)
         with clock("record"):
-            record(run, groups, kept, chosen, batch if updates else None)
+            await record(run, groups, kept, chosen, batch if updates else None)
         metrics = merge([summarize(groups, kept), *updates, counters(state), clock.metrics()])
         recorder.log(state.step, metrics)
         recorder.commit()
@@ -227,7 +227,7 @@ class Clock:
         return phases | {"time/step_s": total(self.seconds)}
 
 
-def record(
+async def record(
     run: Run,
     groups: Sequence[Group],
     kept: Sequence[int],
@@ -237,12 +237,14 @@ def record(
     """Write the step's episodes, and now and then its tokens, as `config.record` asks."""
     step, wanted = run.state.step, run.config.record
     if due(step, wanted.episodes_every):
-        run.recorder.episodes(step, groups, [index in set(kept) for index in range(len(groups))])
+        chosen_ones = set(kept)
+        flags = [index in chosen_ones for index in range(len(groups))]
+        run.recorder.episodes(step, groups, flags)
     if batch is not None and due(step, wanted.tokens_every):
+        after = await run.engine.score(batch, "policy")
         episodes = [episode for _, episode in trainable(chosen)]
-        run.recorder.samples(
-            step, [tokens_of(batch, row, episodes) for row in range(batch.num_rows)]
-        )
+        rows = [tokens_of(batch, after, row, episodes) for row in range(batch.num_rows)]
+        run.recorder.samples(step, rows)
     if batch is not None:
         run.recorder.log(step, judged(batch))
 
@@ -257,8 +259,9 @@ def judged(batch: Batch) -> Metrics:
     return metrics
 
 
-def tokens_of(batch: Batch, row: int, episodes: Sequence[Episode]) -> dict[str, Any]:
-    """One row of a batch as the recorder stores it."""
+def tokens_of(batch: Batch, after: Batch, row: int, episodes: Sequence[Episode]) -> dict[str, Any]:
+    """One row of a batch as the recorder stores it; `after` is scored after the step's updates."""
+    assert batch.old_logprobs_BT is not None and after.old_logprobs_BT is not None
     length = int(batch.lengths_B[row])
     episode = episodes[int(batch.episode_B[row])]
     arrays = {
@@ -267,6 +270,8 @@ def tokens_of(batch: Batch, row: int, episodes: Sequence[Episode]) -> dict[str, 
         "turn_index": batch.turn_BT,
         "sampled_logprobs": batch.sampled_logprobs_BT,
         "old_logprobs": batch.old_logprobs_BT,
+        "ratios": (after.old_logprobs_BT - batch.old_logprobs_BT).exp(),
+        "entropies": after.entropies_BT,
         "values": batch.values_BT,
         "advantages": batch.advantages_BT,
         "returns": batch.returns_BT,
@@ -294,7 +299,7 @@ async def evaluate(run: Run, temperature: float) -> Evaluation | None:
     )
     run.recorder.evaluation(step, evaluation.record())
     if config.record.episodes_every:
-        run.recorder.episodes(step, groups, phase="eval")
+        run.recorder.episodes(step, groups, phase="eval" if temperature else "eval greedy")
     run.recorder.commit()
     run.watcher.evaluated(step, evaluation)
     if temperature == config.eval.temperature and evaluation.success > run.state.best_success:
@@ -338,6 +343,7 @@ def train(
         StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
     """
     refuse_existing(out)
+    config = rooted(config)
     state = LoopState(threads=use_threads(config.threads))
     engine = LocalEngine(config, resolve_model(config.model.path, config.world.name))
     setup = setup_of(config, engine.chat)
@@ -346,6 +352,17 @@ def train(
     return run_async(
         whole(Run(folder, config, engine, setup, recorder, state, watcher or Watcher()))
     )
+
+
+def rooted(config: Config) -> Config:
+    """The config with its files named from the root, so that it can be read from any folder."""
+    model, world = config.model, config.world
+    if Path(model.path).exists():
+        model = model.model_copy(update={"path": str(Path(model.path).resolve())})
+    if ".py:" in world.name:
+        file, _, name = world.name.rpartition(":")
+        world = world.model_copy(update={"name": f"{Path(file).resolve()}:{name}"})
+    return config.model_copy(update={"model": model, "world": world})
 
 
 def resume(folder: Path, watcher: Watcher | None = None) -> Result:

@@ -49,9 +49,9 @@ def batch(learner: Learner, lengths: tuple[int, ...] = (7, 12, 5, 9)) -> Batch:
     shape = made.mask_BT.shape
     return replace(
         made,
-        sampled_logprobs_BT=learner.logprobs(made),
-        old_logprobs_BT=learner.logprobs(made),
-        reference_logprobs_BT=learner.logprobs(made) - 0.1 * made.mask_BT.float(),
+        sampled_logprobs_BT=learner.logprobs(made)[0],
+        old_logprobs_BT=learner.logprobs(made)[0],
+        reference_logprobs_BT=learner.logprobs(made)[0] - 0.1 * made.mask_BT.float(),
         advantages_BT=torch.randn(shape, generator=generator) * made.mask_BT,
         returns_BT=torch.randn(shape, generator=generator) * made.mask_BT,
         values_BT=0.1 * torch.randn(shape, generator=generator) * made.mask_BT,
@@ -145,7 +145,7 @@ def test_microbatches_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch)
     for tokens in (10_000, 20, 1):
         one = learner(loss=loss, critic=True, microbatch_tokens=tokens)
         part = batch(one)
-        found.append((gradient(one, part, monkeypatch), one.logprobs(part), one.values(part)))
+        found.append((gradient(one, part, monkeypatch), one.logprobs(part)[0], one.values(part)))
     for gradients, logprobs, values in found[1:]:
         close(gradients, found[0][0], 1e-6)
         torch.testing.assert_close(logprobs, found[0][1], atol=1e-5, rtol=1e-4)
@@ -165,7 +165,7 @@ def test_the_order_of_rows_changes_nothing(order: list[int]) -> None:
     for name, metric in metrics_a.items():
         assert metric.value == pytest.approx(metrics_b[name].value, abs=1e-5), name
     probe = batch(learner())
-    torch.testing.assert_close(a.logprobs(probe), b.logprobs(probe), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(a.logprobs(probe)[0], b.logprobs(probe)[0], atol=1e-3, rtol=1e-3)
 
 
 def test_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logprobs_are_those_of_the_plain_model() -> None:
     one = Learner(model(), UpdateConfig(), LossConfig(), temperature=0.7)
     part = batch(one)
-    found = one.logprobs(part)
+    found = one.logprobs(part)[0]
     for row in range(part.num_rows):
         ids = part.token_ids_BT[row, : int(part.lengths_B[row])]
         plain = (model()(ids[None]).logits[0] / 0.7).log_softmax(-1)
@@ -238,11 +238,11 @@ def test_mismatch_is_told_at_equal_weights_only() -> None:
 def test_the_reference_stays() -> None:
     one = Learner(model(), UpdateConfig(lr=1e-2), LossConfig(), reference=True)
     part = batch(one)
-    before = one.logprobs(part, reference=True)
-    torch.testing.assert_close(before, one.logprobs(part))
+    before = one.logprobs(part, reference=True)[0]
+    torch.testing.assert_close(before, one.logprobs(part)[0])
     one.update(part, 0)
-    assert torch.equal(one.logprobs(part, reference=True), before)
-    assert not torch.equal(one.logprobs(part), before)
+    assert torch.equal(one.logprobs(part, reference=True)[0], before)
+    assert not torch.equal(one.logprobs(part)[0], before)
 
 
 # The optimiser.

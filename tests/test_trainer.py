@@ -151,8 +151,10 @@ def test_a_run_and_its_database(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.toml", DATABASE]
     # 3 steps of 2 × 4 training episodes; 4 levels, sampled and greedy, before and after.
     assert rows(run, "SELECT phase, step, count(*) FROM episodes GROUP BY 1, 2 ORDER BY 1, 2") == [
-        ("eval", 0, 8),
-        ("eval", 3, 8),
+        ("eval", 0, 4),
+        ("eval", 3, 4),
+        ("eval greedy", 0, 4),
+        ("eval greedy", 3, 4),
         ("train", 1, 8),
         ("train", 2, 8),
         ("train", 3, 8),
@@ -205,7 +207,8 @@ def test_where_rounding_differs_the_old_logprobs_are_the_learners(
         return await score(engine, batch, role)
 
     monkeypatch.setattr(LocalEngine, "score", watched)
-    train(config(steps=1, model__dtype=dtype, eval__episodes=0), tmp_path / "run")
+    once = config(steps=1, model__dtype=dtype, eval__episodes=0, record__tokens_every=0)
+    train(once, tmp_path / "run")
     assert asked == roles
 
 
