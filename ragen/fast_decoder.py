@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ragen.fast_qwen2 import chunks, fuse, inverse_rms, num_heads, rope_table, rotate
+from ragen.fast_qwen2 import as_complex, chunks, fuse, inverse_rms, num_heads, paired, rope_table
 
 SCORES = 2**20
 """Attention scores that are in memory at once (4 MB)."""
@@ -46,11 +46,12 @@ class Qwen2Decoder:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the weights, fused: q, k, v and gate, up in one each, norms and 1/√D folded in."""
-        self.cos_T1R, self.sin_T1R = rope_table(self.model.model, self.max_length)
+        self.rope_T1R = rope_table(self.model.model, self.max_length)
         self.weights = []
         for layer in self.model.model.layers:
             attn, mlp = layer.self_attn, layer.mlp
-            qkv, bias = fuse([attn.q_proj, attn.k_proj, attn.v_proj], layer.input_layernorm)
+            query, key = (paired(each, attn.head_dim) for each in (attn.q_proj, attn.k_proj))
+            qkv, bias = fuse([query, key, attn.v_proj], layer.input_layernorm)
             assert bias is not None
             qkv[: attn.q_proj.out_features] *= attn.scaling
             bias[: attn.q_proj.out_features] *= attn.scaling
@@ -100,16 +101,15 @@ class Qwen2Decoder:
         """Logits (N, V). `last_N` are the flat rows that matter after the last layer's keys."""
         slots_F, positions_F = places
         epsilon = self.model.config.rms_norm_eps
-        cos_F1R, sin_F1R = self.cos_T1R[positions_F], self.sin_T1R[positions_F]
+        rope_F1R = self.rope_T1R[positions_F]
         heads, all_heads = self.heads, self.heads + self.kv_heads
         x_FD = self.embedding[tokens_F]
         for (qkv, bias, mix, gate_up, down), stored in zip(self.weights, self.cached, strict=True):
             qkv_FE = torch.addmm(bias, x_FD * inverse_rms(x_FD, epsilon), qkv)
             qkv_FHD = qkv_FE.view(len(x_FD), all_heads + self.kv_heads, -1)
-            qk_FHD = rotate(qkv_FHD[:, :all_heads], cos_F1R, sin_F1R)
-            kv_FHD = torch.cat((qk_FHD[:, heads:], qkv_FHD[:, all_heads:]), dim=1)
-            stored[slots_F, :, positions_F] = kv_FHD
-            q_FHD, reach = qk_FHD[:, :heads], every
+            as_complex(qkv_FHD[:, :all_heads]).mul_(rope_F1R)
+            stored[slots_F, :, positions_F] = qkv_FHD[:, heads:]
+            q_FHD, reach = qkv_FHD[:, :heads], every
             if stored is self.cached[-1]:
                 reach = last
                 if last_N is not None:

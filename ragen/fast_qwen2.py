@@ -15,7 +15,7 @@ Axes: **B** samples, **T** tokens, **F** flat tokens, **N** those of them with a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,38 +61,35 @@ def hidden_states(
     rows_F, columns_F = own_BT.nonzero(as_tuple=True)
     wanted_F = wanted_BT[rows_F, columns_F].nonzero()[:, 0]
     assert len(wanted_F) == int(wanted_BT.sum()), "wanted beyond a row's length"
-    cos_T1R, sin_T1R = rope_table(backbone, token_ids_BT.shape[1])
-    rope_F = cos_T1R[columns_F], sin_T1R[columns_F]
-    rope_N = cos_T1R[columns_F[wanted_F]], sin_T1R[columns_F[wanted_F]]
+    rope_T1R = rope_table(backbone, token_ids_BT.shape[1])
+    rope_F1R, rope_N1R = rope_T1R[columns_F], rope_T1R[columns_F[wanted_F]]
 
     states_FD = backbone.embed_tokens(token_ids_BT[rows_F, columns_F])
     *body, last = backbone.layers
     every = blocks_of(origin_B, shared_B, own_BT, own_BT)
     for layer in body:
-        states_FD = _layer(layer, states_FD, states_FD, rope_F, rope_F, every)
+        states_FD = _layer(layer, states_FD, states_FD, rope_F1R, rope_F1R, every)
     some = blocks_of(origin_B, shared_B, own_BT, wanted_BT)
-    states_ND = _layer(last, states_FD[wanted_F], states_FD, rope_N, rope_F, some)
+    states_ND = _layer(last, states_FD[wanted_F], states_FD, rope_N1R, rope_F1R, some)
     final_ND: Tensor = backbone.norm(states_ND)
     return final_ND
-
-
-_Rope = tuple[Tensor, Tensor]
 
 
 def _layer(
     layer: Any,
     states_ND: Tensor,
     states_FD: Tensor,
-    rope_N: _Rope,
-    rope_F: _Rope,
+    rope_N1R: Tensor,
+    rope_F1R: Tensor,
     blocks: list[Block],
 ) -> Tensor:
     """One layer for N of the F tokens; the others give keys and values only."""
     attn, norm = layer.self_attn, layer.input_layernorm
     epsilon = norm.variance_epsilon
-    q_NE = _NormLinear.apply(states_ND, *fuse([attn.q_proj], norm), epsilon)
-    kv_FE = _NormLinear.apply(states_FD, *fuse([attn.k_proj, attn.v_proj], norm), epsilon)
-    mixed_NE = _Attention.apply(q_NE, kv_FE, attn.head_dim, rope_N, rope_F, blocks)
+    query, key = (paired(linear, attn.head_dim) for linear in (attn.q_proj, attn.k_proj))
+    q_NE = _NormLinear.apply(states_ND, *fuse([query], norm), epsilon)
+    kv_FE = _NormLinear.apply(states_FD, *fuse([key, attn.v_proj], norm), epsilon)
+    mixed_NE = _Attention.apply(q_NE, kv_FE, attn.head_dim, rope_N1R, rope_F1R, blocks)
     return _mlp(layer, torch.addmm(states_ND, mixed_NE, attn.o_proj.weight.t()))
 
 
@@ -105,7 +102,28 @@ def _mlp(layer: Any, states_FD: Tensor) -> Tensor:
     return out
 
 
-def fuse(linears: Sequence[nn.Linear], norm: Any) -> tuple[Tensor, Tensor | None]:
+class Affine(NamedTuple):
+    """Weight and bias of a linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def paired(linear: nn.Linear, head_dim: int) -> Affine:
+    """A layer whose heads give what is rotated together, (i, i + D/2), side by side.
+
+    Pairs of neighbours are complex numbers in memory. Queries and keys in one and the same other
+    order have the same products.
+    """
+
+    def side_by_side(x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+    bias = linear.bias
+    return Affine(side_by_side(linear.weight), None if bias is None else side_by_side(bias))
+
+
+def fuse(linears: Sequence[nn.Linear | Affine], norm: Any) -> tuple[Tensor, Tensor | None]:
     """One weight for linears that read the same normed input; the norm's gain is folded into it."""
     weight: Tensor = torch.cat(tuple(linear.weight for linear in linears)) * norm.weight
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
@@ -117,21 +135,21 @@ def num_heads(attn: Any) -> tuple[int, int]:
     return attn.q_proj.out_features // attn.head_dim, attn.k_proj.out_features // attn.head_dim
 
 
-def rope_table(backbone: Any, length: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (T, 1, D/2) of each position's rotation."""
+def rope_table(backbone: Any, length: int) -> Tensor:
+    """Rotation of each position as complex numbers e^(i angle), (T, 1, D/2)."""
     inverse_R = backbone.rotary_emb.inv_freq.float()
     angles_TR = torch.arange(length, device=inverse_R.device)[:, None] * inverse_R
-    return angles_TR.cos()[:, None], angles_TR.sin()[:, None]
+    return torch.polar(torch.ones_like(angles_TR), angles_TR)[:, None]
 
 
-def rotate(x_FHD: Tensor, cos_F1R: Tensor, sin_F1R: Tensor, sign: float = 1.0) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of the last axis."""
-    first, second = x_FHD.chunk(2, dim=-1)
-    out = torch.empty_like(x_FHD, memory_format=torch.contiguous_format)
-    out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos_F1R, out=out_first).addcmul_(second, sin_F1R, value=-sign)
-    torch.mul(second, cos_F1R, out=out_second).addcmul_(first, sin_F1R, value=sign)
-    return out
+def as_complex(x_FHD: Tensor) -> Tensor:
+    """Neighbours on the last axis as complex numbers, (F, H, D/2), in the same memory."""
+    return torch.view_as_complex(x_FHD.unflatten(-1, (-1, 2)))
+
+
+def rotate(x_FHD: Tensor, rope_F1R: Tensor) -> Tensor:
+    """Rotate each pair of neighbours on the last axis."""
+    return torch.view_as_real(as_complex(x_FHD) * rope_F1R).flatten(-2)
 
 
 def inverse_rms(x_FD: Tensor, epsilon: float) -> Tensor:
@@ -162,13 +180,13 @@ class _Attention(torch.autograd.Function):
         q_NE: Tensor,
         kv_FE: Tensor,
         head_dim: int,
-        rope_N: _Rope,
-        rope_F: _Rope,
+        rope_N1R: Tensor,
+        rope_F1R: Tensor,
         blocks: list[Block],
     ) -> Tensor:
-        q_NHD = rotate(q_NE.unflatten(1, (-1, head_dim)), *rope_N).mul_(head_dim**-0.5)
+        q_NHD = rotate(q_NE.unflatten(1, (-1, head_dim)), rope_N1R).mul_(head_dim**-0.5)
         k_FKD, v_FKD = kv_FE.unflatten(1, (-1, head_dim)).chunk(2, dim=1)
-        k_FKD = rotate(k_FKD, *rope_F)
+        k_FKD = rotate(k_FKD, rope_F1R)
         out_NHD = torch.empty_like(q_NHD)
         weights = []
         for block in blocks:
@@ -178,13 +196,13 @@ class _Attention(torch.autograd.Function):
             grouped[..., block.seen :].add_(block.mask)
             weights.append(torch.softmax(scores, dim=-1))
             _from_kv(torch.bmm(weights[-1], v_WKD.transpose(0, 1)), out_NHD[block.queries])
-        ctx.save_for_backward(q_NHD, k_FKD, v_FKD, out_NHD, *rope_N, *rope_F, *weights)
+        ctx.save_for_backward(q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights)
         ctx.blocks = blocks
         return out_NHD.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_NHD, k_FKD, v_FKD, out_NHD, cos_N, sin_N, cos_F, sin_F, *weights = ctx.saved_tensors
+        q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights = ctx.saved_tensors
         grad_NHD = grads[0].view(out_NHD.shape)
         # The gradient of a softmax: dS = P ⊙ (dP − Σ dP ⊙ P), and the sum is that of dO ⊙ O.
         sum_NH1 = (grad_NHD * out_NHD).sum(-1, keepdim=True)
@@ -199,8 +217,8 @@ class _Attention(torch.autograd.Function):
             _from_kv(torch.bmm(inner, block.keys(k_FKD).transpose(0, 1)), grad_q[queries])
             q = _by_kv(q_NHD[queries], k_FKD)
             block.add(grad_k, torch.bmm(inner.transpose(1, 2), q).transpose(0, 1))
-        grad_q = rotate(grad_q, cos_N, sin_N, sign=-1.0).mul_(q_NHD.shape[2] ** -0.5)
-        grad_k = rotate(grad_k, cos_F, sin_F, sign=-1.0)
+        grad_q = rotate(grad_q, rope_N1R.conj()).mul_(q_NHD.shape[2] ** -0.5)
+        grad_k = rotate(grad_k, rope_F1R.conj())
         grad_kv = torch.cat((grad_k, grad_v), dim=1)
         return grad_q.flatten(1), grad_kv.flatten(1), None, None, None, None
 
