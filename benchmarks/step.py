@@ -14,6 +14,7 @@ All seconds are CPU seconds of the process, on one thread: they can be compared 
 With a peer, both run three times in turn, each time in a process of its own; medians are printed.
 """
 
+# mypy: allow-untyped-calls
 import argparse
 import json
 import os
@@ -130,17 +131,18 @@ class Meter(Watcher):
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self.lengths: list[int] = []
+        self.prompts: list[int] = []
         self._since = time.process_time()
 
     @override
     def episode(self, episode: Episode) -> None:
-        last = episode.turns[-1]
-        prompt, reply = last.prompt.token_ids, last.completion.token_ids
-        assert prompt is not None and reply is not None
+        first, last = episode.turns[0].prompt.token_ids, episode.turns[-1].prompt.token_ids
+        assert first is not None and last is not None
         assert [len(turn.completion.token_ids or ()) for turn in episode.turns] == (
             [TURN_TOKENS] * TURNS
         )
-        self.lengths.append(len(prompt) + len(reply))
+        self.lengths.append(len(last) + TURN_TOKENS)
+        self.prompts.append(len(first))
 
     @override
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -155,23 +157,26 @@ class Meter(Watcher):
         self._since = now
 
 
-def operations(lengths: list[int], done_only: bool) -> float:
+def operations(lengths: list[int], prompts: list[int] | None = None) -> float:
     """Floating-point operations of one update: 6·N·tokens and, for attention, 6·D·T² a layer.
 
     Args:
         lengths: Tokens of each episode.
-        done_only: Leave out what nothing depends on: in the last layer, queries and all behind
-            them at positions whose next token was not sampled, and those positions' logits.
+        prompts: Tokens of each one's first prompt: leaves out what need not be done. That is a
+            group's prompt in all members but one and, in the last layer, queries and all behind
+            them (logits too) at positions whose next token was not sampled.
     """
     width, mlp, layers, vocabulary, kv_width = 128, 512, 4, 512, 64
-    kv, rest = 2 * width * kv_width, 2 * width * width + 3 * width * mlp
-    head, tokens = width * vocabulary, sum(lengths)
-    attention = 6.0 * width * sum(length**2 for length in lengths)
-    if not done_only:
-        return 6 * (layers * (kv + rest) + head) * tokens + layers * attention
-    share = SAMPLED / tokens
-    last = kv + rest * share + head * share
-    return 6 * ((layers - 1) * (kv + rest) + last) * tokens + (layers - 1 + share) * attention
+    kv, rest, head = 2 * width * kv_width, 2 * width**2 + 3 * width * mlp, width * vocabulary
+    tokens, pairs = float(sum(lengths)), float(sum(length**2 for length in lengths))
+    last_layer = tokens
+    if prompts is not None:
+        shared = 1 - 1 / MEMBERS
+        tokens -= shared * sum(prompts)
+        pairs -= shared * sum(prompt**2 for prompt in prompts)
+        last_layer = SAMPLED
+    linear = ((layers - 1) * (kv + rest) + kv) * tokens + (rest + head) * last_layer
+    return 6 * linear + 6 * width * pairs * (layers - 1 + last_layer / sum(lengths))
 
 
 def mm_rate() -> float:
@@ -206,8 +211,8 @@ def ours(steps: int) -> dict[str, float]:
         "mean_length": mean_length,
         **{name: median[name] for name in sorted(median)},
         "mm_gflops": rate / 1e9,
-        "update_share_of_mm": operations(lengths, done_only=False) / spent,
-        "update_share_of_mm_done": operations(lengths, done_only=True) / spent,
+        "update_share_of_mm": operations(lengths) / spent,
+        "update_share_of_mm_done": operations(lengths, meter.prompts[-EPISODES:]) / spent,
     }
 
 

@@ -7,6 +7,7 @@ Axes: **B** samples, **T** tokens of a sample, **F** flat tokens (those that are
 samples not yet placed, **W** keys of a block, **K** key-value heads, **D** width.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 from typing import NamedTuple

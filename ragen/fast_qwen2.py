@@ -117,7 +117,8 @@ def paired(linear: nn.Linear, head_dim: int) -> Affine:
     """
 
     def side_by_side(x: Tensor) -> Tensor:
-        return x.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        pairs: Tensor = x.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2)
+        return pairs.flatten(0, 2)
 
     bias = linear.bias
     return Affine(side_by_side(linear.weight), None if bias is None else side_by_side(bias))

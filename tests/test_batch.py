@@ -123,12 +123,15 @@ def test_minibatches_follow_their_seed_and_no_other() -> None:
     assert one[:4] != one[4:]
 
 
-@given(samples(), st.integers(1, 40))
+@given(samples(), st.integers(1, 40), st.booleans())
 def test_microbatches_hold_every_row_once_within_their_limit(
-    rows: list[Sample], max_tokens: int
+    rows: list[Sample], max_tokens: int, by_group: bool
 ) -> None:
     batch = collate(rows)
-    splits = row_splits(batch, max_tokens)
+    splits = row_splits(batch, max_tokens, by_group)
+    if by_group:
+        groups = batch.group_B[torch.cat(splits)].tolist()
+        assert groups == sorted(groups)
     assert sorted(torch.cat(splits).tolist()) == list(range(len(rows)))
     for rows_R in splits:
         part = take(batch, rows_R)
