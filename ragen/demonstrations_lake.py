@@ -10,8 +10,8 @@ looks just as truthfully, but not for the goal, and takes whatever it looks at::
 
      P b0 : b0 c0 O Down
 
-Where one stands is repeated at each look, so that all a direction depends on is close by; a model of
-three layers that has to look for it further back names wrong directions.
+Where one stands is repeated at each look, so that all a direction depends on is close by; a model
+of three layers that has to look for it further back names wrong directions.
 """
 
 from __future__ import annotations
