@@ -69,9 +69,17 @@ def resolve_model(name: str, world: str) -> str:
     path = Path(name)
     if (path / "config.toml").exists():
         return str(newest(path))
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise RagenError(f"there is no model or run folder {name}")
+    if not path.exists() and not _may_be_hub_id(path, name):
+        raise RagenError(
+            f"there is no model or run {name!r}: name a run or model folder that exists, base, "
+            "random, solver, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
     return name
+
+
+def _may_be_hub_id(path: Path, name: str) -> bool:
+    """``owner/name``, and no mistyped path: its owner is no folder here."""
+    return name.count("/") == 1 and name[0] not in "./~" and not path.parent.is_dir()
 
 
 def folders(run: Path) -> list[Path]:

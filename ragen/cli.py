@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from argparse import Namespace
@@ -145,12 +146,19 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     if options.dry_run:
         _show_config(config)
         return 0
+    from ragen.recorder import refuse_existing
+
+    refuse_existing(options.out)
     from ragen.trainer import train
 
     return _watch_run(lambda watcher: train(config, options.out, watcher=watcher), options)
 
 
 def _resume(options: Namespace, _: Overrides) -> int:
+    from ragen.recorder import CONFIG
+
+    if not (options.run / CONFIG).is_file():
+        raise RagenError(f"{options.run} is no run folder ({CONFIG} is missing)")
     from ragen.trainer import resume
 
     return _watch_run(lambda watcher: resume(options.run, watcher), options)
@@ -179,7 +187,14 @@ def _watch_run(work: Callable[[Watcher], Result], options: Namespace) -> int:
 
 
 def _go_on(watcher: Watcher) -> str:
-    return f"go on with: ragen resume {watcher.run}" if watcher.run else "nothing had begun"
+    return f"go on with: {_program()} resume {watcher.run}" if watcher.run else "nothing had begun"
+
+
+def _program() -> str:
+    """How this command is called from here."""
+    if shutil.which("ragen"):
+        return "ragen"
+    return os.path.relpath(Path(sys.executable).with_name("ragen"))
 
 
 def _show_config(config: Config) -> None:
@@ -227,14 +242,31 @@ def _show_result(console: Console, result: Result) -> None:
     ]
     if rows:
         _show_evaluations(console, rows)
-    for sign in result.signs:
-        console.print(f"sign of the Echo Trap: {sign}", markup=False, highlight=False)
     for line in (
+        *_collapse(result),
         f"\n{result.seconds:.0f} s; everything is in {result.run}",
-        f"watch it play:  ragen play {result.world} --player {result.run}",
-        f"evaluate it:    ragen eval {result.run}",
+        f"watch it play:  {_program()} play {result.world} --player {result.run}",
+        f"evaluate it:    {_program()} eval {result.run}",
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _collapse(result: Result) -> list[str]:
+    """What a run that ended worse than it began shows of the Echo Trap's published signs."""
+    before, after = result.before, result.after
+    if before is None or after is None or after.success >= before.success:
+        return []
+    from ragen.recorder import read_metrics
+
+    metrics = read_metrics(result.run)
+    spread = list(metrics.get("reward/std_in_group", {0: 0.0}).values())
+    flat = list(metrics.get("reward/flat_group_fraction", {0: 0.0}).values())
+    return [
+        "\nthe agent got worse; signs of the Echo Trap (arXiv:2504.20073) in this run:",
+        f"  reward std in the group {spread[0]:.3f} → {spread[-1]:.3f}, "
+        f"groups without any {flat[0]:.0%} → {flat[-1]:.0%}",
+        *(f"  {sign}" for sign in result.signs),
+    ]
 
 
 def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) -> None:
@@ -309,6 +341,8 @@ def _play(options: Namespace, overrides: Overrides) -> int:
     console = _console()
     if options.player in PLAYERS:
         config = resolve(options.world if options.world in recipes() else None, overrides)
+        if options.player == "human" and "world.params.observation" not in overrides:
+            config.world.params.pop("observation", None)  # the world's own: a map
         try:
             play_world(console, config.world, PLAYERS[options.player](options.seed), options.seed)
         except EOFError:  # Ctrl-D at the prompt: the person has had enough.
@@ -361,7 +395,8 @@ def _envs(options: Namespace, _: Overrides) -> int:
 
     table = Table(title=f"worlds, {len(levels)} levels, within their budgets", title_justify="left")
     for column in ("world", "random play", "best play", "turns", "actions", "what it is"):
-        table.add_column(column, justify="left" if column in ("world", "what it is") else "right")
+        left = column in ("world", "what it is")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column == "world")
     for row in rows:
         best = "?" if row["best"] is None else f"{row['best']:.1%}"
         numbers = (f"{row['random']:.1%}", best, str(row["turns"]), str(row["actions"]))

@@ -94,6 +94,7 @@ class Bar(Watcher):
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True),
+            TextColumn("left"),
             TextColumn("{task.fields[summary]}"),
             console=console,
         )

@@ -195,6 +195,7 @@ def test_quiet_run_shows_the_result_only(
     trainer: Callable[[Any], None], capsys: Capture, tmp_path: Path
 ) -> None:
     trainer(lambda run, watcher: watcher.step(1, {}) or result(run))
+    (tmp_path / "config.toml").touch()
     assert main(["resume", str(tmp_path), "--quiet"]) == 0
     output = capsys.readouterr()
     assert output.err == ""
@@ -211,7 +212,7 @@ def test_a_stopped_run_says_how_to_go_on(
 
     trainer(train)
     assert main(["train", "bandit", "--out", str(tmp_path / "run")]) == code
-    assert f"go on with: ragen resume {tmp_path / 'run'}\n" in capsys.readouterr().err
+    assert f"ragen resume {tmp_path / 'run'}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
