@@ -4,7 +4,7 @@
     python benchmarks/learning.py collapse collapse-s --seeds 5    # collapse in a minute
     python benchmarks/learning.py collapse --set advantage.name=dr_grpo --name "no std"
 
-Prints one JSON line a run and at the end a Markdown table of medians; `--out FOLDER` keeps the runs.
+Prints one JSON line a run and at the end a Markdown table of medians; `--out` keeps the runs.
 """
 
 from __future__ import annotations
