@@ -167,7 +167,7 @@ def prepare(
             metrics = learner.update(batch, step)
             if watch and (step + 1) % 50 == 0:
                 watch(f"{stage.name} {step + 1}/{stage.steps}  nll {metrics['loss/nll'].value:.4f}")
-    save_model(model.to(dtype=torch.float16), tokenizer, out)
+    save_model(model.half(), tokenizer, out)  # type: ignore[no-untyped-call]
     words = out / "tokenizer.json"  # one line: it ships with each model
     words.write_text(json.dumps(json.loads(words.read_text()), ensure_ascii=False))
     return out
