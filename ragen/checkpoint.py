@@ -78,8 +78,10 @@ def resolve_model(name: str, world: str) -> str:
 
 
 def _may_be_hub_id(path: Path, name: str) -> bool:
-    """``owner/name``, and no mistyped path: its owner is no folder here."""
-    return name.count("/") == 1 and name[0] not in "./~" and not path.parent.is_dir()
+    """``owner/name``, and no mistyped path: its owner is no folder here, nor where runs go."""
+    owner, slash, rest = name.partition("/")
+    mistyped = owner in ("", ".", "..", "~", "runs") or path.parent.is_dir()
+    return bool(slash) and "/" not in rest and not mistyped
 
 
 def folders(run: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import pytest
 
 from ragen import references
 from ragen.boundary import WorldError
+from ragen.checkpoint import resolve_model
 from ragen.env import make
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation, config_for, evaluate_policy, evaluate_target, play_target
@@ -184,3 +185,16 @@ def test_a_model_folder_and_a_watched_episode(run: Path) -> None:
     assert found.episodes == 4
     episode = play_target(str(run), seed=2)
     assert episode.level_seed == 125 and len(episode.turns) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["nobody", "runs/none", "./none", "../none", "a/b/c", "ragen/none"]
+)
+def test_what_cannot_be_a_hub_id_is_no_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ragen").mkdir()
+    with pytest.raises(RagenError, match="there is no model or run"):
+        resolve_model(name, "bandit")
+    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct", "bandit") == "Qwen/Qwen2.5-0.5B-Instruct"
