@@ -95,6 +95,10 @@ class RewardConfig(Section):
     """Subtracted once for each turn whose reply is invalid."""
     placement: Literal["episode", "turn"] = "episode"
     """The episode's sum at its last sampled token, or each turn's reward at its own end."""
+    normalise: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
+    """Episode totals as they are, less their mean, also over their std, also cut to -1 … 3."""
+    over: Literal["group", "world", "batch"] = "group"
+    """Whose episodes share the mean and std of reward.normalise."""
 
 
 class FilterConfig(Section):
@@ -114,11 +118,26 @@ class FilterConfig(Section):
 class AdvantageConfig(Section):
     """Credit: which estimator turns rewards into advantages."""
 
-    name: Literal["gae", "grpo", "dr_grpo"] = "gae"
+    name: Literal[
+        "gae",
+        "bi_level_gae",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gigpo",
+    ] = "gae"
     gamma: float = Field(1.0, ge=0, le=1)
+    """Discount a token, of gae and reinforce_pp."""
     lam: float = Field(1.0, ge=0, le=1)
+    """λ of gae and bi_level_gae: 1 trusts the rewards, 0 the critic."""
+    turn_gamma: float = Field(0.95, ge=0, le=1)
+    """Discount a turn, of bi_level_gae and gigpo."""
+    step_weight: float = Field(1.0, ge=0)
+    """Weight ω of a turn's own advantage beside its episode's in gigpo."""
     whiten: bool = True
-    """Give the advantages of gae mean 0 and deviation 1 over the trained tokens."""
+    """Give gae and bi_level_gae advantages of mean 0 and deviation 1 over the trained tokens."""
 
 
 class LossConfig(Section):
@@ -226,11 +245,18 @@ class Config(Section):
             )
         if self.loss.kl > 0 and self.loss.kl_place == "reward" and self.loss.kl_kind != "k1":
             raise ValueError('loss.kl_place = "reward" takes loss.kl_kind = "k1" only')
-        if self.advantage.name in ("grpo", "dr_grpo") and self.rollout.members < 2:
+        compares = self.advantage.name not in ("gae", "bi_level_gae", "reinforce_pp")
+        if compares and self.rollout.members < 2:
             raise ValueError(
                 f'advantage.name = "{self.advantage.name}" compares the members of a group: '
                 "set rollout.members to 2 or more"
             )
+        if self.advantage.name == "bi_level_gae" and self.reward.placement != "turn":
+            raise ValueError(
+                'advantage.name = "bi_level_gae" credits turns with their own rewards: '
+                'set reward.placement to "turn"'
+            )
+        self._normalised_once(compares)
         if self.filter.rule != "all" and self.rollout.members < 2:
             raise ValueError(
                 "a filter on reward_std compares the members of a group: "
@@ -241,3 +267,27 @@ class Config(Section):
         if self.rollout.max_tokens >= self.model.max_length:
             raise ValueError("rollout.max_tokens must be below model.max_length")
         return self
+
+    def _normalised_once(self, compares: bool) -> None:
+        """Refuse a normalisation that the estimator does again, or undoes."""
+        name, reward = self.advantage.name, self.reward
+        if reward.normalise == "identity":
+            return
+        if reward.over == "group" and self.rollout.members < 2:
+            raise ValueError(
+                'reward.over = "group" compares the members of a group: '
+                "set rollout.members to 2 or more"
+            )
+        if reward.over == "group":
+            again = compares
+        elif reward.normalise == "mean":
+            again = compares or name == "reinforce_pp"
+        else:
+            rescales = name in ("grpo", "gigpo", "reinforce_pp", "reinforce_pp_baseline")
+            again = reward.normalise == "mean_std" and rescales
+        if again:
+            raise ValueError(
+                f'advantage.name = "{name}" normalises rewards itself, so reward.normalise = '
+                f'"{reward.normalise}" over the {reward.over} would be done twice or undone: '
+                'set reward.normalise to "identity"'
+            )

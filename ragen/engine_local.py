@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ragen.advantages import NEEDS_VALUES
 from ragen.batch import Batch
 from ragen.chat import Chat
 from ragen.checkpoint import (
@@ -53,7 +54,7 @@ class LocalEngine:
             self.model,
             config.update,
             loss,
-            critic=config.advantage.name == "gae",
+            critic=config.advantage.name in NEEDS_VALUES,
             reference=loss.kl > 0 and loss.name != "nll",
             steps=config.steps,
             temperature=config.rollout.temperature,

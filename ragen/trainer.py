@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ragen.advantages import COMPARES_MEMBERS
+from ragen.advantages import COMPARES_MEMBERS, NEEDS_VALUES
 from ragen.batch import Batch, collate, minibatches
 from ragen.checkpoint import (
     checkpoint_of,
@@ -160,10 +160,10 @@ async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> 
         batch = await engine.score(batch, "policy")
     if config.loss.kl > 0:
         batch = await engine.score(batch, "reference")
-    if config.advantage.name == "gae":
+    if config.advantage.name in NEEDS_VALUES:
         batch = await engine.score(batch, "critic")
     episodes = [episode for _, episode in trainable(groups)]
-    return credit(batch, episodes, config.reward.placement, config.advantage, config.loss)
+    return credit(batch, episodes, config.reward, config.advantage, config.loss)
 
 
 def chosen_by(config: Config) -> dict[str, Any]:

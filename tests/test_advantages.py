@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from made import episode, groups, turn
 from torch import Tensor
 
-from ragen.advantages import ADVANTAGES, COMPARES_MEMBERS, dr_grpo, gae, grpo, whiten_tokens
+from ragen.advantages import ADVANTAGES, COMPARES_MEMBERS, NEEDS_VALUES
+from ragen.advantages_critic import bi_level_gae, gae, whiten_tokens
+from ragen.advantages_members import (
+    dr_grpo,
+    gigpo,
+    grpo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+)
 from ragen.batch import collate, episode_index, to_episodes
 from ragen.config import AdvantageConfig
 from ragen.rewards import token_rewards

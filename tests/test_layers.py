@@ -27,7 +27,10 @@ ORDER: dict[str, list[str]] = {
         *["samples", "statistics", "demonstrations", "demonstrations_lake"],
         "demonstrations_sokoban",
     ],
-    "L4 maths": ["batch", "rewards", "advantages", "credit", "losses", "filters", "diagnostics"],
+    "L4 maths": [
+        *["batch", "rewards", "advantages_critic", "advantages_members", "advantages", "credit"],
+        *["losses", "filters", "diagnostics"],
+    ],
     "L5 learning": [
         "fast_blocks",
         "fast_qwen2",

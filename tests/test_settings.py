@@ -94,7 +94,7 @@ def test_recipe_resolves_and_is_short(name: str) -> None:
 
 
 def test_number_of_knobs() -> None:
-    assert len(settings.keys()) <= 70
+    assert len(settings.keys()) <= 84
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
