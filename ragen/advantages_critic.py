@@ -88,7 +88,8 @@ def bi_level_gae(
 
     So a turn of any length costs one γ. Turn ends come from the record: a turn that pays 0 is a
     turn. λ = 1 gives Σ_i γ^(turns from t to i) r_i − V_t; one turn alone is `gae` with γ = 1. After
-    the last turn V is `bootstrap_E`.
+    the last turn V is `bootstrap_E`. With λ < 1 it counts on a turn being over before its last
+    token, as a reply is when only its end-of-turn token is missing.
 
     Raises:
         ValueError: There are no values.

@@ -18,6 +18,7 @@ def turn(
     sampled: Sequence[int] = (7, 8),
     penalty: float = 0.0,
     thought: str | None = None,
+    state: str = "",
     executed: int = 0,
     info: Mapping[str, Any] | None = None,
 ) -> Turn:
@@ -32,7 +33,7 @@ def turn(
         reward=reward,
         penalty=penalty,
         well_formed=penalty == 0,
-        state_key="",
+        state_key=state,
         info=info or {},
     )
 

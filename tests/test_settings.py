@@ -3,13 +3,14 @@
 import itertools
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen import settings
-from ragen.config import Config
+from ragen.config import AdvantageConfig, Config
 from ragen.errors import RagenError
 from ragen.settings import differences, dump, flatten, read_config, resolve
 
@@ -145,10 +146,43 @@ def test_differences_name_the_preset_value() -> None:
         ({"loss.kl_place": "loss"}, 'loss.kl_kind = "k1" has zero expected gradient in the loss'),
         ({"loss.name": "nll"}, 'loss.name = "nll" learns from demonstrations'),
         ({"advantage.name": "grpo", "rollout.members": 1}, "set rollout.members to 2 or more"),
+        ({"advantage.name": "bi_level_gae"}, 'set reward.placement to "turn"'),
+        (
+            {"reward.normalise": "mean", "rollout.members": 1, "filter.rule": "all"},
+            'reward.over = "group" compares the members of a group: set rollout.members to 2',
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_the_way_out(overrides: dict[str, object], words: str) -> None:
     assert words in message(None, overrides)
+
+
+GROUP_OF_THEIRS = {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gigpo"}
+
+
+@pytest.mark.parametrize(
+    ("normalise", "over", "refused"),
+    [
+        *[(method, "group", GROUP_OF_THEIRS) for method in ("mean", "mean_std", "asym_clip")],
+        ("mean", "batch", GROUP_OF_THEIRS | {"reinforce_pp"}),
+        ("mean_std", "batch", GROUP_OF_THEIRS - {"dr_grpo", "rloo"} | {"reinforce_pp"}),
+        ("mean_std", "world", GROUP_OF_THEIRS - {"dr_grpo", "rloo"} | {"reinforce_pp"}),
+        ("asym_clip", "batch", set()),
+        ("identity", "group", set()),
+    ],
+)
+def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: set[str]) -> None:
+    for name in get_args(AdvantageConfig.model_fields["name"].annotation):
+        asked = {
+            "advantage.name": name,
+            "reward.normalise": normalise,
+            "reward.over": over,
+            "reward.placement": "turn",
+        }
+        if name in refused:
+            assert 'set reward.normalise to "identity"' in message(None, asked)
+        else:
+            assert resolve(None, asked).reward.over == over
 
 
 def test_unknown_recipe_names_the_nearest() -> None:
