@@ -34,6 +34,26 @@ def test_every_registered_world_keeps_the_rules(name):
     check(env)
 
 
+def test_no_level_and_no_seed_depends_on_the_salt_of_hash():
+    script = (
+        "from ragen.env import make, worlds\n"
+        "from ragen.seeding import derive\n"
+        "print([make(name).reset(seed=level) for name in worlds() for level in range(9)])\n"
+        "print(derive(0, 'train', 1, 2))"
+    )
+    root = str(Path(ragen.__file__).parent.parent)
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": root},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for salt in ("0", "1")
+    ]
+    assert told[0] == told[1] and len(told[0]) > 1000
+
+
 @pytest.mark.parametrize("name", ["frozen-lake", "sokoban-large"])
 @pytest.mark.parametrize("observation", ["coord", "grid_coord", "named"])
 def test_every_format_keeps_the_rules(name, observation):

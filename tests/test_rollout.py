@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.chat import Chat
+from ragen.env import make
 from ragen.envs.bandit import Bandit
 from ragen.errors import RagenError
 from ragen.players import PlayerPolicy, RandomPlayer, SolverPlayer
@@ -168,6 +169,14 @@ def test_levels_are_a_groups_and_noise_a_members() -> None:
     common = seeds(setup(common_noise=True))
     assert [len({e.noise_seed for e in group}) for group in common] == [1, 1]
     assert common[0][0].noise_seed != common[1][0].noise_seed
+
+
+def test_members_of_a_group_see_the_same_first_prompt() -> None:
+    for world in ("bandit", "frozen-lake", "sokoban"):
+        groups = seeds(setup(world=world, make=partial(make, world), turns=1), levels=range(4))
+        prompts = [{str(episode.turns[0].prompt.messages) for episode in group} for group in groups]
+        assert [len(seen) for seen in prompts] == [1] * 4
+        assert len(set.union(*prompts)) > 1
 
 
 def test_common_noise_gives_all_members_the_same_events() -> None:

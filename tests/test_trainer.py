@@ -10,8 +10,10 @@ import resource
 import shutil
 import signal
 import sqlite3
+import statistics
 import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from ragen import checkpoint, trainer
+from ragen.advantages import ADVANTAGES, NEEDS_VALUES
 from ragen.batch import Batch
 from ragen.config import Config
 from ragen.engine import Role
@@ -183,6 +186,46 @@ def test_weights_move_and_the_model_of_the_start_does_not(tmp_path: Path) -> Non
     after = load_file(checkpoint.newest(tmp_path / "run") / "model.safetensors")
     assert after.keys() == before.keys()
     assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_every_estimator_trains(tmp_path: Path, name: str) -> None:
+    asked = config(
+        algorithm="starpo/ppo",
+        steps=1,
+        advantage__name=name,
+        reward__placement="turn",
+        eval__episodes=0,
+        checkpoint__every=0,
+    )
+    train(asked, tmp_path / "run")
+    critic = checkpoint.newest(tmp_path / "run") / "critic.safetensors"
+    assert critic.exists() == (name in NEEDS_VALUES)
+    query = "SELECT value FROM metrics WHERE name = 'gradient/policy_norm'"
+    assert rows(tmp_path / "run", query)[0][0] > 0
+
+
+def test_filters_read_raw_rewards_however_they_are_normalised(tmp_path: Path) -> None:
+    asked = config(
+        algorithm="starpo-s/ppo",
+        rollout__prompts=4,
+        filter__value=0.5,
+        reward__normalise="mean_std",
+        eval__episodes=0,
+        checkpoint__every=0,
+    )
+    train(asked, tmp_path / "run")
+    spread: dict[int, list[tuple[bool, float]]] = {}
+    told = rows(tmp_path / "run", 'SELECT step, "group", kept, reward FROM episodes ORDER BY 1, 2')
+    for (step, _, kept), members in groupby(told, key=lambda row: row[:3]):
+        std = statistics.stdev(reward for *_, reward in members)
+        spread.setdefault(step, []).append((bool(kept), std))
+    assert list(spread) == [1, 2, 3]
+    for groups in spread.values():
+        assert min(std for kept, std in groups if kept) >= max(
+            std for kept, std in groups if not kept
+        )
+    assert len({std for groups in spread.values() for _, std in groups}) > 2, "there was a choice"
 
 
 @pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
