@@ -45,7 +45,7 @@ def credit(
         rewards_ES=rewards_ES,
         mask_ES=index.mask_ES,
         values_ES=None if values_BT is None else to_episodes(values_BT, index),
-        bootstrap_E=None,
+        bootstrap_E=None,  # No prompt is scored after a cut, so no episode asks for it.
         turn_ES=index.turn_ES,
         turn_ends_ES=index.turn_ends_ES,
         state_ES=state_numbers(episodes, index),

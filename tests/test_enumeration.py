@@ -235,10 +235,8 @@ def test_estimator_equals_its_own_closed_enumeration(name: str, whiten: bool) ->
 
 def test_the_bias_in_the_docs_is_the_bias_that_is_measured() -> None:
     text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    told = {
-        cells[1]: cells[2:5] for line in text.splitlines() if len(cells := line.split(" | ")) > 6
-    }
-    told = {label.removeprefix("| "): cells for label, cells in told.items()}
+    rows = [line.removeprefix("| ").split(" | ") for line in text.splitlines()]
+    told = {cells[0]: cells[1:4] for cells in rows if len(cells) == 7}
     for row in ROWS:
         bias, length, cosine = measure(GAME, row, 2)
         assert told[row.label] == [f"{bias:.1%}", f"{length:.3f}", f"{cosine:.4f}"], row.label
