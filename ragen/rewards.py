@@ -31,6 +31,11 @@ Over = Literal["group", "world", "batch"]
 STD_FLOOR = 1e-6
 """Added to a std before dividing by it, as in GRPO's published code."""
 
+ROUNDING = 1e-6
+"""Rewards that differ by less, measured by 1 or by their size, are equal. Ten actions at −0.1 sum
+to −1 or to its neighbours, depending on how turns and tokens share them out; without this, a group
+in which all lost alike would have a spread, and dividing by it would make a signal of rounding."""
+
 ASYMMETRIC_CLIP = (-1.0, 3.0)
 """Bounds of ``"asym_clip"`` in stds: a rare win counts for more than any loss (arXiv:2504.20073's
 code)."""
@@ -127,7 +132,7 @@ def comparison_classes(episodes: Sequence[Episode], index: EpisodeIndex, over: O
 def compare_within(values_N: Tensor, class_N: Tensor) -> tuple[Tensor, Tensor]:
     """Each value less the mean of its class, and the class's unbiased std.
 
-    Both are exactly 0 in a class of one and in one whose values are all equal.
+    Both are exactly 0 in a class of one and in one whose values are `all_equal`.
 
     Example:
         >>> compare_within(torch.tensor([0.0, 2.0, 7.0]), torch.tensor([0, 0, 1]))
@@ -137,10 +142,21 @@ def compare_within(values_N: Tensor, class_N: Tensor) -> tuple[Tensor, Tensor]:
     for each in torch.unique(class_N).tolist():
         here_N = class_N == each
         values = values_N[here_N]
-        if values.max() > values.min():
+        if not all_equal(values.tolist()):
             centred_N[here_N] = values - values.mean()
             std_N[here_N] = values.std()
     return centred_N, std_N
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by rounding alone.
+
+    Example:
+        >>> all_equal([-0.3 - 0.3 - 0.4, -0.5 - 0.5, sum([-0.1] * 10)])
+        True
+    """
+    low, high = min(rewards), max(rewards)
+    return high - low <= ROUNDING * max(1.0, -low, high)
 
 
 def _at_the_end(pay_E: Tensor, mask_ES: Tensor) -> Tensor:

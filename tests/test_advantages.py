@@ -251,6 +251,24 @@ def test_grpo_golden() -> None:
     assert torch.all(credit.advantages_ES[3:] == 0)
 
 
+@pytest.mark.parametrize("name", sorted(COMPARES_MEMBERS - {"gigpo"}))
+def test_who_lost_alike_is_equal_however_the_losses_were_spread(name: str) -> None:
+    # Ten actions at −.1 each, in other turns: their float32 sums are −1 and its neighbour.
+    splits = [(5, 5), (3, 3, 4), (1, 1, 2, 4, 2), (1, 1, 3, 3, 2), (2, 2, 2, 2, 2)]
+    paid = [[sum([-0.1] * count) for count in split] for split in splits]
+    rewards_ES = torch.zeros(len(paid), 64)
+    for e, pays in enumerate(paid):
+        for k, pay in enumerate(pays):
+            rewards_ES[e, (k + 1) * 11] = pay
+    assert len(set(rewards_ES.sum(dim=1).tolist())) > 1
+    found = ADVANTAGES[name](
+        rewards_ES=rewards_ES,
+        mask_ES=torch.ones(rewards_ES.shape, dtype=torch.bool),
+        group_E=torch.zeros(len(paid), dtype=torch.long),
+    )
+    assert torch.all(found.advantages_ES == 0)
+
+
 def test_dr_grpo_golden() -> None:
     # R = 0 4 with mean 2, and 1 0 with mean .5: the spread stays.
     credit = dr_grpo(
