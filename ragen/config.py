@@ -207,6 +207,17 @@ class RecordConfig(Section):
     """Steps between recorded samples (ids, masks, logprobs, advantages); 0 records none."""
 
 
+class DiagnoseConfig(Section):
+    """Measures that cost more than a signal, each on a schedule of its own."""
+
+    information_every: int = Field(5, ge=0)
+    """Steps between measures of what thoughts tell of their prompts; 0 measures never."""
+    thoughts: int = Field(64, ge=2)
+    """Thoughts that such a measure takes at most, each scored under all their prompts."""
+    gradients_every: int = Field(0, ge=0)
+    """Steps between gradient norms by reward std; 0 takes none."""
+
+
 class Config(Section):
     """One training run."""
 
@@ -230,6 +241,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
+    diagnose: DiagnoseConfig = DiagnoseConfig()
 
     @model_validator(mode="after")
     def _combination(self) -> Config:

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from statistics import fmean, median, stdev
 from typing import Literal
 
+import numpy as np
 from torch import Tensor
 
 from ragen.filters import reward_std
 from ragen.losses import k3
-from ragen.metrics import Metrics, largest, mean, total
+from ragen.metrics import Metrics, largest, last, mean, total
 from ragen.types import Episode, Group, Turn
 
 NGRAM = 4
 """Words in a row that count as repeated when they come again in the same thought."""
+
+EMA_WEIGHT = 0.1
+"""Weight of the newest value in a moving average: the last ten make up two thirds of it."""
+NUM_BUCKETS = 4
+"""Quartiles of the in-group reward std, as arXiv:2604.06268 compares them."""
 
 
 def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
@@ -149,6 +156,39 @@ def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Me
         "mismatch/kl": mean(kl, len(sampled_logprobs_N)),
         "mismatch/max_abs": largest(gap),
     }
+
+
+def smooth(averages: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
+    """Exponential moving averages after one more step: a ← a + w (x − a), from the first x on.
+
+    Metrics that are means have one; sums, maxima and states have none. What was not measured in
+    this step, or is not finite, leaves its average as it was.
+
+    Example:
+        >>> smooth({"reward/mean": 1.0}, {"reward/mean": mean(0.0), "tokens/sampled": total(9)})
+        {'reward/mean': 0.9}
+    """
+    new = {name: m.value for name, m in metrics.items() if m.kind == "mean" and isfinite(m.value)}
+    return dict(averages) | {
+        name: x + (1 - EMA_WEIGHT) * (averages.get(name, x) - x) for name, x in new.items()
+    }
+
+
+def averaged(averages: Mapping[str, float], metrics: Metrics) -> Metrics:
+    """The averages of a step's metrics, as ``ema/<name>``."""
+    return {f"ema/{name}": last(averages[name]) for name in metrics if name in averages}
+
+
+def std_buckets(stds: Sequence[float]) -> list[int]:
+    """Which quartile each group's reward std lies in, from 0; equal stds share the lowest.
+
+    Example:
+        >>> std_buckets([0.0, 0.0, 0.5, 0.2]), std_buckets([0.5, 0.5])
+        ([0, 0, 3, 2], [0, 0])
+    """
+    edges = np.quantile(stds, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS)
+    buckets: list[int] = np.searchsorted(edges, stds, side="left").tolist()
+    return buckets
 
 
 # The Echo Trap (arXiv:2504.20073): early gain, then one rewarded template instead of many thoughts.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from torch import Tensor
 
 from ragen.batch import Batch
 from ragen.chat import Chat
@@ -35,6 +38,23 @@ class Engine(Protocol):
 
     async def update(self, batch: Batch, step: int) -> Metrics:
         """One optimiser step on one minibatch. `step` (from 0) sets the learning rate."""
+        ...
+
+    async def cross_scores(
+        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Log-probability of each thought under each prompt, (N, M), by the weights as they are.
+
+        Under the sampling temperature, as all logprobs. Changes no state.
+        """
+        ...
+
+    async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
+        """Norms of the gradients of task, entropy and KL in each bucket of rows.
+
+        ``<bucket>/<term>_per_token`` and ``<bucket>/<term>_per_sample``; see
+        `Learner.gradient_norms`. Changes no state.
+        """
         ...
 
     async def publish(self) -> None:

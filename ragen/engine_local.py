@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragen.advantages import NEEDS_VALUES
@@ -72,6 +73,16 @@ class LocalEngine:
     async def update(self, batch: Batch, step: int) -> Metrics:
         """See `Engine.update`."""
         return self.learner.update(batch, step)
+
+    async def cross_scores(
+        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """See `Engine.cross_scores`."""
+        return self.learner.cross_scores(prompts, thoughts)
+
+    async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
+        """See `Engine.gradient_norms`."""
+        return self.learner.gradient_norms(batch, bucket_B)
 
     async def publish(self) -> None:
         """See `Engine.publish`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from ragen.batch import Batch, TokenFields, flatten, row_splits, take
 from ragen.config import LossConfig, UpdateConfig
+from ragen.cross_scores import cross_scores
 from ragen.diagnostics import mismatch_kl
-from ragen.losses import LOSSES, entropy_bonus, kl_loss, token_weights, value_loss
+from ragen.losses import LOSSES, Loss, entropy_bonus, kl_loss, token_weights, value_loss
 from ragen.metrics import Metrics, largest, last, mean, merge, total
 from ragen.model import Critic, hidden_states, shares_prompts, token_logprobs
 
@@ -86,6 +87,65 @@ class Learner:
         (values_BT,) = self._per_token(batch, lambda part: (self._judge(part),))
         return values_BT
 
+    def cross_scores(
+        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Log-probability of each thought under each prompt; see `ragen.cross_scores`."""
+        most = self._update.microbatch_tokens
+        return cross_scores(self.model, prompts, thoughts, self._temperature, most)
+
+    def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
+        """Norms of the policy's gradient, term by term and bucket by bucket.
+
+        With ℓ_t a term of the loss at sampled token t, unweighted,
+
+            per_token = ‖∇ Σ_t ℓ_t‖ ÷ tokens      per_sample = ‖∇ Σ_t ℓ_t‖ ÷ samples
+
+        The terms: ``task``, the policy loss (a KL penalty in the reward is part of it);
+        ``entropy``; ``kl``, by k2, whose on-policy gradient is that of the reverse KL. Weights,
+        their stored gradients, optimisers and random generators are not touched.
+
+        Args:
+            batch: With old logprobs and advantages; with reference logprobs for ``kl``.
+            bucket_B: Which bucket each row belongs to.
+
+        Returns:
+            ``<bucket>/<term>_per_token`` and ``…_per_sample``.
+        """
+        batch = replace(batch, weight_BT=batch.mask_BT.float())
+        metrics: Metrics = {}
+        for bucket in bucket_B.unique().tolist():
+            part = take(batch, (bucket_B == bucket).nonzero()[:, 0])
+            for term, norm in self._term_norms(part).items():
+                metrics[f"{bucket}/{term}_per_token"] = last(norm / part.num_tokens)
+                metrics[f"{bucket}/{term}_per_sample"] = last(norm / part.num_rows)
+        return metrics
+
+    def _term_norms(self, batch: Batch) -> dict[str, float]:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        sums: dict[str, list[Tensor]] = {}
+        for rows in self._microbatches(batch):
+            part = take(batch, rows)
+            tokens = flatten(part).to(self._device)
+            logprobs_N, entropies_N = self._speak(self.model, part)
+            terms = {
+                "task": self._task_loss(logprobs_N, tokens),
+                "entropy": entropy_bonus(entropies_N, tokens),
+            }
+            if tokens.reference_logprobs_N is not None:
+                terms["kl"] = kl_loss(logprobs_N, tokens, kind="k2")
+            for term, loss in terms.items():
+                # Not `backward`, which would leave the gradients for the next update to find.
+                found = torch.autograd.grad(
+                    loss.value, trained, retain_graph=True, materialize_grads=True
+                )
+                before = sums.get(term, [torch.zeros_like(p) for p in trained])
+                sums[term] = [a + b for a, b in zip(before, found, strict=True)]
+        return {
+            term: float(torch.linalg.vector_norm(torch.stack([g.float().norm() for g in total])))
+            for term, total in sums.items()
+        }
+
     def _per_token(
         self, batch: Batch, compute: Callable[[Batch], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
@@ -147,13 +207,7 @@ class Learner:
     def _policy_backward(self, part: Batch, tokens: TokenFields) -> Metrics:
         settings = self._loss
         logprobs_N, entropy_N = self._speak(self.model, part)
-        loss = LOSSES[settings.name](
-            logprobs_N,
-            tokens,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-        )
+        loss = self._task_loss(logprobs_N, tokens)
         value, metrics = loss.value, dict(loss.metrics)
         bonus = entropy_bonus(entropy_N, tokens)
         metrics |= bonus.metrics
@@ -167,6 +221,16 @@ class Learner:
                 metrics |= term.metrics
         value.backward()  # type: ignore[no-untyped-call]
         return metrics
+
+    def _task_loss(self, logprobs_N: Tensor, tokens: TokenFields) -> Loss:
+        settings = self._loss
+        return LOSSES[settings.name](
+            logprobs_N,
+            tokens,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+        )
 
     def _apply(
         self, optimizers: list[Optimizer], module: nn.Module, scale: float, name: str

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ragen.actions import Parsed, parse
@@ -28,6 +29,20 @@ from ragen.policy import Policy
 from ragen.prompt import Limits, PromptBuilder, prefill
 from ragen.seeding import derive
 from ragen.types import Completion, Episode, Group, Prompt, StopReason, Turn
+
+
+class Stopwatch:
+    """The seconds that were spent inside, summed up in `seconds`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._since
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +75,7 @@ class Setup:
     timeout_s: float = 30.0
     common_noise: bool = False
     workers: Workers | None = None
+    world_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
 
     def close(self) -> None:
         """Stop the processes that its worlds run in, if they do."""
@@ -203,7 +219,7 @@ async def play(policy: Policy | PlayerPolicy, setup: Setup, place: Place) -> Epi
     # A worker's calls are timed where it is waited for, and those of others by the process's timer.
     timeout_s = None if setup.workers else setup.timeout_s
     try:
-        with closing(Guarded(setup.make, timeout_s)) as world:
+        with closing(Guarded(setup.make, timeout_s, setup.world_time)) as world:
             await running.play(world, policy)
     except WorldError as failure:
         return running.episode("timeout" if failure.timed_out else "error", error=str(failure))
@@ -342,21 +358,25 @@ def _thought_span(setup: Setup, completion: Completion, parsed: Parsed) -> tuple
 class Guarded:
     """A world, each call of it behind the boundary and its answer checked.
 
-    After each call `observation`, `terminated`, `truncated` and `info` hold what it answered.
+    After each call `observation`, `terminated`, `truncated` and `info` hold what it answered. The
+    time that the world takes is added to `spent`.
     """
 
-    def __init__(self, make: Callable[[], Env], timeout_s: float | None) -> None:
+    def __init__(
+        self, make: Callable[[], Env], timeout_s: float | None, spent: Stopwatch | None = None
+    ) -> None:
         self._timeout_s = timeout_s
+        self._spent = spent or Stopwatch()
         self.observation = ""
         self.terminated, self.truncated = False, False
         self.info: dict[str, Any] = {}
-        with boundary("being made", self._timeout_s):
+        with self._calling("being made"):
             self.env = make()
             self.rules, self.goal, self.actions = self.env.rules, self.env.goal, self.env.actions
 
     def reset(self, level_seed: int, noise_seed: int) -> str:
         """Begin an episode; returns the first observation."""
-        with boundary("reset", self._timeout_s):
+        with self._calling("reset"):
             observation, info = self.env.reset(seed=level_seed, options={"noise_seed": noise_seed})
             # A world may have names of its own for each level (a bandit's arms).
             self.rules, self.goal, self.actions = self.env.rules, self.env.goal, self.env.actions
@@ -365,7 +385,7 @@ class Guarded:
 
     def step(self, action: str) -> float:
         """Carry out one action; returns its reward."""
-        with boundary("step", self._timeout_s):
+        with self._calling("step"):
             observation, reward, terminated, truncated, info = self.env.step(action)
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise WorldError(f"step returned {reward!r} as reward: a finite number is expected")
@@ -375,11 +395,16 @@ class Guarded:
 
     def state(self) -> tuple[str, dict[str, Any]]:
         """The observable state, as text that equal states share, and an exact snapshot."""
-        with boundary("state_key", self._timeout_s):
+        with self._calling("state_key"):
             key = str(self.env.state_key())
-        with boundary("get_state", self._timeout_s):
+        with self._calling("get_state"):
             # A copy: the world may go on with what it returned. And what is no JSON shows here.
             return key, json.loads(json.dumps(self.env.get_state()))
+
+    @contextmanager
+    def _calling(self, call: str) -> Iterator[None]:
+        with self._spent, boundary(call, self._timeout_s):
+            yield
 
     def _answer(self, call: str, observation: Any, info: Any) -> None:
         if not isinstance(observation, str):
@@ -391,5 +416,5 @@ class Guarded:
 
     def close(self) -> None:
         """Let the world free what it holds. An episode that is over cannot fail any more."""
-        with suppress(WorldError), boundary("close", self._timeout_s):
+        with suppress(WorldError), self._calling("close"):
             self.env.close()

@@ -25,7 +25,16 @@ from ragen.checkpoint import (
 )
 from ragen.config import Config
 from ragen.credit import credit
-from ragen.diagnostics import Sign, echo_trap_signs, explained_variance, reference_kl, summarize
+from ragen.diagnosis import gradients_by_std, information
+from ragen.diagnostics import (
+    Sign,
+    averaged,
+    echo_trap_signs,
+    explained_variance,
+    reference_kl,
+    smooth,
+    summarize,
+)
 from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
@@ -66,7 +75,10 @@ class Result:
 
 @dataclass(slots=True)
 class LoopState:
-    """Where the loop stands, saved with every checkpoint: `step` steps are finished."""
+    """Where the loop stands, saved with every checkpoint: `step` steps are finished.
+
+    `averages` are the moving averages of the metrics.
+    """
 
     step: int = 0
     attempt: int = 0
@@ -78,6 +90,7 @@ class LoopState:
     best_success: float = -1.0
     seconds: float = 0.0
     threads: int = 1
+    averages: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -103,6 +116,7 @@ async def loop(run: Run) -> None:
             groups = await run.stop.or_finish(play(run))
         kept = select(groups, **chosen_by(config))
         chosen = [groups[index] for index in kept]
+        diagnosis = await diagnose(run, groups, clock)
         updates: list[Metrics] = []
         if trainable(chosen):
             with clock("score"):
@@ -118,8 +132,11 @@ async def loop(run: Run) -> None:
         advance(state, groups, kept, updates)
         with clock("record"):
             await record(run, groups, kept, chosen, batch if updates else None)
-        metrics = merge([summarize(groups, kept), *updates, counters(state), clock.metrics()])
-        recorder.log(state.step, metrics)
+        metrics = merge([summarize(groups, kept), *updates, diagnosis, counters(state)])
+        metrics |= judged(batch) if updates else {}
+        metrics |= clock.metrics(run.setup.world_time.seconds, metrics["tokens/sampled"].value)
+        state.averages = smooth(state.averages, metrics)
+        recorder.log(state.step, metrics | averaged(state.averages, metrics))
         recorder.commit()
         state.seconds += clock.seconds
         run.watcher.step(state.step, values(metrics))
@@ -137,6 +154,7 @@ async def play(run: Run) -> list[Group]:
     config, step = run.config, run.state.step
     num_prompts, members = config.rollout.prompts, config.rollout.members
     run.engine.forget()
+    run.setup.world_time.seconds = 0.0
     groups = await run_groups(
         run.engine.policy,
         run.setup,
@@ -164,6 +182,28 @@ async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> 
         batch = await engine.score(batch, "critic")
     episodes = [episode for _, episode in trainable(groups)]
     return credit(batch, episodes, config.reward, config.advantage, config.loss)
+
+
+async def diagnose(run: Run, groups: Sequence[Group], clock: Clock) -> Metrics:
+    """What is looked at closer in this step, by the weights that the groups were played with."""
+    config, step, metrics = run.config, run.state.step, Metrics()
+    if config.prompt.think and due(step, config.diagnose.information_every):
+        with clock("information"):
+            path = (config.seed, step)
+            metrics |= await information(run.engine, groups, config.diagnose.thoughts, path)
+    if due(step, config.diagnose.gradients_every):
+        with clock("gradients"):
+            metrics |= await gradients(run.engine, groups, config)
+    return metrics
+
+
+async def gradients(engine: Engine, groups: Sequence[Group], config: Config) -> Metrics:
+    """Gradient norms by reward std over all groups, those that the filter would leave too."""
+    everything = chosen_by(config) | {"rule": "all", "include_zero": True}
+    chosen = [groups[index] for index in select(groups, **everything)]
+    if not trainable(chosen):
+        return {}
+    return await gradients_by_std(engine, await learnable(engine, chosen, config), chosen)
 
 
 def chosen_by(config: Config) -> dict[str, Any]:
@@ -221,10 +261,20 @@ class Clock:
         """Sum of the phases."""
         return sum(self._seconds.values())
 
-    def metrics(self) -> Metrics:
-        """``time/rollout_s`` and so on, and their sum ``time/step_s``."""
-        phases = {f"time/{name}_s": total(seconds) for name, seconds in self._seconds.items()}
-        return phases | {"time/step_s": total(self.seconds)}
+    def metrics(self, world_s: float, num_tokens: float) -> Metrics:
+        """``time/rollout_s`` and so on, their sum ``time/step_s``, and the step's speed.
+
+        Args:
+            world_s: Seconds of the rollout that the worlds took; the rest of it is generation.
+            num_tokens: Tokens that were sampled.
+        """
+        phases = self._seconds | {
+            "world": world_s,
+            "generate": self._seconds["rollout"] - world_s,
+            "step": self.seconds,
+        }
+        speed = {"time/tokens_per_s": last(num_tokens / self.seconds)}
+        return {f"time/{name}_s": total(seconds) for name, seconds in phases.items()} | speed
 
 
 async def record(
@@ -245,8 +295,6 @@ async def record(
         episodes = [episode for _, episode in trainable(chosen)]
         rows = [tokens_of(batch, after, row, episodes) for row in range(batch.num_rows)]
         run.recorder.samples(step, rows)
-    if batch is not None:
-        run.recorder.log(step, judged(batch))
 
 
 def judged(batch: Batch) -> Metrics:
@@ -317,9 +365,12 @@ async def save(run: Run) -> None:
     if there is not None:
         replace_state(there, read_state(there) | {"loop": asdict(state)})
         return
+    start = time.perf_counter()
     with writing(run.folder, state.step, run.config.checkpoint.keep, best) as folder:
         engine_state = await run.engine.save(folder)
         write_state(folder, {"loop": asdict(state), "engine": engine_state})
+    run.recorder.log(state.step, {"time/save_s": total(time.perf_counter() - start)})
+    run.recorder.commit()
 
 
 def train(

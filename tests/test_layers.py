@@ -29,7 +29,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "L4 maths": [
         *["batch", "rewards", "advantages_critic", "advantages_members", "advantages", "credit"],
-        *["losses", "filters", "diagnostics"],
+        *["losses", "filters", "diagnostics", "information"],
     ],
     "L5 learning": [
         "fast_blocks",
@@ -37,6 +37,7 @@ ORDER: dict[str, list[str]] = {
         "fast_decoder",
         "decoder",
         "model",
+        "cross_scores",
         "tokenizer",
         "sampler",
         "sampler_vllm",
@@ -46,7 +47,7 @@ ORDER: dict[str, list[str]] = {
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
         *["threads", "stopping", "recorder", "guard", "evaluation", "progress", "base"],
-        *["trainer", "studies", "viewer", "play", "doctor", "arguments", "cli"],
+        *["diagnosis", "trainer", "studies", "viewer", "play", "doctor", "arguments", "cli"],
     ],
 }
 PLACE = {module: place for place, module in enumerate(chain(*ORDER.values()))}
