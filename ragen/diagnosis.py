@@ -62,7 +62,7 @@ async def gradients_by_std(engine: Engine, batch: Batch, groups: Sequence[Group]
         For each bucket that holds a row, ``gradient_by_std/<bucket>/<term>_per_token``,
         ``…_per_sample``, and the mean ``reward_std`` of its ``groups``. Bucket 0 is the lowest.
     """
-    present = batch.group_B.unique().tolist()
+    present = sorted(set(batch.group_B.tolist()))
     stds = [reward_std(groups[index]) for index in present]
     bucket_of = dict(zip(present, std_buckets(stds), strict=True))
     bucket_B = batch.group_B.new_tensor([bucket_of[index] for index in batch.group_B.tolist()])

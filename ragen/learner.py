@@ -114,7 +114,7 @@ class Learner:
         """
         batch = replace(batch, weight_BT=batch.mask_BT.float())
         metrics: Metrics = {}
-        for bucket in bucket_B.unique().tolist():
+        for bucket in sorted(set(bucket_B.tolist())):
             part = take(batch, (bucket_B == bucket).nonzero()[:, 0])
             for term, norm in self._term_norms(part).items():
                 metrics[f"{bucket}/{term}_per_token"] = last(norm / part.num_tokens)

@@ -6,7 +6,7 @@ It knows neither algorithm nor machine: the config names the one, the engine hid
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -151,21 +151,32 @@ async def loop(run: Run) -> None:
 
 async def play(run: Run) -> list[Group]:
     """The groups of the coming step."""
-    config, step = run.config, run.state.step
+    step, watched = run.state.step, run.watcher.episode
+    groups = await groups_of(run.engine, run.setup, run.config, step, watched)
+    refuse_unplayable([episode for group in groups for episode in group.episodes])
+    return groups
+
+
+async def groups_of(
+    engine: Engine,
+    setup: Setup,
+    config: Config,
+    step: int,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Group]:
+    """The groups that the engine's policy plays after `step` steps."""
     num_prompts, members = config.rollout.prompts, config.rollout.members
-    run.engine.forget()
-    run.setup.world_time.seconds = 0.0
-    groups = await run_groups(
-        run.engine.policy,
-        run.setup,
+    engine.forget()
+    setup.world_time.seconds = 0.0
+    return await run_groups(
+        engine.policy,
+        setup,
         [train_level(step, group, num_prompts) for group in range(num_prompts)],
         members,
         (config.seed, "train", step),
         config.rollout.slots,
-        run.watcher.episode,
+        on_episode,
     )
-    refuse_unplayable([episode for group in groups for episode in group.episodes])
-    return groups
 
 
 async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> Batch:
@@ -452,6 +463,40 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
         )
 
     return run_async(go_on())
+
+
+def examine(folder: Path) -> dict[str, float]:
+    """Look at a run's newest checkpoint as `config.diagnose` would, whatever its schedule.
+
+    The coming step's episodes are played, their thoughts and gradients measured; nothing is
+    written, and the run goes on from its checkpoint as if nobody had looked.
+
+    Args:
+        folder: The run's folder.
+
+    Returns:
+        ``information/…`` and ``gradient_by_std/…``.
+
+    Raises:
+        RagenError: As `resume`.
+    """
+    config, checkpoint = read_config(folder / CONFIG), newest(folder)
+    saved = read_state(checkpoint)
+    step = int(saved["loop"]["step"])
+    engine = LocalEngine(config, resolve_model(config.model.path, config.world.name))
+    setup = setup_of(config, engine.chat)
+
+    async def look() -> Metrics:
+        await engine.load(checkpoint, saved["engine"])
+        groups = await groups_of(engine, setup, config, step)
+        path = (config.seed, step)
+        told = await information(engine, groups, config.diagnose.thoughts, path)
+        return told | await gradients(engine, groups, config)
+
+    try:
+        return values(run_async(look()))
+    finally:
+        setup.close()
 
 
 async def whole(run: Run) -> Result:

@@ -168,6 +168,10 @@ def test_a_run_and_its_database(tmp_path: Path) -> None:
     names = {name for (name,) in rows(run, "SELECT DISTINCT name FROM metrics")}
     assert {"reward/mean", "gradient/policy_norm", "update/lr", "time/step_s"} <= names
     assert {"progress/updates", "mismatch/max_abs", "entropy/mean"} <= names
+    phases = ("generate", "world", "rollout", "score", "update", "publish", "record", "save")
+    assert {*(f"time/{phase}_s" for phase in phases), "time/tokens_per_s"} <= names
+    assert {"ema/reward/mean", "ema/entropy/mean"} <= names
+    assert not {"ema/time/step_s", "ema/progress/updates"} & names
     assert not rows(run, "SELECT name FROM metrics WHERE value IS NULL")
     worst = rows(run, "SELECT max(value) FROM metrics WHERE name = 'mismatch/max_abs'")
     assert worst[0][0] < 1e-4
