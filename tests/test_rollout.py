@@ -408,3 +408,14 @@ def test_setup_of_a_config() -> None:
     assert (how.world, how.turns, how.max_tokens, how.prefill) == ("bandit", 1, 33, "<answer>")
     with pytest.raises(RagenError, match="did you mean 'bandit'"):
         setup_of(resolve(None, {"world": "bandti"}), None)
+
+
+def test_the_time_that_worlds_take_is_counted() -> None:
+    """Also of a world that does not come back: its reset is cut short after 0.05 s."""
+    hangs = setup(make=rogue("hang in reset"), timeout_s=0.05)
+    started = time.perf_counter()
+    assert episode([], hangs).stop_reason == "timeout"
+    assert 0.05 <= hangs.world_time.seconds <= time.perf_counter() - started
+    quick = setup()
+    assert episode([reply("Right")], quick).turns
+    assert 0 < quick.world_time.seconds < 0.05

@@ -172,6 +172,13 @@ def test_a_run_and_its_database(tmp_path: Path) -> None:
     assert {*(f"time/{phase}_s" for phase in phases), "time/tokens_per_s"} <= names
     assert {"ema/reward/mean", "ema/entropy/mean"} <= names
     assert not {"ema/time/step_s", "ema/progress/updates"} & names
+    parts = "name IN ('time/generate_s', 'time/world_s')"
+    for seconds, split in rows(
+        run,
+        f"SELECT sum(value * (name = 'time/rollout_s')), sum(value * ({parts})) FROM metrics"
+        " WHERE step > 0 GROUP BY step",
+    ):
+        assert split == pytest.approx(seconds)
     assert not rows(run, "SELECT name FROM metrics WHERE value IS NULL")
     worst = rows(run, "SELECT max(value) FROM metrics WHERE name = 'mismatch/max_abs'")
     assert worst[0][0] < 1e-4
