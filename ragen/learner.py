@@ -123,7 +123,7 @@ class Learner:
 
     def _term_norms(self, batch: Batch) -> dict[str, float]:
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        sums: dict[str, list[Tensor]] = {}
+        sums: dict[str, Sequence[Tensor]] = {}
         for rows in self._microbatches(batch):
             part = take(batch, rows)
             tokens = flatten(part).to(self._device)
@@ -139,12 +139,9 @@ class Learner:
                 found = torch.autograd.grad(
                     loss.value, trained, retain_graph=True, materialize_grads=True
                 )
-                before = sums.get(term, [torch.zeros_like(p) for p in trained])
-                sums[term] = [a + b for a, b in zip(before, found, strict=True)]
-        return {
-            term: float(torch.linalg.vector_norm(torch.stack([g.float().norm() for g in total])))
-            for term, total in sums.items()
-        }
+                known = sums.get(term)
+                sums[term] = [a + b for a, b in zip(known, found, strict=True)] if known else found
+        return {term: float(nn.utils.get_total_norm(total)) for term, total in sums.items()}
 
     def _per_token(
         self, batch: Batch, compute: Callable[[Batch], tuple[Tensor, ...]]

@@ -483,6 +483,7 @@ def examine(folder: Path) -> dict[str, float]:
     config, checkpoint = read_config(folder / CONFIG), newest(folder)
     saved = read_state(checkpoint)
     step = int(saved["loop"]["step"])
+    use_threads(int(saved["loop"]["threads"]))
     engine = LocalEngine(config, resolve_model(config.model.path, config.world.name))
     setup = setup_of(config, engine.chat)
 

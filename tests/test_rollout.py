@@ -416,6 +416,6 @@ def test_the_time_that_worlds_take_is_counted() -> None:
     started = time.perf_counter()
     assert episode([], hangs).stop_reason == "timeout"
     assert 0.05 <= hangs.world_time.seconds <= time.perf_counter() - started
-    quick = setup()
+    quick = setup(turns=1)
     assert episode([reply("Right")], quick).turns
     assert 0 < quick.world_time.seconds < 0.05
