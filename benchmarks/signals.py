@@ -39,8 +39,10 @@ SIGNALS: tuple[tuple[Any, str], ...] = (
     (trainer, "averaged"),
     (learner, "mismatch_kl"),
     (Recorder, "log"),
+    (Recorder, "commit"),
 )
-"""Where signals are made. What `log` puts down is written together with the episodes."""
+"""Where signals are made and written; `commit` writes the episodes with them, so this is an upper
+bound."""
 
 
 class Meter(Watcher):
