@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from typing_extensions import override
 
-from ragen import trainer
+from ragen import rollout, trainer
 from ragen.config import Config
 from ragen.envs.frozen_lake import FrozenLake
 from ragen.progress import Watcher
@@ -197,9 +197,13 @@ def ours(steps: int) -> dict[str, float]:
     """
     torch.set_num_threads(1)
     rate, meter = mm_rate(), Meter()
-    # The loop's own clock by phase, running on CPU seconds.
+    # The loop's own clock by phase, and that of the worlds, running on CPU seconds.
     clock = SimpleNamespace(perf_counter=time.process_time)
-    with tempfile.TemporaryDirectory() as folder, patch.object(trainer, "time", clock):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(trainer, "time", clock),
+        patch.object(rollout, "time", clock),
+    ):
         make_model(Path(folder, "model"))
         config = make_config(Path(folder, "model"), WARM_UP + steps)
         trainer.train(config, Path(folder, "run"), watcher=meter)

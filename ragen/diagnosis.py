@@ -20,7 +20,7 @@ from ragen.types import Group
 
 
 async def information(
-    engine: Engine, groups: Sequence[Group], count: int, path: tuple[int, int | str]
+    engine: Engine, groups: Sequence[Group], count: int, path: tuple[int, int]
 ) -> Metrics:
     """What the groups' thoughts tell of their prompts, as ``information/<sampling>/…``.
 
