@@ -21,13 +21,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ragen.rewards import all_equal
 from ragen.types import Episode, Group
 
 Score = Literal["reward_std", "variance", "mean", "sum", "entropy", "entropy_variance", "length"]
 Rule = Literal["all", "top_k", "top_p", "top_p_softmax", "min_p"]
 Scale = Literal["none", "linear", "sqrt"]
 
-ROUNDING = 1e-9
+SLACK = 1e-9
 """Share by which a sum of floats may fall short of the p that it stands for."""
 
 
@@ -160,7 +161,7 @@ def keep_min_p(merits: Sequence[float], value: float, num_groups: int) -> list[i
         [1, 2]
     """
     _refuse_negative(merits)
-    floor = value * max(merits) * (1 - ROUNDING)
+    floor = value * max(merits) * (1 - SLACK)
     return [index for index in _ranking(merits) if merits[index] >= floor]
 
 
@@ -265,7 +266,7 @@ def _nucleus(shares: Sequence[float], p: float) -> list[int]:
     """The shortest start of the ranking whose shares, which sum to 1, come to p; one at least."""
     ranked = _ranking(shares)
     held: npt.NDArray[np.float64] = np.cumsum([shares[index] for index in ranked])
-    return ranked[: 1 + int((held < p - ROUNDING).sum())]
+    return ranked[: 1 + int((held < p - SLACK).sum())]
 
 
 def _refuse_negative(merits: Sequence[float]) -> None:
@@ -293,7 +294,7 @@ def _logprobs(episode: Episode) -> list[float]:
 
 
 def _variance(numbers: Sequence[float]) -> float:
-    """With n − 1; exactly 0 where all are equal, whatever rounding says, or fewer than two."""
-    if len(numbers) < 2 or max(numbers) == min(numbers):
+    """With n − 1; exactly 0 where all are equal but for rounding, or fewer than two."""
+    if len(numbers) < 2 or all_equal(numbers):
         return 0.0
     return float(np.var(numbers, ddof=1))

@@ -54,6 +54,7 @@ def test_reward_scores_golden() -> None:
     # 0 1 2: mean 1, (1 + 0 + 1) / (3 − 1) = 1;  0 3: mean 1.5, 2 · 1.5² / 1 = 4.5
     assert reward_std(group(0.0, 1.0, 2.0)) == 1
     assert reward_std(group(0.1, 0.1, 0.1)) == 0  # exactly, whatever rounding says
+    assert reward_std(group(sum([-0.1] * 10), -0.3 - 0.3 - 0.4)) == 0  # all lost alike
     assert reward_std(group(0.0, 3.0)) == pytest.approx(4.5**0.5)
     assert SCORES["variance"](group(0.0, 3.0)) == pytest.approx(4.5)
     assert SCORES["mean"](group(-1.0, 4.0)) == 1.5
