@@ -232,17 +232,21 @@ def minibatches(batch: Batch, minibatch_episodes: int, passes: int, seed: int) -
     return parts
 
 
-def row_splits(batch: Batch, max_tokens: int, by_group: bool = False) -> list[Tensor]:
+def row_splits(
+    batch: Batch, max_tokens: int, by_group: bool = False, whole_episodes: bool = False
+) -> list[Tensor]:
     """The rows of each microbatch: rectangles of at most `max_tokens` tokens, padding included.
 
     Rows are sorted by length, so that little is padding; the widest rectangle comes first, so that
-    too small a memory shows at once. A single row longer than `max_tokens` stands alone.
+    too small a memory shows at once. A single row (or episode) that is larger than `max_tokens`
+    stands alone.
 
     Args:
         batch: A minibatch.
         max_tokens: Size of a rectangle.
         by_group: Keep the rows of a group together, for a model that computes their common prompt
             once and does not mind padding.
+        whole_episodes: Never part the rows of an episode, for a loss that looks at all of it.
 
     Example:
         >>> row = Sample((1,) * 5, (False,) * 5, (0.0,) * 5, (-1,) * 5, (False,) * 5, 0, 0)
@@ -253,14 +257,18 @@ def row_splits(batch: Batch, max_tokens: int, by_group: bool = False) -> list[Te
     order_B = torch.argsort(batch.lengths_B, descending=True, stable=True)
     if by_group:
         order_B = order_B[torch.argsort(batch.group_B[order_B], stable=True)]
+    units: dict[int, list[int]] = {}  # what stays together, in the order of its longest row
+    for row in order_B.tolist():
+        units.setdefault(int(batch.episode_B[row]) if whole_episodes else row, []).append(row)
     splits: list[list[int]] = []
     longest = 0
-    for row, length in zip(order_B.tolist(), batch.lengths_B[order_B].tolist(), strict=True):
+    for unit in units.values():
+        length = int(batch.lengths_B[unit].max())
         longest = max(longest, length)
-        if splits and longest * (len(splits[-1]) + 1) <= max_tokens:
-            splits[-1].append(row)
+        if splits and longest * (len(splits[-1]) + len(unit)) <= max_tokens:
+            splits[-1].extend(unit)
         else:
-            splits.append([row])
+            splits.append(unit)
             longest = length
     return [torch.tensor(rows) for rows in splits]
 

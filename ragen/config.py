@@ -8,9 +8,15 @@ name.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LARGEST_EPISODE_CLIP = 0.05
+"""Largest clip that GSPO takes. An episode's mean log-ratio stays some thousandths from 0, and the
+paper (arXiv:2507.18071) clips at 3e-4 and 4e-4: PPO's .2, left standing, would clip nothing."""
 
 
 class Section(BaseModel):
@@ -70,6 +76,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_length: int = Field(1024, ge=16)
     """Tokens that a prompt and its completion may have together."""
+    critic: Literal["separate", "shared"] = "separate"
+    """Whether the critic has a backbone of its own or reads the policy's; gae needs a critic."""
 
 
 class RolloutConfig(Section):
@@ -86,6 +94,8 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     slots: int = Field(64, ge=1)
     """Episodes that are sampled at once."""
+    refill: int = Field(0, ge=0, le=3)
+    """Rounds in which groups without spread of reward are replaced by groups on new levels."""
 
 
 class RewardConfig(Section):
@@ -104,13 +114,22 @@ class RewardConfig(Section):
 class FilterConfig(Section):
     """Which groups are worth learning from (StarPO-S keeps the uncertain ones)."""
 
-    score: Literal["reward_std"] = "reward_std"
-    rule: Literal["all", "top_k"] = "all"
-    value: float = Field(0.25, gt=0, le=1)
-    """Share of the groups that top_k keeps; at least one is kept."""
+    score: Literal[
+        "reward_std", "variance", "mean", "sum", "entropy", "entropy_variance", "length"
+    ] = "reward_std"
+    """What groups are ranked by: spread, mean or sum of reward, entropy of the policy, tokens."""
+    rule: Literal["all", "top_k", "top_p", "top_p_softmax", "min_p"] = "all"
+    """How many groups of the ranking are kept."""
+    value: float = Field(0.25, gt=0)
+    """top_k: share of the groups, from 2 on their number; top_p: of the sum; min_p: of the top."""
     keep: Literal["largest", "smallest"] = "largest"
+    """The end of the ranking that is kept."""
     include_zero: bool = True
-    """Whether groups without any spread may be kept."""
+    """Whether groups without any spread of reward may be kept."""
+    scale: Literal["none", "linear", "sqrt"] = "none"
+    """Scale the policy's loss by the kept share of the groups, or by its root."""
+    reweight: bool = False
+    """Instead of filtering: count each group by its reward std, as a share of the largest."""
     max_empty: int = Field(5, ge=1)
     """Steps in a row without a kept group after which the run stops."""
 
@@ -143,17 +162,23 @@ class AdvantageConfig(Section):
 class LossConfig(Section):
     """What is minimised."""
 
-    name: Literal["ppo_clip", "nll"] = "ppo_clip"
-    aggregation: Literal["token_mean", "episode_mean"] = "token_mean"
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    name: Literal["ppo_clip", "gspo", "cispo", "nll"] = "ppo_clip"
+    """Clipped by token (ppo_clip) or by episode (gspo), a clipped weight (cispo); nll imitates."""
+    aggregation: Literal["token_mean", "episode_mean", "constant"] = "token_mean"
+    """Tokens count alike, episodes count alike, or each token as one of the longest episode's."""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """How far below 1 the importance ratio may count; for gspo about 3e-4."""
     clip_high: float = Field(0.2, ge=0)
-    dual_clip: float = Field(3.0, gt=1)
-    """Bound on the loss of negative advantages, times |advantage|."""
+    """How far above 1 the importance ratio may count; for gspo about 4e-4."""
+    dual_clip: float = Field(3.0, ge=0)
+    """Bound on the loss of negative advantages, times |advantage|; above 1, or 0 for none."""
+    importance_cap: float = Field(2.0, ge=1)
+    """Largest weight that corrects for a sampler whose arithmetic is not the learner's."""
     entropy: float = Field(0.001, ge=0)
     kl: float = Field(0.001, ge=0)
     """Weight of the KL divergence to the reference (the policy the run began with)."""
     kl_kind: Literal["k1", "k2", "k3"] = "k1"
-    kl_place: Literal["reward", "loss"] = "reward"
+    """How it is estimated: k1 acts in the reward, k2 and k3 act in the loss."""
     value_clip: float = Field(0.5, gt=0)
     """How far a value may move from the one the advantages were computed with."""
 
@@ -166,10 +191,10 @@ class UpdateConfig(Section):
     lr: float = Field(1e-6, gt=0)
     critic_lr: float = Field(1e-5, gt=0)
     lr_end: float = Field(1.0, ge=0, le=1)
-    """Share of the learning rate towards which it falls, in a line over the run's steps."""
+    """Share of the learning rate towards which it falls, in a line over the run."""
     warmup_steps: int = Field(0, ge=0)
     critic_warmup_steps: int = Field(0, ge=0)
-    """First steps that train the critic alone."""
+    """First steps that train the critic alone (of a shared one: its head)."""
     muon_lr: float = Field(0.0, ge=0)
     """Learning rate of Muon for weight matrices; 0 trains everything with AdamW."""
     beta2: float = Field(0.999, gt=0, lt=1)
@@ -227,6 +252,9 @@ class Config(Section):
     """Preset that the algorithm's settings start from."""
     seed: int = Field(0, ge=0)
     steps: int = Field(200, ge=0)
+    """Length of the run, in what budget says."""
+    budget: Literal["steps", "updates"] = "steps"
+    """What steps, warm-ups and the fall of the learning rate count: collections or updates."""
     threads: int = Field(0, ge=0)
     """CPU threads of the learner and the sampler; 0 probes this machine once."""
     world: WorldConfig = WorldConfig()
@@ -250,13 +278,6 @@ class Config(Section):
                 'loss.name = "nll" learns from demonstrations (`ragen base`), not from episodes of '
                 'its own; train with "ppo_clip"'
             )
-        if self.loss.kl > 0 and self.loss.kl_kind == "k1" and self.loss.kl_place == "loss":
-            raise ValueError(
-                'loss.kl_kind = "k1" has zero expected gradient in the loss; use "k2" or "k3" '
-                'there, or loss.kl_place = "reward"'
-            )
-        if self.loss.kl > 0 and self.loss.kl_place == "reward" and self.loss.kl_kind != "k1":
-            raise ValueError('loss.kl_place = "reward" takes loss.kl_kind = "k1" only')
         compares = self.advantage.name not in ("gae", "bi_level_gae", "reinforce_pp")
         if compares and self.rollout.members < 2:
             raise ValueError(
@@ -269,11 +290,6 @@ class Config(Section):
                 'set reward.placement to "turn"'
             )
         self._normalised_once(compares)
-        if self.filter.rule != "all" and self.rollout.members < 2:
-            raise ValueError(
-                "a filter on reward_std compares the members of a group: "
-                "set rollout.members to 2 or more"
-            )
         if self.rollout.min_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.min_tokens must not exceed rollout.max_tokens")
         if self.rollout.max_tokens >= self.model.max_length:
@@ -303,3 +319,104 @@ class Config(Section):
                 f'"{reward.normalise}" over the {reward.over} would be done twice or undone: '
                 'set reward.normalise to "identity"'
             )
+
+    @model_validator(mode="after")
+    def _filter_combination(self) -> Config:
+        rule, value, score = self.filter.rule, self.filter.value, self.filter.score
+        spread = rule != "all" and score in ("reward_std", "variance", "entropy_variance")
+        if (spread or self.filter.reweight or not self.filter.include_zero) and (
+            self.rollout.members < 2
+        ):
+            raise ValueError(
+                "a filter on spread compares the members of a group: "
+                "set rollout.members to 2 or more"
+            )
+        if value > 1 and not (rule == "top_k" and value.is_integer()):
+            raise ValueError(
+                f"filter.value = {value:g}: expected a share up to 1, or a whole number of groups "
+                'with filter.rule = "top_k"'
+            )
+        if rule in ("top_p", "min_p") and score in ("mean", "sum"):
+            raise ValueError(
+                f'filter.rule = "{rule}" takes scores of 0 or more, and "{score}" may be negative; '
+                'use "top_k" or "top_p_softmax"'
+            )
+        if self.filter.reweight and rule != "all":
+            raise ValueError(
+                "filter.reweight weighs groups instead of filtering them: "
+                'set filter.rule = "all", or leave one of the two out'
+            )
+        if self.rollout.refill and self.filter.include_zero:
+            raise ValueError(
+                "rollout.refill replaces groups without spread of reward, which the filter must "
+                "then leave out: set filter.include_zero = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_combination(self) -> Config:
+        loss = self.loss
+        if loss.name == "gspo" and max(loss.clip_low, loss.clip_high) > LARGEST_EPISODE_CLIP:
+            raise ValueError(
+                'loss.name = "gspo" clips the mean ratio of a whole episode, which hardly moves: '
+                "set loss.clip_low = 3e-4 and loss.clip_high = 4e-4, "
+                f"{LARGEST_EPISODE_CLIP:g} at most"
+            )
+        if 0 < loss.dual_clip <= 1:
+            raise ValueError(
+                f"loss.dual_clip = {loss.dual_clip:g}: expected a bound above 1, or 0 for none"
+            )
+        return self
+
+
+class Use(NamedTuple):
+    """When a key is read: as a test of the config, and in words."""
+
+    holds: Callable[[Config], bool]
+    words: str
+
+
+_RANKS = Use(lambda c: c.filter.rule != "all", 'a filter.rule other than "all"')
+_CRITIC = Use(
+    lambda c: c.advantage.name in ("gae", "bi_level_gae"), "an advantage.name that uses a critic"
+)
+
+READ_WITH: Mapping[str, Use] = MappingProxyType(
+    {
+        "model.critic": _CRITIC,
+        "reward.over": Use(
+            lambda c: c.reward.normalise != "identity", 'a reward.normalise other than "identity"'
+        ),
+        "filter.score": _RANKS,
+        "filter.value": _RANKS,
+        "filter.keep": _RANKS,
+        "filter.scale": Use(
+            lambda c: c.filter.rule != "all" or not c.filter.include_zero,
+            'a filter.rule other than "all", or filter.include_zero = false',
+        ),
+        "advantage.gamma": Use(
+            lambda c: c.advantage.name in ("gae", "reinforce_pp"),
+            'advantage.name = "gae" or "reinforce_pp"',
+        ),
+        "advantage.lam": _CRITIC,
+        "advantage.turn_gamma": Use(
+            lambda c: c.advantage.name in ("bi_level_gae", "gigpo"),
+            'advantage.name = "bi_level_gae" or "gigpo"',
+        ),
+        "advantage.step_weight": Use(
+            lambda c: c.advantage.name == "gigpo", 'advantage.name = "gigpo"'
+        ),
+        "advantage.whiten": _CRITIC,
+        "loss.dual_clip": Use(lambda c: c.loss.name == "ppo_clip", 'loss.name = "ppo_clip"'),
+        "loss.importance_cap": Use(
+            lambda c: c.model.dtype != "float32",
+            'model.dtype = "bfloat16" (in float32 the sampler computes as the learner does)',
+        ),
+        "loss.kl_kind": Use(lambda c: c.loss.kl > 0, "loss.kl above 0"),
+        "loss.value_clip": _CRITIC,
+        "update.critic_lr": _CRITIC,
+        "update.critic_warmup_steps": _CRITIC,
+    }
+)
+"""Keys that some settings leave unread; `settings.resolve` refuses them there. All others are read
+always."""

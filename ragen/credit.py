@@ -36,7 +36,7 @@ def credit(
     penalised_ES = token_rewards(episodes, index, reward.placement)
     class_E = comparison_classes(episodes, index, reward.over)
     rewards_ES = normalise(penalised_ES, index.mask_ES, class_E, reward.normalise)
-    if loss.kl > 0 and loss.kl_place == "reward":
+    if loss.kl > 0 and loss.kl_kind == "k1":
         assert batch.old_logprobs_BT is not None and batch.reference_logprobs_BT is not None
         penalty_BT = kl_penalty(batch.old_logprobs_BT, batch.reference_logprobs_BT, loss.kl)
         rewards_ES = rewards_ES + to_episodes(penalty_BT, index)
@@ -81,3 +81,15 @@ def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
         mask_S = index.mask_ES[e]
         state_ES[e, mask_S] = torch.tensor(states)[index.turn_ES[e, mask_S]]
     return state_ES
+
+
+def weighed(batch: Batch, weights: Sequence[float]) -> Batch:
+    """The batch with each group's advantages times its weight (`filters.group_weights`).
+
+    Args:
+        batch: With advantages.
+        weights: One for each group that `Batch.group_B` indexes.
+    """
+    assert batch.advantages_BT is not None
+    weight_B = torch.tensor(weights)[batch.group_B]
+    return replace(batch, advantages_BT=batch.advantages_BT * weight_B[:, None])

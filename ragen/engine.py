@@ -37,7 +37,11 @@ class Engine(Protocol):
         ...
 
     async def update(self, batch: Batch, step: int) -> Metrics:
-        """One optimiser step on one minibatch. `step` (from 0) sets the learning rate."""
+        """One optimiser step on one minibatch.
+
+        `step` is where the run stands (from 0, in the unit of `Config.budget`); it sets the
+        learning rate and ends the critic's warm-up.
+        """
         ...
 
     async def cross_scores(

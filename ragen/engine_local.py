@@ -56,9 +56,11 @@ class LocalEngine:
             config.update,
             loss,
             critic=config.advantage.name in NEEDS_VALUES,
+            shared=config.model.critic == "shared",
             reference=loss.kl > 0 and loss.name != "nll",
             steps=config.steps,
             temperature=config.rollout.temperature,
+            longest=config.world.turns * config.rollout.max_tokens,
         )
 
     async def score(self, batch: Batch, role: Role) -> Batch:

@@ -19,22 +19,44 @@ from ragen.batch import Batch, TokenFields, flatten, row_splits, take
 from ragen.config import LossConfig, UpdateConfig
 from ragen.cross_scores import cross_scores
 from ragen.diagnostics import mismatch_kl
-from ragen.losses import LOSSES, Loss, entropy_bonus, kl_loss, token_weights, value_loss
+from ragen.losses import (
+    LOSSES,
+    WHOLE_EPISODES,
+    Loss,
+    correct_for_sampler,
+    entropy_bonus,
+    kl_loss,
+    token_weights,
+    value_loss,
+)
 from ragen.metrics import Metrics, largest, last, mean, merge, total
 from ragen.model import Critic, hidden_states, shares_prompts, token_logprobs
+
+SHARED_VALUE_WEIGHT = 0.5
+"""Weight of the critic's loss beside the policy's on a shared backbone: c₁ of arXiv:1707.06347, at
+the value that its authors' code settled on."""
 
 
 class Learner:
     """The weights of policy, critic and reference, and their optimisers.
+
+    A role is a base, perhaps an adapter on it, and a head. The policy is `model` under its output
+    layer; the reference is a frozen copy of it; the critic is a value head on a copy of the
+    backbone, or on the policy's own. All three reach their weights in one place each (`_speak`,
+    `_judge`, and `_shared_backward` for both at once): this is the seam where LoRA makes them one
+    base with the policy's adapter on, none, or the critic's.
 
     Args:
         model: The policy, on its device.
         update: Settings of the optimiser.
         loss: Settings of the loss.
         critic: Whether a critic is trained.
+        shared: Whether it reads the policy's backbone. Then an update is one pass over the
+            backbone with the sum of both losses, the critic's weighted by `SHARED_VALUE_WEIGHT`.
         reference: Whether the policy as it begins is kept as the reference.
-        steps: Steps of the whole run, over which the learning rate falls.
+        steps: Length of the whole run, over which the learning rate falls.
         temperature: The sampling temperature; all logprobs are taken under it.
+        longest: Sampled tokens of the longest episode there can be.
 
     `synced` says that the policy still has the weights it was last published with: then its
     logprobs must be the sampler's, and every update reports how far they are apart
@@ -47,12 +69,14 @@ class Learner:
         update: UpdateConfig,
         loss: LossConfig,
         critic: bool = False,
+        shared: bool = False,
         reference: bool = False,
         steps: int = 1,
         temperature: float = 1.0,
+        longest: int = 1,
     ) -> None:
         self.model = model
-        self.critic = Critic(model) if critic else None
+        self.critic = Critic(model, shared) if critic else None
         self.reference = copy.deepcopy(model).requires_grad_(False) if reference else None
         self.optimizers = optimizers(model, update.lr, update)
         self.critic_optimizers = (
@@ -60,7 +84,7 @@ class Learner:
         )
         self.synced = True
         self._update, self._loss = update, loss
-        self._steps, self._temperature = steps, temperature
+        self._steps, self._temperature, self._longest = steps, temperature, longest
         self._device = next(model.parameters()).device
 
     def named_optimizers(self) -> dict[str, Optimizer]:
@@ -162,8 +186,8 @@ class Learner:
         return tuple(fields)
 
     def _microbatches(self, batch: Batch) -> list[Tensor]:
-        by_group = shares_prompts(self.model)
-        return row_splits(batch, self._update.microbatch_tokens, by_group)
+        by_group, whole = shares_prompts(self.model), self._loss.name in WHOLE_EPISODES
+        return row_splits(batch, self._update.microbatch_tokens, by_group, whole)
 
     def update(self, batch: Batch, step: int) -> Metrics:
         """One optimiser step of the policy and one of the critic on one minibatch.
@@ -174,16 +198,19 @@ class Learner:
         Args:
             batch: A minibatch with old logprobs and advantages (values and returns for the critic,
                 reference logprobs for a KL term) unless the loss is nll.
-            step: The loop's step, from 0; it sets the learning rate.
+            step: Where the run stands (`Engine.update`); it sets the learning rate.
         """
         update = self._update
-        weights_BT = token_weights(batch, self._loss.aggregation)
+        weights_BT = token_weights(batch, self._loss.aggregation, self._longest)
         batch = replace(batch, weight_BT=weights_BT)
         train_policy = step >= update.critic_warmup_steps or self.critic is None
         parts = []
         for rows in self._microbatches(batch):
             part = take(batch, rows)
             tokens = flatten(part).to(self._device)
+            if self.critic is not None and self.critic.shared:
+                parts.append(self._shared_backward(self.critic, part, tokens, train_policy))
+                continue
             if train_policy:
                 parts.append(self._policy_backward(part, tokens))
             if self.critic is not None:
@@ -202,22 +229,42 @@ class Learner:
         return metrics
 
     def _policy_backward(self, part: Batch, tokens: TokenFields) -> Metrics:
+        loss = self._policy_loss(tokens, *self._speak(self.model, part))
+        loss.value.backward()  # type: ignore[no-untyped-call]
+        return loss.metrics
+
+    def _shared_backward(
+        self, critic: Critic, part: Batch, tokens: TokenFields, train_policy: bool
+    ) -> Metrics:
+        """One pass over the backbone for both losses; in the warm-up the head learns alone."""
+        with torch.set_grad_enabled(train_policy):
+            hidden_ND = hidden_states(self.model, *self._places(part))
+        loss = value_loss(critic.read(hidden_ND), tokens, value_clip=self._loss.value_clip)
+        value, metrics = SHARED_VALUE_WEIGHT * loss.value, loss.metrics
+        if train_policy:
+            spoken = self._policy_loss(tokens, *self._say(self.model, part, hidden_ND))
+            value, metrics = value + spoken.value, metrics | spoken.metrics
+        value.backward()  # type: ignore[no-untyped-call]
+        return metrics
+
+    def _policy_loss(self, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor) -> Loss:
+        """The policy's loss with its entropy bonus and KL term."""
         settings = self._loss
-        logprobs_N, entropy_N = self._speak(self.model, part)
+        metrics = Metrics()
+        if settings.name != "nll":
+            tokens, metrics = correct_for_sampler(tokens, settings.importance_cap)
         loss = self._task_loss(logprobs_N, tokens)
-        value, metrics = loss.value, dict(loss.metrics)
         bonus = entropy_bonus(entropy_N, tokens)
-        metrics |= bonus.metrics
+        value, metrics = loss.value, metrics | loss.metrics | bonus.metrics
         if settings.name != "nll":
             if self.synced:
                 metrics |= mismatch_kl(tokens.sampled_logprobs_N, logprobs_N.detach())
             value = value + settings.entropy * bonus.value
-            if settings.kl > 0 and settings.kl_place == "loss":
+            if settings.kl > 0 and settings.kl_kind != "k1":
                 term = kl_loss(logprobs_N, tokens, kind=settings.kl_kind)
                 value = value + settings.kl * term.value
                 metrics |= term.metrics
-        value.backward()  # type: ignore[no-untyped-call]
-        return metrics
+        return Loss(value, metrics)
 
     def _task_loss(self, logprobs_N: Tensor, tokens: TokenFields) -> Loss:
         settings = self._loss
@@ -255,7 +302,10 @@ class Learner:
 
     def _speak(self, model: PreTrainedModel, part: Batch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies ``(N,)`` at the positions where the loss looks."""
-        hidden_ND = hidden_states(model, *self._places(part))
+        return self._say(model, part, hidden_states(model, *self._places(part)))
+
+    def _say(self, model: PreTrainedModel, part: Batch, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from hidden states that are there already."""
         targets_N = part.token_ids_BT[part.weight_BT > 0].to(self._device)
         return token_logprobs(model, hidden_ND, targets_N, self._temperature)
 

@@ -192,27 +192,38 @@ def token_logprobs(
 
 
 class Critic(nn.Module):
-    """The value function: a copy of the policy's backbone under a linear head that starts at zero.
+    """The value function: a backbone under a linear head that starts at zero.
+
+    The backbone is a copy of the policy's, or shared: the policy's own. Then the head is all that
+    belongs to the critic, that is optimised and saved with it.
 
     The estimate for a token is that of the state *before* it, so it sits at the position before;
     callers ask for those positions (`wanted_BT` of the policy's logprobs is the same).
 
     Args:
-        policy: The model whose backbone is copied.
+        policy: The model whose backbone is copied or read.
+        shared: Whether it is read.
     """
 
-    def __init__(self, policy: PreTrainedModel) -> None:
+    def __init__(self, policy: PreTrainedModel, shared: bool = False) -> None:
         super().__init__()
-        self.backbone: PreTrainedModel = copy.deepcopy(backbone(policy))
+        self.shared = shared
+        seen = backbone(policy)
+        if not shared:
+            seen = self.backbone = copy.deepcopy(seen)
+        self._seen = (seen,)  # a tuple hides it from torch: a shared backbone is not the critic's
         width = policy.config.get_text_config().hidden_size
-        first = next(self.backbone.parameters())
+        first = next(seen.parameters())
         self.head = nn.Linear(width, 1, device=first.device, dtype=torch.float32)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def values(self, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor) -> Tensor:
         """Values (N,) in float32 at the wanted positions; arguments as of `hidden_states`."""
-        states_ND = hidden_states(self.backbone, token_ids_BT, lengths_B, wanted_BT)
+        return self.read(hidden_states(self._seen[0], token_ids_BT, lengths_B, wanted_BT))
+
+    def read(self, states_ND: Tensor) -> Tensor:
+        """Values (N,) in float32 of its backbone's hidden states."""
         values_N: Tensor = self.head(states_ND.float()).squeeze(-1)
         return values_N
 

@@ -169,6 +169,7 @@ async def run_groups(
     path: tuple[int | str, ...],
     concurrency: int = 64,
     on_episode: Callable[[Episode], None] | None = None,
+    first_group: int = 0,
 ) -> list[Group]:
     """Play `members` episodes on each level and return them as groups, in the order of `levels`.
 
@@ -180,6 +181,7 @@ async def run_groups(
         path: The run's seed and what the episodes are for, such as ``(seed, "train", step)``.
         concurrency: Episodes that are played at once; they begin in (group, member) order.
         on_episode: Called when an episode ends, in the order of their ends.
+        first_group: Number of the first group; the others count up from it.
 
     Raises:
         RagenError: The player cannot play this world.
@@ -197,7 +199,7 @@ async def run_groups(
         async with asyncio.TaskGroup() as tasks:
             running = [
                 [tasks.create_task(one(Place(level, group, m, path))) for m in range(members)]
-                for group, level in enumerate(levels)
+                for group, level in enumerate(levels, first_group)
             ]
     except ExceptionGroup as errors:
         mistakes, bugs = errors.split(RagenError)

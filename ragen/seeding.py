@@ -4,7 +4,11 @@ import hashlib
 
 TRAIN_LEVELS = 10_000
 EVAL_LEVELS = 123
+REFILL_LEVELS = 2**30
 BASE_LEVELS = 2**31
+
+MAX_REFILLS = 3
+"""Rounds of refilling that a step may have (`rollout.refill`)."""
 
 
 def derive(run_seed: int, *path: int | str) -> int:
@@ -35,6 +39,19 @@ def train_level(step: int, group: int, num_prompts: int) -> int:
         10019
     """
     return TRAIN_LEVELS + step * num_prompts + group
+
+
+def refill_level(step: int, index: int, num_prompts: int) -> int:
+    """Level seed of the `index`-th group that replaces another in a step (`rollout.refill`).
+
+    In a range of its own, so that a run plays the same first groups whether it refills or not. A
+    step replaces `MAX_REFILLS` times its prompts at most.
+
+    Example:
+        >>> refill_level(2, 3, 8) - 2**30  # 2 · 3 · 8 + 3
+        51
+    """
+    return REFILL_LEVELS + step * MAX_REFILLS * num_prompts + index
 
 
 def eval_level(index: int, first: int = EVAL_LEVELS) -> int:

@@ -22,7 +22,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ragen.config import Config, Section
+from ragen.config import READ_WITH, Config, Section
 from ragen.errors import RagenError
 
 Flat = dict[str, Any]
@@ -46,13 +46,16 @@ class Difference(NamedTuple):
 def resolve(recipe: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Settle every value of a run.
 
+    A value that would never be read is refused (`config.READ_WITH`). What a recipe sets for its own
+    algorithm, and the one that an override names leaves unread, falls back to the preset's value.
+
     Args:
         recipe: A recipe's name (`recipes`), a path to a ``.toml``, or None for the defaults.
         overrides: Values by dotted key or in nested tables; they win over everything else.
 
     Raises:
-        RagenError: Unknown recipe, preset or key, a wrong type, values that exclude each other, or
-            broken TOML; one line with the remedy.
+        RagenError: Unknown recipe, preset or key, a wrong type, values that exclude each other, a
+            value that would never be read, or broken TOML; one line with the remedy.
 
     Example:
         >>> config = resolve("bandit", {"update.lr": 3e-4, "world.params.slip": 0.5})
@@ -70,7 +73,31 @@ def resolve(recipe: str | Path | None = None, overrides: Mapping[str, Any] | Non
         algorithm = flat.get("algorithm", algorithm)
     if not isinstance(algorithm, str):
         raise RagenError(f"algorithm = {_show(algorithm)}: expected the name of a preset as text")
-    return _validate([(f"preset {algorithm}", load_preset(algorithm)), *above])
+    preset = (f"preset {algorithm}", load_preset(algorithm))
+    unused = unread(_validate([preset, *above]))
+    standard = flatten(_validate([preset]))
+    for where, flat in above:
+        for key in unused:
+            if flat.get(key, standard[key]) == standard[key]:
+                continue
+            if not (where and overrides):
+                raise RagenError(
+                    f"{key} = {_show(flat[key])}{_in(where)} has no effect: it takes "
+                    f"{READ_WITH[key].words}; leave it out or set that"
+                )
+            resolve(recipe)  # which has to read it when it stands alone
+            del flat[key]
+    return _validate([preset, *above])
+
+
+def unread(config: Config) -> list[str]:
+    """The keys that the config's algorithm never reads.
+
+    Example:
+        >>> "advantage.lam" in unread(resolve(None, {"algorithm": "starpo/grpo"}))
+        True
+    """
+    return [key for key, use in READ_WITH.items() if not use.holds(config)]
 
 
 def read_config(path: Path) -> Config:
@@ -226,8 +253,8 @@ def expected(field: FieldInfo) -> str:
     """In words, what a key takes.
 
     Example:
-        >>> expected(keys()["update.passes"]), expected(keys()["filter.rule"])
-        ('a whole number ≥ 1', 'all or top_k')
+        >>> expected(keys()["update.passes"]), expected(keys()["filter.scale"])
+        ('a whole number ≥ 1', 'none, linear or sqrt')
     """
     kind = field.annotation
     if get_origin(kind) is Literal:

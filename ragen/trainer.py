@@ -24,7 +24,7 @@ from ragen.checkpoint import (
     writing,
 )
 from ragen.config import Config
-from ragen.credit import credit
+from ragen.credit import credit, weighed
 from ragen.diagnosis import gradients_by_std, information
 from ragen.diagnostics import (
     Sign,
@@ -39,7 +39,7 @@ from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation, evaluate_policy, refuse_unplayable
-from ragen.filters import select
+from ragen.filters import group_weights, reward_std, select
 from ragen.metrics import Metrics, last, merge, total, values
 from ragen.progress import Watcher
 from ragen.recorder import (
@@ -52,7 +52,7 @@ from ragen.recorder import (
 )
 from ragen.rollout import Setup, run_groups, setup_of
 from ragen.samples import to_samples, trainable
-from ragen.seeding import derive, train_level
+from ragen.seeding import derive, refill_level, train_level
 from ragen.settings import dump, read_config
 from ragen.stopping import Stop, StopRequested, run_async
 from ragen.threads import use_threads
@@ -108,9 +108,9 @@ class Run:
 
 
 async def loop(run: Run) -> None:
-    """Train until `config.steps` steps are finished."""
+    """Train until the run's budget is spent."""
     config, engine, state, recorder = run.config, run.engine, run.state, run.recorder
-    while state.step < config.steps:
+    while spent(state, config) < config.steps:
         clock = Clock()
         with clock("rollout"):
             groups = await run.stop.or_finish(play(run))
@@ -121,18 +121,17 @@ async def loop(run: Run) -> None:
         if trainable(chosen):
             with clock("score"):
                 batch = await learnable(engine, chosen, config)
+                batch = weighed(batch, weights_of(config, groups, kept))
             with clock("update"):
-                seed = derive(config.seed, "minibatches", state.step)
-                for part in minibatches(
-                    batch, config.update.minibatch_episodes, config.update.passes, seed
-                ):
-                    updates.append(await engine.update(part, state.step))
+                for part, at in planned(batch, state, config):
+                    updates.append(await engine.update(part, at))
             with clock("publish"):
                 await engine.publish()
         advance(state, groups, kept, updates)
         with clock("record"):
             await record(run, groups, kept, chosen, batch if updates else None)
-        metrics = merge([summarize(groups, kept), *updates, diagnosis, counters(state)])
+        counted = counters(state) | refilled(groups, config)
+        metrics = merge([summarize(groups, kept), *updates, diagnosis, counted])
         metrics |= judged(batch) if updates else {}
         metrics |= clock.metrics(run.setup.world_time.seconds, metrics["tokens/sampled"].value)
         state.averages = smooth(state.averages, metrics)
@@ -143,9 +142,9 @@ async def loop(run: Run) -> None:
         if state.empty >= config.filter.max_empty:
             await save(run)
             raise RagenError(nothing_to_learn(run))
-        if due(state.step, config.eval.every) and state.step < config.steps:
+        if due(state.step, config.eval.every) and spent(state, config) < config.steps:
             await evaluate(run, config.eval.temperature)
-        if due(state.step, config.checkpoint.every) and state.step < config.steps:
+        if due(state.step, config.checkpoint.every) and spent(state, config) < config.steps:
             await save(run)
 
 
@@ -164,19 +163,34 @@ async def groups_of(
     step: int,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Group]:
-    """The groups that the engine's policy plays after `step` steps."""
-    num_prompts, members = config.rollout.prompts, config.rollout.members
+    """What the engine's policy plays after `step` steps, with what replaces groups without spread.
+
+    DAPO's dynamic sampling (arXiv:2503.14476), in `rollout.refill` rounds at most: what is replaced
+    stays among the groups, counted and recorded as all others, and the filter leaves it out.
+    """
+    num_prompts = config.rollout.prompts
     engine.forget()
     setup.world_time.seconds = 0.0
-    return await run_groups(
-        engine.policy,
-        setup,
-        [train_level(step, group, num_prompts) for group in range(num_prompts)],
-        members,
-        (config.seed, "train", step),
-        config.rollout.slots,
-        on_episode,
-    )
+    groups: list[Group] = []
+    levels = [train_level(step, group, num_prompts) for group in range(num_prompts)]
+    for _ in range(1 + config.rollout.refill):
+        fresh = await run_groups(
+            engine.policy,
+            setup,
+            levels,
+            config.rollout.members,
+            (config.seed, "train", step),
+            config.rollout.slots,
+            on_episode,
+            first_group=len(groups),
+        )
+        groups += fresh
+        flat = sum(reward_std(group) == 0 for group in fresh)
+        first = len(groups) - num_prompts
+        levels = [refill_level(step, index, num_prompts) for index in range(first, first + flat)]
+        if not levels:
+            break
+    return groups
 
 
 async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> Batch:
@@ -220,7 +234,36 @@ async def gradients(engine: Engine, groups: Sequence[Group], config: Config) -> 
 def chosen_by(config: Config) -> dict[str, Any]:
     """The filter's settings as `select` takes them."""
     compares = config.advantage.name in COMPARES_MEMBERS
-    return config.filter.model_dump(exclude={"max_empty"}) | {"min_played": 2 if compares else 1}
+    settings = config.filter.model_dump(exclude={"max_empty", "scale", "reweight"})
+    return settings | {"min_played": 2 if compares else 1}
+
+
+def weights_of(config: Config, groups: Sequence[Group], kept: Sequence[int]) -> list[float]:
+    """How much each kept group counts, by the filter's settings."""
+    scale, reweight = config.filter.scale, config.filter.reweight
+    return group_weights(groups, kept, scale=scale, reweight=reweight)
+
+
+def spent(state: LoopState, config: Config) -> int:
+    """How much of `config.steps` is used up.
+
+    ``budget = "steps"`` counts collections. A filter changes how many updates a collection makes,
+    so runs that are compared at equal work on the weights count ``"updates"``.
+    """
+    return state.updates if config.budget == "updates" else state.step
+
+
+def planned(batch: Batch, state: LoopState, config: Config) -> list[tuple[Batch, int]]:
+    """The step's minibatches, each with where the run stands when its turn comes.
+
+    Where updates are counted, the last collection gives only as many as are left.
+    """
+    update, seed = config.update, derive(config.seed, "minibatches", state.step)
+    parts = minibatches(batch, update.minibatch_episodes, update.passes, seed)
+    if config.budget == "steps":
+        return [(part, state.step) for part in parts]
+    left = config.steps - state.updates
+    return [(part, at) for at, part in enumerate(parts[:left], state.updates)]
 
 
 def advance(
@@ -239,6 +282,13 @@ def counters(state: LoopState) -> Metrics:
     """How far the run is, in each unit that a curve may be drawn against."""
     counted = {"updates": state.updates, "episodes": state.episodes, "tokens": state.tokens}
     return {f"progress/{name}": last(count) for name, count in counted.items()}
+
+
+def refilled(groups: Sequence[Group], config: Config) -> Metrics:
+    """How many of the step's groups replaced others, in runs that do so."""
+    if not config.rollout.refill:
+        return {}
+    return {"rollout/refilled_groups": total(len(groups) - config.rollout.prompts)}
 
 
 def nothing_to_learn(run: Run) -> str:
@@ -539,7 +589,7 @@ async def evaluate_missing(run: Run, *temperatures: float) -> None:
 
 def result(run: Run) -> Result:
     """What a finished run's database says of it."""
-    temperature, steps = run.config.eval.temperature, run.config.steps
+    temperature, steps = run.config.eval.temperature, run.state.step
     found: dict[tuple[int, float], Evaluation] = {}
     for each in read_evaluations(run.folder):
         step = each.pop("step")

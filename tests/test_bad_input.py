@@ -74,7 +74,7 @@ def mistake(cwd: Path, *arguments: str | Path) -> str:
         (["train", "bandit", "--steps", "1.5"], "a whole number ≥ 0"),
         (["train", "bandit", "--update.lr", "nan"], "update.lr"),
         (["train", "bandit", "--update", "1"], "set one of update."),
-        (["train", "bandit", "--filter.rule", "best"], "all or top_k"),
+        (["train", "bandit", "--filter.rule", "best"], "all, top_k, top_p, top_p_softmax or min_p"),
         (["train", "bandit", "--algorithm", "starpo-s/pppo"], "did you mean 'starpo-s/ppo'?"),
         (["train", "bandit", "--world", "bandti"], "did you mean 'bandit'?"),
         (["train", "bandit", "--world.params.slip", "1"], "it has name_set"),

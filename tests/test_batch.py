@@ -123,20 +123,24 @@ def test_minibatches_follow_their_seed_and_no_other() -> None:
     assert one[:4] != one[4:]
 
 
-@given(samples(), st.integers(1, 40), st.booleans())
+@given(samples(), st.integers(1, 40), st.booleans(), st.booleans())
 def test_microbatches_hold_every_row_once_within_their_limit(
-    rows: list[Sample], max_tokens: int, by_group: bool
+    rows: list[Sample], max_tokens: int, by_group: bool, whole: bool
 ) -> None:
     batch = collate(rows)
-    splits = row_splits(batch, max_tokens, by_group)
+    splits = row_splits(batch, max_tokens, by_group, whole)
     if by_group:
         groups = batch.group_B[torch.cat(splits)].tolist()
         assert groups == sorted(groups)
     assert sorted(torch.cat(splits).tolist()) == list(range(len(rows)))
     for rows_R in splits:
         part = take(batch, rows_R)
-        assert part.token_ids_BT.numel() <= max_tokens or part.num_rows == 1
+        alone = len(set(part.episode_B.tolist())) == 1 if whole else part.num_rows == 1
+        assert part.token_ids_BT.numel() <= max_tokens or alone
         assert part.token_ids_BT.shape[1] == part.lengths_B.max()
+    if whole:
+        homes = [set(batch.episode_B[rows_R].tolist()) for rows_R in splits]
+        assert sum(map(len, homes)) == len(set().union(*homes)), "each episode has one home"
 
 
 @given(samples())

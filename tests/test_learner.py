@@ -58,13 +58,17 @@ def batch(learner: Learner, lengths: tuple[int, ...] = (7, 12, 5, 9)) -> Batch:
     )
 
 
-def learner(seed: int = 0, critic: bool = False, loss: Any = None, **update: Any) -> Learner:
+def learner(
+    seed: int = 0, critic: bool = False, shared: bool = False, loss: Any = None, **update: Any
+) -> Learner:
     return Learner(
         model(seed),
         UpdateConfig(**({"lr": 1e-2, "critic_lr": 1e-2} | update)),
         LossConfig(**(PLAIN if loss is None else loss)),
         critic=critic,
+        shared=shared,
         steps=10,
+        longest=20,
     )
 
 
@@ -134,22 +138,47 @@ def test_episode_mean_weighs_episodes_alike(monkeypatch: pytest.MonkeyPatch) -> 
     close(whole, {n: sum(p[n] for p in parts) / len(parts) for n in whole}, 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["plain", "kl", "nll"])
+@pytest.mark.parametrize("kind", ["plain", "kl", "constant", "gspo", "cispo", "shared", "nll"])
 def test_microbatches_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = {
         "plain": {"entropy": 0.01, "kl": 0.0},
-        "kl": {"entropy": 0.0, "kl": 0.1, "kl_kind": "k3", "kl_place": "loss"},
+        "kl": {"entropy": 0.0, "kl": 0.1, "kl_kind": "k3"},
+        "constant": PLAIN | {"aggregation": "constant"},
+        "gspo": PLAIN | {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+        "cispo": PLAIN | {"name": "cispo", "clip_low": 1.0, "aggregation": "episode_mean"},
+        "shared": {"entropy": 0.01, "kl": 0.0},
         "nll": {"name": "nll"},
     }[kind]
     found = []
     for tokens in (10_000, 20, 1):
-        one = learner(loss=loss, critic=True, microbatch_tokens=tokens)
+        one = learner(loss=loss, critic=True, shared=kind == "shared", microbatch_tokens=tokens)
         part = batch(one)
         found.append((gradient(one, part, monkeypatch), one.logprobs(part)[0], one.values(part)))
     for gradients, logprobs, values in found[1:]:
         close(gradients, found[0][0], 1e-6)
         torch.testing.assert_close(logprobs, found[0][1], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(values, found[0][2], atol=1e-5, rtol=1e-4)
+
+
+def test_rows_of_one_episode_are_one_ratio_whatever_the_microbatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GSPO where each turn has a row of its own, at weights that have moved."""
+    found = []
+    for tokens in (10_000, 1):
+        one = learner(
+            loss=PLAIN | {"name": "gspo", "clip_low": 0.01, "clip_high": 0.01},
+            microbatch_tokens=tokens,
+        )
+        part = batch(one)
+        turns = replace(part, episode_B=torch.tensor([0, 1, 0, 1]))
+        old = part.sampled_logprobs_BT - 0.1 * torch.sin(part.token_ids_BT.float())
+        moved = replace(turns, old_logprobs_BT=old, advantages_BT=part.mask_BT.float())
+        found.append((gradient(one, moved, monkeypatch), one.update(moved, 0)))
+    close(found[1][0], found[0][0], 1e-6)
+    assert any(bool(each.any()) for each in found[0][0].values())
+    assert found[0][1]["ratio/max"].value == pytest.approx(found[1][1]["ratio/max"].value)
+    assert found[0][1]["ratio/max"].value != pytest.approx(1, abs=1e-3)
 
 
 @how(max_examples=10)
@@ -226,6 +255,75 @@ def test_the_critic_warms_up_alone() -> None:
     )
     assert not equal(weights(one), start)
     assert "loss/policy" in one.update(part, 2) and not one.synced
+
+
+def test_a_shared_critic_learns_in_one_pass_with_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its gradient on the backbone: the policy's, plus half that of ½ (V − R)²."""
+    one = learner(critic=True, shared=True)
+    assert one.critic is not None
+    assert {name for name, _ in one.critic.named_parameters()} == {"head.weight", "head.bias"}
+    assert not one.values(batch(one)).any()
+    torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
+    part = batch(one)
+    part = replace(part, values_BT=one.values(part))
+    found = gradient(one, part, monkeypatch)
+
+    alone = learner()
+    policy = gradient(alone, part, monkeypatch)
+    errors = []
+    for row in range(part.num_rows):
+        ids = part.token_ids_BT[row, : int(part.lengths_B[row])]
+        states = alone.model.model(ids[None]).last_hidden_state[0]
+        values = one.critic.head(states)[:-1, 0]
+        assert part.returns_BT is not None
+        on = part.mask_BT[row, 1 : len(ids)]
+        errors.append(((values - part.returns_BT[row, 1 : len(ids)]) ** 2)[on])
+    (0.5 * 0.5 * torch.cat(errors).mean()).backward()
+    expected = {
+        name: policy[name] + (0 if weight.grad is None else weight.grad)
+        for name, weight in alone.model.named_parameters()
+    }
+    close(found, expected, 1e-5)
+    assert any(not torch.allclose(found[name], policy[name], atol=1e-5) for name in found)
+
+
+def test_a_shared_critic_warms_up_by_its_head_alone() -> None:
+    one = learner(critic=True, shared=True, critic_warmup_steps=2)
+    part = batch(one)
+    start = weights(one)
+    for step in range(2):
+        metrics = one.update(part, step)
+        assert "update/lr" not in metrics and one.synced
+        assert metrics["gradient/critic_norm"].value > 0
+    now = weights(one)
+    assert {name for name in now if not torch.equal(now[name], start[name])} == {
+        "critic.head.weight",
+        "critic.head.bias",
+    }
+    assert "loss/policy" in one.update(part, 2) and not one.synced
+
+
+def test_importance_is_one_where_the_sampler_is_the_learner() -> None:
+    one = learner()
+    part = batch(one)
+    metrics = one.update(part, 0)
+    assert (metrics["importance/mean"].value, metrics["importance/capped_fraction"].value) == (1, 0)
+
+
+def test_a_samplers_error_is_weighed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled half as often as the learner would: the gradient counts twice, up to the cap."""
+    one = learner(loss=PLAIN | {"importance_cap": 3.0})
+    part = batch(one)
+    rare = replace(
+        part, sampled_logprobs_BT=part.sampled_logprobs_BT - torch.log(torch.tensor(2.0))
+    )
+    found, plain = gradient(one, rare, monkeypatch), gradient(one, part, monkeypatch)
+    close(found, {name: 2 * each for name, each in plain.items()}, 1e-5)
+    rarer = replace(part, sampled_logprobs_BT=part.sampled_logprobs_BT - 9)
+    found = gradient(one, rarer, monkeypatch)
+    close(found, {name: 3 * each for name, each in plain.items()}, 1e-5)
 
 
 def test_mismatch_is_told_at_equal_weights_only() -> None:

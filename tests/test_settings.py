@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen import settings
-from ragen.config import AdvantageConfig, Config
+from ragen.config import READ_WITH, AdvantageConfig, Config
 from ragen.errors import RagenError
 from ragen.settings import differences, dump, flatten, read_config, resolve
 
@@ -62,10 +62,26 @@ def test_preset_is_valid_alone(name: str) -> None:
     assert settings.first_comment(settings.presets()[name])
 
 
+def what_it_does(name: str) -> dict[str, object]:
+    """A preset's values, without those that it never reads."""
+    config = resolve(None, {"algorithm": name})
+    return {
+        key: value
+        for key, value in flatten(config).items()
+        if key not in ("algorithm", *settings.unread(config))
+    }
+
+
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(PRESETS, 2)))
 def test_any_two_presets_differ_in_what_they_do(one: str, other: str) -> None:
-    a, b = (flatten(resolve(None, {"algorithm": name})) for name in (one, other))
-    assert {key for key in a if a[key] != b[key]} - {"algorithm"}
+    assert what_it_does(one) != what_it_does(other)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_key_of_a_preset_has_an_effect(name: str) -> None:
+    """As the preset is, or with the weight that it sets to 0 and a user may switch on again."""
+    config = resolve(None, {"algorithm": name, "loss.kl": 0.1})
+    assert not settings.load_preset(name).keys() & set(settings.unread(config))
 
 
 def test_presets_hold_the_published_values() -> None:
@@ -75,8 +91,7 @@ def test_presets_hold_the_published_values() -> None:
     )
     for vanilla in (starpo_ppo, starpo_grpo):
         assert (vanilla.filter.rule, vanilla.loss.kl, vanilla.loss.clip_high) == ("all", 0.001, 0.2)
-    assert (starpo_ppo.loss.kl_kind, starpo_ppo.loss.kl_place) == ("k1", "reward")
-    assert (starpo_grpo.loss.kl_kind, starpo_grpo.loss.kl_place) == ("k3", "loss")
+    assert (starpo_ppo.loss.kl_kind, starpo_grpo.loss.kl_kind) == ("k1", "k3")
     for stable in (s_ppo, s_grpo):
         assert (stable.filter.rule, stable.filter.value) == ("top_k", 0.25)
         assert (stable.loss.kl, stable.loss.clip_low, stable.loss.clip_high) == (0.0, 0.2, 0.28)
@@ -84,6 +99,37 @@ def test_presets_hold_the_published_values() -> None:
         assert (config.rollout.prompts, config.rollout.members) == (8, 16)
         assert (config.update.minibatch_episodes, config.update.passes) == (32, 1)
         assert config.reward.format_penalty == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage", "aggregation", "clip_high", "kl", "updates"),
+    [
+        ("grpo", "grpo", "episode_mean", 0.2, (0.04, "k3"), 1),
+        ("dr-grpo", "dr_grpo", "constant", 0.2, (0.0, None), 1),
+        ("dapo", "grpo", "token_mean", 0.28, (0.0, None), 16),
+        ("rloo", "rloo", "constant", 0.2, (0.03, "k1"), 1),
+        ("reinforce++", "reinforce_pp", "token_mean", 0.2, (0.01, "k1"), 2),
+        ("gigpo", "gigpo", "token_mean", 0.2, (0.01, "k3"), 4),
+    ],
+)
+def test_presets_of_other_papers_hold_their_values(
+    name: str,
+    advantage: str,
+    aggregation: str,
+    clip_high: float,
+    kl: tuple[float, str | None],
+    updates: int,
+) -> None:
+    config = resolve(None, {"algorithm": name})
+    loss, update, rollout = config.loss, config.update, config.rollout
+    assert (config.advantage.name, loss.aggregation) == (advantage, aggregation)
+    assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.entropy) == (0.2, clip_high, 0, 0)
+    assert (loss.kl, loss.kl_kind if loss.kl else None) == kl
+    episodes = rollout.prompts * rollout.members * update.passes
+    assert episodes / update.minibatch_episodes == updates
+    assert (rollout.refill, config.filter.include_zero) == (
+        (3, False) if name == "dapo" else (0, True)
+    )
 
 
 @pytest.mark.parametrize("name", sorted(settings.recipes()))
@@ -136,14 +182,25 @@ def test_differences_name_the_preset_value() -> None:
         ({"update.passes": 1.5}, "update.passes = 1.5: expected a whole number ≥ 1"),
         ({"seed": True}, "seed = true: expected a whole number ≥ 0"),
         ({"prompt.think": 1}, "prompt.think = 1: expected true or false"),
-        ({"filter.rule": "topk"}, 'filter.rule = "topk": expected all or top_k'),
+        (
+            {"filter.rule": "topk"},
+            'filter.rule = "topk": expected all, top_k, top_p, top_p_softmax or min_p',
+        ),
         ({"world.params": 3}, "world.params = 3: expected a table"),
         (
             {"algorithm": "starpos/ppo"},
             "unknown algorithm 'starpos/ppo'; did you mean 'starpo-s/ppo'?",
         ),
         ({"algorithm": 3}, "algorithm = 3: expected the name of a preset as text"),
-        ({"loss.kl_place": "loss"}, 'loss.kl_kind = "k1" has zero expected gradient in the loss'),
+        ({"filter.rule": "top_k", "filter.value": 1.5}, "filter.value = 1.5: expected a share"),
+        ({"filter.rule": "top_p", "filter.value": 3}, "filter.value = 3: expected a share up to 1"),
+        ({"filter.rule": "min_p", "filter.score": "mean"}, '"mean" may be negative; use "top_k"'),
+        ({"filter.rule": "top_k", "filter.reweight": True}, 'set filter.rule = "all"'),
+        ({"filter.include_zero": False, "rollout.members": 1}, "rollout.members to 2 or more"),
+        ({"rollout.refill": 1}, "set filter.include_zero = false"),
+        ({"rollout.refill": 4}, "rollout.refill = 4: expected a whole number ≥ 0 and ≤ 3"),
+        ({"loss.name": "gspo"}, "set loss.clip_low = 3e-4 and loss.clip_high = 4e-4"),
+        ({"loss.dual_clip": 0.5}, "loss.dual_clip = 0.5: expected a bound above 1, or 0 for none"),
         ({"loss.name": "nll"}, 'loss.name = "nll" learns from demonstrations'),
         ({"advantage.name": "grpo", "rollout.members": 1}, "set rollout.members to 2 or more"),
         ({"advantage.name": "bi_level_gae"}, 'set reward.placement to "turn"'),
@@ -183,6 +240,76 @@ def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: se
             assert 'set reward.normalise to "identity"' in message(None, asked)
         else:
             assert resolve(None, asked).reward.over == over
+
+
+UNREAD = {  # a value other than the default for each key, and an algorithm that never reads it
+    "model.critic": ("shared", {"algorithm": "starpo/grpo"}),
+    "reward.over": ("batch", {"algorithm": "starpo/grpo"}),
+    "filter.score": ("entropy", {"algorithm": "starpo/grpo"}),
+    "filter.value": (0.5, {"algorithm": "starpo/grpo"}),
+    "filter.keep": ("smallest", {"algorithm": "starpo/grpo"}),
+    "filter.scale": ("sqrt", {"algorithm": "starpo/grpo"}),
+    "advantage.gamma": (0.9, {"algorithm": "starpo/grpo"}),
+    "advantage.lam": (0.9, {"algorithm": "starpo/grpo"}),
+    "advantage.turn_gamma": (0.9, {"algorithm": "starpo/grpo"}),
+    "advantage.step_weight": (0.5, {"algorithm": "starpo/grpo"}),
+    "advantage.whiten": (False, {"algorithm": "starpo/grpo"}),
+    "loss.dual_clip": (2.0, {"loss.name": "cispo"}),
+    "loss.importance_cap": (3.0, {"model.dtype": "float32"}),
+    "loss.kl_kind": ("k2", {"loss.kl": 0.0}),
+    "loss.value_clip": (0.1, {"algorithm": "starpo/grpo"}),
+    "update.critic_lr": (0.1, {"algorithm": "starpo/grpo"}),
+    "update.critic_warmup_steps": (3, {"algorithm": "starpo/grpo"}),
+}
+READ = {
+    "reward.over": {"reward.normalise": "mean"},
+    "advantage.turn_gamma": {"algorithm": "gigpo"},
+    "advantage.step_weight": {"algorithm": "gigpo"},
+    "filter.score": {"filter.rule": "top_k"},
+    "filter.value": {"filter.rule": "top_k"},
+    "filter.keep": {"filter.rule": "top_k"},
+    "filter.scale": {"filter.include_zero": False},
+    "loss.importance_cap": {"model.dtype": "bfloat16"},
+}
+"""What has to be set beside a key, of the default algorithm, for it to be read."""
+
+
+def test_every_key_that_may_go_unread_has_a_case() -> None:
+    assert UNREAD.keys() == READ_WITH.keys() <= settings.keys().keys()
+
+
+@pytest.mark.parametrize("key", UNREAD)
+def test_a_value_that_no_one_reads_is_refused(key: str) -> None:
+    value, setting = UNREAD[key]
+    assert f"has no effect: it takes {READ_WITH[key].words}" in message(
+        None, {key: value, **setting}
+    )
+    assert key not in settings.unread(resolve(None, {key: value, **READ.get(key, {})}))
+    standard = flatten(resolve(None, setting))[key]
+    assert resolve(None, {key: standard, **setting}), "the standard value says nothing"
+
+
+def test_a_recipe_keeps_its_word_under_its_own_algorithm_only(tmp_path: Path) -> None:
+    """Another algorithm on the command line leaves behind what the recipe's own has set."""
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('algorithm = "starpo-s/grpo"\n[filter]\nvalue = 0.5\n')
+    assert resolve(recipe).filter.value == 0.5
+    other = resolve(recipe, {"algorithm": "starpo/grpo"})
+    assert (other.filter.rule, other.filter.value) == ("all", 0.25)
+    assert "filter.value" not in [row.key for row in differences(other)]
+    recipe.write_text("[filter]\nvalue = 0.5\n")
+    for more in ({}, {"seed": 3}, {"algorithm": "starpo/grpo"}):
+        assert message(recipe, more) == (
+            "filter.value = 0.5 in recipe mine has no effect: it takes a filter.rule other than "
+            '"all"; leave it out or set that'
+        )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_whole_config_resolves_to_itself(name: str) -> None:
+    """As evaluation does with a run's: what is not read stands at its standard value."""
+    config = resolve("sokoban", {"algorithm": name})
+    assert resolve(None, flatten(config)) == config
 
 
 def test_unknown_recipe_names_the_nearest() -> None:

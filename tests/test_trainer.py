@@ -12,6 +12,7 @@ import signal
 import sqlite3
 import statistics
 import time
+import zlib
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -36,6 +37,14 @@ from ragen.trainer import Result, resume, train
 from tests.speaker import settings
 
 GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__passes": 2, "update__lr_end": 0.1}
+DAPO = {"algorithm": "dapo", "rollout__refill": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "gae": GAE,
+    "shared": GAE | {"model__critic": "shared", "update__critic_warmup_steps": 1},
+    "dapo": DAPO,
+    "updates": {"budget": "updates", "filter__rule": "all", "update__lr_end": 0.1, "steps": 5},
+}
 
 
 def config(**more: Any) -> Config:
@@ -266,6 +275,107 @@ def test_where_rounding_differs_the_old_logprobs_are_the_learners(
     assert asked == roles
 
 
+LOSSES = {
+    "gspo": {"loss__clip_low": 3e-4, "loss__clip_high": 4e-4},
+    "cispo": {"loss__clip_low": 1.0},
+    "ppo_clip": {"loss__aggregation": "constant"},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_trains(tmp_path: Path, name: str) -> None:
+    more = {"loss__name": name, "update__passes": 2, "eval__episodes": 0} | LOSSES[name]
+    train(config(steps=1, **more), tmp_path / "run")
+    found = dict(rows(tmp_path / "run", "SELECT name, value FROM metrics"))
+    assert found["importance/mean"] == 1, "one set of weights, float32"
+    assert found["ratio/max"] > 1 and found["kl/old"] > 0, "the second pass is off-policy"
+    assert found["gradient/policy_norm"] > 0 and found["update/skipped_policy"] == 0
+    assert ("clip/dual_fraction" in found) == (name == "ppo_clip")
+
+
+def test_constant_weights_count_by_the_longest_episode_there_can_be(tmp_path: Path) -> None:
+    """8 episodes of one turn of 10 tokens at most: Σ ÷ 80, where the mean is Σ ÷ tokens sampled."""
+    norms = []
+    for aggregation in ("token_mean", "constant"):
+        more = {"filter__rule": "all", "update__minibatch_episodes": 8, "loss__entropy": 0.0}
+        asked = config(steps=1, eval__episodes=0, loss__aggregation=aggregation, **more)
+        train(asked, tmp_path / aggregation)
+        found = dict(rows(tmp_path / aggregation, "SELECT name, value FROM metrics"))
+        norms.append(found["gradient/policy_norm"])
+    assert norms[0] > 0
+    assert norms[1] / norms[0] == pytest.approx(found["tokens/sampled"] / 80, rel=1e-4)
+
+
+def test_a_budget_of_updates_is_spent_to_the_last(tmp_path: Path) -> None:
+    """Two updates a step, five in all: 2, 2 and 1, and the learning rate falls over those five."""
+    result = train(config(**KINDS["updates"], eval__every=2), tmp_path / "run")
+    run = tmp_path / "run"
+    state = json.loads((checkpoint.newest(run) / "state.json").read_text())["loop"]
+    assert (state["step"], state["updates"]) == (3, 5)
+    query = "SELECT value FROM metrics WHERE name = '{}' ORDER BY step"
+    assert rows(run, query.format("update/count")) == [(2,), (2,), (1,)]
+    rates = [rate for (rate,) in rows(run, query.format("update/lr"))]
+    # The last update of each step, at 1, 3 and 4 of 5, on the way from 1 to .1: 1 − .9 · at / 5.
+    assert rates == pytest.approx([1e-3 * (1 - 0.9 * at / 5) for at in (1, 3, 4)])
+    assert result.before is not None and result.after is not None
+    evaluated = rows(run, "SELECT step FROM evaluations WHERE temperature = 1 ORDER BY id")
+    assert evaluated == [(0,), (2,), (3,)]
+
+
+FLAT = {"safe_reward": 0.0, "risky_probability": 1e-12}
+"""A bandit that pays the same whatever happens."""
+
+
+def test_groups_without_spread_are_replaced_on_new_levels(tmp_path: Path) -> None:
+    """2 groups and 2 rounds of 2 more in each of five steps, none of which has any spread."""
+    asked = config(steps=20, eval__episodes=0, **DAPO, **{"world.params": FLAT})
+    with pytest.raises(RagenError, match="no group had any spread of reward for 5 steps"):
+        train(asked, tmp_path / "run")
+    run = tmp_path / "run"
+    query = "SELECT value FROM metrics WHERE name = 'rollout/refilled_groups' ORDER BY step"
+    assert rows(run, query) == [(4,)] * 5
+    played = rows(run, 'SELECT step, "group", level_seed, count(*) FROM episodes GROUP BY 1, 2, 3')
+    assert [(step, group, members) for step, group, _, members in played] == [
+        (step, group, 4) for step in range(1, 6) for group in range(6)
+    ]
+    assert len({level for _, _, level, _ in played}) == len(played), "no level comes twice"
+    assert len(rows(run, "SELECT DISTINCT noise_seed FROM episodes")) == 5 * 6 * 4
+    first = [level for _, group, level, _ in played if group < 2]
+    assert first == list(range(10_000, 10_010)), "as in a run that does not refill"
+    assert rows(run, "SELECT max(value) FROM metrics WHERE name = 'progress/episodes'") == [(120,)]
+
+
+def test_only_groups_with_spread_are_learnt_from_and_no_more_than_asked(tmp_path: Path) -> None:
+    train(config(**DAPO, eval__episodes=0), tmp_path / "run")
+    query = """SELECT step, "group", kept, max(reward) > min(reward) FROM episodes GROUP BY 1, 2"""
+    groups = rows(tmp_path / "run", query)
+    assert all(kept == spread for _, _, kept, spread in groups)
+    for step in range(1, 4):
+        mine = [kept for at, _, kept, _ in groups if at == step]
+        assert sum(mine) <= 2 <= len(mine) <= 6
+        assert sum(mine) == 2 or len(mine) > 2, "what is missing has been looked for"
+
+
+@pytest.mark.parametrize(
+    ("more", "factor"), [({"filter__scale": "linear"}, 0.5), ({"filter__scale": "sqrt"}, 0.5**0.5)]
+)
+def test_the_kept_share_scales_the_advantages(
+    tmp_path: Path, more: dict[str, Any], factor: float
+) -> None:
+    """StarPO-S keeps one of two groups."""
+    found = []
+    for name, scaled in (("plain", {}), ("scaled", more)):
+        train(config(steps=1, eval__episodes=0, **scaled), tmp_path / name)
+        stored = rows(tmp_path / name, "SELECT advantages FROM samples ORDER BY id")
+        found.append(
+            torch.frombuffer(
+                bytearray().join(zlib.decompress(b) for (b,) in stored), dtype=torch.float32
+            )
+        )
+    assert found[0].any()
+    torch.testing.assert_close(found[1], factor * found[0])
+
+
 def test_another_seed_evaluates_the_same_levels(tmp_path: Path) -> None:
     for seed in (0, 1):
         train(config(seed=seed, steps=0), tmp_path / str(seed))
@@ -310,6 +420,14 @@ MOMENTS = {  # what happens, for the how many-th time, after how many finished s
 }
 CASES = [(moment, signal.SIGINT, kind) for moment in MOMENTS for kind in ("grpo", "gae")]
 CASES += [("second rollout", signal.SIGTERM, "grpo"), ("last evaluation", signal.SIGTERM, "grpo")]
+CASES += [
+    ("second rollout", signal.SIGINT, "shared"),
+    ("before an evaluation", signal.SIGINT, "dapo"),
+]
+CASES += [
+    ("third rollout", signal.SIGINT, "updates"),
+    ("last evaluation", signal.SIGINT, "updates"),
+]
 
 
 @pytest.mark.parametrize(("moment", "number", "kind"), CASES)
@@ -317,7 +435,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     tmp_path: Path, moment: str, number: int, kind: str
 ) -> None:
     what, at, steps = MOMENTS[moment]
-    asked = config(eval__every=2, rollout__slots=2, **(GAE if kind == "gae" else {}))
+    asked = config(eval__every=2, rollout__slots=2, **KINDS[kind])
     run = tmp_path / "run"
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(StopRequested, match=f"after {steps} steps; go on with: ragen resume"):
@@ -577,7 +695,7 @@ def test_a_run_with_nothing_to_learn_stops(tmp_path: Path) -> None:
         filter__include_zero=False,
         eval__episodes=0,
         checkpoint__every=0,
-        **{"world.params": {"safe_reward": 0.0, "risky_probability": 1e-12}},
+        **{"world.params": FLAT},
     )
     with pytest.raises(RagenError, match="no group had any spread of reward for 5 steps"):
         train(asked, tmp_path / "run")
