@@ -228,10 +228,8 @@ def _result_record(result: Result) -> dict[str, Any]:
 
 
 def _show_result(console: Console, result: Result) -> None:
-    from ragen.progress import temperature_words
-
     rows = [
-        (f"{who}, {temperature_words(evaluation.temperature)}", evaluation)
+        (f"{who}, {evaluation.how}", evaluation)
         for who, evaluation in (
             ("before", result.before),
             ("before", result.before_greedy),

@@ -59,12 +59,17 @@ class Evaluation:
 
     def __str__(self) -> str:
         """One line: success with its interval, beside floor and ceiling."""
-        how = "greedy" if self.temperature == 0 else f"T={self.temperature:g}"
-        best = "" if self.best is None else f", best {self.best:.1%}"
+        best = "" if self.best is None else f", best play {self.best:.1%}"
         return (
-            f"success {self.success:.1%} [{self.success_low:.1%}, {self.success_high:.1%}] {how}, "
-            f"{self.episodes} levels (random {self.random:.1%}{best})"
+            f"{self.how}: success {self.success:.1%} "
+            f"[{self.success_low:.1%}, {self.success_high:.1%}] on {self.episodes} levels "
+            f"(random play {self.random:.1%}{best})"
         )
+
+    @property
+    def how(self) -> str:
+        """How tokens were chosen: ``greedy``, or by sampling at a temperature (``T=1``)."""
+        return "greedy" if self.temperature == 0 else f"T={self.temperature:g}"
 
     def record(self) -> dict[str, Any]:
         """The evaluation as JSON-ready values."""

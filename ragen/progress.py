@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live bar in a terminal, one plain line a step in a log.
+"""What a run shows while it goes on: a live table in a terminal, one plain line a step in a log.
 
 Progress goes to standard error, so that results on standard output stay clean.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
 from typing_extensions import override
 
 from ragen.config import Config
@@ -22,17 +25,40 @@ from ragen.types import Episode
 if TYPE_CHECKING:
     from ragen.evaluation import Evaluation
 
+TOKENS, SECONDS = "tokens/sampled", "time/step_s"
+"""What tokens a second are made of."""
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+"""The levels of a sparkline."""
+
+TREND = 20
+"""Characters of a sparkline; a live table with it fits into 80 columns."""
+
+
+MIN_DONE = 0.2
+"""Steps before the time that is left is told: what a smaller part of one says is off by much."""
+
+
+def thousands(number: float) -> str:
+    """A rate in three digits or so.
+
+    Example:
+        >>> thousands(512.3), thousands(24690.0)
+        ('512', '24.7k')
+    """
+    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
+
+
 SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = MappingProxyType(
     {
         "success/mean": ("success", "{:.0%}".format),
         "reward/std_in_group": ("reward std", "{:.2f}".format),
         "entropy/mean": ("entropy", "{:.2f}".format),
+        "gradient/policy_norm": ("gradient norm", "{:.2f}".format),
+        "tokens/per_s": ("tokens/s", thousands),
     }
 )
-"""The metrics that are shown, each with its label and form."""
-
-TOKENS, SECONDS = "tokens/sampled", "time/step_s"
-"""What tokens a second are made of."""
+"""What is shown of a step, each with its label and form."""
 
 
 class Watcher:
@@ -54,12 +80,15 @@ class Watcher:
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """An evaluation ended."""
 
+    def alarm(self, step: int, text: str) -> None:
+        """Something that a researcher should know at once."""
+
     def end(self) -> None:
         """The run is over, finished or not."""
 
 
 class Lines(Watcher):
-    """One plain line a step and an evaluation, for logs and pipes."""
+    """One plain line a step, an evaluation and an alarm, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -79,110 +108,187 @@ class Lines(Watcher):
 
     @override
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._say(f"step {step}/{self._steps}  {evaluation_line(evaluation)}")
+        self._say(f"step {step}/{self._steps}  {evaluation}")
+
+    @override
+    def alarm(self, step: int, text: str) -> None:
+        self._say(f"step {step}/{self._steps}  ALARM {text}")
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class Bar(Watcher):
-    """A bar with the time that is left, redrawn in place; evaluations stay above it."""
+class LiveTable(Watcher):
+    """A table redrawn in place: each signal now and so far; evaluations and alarms stay above it.
+
+    What is redrawn while a step goes on is the bar and the time that is left.
+    """
 
     def __init__(self, console: Console) -> None:
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("left"),
-            TextColumn("{task.fields[summary]}"),
-            console=console,
-        )
-        self._task = self._bar.add_task("", total=None, summary="", visible=False)
+        self._config = Config()
+        self._first = self._step = 0
         self._episodes = 0
-        self._of_step = 1
-        self._redrawn = 0.0
+        self._began = time.monotonic()
+        self._history: dict[str, list[float]] = {name: [] for name in SHOWN}
+        self._evaluations: list[tuple[int, Evaluation]] = []
+        self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=4)
 
     @override
     def begin(self, run: Path, config: Config, step: int) -> None:
         super().begin(run, config, step)
-        self._of_step = config.rollout.prompts * config.rollout.members
-        self._bar.update(
-            self._task,
-            description=config.recipe,
-            total=config.steps,
-            completed=step,
-            visible=True,
-            summary="evaluating the model as it is",
-        )
-        self._bar.start()
+        self._config = config
+        self._first = self._step = step
+        self._began = time.monotonic()
+        self._live.start(refresh=True)
 
     @override
     def episode(self, episode: Episode) -> None:
         self._episodes += 1
-        # A step may take minutes with a real model: the bar moves within it, a few times a second.
-        if time.monotonic() - self._redrawn > 0.2:
-            self._redrawn = time.monotonic()
-            done = self._bar.tasks[0].completed // 1
-            share = min(self._episodes / self._of_step, 1.0)
-            self._bar.update(self._task, completed=done + 0.9 * share)
 
     @override
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._episodes = 0
-        self._bar.update(self._task, completed=step, summary=summary(metrics))
+        self._step, self._episodes = step, 0
+        for name, value in told(metrics).items():
+            self._history[name].append(value)
 
     @override
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._episodes = 0
-        line = f"step {step}  {evaluation_line(evaluation)}"
-        self._bar.console.print(line, markup=False, highlight=False)
+        if step == self._first:  # The time that is left is that of steps.
+            self._began = time.monotonic()
+        if evaluation.temperature == self._config.eval.temperature:
+            self._evaluations.append((step, evaluation))
+        self._above(f"step {step}  {evaluation}")
+
+    @override
+    def alarm(self, step: int, text: str) -> None:
+        self._above(f"step {step}  ALARM {text}", "bold red")
 
     @override
     def end(self) -> None:
-        self._bar.stop()
+        self._live.stop()
+
+    def _above(self, line: str, style: str = "") -> None:
+        self._live.console.print(Text(line, style), soft_wrap=True)
+
+    def _draw(self) -> RenderableType:
+        signals = Table.grid(
+            Column(no_wrap=True),
+            Column(justify="right", no_wrap=True),
+            Column(min_width=TREND, no_wrap=True),
+            Column(no_wrap=True),
+            padding=(0, 2),
+        )
+        beside = ""
+        if self._evaluations:
+            step, last = self._evaluations[-1]
+            best = "" if last.best is None else f", best play {last.best:.1%}"
+            signals.add_row(
+                "evaluated",
+                f"{last.success:.1%}",
+                sparkline([each.success for _, each in self._evaluations], TREND),
+                f"[{last.success_low:.1%}, {last.success_high:.1%}] {last.how}, step {step}",
+                style="bold",
+            )
+            beside = f"random play {last.random:.1%}{best}"
+        for name, history in self._history.items():
+            if history:
+                label, form = SHOWN[name]
+                of_success = beside if name == "success/mean" else ""
+                signals.add_row(label, form(history[-1]), sparkline(history, TREND), of_success)
+        return Group(self._headline(), signals)
+
+    def _headline(self) -> Table:
+        steps = self._config.steps
+        line = Table.grid(
+            *(Column(ratio=ratio, no_wrap=True) for ratio in (None, 1, None, None)),
+            padding=(0, 2),
+            expand=True,
+        )
+        line.add_row(
+            Text(self._config.recipe, "bold"),
+            ProgressBar(total=max(steps, 1), completed=self._finished()),
+            f"step {self._step} of {steps}",
+            self._left(),
+        )
+        return line
+
+    def _finished(self) -> float:
+        """Steps, and of the present one a share: with a real model it may take minutes."""
+        rollout = self._config.rollout
+        return self._step + 0.9 * min(self._episodes / (rollout.prompts * rollout.members), 1.0)
+
+    def _left(self) -> str:
+        """How long the remaining steps take if they go as those before, evaluations included."""
+        if self._step >= self._config.steps or (self._step == 0 and not self._episodes):
+            return "evaluating"
+        done = self._finished() - self._first
+        if done < MIN_DONE:
+            return ""
+        seconds = (
+            (time.monotonic() - self._began) / done * (self._config.steps - self._first - done)
+        )
+        return f"{clock(seconds)} left"
 
 
 def watcher_for(console: Console, quiet: bool = False) -> Watcher:
-    """What suits the place: a bar in a terminal, lines elsewhere, nothing where quiet is asked."""
+    """What suits the place: a table in a terminal, lines elsewhere, nothing where quiet is asked."""
     if quiet:
         return Watcher()
-    return Bar(console) if console.is_terminal else Lines(console)
+    return LiveTable(console) if console.is_terminal else Lines(console)
+
+
+def told(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those of `SHOWN` that a step has; what was not measured in it is left out.
+
+    Example:
+        >>> told({"success/mean": 0.5, "tokens/sampled": 800.0, "time/step_s": 2.0})
+        {'success/mean': 0.5, 'tokens/per_s': 400.0}
+    """
+    found = dict(metrics)
+    if metrics.get(SECONDS):
+        found["tokens/per_s"] = metrics.get(TOKENS, 0.0) / metrics[SECONDS]
+    return {name: found[name] for name in SHOWN if not math.isnan(found.get(name, math.nan))}
 
 
 def summary(metrics: Mapping[str, float]) -> str:
-    """A step in a few words; what was not measured in it is left out.
+    """A step in a few words.
 
     Example:
         >>> summary({"success/mean": 0.5, "tokens/sampled": 24690.0, "time/step_s": 2.0})
-        'success 50%  12.3k tokens/s'
+        'success 50%  tokens/s 12.3k'
     """
-    parts = [
-        f"{label} {form(metrics[name])}"
-        for name, (label, form) in SHOWN.items()
-        if not math.isnan(metrics.get(name, math.nan))
-    ]
-    if metrics.get(SECONDS):
-        speed = metrics.get(TOKENS, 0.0) / metrics[SECONDS]
-        parts.append(f"{speed / 1000:.1f}k tokens/s" if speed >= 1000 else f"{speed:.0f} tokens/s")
-    return "  ".join(parts)
+    return "  ".join(f"{SHOWN[name][0]} {SHOWN[name][1](x)}" for name, x in told(metrics).items())
 
 
-def evaluation_line(evaluation: Evaluation) -> str:
-    """An evaluation in a few words, floor and ceiling beside it."""
-    best = "" if evaluation.best is None else f", best play {evaluation.best:.1%}"
-    return (
-        f"{temperature_words(evaluation.temperature)}: success {evaluation.success:.1%} "
-        f"[{evaluation.success_low:.1%}, {evaluation.success_high:.1%}] "
-        f"(random play {evaluation.random:.1%}{best})"
+def sparkline(numbers: Sequence[float], width: int) -> str:
+    """A curve in one line of text, from its lowest number to its highest.
+
+    More numbers than `width` are drawn as means of stretches of equal length; what is not finite is
+    left out.
+
+    Example:
+        >>> sparkline([0, 1, 2, 3], 4), sparkline([0, 0, 1, 1, 7, 7], 3), sparkline([5, 5], 4)
+        ('▁▃▆█', '▁▂█', '▁▁')
+    """
+    finite = [number for number in numbers if math.isfinite(number)]
+    cells = min(width, len(finite))
+    edges = [round(i * len(finite) / cells) for i in range(cells + 1)] if cells else []
+    means = [math.fsum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    top = len(BLOCKS) - 1
+    # Half a level is added, so that the levels are of equal height and the highest is reached.
+    return "".join(
+        BLOCKS[int((mean - low) / (high - low) * top + 0.5) if high > low else 0] for mean in means
     )
 
 
-def temperature_words(temperature: float) -> str:
-    """How a temperature is called.
+def clock(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any.
 
     Example:
-        >>> temperature_words(0.0), temperature_words(1.0)
-        ('greedy', 'T=1')
+        >>> clock(9.4), clock(3723)
+        ('0:09', '1:02:03')
     """
-    return "greedy" if temperature == 0 else f"T={temperature:g}"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

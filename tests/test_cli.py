@@ -21,7 +21,7 @@ from ragen.cli import COMMANDS, main
 from ragen.config import Config
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation
-from ragen.progress import Bar, Lines, Watcher, watcher_for
+from ragen.progress import Lines, LiveTable, Watcher, watcher_for
 from ragen.stopping import StopRequested
 from ragen.types import Episode
 
@@ -318,23 +318,71 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 def test_watcher_suits_the_place() -> None:
     assert type(watcher_for(Console(), quiet=True)) is Watcher
     assert type(watcher_for(Console(force_terminal=False))) is Lines
-    assert type(watcher_for(Console(force_terminal=True))) is Bar
+    assert type(watcher_for(Console(force_terminal=True))) is LiveTable
 
 
-def test_bar_lives_through_a_run(tmp_path: Path) -> None:
-    console = Console(force_terminal=True, record=True, width=120)
-    bar = Bar(console)
-    config = settings.resolve("bandit", {"steps": 2})
-    bar.begin(tmp_path, config, 0)
-    bar.evaluated(0, evaluation(0.5))
+def watch(watcher: Watcher, run: Path, steps: int = 2) -> None:
+    """A short run as a watcher sees it."""
+    watcher.begin(run, settings.resolve("bandit", {"steps": steps}), 0)
+    watcher.evaluated(0, evaluation(0.5))
+    watcher.evaluated(0, evaluation(0.25, temperature=0.0))
     episode = Episode("bandit", 1, 2, 0, 0, (), "solved", True, False, False, True)
-    for step in (1, 2):
-        bar.episode(episode)
-        bar.step(step, {"success/mean": 0.75, "tokens/sampled": 500.0, "time/step_s": 0.1})
-    bar.end()
-    bar.end()
+    for step in range(1, steps + 1):
+        watcher.episode(episode)
+        metrics = {"success/mean": step / steps, "reward/std_in_group": 0.25, "entropy/mean": 0.125}
+        speed = {"tokens/sampled": 500.0, "time/step_s": 0.1}
+        watcher.step(step, metrics | speed | {"gradient/policy_norm": 1.5})
+    watcher.alarm(2, "grad_spike: 30 (usually 1)")
+    watcher.end()
+    watcher.end()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_live_table_shows_signals_beside_floor_and_ceiling(width: int, tmp_path: Path) -> None:
+    console = Console(force_terminal=True, record=True, width=width, file=io.StringIO())
+    watch(LiveTable(console), tmp_path)
     shown = console.export_text()
-    assert (
-        "step 0  T=1: success 50.0% [40.0%, 60.0%] (random play 50.0%, best play 100.0%)" in shown
-    )
-    assert "2/2" in shown and "success 75%  5.0k tokens/s" in shown
+    assert "step 2  ALARM grad_spike: 30 (usually 1)\n" in shown
+    above = "T=1: success 50.0% [40.0%, 60.0%] on 64 levels (random play 50.0%, best play 100.0%)"
+    assert f"step 0  {above}\n" in shown
+    table = [line.strip() for line in shown.splitlines()[-7:]]
+    assert table[0].startswith("bandit  ━━━") and table[0].endswith("step 2 of 2  evaluating")
+    assert [" ".join(line.split()) for line in table[1:]] == [
+        "evaluated 50.0% ▁ [40.0%, 60.0%] T=1, step 0",  # the greedy one stays above
+        "success 100% ▁█ random play 50.0%, best play 100.0%",
+        "reward std 0.25 ▁▁",
+        "entropy 0.12 ▁▁",
+        "gradient norm 1.50 ▁▁",
+        "tokens/s 5.0k ▁▁",
+    ]
+
+
+def test_time_left_is_that_of_the_steps_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    console = Console(force_terminal=True, record=True, width=80, file=io.StringIO())
+    table = LiveTable(console)
+    table.begin(tmp_path, settings.resolve("bandit", {"steps": 10}), 0)
+    now = 100.0  # evaluated; a step then takes 30 s: 8 of them are left after two
+    table.evaluated(0, evaluation(0.5))
+    now = 160.0
+    table.step(2, {"success/mean": 0.5})
+    table.end()
+    assert "step 2 of 10  4:00 left" in console.export_text()
+
+
+def test_lines_say_the_same_without_a_terminal(tmp_path: Path) -> None:
+    console = Console(force_terminal=False, record=True, width=80, file=io.StringIO())
+    watch(Lines(console), tmp_path)
+    signals = "reward std 0.25  entropy 0.12  gradient norm 1.50  tokens/s 5.0k"
+    assert console.export_text().splitlines()[1:] == [
+        "step 0/2  T=1: success 50.0% [40.0%, 60.0%] on 64 levels "
+        "(random play 50.0%, best play 100.0%)",
+        "step 0/2  greedy: success 25.0% [15.0%, 35.0%] on 64 levels "
+        "(random play 50.0%, best play 100.0%)",
+        f"step 1/2  success 50%  {signals}",
+        f"step 2/2  success 100%  {signals}",
+        "step 2/2  ALARM grad_spike: 30 (usually 1)",
+    ]
