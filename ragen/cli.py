@@ -316,6 +316,24 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     return 0
 
 
+def _report_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where report.md and its plots go [RUN]"
+    )
+
+
+def _report(options: Namespace, _: Overrides) -> int:
+    from ragen.report import page, read_facts, show, write_report
+
+    facts = read_facts(options.run)
+    path = write_report(facts, options.out or options.run)
+    console = _console()
+    show(console, page(facts))
+    console.print(f"\nwith plots: {path}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
 def _play_options(parser: Parser) -> None:
     parser.add_argument("world", metavar="WORLD", help="a world (ragen envs), or file.py:Class")
     parser.add_argument(
@@ -457,6 +475,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train an agent by a recipe", _train_options, _train, True, True),
     "resume": Command("go on with a run that was stopped", _resume_options, _resume),
     "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
+    "report": Command("one page about a run, with plots", _report_options, _report),
     "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
     "envs": Command("list the worlds with their floor and ceiling", _envs_options, _envs),
     "check": Command("hold worlds to the contract", _check_options, _check),

@@ -15,7 +15,7 @@ from ragen.env import parameters
 from ragen.errors import RagenError
 from ragen.players import PLAYERS, PlayerPolicy
 from ragen.policy import Policy
-from ragen.recorder import CONFIG
+from ragen.recorder import CONFIG, read_evaluations
 from ragen.references import Budget, reference
 from ragen.rollout import Place, Setup, play, run_groups, setup_of
 from ragen.seeding import EVAL_LEVELS, TRAIN_LEVELS, eval_level
@@ -74,6 +74,33 @@ class Evaluation:
     def record(self) -> dict[str, Any]:
         """The evaluation as JSON-ready values."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """An evaluation and when it was made in its run."""
+
+    attempt: int
+    step: int
+    evaluation: Evaluation
+
+
+def evaluations_of(run: Path) -> list[Evaluated]:
+    """A run's evaluations in the order in which they were made.
+
+    Raises:
+        RagenError: There is no run, its database cannot be read, or another version wrote it.
+    """
+    found = []
+    for record in read_evaluations(run):
+        attempt, step = record.pop("attempt"), record.pop("step")
+        try:
+            found.append(Evaluated(attempt, step, Evaluation(**record)))
+        except TypeError as error:
+            raise RagenError(
+                f"{run} was evaluated by another version of RAGEN ({error}); use that one"
+            ) from None
+    return found
 
 
 async def evaluate_policy(

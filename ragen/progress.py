@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -231,7 +232,7 @@ class LiveTable(Watcher):
 
 
 def watcher_for(console: Console, quiet: bool = False) -> Watcher:
-    """What suits the place: a table in a terminal, lines elsewhere, nothing where quiet is asked."""
+    """What suits the place: a table in a terminal, lines elsewhere, nothing if quiet is asked."""
     if quiet:
         return Watcher()
     return LiveTable(console) if console.is_terminal else Lines(console)
@@ -273,7 +274,7 @@ def sparkline(numbers: Sequence[float], width: int) -> str:
     finite = [number for number in numbers if math.isfinite(number)]
     cells = min(width, len(finite))
     edges = [round(i * len(finite) / cells) for i in range(cells + 1)] if cells else []
-    means = [math.fsum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     top = len(BLOCKS) - 1
     # Half a level is added, so that the levels are of equal height and the highest is reached.

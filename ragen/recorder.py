@@ -15,7 +15,7 @@ import re
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -438,27 +438,76 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     return [{**json.loads(record), "attempt": a, "step": step} for a, step, record in rows]
 
 
-def read_metrics(folder: Path) -> dict[str, dict[int, float]]:
-    """A run's metrics: name, then step, to value. Of several attempts at a step the last counts.
+def read_metrics(folder: Path, names: Collection[str] | None = None) -> dict[str, dict[int, float]]:
+    """A run's metrics: name, then step, to value, in the order of the steps.
+
+    Each attempt replaces what the ones before it did from its first step on.
+
+    Args:
+        folder: The run.
+        names: The metrics that are wanted; ``None`` means all.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
+    query, wanted = "SELECT attempt, step, name, value FROM metrics", tuple(names or ())
+    if names is not None:
+        query += f" WHERE name IN ({','.join('?' * len(wanted))})"
     found: dict[str, dict[int, float]] = {}
-    for step, name, value in _read(
-        folder, "SELECT step, name, value FROM metrics ORDER BY attempt, step"
-    ):
-        if value is not None:
+    stands = standing(folder)
+    for attempt, step, name, value in _read(folder, f"{query} ORDER BY attempt, step", wanted):
+        if value is not None and stands(attempt, step):
             found.setdefault(name, {})[step] = value
     return found
 
 
-def _read(folder: Path, query: str) -> list[tuple[Any, ...]]:
+def standing(folder: Path) -> Callable[[int, int], bool]:
+    """Whether what an attempt did at a step still counts: no later attempt began at or before it.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    first = dict(_read(folder, "SELECT attempt, min(step) FROM metrics GROUP BY attempt"))
+    return lambda attempt, step: all(step < first[later] for later in first if later > attempt)
+
+
+def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """A run's events in order: ``attempt``, ``step``, ``time``, ``kind``, ``text`` and ``data``.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    columns = ("attempt", "step", "time", "kind", "text", "data")
+    rows = _read(folder, f"SELECT {', '.join(columns)} FROM events ORDER BY id")
+    events = [dict(zip(columns, row, strict=True)) for row in rows]
+    return [
+        {**event, "data": event["data"] and json.loads(event["data"])}
+        for event in events
+        if kind in (None, event["kind"])
+    ]
+
+
+def read_attempts(folder: Path) -> dict[int, dict[str, dict[int, float]]]:
+    """A run's metrics with what it rolled back: attempt, then name, then step, to value.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    found: dict[int, dict[str, dict[int, float]]] = {}
+    for attempt, step, name, value in _read(
+        folder, "SELECT attempt, step, name, value FROM metrics ORDER BY attempt, step"
+    ):
+        if value is not None:
+            found.setdefault(attempt, {}).setdefault(name, {})[step] = value
+    return found
+
+
+def _read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     if not (folder / DATABASE).is_file():
         raise RagenError(f"{folder} is no run folder ({DATABASE} is missing)")
     try:
         with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection:
-            return connection.execute(query).fetchall()
+            return connection.execute(query, parameters).fetchall()
     except sqlite3.DatabaseError as error:
         raise RagenError(f"{folder / DATABASE} cannot be read: {error}") from None
 

@@ -38,7 +38,7 @@ from ragen.diagnostics import (
 from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
-from ragen.evaluation import Evaluation, evaluate_policy, refuse_unplayable
+from ragen.evaluation import Evaluation, evaluate_policy, evaluations_of, refuse_unplayable
 from ragen.filters import group_weights, reward_std, select
 from ragen.metrics import Metrics, last, merge, total, values
 from ragen.progress import Watcher
@@ -590,11 +590,10 @@ async def evaluate_missing(run: Run, *temperatures: float) -> None:
 def result(run: Run) -> Result:
     """What a finished run's database says of it."""
     temperature, steps = run.config.eval.temperature, run.state.step
-    found: dict[tuple[int, float], Evaluation] = {}
-    for each in read_evaluations(run.folder):
-        step = each.pop("step")
-        del each["attempt"]
-        found[step, each["temperature"]] = Evaluation(**each)
+    found = {
+        (each.step, each.evaluation.temperature): each.evaluation
+        for each in evaluations_of(run.folder)
+    }
     return Result(
         run=run.folder,
         world=run.config.world.name,

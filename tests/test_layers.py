@@ -46,13 +46,19 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["threads", "stopping", "recorder", "guard", "evaluation", "progress", "base"],
-        *["diagnosis", "trainer", "studies", "viewer", "play", "doctor", "arguments", "cli"],
+        *["threads", "stopping", "recorder", "guard", "evaluation", "progress", "plots"],
+        *["report", "base", "diagnosis", "trainer", "studies", "viewer", "play", "doctor"],
+        *["arguments", "cli"],
     ],
 }
 PLACE = {module: place for place, module in enumerate(chain(*ORDER.values()))}
 NO_TORCH = ["L0 words", "L1 text", "L2 worlds", "L3 experience"]
-LIGHT = [*(module for layer in NO_TORCH for module in ORDER[layer]), "recorder", "evaluation"]
+LIGHT = [
+    *(module for layer in NO_TORCH for module in ORDER[layer]),
+    "recorder",
+    "evaluation",
+    "report",
+]
 ONLY_IN = {"ray": {"engine_ray"}, "vllm": {"sampler_vllm"}}
 FACADE = {"__init__", "__main__"}  # `ragen` itself re-exports; it stands above all layers.
 

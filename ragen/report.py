@@ -1,0 +1,409 @@
+"""`ragen report`: one page about one run, for the terminal and as Markdown with plots.
+
+It reads the run's folder and nothing else, also while the run goes on. A page is a list of
+`Section`s, each made by one function of the `Facts`; `markdown` and `show` write the same sections
+in their two forms.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ragen.config import Config
+from ragen.errors import RagenError
+from ragen.evaluation import Evaluated, Evaluation, evaluations_of
+from ragen.plots import Curve, Series, draw_signals, draw_success, draw_time
+from ragen.progress import clock, sparkline, thousands
+from ragen.recorder import CONFIG, read_attempts, read_events, read_metrics, standing
+from ragen.settings import differences, read_config
+from ragen.statistics import Interval, difference
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+History = Mapping[str, Series]
+"""Metric name to its series."""
+
+COURSE = 14
+"""Characters of a signal's course."""
+
+ALARM = "alarm"
+"""The kind of an event that the plots mark."""
+
+SIGNALS: Mapping[str, str] = {
+    "success/mean": "success",
+    "reward/mean": "reward",
+    "reward/std_in_group": "reward std",
+    "reward/flat_group_fraction": "groups without any",
+    "entropy/mean": "entropy, nats",
+    "gradient/policy_norm": "gradient norm",
+    "gradient/critic_norm": "critic's gradient",
+    "critic/explained_variance": "explained variance",
+    "clip/fraction": "clip fraction",
+    "kl/reference": "KL to reference",
+    "format/valid_fraction": "valid replies",
+    "actions/effective_fraction": "effective actions",
+    "length/thought_tokens": "thought, tokens",
+    "thought/unique_fraction": "unique thoughts",
+    "thought/repeated_ngram_fraction": "repeated n-grams",
+    "thought/hallucinated_fraction": "hallucinated facts",
+    "thought/consistent_fraction": "plans kept",
+    "episodes/failed": "failed episodes",
+}
+"""The metrics of the table of signals that have a name in words; those of `GROUPS` follow it."""
+
+GROUPS = ("information/", "reward_terms/")
+"""Metrics that are signals, too, under the names that they have."""
+
+COLLAPSE = ("reward/std_in_group", "entropy/mean", "gradient/policy_norm")
+"""The three whose order tells an Echo Trap (arXiv:2504.20073): they are drawn."""
+
+EXACT = ("exactness/", "mismatch/")
+"""Metrics of the report of exactness: what was checked, and how far two computations differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a run's folder says of it.
+
+    `course` and `evaluations` are those of the run as it stands; `attempts` holds the metrics of
+    each attempt, what was rolled back among them.
+    """
+
+    run: Path
+    config: Config
+    course: History
+    evaluations: tuple[Evaluated, ...]
+    events: tuple[Mapping[str, Any], ...]
+    attempts: Mapping[int, History]
+
+    @property
+    def steps(self) -> int:
+        """Finished steps."""
+        return max((max(series) for series in self.course.values()), default=0)
+
+    @property
+    def alarms(self) -> list[int]:
+        """The steps of the alarms."""
+        return [event["step"] for event in self.events if event["kind"] == ALARM]
+
+    def curve(self, name: str) -> Curve:
+        """One metric, and what was rolled back of it, from where that left the course."""
+        begins = {
+            attempt: min(min(series) for series in history.values())
+            for attempt, history in self.attempts.items()
+        }
+        left = []
+        for attempt, history in self.attempts.items():
+            end = min((begins[other] for other in begins if other > attempt), default=math.inf)
+            stretch = {step: x for step, x in history.get(name, {}).items() if step >= end - 1}
+            if len(stretch) > 1:
+                left.append(stretch)
+        return Curve(self.course.get(name, {}), tuple(left))
+
+
+def read_facts(run: Path) -> Facts:
+    """Read a run, finished or not.
+
+    Raises:
+        RagenError: It is no run folder, or its files are damaged.
+    """
+    if not (run / CONFIG).is_file():
+        raise RagenError(f"{run} is no run folder ({CONFIG} is missing)")
+    stands = standing(run)
+    return Facts(
+        run,
+        read_config(run / CONFIG),
+        read_metrics(run),
+        tuple(each for each in evaluations_of(run) if stands(each.attempt, each.step)),
+        tuple(read_events(run)),
+        read_attempts(run),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the page: a title, some sentences, a table, and the name of the plot beside it.
+
+    Example:
+        >>> print(markdown([Section("Time", ("All of it.",), ("phase", "s"), (("update", "3"),))]))
+        # Time
+        <BLANKLINE>
+        All of it.
+        <BLANKLINE>
+        | phase | s |
+        |---|---:|
+        | update | 3 |
+        <BLANKLINE>
+    """
+
+    title: str
+    lines: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    plot: str | None = None
+
+    def holds_numbers(self, column: int) -> bool:
+        """Whether a column is to be aligned to the right."""
+        return all(not row[column] or row[column][0] in "+-0123456789" for row in self.rows)
+
+
+def page(facts: Facts) -> list[Section]:
+    """The sections in their order."""
+    return [
+        part(facts) for part in (headline, learnt, signals, happened, exactness, times, settings)
+    ]
+
+
+def headline(facts: Facts) -> Section:
+    """Which run this is, and how far it got."""
+    config = facts.config
+    attempts = "" if len(facts.attempts) < 2 else f" in {len(facts.attempts)} attempts"
+    lines = (
+        f"World {config.world.name}, model {config.model.path}, recipe {config.recipe}, algorithm "
+        f"{config.algorithm}, seed {config.seed}.",
+        f"{facts.steps} of {config.steps} steps are finished{attempts}.",
+    )
+    return Section(f"Run {facts.run.resolve().name}", lines)
+
+
+def learnt(facts: Facts) -> Section:
+    """Success before and after, beside floor and ceiling, and how much it grew."""
+    title = "What was learnt"
+    if not facts.evaluations:
+        return Section(title, ("It was not evaluated.",), plot="success")
+    some = facts.evaluations[-1].evaluation
+    rows: list[tuple[str, ...]] = [
+        ("random play", f"{some.random:.1%}", "", f"{some.random_return:.3f}")
+    ]
+    lines = [f"{some.episodes} levels that training does not use, 95 % intervals."]
+    for how in dict.fromkeys(each.evaluation.how for each in facts.evaluations):
+        alike = [each for each in facts.evaluations if each.evaluation.how == how]
+        best = max(alike, key=lambda each: each.evaluation.success)
+        shown = {each.step: each for each in (alike[0], best, alike[-1])}
+        rows += [_evaluation_row(shown[step]) for step in sorted(shown)]
+        if len(alike) > 1:
+            lines.append(f"{how}: {_gain(alike[0].evaluation, alike[-1].evaluation)}")
+    if some.best is not None:
+        best_return = "" if some.best_return is None else f"{some.best_return:.3f}"
+        rows.append(("best play", f"{some.best:.1%}", "", best_return))
+    columns = ("player", "success", "95 % interval", "mean return")
+    return Section(title, tuple(lines), columns, tuple(rows), "success")
+
+
+def _evaluation_row(evaluated: Evaluated) -> tuple[str, ...]:
+    e = evaluated.evaluation
+    interval = f"{e.success_low:.1%} – {e.success_high:.1%}"
+    return (
+        f"step {evaluated.step}, {e.how}",
+        f"{e.success:.1%}",
+        interval,
+        f"{e.mean_return:.3f}",
+    )
+
+
+def _gain(before: Evaluation, after: Evaluation) -> str:
+    """How success changed, in points, and whether that is more than chance."""
+    grown = difference(_success(after), _success(before))
+    unsure = "; the interval holds 0: no change is shown" if grown.low <= 0 <= grown.high else ""
+    points = f"{100 * grown.value:+.1f} points [{100 * grown.low:+.1f}, {100 * grown.high:+.1f}]"
+    return f"{before.success:.1%} → {after.success:.1%}, {points}{unsure}."
+
+
+def _success(evaluation: Evaluation) -> Interval:
+    return Interval(evaluation.success, evaluation.success_low, evaluation.success_high)
+
+
+def signals(facts: Facts) -> Section:
+    """First, lowest, highest and last value of each signal, and its course."""
+    course = facts.course
+    named = {name: label for name, label in SIGNALS.items() if name in course}
+    named |= {name: name for name in sorted(course) if name.startswith(GROUPS)}
+    rows = []
+    for name, label in named.items():
+        series = course[name]
+        low, high = (end(series, key=series.__getitem__) for end in (min, max))
+        numbers = list(series.values())
+        rows.append(
+            (
+                label,
+                f"{numbers[0]:.3g}",
+                f"{series[low]:.3g} ({low})",
+                f"{series[high]:.3g} ({high})",
+                f"{numbers[-1]:.3g}",
+                sparkline(numbers, COURSE),
+            )
+        )
+    columns = ("signal", "first", "lowest", "highest", "last", "course")
+    if not rows:
+        return Section("Signals", ("No step is finished.",))
+    return Section("Signals", ("In brackets the step.",), columns, tuple(rows), "signals")
+
+
+def happened(facts: Facts) -> Section:
+    """Alarms, what the guard did, resumes and errors."""
+    if not facts.events:
+        return Section("Alarms and actions", ("None.",))
+    rows = tuple(
+        (
+            event["kind"],
+            f"{event['step']}",
+            f"{event['attempt']}",
+            f"{datetime.fromtimestamp(event['time']):%Y-%m-%d %H:%M:%S}",
+            event["text"],
+        )
+        for event in facts.events
+    )
+    return Section("Alarms and actions", (), ("kind", "step", "attempt", "time", "what"), rows)
+
+
+def exactness(facts: Facts) -> Section:
+    """What was checked, and the largest difference that was found."""
+    rows = []
+    for name, series in sorted(facts.course.items()):
+        if name.startswith(EXACT):
+            counted = name.endswith("_checked")
+            value = math.fsum(series.values()) if counted else max(series.values())
+            rows.append((name, f"{value:,.0f}" if counted else f"{value:.3g}"))
+    if not rows:
+        return Section("Exactness", ("Nothing was measured.",))
+    line = "Checks counted over the run; of differences the largest in a step."
+    return Section("Exactness", (line,), ("measure", "value"), tuple(rows))
+
+
+def times(facts: Facts) -> Section:
+    """Seconds by phase, over all attempts."""
+    seconds = phases(facts)
+    whole = math.fsum(seconds.values())
+    if not whole:
+        return Section("Time", ("No step is finished.",))
+    sampled = math.fsum(
+        math.fsum(history.get("tokens/sampled", {}).values()) for history in facts.attempts.values()
+    )
+    rate = thousands(sampled / whole)
+    rows = [
+        (name, f"{s:.1f}", f"{s / whole:.0%}", _usual(facts, name))
+        for name, s in sorted(seconds.items(), key=lambda item: -item[1])
+    ]
+    lines = (f"{clock(whole)} in all, {sampled:,.0f} tokens sampled in steps, {rate} tokens/s.",)
+    columns = ("phase", "seconds", "share", "median of a step")
+    return Section("Time", lines, columns, tuple(rows), "time")
+
+
+def phases(facts: Facts) -> dict[str, float]:
+    """Seconds of each phase over all attempts, and those of the evaluations."""
+    found: dict[str, float] = {}
+    for history in facts.attempts.values():
+        for name, series in history.items():
+            if name.startswith("time/") and name != "time/step_s":
+                phase = name.removeprefix("time/").removesuffix("_s")
+                found[phase] = found.get(phase, 0.0) + math.fsum(series.values())
+    evaluating = math.fsum(each.evaluation.seconds for each in facts.evaluations)
+    return found | ({"evaluations": evaluating} if evaluating else {})
+
+
+def _usual(facts: Facts, phase: str) -> str:
+    series = facts.course.get(f"time/{phase}_s")
+    return f"{median(series.values()):.3f}" if series else ""
+
+
+def settings(facts: Facts) -> Section:
+    """What the config changes of its preset."""
+    changes = differences(facts.config)
+    title = f"Settings that differ from {facts.config.algorithm}"
+    if not changes:
+        return Section(title, ("None.",))
+    rows = tuple(
+        (change.key, "unset" if change.preset is None else f"{change.preset}", f"{change.value}")
+        for change in changes
+    )
+    return Section(title, (), ("key", "preset", "this run"), rows)
+
+
+def plots(facts: Facts) -> dict[str, Figure]:
+    """The figures by name; those for which nothing was recorded are left out."""
+    alarms, found = facts.alarms, dict[str, "Figure"]()
+    if facts.attempts or facts.evaluations:
+        found["success"] = draw_success(
+            facts.curve("success/mean"), facts.curve("reward/mean"), facts.evaluations, alarms
+        )
+    panels = {SIGNALS[name]: facts.curve(name) for name in COLLAPSE if name in facts.course}
+    if panels:
+        found["signals"] = draw_signals(panels, alarms)
+    if seconds := phases(facts):
+        found["time"] = draw_time(seconds)
+    return found
+
+
+def write_report(facts: Facts, out: Path) -> Path:
+    """Write ``report.md`` and its plots into a folder, over those of an earlier report.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        RagenError: The folder cannot be written.
+    """
+    path = out / "report.md"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        figures = plots(facts)
+        for name, figure in figures.items():
+            figure.savefig(out / f"report-{name}.png")
+        path.write_text(markdown(page(facts), figures), encoding="utf-8")
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise RagenError(
+            f"cannot write the report into {out}: {reason}; choose a writable place with --out"
+        ) from None
+    return path
+
+
+def markdown(sections: Iterable[Section], figures: Collection[str] = ()) -> str:
+    """The page as Markdown; `figures` are the plots that exist."""
+    blocks: list[str] = []
+    for section in sections:
+        blocks.append(f"{'##' if blocks else '#'} {section.title}")
+        if section.lines:
+            blocks.append("  \n".join(map(_escaped, section.lines)))
+        if section.rows:
+            head = f"| {' | '.join(section.columns)} |"
+            right = map(section.holds_numbers, range(len(section.columns)))
+            rule = f"|{'|'.join('---:' if numbers else '---' for numbers in right)}|"
+            body = [f"| {' | '.join(map(_escaped, row))} |" for row in section.rows]
+            blocks.append("\n".join([head, rule, *body]))
+        if section.plot is not None and section.plot in figures:
+            blocks.append(f"![{section.title}](report-{section.plot}.png)")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def show(console: Console, sections: Iterable[Section]) -> None:
+    """The page in a terminal."""
+    for section in sections:
+        console.print(Text(f"\n{section.title}", "bold"))
+        for line in section.lines:
+            console.print(Text(line))
+        if section.rows:
+            table = Table(box=None, pad_edge=False, header_style="dim")
+            for number, column in enumerate(section.columns):
+                table.add_column(
+                    column, justify="right" if section.holds_numbers(number) else "left"
+                )
+            for row in section.rows:
+                table.add_row(*map(Text, row))
+            console.print(table)
