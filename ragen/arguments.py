@@ -18,6 +18,7 @@ from typing_extensions import override
 from ragen.errors import RagenError
 from ragen.settings import (
     SHORT,
+    TABLES,
     canonical_key,
     expected,
     first_comment,
@@ -121,7 +122,7 @@ def _help_lines(width: int) -> Iterator[str]:
             yield ""
         default = f" [{_plain(field.default)}]" if field.default_factory is None else ""
         short = "".join(f", --{name}" for name, full in SHORT.items() if full == key)
-        name = f"--{key}.NAME" if key == "world.params" else f"--{key}{short}"
+        name = f"--{key}.NAME" if key in TABLES else f"--{key}{short}"
         text = f"{expected(field)}{default}. {field.description or ''}"
         yield from _entry(name, text, width)
 

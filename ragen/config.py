@@ -8,6 +8,8 @@ name.
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -17,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 LARGEST_EPISODE_CLIP = 0.05
 """Largest clip that GSPO takes. An episode's mean log-ratio stays some thousandths from 0, and the
 paper (arXiv:2507.18071) clips at 3e-4 and 4e-4: PPO's .2, left standing, would clip nothing."""
+
+REWARD_TERMS = ("grounding", "consistency", "length", "repetition")
+"""What `RewardConfig.terms` may charge for; `reasoning.TERMS` defines them."""
 
 
 class Section(BaseModel):
@@ -109,6 +114,9 @@ class RewardConfig(Section):
     """Episode totals as they are, less their mean, also over their std, also cut to -1 … 3."""
     over: Literal["group", "world", "batch"] = "group"
     """Whose episodes share the mean and std of reward.normalise."""
+    terms: dict[str, Any] = Field(default_factory=dict)
+    """What a fault of the thought costs in a turn at most: grounding, consistency, length or
+    repetition, each a weight ≥ 0, such as grounding = 0.1."""
 
 
 class FilterConfig(Section):
@@ -366,6 +374,19 @@ class Config(Section):
             raise ValueError(
                 f"loss.dual_clip = {loss.dual_clip:g}: expected a bound above 1, or 0 for none"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _terms_combination(self) -> Config:
+        for name, weight in self.reward.terms.items():
+            if name not in REWARD_TERMS:
+                near = difflib.get_close_matches(name, REWARD_TERMS, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(REWARD_TERMS)}"
+                raise ValueError(f"reward.terms.{name}: there is no such term; {hint}")
+            if type(weight) not in (int, float) or not 0 <= weight < math.inf:
+                raise ValueError(f"reward.terms.{name} = {weight!r}: expected a number ≥ 0")
+        if self.reward.terms and not self.prompt.think:
+            raise ValueError("reward.terms are about thoughts: set prompt.think = true")
         return self
 
 

@@ -6,7 +6,7 @@ never invented.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean, median, stdev
@@ -18,10 +18,8 @@ from torch import Tensor
 from ragen.filters import reward_std
 from ragen.losses import k3
 from ragen.metrics import Metrics, largest, last, mean, total
+from ragen.reasoning import measures, repeated_ngrams, term_metrics
 from ragen.types import Episode, Group, Turn
-
-NGRAM = 4
-"""Words in a row that count as repeated when they come again in the same thought."""
 
 EMA_WEIGHT = 0.1
 """Weight of the newest value in a moving average: the last ten make up two thirds of it."""
@@ -45,9 +43,11 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
         "episodes/played": total(len(played)),
         **_mean("filter/kept_fraction", [index in set(kept) for index in range(len(groups))]),
         **_outcomes(played),
+        **term_metrics(played),
         **_spread(groups),
         **_turns(turns),
         **_thoughts(turns),
+        **measures(turns),
     }
 
 
@@ -93,23 +93,15 @@ def _turns(turns: Sequence[Turn]) -> Metrics:
 def _thoughts(turns: Sequence[Turn]) -> Metrics:
     spans = [turn.thought_span for turn in turns if turn.thought_span is not None]
     thoughts = [turn.thought for turn in turns if turn.thought is not None]
+    repeated = [repeated_ngrams(thought) for thought in thoughts]
     metrics = {
         **_mean("length/thought_tokens", [stop - start for start, stop in spans]),
-        **_mean("thought/repeated_ngram_fraction", list(_repeated_ngrams(thoughts))),
+        **_mean("thought/repeated_ngram_fraction", [x for x in repeated if x is not None]),
     }
     if thoughts:
         unique = len(set(thoughts)) / len(thoughts)
         metrics["thought/unique_fraction"] = mean(unique, len(thoughts))
     return metrics
-
-
-def _repeated_ngrams(thoughts: Iterable[str]) -> Iterator[float]:
-    """Share of each thought's runs of `NGRAM` words that had come before in it."""
-    for thought in thoughts:
-        words = thought.split()
-        ngrams = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
-        if ngrams:
-            yield 1 - len(set(ngrams)) / len(ngrams)
 
 
 def _mean(name: str, items: Sequence[float]) -> Metrics:

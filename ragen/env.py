@@ -59,6 +59,22 @@ class Reference:
     draws: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a thought says of the world: facts, and the actions that it plans.
+
+    Of the facts `stated`, `true` hold in the world's state. `plan` is ``None`` where there is none.
+
+    Example:
+        >>> Reading(stated=3, true=2, plan=("Right", "Down")).plan
+        ('Right', 'Down')
+    """
+
+    stated: int
+    true: int
+    plan: tuple[str, ...] | None
+
+
 class Env(gymnasium.Env[str, str], ABC):
     """Base of all worlds: strings in, strings out, and all randomness from two seeds.
 
@@ -135,6 +151,19 @@ class Env(gymnasium.Env[str, str], ABC):
     def reference(self, turns: int, actions_per_turn: int, actions: int) -> Reference | None:
         """Exact references from the present state, or ``None`` to have them sampled."""
         return None
+
+    def read_thought(self, thought: str) -> Reading | None:
+        """What a thought of the coming turn says of the present state, for worlds that can read it.
+
+        Returns:
+            ``None`` where the thought cannot be read with certainty: it is then not measured.
+        """
+        return None
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether this world has a `read_thought` of its own."""
+        return type(self).read_thought is not Env.read_thought
 
     def action_index(self, action: str) -> int:
         """Position of `action` in `actions`.
@@ -415,6 +444,7 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
             for level in range(levels):
                 _check_level(env, level, steps)
             _check_unknown_action(env)
+            _check_reading(env)
     except WorldError as failure:
         if isinstance(failure.__cause__, RagenError):
             raise failure.__cause__ from None
@@ -616,6 +646,17 @@ def _check_snapshot(env: Env, level: int, steps: int) -> None:
         futures[0] == futures[1],
         "set_state must restore everything: after it the same actions went another way",
     )
+
+
+def _check_reading(env: Env) -> None:
+    env.reset(seed=0, options={"noise_seed": 0})
+    before = _json(env)
+    for thought in ("", "no such thing", "P a0 : a0 a1 _"):
+        reading = env.read_thought(thought)
+        if reading is not None:
+            ok = isinstance(reading, Reading) and 0 <= reading.true <= reading.stated
+            _require(env, ok, "read_thought must return None or a Reading, true ≤ stated")
+    _require(env, _json(env) == before, "read_thought must leave the world as it was")
 
 
 def _check_unknown_action(env: Env) -> None:

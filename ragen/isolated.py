@@ -11,11 +11,12 @@ import json
 import multiprocessing
 import signal
 from collections.abc import Mapping
+from dataclasses import astuple
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ragen.boundary import WorldError, boundary, too_long
-from ragen.env import Env, Info, Reference, State, construct, maker
+from ragen.env import Env, Info, Reading, Reference, State, construct, maker
 from ragen.errors import RagenError
 
 START_S = 60.0
@@ -156,6 +157,7 @@ class IsolatedEnv(Env):
         self.name, self.goal = words["name"], words["goal"]
         self._rules: str = words["rules"]
         self._actions = None if words["actions"] is None else tuple(words["actions"])
+        self._reads_thoughts: bool = words["reads_thoughts"]
 
     @property
     def rules(self) -> str:
@@ -205,6 +207,19 @@ class IsolatedEnv(Env):
         """See `Env.reference`."""
         known = self._worker.ask("reference", turns, actions_per_turn, actions)
         return None if known is None else Reference(*known)
+
+    def read_thought(self, thought: str) -> Reading | None:
+        """See `Env.read_thought`."""
+        found = self._worker.ask("read_thought", thought)
+        if found is None:
+            return None
+        stated, true, plan = found
+        return Reading(stated, true, None if plan is None else tuple(plan))
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """See `Env.reads_thoughts`."""
+        return self._reads_thoughts
 
     def __deepcopy__(self, _: dict[int, Any]) -> IsolatedEnv:
         raise TypeError("a world in a process of its own cannot be copied; use get_state")
@@ -270,11 +285,15 @@ class _Served:
             env.set_state(*arguments)
             return self._words()
         found = getattr(env, call)(*arguments)
-        if call == "reference" and found is not None:
-            return [found.random, found.best, found.random_return, found.best_return, found.draws]
-        return found
+        return astuple(found) if isinstance(found, Reading | Reference) else found
 
     def _words(self) -> dict[str, Any]:
         env = self._env
         assert env is not None
-        return {"name": env.name, "goal": env.goal, "rules": env.rules, "actions": env.actions}
+        return {
+            "name": env.name,
+            "goal": env.goal,
+            "rules": env.rules,
+            "actions": env.actions,
+            "reads_thoughts": env.reads_thoughts,
+        }

@@ -113,7 +113,7 @@ class Lines(Watcher):
 
     @override
     def alarm(self, step: int, text: str) -> None:
-        self._say(f"step {step}/{self._steps}  ALARM {text}")
+        self._say(f"! {text}")
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -162,7 +162,7 @@ class LiveTable(Watcher):
 
     @override
     def alarm(self, step: int, text: str) -> None:
-        self._above(f"step {step}  ALARM {text}", "bold red")
+        self._above(f"! {text}", "bold red")
 
     @override
     def end(self) -> None:

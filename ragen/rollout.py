@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -21,12 +21,13 @@ from ragen.boundary import WorldError, boundary
 from ragen.chat import Chat
 from ragen.config import Config
 from ragen.context import Conversation, View
-from ragen.env import Env, construct, maker
+from ragen.env import Env, Reading, construct, maker
 from ragen.errors import RagenError
 from ragen.isolated import Workers
 from ragen.players import PlayerPolicy
 from ragen.policy import Policy
 from ragen.prompt import Limits, PromptBuilder, prefill
+from ragen.reasoning import NEED_READING, charged, notes
 from ragen.seeding import derive
 from ragen.types import Completion, Episode, Group, Prompt, StopReason, Turn
 
@@ -72,6 +73,7 @@ class Setup:
     max_length: int = 1024
     temperature: float = 1.0
     format_penalty: float = 0.1
+    terms: Mapping[str, float] = field(default_factory=dict)
     timeout_s: float = 30.0
     common_noise: bool = False
     workers: Workers | None = None
@@ -100,7 +102,8 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
     workers = Workers(world.name, world.params, world.timeout_s) if world.isolate else None
     make = workers.make if workers else maker(world.name, **world.params)
     try:
-        construct(make, world.name).close()  # what the class itself refuses shows now
+        with closing(construct(make, world.name)) as env:  # what the class itself refuses shows now
+            _refuse_unreadable(env, config.reward.terms)
     except RagenError:
         if workers is not None:
             workers.close()
@@ -122,10 +125,25 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
         max_length=config.model.max_length,
         temperature=rollout.temperature,
         format_penalty=config.reward.format_penalty,
+        terms=config.reward.terms,
         timeout_s=world.timeout_s,
         common_noise=world.common_noise,
         workers=workers,
     )
+
+
+def _refuse_unreadable(env: Env, terms: Mapping[str, float]) -> None:
+    """Terms about what a thought says take a world that can tell.
+
+    Raises:
+        RagenError: The world reads no thoughts.
+    """
+    for name in terms:
+        if name in NEED_READING and not env.reads_thoughts:
+            raise RagenError(
+                f"reward.terms.{name}: the world {env.name} cannot read thoughts; leave it out, or "
+                "give the world a read_thought (docs/worlds.md)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +321,9 @@ class _Running:
         )
         if completion.finish_reason == "length":
             parsed = replace(parsed, actions=(), valid=False, problem="the reply was too long")
+        read: dict[str, Any] = {}
+        if parsed.thought is not None and world.env.reads_thoughts:
+            read = notes(world.read_thought(parsed.thought), parsed.actions_asked)
         executed: list[str] = []
         reward, effective = 0.0, 0
         for action in parsed.actions:
@@ -324,10 +345,10 @@ class _Running:
             0.0 if parsed.valid else -setup.format_penalty,
             parsed.valid,
             key,
-            {**(world.info if executed else {}), "effective": effective},
+            {**(world.info if executed else {}), "effective": effective, **read},
             snapshot,
         )
-        return turn, parsed.problem
+        return charged(turn, setup.terms), parsed.problem
 
     def episode(self, stop_reason: StopReason, error: str | None = None) -> Episode:
         place = self.place
@@ -394,6 +415,15 @@ class Guarded:
         self._answer("step", observation, info)
         self.terminated, self.truncated = bool(terminated), bool(truncated)
         return float(reward)
+
+    def read_thought(self, thought: str) -> Reading | None:
+        """What the thought says of the world as it is now."""
+        with self._calling("read_thought"):
+            reading = self.env.read_thought(thought)
+        if not (reading is None or isinstance(reading, Reading)):
+            kind = type(reading).__name__
+            raise WorldError(f"read_thought returned {kind}: a Reading or None is expected")
+        return reading
 
     def state(self) -> tuple[str, dict[str, Any]]:
         """The observable state, as text that equal states share, and an exact snapshot."""

@@ -26,13 +26,16 @@ from ragen.config import READ_WITH, Config, Section
 from ragen.errors import RagenError
 
 Flat = dict[str, Any]
-"""Values by dotted key; the parameters of a world are ``world.params.<name>``."""
+"""Values by dotted key; what stands in an open table is ``world.params.<name>``."""
 
 SHORT = MappingProxyType({"model": "model.path", "world": "world.name"})
 """Sections whose bare name stands for their main key, as in ``--model base``."""
 
 PARAMS = "world.params"
-"""The one open table: its keys belong to the world, which checks them itself."""
+"""A table whose keys belong to the world, which checks them itself."""
+
+TABLES = (PARAMS, "reward.terms")
+"""The open tables: keys of their own choosing, which the layers merge one by one."""
 
 
 class Difference(NamedTuple):
@@ -216,7 +219,7 @@ def canonical_key(key: str, where: str = "") -> str:
         ragen.errors.RagenError: unknown key 'update.lrr'; did you mean 'update.lr'?
     """
     key = SHORT.get(key, key)
-    if key in keys() or key.startswith(PARAMS + "."):
+    if key in keys() or _in_table(key):
         return key
     inside = [name for name in keys() if name.startswith(key + ".")]
     if inside:
@@ -238,7 +241,7 @@ def parse_value(key: str, text: str) -> Any:
         >>> parse_value("world.params.names", "pairs"), parse_value("world.params.slip", ".5")
         ('pairs', 0.5)
     """
-    if not key.startswith(PARAMS) and _holds_text(keys()[key].annotation):
+    if not key.startswith(TABLES) and _holds_text(keys()[key].annotation):
         return text
     # TOML asks for a digit before the point.
     literal = f"0{text}" if text.startswith(".") else text
@@ -301,17 +304,21 @@ def _flatten(tree: Mapping[str, Any], where: str, prefix: str = "") -> Flat:
     flat: Flat = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and not key.startswith(PARAMS + "."):
+        if isinstance(value, Mapping) and not _in_table(key):
             flat |= _flatten(value, where, f"{key}.")
         else:
             flat[canonical_key(key, where)] = value
     return flat
 
 
+def _in_table(key: str) -> bool:
+    return any(key.startswith(f"{table}.") for table in TABLES)
+
+
 def _nest(flat: Flat) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, value in flat.items():
-        *sections, name = key.split(".", 2) if key.startswith(PARAMS + ".") else key.split(".")
+        *sections, name = key.split(".", 2) if _in_table(key) else key.split(".")
         table = tree
         for section in sections:
             table = table.setdefault(section, {})

@@ -74,9 +74,10 @@ class Turn:
     """One exchange: observation and prompt, completion, what it says, and the world's answer.
 
     `thought_span` is the half-open range of `completion.token_ids` that spells the thought.
-    `well_formed` says that the whole reply was valid; otherwise `penalty`, the format penalty kept
-    apart from the world's `reward`, is due. `state_key` is the observable state before the turn.
-    `info` holds the world's last info, and in ``effective`` how many actions changed the state.
+    `well_formed` says that the whole reply was valid; otherwise the format penalty is due. It and
+    the reward terms are the `penalty`, which is kept apart from the world's `reward`. `state_key`
+    is the observable state before the turn. `info` holds the world's last info, in ``effective``
+    how many actions changed the state, and what `ragen.reasoning` notes of the thought.
     `snapshot` is the world before the turn, from which it can be played on.
 
     Example:

@@ -332,7 +332,7 @@ def watch(watcher: Watcher, run: Path, steps: int = 2) -> None:
         metrics = {"success/mean": step / steps, "reward/std_in_group": 0.25, "entropy/mean": 0.125}
         speed = {"tokens/sampled": 500.0, "time/step_s": 0.1}
         watcher.step(step, metrics | speed | {"gradient/policy_norm": 1.5})
-    watcher.alarm(2, "grad_spike: 30 (usually 1)")
+    watcher.alarm(2, "step 2, grad_spike: 30, usual is 1")
     watcher.end()
     watcher.end()
 
@@ -342,7 +342,7 @@ def test_live_table_shows_signals_beside_floor_and_ceiling(width: int, tmp_path:
     console = Console(force_terminal=True, record=True, width=width, file=io.StringIO())
     watch(LiveTable(console), tmp_path)
     shown = console.export_text()
-    assert "step 2  ALARM grad_spike: 30 (usually 1)\n" in shown
+    assert "! step 2, grad_spike: 30, usual is 1\n" in shown
     above = "T=1: success 50.0% [40.0%, 60.0%] on 64 levels (random play 50.0%, best play 100.0%)"
     assert f"step 0  {above}\n" in shown
     table = [line.strip() for line in shown.splitlines()[-7:]]
@@ -384,5 +384,5 @@ def test_lines_say_the_same_without_a_terminal(tmp_path: Path) -> None:
         "(random play 50.0%, best play 100.0%)",
         f"step 1/2  success 50%  {signals}",
         f"step 2/2  success 100%  {signals}",
-        "step 2/2  ALARM grad_spike: 30 (usually 1)",
+        "! step 2, grad_spike: 30, usual is 1",
     ]

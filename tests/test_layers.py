@@ -23,8 +23,8 @@ ORDER: dict[str, list[str]] = {
     "L1 text": ["chat", "actions", "prompt"],
     "L2 worlds": ["boundary", "env", "envs"],
     "L3 experience": [
-        *["policy", "players", "references", "endpoint", "context", "isolated", "rollout"],
-        *["samples", "statistics", "demonstrations", "demonstrations_lake"],
+        *["policy", "players", "references", "endpoint", "context", "isolated", "reasoning"],
+        *["rollout", "samples", "statistics", "demonstrations", "demonstrations_lake"],
         "demonstrations_sokoban",
     ],
     "L4 maths": [

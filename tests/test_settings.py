@@ -160,6 +160,16 @@ def test_any_value_survives_the_toml(lr: float, seed: int, name: str) -> None:
     assert Config.model_validate(tomllib.loads(dump(config))) == config
 
 
+def test_reward_terms_merge_over_layers(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[reward.terms]\ngrounding = 0.5\nlength = 0.25\n")
+    config = resolve(recipe, {"reward.terms.length": 0.125})
+    assert config.reward.terms == {"grounding": 0.5, "length": 0.125}
+    assert ("reward.terms.length", None, 0.125) in differences(config)
+    (tmp_path / "config.toml").write_text(dump(config), encoding="utf-8")
+    assert read_config(tmp_path / "config.toml") == config
+
+
 def test_differences_name_the_preset_value() -> None:
     config = resolve(None, {"algorithm": "starpo-s/grpo", "loss.clip_high": 0.4, "seed": 3})
     assert [tuple(row) for row in differences(config)] == [
@@ -201,6 +211,17 @@ def test_differences_name_the_preset_value() -> None:
         ({"rollout.refill": 4}, "rollout.refill = 4: expected a whole number ≥ 0 and ≤ 3"),
         ({"loss.name": "gspo"}, "set loss.clip_low = 3e-4 and loss.clip_high = 4e-4"),
         ({"loss.dual_clip": 0.5}, "loss.dual_clip = 0.5: expected a bound above 1, or 0 for none"),
+        (
+            {"reward.terms.grounded": 0.1},
+            "reward.terms.grounded: there is no such term; did you mean 'grounding'?",
+        ),
+        ({"reward.terms": {"xyz": 1}}, "there is no such term; one of grounding, consistency, "),
+        ({"reward.terms.length": -1}, "reward.terms.length = -1: expected a number ≥ 0"),
+        ({"reward.terms.length": True}, "reward.terms.length = True: expected a number ≥ 0"),
+        (
+            {"reward.terms.length": 1, "prompt.think": False},
+            "reward.terms are about thoughts: set prompt.think = true",
+        ),
         ({"loss.name": "nll"}, 'loss.name = "nll" learns from demonstrations'),
         ({"advantage.name": "grpo", "rollout.members": 1}, "set rollout.members to 2 or more"),
         ({"advantage.name": "bi_level_gae"}, 'set reward.placement to "turn"'),

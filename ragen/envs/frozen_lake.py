@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ragen.env import Env, Info, Reference, State, generators, pick
-from ragen.envs.grid import Observation, format_note, observe
+from ragen.env import Env, Info, Reading, Reference, State, generators, pick
+from ragen.envs.grid import Cell, Observation, format_note, observe, read_notes
 from ragen.errors import RagenError
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
@@ -332,6 +332,11 @@ class FrozenLake(Env):
         random = float(chances[self._lake.goal])
         return Reference(random, best, random, best)
 
+    def read_thought(self, thought: str) -> Reading | None:
+        places = self._places()
+        seen = {"P": places["Player"], "G": places["Goal"], "O": places["Holes"]}
+        return read_notes(thought, self._rows(), seen, self.actions)
+
     @property
     def lake(self) -> Lake:
         """The level."""
@@ -362,10 +367,11 @@ class FrozenLake(Env):
         return ["".join(symbols[i : i + self._size]) for i in range(0, len(symbols), self._size)]
 
     def _observation(self) -> str:
-        lake = self._lake
-        places = {
+        return observe(self._rows(), self._places(), self._format)
+
+    def _places(self) -> dict[str, list[Cell]]:
+        return {
             "Player": [divmod(self._player, self._size)],
-            "Goal": [divmod(lake.goal, self._size)],
-            "Holes": [divmod(cell, self._size) for cell in sorted(lake.holes)],
+            "Goal": [divmod(self._lake.goal, self._size)],
+            "Holes": [divmod(cell, self._size) for cell in sorted(self._lake.holes)],
         }
-        return observe(self._rows(), places, self._format)

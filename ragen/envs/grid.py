@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal, TypeAlias
+
+from ragen.env import Reading
 
 Observation: TypeAlias = Literal["grid", "coord", "grid_coord", "named"]
 """A map of symbols; sizes and (row, column) of what matters; both; each cell with its name."""
@@ -57,6 +61,66 @@ def cell_name(row: int, col: int) -> str:
         'b3'
     """
     return f"{chr(ord('a') + row)}{col}"
+
+
+def cell_named(word: str) -> Cell | None:
+    """The cell that a word names, on whatever map; ``None`` where it names none.
+
+    Example:
+        >>> cell_named("b3"), cell_named("Right")
+        ((1, 3), None)
+    """
+    if not re.fullmatch(r"[a-z][0-9]{1,2}", word):
+        return None
+    return ord(word[0]) - ord("a"), int(word[1:])
+
+
+def read_notes(
+    thought: str,
+    rows: Sequence[str],
+    places: Mapping[str, Collection[Cell]],
+    actions: Sequence[str],
+) -> Reading | None:
+    """What a thought in the embedded models' notation says of a map.
+
+    It begins with what was found where (``P b0 G c1``); after a colon come looks, of which the last
+    two words are a fact (``b0 c0 O``: from b0, at c0 there is a hole), and the plan's actions. All
+    facts are of the map as it is before the turn.
+
+    Args:
+        thought: The thought; where it does not begin with a symbol and a cell, it is prose, and
+            what it says is not guessed at.
+        rows: The map, one string a row, one symbol a cell.
+        places: For each symbol that may stand before the colon the cells where it is.
+        actions: The names of the actions.
+
+    Returns:
+        The reading, or ``None`` for prose.
+
+    Example:
+        >>> places = {"P": [(0, 0)], "G": [(1, 1)]}  # and the hole is at b0, not a1
+        >>> read_notes("P a0 G b1 : a0 a1 O a0 b0 O Down", ["P_", "OG"], places, ["Down", "Right"])
+        Reading(stated=4, true=3, plan=('Down',))
+        >>> read_notes("I am at a0 and go Down", ["P_", "OG"], places, ["Down", "Right"])
+    """
+    words = thought.split()
+    colon = words.index(":") if ":" in words else len(words)
+    found, looks = words[:colon], words[colon + 1 :]
+    if len(found) < 2 or found[0] not in places or cell_named(found[1]) is None:
+        return None
+    facts = [
+        cell in places[symbol]
+        for symbol, word in pairwise(found)
+        if symbol in places and (cell := cell_named(word)) is not None
+    ]
+    at = {(r, c): symbol for r, row in enumerate(rows) for c, symbol in enumerate(row)}
+    facts += [
+        at.get(cell) == symbol
+        for word, symbol in pairwise(looks)
+        if len(symbol) == 1 and (cell := cell_named(word)) is not None
+    ]
+    plan = tuple(word for word in looks if word in actions)
+    return Reading(len(facts), sum(facts), plan or None)
 
 
 def format_note(observation: Observation) -> str:

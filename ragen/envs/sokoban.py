@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ragen.env import Env, Info, Reference, State, generators, pick
-from ragen.envs.grid import Observation, format_note, observe
+from ragen.env import Env, Info, Reading, Reference, State, generators, pick
+from ragen.envs.grid import Cell, Observation, format_note, observe, read_notes
 from ragen.errors import RagenError
 
 ACTIONS = ("Up", "Down", "Left", "Right")
@@ -364,6 +364,12 @@ class Sokoban(Env):
             board = after
         return Reference(random, float(len(plan) <= budget), random_return, best_return)
 
+    def read_thought(self, thought: str) -> Reading | None:
+        # Demonstrators name what they find by these letters, whatever the map is drawn with.
+        places = self._places()
+        seen = {"P": places["Player"], "X": places["Boxes"], "O": places["Targets"]}
+        return read_notes(thought, self._rows(), seen, ACTIONS)
+
     @property
     def room(self) -> Room:
         """What stays on this level."""
@@ -394,13 +400,15 @@ class Sokoban(Env):
         ]
 
     def _observation(self) -> str:
+        return observe(self._rows(), self._places(), self._format, border=1)
+
+    def _places(self) -> dict[str, list[Cell]]:
         cols = self._room.cols
-        places = {
+        return {
             "Player": [divmod(self._board.player, cols)],
             "Boxes": [divmod(cell, cols) for cell in _members(self._board.boxes)],
             "Targets": [divmod(cell, cols) for cell in _members(self._room.targets)],
         }
-        return observe(self._rows(), places, self._format, border=1)
 
 
 def random_play(room: Room, board: Board, actions: int) -> tuple[float, float]:
