@@ -59,12 +59,15 @@ SIGNALS: Mapping[str, str] = {
     "thought/repeated_ngram_fraction": "repeated n-grams",
     "thought/hallucinated_fraction": "hallucinated facts",
     "thought/consistent_fraction": "plans kept",
+    "information/first/mi": "MI, nats a thought",
+    "information/first/mi_zscore": "MI z-score",
+    "information/first/conditional_entropy": "H(Z|X), nats",
     "episodes/failed": "failed episodes",
 }
-"""The metrics of the table of signals that have a name in words; those of `GROUPS` follow it."""
+"""The metrics of the table of signals, each with its label."""
 
-GROUPS = ("information/", "reward_terms/")
-"""Metrics that are signals, too, under the names that they have."""
+TERMS = "reward_terms/"
+"""What the run's reward terms cost: signals, too, under the names that they have."""
 
 COLLAPSE = ("reward/std_in_group", "entropy/mean", "gradient/policy_norm")
 """The three whose order tells an Echo Trap (arXiv:2504.20073): they are drawn."""
@@ -229,7 +232,7 @@ def signals(facts: Facts) -> Section:
     """First, lowest, highest and last value of each signal, and its course."""
     course = facts.course
     named = {name: label for name, label in SIGNALS.items() if name in course}
-    named |= {name: name for name in sorted(course) if name.startswith(GROUPS)}
+    named |= {name: name for name in sorted(course) if name.startswith(TERMS)}
     rows = []
     for name, label in named.items():
         series = course[name]
@@ -302,11 +305,16 @@ def times(facts: Facts) -> Section:
 
 
 def phases(facts: Facts) -> dict[str, float]:
-    """Seconds of each phase over all attempts, and those of the evaluations."""
+    """Seconds of each phase over all attempts, and those of the evaluations.
+
+    A sum of others (a step; a rollout, where its parts are told) is left out, and so is a rate.
+    """
     found: dict[str, float] = {}
     for history in facts.attempts.values():
+        sums = {"time/step_s", "time/tokens_per_s"}
+        sums |= {"time/rollout_s"} if "time/generate_s" in history else set()
         for name, series in history.items():
-            if name.startswith("time/") and name != "time/step_s":
+            if name.startswith("time/") and name not in sums:
                 phase = name.removeprefix("time/").removesuffix("_s")
                 found[phase] = found.get(phase, 0.0) + math.fsum(series.values())
     evaluating = math.fsum(each.evaluation.seconds for each in facts.evaluations)

@@ -13,7 +13,7 @@ from ragen.errors import RagenError
 from ragen.metrics import last
 from ragen.plots import Curve, draw_signals, draw_success, draw_time, smoothed
 from ragen.recorder import DATABASE, Recorder
-from ragen.report import Facts, markdown, page, plots, read_facts, show, write_report
+from ragen.report import Facts, markdown, page, phases, plots, read_facts, show, write_report
 from ragen.settings import dump, resolve
 
 Capture = pytest.CaptureFixture[str]
@@ -134,6 +134,14 @@ def test_time_counts_all_attempts(run: Path) -> None:
     }
     (section,) = (part for part in page(facts) if part.title == "Time")
     assert section.lines == ("0:29 in all, 14,000 tokens sampled in steps, 483 tokens/s.",)
+
+
+def test_no_second_is_counted_twice() -> None:
+    parts = {"generate": 2.0, "world": 1.0, "rollout": 3.0, "update": 4.0, "step": 7.0}
+    seconds = {f"time/{name}_s": {1: value} for name, value in parts.items()}
+    history = seconds | {"time/tokens_per_s": {1: 900.0}}
+    found = phases(Facts(Path(), resolve(None), history, (), (), {0: history}))
+    assert found == {"generate": 2.0, "world": 1.0, "update": 4.0}
 
 
 def test_settings_name_what_the_preset_has(run: Path) -> None:
