@@ -45,7 +45,7 @@ SIGNALS: Mapping[str, str] = {
     "success/mean": "success",
     "reward/mean": "reward",
     "reward/std_in_group": "reward std",
-    "reward/flat_group_fraction": "groups without any",
+    "reward/flat_group_fraction": "flat groups",
     "entropy/mean": "entropy, nats",
     "gradient/policy_norm": "gradient norm",
     "gradient/critic_norm": "critic's gradient",
@@ -208,12 +208,8 @@ def learnt(facts: Facts) -> Section:
 def _evaluation_row(evaluated: Evaluated) -> tuple[str, ...]:
     e = evaluated.evaluation
     interval = f"{e.success_low:.1%} – {e.success_high:.1%}"
-    return (
-        f"step {evaluated.step}, {e.how}",
-        f"{e.success:.1%}",
-        interval,
-        f"{e.mean_return:.3f}",
-    )
+    player = f"step {evaluated.step}, {e.how}"
+    return (player, f"{e.success:.1%}", interval, f"{e.mean_return:.3f}")
 
 
 def _gain(before: Evaluation, after: Evaluation) -> str:
@@ -248,9 +244,9 @@ def signals(facts: Facts) -> Section:
                 sparkline(numbers, COURSE),
             )
         )
-    columns = ("signal", "first", "lowest", "highest", "last", "course")
     if not rows:
         return Section("Signals", ("No step is finished.",))
+    columns = ("signal", "first", "lowest", "highest", "last", "course")
     return Section("Signals", ("In brackets the step.",), columns, tuple(rows), "signals")
 
 
@@ -305,7 +301,7 @@ def times(facts: Facts) -> Section:
 
 
 def phases(facts: Facts) -> dict[str, float]:
-    """Seconds of each phase over all attempts, and those of the evaluations.
+    """Seconds of each phase over all attempts, and of the evaluations that stand.
 
     A sum of others (a step; a rollout, where its parts are told) is left out, and so is a rate.
     """
@@ -342,7 +338,7 @@ def settings(facts: Facts) -> Section:
 def plots(facts: Facts) -> dict[str, Figure]:
     """The figures by name; those for which nothing was recorded are left out."""
     alarms, found = facts.alarms, dict[str, "Figure"]()
-    if facts.attempts or facts.evaluations:
+    if "success/mean" in facts.course or facts.evaluations:
         found["success"] = draw_success(
             facts.curve("success/mean"), facts.curve("reward/mean"), facts.evaluations, alarms
         )
