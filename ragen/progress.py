@@ -173,10 +173,10 @@ class LiveTable(Watcher):
 
     def _draw(self) -> RenderableType:
         signals = Table.grid(
-            Column(no_wrap=True),
-            Column(justify="right", no_wrap=True),
-            Column(min_width=TREND, no_wrap=True),
-            Column(no_wrap=True),
+            Column(min_width=13),
+            Column(min_width=6, justify="right"),
+            Column(min_width=TREND),
+            Column(),  # all that a narrow terminal folds
             padding=(0, 2),
         )
         beside = ""

@@ -357,6 +357,13 @@ def test_live_table_shows_signals_beside_floor_and_ceiling(width: int, tmp_path:
     ]
 
 
+def test_a_narrow_terminal_keeps_the_numbers(tmp_path: Path) -> None:
+    console = Console(force_terminal=True, record=True, width=56, file=io.StringIO())
+    watch(LiveTable(console), tmp_path)
+    table = console.export_text().rpartition("bandit  ━")[2]
+    assert all(number in table for number in ("50.0%", "100%", "0.25", "0.12", "1.50", "5.0k"))
+
+
 def test_time_left_is_that_of_the_steps_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
