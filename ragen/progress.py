@@ -35,7 +35,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 TREND = 20
 """Characters of a sparkline; a live table with it fits into 80 columns."""
 
-
 MIN_DONE = 0.2
 """Steps before the time that is left is told: what a smaller part of one says is off by much."""
 
@@ -225,9 +224,8 @@ class LiveTable(Watcher):
         done = self._finished() - self._first
         if done < MIN_DONE:
             return ""
-        seconds = (
-            (time.monotonic() - self._began) / done * (self._config.steps - self._first - done)
-        )
+        pace = (time.monotonic() - self._began) / done
+        seconds = pace * (self._config.steps - self._first - done)
         return f"{clock(seconds)} left"
 
 
