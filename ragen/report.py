@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 History = Mapping[str, Series]
 """Metric name to its series."""
 
-COURSE = 14
+COURSE = 10
 """Characters of a signal's course."""
 
 ALARM = "alarm"
@@ -405,9 +405,8 @@ def show(console: Console, sections: Iterable[Section]) -> None:
         if section.rows:
             table = Table(box=None, pad_edge=False, header_style="dim")
             for number, column in enumerate(section.columns):
-                table.add_column(
-                    column, justify="right" if section.holds_numbers(number) else "left"
-                )
+                justify: JustifyMethod = "right" if section.holds_numbers(number) else "left"
+                table.add_column(column, justify=justify, no_wrap=number == 0)
             for row in section.rows:
                 table.add_row(*map(Text, row))
             console.print(table)
