@@ -3,9 +3,9 @@
 Axes: **E** episodes, **S** an episode's sampled tokens in time order, **N** what is compared.
 
 Rewards exist three times over. **Raw**, what the world paid (`Episode.total_reward`): filters and
-reports read this. **Penalised**, with the format penalties, which live in a field of their own in a
-`Turn` and meet the world's reward only in `token_rewards`. **Normalised** (`normalise`): compared
-with the other episodes', once penalised. The estimators read the last.
+reports read this. **Penalised**, with format penalties and reward terms, which have a field of
+their own in a `Turn` and meet the world's reward only in `token_rewards`. **Normalised**
+(`normalise`): compared with the other episodes', once penalised. The estimators read the last.
 """
 
 from __future__ import annotations

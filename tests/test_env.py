@@ -161,6 +161,7 @@ class Ambient(Coin):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=None, options=options)
+        self.limit = int(generators(None, None)[0].random() * 1e9)  # equal by chance never
         return self.show(), {}
 
 

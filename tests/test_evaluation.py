@@ -81,7 +81,7 @@ def test_numbers_by_hand() -> None:
     assert (found.mean_return, found.mean_actions, found.valid_fraction) == (1.0, 4.0, 0.5)
     assert found.best == 1.0 and 0 < found.random < 0.2  # sampled: the world knows no exact answer
     assert [group.episodes[0].level_seed for group in groups] == [123, 124]
-    assert str(found).startswith("success 0.0% [0.0%, ") and "T=1, 2 levels" in str(found)
+    assert str(found).startswith("T=1: success 0.0% [0.0%, ") and "on 2 levels" in str(found)
 
 
 def test_a_world_that_always_fails_is_refused() -> None:
