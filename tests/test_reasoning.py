@@ -64,6 +64,8 @@ def lake() -> Env:
         (" P a3 : Up", 1, 1, ("Up",)),
         (" P a3 : a3 a2 a1 Left", 1, 1, ("Left",)),  # cells without a symbol state nothing
         (" P a3 G :", 1, 1, None),
+        (" P a3 Left b3 O a1", 1, 1, None),  # without a colon nothing after the finds is a look
+        (" P a3 : a2 : a2 _ Left", 2, 2, ("Left",)),  # a second colon is no symbol
     ],
 )
 def test_a_lake_reads_its_own_notation(

@@ -83,9 +83,10 @@ def read_notes(
 ) -> Reading | None:
     """What a thought in the embedded models' notation says of a map.
 
-    It begins with what was found where (``P b0 G c1``); after a colon come looks, of which the last
-    two words are a fact (``b0 c0 O``: from b0, at c0 there is a hole), and the plan's actions. All
-    facts are of the map as it is before the turn.
+    It begins with what was found where (``P b0 G c1``). After a colon come looks, of which the last
+    two words are a fact (``b0 c0 O``: from b0, at c0 there is a hole), and the plan's actions. What
+    stands in between (Sokoban's ``push Right c1 c4``) states nothing yet. All facts are of the map
+    as it is before the turn.
 
     Args:
         thought: The thought; where it does not begin with a symbol and a cell, it is prose, and
@@ -104,20 +105,19 @@ def read_notes(
         >>> read_notes("I am at a0 and go Down", ["P_", "OG"], places, ["Down", "Right"])
     """
     words = thought.split()
-    colon = words.index(":") if ":" in words else len(words)
-    found, looks = words[:colon], words[colon + 1 :]
-    if len(found) < 2 or found[0] not in places or cell_named(found[1]) is None:
+    facts = []
+    for symbol, word in zip(words[::2], words[1::2], strict=False):
+        if symbol not in places or (cell := cell_named(word)) is None:
+            break
+        facts.append(cell in places[symbol])
+    if not facts:
         return None
-    facts = [
-        cell in places[symbol]
-        for symbol, word in pairwise(found)
-        if symbol in places and (cell := cell_named(word)) is not None
-    ]
+    looks = words[words.index(":") + 1 :] if ":" in words else []
     at = {(r, c): symbol for r, row in enumerate(rows) for c, symbol in enumerate(row)}
     facts += [
         at.get(cell) == symbol
         for word, symbol in pairwise(looks)
-        if len(symbol) == 1 and (cell := cell_named(word)) is not None
+        if len(symbol) == 1 and symbol != ":" and (cell := cell_named(word)) is not None
     ]
     plan = tuple(word for word in looks if word in actions)
     return Reading(len(facts), sum(facts), plan or None)
