@@ -9,7 +9,7 @@ What was read is written into `Turn.info` when the turn is played, by `notes`:
 - ``thought_read``: whether the thought could be read; absent where the world reads none.
 - ``facts_stated``, ``facts_true``: of its facts, against the world's state before the turn.
 - ``plan_kept``: whether the answer asks for the actions that the thought planned, in their order.
-- ``terms``: what each reward term added to `Turn.penalty`.
+- ``reward_terms``: what each reward term added to `Turn.penalty`.
 """
 
 from __future__ import annotations
@@ -151,13 +151,15 @@ def charged(turn: Turn, weights: Mapping[str, float]) -> Turn:
         return turn
     # 0 − x, since −x would make a −0.0 of no fault.
     terms = {name: 0.0 - weight * TERMS[name](turn) for name, weight in weights.items()}
-    info = {**turn.info, "terms": terms}
+    info = {**turn.info, "reward_terms": terms}
     return replace(turn, penalty=turn.penalty + sum(terms.values()), info=info)
 
 
 def term_metrics(played: Sequence[Episode]) -> Metrics:
     """``reward_terms/<name>``: what each term added to an episode's reward, in the mean."""
-    charges = [turn.info["terms"] for e in played for turn in e.turns if "terms" in turn.info]
+    charges = [
+        turn.info["reward_terms"] for e in played for turn in e.turns if "reward_terms" in turn.info
+    ]
     names = dict.fromkeys(name for charge in charges for name in charge)
     return {
         f"reward_terms/{name}": mean(

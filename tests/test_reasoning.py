@@ -149,7 +149,7 @@ def test_a_turn_is_noted_when_it_is_played() -> None:
     assert first.info.items() >= (read | {"facts_true": 2, "plan_kept": True}).items()
     assert second.info.items() >= (read | {"facts_true": 1, "plan_kept": False}).items()
     assert third.info["thought_read"] is False
-    assert third.info.keys().isdisjoint({"facts_stated", "plan_kept", "terms"})
+    assert third.info.keys().isdisjoint({"facts_stated", "plan_kept", "reward_terms"})
 
 
 def test_an_invalid_reply_does_not_carry_out_its_plan() -> None:
@@ -275,7 +275,7 @@ def test_terms_are_charged_apart_from_the_reward() -> None:
     after = charged(before, {"grounding": 0.2, "consistency": 0.5, "length": 0.0})
     # −.1 of the format, −.2 · 3/4, −.5 · 1
     assert (after.reward, after.penalty) == (1.0, pytest.approx(-0.75))
-    assert after.info["terms"] == pytest.approx(
+    assert after.info["reward_terms"] == pytest.approx(
         {"grounding": -0.15, "consistency": -0.5, "length": 0.0}
     )
     assert charged(before, {}) is before
