@@ -26,9 +26,6 @@ from ragen.types import Episode
 if TYPE_CHECKING:
     from ragen.evaluation import Evaluation
 
-TOKENS, SECONDS = "tokens/sampled", "time/step_s"
-"""What tokens a second are made of."""
-
 BLOCKS = "▁▂▃▄▅▆▇█"
 """The levels of a sparkline."""
 
@@ -55,7 +52,7 @@ SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = MappingProxyType(
         "reward/std_in_group": ("reward std", "{:.2f}".format),
         "entropy/mean": ("entropy", "{:.2f}".format),
         "gradient/policy_norm": ("gradient norm", "{:.2f}".format),
-        "tokens/per_s": ("tokens/s", thousands),
+        "time/tokens_per_s": ("tokens/s", thousands),
     }
 )
 """What is shown of a step, each with its label and form."""
@@ -240,20 +237,17 @@ def told(metrics: Mapping[str, float]) -> dict[str, float]:
     """Those of `SHOWN` that a step has; what was not measured in it is left out.
 
     Example:
-        >>> told({"success/mean": 0.5, "tokens/sampled": 800.0, "time/step_s": 2.0})
-        {'success/mean': 0.5, 'tokens/per_s': 400.0}
+        >>> told({"success/mean": 0.5, "entropy/mean": math.nan, "reward/mean": 1.0})
+        {'success/mean': 0.5}
     """
-    found = dict(metrics)
-    if metrics.get(SECONDS):
-        found["tokens/per_s"] = metrics.get(TOKENS, 0.0) / metrics[SECONDS]
-    return {name: found[name] for name in SHOWN if not math.isnan(found.get(name, math.nan))}
+    return {name: metrics[name] for name in SHOWN if not math.isnan(metrics.get(name, math.nan))}
 
 
 def summary(metrics: Mapping[str, float]) -> str:
     """A step in a few words.
 
     Example:
-        >>> summary({"success/mean": 0.5, "tokens/sampled": 24690.0, "time/step_s": 2.0})
+        >>> summary({"success/mean": 0.5, "time/tokens_per_s": 12345.0})
         'success 50%  tokens/s 12.3k'
     """
     return "  ".join(f"{SHOWN[name][0]} {SHOWN[name][1](x)}" for name, x in told(metrics).items())

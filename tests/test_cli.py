@@ -330,7 +330,7 @@ def watch(watcher: Watcher, run: Path, steps: int = 2) -> None:
     for step in range(1, steps + 1):
         watcher.episode(episode)
         metrics = {"success/mean": step / steps, "reward/std_in_group": 0.25, "entropy/mean": 0.125}
-        speed = {"tokens/sampled": 500.0, "time/step_s": 0.1}
+        speed = {"time/tokens_per_s": 5000.0}
         watcher.step(step, metrics | speed | {"gradient/policy_norm": 1.5})
     watcher.alarm(2, "step 2, grad_spike: 30, usual is 1")
     watcher.end()
