@@ -89,23 +89,23 @@ class Lines(Watcher):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._steps = 0
+        self._total = ""
 
     @override
     def begin(self, run: Path, config: Config, step: int) -> None:
         super().begin(run, config, step)
-        self._steps = config.steps
-        self._say(f"{run}: {config.recipe}, {config.algorithm}, {config.steps} steps")
+        self._total = f"/{config.steps}" if config.budget == "steps" else ""
+        self._say(f"{run}: {config.recipe}, {config.algorithm}, {config.steps} {config.budget}")
         if step:
             self._say(f"going on after step {step}")
 
     @override
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._say(f"step {step}/{self._steps}  {summary(metrics)}")
+        self._say(f"step {step}{self._total}  {summary(metrics)}")
 
     @override
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._say(f"step {step}/{self._steps}  {evaluation}")
+        self._say(f"step {step}{self._total}  {evaluation}")
 
     @override
     def alarm(self, step: int, text: str) -> None:
@@ -195,7 +195,7 @@ class LiveTable(Watcher):
         return Group(self._headline(), signals)
 
     def _headline(self) -> Table:
-        steps = self._config.steps
+        total = self._total
         line = Table.grid(
             *(Column(ratio=ratio, no_wrap=True) for ratio in (None, 1, None, None)),
             padding=(0, 2),
@@ -203,11 +203,16 @@ class LiveTable(Watcher):
         )
         line.add_row(
             Text(self._config.recipe, "bold"),
-            ProgressBar(total=max(steps, 1), completed=self._finished()),
-            f"step {self._step} of {steps}",
+            ProgressBar(total=total, completed=self._finished()),
+            f"step {self._step}" + ("" if total is None else f" of {total}"),
             self._left(),
         )
         return line
+
+    @property
+    def _total(self) -> int | None:
+        """The run's steps, where its length is told in them."""
+        return self._config.steps if self._config.budget == "steps" else None
 
     def _finished(self) -> float:
         """Steps, and of the present one a share: with a real model it may take minutes."""
@@ -216,13 +221,13 @@ class LiveTable(Watcher):
 
     def _left(self) -> str:
         """How long the remaining steps take if they go as those before, evaluations included."""
-        if self._step >= self._config.steps or (self._step == 0 and not self._episodes):
+        total, done = self._total, self._finished() - self._first
+        if self._step == total or (self._step == 0 and not self._episodes):
             return "evaluating"
-        done = self._finished() - self._first
-        if done < MIN_DONE:
+        if total is None or done < MIN_DONE:
             return ""
         pace = (time.monotonic() - self._began) / done
-        seconds = pace * (self._config.steps - self._first - done)
+        seconds = pace * (total - self._first - done)
         return f"{clock(seconds)} left"
 
 

@@ -176,7 +176,8 @@ def headline(facts: Facts) -> Section:
     lines = (
         f"World {config.world.name}, model {config.model.path}, recipe {config.recipe}, algorithm "
         f"{config.algorithm}, seed {config.seed}.",
-        f"{facts.steps} of {config.steps} steps are finished{attempts}.",
+        f"{facts.steps} steps are finished{attempts}; the run's length is {config.steps} "
+        f"{config.budget}.",
     )
     return Section(f"Run {facts.run.resolve().name}", lines)
 

@@ -380,6 +380,15 @@ def test_time_left_is_that_of_the_steps_before(
     assert "step 2 of 10  4:00 left" in console.export_text()
 
 
+def test_a_length_in_updates_is_not_taken_for_steps(tmp_path: Path) -> None:
+    console = Console(force_terminal=True, record=True, width=80, file=io.StringIO())
+    table = LiveTable(console)
+    table.begin(tmp_path, settings.resolve("bandit", {"steps": 9, "budget": "updates"}), 0)
+    table.step(2, {"success/mean": 0.5})
+    table.end()
+    assert "step 2" in console.export_text(clear=False) and "of 9" not in console.export_text()
+
+
 def test_lines_say_the_same_without_a_terminal(tmp_path: Path) -> None:
     console = Console(force_terminal=False, record=True, width=80, file=io.StringIO())
     watch(Lines(console), tmp_path)

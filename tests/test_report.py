@@ -153,7 +153,7 @@ def test_settings_name_what_the_preset_has(run: Path) -> None:
 def test_markdown_keeps_its_tables_whole(run: Path) -> None:
     text = markdown(page(read_facts(run)), ["success"])
     assert text.startswith("# Run bandit-7\n\nWorld bandit, model base, recipe bandit")
-    assert "5 of 5 steps are finished in 2 attempts." in text
+    assert "5 steps are finished in 2 attempts; the run's length is 5 steps." in text
     assert "| grad_spike: 30 \\| usually 1 |" in text
     assert "![What was learnt](report-success.png)" in text
     assert "report-time.png" not in text
@@ -178,7 +178,12 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path) -> None:
     Recorder.create(tmp_path, dump(resolve("bandit"))).close()
     path = write_report(read_facts(tmp_path), tmp_path)
     text = path.read_text(encoding="utf-8")
-    for words in ("0 of 60 steps", "It was not evaluated.", "No step is finished.", "None."):
+    for words in (
+        "0 steps are finished; the run's length is 60 steps.",
+        "It was not evaluated.",
+        "No step is finished.",
+        "None.",
+    ):
         assert words in text
     assert list(tmp_path.glob("*.png")) == []
 
