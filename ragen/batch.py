@@ -34,7 +34,8 @@ class Batch:
 
     Known later, ``None`` before: `old_logprobs_BT` (the learner's at the start of the update),
     `reference_logprobs_BT`, `values_BT`, then `rewards_BT`, `advantages_BT` and `returns_BT`. Add
-    them with `dataclasses.replace`.
+    them with `dataclasses.replace`. `born_BK` are the fingerprints of all turns of a row's episode,
+    −1 beyond its last (`exactness.with_births`).
 
     Example:
         >>> row = Sample((1, 8), (False, True), (0.0, -0.5), (-1, 0), (False, True), 0, 0)
@@ -59,6 +60,7 @@ class Batch:
     rewards_BT: Tensor | None = None
     advantages_BT: Tensor | None = None
     returns_BT: Tensor | None = None
+    born_BK: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -204,7 +206,8 @@ def take(batch: Batch, rows_R: Tensor) -> Batch:
     for field in fields(batch):
         tensor = getattr(batch, field.name)
         if tensor is not None:
-            chosen[field.name] = tensor[rows_R, :longest] if tensor.dim() == 2 else tensor[rows_R]
+            per_token = field.name.endswith("_BT")
+            chosen[field.name] = tensor[rows_R, :longest] if per_token else tensor[rows_R]
     return replace(batch, **chosen)
 
 

@@ -66,10 +66,8 @@ class PromptConfig(Section):
     """Ask for a thought before the answer."""
     prefill: bool = True
     """Begin the reply with <think> (or <answer>) for the policy; never sampled, never trained."""
-    context: Literal["full", "window", "single"] = "full"
-    """What of its history a turn sees: all of it, the last turns, or nothing."""
-    window: int = Field(3, ge=1)
-    """Turns that context = "window" keeps."""
+    window: int = Field(0, ge=0)
+    """Turns that a prompt shows, the present one among them: 1 shows it alone, 0 all of them."""
 
 
 class ModelConfig(Section):

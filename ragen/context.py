@@ -1,9 +1,13 @@
-"""What a turn sees of its episode: everything, the last turns, or only the present."""
+"""What a turn sees of its episode: everything, the last turns, or only the present.
+
+Whichever it is, a prompt that would be too long leaves out the oldest turns it would show. The
+message that opens a conversation (the system text, what the world is) stays on top of those that
+are left.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ragen.chat import Chat
 from ragen.prompt import Limits, PromptBuilder
@@ -27,17 +31,20 @@ class View:
 class Conversation:
     """The messages and tokens of one episode, turn by turn.
 
-    With the full history and a chat template that can be extended exactly, the running token
-    sequence grows by the sampled ids and the template's own glue, and is never rendered anew. In
-    the other cases each prompt is rendered from the messages that the turn may see.
+    As long as the prompts begin with the same turn and the chat template can be extended exactly,
+    the running token sequence grows by the sampled ids and the template's own glue, and is never
+    rendered anew. In the other cases a prompt is rendered from the messages that the turn may see.
 
     Args:
         builder: Writes the messages.
         words: The world's rules, its title and the names of its actions.
         chat: Renders messages as tokens; ``None`` for policies that take messages only.
-        context: ``"full"``, ``"window"`` (the last `window` turns) or ``"single"``.
-        window: Turns that a window holds, the present one among them.
+        window: Turns that a prompt shows, the present one among them; 0 shows all.
+        max_length: Tokens that a prompt may have.
         prefill: The start of the reply that the policy is given, such as ``"<think>"``, or ``""``.
+
+    Attributes:
+        turns_dropped: Turns that the window would show and the last prompt had no room for.
     """
 
     def __init__(
@@ -45,30 +52,50 @@ class Conversation:
         builder: PromptBuilder,
         words: tuple[str, str, tuple[str, ...] | None],
         chat: Chat | None,
-        context: Literal["full", "window", "single"] = "full",
-        window: int = 3,
+        window: int = 0,
+        max_length: int = 1024,
         prefill: str = "",
     ) -> None:
         self._builder = builder
         self._words = words
         self._chat = chat
-        self._visible = {"full": None, "window": window, "single": 1}[context]
+        self._window, self._max_length = window, max_length
         self._prefill = prefill
+        self.turns_dropped = 0
         self._views: list[View] = []
         self._replies: list[str] = []
-        self._running: tuple[int, ...] | None = None
+        self._first = 0  # the oldest turn that is shown; once a turn is out, it stays out
+        self._running: tuple[int, ...] | None = None  # of the prompts that begin with that turn
 
     def ask(self, view: View) -> tuple[tuple[Message, ...], tuple[int, ...] | None, int]:
-        """The next prompt: its messages, its token ids and how many of them are pre-filled."""
+        """The next prompt: its messages, its token ids and how many of them are pre-filled.
+
+        It is longer than `max_length` only where the present turn alone is.
+        """
         self._views.append(view)
+        present = len(self._views) - 1
+        oldest = max(0, present + 1 - self._window) if self._window else 0
+        self._begin_with(max(self._first, oldest))
+        messages, ids, num_prefill = self._prompt()
+        while ids is not None and len(ids) > self._max_length and self._first < present:
+            self._begin_with(self._first + 1)
+            messages, ids, num_prefill = self._prompt()
+        self._running = ids
+        self.turns_dropped = self._first - oldest
+        return messages, ids, num_prefill
+
+    def _begin_with(self, first: int) -> None:
+        if first != self._first:
+            self._first, self._running = first, None
+
+    def _prompt(self) -> tuple[tuple[Message, ...], tuple[int, ...] | None, int]:
         messages = self._messages()
         if self._chat is None:
             return messages, None, 0
-        if self._running is not None and self._visible is None and self._chat.exact:
+        if self._running is not None and self._chat.exact:
             ids, num_prefill = self._chat.extend(self._running, messages, self._prefill)
         else:
             ids, num_prefill = self._chat.open(messages, self._prefill)
-        self._running = ids
         return messages, ids, num_prefill
 
     def reply(self, completion: Completion) -> None:
@@ -78,11 +105,10 @@ class Conversation:
             self._running += completion.token_ids
 
     def _messages(self) -> tuple[Message, ...]:
-        first = 0 if self._visible is None else max(0, len(self._views) - self._visible)
         system = self._builder.system()
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        for number in range(first, len(self._views)):
-            opening = number == first
+        for number in range(self._first, len(self._views)):
+            opening = number == self._first
             messages.append({"role": "user", "content": self._user(self._views[number], opening)})
             if number < len(self._replies):
                 messages.append({"role": "assistant", "content": self._replies[number]})

@@ -15,6 +15,7 @@ import numpy as np
 from ragen.env import Env, Info, State, generators, pick
 from ragen.envs.bandit import Bandit
 from ragen.players import PlayerPolicy
+from ragen.policy import fingerprint
 from ragen.prompt import Limits
 from ragen.types import Completion, Prompt
 
@@ -59,7 +60,8 @@ class Demonstrator(PlayerPolicy):
             trained += [piece.trained] * len(encoded)
         self.trained[prompt.seed] = tuple(trained)
         text = "".join(piece.text for piece in reply)
-        return Completion(tuple(ids), (0.0,) * len(ids), text, "stop", 0)
+        logprobs = (0.0,) * len(ids)
+        return Completion(tuple(ids), logprobs, text, "stop", 0, fingerprint(ids, logprobs))
 
 
 def answer(actions: list[str]) -> str:

@@ -82,6 +82,7 @@ def _turns(turns: Sequence[Turn]) -> Metrics:
         **_mean("format/valid_fraction", [turn.well_formed for turn in turns]),
         **_mean("length/completion_tokens", lengths),
         **_mean("length/cut_fraction", [t.completion.finish_reason == "length" for t in turns]),
+        **_mean("prompt/turns_dropped", [turn.prompt.turns_dropped for turn in turns]),
         "tokens/sampled": total(sum(lengths)),
     }
     if executed:

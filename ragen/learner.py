@@ -19,6 +19,7 @@ from ragen.batch import Batch, TokenFields, flatten, row_splits, take
 from ragen.config import LossConfig, UpdateConfig
 from ragen.cross_scores import cross_scores
 from ragen.diagnostics import mismatch_kl
+from ragen.exactness import verify
 from ragen.losses import (
     LOSSES,
     WHOLE_EPISODES,
@@ -199,14 +200,17 @@ class Learner:
             batch: A minibatch with old logprobs and advantages (values and returns for the critic,
                 reference logprobs for a KL term) unless the loss is nll.
             step: Where the run stands (`Engine.update`); it sets the learning rate.
+
+        Raises:
+            RagenError: What would be trained is not what was sampled.
         """
         update = self._update
         weights_BT = token_weights(batch, self._loss.aggregation, self._longest)
         batch = replace(batch, weight_BT=weights_BT)
         train_policy = step >= update.critic_warmup_steps or self.critic is None
-        parts = []
-        for rows in self._microbatches(batch):
-            part = take(batch, rows)
+        microbatches = [take(batch, rows) for rows in self._microbatches(batch)]
+        parts = [verify(microbatches)]
+        for part in microbatches:
             tokens = flatten(part).to(self._device)
             if self.critic is not None and self.critic.shared:
                 parts.append(self._shared_backward(self.critic, part, tokens, train_policy))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from ragen.types import Completion, Prompt
 
@@ -54,4 +58,22 @@ def spoken(text: str, encode: Callable[[str], tuple[int, ...]] | None) -> Comple
     if encode is None:
         return Completion(None, None, text, "stop", 0)
     ids = encode(text)
-    return Completion(ids, (0.0,) * len(ids), text, "stop", 0)
+    logprobs = (0.0,) * len(ids)
+    return Completion(ids, logprobs, text, "stop", 0, fingerprint(ids, logprobs))
+
+
+def fingerprint(token_ids: ArrayLike, logprobs: ArrayLike) -> int:
+    """A hash of sampled ids and their logprobs, below 2⁶³, so that it fits into a tensor.
+
+    Every policy that gives ids puts it into its completions where they are sampled. Ids count as 64
+    bits, logprobs as float32, the precision that a batch holds them in.
+
+    Example:
+        >>> born = fingerprint((8, 9), (-0.5, -0.25))
+        >>> born == fingerprint([8, 9], [-0.5, -0.25]), born == fingerprint((9, 8), (-0.5, -0.25))
+        (True, False)
+    """
+    ids, floats = np.asarray(token_ids, dtype="<i8"), np.asarray(logprobs, dtype="<f4")
+    assert ids.shape == floats.shape, "every sampled token has one logprob"
+    digest = hashlib.blake2b(ids.tobytes() + floats.tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

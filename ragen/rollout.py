@@ -65,8 +65,7 @@ class Setup:
     style: Literal["compact", "paper"] = "compact"
     think: bool = True
     prefilled: bool = True
-    context: Literal["full", "window", "single"] = "full"
-    window: int = 3
+    window: int = 0
     chat: Chat | None = None
     max_tokens: int = 80
     min_tokens: int = 0
@@ -117,7 +116,6 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
         style=prompt.style,
         think=prompt.think,
         prefilled=prompt.prefill,
-        context=prompt.context,
         window=prompt.window,
         chat=chat,
         max_tokens=rollout.max_tokens,
@@ -264,8 +262,8 @@ class _Running:
             PromptBuilder(setup.style, setup.think, max_tokens=setup.max_tokens),
             (world.rules, world.goal, world.actions),
             setup.chat,
-            setup.context,
             setup.window,
+            setup.max_length - setup.max_tokens,
             setup.prefill,
         )
         view = View(observation, self._limits(0))
@@ -305,6 +303,7 @@ class _Running:
             setup.temperature,
             self.place.request_seed(number),
             setup.min_tokens,
+            conversation.turns_dropped,
         )
 
     def _turn(

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragen.decoder import make_decoder
+from ragen.policy import fingerprint
 from ragen.types import Completion, Prompt
 
 PREFILL_TOKENS = 1024
@@ -330,6 +331,7 @@ class Sampler:
                     self._decode(token_ids[:-1] if ended else token_ids),
                     "stop" if ended else "length",
                     self.version,
+                    fingerprint(self._tokens[slot, :count], self._logprobs[slot, :count]),
                 )
             )
 

@@ -39,6 +39,7 @@ from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation, evaluate_policy, evaluations_of, refuse_unplayable
+from ragen.exactness import with_births
 from ragen.filters import group_weights, reward_std, select
 from ragen.metrics import Metrics, last, merge, total, values
 from ragen.progress import Watcher
@@ -195,7 +196,8 @@ async def groups_of(
 
 async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> Batch:
     """The groups' tokens with all that the loss needs: logprobs, values, credit."""
-    batch = collate(to_samples(groups))
+    episodes = [episode for _, episode in trainable(groups)]
+    batch = with_births(collate(to_samples(groups)), episodes)
     if config.model.dtype == "float32":
         # The local sampler's arithmetic is the learner's: what it reported are the old logprobs.
         batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT)
@@ -205,7 +207,6 @@ async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> 
         batch = await engine.score(batch, "reference")
     if config.advantage.name in NEEDS_VALUES:
         batch = await engine.score(batch, "critic")
-    episodes = [episode for _, episode in trainable(groups)]
     return credit(batch, episodes, config.reward, config.advantage, config.loss)
 
 

@@ -30,7 +30,8 @@ class Prompt:
     `token_ids` is the whole sequence, `num_prefill` of its last tokens being the pre-filled start
     of the reply (``<think>``): part of the prompt, never sampled, never trained. It is ``None`` for
     policies that take messages only (chat endpoints). `seed` decides this completion's random
-    numbers. Before `min_tokens` the end of turn is not drawn.
+    numbers. Before `min_tokens` the end of turn is not drawn. `turns_dropped` earlier turns, which
+    the context window would show, are left out since there was no room for them.
 
     Example:
         >>> question = {"role": "user", "content": "a0 P a1 G"}
@@ -46,6 +47,7 @@ class Prompt:
     temperature: float
     seed: int
     min_tokens: int = 0
+    turns_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,9 @@ class Completion:
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from
     (after temperature). The end-of-turn token, if drawn, is the last of `token_ids`, no part of
     `text`. Both are ``None`` where the server gives none; such completions can be read, not trained
-    on.
+    on. `fingerprint` is the hash of ids and logprobs that whoever sampled them took there and then
+    (`ragen.policy.fingerprint`); the learner takes it again from the batch it is about to train on
+    (`ragen.exactness`). ``None`` where there are no ids.
 
     Example:
         >>> Completion((8, 9, 2), (-0.1, -0.7, -0.01), "Right</think>", "stop", 3).finish_reason
@@ -67,6 +71,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     policy_version: int
+    fingerprint: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +112,11 @@ class Turn:
 class Episode:
     """One world played once.
 
-    `bootstrap` is true only where the cut came from outside the task and the value of the next
-    state should stand in for the rest of the return. `error` is the traceback of a world that
-    failed.
+    `bootstrap` says that the value of the next state should stand in for the rest of the return. It
+    takes a cut from outside the task whose next prompt was scored, and `rollout` knows none: turns
+    and actions are budgets of the task, a failed world's episode is not trained on, and
+    ``"context"`` means that the next turn alone was too long for the model. So it writes false.
+    `error` is the traceback of a world that failed.
 
     Example:
         >>> ends = {"terminated": False, "truncated": True, "bootstrap": False, "success": False}

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from ragen.policy import fingerprint
 from ragen.samples import to_samples
 from ragen.types import Completion, Episode, Group, Prompt, Sample, StopReason, Turn
 
@@ -22,10 +23,12 @@ def turn(
     executed: int = 0,
     info: Mapping[str, Any] | None = None,
 ) -> Turn:
+    logprobs = (-0.5,) * len(sampled)
+    said = Completion(tuple(sampled), logprobs, "", "stop", 0, fingerprint(sampled, logprobs))
     return Turn(
         observation="",
         prompt=Prompt((), tuple(prompt), 0, 64, 1.0, 0),
-        completion=Completion(tuple(sampled), (-0.5,) * len(sampled), "", "stop", 0),
+        completion=said,
         thought=thought,
         thought_span=None if thought is None else (0, 1),
         actions_asked=("Up",) * executed,

@@ -41,6 +41,7 @@ def test_summarize_golden() -> None:
         "length/completion_tokens": 12 / 5,
         "length/thought_tokens": 1,
         "length/cut_fraction": 0,
+        "prompt/turns_dropped": 0,
         "thought/unique_fraction": 2 / 3,
         "thought/repeated_ngram_fraction": 1 / 5,  # a b c d twice among five runs of four words
         "episodes/truncated_fraction": 1,

@@ -29,7 +29,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "L4 maths": [
         *["batch", "rewards", "advantages_critic", "advantages_members", "advantages", "credit"],
-        *["losses", "filters", "diagnostics", "information"],
+        *["losses", "filters", "diagnostics", "information", "exactness"],
     ],
     "L5 learning": [
         "fast_blocks",

@@ -385,20 +385,69 @@ def test_thought_spans_are_exact(template: str, prefilled: bool) -> None:
         assert thought.strip() in spelt and len(spelt) <= len(thought) + 2
 
 
-def test_a_prompt_that_is_too_long_ends_the_episode() -> None:
-    chat = Chat(tiny_tokenizer("chatml"))
+def spoken_policy(chat: Chat, text: str = RIGHT) -> ScriptedPolicy:
     end = min(chat.end_ids)
-    policy = ScriptedPolicy(lambda _: RIGHT, lambda text: (*chat.encode(text), end))
-    lengths = [
-        len(turn.prompt.token_ids or ())
-        for turn in episode(policy, setup(chat=chat, max_tokens=40, max_length=4096)).turns
-    ]
-    # Room for the second prompt and its completion, not for the third.
-    found = episode(policy, setup(chat=chat, max_tokens=40, max_length=lengths[1] + 40))
-    assert (found.stop_reason, len(found.turns)) == ("context", 2)
-    assert (found.truncated, found.failed) == (True, False)
-    empty = episode(policy, setup(chat=chat, max_tokens=40, max_length=41))
+    return ScriptedPolicy(lambda _: text, lambda text: (*chat.encode(text), end))
+
+
+def tokens(found: Episode) -> list[tuple[int, ...]]:
+    return [turn.prompt.token_ids or () for turn in found.turns]
+
+
+@pytest.mark.parametrize("style", ["compact", "paper"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_prompt_that_is_too_long_drops_its_oldest_turns(template: str, style: str) -> None:
+    chat = Chat(tiny_tokenizer(template))
+    how = setup(chat=chat, style=style, max_tokens=40, max_length=9999)
+    whole = episode(spoken_policy(chat), how)
+    assert [turn.prompt.turns_dropped for turn in whole.turns] == [0] * 5
+    room = max(map(len, tokens(whole)[:3]))  # for the third prompt, not for the fourth
+    found = episode(spoken_policy(chat), replace(how, max_length=room + 40))
+    assert (found.stop_reason, len(found.turns)) == (whole.stop_reason, 5)
+    assert all(len(ids) <= room for ids in tokens(found))
+    assert tokens(found)[:3] == tokens(whole)[:3]
+    dropped = [turn.prompt.turns_dropped for turn in found.turns]
+    assert dropped[:3] == [0] * 3 and 0 < dropped[3] <= dropped[4]
+    for number, turn in enumerate(found.turns):
+        said = [message["content"] for message in turn.prompt.messages]
+        system = [message["role"] for message in turn.prompt.messages].count("system")
+        assert system == (style == "paper")
+        opening, present = said[system], said[-1]
+        # What the world is stays on top, over the oldest turn that is left; the present turn stays.
+        oldest = whole.turns[dropped[number]].observation
+        assert opening.startswith("Corridor") and oldest in opening
+        assert whole.turns[number].observation in present
+        assert len(said) - system == 2 * (number - dropped[number]) + 1
+
+
+def test_turns_are_dropped_one_by_one_and_only_for_room() -> None:
+    """Each turn is as long as the others: once the prompt is full, each turn costs the oldest."""
+    chat = Chat(tiny_tokenizer("chatml"))
+    how = setup(chat=chat, turns=8, max_tokens=40, max_length=9999)
+    policy = spoken_policy(chat, "t</think><answer>Left</answer>")
+    lengths = list(map(len, tokens(episode(policy, how))))
+    found = episode(policy, replace(how, max_length=lengths[3] + 40))
+    assert [turn.prompt.turns_dropped for turn in found.turns] == [0, 0, 0, 0, 1, 2, 3, 4]
+    windowed = episode(policy, replace(how, window=3, max_length=lengths[1] + 40))
+    assert [turn.prompt.turns_dropped for turn in windowed.turns] == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_turn_that_is_too_long_alone_ends_the_episode() -> None:
+    chat = Chat(tiny_tokenizer("chatml"))
+    how = setup(chat=chat, max_tokens=40, max_length=9999)
+    first = len(tokens(episode(spoken_policy(chat), how))[0])
+    found = episode(spoken_policy(chat), replace(how, max_length=first + 40))
+    assert len(found.turns) == 5, "a later turn alone is as long as the first"
+    empty = episode(spoken_policy(chat), replace(how, max_length=first + 39))
     assert (empty.stop_reason, empty.turns) == ("context", ())
+
+    class Grows(Rogue):
+        def _look(self) -> str:
+            return super()._look() + "." * 500 * (self.where == 2)
+
+    found = episode(spoken_policy(chat), replace(how, make=Grows, max_length=first + 90))
+    assert (found.stop_reason, len(found.turns)) == ("context", 2)
+    assert (found.truncated, found.failed, found.bootstrap) == (True, False, False)
 
 
 def test_setup_of_a_config() -> None:

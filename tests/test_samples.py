@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -98,13 +98,13 @@ def test_text_alone_cannot_be_trained_on(missing: str) -> None:
 
 # The three contexts, through real prompts.
 
-Context = Literal["full", "window", "single"]
+WINDOWS = (0, 2, 1)  # all turns, the last two, the present one
 SCRIPT = ["Left", "Right", "Fly", "Right"]
 
 
-def played(template: str, context: Context) -> list[Group]:
+def played(template: str, window: int) -> list[Group]:
     chat = Chat(tiny_tokenizer(template))
-    how = Setup("corridor", Rogue, turns=4, context=context, window=2, chat=chat, max_length=4096)
+    how = Setup("corridor", Rogue, turns=4, window=window, chat=chat, max_length=4096)
     replies = iter(
         [
             f"<think>turn {number}</think><answer>{action}</answer>".removeprefix(how.prefill)
@@ -140,28 +140,27 @@ def returns(groups: list[Group], samples: list[Sample]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_contexts_differ_in_rows_alone(template: str) -> None:
     exact = Chat(tiny_tokenizer(template)).exact
-    full = played(template, "full")
+    # Rows of an episode of four turns: one for each turn that a prompt begins with.
+    rows = {0: 1, 2: 3, 1: 4} if exact else dict.fromkeys(WINDOWS, 4)
     found = {}
-    for context in ("full", "window", "single"):
-        groups = played(template, context)
+    for window in WINDOWS:
+        groups = played(template, window)
         samples = to_samples(groups)
-        one_row = context == "full" and exact
-        assert len(samples) == 4 * (1 if one_row else 4)
+        assert len(samples) == 4 * rows[window]
         for index, (_, episode) in enumerate(trainable(groups)):
             said = [t for turn in episode.turns for t in turn.completion.token_ids or ()]
             own = [sample for sample in samples if sample.episode == index]
             assert [token for sample in own for token in sampled(sample)] == said
             assert [turn.reward for turn in episode.turns] == [0.25, 0.25, 0.0, 0.25]
-        found[context] = returns(groups, samples)
-    assert len(to_samples(full)) == len(to_samples(played(template, "full")))
-    for context in ("window", "single"):
-        for ours, theirs in zip(found[context], found["full"], strict=True):
+        found[window] = returns(groups, samples)
+    for window in (2, 1):
+        for ours, theirs in zip(found[window], found[0], strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
 def test_prefilled_tokens_are_never_trained() -> None:
     chat = Chat(tiny_tokenizer("chatml"))
-    for group in played("chatml", "single"):
+    for group in played("chatml", 1):
         for sample in to_samples([group]):
             begin = sample.loss_mask.index(True)
             assert chat.decode(sample.token_ids[begin - 1 : begin]).endswith(">")

@@ -1,0 +1,230 @@
+"""Random conversations over all chat templates: recorded tokens are trained tokens, each once.
+
+A scripted policy draws its ids at random, whatever they spell, and a world shows random texts; what
+the templates, the context windows and the length limit make of them must not matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen.advantages import ADVANTAGES
+from ragen.batch import collate, episode_index, minibatches
+from ragen.chat import Chat
+from ragen.config import LossConfig, UpdateConfig
+from ragen.exactness import verify, with_births
+from ragen.learner import Learner
+from ragen.policy import fingerprint
+from ragen.rewards import token_rewards
+from ragen.rollout import Setup, run_groups
+from ragen.sampler import Sampler
+from ragen.samples import to_samples, trainable
+from ragen.types import Completion, Group, Prompt, Sample
+from tests.rogue import Rogue
+from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
+
+WINDOWS = (0, 1, 2, 3)
+ROOMY, TIGHT = 9999, 260
+"""Tokens of a prompt with its completion: enough for everything, or for a turn or two."""
+MAX_TOKENS = 12
+
+
+@cache
+def chat(template: str) -> Chat:
+    return Chat(tiny_tokenizer(template))
+
+
+class Tells(Rogue):
+    """The corridor behind texts of somebody's choice, one a turn."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        super().__init__()
+        self.texts, self.shown = texts, 0
+
+    def _look(self) -> str:
+        self.shown += 1
+        return f"{super()._look()} {self.texts[self.shown % len(self.texts)]}"
+
+
+@dataclass
+class Drawn:
+    """Says the k-th reply in the k-th turn of every episode, with a certain logprob each token."""
+
+    replies: Sequence[tuple[int, ...]]
+    ends: frozenset[int]
+    decode: Any
+    turns: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        number = self.turns.setdefault((0, 0), 0)
+        self.turns[0, 0] += 1
+        ids = self.replies[number % len(self.replies)]
+        chooser = random.Random(number)
+        logprobs = tuple(-chooser.random() for _ in ids)
+        stopped = "stop" if ids[-1] in self.ends else "length"
+        born = fingerprint(ids, logprobs)
+        return Completion(ids, logprobs, self.decode(ids), stopped, 0, born)
+
+
+@st.composite
+def replies(draw: st.DrawFn, template: str) -> list[tuple[int, ...]]:
+    """What is said in each turn: a valid answer or any ids, ended or cut."""
+    found, size = chat(template), len(tiny_tokenizer(template))
+    ordinary = st.integers(0, size - 1).filter(lambda token: token not in found.end_ids)
+    answers = [found.encode(f"</think><answer>{name}</answer>") for name in ("Left", "Right")]
+    turns = []
+    for _ in range(draw(st.integers(1, 5))):
+        noise = st.lists(ordinary, min_size=1, max_size=MAX_TOKENS - 1).map(tuple)
+        said = draw(noise | st.sampled_from(answers))
+        turns.append((*said, min(found.end_ids)) if draw(st.booleans()) else said)
+    return turns
+
+
+texts = st.lists(st.text(max_size=12) | st.just("P _\n_ G"), min_size=1, max_size=3)
+
+
+def played(
+    template: str, said: list[tuple[int, ...]], shown: list[str], window: int, max_length: int
+) -> list[Group]:
+    """One group of two episodes, one after the other, with the same replies."""
+    how = Setup(
+        "tells",
+        lambda: Tells(shown),
+        turns=len(said),
+        window=window,
+        chat=chat(template),
+        max_tokens=MAX_TOKENS,
+        max_length=max_length,
+    )
+    policy = Drawn(said, chat(template).end_ids, chat(template).decode)
+    return asyncio.run(run_groups(policy, how, [1], 2, (0, "train", 0), concurrency=1))
+
+
+def check(groups: list[Group], samples: list[Sample]) -> None:
+    """Recorded ids are training ids; mask, logprobs and turn ends are where they were sampled."""
+    for index, (_, episode) in enumerate(trainable(groups)):
+        trained: list[tuple[int, int, float]] = []
+        ends: list[int] = []
+        for sample in (each for each in samples if each.episode == index):
+            for token, on, logprob, turn, end in zip(
+                sample.token_ids,
+                sample.loss_mask,
+                sample.sampled_logprobs,
+                sample.turn_index,
+                sample.turn_ends,
+                strict=True,
+            ):
+                assert on == (turn >= 0) and (on or (logprob == 0 and not end))
+                trained += [(turn, token, logprob)] * on
+                ends += [len(trained) - 1] * end
+            last = episode.turns[max(sample.turn_index)]
+            assert sample.token_ids == (last.prompt.token_ids or ()) + said_in(last.completion)
+        recorded = [
+            (number, token, logprob)
+            for number, turn in enumerate(episode.turns)
+            for token, logprob in zip(
+                said_in(turn.completion), turn.completion.logprobs or (), strict=True
+            )
+        ]
+        assert trained == recorded
+        lengths = [len(said_in(turn.completion)) for turn in episode.turns]
+        assert ends == [sum(lengths[: n + 1]) - 1 for n in range(len(lengths))]
+
+
+def said_in(completion: Completion) -> tuple[int, ...]:
+    assert completion.token_ids is not None
+    return completion.token_ids
+
+
+def credited(groups: list[Group], samples: list[Sample]) -> list[torch.Tensor]:
+    """Returns and advantages along each episode, of all estimators, both placements."""
+    index = episode_index(collate(samples))
+    episodes = [episode for _, episode in trainable(groups)]
+    values_ES = torch.linspace(0, 1, index.mask_ES.shape[1]) * index.mask_ES
+    found = [index.turn_ES, index.turn_ends_ES]
+    for placement in ("episode", "turn"):
+        for name in ("gae", "grpo", "dr_grpo"):
+            credit = ADVANTAGES[name](
+                rewards_ES=token_rewards(episodes, index, placement),
+                mask_ES=index.mask_ES,
+                values_ES=values_ES,
+                bootstrap_E=None,
+                turn_ES=index.turn_ES,
+                turn_ends_ES=index.turn_ends_ES,
+                group_E=index.group_E,
+                gamma=0.9,
+                lam=0.8,
+                whiten=False,
+            )
+            found += [
+                each for each in (credit.advantages_ES, credit.returns_ES) if each is not None
+            ]
+    return found
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("max_length", [ROOMY, TIGHT])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_every_sampled_token_is_trained_once_in_every_window(
+    template: str, max_length: int, data: st.DataObject
+) -> None:
+    said, shown = data.draw(replies(template)), data.draw(texts)
+    alike = []
+    for window in WINDOWS:
+        groups = played(template, said, shown, window, max_length)
+        samples = to_samples(groups)
+        assert samples, "the first turn fits"
+        check(groups, samples)
+        batch = with_births(collate(samples), [episode for _, episode in trainable(groups)])
+        for part in minibatches(batch, minibatch_episodes=1, passes=1, seed=0):
+            verify([part])
+        alike.append(credited(groups, samples))
+    for others in alike[1:]:
+        assert all(map(torch.equal, others, alike[0]))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=4)
+@given(
+    shown=texts,
+    window=st.sampled_from(WINDOWS),
+    max_length=st.sampled_from([ROOMY // 10, TIGHT]),
+    temperature=st.sampled_from([0.7, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_recomputed_logprobs_are_those_that_were_sampled(
+    template: str, shown: list[str], window: int, max_length: int, temperature: float, seed: int
+) -> None:
+    """A random model in float32, through the real sampler and the real learner."""
+    tokenizer = tiny_tokenizer(template)
+    model, found = tiny_model(tokenizer, seed=seed), chat(template)
+    how = Setup(
+        "tells",
+        lambda: Tells(shown),
+        turns=4,
+        window=window,
+        chat=found,
+        max_tokens=MAX_TOKENS,
+        max_length=max_length,
+        temperature=temperature,
+    )
+    sampler = Sampler(model, found.end_ids, found.decode, slots=4, max_length=max_length)
+    groups = asyncio.run(run_groups(sampler, how, [1, 2], 2, (seed, "train", 0)))
+    samples = to_samples(groups)
+    check(groups, samples)
+    batch = with_births(collate(samples), [episode for _, episode in trainable(groups)])
+    learner = Learner(model, UpdateConfig(), LossConfig(kl=0.0), temperature=temperature)
+    recomputed_BT, _ = learner.logprobs(batch)
+    gap_BT = (recomputed_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs()
+    assert gap_BT.max() < 1e-4
