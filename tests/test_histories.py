@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -34,8 +34,8 @@ from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
 
 WINDOWS = (0, 1, 2, 3)
-ROOMY, TIGHT = 9999, 260
-"""Tokens of a prompt with its completion: enough for everything, or for a turn or two."""
+ROOMY, TIGHT = 9999, 150
+"""Tokens of a prompt with its completion: enough for everything, or for two turns or three."""
 MAX_TOKENS = 12
 
 
@@ -58,18 +58,17 @@ class Tells(Rogue):
 
 @dataclass
 class Drawn:
-    """Says the k-th reply in the k-th turn of every episode, with a certain logprob each token."""
+    """Says one reply after the other, from the first again when all are said."""
 
     replies: Sequence[tuple[int, ...]]
     ends: frozenset[int]
     decode: Any
-    turns: dict[tuple[int, int], int] = field(default_factory=dict)
+    number: int = 0
 
     async def complete(self, prompt: Prompt) -> Completion:
-        number = self.turns.setdefault((0, 0), 0)
-        self.turns[0, 0] += 1
-        ids = self.replies[number % len(self.replies)]
-        chooser = random.Random(number)
+        ids = self.replies[self.number % len(self.replies)]
+        chooser = random.Random(self.number)
+        self.number += 1
         logprobs = tuple(-chooser.random() for _ in ids)
         stopped = "stop" if ids[-1] in self.ends else "length"
         born = fingerprint(ids, logprobs)
