@@ -2,7 +2,8 @@
 
 A checkpoint is written under a temporary name, flushed to the disk and renamed. It holds the policy
 in Hugging Face's layout, the critic and the optimisers as safetensors, and the state of the loop as
-JSON: nothing in it is executable.
+JSON: nothing in it is executable. The state names every file with its hash and carries a hash of
+itself, so that what a disk or a copy has spoilt since is not mistaken for what was saved.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from ragen.errors import RagenError
 
 STATE = "state.json"
 """The loop's state inside a checkpoint; written last."""
+
+FILES, SEAL = "files", "seal"
+"""Keys of the state: the hash of each other file, and the hash of the state itself."""
 
 EMBEDDED = {
     "bandit": "bandit",
@@ -86,10 +90,14 @@ def _may_be_hub_id(path: Path, name: str) -> bool:
 
 def folders(run: Path) -> list[Path]:
     """The run's complete checkpoints, oldest first."""
+    return [path for path in _named(run) if (path / STATE).exists()]
+
+
+def _named(run: Path) -> list[Path]:
     found = [
         (int(match[1]), path)
         for path in (run / "checkpoints").glob("step-*")
-        if (match := re.fullmatch(r"step-(\d+)", path.name)) and (path / STATE).exists()
+        if (match := re.fullmatch(r"step-(\d+)", path.name))
     ]
     return [path for _, path in sorted(found)]
 
@@ -102,10 +110,67 @@ def newest(run: Path) -> Path:
     """
     complete = folders(run)
     if not complete:
-        raise RagenError(
-            f"{run} has no checkpoint to go on from; start it again with `ragen train`"
-        )
+        raise _no_checkpoint(run)
     return complete[-1]
+
+
+def _no_checkpoint(run: Path) -> RagenError:
+    return RagenError(f"{run} has no checkpoint to go on from; start it again with `ragen train`")
+
+
+def newest_whole(run: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
+    """The run's last checkpoint whose files are as they were written.
+
+    Returns:
+        The checkpoint, its state, and for each later one what is wrong with it.
+
+    Raises:
+        RagenError: There is no checkpoint, or none is whole.
+    """
+    wrong: dict[Path, str] = {}
+    for folder in reversed(_named(run)):
+        try:
+            return folder, verified_state(folder), wrong
+        except Damaged as error:
+            wrong[folder] = error.reason
+    if not wrong:
+        raise _no_checkpoint(run)
+    complaints = "; ".join(f"{folder.name}: {reason}" for folder, reason in wrong.items())
+    raise RagenError(
+        f"no checkpoint of {run} is whole ({complaints}); put back what they held, or start it "
+        "again with `ragen train`"
+    )
+
+
+def verified_state(folder: Path) -> dict[str, Any]:
+    """The state of a checkpoint all of whose files are as they were written.
+
+    Raises:
+        Damaged: One of them is not.
+    """
+    state = read_state(folder)
+    for name, written in state[FILES].items():
+        path = folder / name
+        if not path.is_file():
+            raise Damaged(path, "it is missing")
+        if _hash(path) != written:
+            raise Damaged(path, "it is not what was written")
+    return state
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that the step can be saved again; returns its new place.
+
+    Raises:
+        RagenError: The run's folder cannot be written.
+    """
+    aside = folder.with_name(f"damaged-{folder.name}")
+    try:
+        if aside.exists():
+            shutil.rmtree(aside)
+        return folder.rename(aside)
+    except OSError as error:
+        raise RagenError(f"could not set {folder} aside ({error}); make it writable") from error
 
 
 def checkpoint_of(run: Path, step: int) -> Path | None:
@@ -152,8 +217,28 @@ def writing(run: Path, step: int, keep: int, best: int | None = None) -> Iterato
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the loop's state into a checkpoint."""
-    (folder / STATE).write_text(json.dumps(state, indent=1))
+    """Write the loop's state into a checkpoint, after all other files: it names their hashes."""
+    hashes = {
+        str(path.relative_to(folder)): _hash(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    (folder / STATE).write_text(_sealed(state | {FILES: hashes}))
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _sealed(state: dict[str, Any]) -> str:
+    return json.dumps(state | {SEAL: _seal(json.dumps(state))}, indent=1)
+
+
+def _seal(text: str) -> str:
+    """A hash of what a JSON text says."""
+    said = json.dumps(json.loads(text), sort_keys=True)
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
 
 def replace_state(folder: Path, state: dict[str, Any]) -> None:
@@ -164,7 +249,7 @@ def replace_state(folder: Path, state: dict[str, Any]) -> None:
     """
     temporary = folder / f".{STATE}.{os.getpid()}"
     try:
-        temporary.write_text(json.dumps(state, indent=1))
+        temporary.write_text(_sealed(state))
         _flush(temporary)
         temporary.replace(folder / STATE)
         _flush(folder)
@@ -198,17 +283,19 @@ def _flush(path: Path) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The loop's state in a checkpoint.
+    """The loop's state in a checkpoint, and under `FILES` the hashes of the other files.
 
     Raises:
-        RagenError: The file is damaged.
+        Damaged: The file is missing or not what was written.
     """
     try:
         state = json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise damaged(folder / STATE, error) from error
+        raise Damaged(folder / STATE, error) from error
     if not isinstance(state, dict):
-        raise damaged(folder / STATE, "not an object")
+        raise Damaged(folder / STATE, "not an object")
+    if state.pop(SEAL, None) != _seal(json.dumps(state)):
+        raise Damaged(folder / STATE, "it is not what was written, or by an older RAGEN")
     return state
 
 
@@ -221,19 +308,28 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read what `save_tensors` wrote.
 
     Raises:
-        RagenError: The file is missing or damaged.
+        Damaged: The file is missing or cannot be read.
     """
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise damaged(path, error) from error
+        raise Damaged(path, error) from error
 
 
-def damaged(path: Path, error: object) -> RagenError:
-    """The error of a checkpoint's file that cannot be read."""
-    return RagenError(
-        f"{path} is damaged ({error}); delete {path.parent} to go on from the checkpoint before it"
-    )
+class Damaged(RagenError):
+    """A checkpoint's file cannot be read or is not what was written; `reason` says which and why.
+
+    Example:
+        >>> Damaged(Path("step-3/model.safetensors"), "it is missing").reason
+        'model.safetensors is damaged (it is missing)'
+    """
+
+    def __init__(self, path: Path, error: object) -> None:
+        super().__init__(
+            f"{path} is damaged ({error}); delete {path.parent} to go on from the checkpoint "
+            "before it"
+        )
+        self.reason = f"{path.name} is damaged ({error})"
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

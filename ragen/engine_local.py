@@ -15,7 +15,7 @@ from ragen.advantages import NEEDS_VALUES
 from ragen.batch import Batch
 from ragen.chat import Chat
 from ragen.checkpoint import (
-    damaged,
+    Damaged,
     fingerprint,
     load_tensors,
     optimizer_tensors,
@@ -122,7 +122,7 @@ class LocalEngine:
         try:
             saved, _ = load_policy(str(folder), "cpu", "float32")
         except RagenError as error:
-            raise damaged(folder / "model.safetensors", error.__cause__ or error) from error
+            raise Damaged(folder / "model.safetensors", error.__cause__ or error) from error
         _restore(self.model, saved.state_dict(), folder)
         if learner.critic is not None:
             _restore(learner.critic, load_tensors(folder / "critic.safetensors"), folder)

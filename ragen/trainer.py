@@ -16,10 +16,11 @@ from ragen.advantages import COMPARES_MEMBERS, NEEDS_VALUES
 from ragen.batch import Batch, collate, minibatches
 from ragen.checkpoint import (
     checkpoint_of,
-    newest,
+    newest_whole,
     read_state,
     replace_state,
     resolve_model,
+    set_aside,
     write_state,
     writing,
 )
@@ -479,21 +480,21 @@ def rooted(config: Config) -> Config:
 
 
 def resume(folder: Path, watcher: Watcher | None = None) -> Result:
-    """Go on with a run from its newest checkpoint, as if it had never stopped.
+    """Go on with a run from its newest whole checkpoint, as if it had never stopped.
 
-    Rows of the database that are later than the checkpoint are deleted first.
+    Rows of the database that are later than the checkpoint are deleted first, and later checkpoints
+    that turned out to be damaged are renamed.
 
     Args:
         folder: The run's folder.
         watcher: Who is told of the progress.
 
     Raises:
-        RagenError: No run, no checkpoint, damaged files, or the model it began with is gone.
+        RagenError: No run, no whole checkpoint, or the model it began with is gone.
         StopRequested: As in `train`.
     """
     config = read_config(folder / CONFIG)
-    checkpoint = newest(folder)
-    saved = read_state(checkpoint)
+    checkpoint, saved, damaged = newest_whole(folder)
     try:
         state, engine_state = LoopState(**saved["loop"]), saved["engine"]
     except (KeyError, TypeError) as error:
@@ -509,9 +510,12 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
         recorder = Recorder.open(folder, state.attempt)
         recorder.forget_after(state.attempt, state.step)
         recorder.event(state.step, "resume", f"resumed after step {state.step}")
-        return await whole(
-            Run(folder, config, engine, setup, recorder, state, watcher or Watcher())
-        )
+        run = Run(folder, config, engine, setup, recorder, state, watcher or Watcher())
+        for later, reason in damaged.items():
+            text = f"going on from {checkpoint.name}: in {set_aside(later)}, {reason}"
+            recorder.event(state.step, "damaged checkpoint", text)
+            run.watcher.alarm(state.step, text)
+        return await whole(run)
 
     return run_async(go_on())
 

@@ -22,15 +22,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ragen import checkpoint, trainer
+from ragen import checkpoint, engine_local, trainer
 from ragen.advantages import ADVANTAGES, NEEDS_VALUES
 from ragen.batch import Batch
 from ragen.config import Config
 from ragen.engine import Role
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
+from ragen.learner import Learner
 from ragen.progress import Watcher
-from ragen.recorder import DATABASE
+from ragen.recorder import DATABASE, Recorder
+from ragen.sampler import Sampler
 from ragen.settings import resolve
 from ragen.stopping import StopRequested
 from ragen.trainer import Result, resume, train
@@ -45,6 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dapo": DAPO,
     "updates": {"budget": "updates", "filter__rule": "all", "update__lr_end": 0.1, "steps": 5},
 }
+BOTH = pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
 
 
 def config(**more: Any) -> Config:
@@ -63,7 +66,7 @@ def numbers(run: Path) -> dict[str, Any]:
     """All that a run came to, except for the time it took and the events on its way."""
     newest = checkpoint.newest(run)
     state = json.loads((newest / checkpoint.STATE).read_text())
-    del state["loop"]["seconds"]
+    del state["loop"]["seconds"], state[checkpoint.SEAL]
     evaluations = [
         {k: v for k, v in json.loads(record).items() if k not in ("seconds", "target")}
         for (record,) in rows(run, "SELECT record FROM evaluations ORDER BY step, temperature")
@@ -248,7 +251,7 @@ def test_filters_read_raw_rewards_however_they_are_normalised(tmp_path: Path) ->
     assert len({std for groups in spread.values() for _, std in groups}) > 2, "there was a choice"
 
 
-@pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
+@BOTH
 def test_the_same_run_twice_is_the_same_run(tmp_path: Path, more: dict[str, Any]) -> None:
     for name in ("a", "b"):
         train(config(**more), tmp_path / name)
@@ -481,7 +484,7 @@ def kill_and_resume(
         kills += 1
 
 
-@pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
+@BOTH
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, more: dict[str, Any]) -> None:
     asked = config(eval__every=2, **more)
     start = time.monotonic()
@@ -494,43 +497,63 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, more: dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
+@BOTH
 def test_kills_at_many_moments(tmp_path: Path, more: dict[str, Any], seed: int) -> None:
     asked = config(eval__every=2, steps=5, checkpoint__every=2, **more)
     kill_and_resume(tmp_path, asked, 1.5, random.Random(seed), most=20)
     same(tmp_path / "run", uninterrupted(asked, tmp_path))
 
 
-@pytest.mark.parametrize("moment", ["write_state", "_flush", "rename", "_drop_old"])
-def test_killed_while_a_checkpoint_is_written(
-    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, run = config(), tmp_path / "run"
+def killed(asked: Config, run: Path, place: tuple[Any, str], number: int) -> None:
+    """Begin a run in a process that is killed at a function's `number`-th call after step 1."""
+    owner, name = place
+    before, left = getattr(owner, name), number
 
-    def dies(*_: object, **__: object) -> None:
-        if (run / "checkpoints" / "step-1").exists():
+    def then(*arguments: Any, **named: Any) -> Any:
+        nonlocal left
+        left -= (run / "checkpoints" / "step-1").exists()
+        if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+        return before(*arguments, **named)
 
     def work() -> None:
-        real = {
-            "write_state": (trainer, "write_state"),
-            "_flush": (checkpoint, "_flush"),
-            "rename": (Path, "rename"),
-            "_drop_old": (checkpoint, "_drop_old"),
-        }[moment]
-        before = getattr(*real)
-
-        def then(*arguments: Any, **named: Any) -> Any:
-            dies()
-            return before(*arguments, **named)
-
-        setattr(*real, then)
+        setattr(owner, name, then)
         train(asked, run)
 
     assert end_of(forked(work)) == -signal.SIGKILL
+
+
+PHASES: dict[str, tuple[tuple[Any, str], int]] = {  # a call in it, the how many-th after step 1
+    "rollout": ((Sampler, "_draw"), 5),
+    "update": ((Learner, "_apply"), 2),  # the first pass, or the policy, has moved
+    "inside an optimiser": ((torch.optim.AdamW, "step"), 2),
+    "before a commit": ((Recorder, "commit"), 1),
+    "after a commit": ((Watcher, "step"), 1),
+    "evaluation": ((trainer, "evaluate_policy"), 1),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_in_every_phase(tmp_path: Path, phase: str, more: dict[str, Any]) -> None:
+    asked, run = config(eval__every=2, **more | {"update__passes": 2}), tmp_path / "run"
+    place, number = PHASES[phase]
+    killed(asked, run, place, number)
+    assert checkpoint.newest(run).name == "step-1"
+    resume(run)
+    same(run, uninterrupted(asked, tmp_path))
+
+
+@BOTH
+@pytest.mark.parametrize("moment", ["write_state", "save_model", "_flush", "rename", "_drop_old"])
+def test_killed_while_a_checkpoint_is_written(
+    tmp_path: Path, moment: str, more: dict[str, Any]
+) -> None:
+    asked, run = config(**more), tmp_path / "run"
+    owners = {"write_state": trainer, "save_model": engine_local, "rename": Path}
+    killed(asked, run, (owners.get(moment, checkpoint), moment), 1)
     for folder in checkpoint.folders(run):  # each is whole
-        load_file(folder / "model.safetensors")
-        checkpoint.read_state(folder)
+        checkpoint.verified_state(folder)
     resume(run)
     same(run, uninterrupted(asked, tmp_path))
     assert not list((run / "checkpoints").glob(".*"))
@@ -576,36 +599,82 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe{", b"[]", b'{"loop": {"st', b'{"loop": {}}'])
+class Hears(Watcher):
+    def __init__(self) -> None:
+        self.alarms: list[str] = []
+
+    def alarm(self, step: int, text: str) -> None:
+        self.alarms.append(text)
+
+
+def goes_on_from_the_one_before(run: Path, finished: Path, name: str) -> None:
+    """The damage is told, nothing is lost but the damaged checkpoint, and no number changes."""
+    hears = Hears()
+    resume(run, hears)
+    same(run, numbers(finished))
+    (line,) = hears.alarms
+    aside = run / "checkpoints" / "damaged-step-1"
+    assert line.startswith(f"going on from step-0: in {aside}, {name} is damaged (")
+    assert "\n" not in line and aside.is_dir()
+    assert rows(run, "SELECT kind, text FROM events WHERE kind != 'resume'") == [
+        ("damaged checkpoint", line)
+    ]
+    assert [path.name for path in checkpoint.folders(run)] == ["step-0", "step-1"]
+    resume(run, hears)
+    assert len(hears.alarms) == 1, "what was set aside is not met again"
+
+
+def half(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def one_bit(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "zeros": lambda data: bytes(len(data)),  # what a file system may leave after a power cut
+    "half": half,
+    "one bit": one_bit,
+    "other": lambda data: b'{"loop": {}}',
+    "no object": lambda data: b"[]",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
     "name", ["state.json", "model.safetensors", "critic.safetensors", "optimizer-0.safetensors"]
 )
-def test_a_damaged_checkpoint(tmp_path: Path, finished: Path, name: str, content: bytes) -> None:
+def test_a_damaged_checkpoint(tmp_path: Path, finished: Path, name: str, damage: str) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
-    (checkpoint.newest(run) / name).write_bytes(content)
-    with pytest.raises(RagenError) as caught:
-        resume(run)
-    assert "\n" not in str(caught.value)
-    assert str(run) in str(caught.value)
+    path = checkpoint.newest(run) / name
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    goes_on_from_the_one_before(run, finished, name)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["state.json", "config.json", "tokenizer.json", "model.safetensors"]
+)
 def test_a_checkpoint_without_a_file(tmp_path: Path, finished: Path, name: str) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     (checkpoint.newest(run) / name).unlink()
-    with pytest.raises(RagenError, match=str(run)):
-        resume(run)
+    goes_on_from_the_one_before(run, finished, name)
 
 
-def test_half_a_tensor_file(tmp_path: Path, finished: Path) -> None:
+def test_no_checkpoint_is_whole(tmp_path: Path, finished: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
-    for name in ("model.safetensors", "critic-optimizer-0.safetensors"):
-        path = checkpoint.newest(run) / name
-        data = path.read_bytes()
-        path.write_bytes(data[: len(data) // 2])
-        with pytest.raises(RagenError, match="damaged"):
-            resume(run)
-        path.write_bytes(data)
+    (run / "checkpoints" / "step-1" / "model.safetensors").unlink()
+    (run / "checkpoints" / "step-0" / "state.json").write_text("{")
+    before = sorted(run.rglob("*"))
+    with pytest.raises(RagenError) as caught:
+        resume(run)
+    assert str(caught.value).startswith(
+        f"no checkpoint of {run} is whole (step-1: model.safetensors is damaged (it is missing); "
+        "step-0: state.json is damaged ("
+    )
+    assert "\n" not in str(caught.value) and sorted(run.rglob("*")) == before
 
 
 def test_a_damaged_database(tmp_path: Path, finished: Path) -> None:
