@@ -111,10 +111,6 @@ class Lines(Watcher):
     def alarm(self, step: int, text: str) -> None:
         self._say(f"! {text}")
 
-    @override
-    def alarm(self, step: int, text: str) -> None:
-        self._say(f"! {text}")
-
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -163,10 +159,6 @@ class LiveTable(Watcher):
     @override
     def alarm(self, step: int, text: str) -> None:
         self._above(f"! {text}", "bold red")
-
-    @override
-    def alarm(self, step: int, text: str) -> None:
-        self._bar.console.print(f"! {text}", style="bold red", markup=False, highlight=False)
 
     @override
     def end(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +20,12 @@ from ragen.batch import Batch, collate, take
 from ragen.checkpoint import optimizer_tensors, restore_optimizer
 from ragen.config import LossConfig, UpdateConfig
 from ragen.learner import Learner, optimizers
-from ragen.model import Critic
+from ragen.model import Critic, load_policy
+from ragen.recorder import DATABASE, SAMPLE_ARRAYS, decompress
+from ragen.settings import resolve
+from ragen.trainer import train
 from ragen.types import Sample
+from tests.speaker import settings
 from tests.tiny import tiny_model, tiny_tokenizer
 
 VOCABULARY = 400
@@ -179,6 +186,53 @@ def test_rows_of_one_episode_are_one_ratio_whatever_the_microbatch(
     assert any(bool(each.any()) for each in found[0][0].values())
     assert found[0][1]["ratio/max"].value == pytest.approx(found[1][1]["ratio/max"].value)
     assert found[0][1]["ratio/max"].value != pytest.approx(1, abs=1e-3)
+
+
+def recorded(run: Path) -> Batch:
+    """The samples that a run wrote into its database, with the numbers they were trained with."""
+    with closing(sqlite3.connect(run / DATABASE)) as connection:
+        columns = ", ".join(f'"{name}"' for name in SAMPLE_ARRAYS)
+        rows = connection.execute(f'SELECT "group", {columns} FROM samples').fetchall()
+    arrays = [
+        {k: decompress(k, v) for k, v in zip(SAMPLE_ARRAYS, row[1:], strict=True)} for row in rows
+    ]
+    batch = collate(
+        [
+            Sample(
+                *(tuple(each[name].tolist()) for name in ("token_ids", "loss_mask")),
+                *(tuple(each[name].tolist()) for name in ("sampled_logprobs", "turn_index")),
+                (False,) * len(each["token_ids"]),
+                number,
+                row[0],
+            )
+            for number, (row, each) in enumerate(zip(rows, arrays, strict=True))
+        ]
+    )
+
+    def field(name: str) -> Tensor:
+        rows_T = [torch.tensor(each[name]) for each in arrays]
+        return torch.nn.utils.rnn.pad_sequence(rows_T, batch_first=True)
+
+    return replace(batch, old_logprobs_BT=field("old_logprobs"), advantages_BT=field("advantages"))
+
+
+def test_on_recorded_episodes_the_microbatch_size_changes_the_gradient_by_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = resolve("bandit", settings(steps=1, algorithm="starpo/ppo", eval__episodes=0))
+    train(asked, tmp_path / "run")
+    part, found, parts = recorded(tmp_path / "run"), [], []
+    for tokens in (8192, 200, 1):
+        policy, _ = load_policy(asked.model.path, "cpu", "float32")
+        loss = LossConfig(entropy=0.01, kl=0.0)
+        one = Learner(policy, UpdateConfig(microbatch_tokens=tokens), loss)
+        parts.append(len(one._microbatches(part)))
+        gradients = gradient(one, part, monkeypatch).values()
+        found.append(torch.cat([each.flatten().double() for each in gradients]))
+    assert parts[0] == 1 < parts[1] < parts[2] == part.num_rows
+    whole = found[0].norm()
+    assert whole > 1e-3
+    assert max(float((each - found[0]).norm() / whole) for each in found[1:]) < 1e-5
 
 
 @how(max_examples=10)

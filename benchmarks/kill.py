@@ -1,0 +1,192 @@
+"""Is a run that was killed and resumed the run that was not? Counted over random moments.
+
+    python benchmarks/kill.py 30
+
+Each trial trains Bandit from its embedded model in a process of its own, by turns with GRPO and
+with PPO and its critic. The process gets SIGKILL at a random moment and is resumed, and so on, at
+most three times; then it is left to its end. Compared with a run that nobody killed: all rows of
+the database (those about seconds excepted), and every tensor of the last checkpoint, bit for bit.
+Prints a line a trial and at the end one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from ragen import trainer
+from ragen.checkpoint import newest_whole
+from ragen.config import Config
+from ragen.engine_local import LocalEngine
+from ragen.errors import RagenError
+from ragen.recorder import DATABASE
+from ragen.settings import resolve
+from ragen.trainer import resume, train
+
+MOST_KILLS = 3
+SETTINGS: dict[str, Any] = {
+    "threads": 1,
+    "steps": 4,
+    "rollout.prompts": 4,
+    "rollout.members": 8,
+    "update.minibatch_episodes": 8,
+    "update.passes": 2,
+    "eval.every": 2,
+    "eval.episodes": 8,
+    "checkpoint.every": 1,
+    "record.tokens_every": 1,
+}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": "starpo-s/grpo", "filter.value": 0.5},
+    "ppo": {"algorithm": "starpo/ppo", "update.lr_end": 0.1},
+}
+IDENTICAL = "identical"
+PLACES: dict[str, tuple[Any, str]] = {
+    "rollout": (trainer, "play"),
+    "score": (trainer, "learnable"),
+    "update": (LocalEngine, "update"),
+    "record": (trainer, "record"),
+    "checkpoint": (trainer, "save"),
+    "evaluation": (trainer, "evaluate"),
+}
+PHASES = ("between", *PLACES)
+here = mmap.mmap(-1, 1)
+"""The phase that the run is in, told across processes."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("trials", type=int)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    args = parser.parse_args()
+    for phase, (owner, name) in PLACES.items():
+        setattr(owner, name, watched(phase, getattr(owner, name)))
+    chooser = random.Random(args.seed)
+    outcomes: list[str] = []
+    killed_in: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = {name: uninterrupted(name, Path(scratch)) for name in ALGORITHMS}
+        for trial in range(args.trials):
+            name = list(ALGORITHMS)[trial % len(ALGORITHMS)]
+            wanted, seconds = whole[name]
+            run = Path(scratch) / "run"
+            places = kill_and_resume(config_of(name), run, seconds, chooser)
+            outcomes.append(difference(wanted, contents(run)))
+            killed_in.update(places)
+            print(f"{trial + 1:3} {name:4} killed {', '.join(places)}: {outcomes[-1]}", flush=True)
+            shutil.rmtree(run)
+    found = {"trials": len(outcomes), IDENTICAL: outcomes.count(IDENTICAL)}
+    print(json.dumps(found | {"kills": sum(killed_in.values()), "in": dict(killed_in)}))
+
+
+def config_of(name: str) -> Config:
+    return resolve("bandit", SETTINGS | ALGORITHMS[name])
+
+
+def uninterrupted(name: str, scratch: Path) -> tuple[dict[str, Any], float]:
+    """What an algorithm's run comes to, and the seconds it takes."""
+    run, start = scratch / name, time.perf_counter()
+    pid = in_a_process(lambda: train(config_of(name), run))
+    assert os.waitpid(pid, 0)[1] == 0
+    return contents(run), time.perf_counter() - start
+
+
+def in_a_process(work: Callable[[], object]) -> int:
+    """A copy of this process: it has the libraries loaded, which would take most of the time."""
+    here[0] = 0
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def kill_and_resume(config: Config, run: Path, seconds: float, chooser: random.Random) -> list[str]:
+    """Run to the end through kills at random moments; returns the phases they fell into."""
+    places: list[str] = []
+    while True:
+        pid = in_a_process(lambda: go_on(config, run))
+        if len(places) < MOST_KILLS:
+            time.sleep(chooser.uniform(0, seconds))
+            place = PHASES[here[0]]
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        if status == 0:
+            return places
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "the run failed by itself"
+        places.append(place)
+
+
+def go_on(config: Config, run: Path) -> None:
+    """Resume, or begin anew where the kill came before the first checkpoint."""
+    try:
+        newest_whole(run)
+    except RagenError:
+        shutil.rmtree(run, ignore_errors=True)
+        train(config, run)
+    else:
+        resume(run)
+
+
+def watched(phase: str, work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """The same, leaving word of where the process is."""
+
+    async def then(*arguments: Any) -> Any:
+        before, here[0] = here[0], PHASES.index(phase)
+        try:
+            return await work(*arguments)
+        finally:
+            here[0] = before
+
+    return then
+
+
+def contents(run: Path) -> dict[str, Any]:
+    """All that a run came to, except for the time it took and what happened on its way."""
+    checkpoint, state, _ = newest_whole(run)
+    del state["loop"]["seconds"]
+    tables = {
+        "metrics": "SELECT * FROM metrics WHERE name NOT LIKE 'time/%' AND name NOT LIKE '%_per_s'",
+        "episodes": "SELECT * FROM episodes",
+        "turns": "SELECT * FROM turns",
+        "samples": "SELECT * FROM samples",
+    }
+    with closing(sqlite3.connect(run / DATABASE)) as connection:
+        rows = {name: connection.execute(query).fetchall() for name, query in tables.items()}
+        records = connection.execute("SELECT record FROM evaluations ORDER BY id").fetchall()
+    evaluations = [json.loads(record) for (record,) in records]
+    for each in evaluations:
+        del each["seconds"], each["target"]
+    weights = {
+        path.name: hashlib.blake2b(path.read_bytes()).hexdigest()
+        for path in sorted(checkpoint.glob("*.safetensors"))
+    }
+    return rows | {"evaluations": evaluations, "weights": weights, "state": state}
+
+
+def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
+    """``identical``, or the parts that differ."""
+    parts = [name for name in wanted if wanted[name] != found[name]]
+    return f"DIFFERS in {', '.join(parts)}" if parts else IDENTICAL
+
+
+if __name__ == "__main__":
+    main()
