@@ -52,9 +52,9 @@ class Conversation:
         builder: PromptBuilder,
         words: tuple[str, str, tuple[str, ...] | None],
         chat: Chat | None,
-        window: int = 0,
-        max_length: int = 1024,
-        prefill: str = "",
+        window: int,
+        max_length: int,
+        prefill: str,
     ) -> None:
         self._builder = builder
         self._words = words

@@ -16,7 +16,10 @@ class Policy(Protocol):
     """π(completion | prompt): a local sampler, a server, or a script."""
 
     async def complete(self, prompt: Prompt) -> Completion:
-        """Draw one completion. Must not raise for anything that the prompt may contain."""
+        """Draw one completion, with its `fingerprint` where it has ids.
+
+        Must not raise for anything that the prompt may contain.
+        """
         ...
 
 
