@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,17 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen.advantages import ADVANTAGES
-from ragen.batch import collate, episode_index, minibatches
+from ragen.batch import Batch, collate, episode_index, minibatches, to_episodes
+from ragen.batch import to_samples as to_rows
 from ragen.chat import Chat
-from ragen.config import LossConfig, UpdateConfig
+from ragen.config import AdvantageConfig, LossConfig, RewardConfig, UpdateConfig
+from ragen.credit import credit
 from ragen.exactness import verify, with_births
 from ragen.learner import Learner
 from ragen.policy import fingerprint
-from ragen.rewards import token_rewards
 from ragen.rollout import Setup, run_groups
 from ragen.sampler import Sampler
 from ragen.samples import to_samples, trainable
-from ragen.types import Completion, Group, Prompt, Sample
+from ragen.types import Completion, Episode, Group, Prompt, Sample
 from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
 
@@ -145,35 +147,23 @@ def said_in(completion: Completion) -> tuple[int, ...]:
     return completion.token_ids
 
 
-def credited(groups: list[Group], samples: list[Sample]) -> list[torch.Tensor]:
-    """Returns and advantages along each episode, of all estimators, both placements."""
-    index = episode_index(collate(samples))
-    episodes = [episode for _, episode in trainable(groups)]
+def credited(batch: Batch, episodes: list[Episode]) -> list[torch.Tensor]:
+    """Rewards, returns and advantages along each episode, of all estimators, both placements."""
+    index = episode_index(batch)
     values_ES = torch.linspace(0, 1, index.mask_ES.shape[1]) * index.mask_ES
+    batch = replace(batch, values_BT=to_rows(values_ES, index))
     found = [index.turn_ES, index.turn_ends_ES]
-    for placement in ("episode", "turn"):
-        for name in ("gae", "grpo", "dr_grpo"):
-            credit = ADVANTAGES[name](
-                rewards_ES=token_rewards(episodes, index, placement),
-                mask_ES=index.mask_ES,
-                values_ES=values_ES,
-                bootstrap_E=None,
-                turn_ES=index.turn_ES,
-                turn_ends_ES=index.turn_ends_ES,
-                group_E=index.group_E,
-                gamma=0.9,
-                lam=0.8,
-                whiten=False,
-            )
-            found += [
-                each for each in (credit.advantages_ES, credit.returns_ES) if each is not None
-            ]
+    for placement, name in product(("episode", "turn"), ADVANTAGES):
+        reward = RewardConfig(placement=placement)
+        made = credit(batch, episodes, reward, AdvantageConfig(name=name), LossConfig(kl=0.0))
+        fields = (made.rewards_BT, made.advantages_BT, made.returns_BT)
+        found += [to_episodes(field_BT, index) for field_BT in fields if field_BT is not None]
     return found
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("max_length", [ROOMY, TIGHT])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_every_sampled_token_is_trained_once_in_every_window(
     template: str, max_length: int, data: st.DataObject
@@ -185,16 +175,17 @@ def test_every_sampled_token_is_trained_once_in_every_window(
         samples = to_samples(groups)
         assert samples, "the first turn fits"
         check(groups, samples)
-        batch = with_births(collate(samples), [episode for _, episode in trainable(groups)])
+        episodes = [episode for _, episode in trainable(groups)]
+        batch = with_births(collate(samples), episodes)
         for part in minibatches(batch, minibatch_episodes=1, passes=1, seed=0):
             verify([part])
-        alike.append(credited(groups, samples))
+        alike.append(credited(batch, episodes))
     for others in alike[1:]:
         assert all(map(torch.equal, others, alike[0]))
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     shown=texts,
     window=st.sampled_from(WINDOWS),
