@@ -164,7 +164,7 @@ def contents(run: Path) -> dict[str, Any]:
     checkpoint, state, _ = newest_whole(run)
     del state["loop"]["seconds"]
     tables = {
-        "metrics": "SELECT * FROM metrics WHERE name NOT LIKE 'time/%' AND name NOT LIKE '%_per_s'",
+        "metrics": "SELECT * FROM metrics WHERE name NOT LIKE 'time/%'",
         "episodes": "SELECT * FROM episodes",
         "turns": "SELECT * FROM turns",
         "samples": "SELECT * FROM samples",

@@ -16,6 +16,7 @@ from ragen.advantages import COMPARES_MEMBERS, NEEDS_VALUES
 from ragen.batch import Batch, collate, minibatches
 from ragen.checkpoint import (
     checkpoint_of,
+    newest,
     newest_whole,
     read_state,
     replace_state,

@@ -252,8 +252,8 @@ def test_every_fifth_step_from_the_first(tmp_path: Path) -> None:
     assert steps == {1, 6}
 
 
-@pytest.mark.parametrize("context", ["window", "single"])
-def test_it_works_in_every_context_window(tmp_path: Path, context: str) -> None:
+@pytest.mark.parametrize("window", [2, 1])
+def test_it_works_in_every_context_window(tmp_path: Path, window: int) -> None:
     config = resolve(
         "frozen-lake-still",
         {
@@ -262,8 +262,7 @@ def test_it_works_in_every_context_window(tmp_path: Path, context: str) -> None:
             "rollout.prompts": 2,
             "rollout.members": 4,
             "rollout.slots": 8,
-            "prompt.context": context,
-            "prompt.window": 2,
+            "prompt.window": window,
             "eval.episodes": 0,
             "checkpoint.every": 0,
         }
