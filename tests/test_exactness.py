@@ -262,8 +262,8 @@ def test_a_reply_that_was_tokenised_anew_stops_the_run(
 ) -> None:
     """The commonest fault elsewhere: text that is encoded again gives other tokens."""
 
-    async def retokenised(*arguments: Any) -> list[Group]:
-        (first, *others) = await run_groups(*arguments)
+    async def retokenised(*arguments: Any, **named: Any) -> list[Group]:
+        (first, *others) = await run_groups(*arguments, **named)
         episode = first.episodes[0]
         turn = episode.turns[0]
         ids = turn.completion.token_ids or ()
