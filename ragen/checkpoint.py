@@ -95,11 +95,21 @@ def folders(run: Path) -> list[Path]:
 
 def _named(run: Path) -> list[Path]:
     found = [
-        (int(match[1]), path)
+        path
         for path in (run / "checkpoints").glob("step-*")
-        if (match := re.fullmatch(r"step-(\d+)", path.name))
+        if re.fullmatch(r"step-\d+", path.name)
     ]
-    return [path for _, path in sorted(found)]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's name says it is of.
+
+    Example:
+        >>> step_of(Path("runs/bandit-1/checkpoints/step-20"))
+        20
+    """
+    return int(folder.name.removeprefix("step-"))
 
 
 def newest(run: Path) -> Path:
@@ -179,14 +189,18 @@ def checkpoint_of(run: Path, step: int) -> Path | None:
 
 
 @contextmanager
-def writing(run: Path, step: int, keep: int, best: int | None = None) -> Iterator[Path]:
+def writing(
+    run: Path, step: int, keep: int, best: int | None = None, every: int = 1
+) -> Iterator[Path]:
     """A folder to fill with the checkpoint of `step`; it gets its name when it is whole.
 
     Args:
         run: The run folder.
         step: Steps that are finished.
-        keep: How many of the newest checkpoints stay.
+        keep: How many of the newest regular checkpoints stay.
         best: A step whose checkpoint stays too.
+        every: Steps between regular checkpoints. One between them, of a run that was stopped, stays
+            while it is the newest and pushes no regular one out.
 
     Raises:
         RagenError: The disk is full or cannot be written; earlier checkpoints are untouched.
@@ -213,7 +227,7 @@ def writing(run: Path, step: int, keep: int, best: int | None = None) -> Iterato
         raise _unwritten(target, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _drop_old(run, keep, best)
+    drop_old(run, keep, best, every)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -266,12 +280,31 @@ def _unwritten(folder: Path, error: Exception) -> RagenError:
     )
 
 
-def _drop_old(run: Path, keep: int, best: int | None) -> None:
-    for path in folders(run)[:-keep]:
-        if path.name != f"step-{best}":
+def regular(run: Path, every: int) -> list[Path]:
+    """The complete checkpoints that a run writes whether it is stopped or not, oldest first."""
+    return [path for path in folders(run) if step_of(path) % every == 0]
+
+
+def drop_old(run: Path, keep: int, best: int | None = None, every: int = 1) -> None:
+    """Remove all checkpoints but those that `writing` says stay."""
+    kept = {*regular(run, every)[-keep:], *folders(run)[-1:]}
+    for path in folders(run):
+        if path not in kept and step_of(path) != best:
             shutil.rmtree(path)
     for path in (run / "checkpoints").glob(".step-*"):  # of a process that was killed
         shutil.rmtree(path, ignore_errors=True)
+
+
+def drop_after(run: Path, step: int) -> None:
+    """Remove the checkpoints later than `step`, whose attempt is given up.
+
+    Newest first: whatever a kill leaves behind, the newest that remains leads here again.
+    """
+    for path in reversed(folders(run)):
+        if step_of(path) > step:
+            hidden = path.with_name(f".{path.name}.{os.getpid()}")
+            path.rename(hidden)  # at once: half a checkpoint would pass for a damaged one
+            shutil.rmtree(hidden)
 
 
 def _flush(path: Path) -> None:

@@ -1,8 +1,8 @@
 """The command line, ``ragen COMMAND …``: each command calls one function and shows its result.
 
 Results go to standard output, progress and errors to standard error. A user's mistake is one line
-and exit code 2; an interrupted run says how to go on and exits with 130 (Ctrl-C) or 143 (SIGTERM).
-A traceback always means a bug.
+and exit code 2; a run that the guard stopped exits with 3; an interrupted run says how to go on and
+exits with 130 (Ctrl-C) or 143 (SIGTERM). A traceback always means a bug.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 Overrides = dict[str, Any]
 
-MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
-"""Exit codes; the last two are 128 + the signal's number, as shells have it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes: 128 + the signal's number, as shells have it; an error brings its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
 
 
-def _mistake(error: Exception) -> int:
+def _mistake(error: RagenError | ExceptionGroup[RagenError]) -> int:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     _complain(" ".join(str(error).split()))
-    return MISTAKE
+    return error.exit_code
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -224,6 +224,7 @@ def _result_record(result: Result) -> dict[str, Any]:
         "run": str(result.run),
         "before_greedy": success(result.before_greedy),
         "after_greedy": success(result.after_greedy),
+        "alarms": [str(alarm) for alarm in result.alarms],
     }
 
 

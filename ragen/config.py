@@ -12,7 +12,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -22,6 +22,38 @@ paper (arXiv:2507.18071) clips at 3e-4 and 4e-4: PPO's .2, left standing, would 
 
 REWARD_TERMS = ("grounding", "consistency", "length", "repetition")
 """What `RewardConfig.terms` may charge for; `reasoning.TERMS` defines them."""
+
+DetectorName = Literal[
+    "reward_std_cliff",
+    "entropy_cliff",
+    "entropy_blowup",
+    "grad_spike",
+    "reward_drop",
+    "mi_drop",
+    "format_loss",
+    "degenerate_text",
+    "non_finite",
+    "empty_filter",
+    "stalled",
+]
+Response = Literal["off", "log", "stop", "rollback"]
+
+RESPONSES: Mapping[DetectorName, Response] = MappingProxyType(
+    {
+        "reward_std_cliff": "log",
+        "entropy_cliff": "log",
+        "entropy_blowup": "log",
+        "grad_spike": "log",
+        "reward_drop": "log",
+        "mi_drop": "log",
+        "format_loss": "log",
+        "degenerate_text": "stop",
+        "non_finite": "log",
+        "empty_filter": "stop",
+        "stalled": "stop",
+    }
+)
+"""What the guard does unless told otherwise: only where nothing more can be learnt, a run stops."""
 
 
 class Section(BaseModel):
@@ -249,6 +281,25 @@ class DiagnoseConfig(Section):
     """Steps between gradient norms by reward std; 0 takes none."""
 
 
+class GuardConfig(Section):
+    """What is done about a run that gets into trouble."""
+
+    responses: dict[str, Any] = Field(default_factory=dict)
+    """A detector's response, off, log, stop or rollback, such as reward_drop = "rollback"."""
+    rollbacks: int = Field(2, ge=1)
+    """Rollbacks that a run may take; where one more is due, it stops."""
+    remedy: Literal["lr", "filter", "kl", "seeds"] = "lr"
+    """What a rollback changes: a third of the learning rate, a tighter filter, more KL, or other
+    random numbers."""
+    stalled_s: float = Field(1800.0, ge=0)
+    """Seconds without progress of any phase after which a run counts as stalled; 0 never."""
+
+    def response(self, detector: DetectorName) -> Response:
+        """What is done when `detector` fires."""
+        chosen: Response = self.responses.get(detector, RESPONSES[detector])
+        return chosen
+
+
 class Config(Section):
     """One training run."""
 
@@ -276,6 +327,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
     diagnose: DiagnoseConfig = DiagnoseConfig()
+    guard: GuardConfig = GuardConfig()
 
     @model_validator(mode="after")
     def _combination(self) -> Config:
@@ -387,6 +439,35 @@ class Config(Section):
             raise ValueError("reward.terms are about thoughts: set prompt.think = true")
         return self
 
+    @model_validator(mode="after")
+    def _responses(self) -> Config:
+        """Responses that do not exist, or that nothing would ever call for."""
+        responses, evaluated = self.guard.responses, self.eval.every and self.eval.episodes
+        for name, response in responses.items():
+            if name not in RESPONSES:
+                near = difflib.get_close_matches(name, RESPONSES, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(RESPONSES)}"
+                raise ValueError(f"guard.responses.{name}: there is no such detector; {hint}")
+            if response not in get_args(Response):
+                raise ValueError(
+                    f"guard.responses.{name} = {response!r}: expected off, log, stop or rollback"
+                )
+        if "reward_drop" in responses and not evaluated:
+            raise ValueError("guard.responses.reward_drop compares evaluations: set eval.every")
+        if "stalled" in responses and not self.guard.stalled_s:
+            raise ValueError("guard.responses.stalled needs a time: set guard.stalled_s above 0")
+        if responses.get("stalled") == "rollback":
+            raise ValueError(
+                "a run that hangs cannot go back by itself: set guard.responses.stalled to "
+                '"stop" and resume it'
+            )
+        if self.guard.remedy == "filter" and self.rollout.members < 2:
+            raise ValueError(
+                'guard.remedy = "filter" compares the members of a group: '
+                "set rollout.members to 2 or more"
+            )
+        return self
+
 
 class Use(NamedTuple):
     """When a key is read: as a test of the config, and in words."""
@@ -398,6 +479,10 @@ class Use(NamedTuple):
 _RANKS = Use(lambda c: c.filter.rule != "all", 'a filter.rule other than "all"')
 _CRITIC = Use(
     lambda c: c.advantage.name in ("gae", "bi_level_gae"), "an advantage.name that uses a critic"
+)
+
+_ROLLS_BACK = Use(
+    lambda c: "rollback" in c.guard.responses.values(), 'a "rollback" among guard.responses'
 )
 
 READ_WITH: Mapping[str, Use] = MappingProxyType(
@@ -435,6 +520,8 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
         "loss.value_clip": _CRITIC,
         "update.critic_lr": _CRITIC,
         "update.critic_warmup_steps": _CRITIC,
+        "guard.rollbacks": _ROLLS_BACK,
+        "guard.remedy": _ROLLS_BACK,
     }
 )
 """Keys that some settings leave unread; `settings.resolve` refuses them there. All others are read

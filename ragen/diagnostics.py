@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from itertools import groupby
+from math import exp, inf, isfinite, log
 from statistics import fmean, median, stdev
 from typing import Literal
 
@@ -25,6 +26,8 @@ EMA_WEIGHT = 0.1
 """Weight of the newest value in a moving average: the last ten make up two thirds of it."""
 NUM_BUCKETS = 4
 """Quartiles of the in-group reward std, as arXiv:2604.06268 compares them."""
+REPEATS = 8
+"""Times in a row that one token comes in a degenerate completion, half of which it is at least."""
 
 
 def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
@@ -76,11 +79,12 @@ def _spread(groups: Sequence[Group]) -> Metrics:
 def _turns(turns: Sequence[Turn]) -> Metrics:
     told = [turn for turn in turns if "effective" in turn.info]
     executed = sum(len(turn.actions_executed) for turn in told)
-    lengths = [len(t.completion.token_ids) for t in turns if t.completion.token_ids is not None]
+    lengths = [len(ids) for ids in _token_ids(turns)]
     metrics = {
         **_mean("actions/per_turn", [len(turn.actions_executed) for turn in turns]),
         **_mean("format/valid_fraction", [turn.well_formed for turn in turns]),
         **_mean("length/completion_tokens", lengths),
+        **_mean("text/degenerate_fraction", [is_degenerate(ids) for ids in _token_ids(turns)]),
         **_mean("length/cut_fraction", [t.completion.finish_reason == "length" for t in turns]),
         **_mean("prompt/turns_dropped", [turn.prompt.turns_dropped for turn in turns]),
         "tokens/sampled": total(sum(lengths)),
@@ -89,6 +93,21 @@ def _turns(turns: Sequence[Turn]) -> Metrics:
         changed = sum(turn.info["effective"] for turn in told)
         metrics["actions/effective_fraction"] = mean(changed / executed, executed)
     return metrics
+
+
+def _token_ids(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
+    return [t.completion.token_ids for t in turns if t.completion.token_ids is not None]
+
+
+def is_degenerate(token_ids: Sequence[int]) -> bool:
+    """Whether one token, repeated, is most of a completion, such as "!!!!!!!!".
+
+    Example:
+        >>> is_degenerate([5, 6, *[9] * 8, 2]), is_degenerate([9] * 7)
+        (True, False)
+    """
+    longest = max((len(list(run)) for _, run in groupby(token_ids)), default=0)
+    return longest >= REPEATS and 2 * longest >= len(token_ids)
 
 
 def _thoughts(turns: Sequence[Turn]) -> Metrics:
@@ -202,6 +221,13 @@ SIGNS: dict[SignName, str] = {
 WINDOW = 5
 """Steps of the baseline at the start, and of the trailing mean that is compared with it."""
 
+SPIKE = 5
+"""How many times the usual gradient norm makes a spike, at least."""
+
+OUTLIER = 3.5
+"""Modified z-score of an outlier (Iglewicz and Hoaglin 1993), whose σ is 1.4826 times the median
+absolute deviation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sign:
@@ -234,8 +260,7 @@ def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:
     - ``thoughts_repeat`` (``thought/unique_fraction``): below half the baseline.
     - ``std_before_reward`` (``reward/std_in_group``): below half the baseline, at an earlier step
       than that at which ``reward/mean`` fell 10 % of its highest trailing mean below it.
-    - ``gradient_spike`` (``gradient/policy_norm``): one step's norm above 5 times the median of all
-      before.
+    - ``gradient_spike`` (``gradient/policy_norm``): one step's norm is a `spike` beside all before.
 
     A metric that is missing or shorter than two windows shows no sign.
     """
@@ -249,11 +274,12 @@ def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:
     return sorted((sign for sign in found if sign is not None), key=lambda sign: sign.step)
 
 
-def _baseline(series: Series) -> float:
+def baseline_of(series: Series) -> float:
+    """Mean of the first `WINDOW` steps."""
     return fmean(list(series.values())[:WINDOW])
 
 
-def _trailing(series: Series) -> list[tuple[int, float]]:
+def trailing_means(series: Series) -> list[tuple[int, float]]:
     """Step and trailing mean wherever the window no longer overlaps the baseline's."""
     steps, numbers = list(series), list(series.values())
     ends = range(2 * WINDOW, len(numbers) + 1)
@@ -261,10 +287,10 @@ def _trailing(series: Series) -> list[tuple[int, float]]:
 
 
 def _early_gain(reward: Series) -> Sign | None:
-    trailing = _trailing(reward)
+    trailing = trailing_means(reward)
     if not trailing:
         return None
-    baseline = _baseline(reward)
+    baseline = baseline_of(reward)
     error = stdev(list(reward.values())[:WINDOW]) / WINDOW**0.5
     mark = baseline + max(0.1 * abs(baseline), 2 * error)
     step, peak = max(trailing, key=lambda point: point[1])
@@ -273,8 +299,8 @@ def _early_gain(reward: Series) -> Sign | None:
 
 
 def _halved(name: SignName, series: Series) -> Sign | None:
-    for step, value in _trailing(series):
-        if value < (baseline := _baseline(series)) / 2:
+    for step, value in trailing_means(series):
+        if value < (baseline := baseline_of(series)) / 2:
             return Sign(name, step, value, baseline)
     return None
 
@@ -288,8 +314,8 @@ def _std_before_reward(std: Series, reward: Series) -> Sign | None:
 def _reward_fall(reward: Series) -> int | None:
     if len(reward) < 2 * WINDOW:
         return None
-    highest = _baseline(reward)
-    for step, value in _trailing(reward):
+    highest = baseline_of(reward)
+    for step, value in trailing_means(reward):
         highest = max(highest, value)
         if value < highest - 0.1 * abs(highest):
             return step
@@ -299,6 +325,26 @@ def _reward_fall(reward: Series) -> int | None:
 def _gradient_spike(norm: Series) -> Sign | None:
     steps, numbers = list(norm), list(norm.values())
     for i in range(WINDOW, len(numbers)):
-        if numbers[i] > 5 * (usual := median(numbers[:i])):
+        if (usual := spike(numbers[: i + 1])) is not None:
             return Sign("gradient_spike", steps[i], numbers[i], usual)
     return None
+
+
+def spike(norms: Sequence[float]) -> float | None:
+    """The median of all norms before the last, where that one is a spike beside them.
+
+    The last is one if it is above `SPIKE` times the median, and its logarithm an `OUTLIER` among
+    theirs: where few episodes make a gradient, norms spread over orders of magnitude by themselves.
+    None before two windows of norms say how far.
+
+    Example:
+        >>> usual = [1.0, 1.2, 0.9, 1.1, 1.0] * 2
+        >>> spike([*usual, 5.2]), spike([*usual, 4.8]), spike([0.1, 0.3, 1.0, 3.0, 4.0] * 2 + [5.2])
+        (1.0, None, None)
+    """
+    before = [norm for norm in norms[:-1] if 0 < norm < inf]
+    if len(before) < 2 * WINDOW:
+        return None
+    usual = median(before)
+    spread = 1.4826 * median(abs(log(norm / usual)) for norm in before)
+    return usual if norms[-1] > usual * max(SPIKE, exp(OUTLIER * spread)) else None

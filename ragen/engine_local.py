@@ -114,7 +114,8 @@ class LocalEngine:
     async def load(self, folder: Path, state: dict[str, Any]) -> None:
         """See `Engine.load`."""
         learner = self.learner
-        if learner.reference is not None and fingerprint(learner.reference) != state["reference"]:
+        known = state["reference"]  # none where the guard switched the KL term on since
+        if learner.reference is not None and known not in (None, fingerprint(learner.reference)):
             raise RagenError(
                 "the model this run began with has changed since, so its KL reference is lost; "
                 "put the old weights back where model.path points"
@@ -134,7 +135,14 @@ class LocalEngine:
         learner.synced = True
 
     async def close(self) -> None:
-        """See `Engine.close`: nothing here outlives the process."""
+        """See `Engine.close`: a rollback builds the next engine while this one is still named."""
+        learner = self.learner
+        modules: list[nn.Module | None] = [self.model, learner.critic, learner.reference]
+        for module in modules:
+            if module is not None:
+                module.to("meta")  # no storage
+        for optimizer in learner.named_optimizers().values():
+            optimizer.state.clear()
 
 
 def sampler_of(config: Config, model: PreTrainedModel, chat: Chat) -> Sampler:

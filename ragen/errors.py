@@ -8,3 +8,11 @@ class RagenError(ValueError):
         >>> str(RagenError("unknown world 'banditt'; did you mean 'bandit'?"))
         "unknown world 'banditt'; did you mean 'bandit'?"
     """
+
+    exit_code = 2
+
+
+class GuardStop(RagenError):
+    """The guard stopped a run, saved as it was; commands exit with 3."""
+
+    exit_code = 3

@@ -234,10 +234,7 @@ class Recorder:
         """
         row = (self.attempt, step, time.time(), kind, text, None if data is None else _json(data))
         with self._transaction():
-            self._connection.execute(
-                "INSERT INTO events (attempt, step, time, kind, text, data) VALUES (?,?,?,?,?,?)",
-                row,
-            )
+            _insert_event(self._connection, row)
 
     def episodes(
         self,
@@ -305,13 +302,15 @@ class Recorder:
         self._pending = _Step(self.attempt, self._pending.step)
 
     def forget_after(self, attempt: int, step: int) -> None:
-        """Delete an attempt's rows later than `step`: what a killed run did after its checkpoint.
+        """Delete what a killed run did after its checkpoint: the attempt's rows later than `step`.
+
+        Rows of later attempts go too: they began after it.
 
         Raises:
             RagenError: The database cannot be written; nothing is deleted.
         """
         self.discard()
-        later = "attempt = ? AND step > ?"
+        later = "(attempt, step) > (?, ?)"
         of_later = f"SELECT id FROM episodes WHERE {later}"
         with self._transaction():
             for statement in (
@@ -438,7 +437,9 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     return [{**json.loads(record), "attempt": a, "step": step} for a, step, record in rows]
 
 
-def read_metrics(folder: Path, names: Collection[str] | None = None) -> dict[str, dict[int, float]]:
+def read_metrics(
+    folder: Path, names: Collection[str] | None = None, after: tuple[int, int] | None = None
+) -> dict[str, dict[int, float]]:
     """A run's metrics: name, then step, to value, in the order of the steps.
 
     Each attempt replaces what the ones before it did from its first step on.
@@ -446,27 +447,37 @@ def read_metrics(folder: Path, names: Collection[str] | None = None) -> dict[str
     Args:
         folder: The run.
         names: The metrics that are wanted; ``None`` means all.
+        after: An attempt and a step of it, after which rows are wanted; ``None`` means all.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
+    first = (-1, 0) if after is None else after
     query, wanted = "SELECT attempt, step, name, value FROM metrics", tuple(names or ())
+    query += " WHERE (attempt, step) > (?, ?)"
     if names is not None:
-        query += f" WHERE name IN ({','.join('?' * len(wanted))})"
+        query += f" AND name IN ({','.join('?' * len(wanted))})"
     found: dict[str, dict[int, float]] = {}
-    stands = standing(folder)
-    for attempt, step, name, value in _read(folder, f"{query} ORDER BY attempt, step", wanted):
+    stands = standing(folder, after)
+    rows = _read(folder, f"{query} ORDER BY attempt, step", (*first, *wanted))
+    for attempt, step, name, value in rows:
         if value is not None and stands(attempt, step):
             found.setdefault(name, {})[step] = value
     return found
 
 
-def standing(folder: Path) -> Callable[[int, int], bool]:
+def standing(folder: Path, after: tuple[int, int] | None = None) -> Callable[[int, int], bool]:
     """Whether what an attempt did at a step still counts: no later attempt began at or before it.
+
+    Args:
+        folder: The run.
+        after: A step of the last attempt: then whether it counts and came later.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
+    if after is not None:
+        return lambda attempt, step: (attempt, step) > after
     first = dict(_read(folder, "SELECT attempt, min(step) FROM metrics GROUP BY attempt"))
     return lambda attempt, step: all(step < first[later] for later in first if later > attempt)
 
@@ -500,6 +511,28 @@ def read_attempts(folder: Path) -> dict[int, dict[str, dict[int, float]]]:
         if value is not None:
             found.setdefault(attempt, {}).setdefault(name, {})[step] = value
     return found
+
+
+def append_event(
+    folder: Path, attempt: int, step: int, kind: str, text: str, data: Mapping[str, Any]
+) -> None:
+    """An event written past the run's recorder: by the watchdog, when the run itself hangs.
+
+    Raises:
+        RagenError: The database cannot be written, or the run hangs while it writes there.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(folder / DATABASE, timeout=2.0)) as connection:
+            _insert_event(connection, (attempt, step, time.time(), kind, text, _json(data)))
+            connection.commit()
+    except sqlite3.Error as error:
+        raise _cannot_write(folder, error) from None
+
+
+def _insert_event(connection: sqlite3.Connection, row: tuple[Any, ...]) -> None:
+    connection.execute(
+        "INSERT INTO events (attempt, step, time, kind, text, data) VALUES (?,?,?,?,?,?)", row
+    )
 
 
 def _read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:

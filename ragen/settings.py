@@ -34,7 +34,7 @@ SHORT = MappingProxyType({"model": "model.path", "world": "world.name"})
 PARAMS = "world.params"
 """A table whose keys belong to the world, which checks them itself."""
 
-TABLES = (PARAMS, "reward.terms")
+TABLES = (PARAMS, "reward.terms", "guard.responses")
 """The open tables: keys of their own choosing, which the layers merge one by one."""
 
 

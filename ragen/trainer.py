@@ -5,23 +5,32 @@ It knows neither algorithm nor machine: the config names the one, the engine hid
 
 from __future__ import annotations
 
+import faulthandler
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ragen.advantages import COMPARES_MEMBERS, NEEDS_VALUES
 from ragen.batch import Batch, collate, minibatches
 from ragen.checkpoint import (
     checkpoint_of,
+    drop_after,
+    drop_old,
+    folders,
     newest,
     newest_whole,
     read_state,
+    regular,
     replace_state,
     resolve_model,
     set_aside,
+    step_of,
+    verified_state,
     write_state,
     writing,
 )
@@ -39,15 +48,28 @@ from ragen.diagnostics import (
 )
 from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
-from ragen.errors import RagenError
+from ragen.errors import GuardStop, RagenError
 from ragen.evaluation import Evaluation, evaluate_policy, evaluations_of, refuse_unplayable
 from ragen.exactness import with_births
 from ragen.filters import group_weights, reward_std, select
+from ragen.guard import (
+    DETECTORS,
+    GRACE,
+    REACH,
+    REMEDIES,
+    Alarm,
+    GuardState,
+    changed,
+    look,
+    read_alarms,
+    read_history,
+)
 from ragen.metrics import Metrics, last, merge, total, values
 from ragen.progress import Watcher
 from ragen.recorder import (
     CONFIG,
     Recorder,
+    append_event,
     new_run_folder,
     read_evaluations,
     read_metrics,
@@ -60,11 +82,15 @@ from ragen.settings import dump, read_config
 from ragen.stopping import Stop, StopRequested, run_async
 from ragen.threads import use_threads
 from ragen.types import Episode, Group
+from ragen.watchdog import Watchdog
+
+STACKS = "stalled.txt"
+"""Where a run that hangs leaves the stacks of its threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished run: its evaluations before and after, and the signs of the Echo Trap in it."""
+    """A finished run: its evaluations before and after, the guard's alarms, signs of collapse."""
 
     run: Path
     world: str
@@ -74,21 +100,23 @@ class Result:
     after_greedy: Evaluation | None
     seconds: float
     signs: tuple[Sign, ...] = ()
+    alarms: tuple[Alarm, ...] = ()
 
 
 @dataclass(slots=True)
 class LoopState:
     """Where the loop stands, saved with every checkpoint: `step` steps are finished.
 
-    `averages` are the moving averages of the metrics.
+    `averages` are the moving averages of the metrics. The present `attempt` began after step
+    `began`; the guard raises it when it rolls back.
     """
 
     step: int = 0
     attempt: int = 0
+    began: int = 0
     updates: int = 0
     episodes: int = 0
     tokens: int = 0
-    empty: int = 0
     best_step: int = 0
     best_success: float = -1.0
     seconds: float = 0.0
@@ -98,23 +126,35 @@ class LoopState:
 
 @dataclass(slots=True)
 class Run:
-    """All that a run holds while it goes on."""
+    """All that a run holds while it goes on.
+
+    `asked` is the config the run began with, `config` the one in force: they differ by what the
+    guard changed. `build` makes the engine of a config. `history` is what the guard has read.
+    """
 
     folder: Path
+    asked: Config
     config: Config
+    build: Callable[[Config], Engine]
     engine: Engine
     setup: Setup
     recorder: Recorder
     state: LoopState
     watcher: Watcher
+    guard: GuardState = field(default_factory=GuardState)
+    history: dict[str, dict[int, float]] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
+    watchdog: Watchdog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watchdog = Watchdog(self.asked.guard.stalled_s, lambda s: stalled(self, s))
 
 
 async def loop(run: Run) -> None:
     """Train until the run's budget is spent."""
-    config, engine, state, recorder = run.config, run.engine, run.state, run.recorder
-    while spent(state, config) < config.steps:
-        clock = Clock()
+    while spent(run.state, run.config) < run.config.steps:
+        config, engine, state, recorder = run.config, run.engine, run.state, run.recorder
+        clock = Clock(run.watchdog.beat)
         with clock("rollout"):
             groups = await run.stop.or_finish(play(run))
         kept = select(groups, **chosen_by(config))
@@ -128,9 +168,10 @@ async def loop(run: Run) -> None:
             with clock("update"):
                 for part, at in planned(batch, state, config):
                     updates.append(await engine.update(part, at))
+                    run.watchdog.beat()
             with clock("publish"):
                 await engine.publish()
-        advance(state, groups, kept, updates)
+        advance(state, groups, updates)
         with clock("record"):
             await record(run, groups, kept, chosen, batch if updates else None)
         counted = counters(state) | refilled(groups, config)
@@ -142,19 +183,22 @@ async def loop(run: Run) -> None:
         recorder.commit()
         state.seconds += clock.seconds
         run.watcher.step(state.step, values(metrics))
-        if state.empty >= config.filter.max_empty:
-            await save(run)
-            raise RagenError(nothing_to_learn(run))
         if due(state.step, config.eval.every) and spent(state, config) < config.steps:
             await evaluate(run, config.eval.temperature)
+        if await guarded(run):
+            continue
         if due(state.step, config.checkpoint.every) and spent(state, config) < config.steps:
             await save(run)
 
 
 async def play(run: Run) -> list[Group]:
     """The groups of the coming step."""
-    step, watched = run.state.step, run.watcher.episode
-    groups = await groups_of(run.engine, run.setup, run.config, step, watched)
+
+    def on_episode(episode: Episode) -> None:
+        run.watchdog.beat()
+        run.watcher.episode(episode)
+
+    groups = await groups_of(run.engine, run.setup, run.config, run.state.step, on_episode)
     refuse_unplayable([episode for group in groups for episode in group.episodes])
     return groups
 
@@ -269,16 +313,13 @@ def planned(batch: Batch, state: LoopState, config: Config) -> list[tuple[Batch,
     return [(part, at) for at, part in enumerate(parts[:left], state.updates)]
 
 
-def advance(
-    state: LoopState, groups: Sequence[Group], kept: Sequence[int], updates: Sequence[Metrics]
-) -> None:
+def advance(state: LoopState, groups: Sequence[Group], updates: Sequence[Metrics]) -> None:
     """Count a finished step."""
     turns = [turn for group in groups for e in group.episodes for turn in e.turns]
     state.step += 1
     state.updates += len(updates)
     state.episodes += sum(len(group.episodes) for group in groups)
     state.tokens += sum(len(turn.completion.token_ids or ()) for turn in turns)
-    state.empty = 0 if kept else state.empty + 1
 
 
 def counters(state: LoopState) -> Metrics:
@@ -294,30 +335,25 @@ def refilled(groups: Sequence[Group], config: Config) -> Metrics:
     return {"rollout/refilled_groups": total(len(groups) - config.rollout.prompts)}
 
 
-def nothing_to_learn(run: Run) -> str:
-    """Why a run whose filter kept nothing for many steps stops."""
-    return (
-        f"no group had any spread of reward for {run.state.empty} steps, so nothing can be learnt; "
-        f"{run.folder} holds the episodes: easier or harder levels, or filter.include_zero = true"
-    )
-
-
 def due(step: int, every: int) -> bool:
     """Whether something that happens each `every` steps happens after `step` (0: never)."""
     return every > 0 and step % every == 0
 
 
 class Clock:
-    """Seconds by phase."""
+    """Seconds by phase; `beat` is called where one begins and ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, beat: Callable[[], None]) -> None:
         self._seconds: dict[str, float] = {}
+        self._beat = beat
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count what is inside to `phase`."""
+        self._beat()
         start = time.perf_counter()
         yield
+        self._beat()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     @property
@@ -405,8 +441,9 @@ async def evaluate(run: Run, temperature: float) -> Evaluation | None:
             config.world.params,
             target=str(run.folder),
             episodes=config.eval.episodes,
-            seed=config.seed,
+            seed=run.asked.seed,
             concurrency=config.rollout.slots,
+            on_episode=lambda _: run.watchdog.beat(),
         )
     )
     run.recorder.evaluation(step, evaluation.record())
@@ -424,17 +461,148 @@ async def save(run: Run) -> None:
 
     Where that step has one, its weights are these already, and only the loop's state may be new.
     """
-    state, best = run.state, run.state.best_step
+    state, best, keep, every = run.state, run.state.best_step, kept_checkpoints(run), spacing(run)
+    own = {"loop": asdict(state), "guard": asdict(run.guard)}
     there = checkpoint_of(run.folder, state.step)
     if there is not None:
-        replace_state(there, read_state(there) | {"loop": asdict(state)})
+        replace_state(there, read_state(there) | own)
+        drop_old(run.folder, keep, best, every)
         return
     start = time.perf_counter()
-    with writing(run.folder, state.step, run.config.checkpoint.keep, best) as folder:
+    with writing(run.folder, state.step, keep, best, every) as folder:
         engine_state = await run.engine.save(folder)
-        write_state(folder, {"loop": asdict(state), "engine": engine_state})
+        write_state(folder, own | {"engine": engine_state})
     run.recorder.log(state.step, {"time/save_s": total(time.perf_counter() - start)})
     run.recorder.commit()
+
+
+def spacing(run: Run) -> int:
+    """Steps between the checkpoints that are written whether the run is stopped or not."""
+    return run.config.checkpoint.every or max(1, run.config.steps)
+
+
+def kept_checkpoints(run: Run) -> int:
+    """How many of the regular checkpoints stay: enough to go back to."""
+    keep = run.config.checkpoint.keep
+    if "rollback" in run.config.guard.responses.values():
+        keep = max(keep, 1 + math.ceil(REACH / spacing(run)))
+    # A stop may come before the guard has looked at the step, and pushes none out.
+    return keep + (run.guard.looked < run.state.step)
+
+
+async def guarded(run: Run) -> bool:
+    """Look for trouble in the step that ended, and respond; whether the run was rolled back.
+
+    Raises:
+        GuardStop: A response is to stop, or to roll back where that cannot be done.
+    """
+    state, config = run.state, run.config
+    if state.step <= run.guard.looked:  # a resumed run: it was looked at before
+        return False
+    # All of it once, then what is new: reading the whole at every step would grow with the run.
+    after = (state.attempt, run.guard.looked) if run.history else None
+    for name, series in read_history(run.folder, config.eval.temperature, after).items():
+        run.history.setdefault(name, {}).update(series)
+    alarms = look(
+        run.history,
+        state.step,
+        run.guard,
+        off=[name for name in DETECTORS if config.guard.response(name) == "off"],
+        max_empty=config.filter.max_empty,
+    )
+    for alarm in alarms:
+        run.recorder.event(alarm.step, "alarm", str(alarm), asdict(alarm))
+        run.watcher.alarm(alarm.step, str(alarm))
+    wanted = {config.guard.response(alarm.detector): alarm for alarm in reversed(alarms)}
+    if "stop" in wanted:
+        await halt(run, str(wanted["stop"]))
+    if "rollback" in wanted:
+        await roll_back(run, wanted["rollback"])
+    return "rollback" in wanted
+
+
+async def halt(run: Run, reason: str) -> NoReturn:
+    """Save the run and stop it.
+
+    Raises:
+        GuardStop: Always.
+    """
+    run.recorder.event(run.state.step, "guard", f"stopped: {reason}")
+    await save(run)
+    raise GuardStop(
+        f"the guard stopped the run: {reason}; it is saved, to look into or to go on with all the "
+        f"same: ragen resume {run.folder}"
+    )
+
+
+async def roll_back(run: Run, alarm: Alarm) -> None:
+    """Go on from the newest checkpoint from before the alarm's onset, with one setting changed.
+
+    It is a resume in another attempt: rows of the attempt that is given up stay, its later
+    checkpoints go. A kill on the way leaves a run that comes to the same alarm again.
+
+    Raises:
+        GuardStop: There is no such checkpoint, or the run took all its rollbacks.
+        RagenError: The checkpoint is damaged.
+    """
+    # Only regular ones: a run that was stopped in between must come back to the same.
+    good = [p for p in regular(run.folder, spacing(run)) if step_of(p) < alarm.onset]
+    if not good or run.guard.rollbacks >= run.asked.guard.rollbacks:
+        why = "no rollback is left" if good else f"no checkpoint before step {alarm.onset} is left"
+        await halt(run, f"{alarm}; {why}")
+    checkpoint = good[-1]
+    saved = verified_state(checkpoint)
+    attempt, began, seen = run.state.attempt + 1, step_of(checkpoint), run.state.step
+    changes = REMEDIES[run.asked.guard.remedy](run.config, attempt)
+    guard = GuardState(**saved["guard"])
+    guard.rollbacks, guard.grace = run.guard.rollbacks + 1, began + GRACE
+    guard.changes = run.guard.changes | changes
+    state = replace(
+        LoopState(**saved["loop"]), attempt=attempt, began=began, seconds=run.state.seconds
+    )
+    drop_after(run.folder, began)
+    replace_state(checkpoint, saved | {"loop": asdict(state), "guard": asdict(guard)})
+    text = f"rolled back to step {began}, attempt {attempt}: " + ", ".join(
+        f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {value}"
+        for key, value in changes.items()
+    )
+    run.recorder.event(seen, "guard", text, {"to": began, "attempt": attempt, "changes": changes})
+    run.watcher.alarm(seen, text)
+    await run.engine.close()
+    run.config, run.state = changed(run.asked, guard.changes), state
+    run.guard, run.history = guard, {}
+    run.engine = run.build(run.config)
+    await run.engine.load(checkpoint, saved["engine"])
+    run.recorder.attempt = attempt
+
+
+def stalled(run: Run, seconds: float) -> None:
+    """What the watchdog does, from its own thread: say where the run hangs, and end the process.
+
+    Whatever hangs may hang on anything: the file with all threads' stacks comes first, then the
+    database, then the screen.
+    """
+    state, file = run.state, run.folder / STACKS
+    alarm = Alarm("stalled", state.step, state.step, seconds, 0.0)
+    complete = folders(run.folder)
+    last = f"the last checkpoint is {complete[-1].name}" if complete else "there is no checkpoint"
+    text = f"{alarm}; {last}; all stacks are in {file}"
+    try:
+        with file.open("a") as stacks:
+            stacks.write(f"{alarm}; {last}\n")
+            stacks.flush()
+            faulthandler.dump_traceback(stacks, all_threads=True)
+        append_event(run.folder, state.attempt, state.step, "alarm", text, asdict(alarm))
+    except (OSError, RagenError) as error:  # it may be the disk or the database that hangs
+        text = f"{text}; {error}"
+    run.watcher.alarm(state.step, text)
+    if run.asked.guard.response("stalled") == "stop":
+        os._exit(GuardStop.exit_code)  # what hangs could not be asked to end
+
+
+def local_engine(config: Config) -> Engine:
+    """The engine of one process, with the model that the config names."""
+    return LocalEngine(config, resolve_model(config.model.path, config.world.name))
 
 
 def train(
@@ -455,17 +623,20 @@ def train(
     Raises:
         RagenError: The settings, the world, the model or the disk do not allow it. The run's folder
             is made when all of them are known to, the disk excepted.
+        GuardStop: The run got into trouble for which `config.guard` asks to stop; it is saved.
         StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
     """
     refuse_existing(out)
     config = rooted(config)
+    changed(config, REMEDIES[config.guard.remedy](config, 1))  # it is known to work
     state = LoopState(threads=use_threads(config.threads))
-    engine = LocalEngine(config, resolve_model(config.model.path, config.world.name))
+    engine = local_engine(config)
     setup = setup_of(config, engine.chat)
     folder = new_run_folder(root, config.recipe, out)
     recorder = Recorder.create(folder, dump(config))
+    seen = watcher or Watcher()
     return run_async(
-        whole(Run(folder, config, engine, setup, recorder, state, watcher or Watcher()))
+        whole(Run(folder, config, config, local_engine, engine, setup, recorder, state, seen))
     )
 
 
@@ -494,24 +665,27 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
         RagenError: No run, no whole checkpoint, or the model it began with is gone.
         StopRequested: As in `train`.
     """
-    config = read_config(folder / CONFIG)
+    asked = read_config(folder / CONFIG)
     checkpoint, saved, damaged = newest_whole(folder)
     try:
         state, engine_state = LoopState(**saved["loop"]), saved["engine"]
+        guard = GuardState(**saved["guard"])
     except (KeyError, TypeError) as error:
         raise RagenError(
             f"{checkpoint} was written by another version of RAGEN ({error})"
         ) from error
     use_threads(state.threads)
-    engine = LocalEngine(config, resolve_model(config.model.path, config.world.name))
+    config = changed(asked, guard.changes)
+    engine = local_engine(config)
     setup = setup_of(config, engine.chat)
+    seen = watcher or Watcher()
 
     async def go_on() -> Result:
         await engine.load(checkpoint, engine_state)
         recorder = Recorder.open(folder, state.attempt)
         recorder.forget_after(state.attempt, state.step)
         recorder.event(state.step, "resume", f"resumed after step {state.step}")
-        run = Run(folder, config, engine, setup, recorder, state, watcher or Watcher())
+        run = Run(folder, asked, config, local_engine, engine, setup, recorder, state, seen, guard)
         for later, reason in damaged.items():
             text = f"going on from {checkpoint.name}: in {set_aside(later)}, {reason}"
             recorder.event(state.step, "damaged checkpoint", text)
@@ -536,11 +710,12 @@ def examine(folder: Path) -> dict[str, float]:
     Raises:
         RagenError: As `resume`.
     """
-    config, checkpoint = read_config(folder / CONFIG), newest(folder)
+    checkpoint = newest(folder)
     saved = read_state(checkpoint)
+    config = changed(read_config(folder / CONFIG), saved["guard"]["changes"])
     step = int(saved["loop"]["step"])
     use_threads(int(saved["loop"]["threads"]))
-    engine = LocalEngine(config, resolve_model(config.model.path, config.world.name))
+    engine = local_engine(config)
     setup = setup_of(config, engine.chat)
 
     async def look() -> Metrics:
@@ -558,16 +733,18 @@ def examine(folder: Path) -> dict[str, float]:
 
 async def whole(run: Run) -> Result:
     """Evaluate, train, evaluate; a stop in between leaves a run that can be gone on with."""
-    state, both = run.state, dict.fromkeys((run.config.eval.temperature, 0.0))
-    run.watcher.begin(run.folder, run.config, state.step)
+    both = dict.fromkeys((run.config.eval.temperature, 0.0))
+    run.watcher.begin(run.folder, run.config, run.state.step)
     try:
-        with run.recorder, run.stop.listening():
+        with run.recorder, run.stop.listening(), run.watchdog:
             try:
-                if state.step == 0:
+                if run.state.step == 0:
                     await evaluate_missing(run, *both)
                     await save(run)
-                elif due(state.step, run.config.eval.every):  # it may have been interrupted
+                elif due(run.state.step, run.config.eval.every):  # it may have been interrupted,
                     await evaluate_missing(run, run.config.eval.temperature)
+                    await guarded(run)  # and then nobody looked at this step
+                    await save(run)
                 await loop(run)
                 await evaluate_missing(run, *both)
                 await save(run)
@@ -576,7 +753,7 @@ async def whole(run: Run) -> Result:
                 run.recorder.discard()
                 await save(run)
                 raise request.with_text(
-                    f"stopped after {state.step} steps; go on with: ragen resume {run.folder}"
+                    f"stopped after {run.state.step} steps; go on with: ragen resume {run.folder}"
                 ) from None
     finally:
         run.watcher.end()
@@ -586,10 +763,15 @@ async def whole(run: Run) -> Result:
 
 
 async def evaluate_missing(run: Run, *temperatures: float) -> None:
-    """Evaluate at each temperature, unless this was done before."""
-    done = {(each["step"], each["temperature"]) for each in read_evaluations(run.folder)}
+    """Evaluate at each temperature, unless this attempt or what it began from did so before."""
+    step, attempt, began = run.state.step, run.state.attempt, run.state.began
+    done = {
+        each["temperature"]
+        for each in read_evaluations(run.folder)
+        if each["step"] == step and (each["attempt"] == attempt or step <= began)
+    }
     for temperature in temperatures:
-        if (run.state.step, temperature) not in done:
+        if temperature not in done:
             await evaluate(run, temperature)
 
 
@@ -609,4 +791,5 @@ def result(run: Run) -> Result:
         after_greedy=found.get((steps, 0.0)),
         seconds=run.state.seconds,
         signs=tuple(echo_trap_signs(read_metrics(run.folder))),
+        alarms=tuple(read_alarms(run.folder)),
     )

@@ -64,6 +64,7 @@ def result(run: Path) -> types.SimpleNamespace:
         after_greedy=evaluation(0.9375, 0.0),
         seconds=12.34,
         signs=(),
+        alarms=("step 3, grad_spike: the gradient norm jumped to 9, usual is 1",),
     )
 
 
@@ -184,6 +185,7 @@ def test_a_run_ends_with_table_and_json(
         "run": str(out),
         "before_greedy": 0.5,
         "after_greedy": 0.9375,
+        "alarms": ["step 3, grad_spike: the gradient norm jumped to 9, usual is 1"],
     }
     for words in ("random play", "before, T=1", "after, greedy", "77.5% – 97.5%", "best play"):
         assert words in output.err

@@ -42,12 +42,21 @@ def test_summarize_golden() -> None:
         "length/thought_tokens": 1,
         "length/cut_fraction": 0,
         "prompt/turns_dropped": 0,
+        "text/degenerate_fraction": 0,
         "thought/unique_fraction": 2 / 3,
         "thought/repeated_ngram_fraction": 1 / 5,  # a b c d twice among five runs of four words
         "episodes/truncated_fraction": 1,
         "tokens/sampled": 12,
     }
     assert found == {name: pytest.approx(number) for name, number in expected.items()}
+
+
+def test_one_repeated_token_makes_a_completion_degenerate() -> None:
+    shout, short = (7,) * 16, (7, 7, 7)
+    late = (*range(8, 24), *(7,) * 9)  # 9 of 25: less than half
+    turns = [turn(sampled=ids) for ids in (shout, short, late, (*range(8, 16), *(7,) * 8))]
+    found = values(summarize([Group((episode(*turns),))], kept=[0]))
+    assert found["text/degenerate_fraction"] == 2 / 4
 
 
 def test_what_cannot_be_told_is_left_out() -> None:

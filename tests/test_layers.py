@@ -46,7 +46,16 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["threads", "stopping", "recorder", "guard", "evaluation", "progress", "plots"],
+        *[
+            "threads",
+            "stopping",
+            "watchdog",
+            "recorder",
+            "guard",
+            "evaluation",
+            "progress",
+            "plots",
+        ],
         *["report", "base", "diagnosis", "trainer", "studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
     ],

@@ -18,9 +18,13 @@ from ragen.recorder import (
     SAMPLE_ARRAYS,
     SCHEMA_VERSION,
     Recorder,
+    append_event,
     decompress,
     new_run_folder,
     read_evaluations,
+    read_events,
+    read_metrics,
+    standing,
 )
 from ragen.types import Completion, Episode, Group, Prompt, Turn
 
@@ -165,6 +169,48 @@ def test_resume_forgets_what_came_after_the_checkpoint_of_that_attempt(recorder:
     assert count(recorder, "turns") == 2 * 7
     assert count(recorder, "events") == 8
     assert rows(recorder, "SELECT value FROM metrics WHERE attempt = 1") == [(0,), (1,), (2,), (9,)]
+
+
+def test_an_earlier_checkpoint_forgets_later_attempts_too(recorder: Recorder) -> None:
+    for attempt in range(3):
+        recorder.attempt = attempt
+        for step in (1, 2):
+            recorder.log(step, {"loss": mean(step)})
+    recorder.forget_after(1, 1)
+    assert rows(recorder, "SELECT attempt, step FROM metrics") == [(0, 1), (0, 2), (1, 1)]
+
+
+def test_an_attempt_replaces_what_came_before_from_its_first_step_on(recorder: Recorder) -> None:
+    for attempt, steps in ((0, range(1, 7)), (1, range(5, 7)), (2, range(3, 5))):
+        recorder.attempt = attempt
+        for step in steps:
+            recorder.log(step, {"loss": mean(10 * attempt + step), "reward": mean(0)})
+    recorder.commit()
+    # 3–4 are the last attempt's; 5 and 6 were of attempts that were given up.
+    expected = {1: 1.0, 2: 2.0, 3: 23.0, 4: 24.0}
+    assert read_metrics(recorder.folder, ["loss"]) == {"loss": expected}
+    assert list(read_metrics(recorder.folder)) == ["loss", "reward"]
+    assert read_metrics(recorder.folder, []) == {}
+    assert read_metrics(recorder.folder, ["loss"], after=(2, 3)) == {"loss": {4: 24.0}}
+    assert read_metrics(recorder.folder, ["loss"], after=(2, 4)) == {}
+    stands = standing(recorder.folder)
+    assert [stands(0, 2), stands(0, 3), stands(1, 5), stands(2, 9)] == [True, False, False, True]
+
+
+def test_events_come_back_in_order_with_their_data(recorder: Recorder) -> None:
+    recorder.event(3, "alarm", "loud", {"value": 1.5})
+    append_event(recorder.folder, 1, 4, "alarm", "from another thread", {})
+    recorder.event(4, "resume", "on")
+    found = [(e["attempt"], e["step"], e["data"]) for e in read_events(recorder.folder, "alarm")]
+    assert found == [(0, 3, {"value": 1.5}), (1, 4, {})]
+    assert [e["text"] for e in read_events(recorder.folder)][-1] == "on"
+
+
+def test_an_event_past_a_recorder_that_hangs_is_refused(recorder: Recorder) -> None:
+    recorder._connection.execute("BEGIN IMMEDIATE")
+    with pytest.raises(RagenError, match="locked"):
+        append_event(recorder.folder, 0, 1, "alarm", "", {})
+    recorder._connection.execute("ROLLBACK")
 
 
 def test_forgetting_is_one_transaction(recorder: Recorder) -> None:

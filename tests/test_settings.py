@@ -141,7 +141,7 @@ def test_recipe_resolves_and_is_short(name: str) -> None:
 
 
 def test_number_of_knobs() -> None:
-    assert len(settings.keys()) <= 84
+    assert len(settings.keys()) <= 85
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
@@ -281,6 +281,8 @@ UNREAD = {  # a value other than the default for each key, and an algorithm that
     "loss.value_clip": (0.1, {"algorithm": "starpo/grpo"}),
     "update.critic_lr": (0.1, {"algorithm": "starpo/grpo"}),
     "update.critic_warmup_steps": (3, {"algorithm": "starpo/grpo"}),
+    "guard.rollbacks": (5, {}),
+    "guard.remedy": ("kl", {}),
 }
 READ = {
     "reward.over": {"reward.normalise": "mean"},
@@ -291,6 +293,8 @@ READ = {
     "filter.keep": {"filter.rule": "top_k"},
     "filter.scale": {"filter.include_zero": False},
     "loss.importance_cap": {"model.dtype": "bfloat16"},
+    "guard.rollbacks": {"guard.responses.mi_drop": "rollback"},
+    "guard.remedy": {"guard.responses.mi_drop": "rollback"},
 }
 """What has to be set beside a key, of the default algorithm, for it to be read."""
 

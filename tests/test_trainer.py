@@ -545,7 +545,7 @@ def test_killed_in_every_phase(tmp_path: Path, phase: str, more: dict[str, Any])
 
 
 @BOTH
-@pytest.mark.parametrize("moment", ["write_state", "save_model", "_flush", "rename", "_drop_old"])
+@pytest.mark.parametrize("moment", ["write_state", "save_model", "_flush", "rename", "drop_old"])
 def test_killed_while_a_checkpoint_is_written(
     tmp_path: Path, moment: str, more: dict[str, Any]
 ) -> None:

@@ -1,0 +1,114 @@
+"""How often the guard's detectors fire where nothing is wrong.
+
+    python benchmarks/false_alarms.py --runs 20 --out runs/healthy    # trains them
+    python benchmarks/false_alarms.py --read runs/healthy             # only counts
+
+Healthy runs are those of the recipe `bandit`, one seed each, evaluated every five steps. A run that
+ends below 90 % success is named and left out of both counts: it is not healthy, so that an alarm in
+it is not false.
+
+Histories are also drawn from them by a block bootstrap: ten steps at a time come from a run chosen
+at random, at the same steps, all metrics together. So every curve keeps its course over training
+and its noise within a block; where blocks meet, it jumps more than a run would. The intervals of
+these draws are Wilson's too, and too narrow, since only the runs are independent.
+
+Prints one JSON line and a Markdown table: runs with an alarm, per 100, by detector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import ragen
+from ragen.guard import DETECTORS, EVALUATED, History, read_history, replay
+from ragen.statistics import wilson
+
+BLOCK = 10
+HEALTHY = 0.9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("runs/healthy"))
+    parser.add_argument("--read", type=Path, help="count in a folder of runs, train none")
+    parser.add_argument("--draws", type=int, default=1000)
+    args = parser.parse_args()
+    folder = args.read or train(args.out, args.runs)
+    runs = {path.name: read_history(path, 1.0) for path in sorted(folder.iterdir())}
+    final = {name: list(history[EVALUATED].values())[-1] for name, history in runs.items()}
+    healthy = [runs[name] for name in runs if final[name] >= HEALTHY]
+    counts = {
+        "runs": alarms_in(healthy),
+        "bootstrap": alarms_in(bootstrap(healthy, args.draws)),
+    }
+    sizes = {"runs": len(healthy), "bootstrap": args.draws}
+    left_out = {name: share for name, share in final.items() if share < HEALTHY}
+    print(json.dumps({"of": sizes, "alarms": counts, "left_out": left_out}))
+    for name in left_out:
+        print(f"left out: {name}, alarms {[str(alarm) for alarm in replay(runs[name])]}")
+    print(table(counts, sizes))
+
+
+def train(folder: Path, runs: int) -> Path:
+    """Train what is not there yet."""
+    for seed in range(runs):
+        if not (folder / f"seed-{seed}").exists():
+            values = {
+                "seed": seed,
+                "threads": 1,
+                "eval.every": 5,
+                "eval.episodes": 128,
+                "record.episodes_every": 0,
+                "record.tokens_every": 0,
+            }
+            ragen.train("bandit", values, out=folder / f"seed-{seed}")
+    return folder
+
+
+def bootstrap(histories: Sequence[History], draws: int) -> list[History]:
+    generator = np.random.Generator(np.random.PCG64(0))
+    length = max(step for history in histories for step in history[EVALUATED])
+    drawn = []
+    for _ in range(draws):
+        source = generator.integers(len(histories), size=length // BLOCK + 1)
+        drawn.append(
+            {
+                name: {
+                    step: histories[source[step // BLOCK]][name][step]
+                    for step in histories[0][name]
+                    if step in histories[source[step // BLOCK]][name]
+                }
+                for name in histories[0]
+            }
+        )
+    return drawn
+
+
+def alarms_in(histories: Sequence[History]) -> dict[str, int]:
+    """Histories in which each detector fired at least once, and in which any did."""
+    fired = [{alarm.detector for alarm in replay(history)} for history in histories]
+    counted = Counter(name for names in fired for name in names)
+    return {name: counted[name] for name in DETECTORS} | {"any": sum(map(bool, fired))}
+
+
+def table(counts: dict[str, dict[str, int]], sizes: dict[str, int]) -> str:
+    heads = [f"{name} ({size})" for name, size in sizes.items()]
+    lines = [f"| detector | {' | '.join(heads)} |", "|---|---|---|"]
+    for name in counts["runs"]:
+        cells = []
+        for source, size in sizes.items():
+            rate = wilson(counts[source][name], size)
+            cells.append(f"{rate.value:.1%} [{rate.low:.1%}, {rate.high:.1%}]")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
