@@ -9,6 +9,7 @@ build.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 from collections import Counter
@@ -19,7 +20,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from ragen.batch import collate
 from ragen.chat import Chat
@@ -108,6 +114,7 @@ def prepare_family(
     seed: int = 0,
     steps: int | None = None,
     watch: Callable[[str], None] | None = None,
+    stages_out: Path | None = None,
 ) -> Path:
     """Prepare the embedded model of a family, as the shipped one was.
 
@@ -117,6 +124,7 @@ def prepare_family(
         seed: Of weights and demonstrations.
         steps: Of each stage at most; for a trial.
         watch: Told a line now and then.
+        stages_out: As in `prepare`.
 
     Raises:
         RagenError: No such family, or `out` exists.
@@ -127,7 +135,7 @@ def prepare_family(
         replace(stage, steps=min(stage.steps, steps if steps is not None else stage.steps))
         for stage in FAMILIES[family]
     ]
-    return prepare(stages, out, seed, watch, LAYERS[family])
+    return prepare(stages, out, seed, watch, LAYERS[family], stages_out)
 
 
 def prepare(
@@ -136,6 +144,7 @@ def prepare(
     seed: int = 0,
     watch: Callable[[str], None] | None = None,
     layers: int = 3,
+    stages_out: Path | None = None,
 ) -> Path:
     """Prepare a model and save it in Hugging Face's layout.
 
@@ -145,12 +154,14 @@ def prepare(
         seed: Of weights and demonstrations.
         watch: Told a line now and then.
         layers: Of the model.
+        stages_out: A new folder that keeps the model as it was after each stage but the last.
 
     Raises:
-        RagenError: `out` exists.
+        RagenError: `out` or `stages_out` exists.
     """
-    if out.exists():
-        raise RagenError(f"{out} exists already; name a folder that does not")
+    for folder in (out, stages_out):
+        if folder is not None and folder.exists():
+            raise RagenError(f"{folder} exists already; name a folder that does not")
     use_threads(1)  # the same weights however many cores are free
     tokenizer = build()
     torch.manual_seed(seed)
@@ -167,10 +178,17 @@ def prepare(
             metrics = learner.update(batch, step)
             if watch and (step + 1) % 50 == 0:
                 watch(f"{stage.name} {step + 1}/{stage.steps}  nll {metrics['loss/nll'].value:.4f}")
-    save_model(model.half(), tokenizer, out)  # type: ignore[no-untyped-call]
+        if stages_out is not None and stage is not stages[-1]:
+            _save(model, tokenizer, stages_out / stage.name.replace(" ", "-").replace(",", ""))
+    _save(model, tokenizer, out)
+    return out
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    """Save half the precision; the model itself keeps all of it."""
+    save_model(copy.deepcopy(model).half(), tokenizer, out)  # type: ignore[no-untyped-call]
     words = out / "tokenizer.json"  # one line: it ships with each model
     words.write_text(json.dumps(json.loads(words.read_text()), ensure_ascii=False))
-    return out
 
 
 class School:

@@ -443,6 +443,7 @@ def _base_options(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where it is saved")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="[0]")
     parser.add_argument("--steps", type=int, metavar="N", help="of each stage; fewer for a trial")
+    parser.add_argument("--stages", type=Path, metavar="DIR", help="keep the model of each stage")
 
 
 def _base(options: Namespace, _: Overrides) -> int:
@@ -450,7 +451,7 @@ def _base(options: Namespace, _: Overrides) -> int:
         raise RagenError(f"--steps {options.steps}: expected a whole number ≥ 1")
     from ragen.base import prepare_family
 
-    prepare_family(options.family, options.out, options.seed, options.steps, watch=print)
+    prepare_family(options.family, options.out, options.seed, options.steps, print, options.stages)
     print(f"the base of {options.family} is in {options.out}")
     return 0
 

@@ -28,8 +28,8 @@ def test_a_short_preparation_is_deterministic_and_in_the_right_format(tmp_path: 
         for stage in FAMILIES["bandit"]
     )
     models = []
-    for name in "ab":
-        prepare(stages, tmp_path / name)
+    for name, kept in (("a", None), ("b", tmp_path / "stages")):
+        prepare(stages, tmp_path / name, stages_out=kept)
         models.append(AutoModelForCausalLM.from_pretrained(tmp_path / name))
     assert fingerprint(models[0]) == fingerprint(models[1])
     config = models[0].config
@@ -37,6 +37,12 @@ def test_a_short_preparation_is_deterministic_and_in_the_right_format(tmp_path: 
     assert 300_000 < models[0].num_parameters() < 1_000_000
     assert (tmp_path / "a" / "model.safetensors").stat().st_size < 1_200_000
     assert next(models[0].parameters()).dtype == torch.float16
+    assert [folder.name for folder in (tmp_path / "stages").iterdir()] == ["names"]
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "stages" / "names")
+    assert fingerprint(before) != fingerprint(models[1])
+    for folder in ("a", "stages"):
+        with pytest.raises(RagenError, match="exists already"):
+            prepare(stages, tmp_path / "new", stages_out=tmp_path / folder)
     with pytest.raises(RagenError, match="exists already"):
         prepare(stages, tmp_path / "a")
 
