@@ -28,7 +28,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ragen import trainer
+from ragen import running, trainer
 from ragen.checkpoint import newest_whole
 from ragen.config import Config
 from ragen.engine_local import LocalEngine
@@ -61,7 +61,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "update": (LocalEngine, "update"),
     "record": (trainer, "record"),
     "checkpoint": (trainer, "save"),
-    "evaluation": (trainer, "evaluate"),
+    "evaluation": (running, "evaluate_policy"),
 }
 PHASES = ("between", *PLACES)
 here = mmap.mmap(-1, 1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ragen.errors import RagenError
     from ragen.evaluation import Evaluation
     from ragen.progress import Watcher
-    from ragen.trainer import Result
+    from ragen.running import Result
 
 __version__ = "0.1.0"
 __all__ = ["Env", "RagenError", "check", "evaluate", "make", "train"]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ragen.config import Config
     from ragen.evaluation import Evaluation
     from ragen.progress import Watcher
-    from ragen.trainer import Result
+    from ragen.running import Result
 
 Overrides = dict[str, Any]
 

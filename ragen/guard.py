@@ -4,7 +4,7 @@ A detector is a pure function of the run's metric history up to a step; it says 
 condition holds there, since when, and by which numbers. Where it holds anew, that is an alarm, and
 the detector's response (`config.GuardConfig`) follows: ``log``, ``stop``, or ``rollback`` to the
 last checkpoint from before the onset, with one setting changed. The loop carries that out
-(`trainer.guarded`).
+(`recovery.guarded`).
 
 | detector | reads | holds where | onset |
 |---|---|---|---|

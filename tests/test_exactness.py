@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from ragen import trainer
+from ragen import collection
 from ragen.batch import Batch, collate, minibatches, take
 from ragen.checkpoint import folders
 from ragen.config import Config
@@ -208,7 +208,7 @@ def test_a_mutated_sample_stops_the_run(
     mutation: Callable[[list[Sample]], list[Sample]],
     window: int,
 ) -> None:
-    monkeypatch.setattr(trainer, "to_samples", lambda groups: mutation(to_samples(groups)))
+    monkeypatch.setattr(collection, "to_samples", lambda groups: mutation(to_samples(groups)))
     in_a_row, apart = WRONG[mutation]
     words = in_a_row if window == 0 or apart == "the same" else apart
     stopped(corridor(prompt__window=window), tmp_path / "run", words)
@@ -237,9 +237,9 @@ def test_a_mutated_batch_stops_the_run(
     mutation: Callable[[Batch], Batch],
     words: str,
 ) -> None:
-    split = trainer.minibatches
+    split = collection.minibatches
     monkeypatch.setattr(
-        trainer, "minibatches", lambda *all_of_it: [mutation(p) for p in split(*all_of_it)]
+        collection, "minibatches", lambda *all_of_it: [mutation(p) for p in split(*all_of_it)]
     )
     stopped(corridor(), tmp_path / "run", words)
 
@@ -247,9 +247,9 @@ def test_a_mutated_batch_stops_the_run(
 def test_a_lost_row_of_a_minibatch_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split = trainer.minibatches
+    split = collection.minibatches
     monkeypatch.setattr(
-        trainer,
+        collection,
         "minibatches",
         lambda *all_of_it: [take(p, torch.arange(1, p.num_rows)) for p in split(*all_of_it)],
     )
@@ -271,7 +271,7 @@ def test_a_reply_that_was_tokenised_anew_stops_the_run(
         episode = replace(episode, turns=(replace(turn, completion=said), *episode.turns[1:]))
         return [Group((episode, *first.episodes[1:])), *others]
 
-    monkeypatch.setattr(trainer, "run_groups", retokenised)
+    monkeypatch.setattr(collection, "run_groups", retokenised)
     stopped(corridor(), tmp_path / "run", "turn 1 of the step's episode 0 are not those")
 
 

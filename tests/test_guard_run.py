@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from test_trainer import Interrupts, config, end_of, forked, kill_and_resume, numbers, rows, same
 
-from ragen import checkpoint, trainer
+from ragen import checkpoint, recovery
 from ragen.batch import Batch
 from ragen.checkpoint import folders
 from ragen.cli import main
@@ -24,7 +24,7 @@ from ragen.errors import GuardStop
 from ragen.guard import EVALUATED, LEVELS, Alarm, GuardState, read_history
 from ragen.metrics import Metrics
 from ragen.progress import Watcher
-from ragen.recorder import read_events, read_metrics
+from ragen.recorder import Recorder, read_events, read_metrics
 from ragen.settings import dump, resolve
 from ragen.stopping import StopRequested
 from ragen.trainer import resume, train
@@ -54,7 +54,7 @@ def alarms_at(monkeypatch: pytest.MonkeyPatch) -> Plan:
             due = (state.rollbacks, step) in moments
             return [Alarm(detector, step, step - 1, 9.0, 1.0)] if due else []
 
-        monkeypatch.setattr(trainer, "look", scripted)
+        monkeypatch.setattr(recovery, "look", scripted)
 
     return plan
 
@@ -107,13 +107,13 @@ def test_what_is_read_step_by_step_is_what_the_database_holds(
     tmp_path: Path, alarms_at: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alarms_at((0, 3))
-    scripted, seen = trainer.look, []
+    scripted, seen = recovery.look, []
 
     def listening(history: Any, step: int, state: GuardState, **more: Any) -> list[Alarm]:
         seen.append(copy.deepcopy(history))
         return scripted(history, step, state, **more)
 
-    monkeypatch.setattr(trainer, "look", listening)
+    monkeypatch.setattr(recovery, "look", listening)
     train(config(**BACK, eval__every=2), tmp_path / "run")
     whole = read_history(tmp_path / "run", 1.0)
     del whole[EVALUATED][5], whole[LEVELS][5]  # the last evaluation, after the last look
@@ -224,9 +224,9 @@ def test_killed_in_the_middle_of_a_rollback(tmp_path: Path, alarms_at: Plan, ste
 
     def work() -> None:
         place, name = {
-            "drop_after": (trainer, "drop_after"),
-            "replace_state": (trainer, "replace_state"),
-            "event": (trainer.Recorder, "event"),
+            "drop_after": (recovery, "drop_after"),
+            "replace_state": (recovery, "replace_state"),
+            "event": (Recorder, "event"),
             "build": (LocalEngine, "load"),
         }[step]
         real = getattr(place, name)
@@ -284,7 +284,7 @@ def test_a_run_that_hangs_says_where_and_ends_with_3(
     start = time.monotonic()
     assert end_of(forked(lambda: train(config(guard__stalled_s=1.0), run))) == 3
     assert time.monotonic() - start < 30
-    stacks = (run / trainer.STACKS).read_text()
+    stacks = (run / recovery.STACKS).read_text()
     assert "the last checkpoint is step-2" in stacks and "hangs" in stacks
     (event,) = read_events(run)
     assert (event["kind"], event["step"], event["data"]["detector"]) == ("alarm", 2, "stalled")

@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ragen import checkpoint, engine_local, trainer
+from ragen import checkpoint, engine_local, running
 from ragen.advantages import ADVANTAGES, NEEDS_VALUES
 from ragen.batch import Batch
 from ragen.config import Config
@@ -529,7 +529,7 @@ PHASES: dict[str, tuple[tuple[Any, str], int]] = {  # a call in it, the how many
     "inside an optimiser": ((torch.optim.AdamW, "step"), 2),
     "before a commit": ((Recorder, "commit"), 1),
     "after a commit": ((Watcher, "step"), 1),
-    "evaluation": ((trainer, "evaluate_policy"), 1),
+    "evaluation": ((running, "evaluate_policy"), 1),
 }
 
 
@@ -550,7 +550,7 @@ def test_killed_while_a_checkpoint_is_written(
     tmp_path: Path, moment: str, more: dict[str, Any]
 ) -> None:
     asked, run = config(**more), tmp_path / "run"
-    owners = {"write_state": trainer, "save_model": engine_local, "rename": Path}
+    owners = {"write_state": running, "save_model": engine_local, "rename": Path}
     killed(asked, run, (owners.get(moment, checkpoint), moment), 1)
     for folder in checkpoint.folders(run):  # each is whole
         checkpoint.verified_state(folder)
@@ -572,7 +572,7 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_second_signal_is_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who insists while the last step is saved leaves at once; what was there is whole."""
-    run, before = tmp_path / "run", trainer.write_state
+    run, before = tmp_path / "run", running.write_state
 
     def impatient(folder: Path, state: dict[str, Any]) -> None:
         if state["loop"]["step"] == 2:
@@ -580,7 +580,7 @@ def test_a_second_signal_is_the_plain_one(tmp_path: Path, monkeypatch: pytest.Mo
         before(folder, state)
 
     asked = config(checkpoint__every=0)
-    monkeypatch.setattr(trainer, "write_state", impatient)
+    monkeypatch.setattr(running, "write_state", impatient)
     with pytest.raises(KeyboardInterrupt):
         train(asked, run, watcher=Interrupts("step", 2, signal.SIGINT))
     monkeypatch.undo()

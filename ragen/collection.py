@@ -1,0 +1,120 @@
+"""One collection: the groups that are played, those that are learnt from, and their minibatches.
+
+Here the config's settings meet the functions that need them; the loop above only sees the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ragen.advantages import COMPARES_MEMBERS, NEEDS_VALUES
+from ragen.batch import Batch, collate, minibatches
+from ragen.config import Config
+from ragen.credit import credit
+from ragen.diagnosis import gradients_by_std
+from ragen.engine import Engine
+from ragen.exactness import with_births
+from ragen.filters import group_weights, reward_std, select
+from ragen.metrics import Metrics, total
+from ragen.rollout import Setup, run_groups
+from ragen.running import LoopState
+from ragen.samples import to_samples, trainable
+from ragen.seeding import derive, refill_level, train_level
+from ragen.types import Episode, Group
+
+
+async def groups_of(
+    engine: Engine,
+    setup: Setup,
+    config: Config,
+    step: int,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Group]:
+    """What the engine's policy plays after `step` steps, with what replaces groups without spread.
+
+    DAPO's dynamic sampling (arXiv:2503.14476), in `rollout.refill` rounds at most: what is replaced
+    stays among the groups, counted and recorded as all others, and the filter leaves it out.
+    """
+    num_prompts = config.rollout.prompts
+    engine.forget()
+    setup.world_time.seconds = 0.0
+    groups: list[Group] = []
+    levels = [train_level(step, group, num_prompts) for group in range(num_prompts)]
+    for _ in range(1 + config.rollout.refill):
+        fresh = await run_groups(
+            engine.policy,
+            setup,
+            levels,
+            config.rollout.members,
+            (config.seed, "train", step),
+            config.rollout.slots,
+            on_episode,
+            first_group=len(groups),
+        )
+        groups += fresh
+        flat = sum(reward_std(group) == 0 for group in fresh)
+        first = len(groups) - num_prompts
+        levels = [refill_level(step, index, num_prompts) for index in range(first, first + flat)]
+        if not levels:
+            break
+    return groups
+
+
+def chosen_by(config: Config) -> dict[str, Any]:
+    """The filter's settings as `select` takes them."""
+    compares = config.advantage.name in COMPARES_MEMBERS
+    settings = config.filter.model_dump(exclude={"max_empty", "scale", "reweight"})
+    return settings | {"min_played": 2 if compares else 1}
+
+
+def weights_of(config: Config, groups: Sequence[Group], kept: Sequence[int]) -> list[float]:
+    """How much each kept group counts, by the filter's settings."""
+    scale, reweight = config.filter.scale, config.filter.reweight
+    return group_weights(groups, kept, scale=scale, reweight=reweight)
+
+
+async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> Batch:
+    """The groups' tokens with all that the loss needs: logprobs, values, credit."""
+    episodes = [episode for _, episode in trainable(groups)]
+    batch = with_births(collate(to_samples(groups)), episodes)
+    if config.model.dtype == "float32":
+        # The local sampler's arithmetic is the learner's: what it reported are the old logprobs.
+        batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT)
+    else:
+        batch = await engine.score(batch, "policy")
+    if config.loss.kl > 0:
+        batch = await engine.score(batch, "reference")
+    if config.advantage.name in NEEDS_VALUES:
+        batch = await engine.score(batch, "critic")
+    return credit(batch, episodes, config.reward, config.advantage, config.loss)
+
+
+async def gradients(engine: Engine, groups: Sequence[Group], config: Config) -> Metrics:
+    """Gradient norms by reward std over all groups, those that the filter would leave too."""
+    everything = chosen_by(config) | {"rule": "all", "include_zero": True}
+    chosen = [groups[index] for index in select(groups, **everything)]
+    if not trainable(chosen):
+        return {}
+    return await gradients_by_std(engine, await learnable(engine, chosen, config), chosen)
+
+
+def planned(batch: Batch, state: LoopState, config: Config) -> list[tuple[Batch, int]]:
+    """The step's minibatches, each with where the run stands when its turn comes.
+
+    Where updates are counted, the last collection gives only as many as are left.
+    """
+    update, seed = config.update, derive(config.seed, "minibatches", state.step)
+    parts = minibatches(batch, update.minibatch_episodes, update.passes, seed)
+    if config.budget == "steps":
+        return [(part, state.step) for part in parts]
+    left = config.steps - state.updates
+    return [(part, at) for at, part in enumerate(parts[:left], state.updates)]
+
+
+def refilled(groups: Sequence[Group], config: Config) -> Metrics:
+    """How many of the step's groups replaced others, in runs that do so."""
+    if not config.rollout.refill:
+        return {}
+    return {"rollout/refilled_groups": total(len(groups) - config.rollout.prompts)}
