@@ -74,13 +74,14 @@ def parse(
             own.append(argument)
             continue
         if not takes_keys:
-            raise RagenError(f"unknown option {name}{_nearest(name, known)}")
+            near = _nearest(name, known) or f"; {parser.prog} --help lists them all"
+            raise RagenError(f"unknown option {name}{near}")
         key = _key(name, known)
         if not equals:
             value = next(remaining, "--")
             if value.startswith("--"):
-                takes = "a value" if key not in keys() else expected(keys()[key])
-                raise RagenError(f"{name} needs a value: {takes}")
+                takes = f": {expected(keys()[key])}" if key in keys() else ""
+                raise RagenError(f"{name} needs a value{takes}")
         overrides[key] = parse_value(key, value)
     return parser.parse_args(own), overrides
 
@@ -122,8 +123,10 @@ def _help_lines(width: int) -> Iterator[str]:
             yield ""
         default = f" [{_plain(field.default)}]" if field.default_factory is None else ""
         short = "".join(f", --{name}" for name, full in SHORT.items() if full == key)
-        name = f"--{key}.NAME" if key in TABLES else f"--{key}{short}"
-        text = f"{expected(field)}{default}. {field.description or ''}"
+        name, takes = f"--{key}{short}", f"{expected(field)}{default}. "
+        if key in TABLES:
+            name, takes = f"--{key}.NAME", ""
+        text = f"{takes}{field.description or ''}"
         yield from _entry(name, text, width)
 
 

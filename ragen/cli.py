@@ -130,6 +130,10 @@ def _train_options(parser: Parser) -> None:
 def _resume_options(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     _output_options(parser)
+    parser.epilog = (
+        "A run goes on by its own settings. To train its model further by others: "
+        "ragen train RECIPE --model RUN"
+    )
 
 
 def _output_options(parser: Parser) -> None:
@@ -246,6 +250,7 @@ def _show_result(console: Console, result: Result) -> None:
         f"\n{result.seconds:.0f} s; everything is in {result.run}",
         f"watch it play:  {_program()} play {result.world} --player {result.run}",
         f"evaluate it:    {_program()} eval {result.run}",
+        f"read about it:  {_program()} report {result.run}",
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -394,6 +394,11 @@ class Config(Section):
                 f"filter.value = {value:g}: expected a share up to 1, or a whole number of groups "
                 'with filter.rule = "top_k"'
             )
+        if value > self.rollout.prompts:
+            raise ValueError(
+                f"filter.value = {value:g}: a step has {self.rollout.prompts} groups "
+                "(rollout.prompts), so that nothing would be filtered; set fewer, or a share"
+            )
         if rule in ("top_p", "min_p") and score in ("mean", "sum"):
             raise ValueError(
                 f'filter.rule = "{rule}" takes scores of 0 or more, and "{score}" may be negative; '
@@ -454,6 +459,11 @@ class Config(Section):
                 )
         if "reward_drop" in responses and not evaluated:
             raise ValueError("guard.responses.reward_drop compares evaluations: set eval.every")
+        if "mi_drop" in responses and not (self.diagnose.information_every and self.prompt.think):
+            raise ValueError(
+                "guard.responses.mi_drop compares measures of thoughts: set "
+                "diagnose.information_every above 0 and prompt.think = true"
+            )
         if "stalled" in responses and not self.guard.stalled_s:
             raise ValueError("guard.responses.stalled needs a time: set guard.stalled_s above 0")
         if responses.get("stalled") == "rollback":
@@ -478,7 +488,8 @@ class Use(NamedTuple):
 
 _RANKS = Use(lambda c: c.filter.rule != "all", 'a filter.rule other than "all"')
 _CRITIC = Use(
-    lambda c: c.advantage.name in ("gae", "bi_level_gae"), "an advantage.name that uses a critic"
+    lambda c: c.advantage.name in ("gae", "bi_level_gae"),
+    'an advantage.name that uses a critic, "gae" or "bi_level_gae"',
 )
 
 _ROLLS_BACK = Use(
@@ -520,6 +531,9 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
         "loss.value_clip": _CRITIC,
         "update.critic_lr": _CRITIC,
         "update.critic_warmup_steps": _CRITIC,
+        "diagnose.thoughts": Use(
+            lambda c: c.diagnose.information_every > 0, "diagnose.information_every above 0"
+        ),
         "guard.rollbacks": _ROLLS_BACK,
         "guard.remedy": _ROLLS_BACK,
     }

@@ -6,9 +6,13 @@ import importlib.metadata
 import os
 import platform
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from ragen.errors import RagenError
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gymnasium", "numpy", "pydantic")
 
@@ -28,13 +32,14 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Look at Python, the packages, the database, and the speed of matrix products."""
+    """Look at Python, the packages, the database, the speed of matrix products; then train."""
     yield Finding("python", f"{platform.python_version()} on {platform.system()}", True)
     for package in PACKAGES:
         yield _package(package)
     yield _full_text_search()
     yield Finding("cpus", str(_usable_cpus()), True)
     yield from _torch()
+    yield end_to_end()
 
 
 def _package(name: str) -> Finding:
@@ -85,3 +90,18 @@ def gemm_gflops(size: int = 1024, repeats: int = 5) -> float:
         torch.mm(a, b)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best / 1e9
+
+
+def end_to_end() -> Finding:
+    """Two steps of the recipe ``bandit``, from the model to a saved run, which is then removed."""
+    name, start = "end to end", time.perf_counter()
+    try:
+        from ragen.settings import resolve
+        from ragen.trainer import train
+
+        config = resolve("bandit", {"steps": 2, "eval.episodes": 16})
+        with tempfile.TemporaryDirectory(prefix="ragen-doctor-") as folder:
+            train(config, Path(folder) / "run")
+    except (RagenError, ImportError, OSError) as error:
+        return Finding(name, " ".join(str(error).split()), False)
+    return Finding(name, f"two steps of bandit in {time.perf_counter() - start:.1f} s", True)

@@ -297,7 +297,8 @@ def _one_line(error: ValidationError, source: Mapping[str, str]) -> str:
     if key not in keys():  # A rule about several keys, stated in config.py as a sentence.
         return str(first["ctx"]["error"]) if "ctx" in first else f"{key}: {first['msg']}"
     where = _in(source.get(key, ""))
-    return f"{key} = {_show(first['input'])}{where}: expected {expected(keys()[key])}"
+    entries = f"; set {key}.NAME" if key in TABLES else ""
+    return f"{key} = {_show(first['input'])}{where}: expected {expected(keys()[key])}{entries}"
 
 
 def _flatten(tree: Mapping[str, Any], where: str, prefix: str = "") -> Flat:
@@ -362,16 +363,20 @@ def _holds_text(kind: Any) -> bool:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """A suggestion or nothing: near as a whole or in its last part (``lr`` for ``update.lr``)."""
+    """A suggestion or nothing: near as a whole, or in its last part (``lr``, ``ppo``)."""
     names = list(known)
-    last_parts = {full.rpartition(".")[2]: full for full in reversed(names)}
+    last_parts = {_last_part(full): full for full in reversed(names)}
     whole = difflib.get_close_matches(name, names, 1, 0.75)
-    part = difflib.get_close_matches(name.rpartition(".")[2], list(last_parts), 1, 0.75)
+    part = difflib.get_close_matches(_last_part(name), list(last_parts), 1, 0.75)
     loose: Sequence[str] = difflib.get_close_matches(name, names, 1, 0.5)
     for match in (whole, [last_parts[found] for found in part], loose):
         if match:
             return f"; did you mean {match[0]!r}?"
     return ""
+
+
+def _last_part(name: str) -> str:
+    return name.replace("/", ".").rpartition(".")[2]
 
 
 def _in(where: str) -> str:

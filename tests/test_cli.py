@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import pytest
 from rich.console import Console
@@ -103,7 +104,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
         ("eval random --episodes 0", "episodes = 0: expected a whole number"),
         ("eval random --temperature=-1", "temperature = -1.0: expected a number"),
         ("envs --jsn", "unknown option --jsn; did you mean --json?"),
-        ("envs --update.lr 3", "unknown option --update.lr"),
+        ("envs --update.lr 3", "unknown option --update.lr; ragen envs --help lists them all"),
+        ("train bandit --reward.terms.length", "--reward.terms.length needs a value\n"),
         ("check nowhere.py:World", "no file nowhere.py"),
         ("play banditt --player random", "unknown world 'banditt'"),
     ],
@@ -294,6 +296,20 @@ def test_doctor_finds_this_machine_well(capsys: Capture) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "GFLOP/s" in found["float32 matrix product"]
+    assert re.fullmatch(r"two steps of bandit in \d+\.\d s", found["end to end"])
+
+
+def test_doctor_says_why_no_agent_can_be_trained(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its training fails like anyone's: here the embedded model cannot be read."""
+
+    def broken(*_: object) -> Never:
+        raise RagenError("cannot load the model 'base'")
+
+    monkeypatch.setattr("ragen.trainer.local_engine", broken)
+    assert main(["doctor"]) == 1
+    assert "NO  end to end               cannot load the model 'base'" in capsys.readouterr().out
 
 
 def test_help_is_quick_and_light() -> None:
@@ -306,7 +322,7 @@ def test_help_is_quick_and_light() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "ragen.cli", "--help"], capture_output=True, check=True)
+    subprocess.run([sys.executable, "-m", "ragen", "--help"], capture_output=True, check=True)
     assert time.perf_counter() - start < 2.0
 
 

@@ -196,7 +196,8 @@ def test_differences_name_the_preset_value() -> None:
             {"filter.rule": "topk"},
             'filter.rule = "topk": expected all, top_k, top_p, top_p_softmax or min_p',
         ),
-        ({"world.params": 3}, "world.params = 3: expected a table"),
+        ({"world.params": 3}, "world.params = 3: expected a table; set world.params.NAME"),
+        ({"algorithm": "ppo"}, "unknown algorithm 'ppo'; did you mean 'starpo/ppo'?"),
         (
             {"algorithm": "starpos/ppo"},
             "unknown algorithm 'starpos/ppo'; did you mean 'starpo-s/ppo'?",
@@ -204,6 +205,11 @@ def test_differences_name_the_preset_value() -> None:
         ({"algorithm": 3}, "algorithm = 3: expected the name of a preset as text"),
         ({"filter.rule": "top_k", "filter.value": 1.5}, "filter.value = 1.5: expected a share"),
         ({"filter.rule": "top_p", "filter.value": 3}, "filter.value = 3: expected a share up to 1"),
+        ({"filter.rule": "top_k", "filter.value": 9}, "filter.value = 9: a step has 8 groups"),
+        (
+            {"guard.responses.mi_drop": "stop", "diagnose.information_every": 0},
+            "guard.responses.mi_drop compares measures of thoughts: set diagnose.information_every",
+        ),
         ({"filter.rule": "min_p", "filter.score": "mean"}, '"mean" may be negative; use "top_k"'),
         ({"filter.rule": "top_k", "filter.reweight": True}, 'set filter.rule = "all"'),
         ({"filter.include_zero": False, "rollout.members": 1}, "rollout.members to 2 or more"),
@@ -281,6 +287,7 @@ UNREAD = {  # a value other than the default for each key, and an algorithm that
     "loss.value_clip": (0.1, {"algorithm": "starpo/grpo"}),
     "update.critic_lr": (0.1, {"algorithm": "starpo/grpo"}),
     "update.critic_warmup_steps": (3, {"algorithm": "starpo/grpo"}),
+    "diagnose.thoughts": (32, {"diagnose.information_every": 0}),
     "guard.rollbacks": (5, {}),
     "guard.remedy": ("kl", {}),
 }
@@ -293,6 +300,7 @@ READ = {
     "filter.keep": {"filter.rule": "top_k"},
     "filter.scale": {"filter.include_zero": False},
     "loss.importance_cap": {"model.dtype": "bfloat16"},
+    "diagnose.thoughts": {"diagnose.information_every": 5},
     "guard.rollbacks": {"guard.responses.mi_drop": "rollback"},
     "guard.remedy": {"guard.responses.mi_drop": "rollback"},
 }

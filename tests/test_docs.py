@@ -1,0 +1,71 @@
+"""The pages say what is there: links lead somewhere, named tests exist, commands are accepted."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragen.cli import COMMANDS, main
+from ragen.settings import canonical_key, presets
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [page.name for page in PAGES]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in links: lower case, no punctuation, hyphens for spaces."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """What follows ``ragen`` in the page's shell examples, comments left out."""
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|&|;", line.partition("#")[0]):
+                words = shlex.split(part)
+                if words[:1] == ["ragen"]:
+                    yield words[1:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text("utf-8")):
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path) if path else page
+        assert other.exists(), target
+        assert not anchor or anchor in anchors(other), target
+
+
+def test_the_first_page_leads_to_every_other() -> None:
+    first = PAGES[0].read_text("utf-8")
+    assert [name for name in NAMES[1:] if f"(docs/{name}" not in first] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_named_tests_exist(page: Path) -> None:
+    for file, name in re.findall(r"`(tests/\w+\.py)(?:::(\w+))?`", page.read_text("utf-8")):
+        assert f"def {name}" in (ROOT / file).read_text("utf-8"), f"{file}::{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_are_accepted(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every key exists, and what the page trains is a run that could begin."""
+    for key in re.findall(r"--([a-z_]+\.[a-z_.]+[a-z_])", page.read_text("utf-8")):
+        canonical_key(key)
+    monkeypatch.chdir(tmp_path)
+    for name, *rest in commands(page):
+        assert name in COMMANDS
+        if name == "train":
+            assert main([name, *rest, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_the_table_of_presets_has_them_all() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text("utf-8")
+    (header,) = re.findall(r"^\| (\| `starpo.*)$", page, re.MULTILINE)
+    assert set(re.findall(r"`([^`]+)`", header)) == set(presets())
