@@ -69,6 +69,12 @@ SIGNALS: Mapping[str, str] = {
 TERMS = "reward_terms/"
 """What the run's reward terms cost: signals, too, under the names that they have."""
 
+GRADIENTS = "gradient_by_std/"
+"""Gradient norms by bucket of reward std, where the run took them."""
+
+BUCKET = ("groups", "reward_std", "task_per_token", "entropy_per_token", "kl_per_token")
+"""What the page shows of a bucket; the database also has the norms a sample."""
+
 COLLAPSE = ("reward/std_in_group", "entropy/mean", "gradient/policy_norm")
 """The three whose order tells an Echo Trap (arXiv:2504.20073): they are drawn."""
 
@@ -164,9 +170,10 @@ class Section:
 
 def page(facts: Facts) -> list[Section]:
     """The sections in their order."""
-    return [
-        part(facts) for part in (headline, learnt, signals, happened, exactness, times, settings)
-    ]
+    measured = any(name.startswith(GRADIENTS) for name in facts.course)
+    closer = (gradients,) if measured else ()
+    parts = (headline, learnt, signals, *closer, happened, exactness, times, settings)
+    return [part(facts) for part in parts]
 
 
 def headline(facts: Facts) -> Section:
@@ -249,6 +256,27 @@ def signals(facts: Facts) -> Section:
         return Section("Signals", ("No step is finished.",))
     columns = ("signal", "first", "lowest", "highest", "last", "course")
     return Section("Signals", ("In brackets the step.",), columns, tuple(rows), "signals")
+
+
+def gradients(facts: Facts) -> Section:
+    """The gradients by reward std, as they were measured last."""
+    found = {name: s for name, s in facts.course.items() if name.startswith(GRADIENTS)}
+    step = max(max(series) for series in found.values())
+    buckets: dict[str, dict[str, float]] = {}
+    for name, series in found.items():
+        if step in series:
+            _, bucket, measure = name.split("/")
+            buckets.setdefault(bucket, {})[measure] = series[step]
+    shown = [measure for measure in BUCKET if any(measure in found for found in buckets.values())]
+    rows = tuple(
+        (name, *(f"{bucket[measure]:.3g}" if measure in bucket else "" for measure in shown))
+        for name, bucket in sorted(buckets.items())
+    )
+    line = (
+        f"Norms of each term's gradient in step {step}, entropy and KL at weight 1, by the reward "
+        "std of the groups; bucket 0 has the lowest."
+    )
+    return Section("Gradients by reward std", (line,), ("bucket", *shown), rows)
 
 
 def happened(facts: Facts) -> Section:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragen.cli import COMMANDS, main
+from ragen.config import RESPONSES
 from ragen.settings import canonical_key, presets
 
 ROOT = Path(__file__).parent.parent
@@ -69,3 +70,9 @@ def test_the_table_of_presets_has_them_all() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text("utf-8")
     (header,) = re.findall(r"^\| (\| `starpo.*)$", page, re.MULTILINE)
     assert set(re.findall(r"`([^`]+)`", header)) == set(presets())
+
+
+def test_the_table_of_detectors_has_them_all_with_their_responses() -> None:
+    page = (ROOT / "docs" / "diagnostics.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (off|log|stop|rollback) \|$", page, re.MULTILINE)
+    assert dict(rows) == RESPONSES

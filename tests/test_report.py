@@ -117,6 +117,20 @@ def test_signals_have_their_extremes_with_the_step(run: Path) -> None:
     assert found["reward std"] == ("0.25", "0.25 (1)", "0.25 (1)", "0.25", "▁▁▁▁▁")
 
 
+def test_gradients_by_reward_std_stand_where_they_were_taken(run: Path) -> None:
+    assert "Gradients by reward std" not in [section.title for section in page(read_facts(run))]
+    course = {
+        "gradient_by_std/0/groups": {1: 4.0, 3: 12.0},
+        "gradient_by_std/0/task_per_token": {1: 9.0, 3: 0.0},
+        "gradient_by_std/0/task_per_sample": {1: 9.0, 3: 0.0},
+        "gradient_by_std/1/groups": {1: 4.0},  # all are alike in step 3: one bucket
+        "gradient_by_std/3/groups": {3: 4.0},
+        "gradient_by_std/3/task_per_token": {3: 0.5},
+    }
+    found = Facts(Path(), resolve(None), course, (), (), {0: course})
+    assert cells(found, "Gradients") == {"0": ("12", "0"), "3": ("4", "0.5")}
+
+
 def test_exactness_counts_checks_and_keeps_the_largest_difference(run: Path) -> None:
     assert cells(read_facts(run), "Exactness") == {
         "exactness/tokens_checked": ("5,000",),  # of the five steps that stand
