@@ -409,7 +409,12 @@ def tighter(config: Config, attempt: int) -> dict[str, Any]:
         return {"filter.rule": "top_k", "filter.value": 0.25, "filter.reweight": False}
     if rule == "min_p":  # of the largest score: more is tighter
         return {"filter.value": min(1.0, 2 * value)}
-    return {"filter.value": value / 2 if value <= 1 else max(1.0, value // 2)}
+    if value >= 4:
+        return {"filter.value": value // 2}
+    if value > 1:  # One group, which as a number cannot be said: 1.0 is the share of all.
+        rollout = config.rollout
+        return {"filter.value": 1 / (rollout.prompts * (1 + rollout.refill))}
+    return {"filter.value": value / 2}
 
 
 def anchored(config: Config, attempt: int) -> dict[str, Any]:

@@ -295,7 +295,13 @@ def test_a_change_that_cannot_be_is_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "value", "tighter"),
-    [("top_k", 0.5, 0.25), ("top_k", 5.0, 2.0), ("top_k", 1.0, 0.5), ("min_p", 0.6, 1.0)],
+    [
+        ("top_k", 0.5, 0.25),
+        ("top_k", 5.0, 2.0),
+        ("top_k", 3.0, 1 / 8),  # one of the eight groups; 1.0 would be all of them
+        ("top_k", 1.0, 0.5),
+        ("min_p", 0.6, 1.0),
+    ],
 )
 def test_a_tighter_filter_keeps_less_by_any_rule(rule: str, value: float, tighter: float) -> None:
     config = resolve(None, {"filter.rule": rule, "filter.value": value})
