@@ -343,7 +343,9 @@ def examine(folder: Path) -> dict[str, float]:
 async def whole(run: Run) -> Result:
     """Evaluate, train, evaluate; a stop in between leaves a run that can be gone on with."""
     both = dict.fromkeys((run.config.eval.temperature, 0.0))
-    run.watchdog = Watchdog(run.asked.guard.stalled_s, partial(stalled, run))
+    guard = run.asked.guard
+    limit = 0.0 if guard.response("stalled") == "off" else guard.stalled_s
+    run.watchdog = Watchdog(limit, partial(stalled, run))
     run.watcher.begin(run.folder, run.config, run.state.step)
     try:
         with run.recorder, run.stop.listening(), run.watchdog:

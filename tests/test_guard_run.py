@@ -306,6 +306,9 @@ def test_a_run_that_hangs_for_a_while_may_only_be_told_of(
     result = train(asked, tmp_path / "run", watcher=seen)
     assert [alarm.detector for alarm in result.alarms] == ["stalled"]
     assert [step for step, _ in seen.alarms] == [1]
+    silent = config(guard__stalled_s=1.0, guard__responses={"stalled": "off"})
+    assert train(silent, tmp_path / "silent", watcher=seen).alarms == ()
+    assert len(seen.alarms) == 1
 
 
 def test_a_watchdog_hears_every_beat() -> None:
