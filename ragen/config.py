@@ -464,6 +464,11 @@ class Config(Section):
                 "guard.responses.mi_drop compares measures of thoughts: set "
                 "diagnose.information_every above 0 and prompt.think = true"
             )
+        if self.budget == "updates" and self.guard.response("empty_filter") in ("off", "log"):
+            raise ValueError(
+                'budget = "updates" has no end where the filter keeps nothing: set '
+                'guard.responses.empty_filter to "stop" or "rollback"'
+            )
         if "stalled" in responses and not self.guard.stalled_s:
             raise ValueError("guard.responses.stalled needs a time: set guard.stalled_s above 0")
         if responses.get("stalled") == "rollback":

@@ -249,17 +249,22 @@ def test_responses_lie_over_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"responses.grad_spik": "log"}, "no such detector; did you mean 'grad_spike'?"),
-        ({"responses.grad_spike": "halt"}, "'halt': expected off, log, stop or rollback"),
-        ({"responses.reward_drop": "log"}, "compares evaluations: set eval.every"),
-        ({"responses.stalled": "rollback"}, "cannot go back by itself"),
-        ({"responses.stalled": "log", "stalled_s": 0.0}, "set guard.stalled_s above 0"),
-        ({"rollbacks": 0}, "guard.rollbacks = 0: expected a whole number ≥ 1"),
+        ({"guard.responses.grad_spik": "log"}, "no such detector; did you mean 'grad_spike'?"),
+        ({"guard.responses.grad_spike": "halt"}, "'halt': expected off, log, stop or rollback"),
+        ({"guard.responses.reward_drop": "log"}, "compares evaluations: set eval.every"),
+        ({"guard.responses.mi_drop": "stop", "prompt.think": False}, "and prompt.think = true"),
+        ({"guard.responses.empty_filter": "log", "budget": "updates"}, "has no end"),
+        ({"guard.responses.stalled": "rollback"}, "cannot go back by itself"),
+        (
+            {"guard.responses.stalled": "log", "guard.stalled_s": 0.0},
+            "set guard.stalled_s above 0",
+        ),
+        ({"guard.rollbacks": 0}, "guard.rollbacks = 0: expected a whole number ≥ 1"),
     ],
 )
 def test_responses_that_cannot_be(overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(RagenError) as caught:
-        resolve(None, {f"guard.{key}": value for key, value in overrides.items()})
+        resolve(None, overrides)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
