@@ -497,6 +497,8 @@ _CRITIC = Use(
     'an advantage.name that uses a critic, "gae" or "bi_level_gae"',
 )
 
+_EVALUATES = Use(lambda c: c.eval.episodes > 0, "eval.episodes above 0")
+
 _ROLLS_BACK = Use(
     lambda c: "rollback" in c.guard.responses.values(), 'a "rollback" among guard.responses'
 )
@@ -504,6 +506,11 @@ _ROLLS_BACK = Use(
 READ_WITH: Mapping[str, Use] = MappingProxyType(
     {
         "model.critic": _CRITIC,
+        "reward.placement": Use(
+            lambda c: c.advantage.name in ("gae", "bi_level_gae", "reinforce_pp", "gigpo"),
+            "an advantage.name that looks inside an episode: "
+            '"gae", "bi_level_gae", "reinforce_pp" or "gigpo"',
+        ),
         "reward.over": Use(
             lambda c: c.reward.normalise != "identity", 'a reward.normalise other than "identity"'
         ),
@@ -539,6 +546,9 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
         "diagnose.thoughts": Use(
             lambda c: c.diagnose.information_every > 0, "diagnose.information_every above 0"
         ),
+        "eval.every": _EVALUATES,
+        "eval.temperature": _EVALUATES,
+        "diagnose.information_every": Use(lambda c: c.prompt.think, "prompt.think = true"),
         "guard.rollbacks": _ROLLS_BACK,
         "guard.remedy": _ROLLS_BACK,
     }

@@ -261,7 +261,7 @@ def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: se
             "advantage.name": name,
             "reward.normalise": normalise,
             "reward.over": over,
-            "reward.placement": "turn",
+            "reward.placement": "turn" if name == "bi_level_gae" else "episode",
         }
         if name in refused:
             assert 'set reward.normalise to "identity"' in message(None, asked)
@@ -271,6 +271,7 @@ def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: se
 
 UNREAD = {  # a value other than the default for each key, and an algorithm that never reads it
     "model.critic": ("shared", {"algorithm": "starpo/grpo"}),
+    "reward.placement": ("turn", {"algorithm": "starpo/grpo"}),
     "reward.over": ("batch", {"algorithm": "starpo/grpo"}),
     "filter.score": ("entropy", {"algorithm": "starpo/grpo"}),
     "filter.value": (0.5, {"algorithm": "starpo/grpo"}),
@@ -288,6 +289,9 @@ UNREAD = {  # a value other than the default for each key, and an algorithm that
     "update.critic_lr": (0.1, {"algorithm": "starpo/grpo"}),
     "update.critic_warmup_steps": (3, {"algorithm": "starpo/grpo"}),
     "diagnose.thoughts": (32, {"diagnose.information_every": 0}),
+    "eval.every": (5, {"eval.episodes": 0}),
+    "eval.temperature": (0.5, {"eval.episodes": 0}),
+    "diagnose.information_every": (1, {"prompt.think": False}),
     "guard.rollbacks": (5, {}),
     "guard.remedy": ("kl", {}),
 }

@@ -217,7 +217,7 @@ def test_every_estimator_trains(tmp_path: Path, name: str) -> None:
         algorithm="starpo/ppo",
         steps=1,
         advantage__name=name,
-        reward__placement="turn",
+        reward__placement="turn" if name == "bi_level_gae" else "episode",
         eval__episodes=0,
         checkpoint__every=0,
     )
