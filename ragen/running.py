@@ -220,9 +220,11 @@ def spacing(run: Run) -> int:
 
 def kept_checkpoints(run: Run) -> int:
     """How many of the regular checkpoints stay: enough to go back to."""
-    keep = run.config.checkpoint.keep
-    if "rollback" in run.config.guard.responses.values():
-        keep = max(keep, 1 + math.ceil(REACH / spacing(run)))
+    keep, responses = run.config.checkpoint.keep, run.config.guard.responses
+    if "rollback" in responses.values():
+        # Success is seen to fall by two evaluations in a row, and the onset lies before both.
+        evaluations = 2 * run.config.eval.every * (responses.get("reward_drop") == "rollback")
+        keep = max(keep, 1 + math.ceil(max(REACH, evaluations) / spacing(run)))
     # A stop may come before the guard has looked at the step, and pushes none out.
     return keep + (run.guard.looked < run.state.step)
 

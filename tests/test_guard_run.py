@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ragen.guard import EVALUATED, LEVELS, Alarm, GuardState, read_history
 from ragen.metrics import Metrics
 from ragen.progress import Watcher
 from ragen.recorder import Recorder, read_events, read_metrics
+from ragen.running import LoopState, kept_checkpoints
 from ragen.settings import dump, resolve
 from ragen.stopping import StopRequested
 from ragen.trainer import resume, train
@@ -183,6 +185,24 @@ def test_where_no_checkpoint_is_good_the_run_stops(tmp_path: Path, alarms_at: Pl
     alarms_at((0, 1))
     with pytest.raises(GuardStop, match="no checkpoint before step 0 is left"):
         train(config(**BACK), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("response", "every", "kept"),
+    [
+        ({}, 20, 2),
+        ({"grad_spike": "rollback"}, 20, 3),  # ten steps back, at steps that 5 divides
+        ({"reward_drop": "log", "grad_spike": "rollback"}, 20, 3),
+        ({"reward_drop": "rollback"}, 20, 9),  # an alarm at 100, an onset at 61: 60, 65 … 100
+        ({"reward_drop": "rollback"}, 3, 3),
+    ],
+)
+def test_checkpoints_reach_back_to_before_an_onset(
+    response: dict[str, str], every: int, kept: int
+) -> None:
+    asked = config(guard__responses=response, checkpoint__every=5, eval__every=every)
+    run: Any = SimpleNamespace(config=asked, guard=GuardState(looked=100), state=LoopState(100))
+    assert kept_checkpoints(run) == kept
 
 
 _WHOLE: dict[str, dict[str, Any]] = {}
