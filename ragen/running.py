@@ -62,7 +62,8 @@ class LoopState:
     """Where the loop stands, saved with every checkpoint: `step` steps are finished.
 
     `averages` are the moving averages of the metrics. The present `attempt` began after step
-    `began`; the guard raises it when it rolls back.
+    `began`; the guard raises it when it rolls back. `best_step` is the best evaluated one of those
+    with a regular checkpoint.
     """
 
     step: int = 0
@@ -175,7 +176,9 @@ async def evaluate(run: Run, temperature: float) -> Evaluation | None:
         run.recorder.episodes(step, groups, phase="eval" if temperature else "eval greedy")
     run.recorder.commit()
     run.watcher.evaluated(step, evaluation)
-    if temperature == config.eval.temperature and evaluation.success > run.state.best_success:
+    has_checkpoint = step % spacing(run) == 0
+    better = evaluation.success > run.state.best_success
+    if has_checkpoint and temperature == config.eval.temperature and better:
         run.state.best_step, run.state.best_success = step, evaluation.success
     return evaluation
 

@@ -14,6 +14,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,24 @@ def test_a_run_and_its_database(tmp_path: Path) -> None:
     # Every, but two newest kept (and the best).
     best = state["loop"]["best_step"]
     assert {p.name for p in checkpoint.folders(run)} == {"step-2", "step-3", f"step-{best}"}
+
+
+def test_the_best_checkpoint_stays_whatever_is_evaluated_between_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 does best and has no checkpoint: of those that have one, step 2 does."""
+    evaluate, success = running.evaluate_policy, iter([0.1, 0.2, 0.6, 0.9, 0.3])
+
+    async def scripted(*args: Any, **more: Any) -> Any:
+        evaluation, groups = await evaluate(*args, **more)
+        sampled = evaluation.temperature == 1.0
+        return replace(evaluation, success=next(success, 0.0) if sampled else 0.0), groups
+
+    monkeypatch.setattr(running, "evaluate_policy", scripted)
+    asked = config(steps=5, eval__every=1, checkpoint__every=2, checkpoint__keep=1)
+    train(asked, tmp_path / "run")
+    names = [p.name for p in checkpoint.folders(tmp_path / "run")]
+    assert names == ["step-2", "step-4", "step-5"]
 
 
 def test_weights_move_and_the_model_of_the_start_does_not(tmp_path: Path) -> None:
