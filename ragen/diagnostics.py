@@ -335,7 +335,8 @@ def spike(norms: Sequence[float]) -> float | None:
 
     The last is one if it is above `SPIKE` times the median, and its logarithm an `OUTLIER` among
     theirs: where few episodes make a gradient, norms spread over orders of magnitude by themselves.
-    None before two windows of norms say how far.
+    None before two windows of norms say how far, and none of a norm that is not finite, whose
+    update is never applied.
 
     Example:
         >>> usual = [1.0, 1.2, 0.9, 1.1, 1.0] * 2
@@ -343,7 +344,7 @@ def spike(norms: Sequence[float]) -> float | None:
         (1.0, None, None)
     """
     before = [norm for norm in norms[:-1] if 0 < norm < inf]
-    if len(before) < 2 * WINDOW:
+    if len(before) < 2 * WINDOW or not isfinite(norms[-1]):
         return None
     usual = median(before)
     spread = 1.4826 * median(abs(log(norm / usual)) for norm in before)

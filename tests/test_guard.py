@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, get_args
@@ -28,6 +29,7 @@ from ragen.guard import (
     MI,
     REMEDIES,
     REWARD_STD,
+    SKIPPED,
     SUCCESS,
     VALID,
     Alarm,
@@ -119,6 +121,15 @@ def test_grad_spike_at_the_step_itself(at: int) -> None:
     """Published at 90 to 170; the steps before need to be two windows."""
     history = {GRADIENT: series(lambda s: 12.0 if s == at else wave(s))}
     assert fired(history) == [("grad_spike", at, at)]
+
+
+def test_a_norm_that_is_not_finite_is_no_spike() -> None:
+    """Its update is not applied, and ``non_finite`` speaks of it; JSON has no infinity."""
+    history = {
+        GRADIENT: series(lambda s: math.inf if s == 40 else wave(s)),
+        SKIPPED[0]: series(lambda s: float(s == 40)),
+    }
+    assert fired(history) == [("non_finite", 40, 40)]
 
 
 def test_norms_that_spread_by_themselves_make_no_spike() -> None:
