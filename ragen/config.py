@@ -551,6 +551,10 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
         "diagnose.information_every": Use(lambda c: c.prompt.think, "prompt.think = true"),
         "guard.rollbacks": _ROLLS_BACK,
         "guard.remedy": _ROLLS_BACK,
+        "guard.stalled_s": Use(
+            lambda c: c.guard.response("stalled") != "off",
+            'a guard.responses.stalled other than "off"',
+        ),
     }
 )
 """Keys that some settings leave unread; `settings.resolve` refuses them there. All others are read

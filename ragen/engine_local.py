@@ -57,7 +57,7 @@ class LocalEngine:
             loss,
             critic=config.advantage.name in NEEDS_VALUES,
             shared=config.model.critic == "shared",
-            reference=loss.kl > 0 and loss.name != "nll",
+            reference=loss.kl > 0,
             steps=config.steps,
             temperature=config.rollout.temperature,
             longest=config.world.turns * config.rollout.max_tokens,

@@ -19,7 +19,7 @@ from ragen import checkpoint, recovery
 from ragen.batch import Batch
 from ragen.checkpoint import folders
 from ragen.cli import main
-from ragen.config import Config, DetectorName
+from ragen.config import Config, DetectorName, GuardConfig
 from ragen.engine_local import LocalEngine
 from ragen.errors import GuardStop
 from ragen.guard import EVALUATED, LEVELS, Alarm, GuardState, read_history
@@ -326,7 +326,8 @@ def test_a_run_that_hangs_for_a_while_may_only_be_told_of(
     result = train(asked, tmp_path / "run", watcher=seen)
     assert [alarm.detector for alarm in result.alarms] == ["stalled"]
     assert [step for step, _ in seen.alarms] == [1]
-    silent = config(guard__stalled_s=1.0, guard__responses={"stalled": "off"})
+    off = GuardConfig(stalled_s=1.0, responses={"stalled": "off"})
+    silent = config().model_copy(update={"guard": off})
     assert train(silent, tmp_path / "silent", watcher=seen).alarms == ()
     assert len(seen.alarms) == 1
 

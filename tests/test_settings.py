@@ -294,6 +294,7 @@ UNREAD = {  # a value other than the default for each key, and an algorithm that
     "diagnose.information_every": (1, {"prompt.think": False}),
     "guard.rollbacks": (5, {}),
     "guard.remedy": ("kl", {}),
+    "guard.stalled_s": (60.0, {"guard.responses.stalled": "off"}),
 }
 READ = {
     "reward.over": {"reward.normalise": "mean"},
