@@ -239,7 +239,7 @@ def group_weights(
     are flat, nothing counts.
 
     Every policy loss is proportional to the advantage, so a factor on it is one on the loss; the
-    entropy bonus, a KL term and the critic keep their weight.
+    entropy bonus, a KL term in the loss and the critic keep their weight.
 
     Args:
         groups: The step's groups.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_learner import batch, equal, learner, model, weights
 from torch import Tensor
 
-from ragen import checkpoint
+from ragen import checkpoint, guard
 from ragen.batch import Batch
 from ragen.checkpoint import optimizer_tensors
 from ragen.config import Config
@@ -207,6 +207,11 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("looked") / "run"
     train(asked(**LOOKS), run)
     return run
+
+
+def test_a_run_logs_all_that_detectors_read(looked: Path) -> None:
+    """A name that no run has would silence its detector for ever."""
+    assert set(guard.METRICS) <= {name for _, name in metrics(looked)}
 
 
 def test_training_with_it_is_training_without_it(looked: Path, tmp_path: Path) -> None:
