@@ -74,6 +74,7 @@ class LocalEngine:
 
     async def update(self, batch: Batch, step: int) -> Metrics:
         """See `Engine.update`."""
+        assert batch.born_BK is not None, "a run trains on what was sampled, and can prove it"
         return self.learner.update(batch, step)
 
     async def cross_scores(

@@ -244,6 +244,19 @@ def test_a_mutated_batch_stops_the_run(
     stopped(corridor(), tmp_path / "run", words)
 
 
+def test_a_batch_that_lost_its_fingerprints_is_not_trained_unverified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = collection.minibatches
+    monkeypatch.setattr(
+        collection,
+        "minibatches",
+        lambda *all_of_it: [replace(p, born_BK=None) for p in split(*all_of_it)],
+    )
+    with pytest.raises(AssertionError, match="what was sampled"):
+        train(corridor(), tmp_path / "run")
+
+
 def test_a_lost_row_of_a_minibatch_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
