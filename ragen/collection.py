@@ -15,7 +15,7 @@ from ragen.config import Config
 from ragen.credit import credit
 from ragen.diagnosis import gradients_by_std
 from ragen.engine import Engine
-from ragen.exactness import with_births
+from ragen.exactness import verify_split, with_births
 from ragen.filters import group_weights, reward_std, select
 from ragen.metrics import Metrics, total
 from ragen.rollout import Setup, run_groups
@@ -104,9 +104,13 @@ def planned(batch: Batch, state: LoopState, config: Config) -> list[tuple[Batch,
     """The step's minibatches, each with where the run stands when its turn comes.
 
     Where updates are counted, the last collection gives only as many as are left.
+
+    Raises:
+        RagenError: An episode was lost or doubled on the way.
     """
     update, seed = config.update, derive(config.seed, "minibatches", state.step)
     parts = minibatches(batch, update.minibatch_episodes, update.passes, seed)
+    verify_split(batch, parts, update.passes)
     if config.budget == "steps":
         return [(part, state.step) for part in parts]
     left = config.steps - state.updates

@@ -172,6 +172,11 @@ class FilterConfig(Section):
     """Steps in a row without a kept group after which the run stops."""
 
 
+STD_DIVIDES = ("grpo", "gigpo")
+"""Estimators that divide by a group's std: there the smallest difference makes a full-sized signal,
+also one that the KL penalty alone has made."""
+
+
 class AdvantageConfig(Section):
     """Credit: which estimator turns rewards into advantages."""
 
@@ -348,6 +353,12 @@ class Config(Section):
                 'set reward.placement to "turn"'
             )
         self._normalised_once(compares)
+        if self.loss.kl > 0 and self.loss.kl_kind == "k1" and self.advantage.name in STD_DIVIDES:
+            raise ValueError(
+                f'advantage.name = "{self.advantage.name}" divides by a std of rewards, which a KL '
+                'penalty in the reward (loss.kl_kind = "k1") would enter; use "k3" or "k2", or '
+                "loss.kl = 0"
+            )
         if self.rollout.min_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.min_tokens must not exceed rollout.max_tokens")
         if self.rollout.max_tokens >= self.model.max_length:

@@ -12,6 +12,7 @@ tokens, row by row.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
@@ -112,6 +113,39 @@ def verify(microbatches: Sequence[Batch]) -> Metrics:
         "exactness/completions_checked": total(len(found)),
         "exactness/tokens_checked": total(num_tokens),
     }
+
+
+def verify_split(batch: Batch, minibatches: Sequence[Batch], passes: int) -> None:
+    """Make sure that every episode of a collection is trained once in each pass.
+
+    `verify` sees one optimiser step and cannot miss an episode that no step has.
+
+    Args:
+        batch: The collection.
+        minibatches: What it was split into.
+        passes: How often it is gone through.
+
+    Raises:
+        RagenError: An episode comes more or less often.
+
+    Example:
+        >>> from ragen.batch import collate, minibatches
+        >>> from ragen.types import Sample
+        >>> mask = (False, True)
+        >>> row = Sample((1, 8), mask, (0.0, -0.5), (-1, 0), mask, 0, 0)
+        >>> batch = replace(collate([row] * 5), episode_B=torch.arange(5))
+        >>> parts = minibatches(batch, minibatch_episodes=3, passes=2, seed=0)
+        >>> verify_split(batch, parts, passes=2)
+        >>> verify_split(batch, parts[1:], passes=2)
+        Traceback (most recent call last):
+        ragen.errors.RagenError: stopped before an update: the step's episode 0 was sampled ...
+    """
+    times = Counter(e for part in minibatches for e in set(part.episode_B.tolist()))
+    for episode in sorted(set(batch.episode_B.tolist()) | times.keys()):
+        if times[episode] < passes:
+            raise _inexact(f"the step's episode {episode} was sampled and would not be trained")
+        if times[episode] > passes:
+            raise _inexact(f"the step's episode {episode} would be trained twice in a pass")
 
 
 def _check_masks(part: Batch) -> None:

@@ -270,6 +270,25 @@ def test_a_lost_row_of_a_minibatch_stops_the_run(
     stopped(corridor(prompt__window=1), tmp_path / "run", words)
 
 
+@pytest.mark.parametrize(
+    ("mutation", "words"),
+    [
+        (lambda parts: parts[1:], "was sampled and would not be trained"),
+        (lambda parts: [*parts, parts[0]], "would be trained twice in a pass"),
+    ],
+    ids=["lost", "doubled"],
+)
+def test_a_minibatch_that_is_lost_or_doubled_stops_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mutation: Callable[[list[Batch]], list[Batch]],
+    words: str,
+) -> None:
+    split = collection.minibatches
+    monkeypatch.setattr(collection, "minibatches", lambda *all_of_it: mutation(split(*all_of_it)))
+    stopped(corridor(update__minibatch_episodes=1), tmp_path / "run", words)
+
+
 def test_a_reply_that_was_tokenised_anew_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,6 +230,8 @@ def test_differences_name_the_preset_value() -> None:
         ),
         ({"loss.name": "nll"}, 'loss.name = "nll" learns from demonstrations'),
         ({"advantage.name": "grpo", "rollout.members": 1}, "set rollout.members to 2 or more"),
+        ({"advantage.name": "grpo"}, 'use "k3" or "k2", or loss.kl = 0'),
+        ({"advantage.name": "gigpo", "loss.kl": 0.1}, "divides by a std of rewards"),
         ({"advantage.name": "bi_level_gae"}, 'set reward.placement to "turn"'),
         (
             {"reward.normalise": "mean", "rollout.members": 1, "filter.rule": "all"},
@@ -262,6 +264,7 @@ def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: se
             "reward.normalise": normalise,
             "reward.over": over,
             "reward.placement": "turn" if name == "bi_level_gae" else "episode",
+            "loss.kl": 0.0,
         }
         if name in refused:
             assert 'set reward.normalise to "identity"' in message(None, asked)

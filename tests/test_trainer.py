@@ -237,6 +237,7 @@ def test_every_estimator_trains(tmp_path: Path, name: str) -> None:
         steps=1,
         advantage__name=name,
         reward__placement="turn" if name == "bi_level_gae" else "episode",
+        loss__kl=0.0,
         eval__episodes=0,
         checkpoint__every=0,
     )
