@@ -22,6 +22,7 @@ import signal
 import sqlite3
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -114,6 +115,8 @@ def in_a_process(work: Callable[[], object]) -> int:
         try:
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return pid
@@ -149,10 +152,10 @@ def go_on(config: Config, run: Path) -> None:
 def watched(phase: str, work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """The same, leaving word of where the process is."""
 
-    async def then(*arguments: Any) -> Any:
+    async def then(*arguments: Any, **named: Any) -> Any:
         before, here[0] = here[0], PHASES.index(phase)
         try:
-            return await work(*arguments)
+            return await work(*arguments, **named)
         finally:
             here[0] = before
 
