@@ -115,9 +115,9 @@ def in_a_process(work: Callable[[], object]) -> int:
         try:
             work()
             code = 0
-        except BaseException:
-            traceback.print_exc()
         finally:
+            if code:
+                traceback.print_exc()
             os._exit(code)
     return pid
 
