@@ -515,6 +515,8 @@ def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
 
     def pass_on(number: int, _: object) -> None:
         came.append(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a script
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, pass_on)

@@ -10,7 +10,7 @@ import sys
 import time
 import tomllib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Never
 
@@ -219,10 +219,31 @@ def test_a_stopped_run_says_how_to_go_on(
     assert f"ragen resume {tmp_path / 'run'}\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.fixture
+def on_ctrl_c() -> Iterator[Callable[[Any], None]]:
+    """Sets what SIGINT does; tests may themselves run where it is ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda handler: signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "ctrl_c"),
+    [
+        (signal.SIGINT, 130, signal.default_int_handler),
+        (signal.SIGTERM, 143, signal.default_int_handler),
+        (signal.SIGTERM, 143, signal.SIG_IGN),
+    ],
+)
 def test_a_signal_outside_of_the_loop(
-    number: int, code: int, trainer: Callable[[Any], None], capsys: Capture
+    number: int,
+    code: int,
+    ctrl_c: Any,
+    on_ctrl_c: Callable[[Any], None],
+    trainer: Callable[[Any], None],
+    capsys: Capture,
 ) -> None:
+    on_ctrl_c(ctrl_c)
     before = signal.getsignal(signal.SIGTERM)
     trainer(lambda *_, **__: os.kill(os.getpid(), number) or time.sleep(5))
     assert main(["train", "bandit", "--quiet"]) == code
