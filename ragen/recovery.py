@@ -7,28 +7,10 @@ import os
 from dataclasses import asdict, replace
 from typing import NoReturn
 
-from ragen.checkpoint import (
-    drop_after,
-    folders,
-    regular,
-    replace_state,
-    step_of,
-    verified_state,
-)
+from ragen.checkpoint import drop_after, folders, regular, replace_state, step_of, verified_state
 from ragen.errors import GuardStop, RagenError
-from ragen.guard import (
-    DETECTORS,
-    GRACE,
-    REMEDIES,
-    Alarm,
-    GuardState,
-    changed,
-    look,
-    read_history,
-)
-from ragen.recorder import (
-    append_event,
-)
+from ragen.guard import DETECTORS, GRACE, REMEDIES, Alarm, GuardState, changed, look, read_history
+from ragen.recorder import append_event
 from ragen.running import LoopState, Run, save, spacing
 
 STACKS = "stalled.txt"

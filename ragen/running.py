@@ -18,25 +18,13 @@ from ragen.checkpoint import (
     writing,
 )
 from ragen.config import Config
-from ragen.diagnostics import (
-    Sign,
-    echo_trap_signs,
-)
+from ragen.diagnostics import Sign, echo_trap_signs
 from ragen.engine import Engine
 from ragen.evaluation import Evaluation, evaluate_policy, evaluations_of
-from ragen.guard import (
-    REACH,
-    Alarm,
-    GuardState,
-    read_alarms,
-)
+from ragen.guard import REACH, Alarm, GuardState, read_alarms
 from ragen.metrics import Metrics, last, total
 from ragen.progress import Watcher
-from ragen.recorder import (
-    Recorder,
-    read_evaluations,
-    read_metrics,
-)
+from ragen.recorder import Recorder, read_evaluations, read_metrics
 from ragen.rollout import Setup
 from ragen.stopping import Stop
 from ragen.watchdog import Watchdog

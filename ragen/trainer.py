@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.batch import Batch
-from ragen.checkpoint import (
-    newest,
-    newest_whole,
-    read_state,
-    resolve_model,
-    set_aside,
-)
+from ragen.checkpoint import newest, newest_whole, read_state, resolve_model, set_aside
 from ragen.collection import (
     chosen_by,
     gradients,
@@ -30,31 +24,16 @@ from ragen.collection import (
 from ragen.config import Config
 from ragen.credit import weighed
 from ragen.diagnosis import information
-from ragen.diagnostics import (
-    averaged,
-    explained_variance,
-    reference_kl,
-    smooth,
-    summarize,
-)
+from ragen.diagnostics import averaged, explained_variance, reference_kl, smooth, summarize
 from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
 from ragen.evaluation import refuse_unplayable
 from ragen.filters import select
-from ragen.guard import (
-    REMEDIES,
-    GuardState,
-    changed,
-)
+from ragen.guard import REMEDIES, GuardState, changed
 from ragen.metrics import Metrics, last, merge, values
 from ragen.progress import Watcher
-from ragen.recorder import (
-    CONFIG,
-    Recorder,
-    new_run_folder,
-    refuse_existing,
-)
+from ragen.recorder import CONFIG, Recorder, new_run_folder, refuse_existing
 from ragen.recovery import guarded, stalled
 from ragen.rollout import setup_of
 from ragen.running import (

@@ -257,28 +257,19 @@ def test_a_batch_that_lost_its_fingerprints_is_not_trained_unverified(
         train(corridor(), tmp_path / "run")
 
 
-def test_a_lost_row_of_a_minibatch_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split = collection.minibatches
-    monkeypatch.setattr(
-        collection,
-        "minibatches",
-        lambda *all_of_it: [take(p, torch.arange(1, p.num_rows)) for p in split(*all_of_it)],
-    )
-    words = "was sampled and would not be trained"
-    stopped(corridor(prompt__window=1), tmp_path / "run", words)
-
-
 @pytest.mark.parametrize(
     ("mutation", "words"),
     [
+        (
+            lambda parts: [take(part, torch.arange(1, part.num_rows)) for part in parts],
+            "was sampled and would not be trained",
+        ),
         (lambda parts: parts[1:], "was sampled and would not be trained"),
         (lambda parts: [*parts, parts[0]], "would be trained twice in a pass"),
     ],
-    ids=["lost", "doubled"],
+    ids=["lost row", "lost", "doubled"],
 )
-def test_a_minibatch_that_is_lost_or_doubled_stops_the_run(
+def test_a_row_or_minibatch_that_is_lost_or_doubled_stops_the_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     mutation: Callable[[list[Batch]], list[Batch]],
@@ -286,7 +277,7 @@ def test_a_minibatch_that_is_lost_or_doubled_stops_the_run(
 ) -> None:
     split = collection.minibatches
     monkeypatch.setattr(collection, "minibatches", lambda *all_of_it: mutation(split(*all_of_it)))
-    stopped(corridor(update__minibatch_episodes=1), tmp_path / "run", words)
+    stopped(corridor(prompt__window=1, update__minibatch_episodes=1), tmp_path / "run", words)
 
 
 def test_a_reply_that_was_tokenised_anew_stops_the_run(
