@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from typing_extensions import override
 
-from ragen import learner, trainer
+from ragen import learner, running, trainer
 from ragen.progress import Watcher
 from ragen.recorder import Recorder
 from ragen.settings import resolve
@@ -84,7 +84,7 @@ def measure(recipe: str, steps: int) -> dict[str, float]:
     meter, bill = Meter(), list[float]()
     clock = SimpleNamespace(perf_counter=time.process_time)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
-        patches.enter_context(patch.object(trainer, "time", clock))
+        patches.enter_context(patch.object(running, "time", clock))
         for place, name in SIGNALS:
             work = charged(getattr(place, name), bill)
             patches.enter_context(patch.object(place, name, work))

@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from typing_extensions import override
 
-from ragen import rollout, trainer
+from ragen import rollout, running, trainer
 from ragen.config import Config
 from ragen.envs.frozen_lake import FrozenLake
 from ragen.progress import Watcher
@@ -201,7 +201,7 @@ def ours(steps: int) -> dict[str, float]:
     clock = SimpleNamespace(perf_counter=time.process_time)
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch.object(trainer, "time", clock),
+        patch.object(running, "time", clock),
         patch.object(rollout, "time", clock),
     ):
         make_model(Path(folder, "model"))
