@@ -79,8 +79,7 @@ async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> 
     """The groups' tokens with all that the loss needs: logprobs, values, credit."""
     episodes = [episode for _, episode in trainable(groups)]
     batch = with_births(collate(to_samples(groups)), episodes)
-    if config.model.dtype == "float32":
-        # The local sampler's arithmetic is the learner's: what it reported are the old logprobs.
+    if config.one_arithmetic:
         batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT)
     else:
         batch = await engine.score(batch, "policy")

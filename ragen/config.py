@@ -100,6 +100,8 @@ class PromptConfig(Section):
     """Begin the reply with <think> (or <answer>) for the policy; never sampled, never trained."""
     window: int = Field(0, ge=0)
     """Turns that a prompt shows, the present one among them: 1 shows it alone, 0 all of them."""
+    history_thoughts: Literal["keep", "drop"] = "keep"
+    """Whether the thoughts of earlier turns stay in the prompt; dropped, each turn is a sample."""
 
 
 class ModelConfig(Section):
@@ -109,10 +111,26 @@ class ModelConfig(Section):
     """base (the embedded model), a Hugging Face id, a local folder, or a run folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in; what is trained is kept in float32 either way."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """Attention implementation of transformers; auto takes what the model prefers here."""
+    gradient_checkpointing: bool = False
+    """Compute activations twice instead of keeping them: a third more time, far less memory."""
     max_length: int = Field(1024, ge=16)
     """Tokens that a prompt and its completion may have together."""
     critic: Literal["separate", "shared"] = "separate"
     """Whether the critic has a backbone of its own or reads the policy's; gae needs a critic."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters on a frozen base (arXiv:2106.09685) instead of training all weights."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: int = Field(64, ge=1)
+    """An adapter counts alpha / rank times."""
+    targets: str = "all-linear"
+    """Layers that get one: all-linear, or names such as q_proj,v_proj."""
 
 
 class RolloutConfig(Section):
@@ -131,6 +149,10 @@ class RolloutConfig(Section):
     """Episodes that are sampled at once."""
     refill: int = Field(0, ge=0, le=3)
     """Rounds in which groups without spread of reward are replaced by groups on new levels."""
+    sampler: str = Field("local", pattern=r"^(local|vllm|https?://\S+)$")
+    """What samples: local (the learner's own weights), vllm, or the URL of a vLLM server."""
+    gpu_memory: float = Field(0.4, gt=0, lt=1)
+    """Share of the GPU's memory that vLLM takes, awake, beside the learner."""
 
 
 class RewardConfig(Section):
@@ -322,6 +344,7 @@ class Config(Section):
     world: WorldConfig = WorldConfig()
     prompt: PromptConfig = PromptConfig()
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     filter: FilterConfig = FilterConfig()
@@ -333,6 +356,11 @@ class Config(Section):
     record: RecordConfig = RecordConfig()
     diagnose: DiagnoseConfig = DiagnoseConfig()
     guard: GuardConfig = GuardConfig()
+
+    @property
+    def one_arithmetic(self) -> bool:
+        """Whether the sampler computes as the learner does: then its logprobs are the old ones."""
+        return self.model.dtype == "float32" and self.rollout.sampler == "local"
 
     @model_validator(mode="after")
     def _combination(self) -> Config:
@@ -508,6 +536,8 @@ _CRITIC = Use(
     'an advantage.name that uses a critic, "gae" or "bi_level_gae"',
 )
 
+_LORA = Use(lambda c: c.lora.rank > 0, "lora.rank above 0")
+
 _EVALUATES = Use(lambda c: c.eval.episodes > 0, "eval.episodes above 0")
 
 _ROLLS_BACK = Use(
@@ -516,7 +546,16 @@ _ROLLS_BACK = Use(
 
 READ_WITH: Mapping[str, Use] = MappingProxyType(
     {
+        "prompt.history_thoughts": Use(
+            lambda c: c.prompt.think and c.prompt.window != 1,
+            "prompt.think = true and prompts that show earlier turns (prompt.window)",
+        ),
         "model.critic": _CRITIC,
+        "lora.alpha": _LORA,
+        "lora.targets": _LORA,
+        "rollout.gpu_memory": Use(
+            lambda c: c.rollout.sampler == "vllm", 'rollout.sampler = "vllm"'
+        ),
         "reward.placement": Use(
             lambda c: c.advantage.name in ("gae", "bi_level_gae", "reinforce_pp", "gigpo"),
             "an advantage.name that looks inside an episode: "
@@ -547,8 +586,9 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
         "advantage.whiten": _CRITIC,
         "loss.dual_clip": Use(lambda c: c.loss.name == "ppo_clip", 'loss.name = "ppo_clip"'),
         "loss.importance_cap": Use(
-            lambda c: c.model.dtype != "float32",
-            'model.dtype = "bfloat16" (in float32 the sampler computes as the learner does)',
+            lambda c: not c.one_arithmetic,
+            'model.dtype = "bfloat16" or a rollout.sampler other than "local" (the local one '
+            "computes in float32 as the learner does)",
         ),
         "loss.kl_kind": Use(lambda c: c.loss.kl > 0, "loss.kl above 0"),
         "loss.value_clip": _CRITIC,

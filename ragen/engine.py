@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ragen.batch import Batch
 from ragen.chat import Chat
@@ -14,6 +15,30 @@ from ragen.metrics import Metrics
 from ragen.policy import Policy
 
 Role = Literal["policy", "reference", "critic"]
+
+
+class WeightedPolicy(Policy, Protocol):
+    """A policy whose weights are pushed to it: the local sampler, vLLM, a server.
+
+    `version` is that of the weights it samples with, and what its completions carry.
+    """
+
+    version: int
+
+    async def publish(self, model: PreTrainedModel, version: int) -> None:
+        """Sample with these weights from now on, and forget what was computed with others.
+
+        Called while nothing is sampled.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Drop what is remembered of earlier prompts."""
+        ...
+
+    async def close(self) -> None:
+        """Free what it holds."""
+        ...
 
 
 class Engine(Protocol):

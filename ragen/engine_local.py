@@ -23,7 +23,7 @@ from ragen.checkpoint import (
     save_tensors,
 )
 from ragen.config import Config
-from ragen.engine import Role
+from ragen.engine import Role, WeightedPolicy
 from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.metrics import Metrics
@@ -49,7 +49,7 @@ class LocalEngine:
         self.model, self.tokenizer = load_policy(path, config.model.device, config.model.dtype)
         self.chat = Chat(self.tokenizer, think=config.prompt.think)
         self.version = 0
-        self.policy = sampler_of(config, self.model, self.chat)
+        self.policy: WeightedPolicy = sampler_of(config, self.model, self.chat)
         loss = config.loss
         self.learner = Learner(
             self.model,
@@ -90,13 +90,12 @@ class LocalEngine:
     async def publish(self) -> None:
         """See `Engine.publish`."""
         self.version += 1
-        self.policy.version = self.version
-        self.forget()
+        await self.policy.publish(self.model, self.version)
         self.learner.synced = True
 
     def forget(self) -> None:
         """See `Engine.forget`."""
-        self.policy.drop_cache()
+        self.policy.forget()
 
     async def save(self, folder: Path) -> dict[str, Any]:
         """See `Engine.save`: the model in Hugging Face layout, the rest as safetensors."""
@@ -131,12 +130,12 @@ class LocalEngine:
         for name, optimizer in learner.named_optimizers().items():
             restore_optimizer(optimizer, load_tensors(folder / f"{name}.safetensors"))
         self.version = int(state["version"])
-        self.policy.version = self.version
-        self.forget()
+        await self.policy.publish(self.model, self.version)
         learner.synced = True
 
     async def close(self) -> None:
         """See `Engine.close`: a rollback builds the next engine while this one is still named."""
+        await self.policy.close()
         learner = self.learner
         modules: list[nn.Module | None] = [self.model, learner.critic, learner.reference]
         for module in modules:

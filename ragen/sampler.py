@@ -61,7 +61,7 @@ class Sampler:
 
     Args:
         model: Any causal language model of transformers with a key–value cache. Its weights are
-            read as they are; call `drop_cache` after changing them.
+            read as they are; call `publish` after changing them.
         end_ids: Tokens that end a completion. The one drawn is part of it.
         decode: Token ids (without the end token) to text.
         slots: Completions that are sampled at once.
@@ -148,8 +148,16 @@ class Sampler:
                 self._stop(request)
                 self._free.append(request.slot)
 
-    def drop_cache(self) -> None:
-        """Forget all keys and values: the weights have changed."""
+    async def publish(self, model: PreTrainedModel, version: int) -> None:
+        """Count a change of the weights, which are read in place."""
+        self.version = version
+        self.forget()
+
+    async def close(self) -> None:
+        """Nothing is held beyond the model's own memory."""
+
+    def forget(self) -> None:
+        """Drop all keys and values."""
         assert not self._running, "weights may not change while completions are sampled"
         self._free = list(range(self._num_slots - 1, -1, -1))
         self._remembered.clear()
@@ -201,7 +209,7 @@ class Sampler:
         self._running.clear()
         self._waiting.clear()
         self._rows = None
-        self.drop_cache()
+        self.forget()
         return dropped
 
     # Slots.

@@ -194,7 +194,7 @@ def test_new_weights_read_nothing_old() -> None:
     sampler = make(model)
     run(sampler)
     model.load_state_dict(other.state_dict())
-    sampler.drop_cache()
+    sampler.forget()
     sampler.version = 1
     fresh = make(other)
     fresh.version = 1

@@ -141,7 +141,7 @@ def test_recipe_resolves_and_is_short(name: str) -> None:
 
 
 def test_number_of_knobs() -> None:
-    assert len(settings.keys()) <= 85
+    assert len(settings.keys()) <= 95
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
@@ -273,7 +273,11 @@ def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: se
 
 
 UNREAD = {  # a value other than the default for each key, and an algorithm that never reads it
+    "prompt.history_thoughts": ("drop", {"prompt.window": 1}),
     "model.critic": ("shared", {"algorithm": "starpo/grpo"}),
+    "lora.alpha": (8, {}),
+    "lora.targets": ("q_proj", {}),
+    "rollout.gpu_memory": (0.3, {}),
     "reward.placement": ("turn", {"algorithm": "starpo/grpo"}),
     "reward.over": ("batch", {"algorithm": "starpo/grpo"}),
     "filter.score": ("entropy", {"algorithm": "starpo/grpo"}),
@@ -300,6 +304,9 @@ UNREAD = {  # a value other than the default for each key, and an algorithm that
     "guard.stalled_s": (60.0, {"guard.responses.stalled": "off"}),
 }
 READ = {
+    "lora.alpha": {"lora.rank": 8},
+    "lora.targets": {"lora.rank": 8},
+    "rollout.gpu_memory": {"rollout.sampler": "vllm"},
     "reward.over": {"reward.normalise": "mean"},
     "advantage.turn_gamma": {"algorithm": "gigpo"},
     "advantage.step_weight": {"algorithm": "gigpo"},
