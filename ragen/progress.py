@@ -123,8 +123,11 @@ class LiveTable(Watcher):
 
     def __init__(self, console: Console) -> None:
         self._config = Config()
-        self._first = self._step = 0
-        self._episodes = 0
+        self._step = self._episodes = 0
+        # Of the run's budget: now, and when it began. A run that goes on learns in its first step
+        # how many updates it had made.
+        self._spent = 0.0
+        self._first: float | None = 0.0
         self._began = time.monotonic()
         self._history: dict[str, list[float]] = {name: [] for name in SHOWN}
         self._evaluations: list[tuple[int, Evaluation]] = []
@@ -134,7 +137,9 @@ class LiveTable(Watcher):
     def begin(self, run: Path, config: Config, step: int) -> None:
         super().begin(run, config, step)
         self._config = config
-        self._first = self._step = step
+        self._step = step
+        self._spent = float(step) if config.budget == "steps" else 0.0
+        self._first = self._spent if config.budget == "steps" or not step else None
         self._began = time.monotonic()
         self._live.start(refresh=True)
 
@@ -145,12 +150,15 @@ class LiveTable(Watcher):
     @override
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._episodes = step, 0
+        self._spent = metrics["progress/updates"] if self._config.budget == "updates" else step
+        if self._first is None:
+            self._first, self._began = self._spent, time.monotonic()
         for name, value in told(metrics).items():
             self._history[name].append(value)
 
     @override
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        if step == self._first:  # The time that is left is that of steps.
+        if self._spent == self._first:  # The time that is left is that of steps.
             self._began = time.monotonic()
         if evaluation.temperature == self._config.eval.temperature:
             self._evaluations.append((step, evaluation))
@@ -195,40 +203,43 @@ class LiveTable(Watcher):
         return Group(self._headline(), signals)
 
     def _headline(self) -> Table:
-        total = self._total
+        total, budget = self._config.steps, self._config.budget
         line = Table.grid(
             *(Column(ratio=ratio, no_wrap=True) for ratio in (None, 1, None, None)),
             padding=(0, 2),
             expand=True,
         )
+        far = f"step {self._step} of {total}"
+        if budget == "updates":
+            far = f"step {self._step}, {self._spent:.0f} of {total} updates"
         line.add_row(
             Text(self._config.recipe, "bold"),
             ProgressBar(total=total, completed=self._finished()),
-            f"step {self._step}" + ("" if total is None else f" of {total}"),
+            far,
             self._left(),
         )
         return line
 
-    @property
-    def _total(self) -> int | None:
-        """The run's steps, where its length is told in them."""
-        return self._config.steps if self._config.budget == "steps" else None
-
     def _finished(self) -> float:
-        """Steps, and of the present one a share: with a real model it may take minutes."""
+        """What is spent of the budget, and of the present step a share.
+
+        With a real model a step may take minutes; how many updates it will make is not known.
+        """
+        if self._config.budget == "updates":
+            return self._spent
         rollout = self._config.rollout
-        return self._step + 0.9 * min(self._episodes / (rollout.prompts * rollout.members), 1.0)
+        return self._spent + 0.9 * min(self._episodes / (rollout.prompts * rollout.members), 1.0)
 
     def _left(self) -> str:
-        """How long the remaining steps take if they go as those before, evaluations included."""
-        total, done = self._total, self._finished() - self._first
-        if self._step == total or (self._step == 0 and not self._episodes):
+        """How long the rest takes if it goes as what was before, evaluations included."""
+        total = self._config.steps
+        if self._spent >= total or (self._step == 0 and not self._episodes):
             return "evaluating"
-        if total is None or done < MIN_DONE:
+        done = self._finished() - (self._finished() if self._first is None else self._first)
+        if done < MIN_DONE:
             return ""
         pace = (time.monotonic() - self._began) / done
-        seconds = pace * (total - self._first - done)
-        return f"{clock(seconds)} left"
+        return f"{clock(pace * (total - self._finished()))} left"
 
 
 def watcher_for(console: Console, quiet: bool = False) -> Watcher:

@@ -419,13 +419,21 @@ def test_time_left_is_that_of_the_steps_before(
     assert "step 2 of 10  4:00 left" in console.export_text()
 
 
-def test_a_length_in_updates_is_not_taken_for_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("begun", "updates"), [(0, (3, 6)), (5, (20, 23))])
+def test_a_length_in_updates_is_told_in_updates(
+    begun: int, updates: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     console = Console(force_terminal=True, record=True, width=80, file=io.StringIO())
     table = LiveTable(console)
-    table.begin(tmp_path, settings.resolve("bandit", {"steps": 9, "budget": "updates"}), 0)
-    table.step(2, {"success/mean": 0.5})
+    table.begin(tmp_path, settings.resolve("bandit", {"steps": 30, "budget": "updates"}), begun)
+    for number, done in enumerate(updates, 1):
+        now += 30.0  # for 3 updates
+        table.step(begun + number, {"success/mean": 0.5, "progress/updates": float(done)})
     table.end()
-    assert "step 2" in console.export_text(clear=False) and "of 9" not in console.export_text()
+    left = {6: "4:00", 23: "1:10"}[updates[-1]]
+    assert f"step {begun + 2}, {updates[-1]} of 30 updates  {left} left" in console.export_text()
 
 
 def test_lines_say_the_same_without_a_terminal(tmp_path: Path) -> None:
