@@ -51,9 +51,14 @@ async def guarded(run: Run) -> bool:
 async def halt(run: Run, reason: str) -> NoReturn:
     """Save the run and stop it.
 
+    Should it be gone on with, nothing fires for `GRACE` steps; what is no better then stops it
+    again.
+
     Raises:
         GuardStop: Always.
     """
+    run.guard.grace = run.state.step + GRACE
+    run.guard.troubled.clear()
     run.recorder.event(run.state.step, "guard", f"stopped: {reason}")
     await save(run)
     raise GuardStop(

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from test_trainer import Interrupts, config, end_of, forked, kill_and_resume, numbers, rows, same
 
-from ragen import checkpoint, recovery
+from ragen import checkpoint, recovery, trainer
 from ragen.batch import Batch
 from ragen.checkpoint import folders
 from ragen.cli import main
 from ragen.config import Config, DetectorName, GuardConfig
 from ragen.engine_local import LocalEngine
 from ragen.errors import GuardStop
-from ragen.guard import EVALUATED, LEVELS, Alarm, GuardState, read_history
+from ragen.guard import EVALUATED, GRACE, LEVELS, Alarm, GuardState, read_history
 from ragen.metrics import Metrics
 from ragen.progress import Watcher
 from ragen.recorder import Recorder, read_events, read_metrics
@@ -92,6 +92,17 @@ def test_a_stop_saves_first_and_may_be_overruled(tmp_path: Path, alarms_at: Plan
     assert checkpoint.newest(tmp_path / "run").name == "step-2"
     assert events(tmp_path / "run") == [(0, 2, "alarm"), (0, 2, "guard")]
     assert resume(tmp_path / "run").after is not None
+
+
+def test_a_run_that_was_told_to_go_on_stops_again_if_nothing_is_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "select", lambda *_, **__: [])
+    settings = config(steps=30, filter__max_empty=2, checkpoint__every=0, eval__episodes=0)
+    with pytest.raises(GuardStop, match="step 2, empty_filter"):
+        train(settings, tmp_path / "run")
+    with pytest.raises(GuardStop, match=f"step {2 + GRACE + 1}, empty_filter"):
+        resume(tmp_path / "run")
 
 
 def test_a_stop_is_one_line_and_exit_code_3(
