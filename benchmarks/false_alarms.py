@@ -2,10 +2,11 @@
 
     python benchmarks/false_alarms.py --runs 20 --out runs/healthy    # trains them
     python benchmarks/false_alarms.py --read runs/healthy             # only counts
+    python benchmarks/false_alarms.py --recipe frozen-lake-still --out runs/healthy-lake
 
-Healthy runs are those of the recipe `bandit`, one seed each, evaluated every five steps. A run that
-ends below 90 % success is named and left out of both counts: it is not healthy, so that an alarm in
-it is not false.
+Healthy runs are those of the recipe, one seed each, evaluated every five steps. A run that ends
+below the success in `HEALTHY` is named and left out of both counts: it is not healthy, so that an
+alarm in it is not false. `mi_drop` asks for four distinct prompts, which only the lake has.
 
 Histories are also drawn from them by a block bootstrap: ten steps at a time come from a run chosen
 at random, at the same steps, all metrics together. So every curve keeps its course over training
@@ -30,33 +31,36 @@ from ragen.guard import DETECTORS, EVALUATED, History, read_history, replay
 from ragen.statistics import wilson
 
 BLOCK = 10
-HEALTHY = 0.9
+HEALTHY = {"bandit": 0.9, "frozen-lake-still": 0.7}
+"""Success at the end, by recipe."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--recipe", choices=HEALTHY, default="bandit")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/healthy"))
     parser.add_argument("--read", type=Path, help="count in a folder of runs, train none")
     parser.add_argument("--draws", type=int, default=1000)
     args = parser.parse_args()
-    folder = args.read or train(args.out, args.runs)
+    folder = args.read or train(args.recipe, args.out, args.runs)
+    least = HEALTHY[args.recipe]
     runs = {path.name: read_history(path, 1.0) for path in sorted(folder.iterdir())}
     final = {name: list(history[EVALUATED].values())[-1] for name, history in runs.items()}
-    healthy = [runs[name] for name in runs if final[name] >= HEALTHY]
+    healthy = [runs[name] for name in runs if final[name] >= least]
     counts = {
         "runs": alarms_in(healthy),
         "bootstrap": alarms_in(bootstrap(healthy, args.draws)),
     }
     sizes = {"runs": len(healthy), "bootstrap": args.draws}
-    left_out = {name: share for name, share in final.items() if share < HEALTHY}
+    left_out = {name: share for name, share in final.items() if share < least}
     print(json.dumps({"of": sizes, "alarms": counts, "left_out": left_out}))
     for name in left_out:
         print(f"left out: {name}, alarms {[str(alarm) for alarm in replay(runs[name])]}")
     print(table(counts, sizes))
 
 
-def train(folder: Path, runs: int) -> Path:
+def train(recipe: str, folder: Path, runs: int) -> Path:
     """Train what is not there yet."""
     for seed in range(runs):
         if not (folder / f"seed-{seed}").exists():
@@ -68,7 +72,7 @@ def train(folder: Path, runs: int) -> Path:
                 "record.episodes_every": 0,
                 "record.tokens_every": 0,
             }
-            ragen.train("bandit", values, out=folder / f"seed-{seed}")
+            ragen.train(recipe, values, out=folder / f"seed-{seed}")
     return folder
 
 

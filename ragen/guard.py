@@ -13,7 +13,7 @@ last checkpoint from before the onset, with one setting changed. The loop carrie
 | ``entropy_blowup`` | entropy | trailing mean above 4 × the baseline and above 1 nat | window's first step |
 | ``grad_spike`` | gradient norm | one step above 5 × the median of all before, and an outlier among their logarithms | that step |
 | ``reward_drop`` | evaluations | the last two both below the median of the three best before them, the intervals of both differences below 0 | after the last evaluation that was not |
-| ``mi_drop`` | z-score of MI, EMA | below ½ of its highest value, and that above 1 | after the last value that was not |
+| ``mi_drop`` | z-score of MI, EMA, of 4 distinct prompts or more | below ½ of its highest value, and that above 1 | after the last value that was not |
 | ``format_loss`` | valid replies | trailing mean 0.2 below its highest | window's first step |
 | ``degenerate_text`` | completions of one repeated token | more than half of the last five steps' | window's first step |
 | ``non_finite`` | skipped updates | one in the step | that step |
@@ -42,6 +42,7 @@ from pydantic import ValidationError
 from ragen.config import Config, DetectorName
 from ragen.diagnostics import WINDOW, Series, baseline_of, spike, trailing_means
 from ragen.errors import RagenError
+from ragen.information import MIN_PROMPTS
 from ragen.recorder import read_evaluations, read_events, read_metrics, standing
 from ragen.seeding import derive
 from ragen.statistics import difference, wilson
@@ -55,7 +56,8 @@ DEGENERATE, KEPT = "text/degenerate_fraction", "filter/kept_fraction"
 SKIPPED = ("update/skipped_policy", "update/skipped_critic")
 MI = "ema/information/first/mi_zscore"
 """The thought–prompt information that ``mi_drop`` watches: of first turns, smoothed."""
-METRICS = (REWARD_STD, SUCCESS, ENTROPY, GRADIENT, VALID, DEGENERATE, KEPT, *SKIPPED, MI)
+PROMPTS = "information/first/prompts"
+METRICS = (REWARD_STD, SUCCESS, ENTROPY, GRADIENT, VALID, DEGENERATE, KEPT, *SKIPPED, MI, PROMPTS)
 EVALUATED, LEVELS = "evaluation/success", "evaluation/episodes"
 """Evaluations as series: success, and of how many episodes."""
 
@@ -202,8 +204,16 @@ def reward_drop(history: History, **_: Any) -> Trouble | None:
 
 
 def mi_drop(history: History, **_: Any) -> Trouble | None:
-    """Template collapse: thoughts that no longer depend on what was asked."""
-    scores = history.get(MI, {})
+    """Template collapse: thoughts that no longer depend on what was asked.
+
+    Where nearly all prompts are one, as in Bandit, thoughts may become one for good reasons.
+    """
+    prompts = history.get(PROMPTS, {})
+    scores = {
+        step: score
+        for step, score in history.get(MI, {}).items()
+        if prompts.get(step, 0) >= MIN_PROMPTS
+    }
     if not scores:
         return None
     highest, now = max(scores.values()), list(scores.values())[-1]

@@ -27,6 +27,7 @@ from ragen.guard import (
     KEPT,
     LEVELS,
     MI,
+    PROMPTS,
     REMEDIES,
     REWARD_STD,
     SKIPPED,
@@ -68,6 +69,7 @@ HEALTHY: dict[str, dict[int, float]] = {
     EVALUATED: {0: 0.3} | series(lambda s: 0.3 + 0.006 * s, every=10),
     LEVELS: {0: 256} | series(lambda s: 256, every=10),
     MI: series(lambda s: 2 * wave(s), every=5),
+    PROMPTS: series(lambda s: 8, every=5),
 }
 
 
@@ -155,9 +157,11 @@ def test_reward_drop_needs_two_evaluations_below_the_mark() -> None:
 
 
 def test_mi_drop_since_the_last_value_that_was_high() -> None:
-    history = {MI: {5: 1.0, 10: 4.0, 15: 3.0, 20: 1.9, 25: 1.0}}
-    assert fired(history) == [("mi_drop", 20, 16)]
-    assert fired({MI: {5: 0.8, 10: 0.1}}) == [], "there was nothing to lose"
+    told = {MI: {5: 1.0, 10: 4.0, 15: 3.0, 20: 1.9, 25: 1.0}}
+    assert fired(told | {PROMPTS: dict.fromkeys(told[MI], 8)}) == [("mi_drop", 20, 16)]
+    assert fired(told | {PROMPTS: dict.fromkeys(told[MI], 2)}) == [], "two prompts decide nothing"
+    few = {MI: {5: 0.8, 10: 0.1}, PROMPTS: {5: 8, 10: 8}}
+    assert fired(few) == [], "there was nothing to lose"
 
 
 def test_format_loss_is_measured_from_the_best() -> None:
