@@ -28,6 +28,7 @@ from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.metrics import Metrics
 from ragen.model import load_policy, save_model
+from ragen.precision import Masters
 from ragen.sampler import Sampler
 
 
@@ -105,6 +106,8 @@ class LocalEngine:
             save_tensors(learner.critic.state_dict(), folder / "critic.safetensors")
         for name, optimizer in learner.named_optimizers().items():
             save_tensors(optimizer_tensors(optimizer), folder / f"{name}.safetensors")
+        for name, masters in learner.named_masters().items():
+            save_tensors(masters.tensors(), folder / f"{name}.safetensors")
         reference = learner.reference
         return {
             "version": self.version,
@@ -129,6 +132,8 @@ class LocalEngine:
             _restore(learner.critic, load_tensors(folder / "critic.safetensors"), folder)
         for name, optimizer in learner.named_optimizers().items():
             restore_optimizer(optimizer, load_tensors(folder / f"{name}.safetensors"))
+        for name, masters in learner.named_masters().items():
+            masters.restore(load_tensors(folder / f"{name}.safetensors"))
         self.version = int(state["version"])
         await self.policy.publish(self.model, self.version)
         learner.synced = True
@@ -143,6 +148,8 @@ class LocalEngine:
                 module.to("meta")  # no storage
         for optimizer in learner.named_optimizers().values():
             optimizer.state.clear()
+            optimizer.param_groups.clear()
+        learner.masters = learner.critic_masters = Masters(())
 
 
 def sampler_of(config: Config, model: PreTrainedModel, chat: Chat) -> Sampler:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,6 +32,7 @@ from ragen.losses import (
 )
 from ragen.metrics import Metrics, largest, last, mean, merge, total
 from ragen.model import Critic, hidden_states, shares_prompts, token_logprobs
+from ragen.precision import Masters
 
 SHARED_VALUE_WEIGHT = 0.5
 """Weight of the critic's loss beside the policy's on a shared backbone: c₁ of arXiv:1707.06347, at
@@ -48,7 +49,8 @@ class Learner:
     base with the policy's adapter on, none, or the critic's.
 
     Args:
-        model: The policy, on its device.
+        model: The policy, on its device. What of it is trained and not float32 gets a float32
+            master here (`ragen.precision.Masters`).
         update: Settings of the optimiser.
         loss: Settings of the loss.
         critic: Whether a critic is trained.
@@ -79,9 +81,11 @@ class Learner:
         self.model = model
         self.critic = Critic(model, shared) if critic else None
         self.reference = copy.deepcopy(model).requires_grad_(False) if reference else None
-        self.optimizers = optimizers(model, update.lr, update)
+        self.masters = Masters(model.named_parameters())
+        self.critic_masters = Masters(self.critic.named_parameters() if self.critic else ())
+        self.optimizers = optimizers(self.masters.trained, update.lr, update)
         self.critic_optimizers = (
-            optimizers(self.critic, update.critic_lr, update) if self.critic else []
+            optimizers(self.critic_masters.trained, update.critic_lr, update) if self.critic else []
         )
         self.synced = True
         self._update, self._loss = update, loss
@@ -93,6 +97,11 @@ class Learner:
         named = {f"optimizer-{number}": each for number, each in enumerate(self.optimizers)}
         critics = enumerate(self.critic_optimizers)
         return named | {f"critic-optimizer-{number}": each for number, each in critics}
+
+    def named_masters(self) -> dict[str, Masters]:
+        """What is kept in float32 beside the weights, under the name it is saved by."""
+        named = {"masters": self.masters, "critic-masters": self.critic_masters}
+        return {name: masters for name, masters in named.items() if masters.tensors()}
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, reference: bool = False) -> tuple[Tensor, Tensor]:
@@ -164,8 +173,8 @@ class Learner:
                 found = torch.autograd.grad(
                     loss.value, trained, retain_graph=True, materialize_grads=True
                 )
-                known = sums.get(term)
-                sums[term] = [a + b for a, b in zip(known, found, strict=True)] if known else found
+                known, new = sums.get(term), [each.float() for each in found]
+                sums[term] = [a + b for a, b in zip(known, new, strict=True)] if known else new
         return {term: float(nn.utils.get_total_norm(total)) for term, total in sums.items()}
 
     def _per_token(
@@ -224,11 +233,11 @@ class Learner:
         metrics = merge(parts)
         scale = self._learning_rate(step)
         if train_policy:
-            metrics |= self._apply(self.optimizers, self.model, scale, "policy")
+            metrics |= self._apply(self.optimizers, self.masters, scale, "policy")
             metrics["update/lr"] = last(update.lr * scale)
             self.synced = False
         if self.critic is not None:
-            metrics |= self._apply(self.critic_optimizers, self.critic, scale, "critic")
+            metrics |= self._apply(self.critic_optimizers, self.critic_masters, scale, "critic")
         metrics["update/count"] = total(1)
         return metrics
 
@@ -281,9 +290,10 @@ class Learner:
         )
 
     def _apply(
-        self, optimizers: list[Optimizer], module: nn.Module, scale: float, name: str
+        self, optimizers: list[Optimizer], masters: Masters, scale: float, name: str
     ) -> Metrics:
-        norm = float(nn.utils.clip_grad_norm_(module.parameters(), self._update.max_grad_norm))
+        trained = masters.trained.values()
+        norm = float(nn.utils.clip_grad_norm_(trained, self._update.max_grad_norm))
         finite = math.isfinite(norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -291,6 +301,7 @@ class Learner:
             if finite:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        masters.round()
         return {
             f"gradient/{name}_norm": mean(norm),
             f"gradient/{name}_norm_max": largest(norm),
@@ -326,14 +337,15 @@ class Learner:
         return ids_BT.to(self._device), lengths_B.to(self._device), before_BT.to(self._device)
 
 
-def optimizers(module: nn.Module, lr: float, update: UpdateConfig) -> list[Optimizer]:
+def optimizers(
+    trained: Mapping[str, nn.Parameter], lr: float, update: UpdateConfig
+) -> list[Optimizer]:
     """AdamW for everything, or Muon for the weight matrices and AdamW for the rest.
 
     Embeddings are no matrices in Muon's sense: their rows are looked up, not multiplied. Nor are
     heads: that of the critic is one row, which Muon would move by the same length at every step.
     """
     betas, decay = (0.9, update.beta2), update.weight_decay
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     matrices = [
         p
         for name, p in trained.items()
