@@ -30,11 +30,15 @@ from transformers.utils import logging
 
 from ragen import fast_qwen2
 from ragen.errors import RagenError
+from ragen.precision import output_logits
 
 logging.disable_progress_bar()  # transformers draws one for every load and save, in logs too
 
 KEPT_LOGITS = 2**24
 """Logits that may stay in memory until the backward pass (64 MB); more are computed twice."""
+KEPT_LOGITS_GPU = 2**27
+"""The same on a GPU (512 MB): each chunk reads the output layer and its gradient once, which for
+150,000 words takes as long as a thousand rows do."""
 
 
 def load_policy(
@@ -173,6 +177,7 @@ def token_logprobs(
 
     Works in chunks: logits that do not fit in `KEPT_LOGITS` are computed again in the backward
     pass, so the full (N, V) is never in memory for a large vocabulary. Both results have gradients.
+    Those of the output layer are added up in float32, and not at all where it is frozen.
 
     Args:
         model: The model whose output layer reads the states.
@@ -244,7 +249,8 @@ class _LogprobEntropy(torch.autograd.Function):
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
         num_rows, vocabulary = hidden_ND.shape[0], weight_VD.shape[0]
-        chunk = max(1, KEPT_LOGITS // vocabulary)
+        kept_logits = KEPT_LOGITS_GPU if hidden_ND.is_cuda else KEPT_LOGITS
+        chunk = max(1, kept_logits // vocabulary)
         keep = num_rows <= chunk and any(ctx.needs_input_grad[:3])
         logprobs, entropies, kept = [], [], None
         for start in range(0, num_rows, chunk):
@@ -265,8 +271,10 @@ class _LogprobEntropy(torch.autograd.Function):
         grad_logprobs_N, grad_entropy_N = grads
         hidden_ND, weight_VD, bias_V, targets_N, entropy_N, kept = ctx.saved_tensors
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        grad_weight_VD, grad_bias_V = (
+            torch.zeros_like(each, dtype=torch.float32) if needed else None
+            for each, needed in zip((weight_VD, bias_V), ctx.needs_input_grad[1:3], strict=True)
+        )
         for start in range(0, hidden_ND.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             log_p_NV = (
@@ -282,17 +290,21 @@ class _LogprobEntropy(torch.autograd.Function):
             dz_NV.scatter_add_(1, targets_N[part, None], given_N1)
             dz_NV = (dz_NV / ctx.temperature).to(weight_VD.dtype)
             grad_hidden_ND[part] = dz_NV @ weight_VD
-            grad_weight_VD += dz_NV.t() @ hidden_ND[part]
+            if grad_weight_VD is not None:
+                grad_weight_VD += dz_NV.t() @ hidden_ND[part]
             if grad_bias_V is not None:
                 grad_bias_V += dz_NV.sum(0)
-        bias_grad = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), bias_grad, None, None
+        grads_of_layer = (
+            None if grad is None else grad.to(weight_VD.dtype)
+            for grad in (grad_weight_VD, grad_bias_V)
+        )
+        return grad_hidden_ND, *grads_of_layer, None, None
 
 
 def _log_softmax(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float
 ) -> Tensor:
-    logits_NV = torch.nn.functional.linear(hidden_ND, weight_VD, bias_V).float()
+    logits_NV = output_logits(hidden_ND, weight_VD, bias_V)
     return torch.log_softmax(logits_NV / temperature if temperature != 1.0 else logits_NV, dim=-1)
 
 
