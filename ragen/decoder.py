@@ -9,7 +9,8 @@ Axes: **N** rows of a call, **T** tokens, **V** vocabulary.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from transformers.cache_utils import Cache
 from ragen import fast_qwen2
 from ragen.errors import RagenError
 from ragen.fast_decoder import Qwen2Decoder
+from ragen.precision import output_logits
 
 
 class Decoder(Protocol):
@@ -94,23 +96,19 @@ class HFDecoder:
         self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
         """See `Decoder.prefill`."""
-        device = self.model.device
         counts_N = torch.tensor([len(row) for row in tokens])
         tokens_NT = torch.zeros(len(slots), int(counts_N.max()), dtype=torch.long)
         is_real_NT = torch.arange(tokens_NT.shape[1]) < counts_N[:, None]
         tokens_NT[is_real_NT] = torch.tensor(list(chain.from_iterable(tokens)))
         states_NTD = self._read(torch.tensor(slots), torch.tensor(starts), tokens_NT, is_real_NT)
-        last_ND = states_NTD[torch.arange(len(slots)), counts_N.to(device) - 1]
-        logits_NV: Tensor = self.model.get_output_embeddings()(last_ND).float()
-        return logits_NV
+        last_N1 = (counts_N - 1)[:, None].to(states_NTD.device)
+        return self._logits(torch.take_along_dim(states_NTD, last_N1[:, :, None], 1)[:, 0])
 
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
         """See `Decoder.decode`."""
         is_real_N1 = torch.ones(len(slots_N), 1, dtype=torch.bool)
-        states_N1D = self._read(slots_N, starts_N, tokens_N[:, None], is_real_N1)
-        logits_NV: Tensor = self.model.get_output_embeddings()(states_N1D[:, 0]).float()
-        return logits_NV
+        return self._logits(self._read(slots_N, starts_N, tokens_N[:, None], is_real_N1)[:, 0])
 
     def copy(self, source: int, target: int, length: int) -> None:
         """See `Decoder.copy`."""
@@ -119,26 +117,45 @@ class HFDecoder:
     def refresh(self) -> None:
         """See `Decoder.refresh`: nothing to do, the weights are read at every call."""
 
+    def _logits(self, states_ND: Tensor) -> Tensor:
+        head = self.model.get_output_embeddings()
+        return output_logits(states_ND, head.weight, getattr(head, "bias", None))
+
     def _read(
         self, slots_N: Tensor, starts_N: Tensor, tokens_NT: Tensor, is_real_NT: Tensor
     ) -> Tensor:
-        device = self.model.device
+        """States (N, T, D); all arguments are on the CPU, so that a GPU is never waited for."""
+        device, dtype = self.model.device, self.model.dtype
         positions_NT = starts_N[:, None] + torch.arange(tokens_NT.shape[1])
         width = int(positions_NT[is_real_NT].max()) + 1
-        positions_NT = positions_NT.clamp_max(width - 1)
-        hidden_NTW = torch.arange(width) > positions_NT[:, :, None]
-        mask_N1TW = torch.zeros(hidden_NTW.shape, dtype=self.model.dtype)
-        mask_N1TW = mask_N1TW.masked_fill_(hidden_NTW, torch.finfo(self.model.dtype).min)[:, None]
-        self.cache.aim(slots_N.to(device), positions_NT.to(device), is_real_NT.to(device), width)
+        self.cache.aim(slots_N, positions_NT, is_real_NT, width, device)
+        positions_NT = positions_NT.clamp_max(width - 1).to(device)
+        hidden_NTW = torch.arange(width, device=device) > positions_NT[:, :, None]
+        mask_NTW = torch.zeros(hidden_NTW.shape, dtype=dtype, device=device)
+        mask_NTW = mask_NTW.masked_fill_(hidden_NTW, torch.finfo(dtype).min)
         decoder = self.model.get_decoder()
-        states_NTD: Tensor = decoder(
-            input_ids=tokens_NT.to(device),
-            attention_mask=mask_N1TW.to(device),
-            position_ids=positions_NT.to(device),
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
+        with _taking_masks(decoder):
+            states_NTD: Tensor = decoder(
+                input_ids=tokens_NT.to(device),
+                attention_mask=mask_NTW[:, None],
+                position_ids=positions_NT,
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
         return states_NTD
+
+
+@contextmanager
+def _taking_masks(decoder: PreTrainedModel) -> Iterator[None]:
+    """Attend by sdpa where the model's attention takes no mask of one's own: flash attention."""
+    config: Any = decoder.config
+    chosen = config._attn_implementation
+    if chosen not in ("eager", "sdpa"):
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen
 
 
 class _SlotCache(Cache):
@@ -149,11 +166,23 @@ class _SlotCache(Cache):
         self.num_slots, self.max_length = num_slots, max_length
         self.stored: list[tuple[Tensor, Tensor]] = []
 
-    def aim(self, slots_N: Tensor, positions_NT: Tensor, is_real_NT: Tensor, width: int) -> None:
-        """Say where the next forward's tokens go; those that are padding go nowhere."""
-        self.slots_N, self.is_real_NT, self.width = slots_N, is_real_NT, width
-        self.target_slots = slots_N[:, None].expand(positions_NT.shape)[is_real_NT]
-        self.target_positions = positions_NT[is_real_NT]
+    def aim(
+        self,
+        slots_N: Tensor,
+        positions_NT: Tensor,
+        is_real_NT: Tensor,
+        width: int,
+        device: torch.device,
+    ) -> None:
+        """Say where the next forward's tokens go; those that are padding go nowhere.
+
+        Done once on the CPU: a boolean index on a GPU would wait for it, layer by layer.
+        """
+        rows_F, columns_F = is_real_NT.nonzero(as_tuple=True)
+        self.slots_N, self.width = slots_N.to(device), width
+        self.sources = rows_F.to(device), columns_F.to(device)
+        self.target_slots = slots_N[rows_F].to(device)
+        self.target_positions = positions_NT[rows_F, columns_F].to(device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -163,9 +192,8 @@ class _SlotCache(Cache):
             self.stored.append((self._room(key_states), self._room(value_states)))
         used = []
         for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
-            stored[self.target_slots, :, self.target_positions] = new.transpose(1, 2)[
-                self.is_real_NT
-            ]
+            real_FHD = new.transpose(1, 2)[self.sources]
+            stored[self.target_slots, :, self.target_positions] = real_FHD
             used.append(stored[self.slots_N, :, : self.width])
         return used[0], used[1]
 

@@ -27,7 +27,7 @@ from ragen.engine import Role, WeightedPolicy
 from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.metrics import Metrics
-from ragen.model import load_policy, save_model
+from ragen.model import load_policy, recompute_layers, save_model
 from ragen.precision import Masters
 from ragen.sampler import Sampler
 
@@ -48,6 +48,8 @@ class LocalEngine:
 
     def __init__(self, config: Config, path: str) -> None:
         self.model, self.tokenizer = load_policy(path, config.model.device, config.model.dtype)
+        if config.model.gradient_checkpointing:
+            recompute_layers(self.model)
         self.chat = Chat(self.tokenizer, think=config.prompt.think)
         self.version = 0
         self.policy: WeightedPolicy = sampler_of(config, self.model, self.chat)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
-from ragen.batch import Batch, TokenFields, flatten, row_splits, take
+from ragen.batch import Batch, TokenFields, flatten, padding, row_splits, take
 from ragen.config import LossConfig, UpdateConfig
 from ragen.cross_scores import cross_scores
 from ragen.diagnostics import mismatch_kl
@@ -219,6 +219,8 @@ class Learner:
         train_policy = step >= update.critic_warmup_steps or self.critic is None
         microbatches = [take(batch, rows) for rows in self._microbatches(batch)]
         parts = [verify(microbatches)]
+        if not shares_prompts(self.model):  # there rows are flat, however they are split
+            parts.append(padding(microbatches))
         for part in microbatches:
             tokens = flatten(part).to(self._device)
             if self.critic is not None and self.critic.shared:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import copy
 import ctypes
 import platform
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +28,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ragen import fast_qwen2
@@ -123,6 +126,28 @@ def save_model(
     tokenizer.save_pretrained(str(folder))
 
 
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Keep only what goes into a layer for the backward pass, and compute the rest there again.
+
+    transformers' own switch (`gradient_checkpointing_enable`) acts in training mode alone, in which
+    dropout would be on. So the layers are wrapped here; copies of the model are wrapped too.
+    Without gradients nothing is done twice, and keys and values are cached as ever.
+
+    Raises:
+        RagenError: The architecture names no layers that could be.
+    """
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not layers:
+        raise RagenError(
+            f"{type(model).__name__} cannot compute its layers again: "
+            "set model.gradient_checkpointing = false"
+        )
+    for layer in layers:
+        layer.gradient_checkpointing = True  # what `is_gradient_checkpointing` looks at
+        again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = again
+
+
 def hidden_states(
     model: PreTrainedModel, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
 ) -> Tensor:
@@ -144,20 +169,19 @@ def hidden_states(
 
 def shares_prompts(model: PreTrainedModel) -> bool:
     """Whether `hidden_states` computes a prompt that several rows begin with only once."""
-    return model.device.type == "cpu" and fast_qwen2.supports(model)
+    recomputes = model.is_gradient_checkpointing  # as the fast path does not
+    return model.device.type == "cpu" and not recomputes and fast_qwen2.supports(model)
 
 
 def padded_hidden_states(
     model: PreTrainedModel, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
 ) -> Tensor:
-    """`hidden_states` for any architecture: the model's own padded forward."""
-    columns_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
-    states_BTD = backbone(model)(
-        input_ids=token_ids_BT,
-        attention_mask=(columns_T < lengths_B[:, None]).long(),
-        position_ids=columns_T.expand(token_ids_BT.shape),
-        use_cache=False,
-    ).last_hidden_state
+    """`hidden_states` for any architecture: the model's own padded forward.
+
+    It takes no mask: padding on the right is behind every token that counts, and a causal model
+    never looks there. So attention is plainly causal, for which there are the fastest kernels.
+    """
+    states_BTD = backbone(model)(input_ids=token_ids_BT, use_cache=False).last_hidden_state
     states_ND: Tensor = states_BTD[wanted_BT]
     return states_ND
 

@@ -2,8 +2,8 @@
 
 bfloat16 keeps 8 significant bits. A weight of 1 would not notice an update below 2⁻⁹, a sum of
 gradients would stand still after some hundred alike, and a logit of 20 would be off by up to 0.06,
-by one program up and by the other down. So each of the three has a place here where it is float32. A
-model in float32 passes through untouched.
+by one program up and by the other down. So each of the three has a place here where it is float32.
+A model in float32 passes through untouched.
 
 Axes: **N** positions, **V** vocabulary, **D** width.
 """

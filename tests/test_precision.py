@@ -57,7 +57,7 @@ def test_small_updates_are_not_lost(loss: dict[str, Any]) -> None:
         paths.append(moved(one, start))
     exact, found = paths
     assert 5e-5 < float(exact.abs().max()) < 6e-5
-    # Gradients in bfloat16 are off by some thousandths, which AdamW's division makes some hundredths.
+    # Gradients in bfloat16 are off by some thousandths; AdamW's division makes some hundredths.
     assert float((found - exact).norm() / exact.norm()) < 0.08
     for name, weight in one.model.named_parameters():
         assert torch.equal(weight, one.masters.trained[name].bfloat16())
