@@ -59,8 +59,11 @@ class Decoder(Protocol):
 def make_decoder(
     model: PreTrainedModel, num_slots: int, max_length: int, *, fast: bool = True
 ) -> Decoder:
-    """The fastest decoder that is exact for this model; the general one where `fast` is off."""
-    if fast and fast_qwen2.supports(model):
+    """The fastest decoder that is exact for this model; the general one where `fast` is off.
+
+    The fast one keeps fused copies of all weights, which on a CPU pays off for small models.
+    """
+    if fast and model.device.type == "cpu" and fast_qwen2.supports(model):
         return Qwen2Decoder(model, num_slots, max_length)
     return HFDecoder(model, num_slots, max_length)
 

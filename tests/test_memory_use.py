@@ -208,7 +208,7 @@ def test_recomputing_takes_the_general_path_and_samples_as_ever() -> None:
 
 
 def test_a_copys_layers_are_its_own() -> None:
-    """A critic's backbone computes with its own weights again, not with those it was copied from."""
+    """A critic's backbone computes again with its own weights, not those of the policy."""
     one = deep("qwen2", True)
     assert one.critic is not None and one.reference is not None
     with torch.no_grad():
