@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from ragen import learner as learners
 from ragen.batch import Batch, collate
 from ragen.config import LossConfig, UpdateConfig
+from ragen.decoder import HFDecoder
 from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.model import KEPT_LOGITS, padded_hidden_states, recompute_layers
@@ -242,17 +243,35 @@ def test_eager_and_sdpa_give_equal_logprobs(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found[0], found[1], atol=atol, rtol=0)
 
 
-def test_where_attention_takes_no_mask_the_sampler_reads_by_sdpa() -> None:
-    """Flash attention would not see that a slot's stale keys are out of sight."""
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_sampler_attends_alike_by_every_implementation(kind: str) -> None:
+    """Heads that share keys are grouped, with one query each or many; flash is stood in for."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4)).eval()
-    prompt = Prompt((), (3, 4, 5, 6), 0, 20, 1.0, 7)
+    sizes = GPT2Config(vocab_size=400, n_embd=32, n_layer=2, n_head=4)
+    model = KINDS["llama"]() if kind == "llama" else GPT2LMHeadModel(sizes).eval()
+    found = {}
+    for attention in ("eager", "sdpa", "flash_attention_2"):
+        model.config._attn_implementation = attention  # flash_attention_2 is not installed here
+        decoder = HFDecoder(model, 3, 32)
+        first = decoder.prefill([0, 2], [0, 0], [[3, 4, 5, 6], [7, 8]])
+        more = decoder.prefill([2, 0], [2, 4], [[9, 3, 4], [5]])
+        last = decoder.decode(torch.tensor([0, 2]), torch.tensor([5, 5]), torch.tensor([1, 2]))
+        found[attention] = torch.cat((first, more, last))
+        assert model.config._attn_implementation == attention
+    plain = model.eval()
+    plain.config._attn_implementation = "eager"
+    exact = plain(torch.tensor([[3, 4, 5, 6, 5, 1]])).logits[0, -1]
+    for logits in found.values():
+        torch.testing.assert_close(logits, found["eager"], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits[4], exact, atol=1e-5, rtol=1e-4)
 
-    def said() -> Any:
-        sampler = Sampler(model, [2], lambda _: "", slots=2, max_length=64)
-        return asyncio.run(sampler.complete(prompt))
 
-    expected = said()
-    model.config._attn_implementation = "flash_attention_2"  # which this machine has not
-    assert said() == expected
-    assert model.config._attn_implementation == "flash_attention_2"
+def test_decoding_repeats_no_keys() -> None:
+    """Eight heads share one's keys: ungrouped, eight times those that are stored would be made."""
+    model = tiny_model(tiny_tokenizer("chatml"), num_attention_heads=8, num_key_value_heads=1)
+    decoder = HFDecoder(model, 4, 512)
+    decoder.prefill(range(4), [0] * 4, [[3] * 500] * 4)
+    stored = decoder.cache.stored[0][0].numel()
+    slots, starts = torch.arange(4), torch.full((4,), 500)
+    memory = measured(lambda: decoder.decode(slots, starts, torch.ones(4, dtype=torch.long)))
+    assert memory.largest <= stored

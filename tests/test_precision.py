@@ -46,24 +46,24 @@ def moved(one: Learner, start: Sequence[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("loss", [{"name": "nll"}, PLAIN], ids=["nll", "ppo_clip"])
 def test_small_updates_are_not_lost(loss: dict[str, Any]) -> None:
-    """50 updates of 1e-6 move weights of 0.02 by less than half the gap between two in bfloat16."""
+    """30 updates of 1e-6 move weights of 0.02 by less than half the gap between two in bfloat16."""
     paths = []
     for dtype in DTYPES:
         one = learner(dtype, loss, lr=1e-6, weight_decay=0.0)
-        part = batch(learner(torch.float32), tuple(range(6, 30)))
+        part = batch(learner(torch.float32), tuple(range(6, 18)))
         start = [each.detach().clone() for each in one.model.parameters()]
-        for step in range(50):
+        for step in range(30):
             one.update(part, step)
         paths.append(moved(one, start))
     exact, found = paths
-    assert 5e-5 < float(exact.abs().max()) < 6e-5
+    assert 2.9e-5 < float(exact.abs().max()) < 4e-5
     # Gradients in bfloat16 are off by some thousandths; AdamW's division makes some hundredths.
     assert float((found - exact).norm() / exact.norm()) < 0.08
     for name, weight in one.model.named_parameters():
         assert torch.equal(weight, one.masters.trained[name].bfloat16())
         assert weight.grad is None and one.masters.trained[name].grad is None
     kept = [weight == old for weight, old in zip(one.model.parameters(), start, strict=True)]
-    assert 0.3 < float(flat(kept).mean()) < 0.6, "in bfloat16 alone these would never have moved"
+    assert 0.6 < float(flat(kept).mean()) < 0.8, "most weights show nothing of it yet"
 
 
 def test_a_float32_model_is_its_own_master() -> None:
@@ -145,14 +145,14 @@ def gradient(one: Learner, part: Batch, monkeypatch: pytest.MonkeyPatch) -> Tens
 
 
 def test_many_microbatches_are_as_good_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = batch(learner(torch.float32), tuple(6 + at % 20 for at in range(128)))
+    part = batch(learner(torch.float32), tuple(6 + at % 20 for at in range(64)))
     exact = gradient(learner(torch.float32), part, monkeypatch)
     errors = []
     for tokens in (10_000, 100, 1):
         found = gradient(learner(torch.bfloat16, microbatch_tokens=tokens), part, monkeypatch)
         errors.append(float((found - exact).norm() / exact.norm()))
     assert max(errors) < 0.008, "the rounding of single gradients, 2⁻⁸ at most, hardly more"
-    assert errors[2] < 1.1 * errors[0], "and no more with 128 microbatches than with one"
+    assert errors[2] < 1.1 * errors[0], "and no more with 64 microbatches than with one"
 
 
 def test_gradient_norms_add_up_in_float32_too() -> None:
