@@ -220,7 +220,10 @@ class _SlotCache(Cache):
         Done once on the CPU: a boolean index on a GPU would wait for it, layer by layer.
         """
         rows_F, columns_F = is_real_NT.nonzero(as_tuple=True)
-        self.slots_N, self.width = slots_N.to(device), width
+        first, end = int(slots_N.min()), int(slots_N.max()) + 1
+        neighbours = torch.equal(slots_N, torch.arange(first, end))  # are read in place
+        self.slots: slice | Tensor = slice(first, end) if neighbours else slots_N.to(device)
+        self.width = width
         self.sources = rows_F.to(device), columns_F.to(device)
         self.target_slots = slots_N[rows_F].to(device)
         self.target_positions = positions_NT[rows_F, columns_F].to(device)
@@ -235,7 +238,7 @@ class _SlotCache(Cache):
         for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
             real_FHD = new.transpose(1, 2)[self.sources]
             stored[self.target_slots, :, self.target_positions] = real_FHD
-            used.append(stored[self.slots_N, :, : self.width])
+            used.append(stored[self.slots, :, : self.width])
         return used[0], used[1]
 
     def copy(self, source: int, target: int, length: int) -> None:
