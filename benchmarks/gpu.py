@@ -174,6 +174,9 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
     with phases("load"):
         engine = LocalEngine(config, config.model.path)
     setup = setup_of(config, engine.chat)
+    optimizers = engine.learner.named_optimizers().values()
+    groups_of_weights = [group["params"] for each in optimizers for group in each.param_groups]
+    trained = sum(weight.numel() for weights in groups_of_weights for weight in weights)
     for step in range(WARM_UP + steps):
         with phases("rollout"):
             groups = await groups_of(engine, setup, config, step)
@@ -191,6 +194,7 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
     setup.close()
     await engine.close()
     result = {
+        "trained_parameters": trained,
         "tokens_sampled": sampled,
         "tokens_trained_on": tokens,
         "rollout_tokens_per_s": sampled / phases.mean("rollout"),
