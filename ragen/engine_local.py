@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen.advantages import NEEDS_VALUES
 from ragen.batch import Batch
@@ -46,7 +46,7 @@ class LocalEngine:
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        self.model, self.tokenizer = load_policy(path, config.model.device, config.model.dtype)
+        self.model, self.tokenizer = loaded(config, path)
         self.chat = Chat(self.tokenizer, think=config.prompt.think)
         self.version = 0
         self.policy: WeightedPolicy = sampler_of(config, self.model, self.chat)
@@ -162,9 +162,21 @@ def policy_of(config: Config, path: str) -> tuple[Sampler, Chat]:
     Raises:
         RagenError: As `LocalEngine`.
     """
-    model, tokenizer = load_policy(path, config.model.device, config.model.dtype)
+    model, tokenizer = loaded(config, path)
     chat = Chat(tokenizer, think=config.prompt.think)
     return sampler_of(config, model, chat), chat
+
+
+def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and the tokenizer that a config asks for.
+
+    Raises:
+        RagenError: As `load_policy`.
+    """
+    model = config.model
+    return load_policy(
+        path, model.device, model.dtype, attention=model.attention, max_length=model.max_length
+    )
 
 
 def _restore(module: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -32,6 +32,7 @@ ORDER: dict[str, list[str]] = {
         *["losses", "filters", "diagnostics", "information", "exactness"],
     ],
     "L5 learning": [
+        "pretrained",
         "fast_blocks",
         "fast_qwen2",
         "fast_decoder",
