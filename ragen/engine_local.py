@@ -47,7 +47,7 @@ class LocalEngine:
 
     def __init__(self, config: Config, path: str) -> None:
         self.model, self.tokenizer = loaded(config, path)
-        self.chat = Chat(self.tokenizer, think=config.prompt.think)
+        self.chat = chat_of(config, self.tokenizer)
         self.version = 0
         self.policy: WeightedPolicy = sampler_of(config, self.model, self.chat)
         loss = config.loss
@@ -163,7 +163,7 @@ def policy_of(config: Config, path: str) -> tuple[Sampler, Chat]:
         RagenError: As `LocalEngine`.
     """
     model, tokenizer = loaded(config, path)
-    chat = Chat(tokenizer, think=config.prompt.think)
+    chat = chat_of(config, tokenizer)
     return sampler_of(config, model, chat), chat
 
 
@@ -177,6 +177,15 @@ def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     return load_policy(
         path, model.device, model.dtype, attention=model.attention, max_length=model.max_length
     )
+
+
+def chat_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """The chat by a tokenizer's template, as a config asks for it.
+
+    Raises:
+        RagenError: As `Chat`.
+    """
+    return Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
 
 
 def _restore(module: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:

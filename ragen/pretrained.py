@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from huggingface_hub import constants, is_offline_mode, snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -58,7 +58,7 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
     if Path(name).exists():
         return Path(name)
     wanted = [*WORDS, WEIGHTS] if weights else [*WORDS]
-    offline = is_offline_mode() or not _hub_answers()
+    offline = constants.HF_HUB_OFFLINE or not _hub_answers()
     try:
         found = snapshot_download(
             str(name),

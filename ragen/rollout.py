@@ -66,6 +66,7 @@ class Setup:
     think: bool = True
     prefilled: bool = True
     window: int = 0
+    drops_thoughts: bool = False
     chat: Chat | None = None
     max_tokens: int = 80
     min_tokens: int = 0
@@ -117,6 +118,7 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
         think=prompt.think,
         prefilled=prompt.prefill,
         window=prompt.window,
+        drops_thoughts=prompt.think and prompt.history_thoughts == "drop",
         chat=chat,
         max_tokens=rollout.max_tokens,
         min_tokens=rollout.min_tokens,
@@ -265,6 +267,7 @@ class _Running:
             setup.window,
             setup.max_length - setup.max_tokens,
             setup.prefill,
+            setup.drops_thoughts,
         )
         view = View(observation, self._limits(0))
         for number in range(setup.turns):
