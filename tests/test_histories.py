@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -42,8 +42,8 @@ MAX_TOKENS = 12
 
 
 @cache
-def chat(template: str) -> Chat:
-    return Chat(tiny_tokenizer(template))
+def chat(template: str, history_thoughts: Literal["keep", "drop"] = "keep") -> Chat:
+    return Chat(tiny_tokenizer(template), history_thoughts=history_thoughts)
 
 
 class Tells(Rogue):
@@ -95,7 +95,12 @@ texts = st.lists(st.text(max_size=12) | st.just("P _\n_ G"), min_size=1, max_siz
 
 
 def played(
-    template: str, said: list[tuple[int, ...]], shown: list[str], window: int, max_length: int
+    template: str,
+    said: Sequence[tuple[int, ...]],
+    shown: Sequence[str],
+    window: int,
+    max_length: int,
+    history_thoughts: Literal["keep", "drop"] = "keep",
 ) -> list[Group]:
     """One group of two episodes, one after the other, with the same replies."""
     how = Setup(
@@ -103,7 +108,8 @@ def played(
         lambda: Tells(shown),
         turns=len(said),
         window=window,
-        chat=chat(template),
+        drops_thoughts=history_thoughts == "drop",
+        chat=chat(template, history_thoughts),
         max_tokens=MAX_TOKENS,
         max_length=max_length,
     )
@@ -182,6 +188,48 @@ def test_every_sampled_token_is_trained_once_in_every_window(
         alike.append(credited(batch, episodes))
     for others in alike[1:]:
         assert all(map(torch.equal, others, alike[0]))
+
+
+NUMBERS = ["one", "two", "three", "four", "five"]
+
+
+def thinking(template: str, number: str, cut: bool) -> tuple[int, ...]:
+    """A thought that names its turn, and an answer; or the thought alone, cut by its length."""
+    found = chat(template)
+    if cut:
+        return found.encode(f"Q{number}q")
+    return (*found.encode(f"Q{number}q</think><answer>Left</answer>"), min(found.end_ids))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("max_length", [ROOMY, TIGHT])
+@pytest.mark.parametrize("kept", ["keep", "drop"])
+@settings(max_examples=5)
+@given(shown=texts, window=st.sampled_from(WINDOWS), cut=st.sets(st.integers(0, 4)))
+def test_earlier_thoughts_are_all_there_or_none(
+    template: str,
+    max_length: int,
+    kept: Literal["keep", "drop"],
+    shown: list[str],
+    window: int,
+    cut: set[int],
+) -> None:
+    """Whatever the template does of itself, and also where old turns had to go for their length."""
+    said = [thinking(template, number, n in cut) for n, number in enumerate(NUMBERS)]
+    groups = played(template, said, shown, window, max_length, kept)
+    samples = to_samples(groups)
+    check(groups, samples)
+    for _, episode in trainable(groups):
+        for number, turn in enumerate(episode.turns):
+            seen = chat(template).decode(turn.prompt.token_ids or ())
+            told = "".join(message["content"] for message in turn.prompt.messages)
+            first = max(0, number + 1 - window) if window else 0
+            first += turn.prompt.turns_dropped
+            for n, name in enumerate(NUMBERS):
+                is_there = kept == "keep" and first <= n < number
+                assert (f"Q{name}q" in seen) == (f"Q{name}q" in told) == is_there
+    if kept == "keep" and window == 0 and max_length == ROOMY:
+        assert len(samples) == len(trainable(groups)), "an episode is one sample"
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -67,8 +67,9 @@ TEMPLATES: dict[str, str] = {
     + "{{ '<|' + m.role + '|>\\n' + m.content }}"
     + _END
     + _generate("<|assistant|>\\n"),
-    # Qwen3's shape: tools, thoughts behind the last question only, an empty one where none is asked.
-    "reasoner": "{% if tools %}{{ '<|im_start|>system\\nTools: ' + tools | tojson + '<|im_end|>\\n' }}"
+    # Qwen3's shape: tools, thoughts behind the last question only, an empty one if none is asked.
+    "reasoner": "{% if tools %}"
+    + "{{ '<|im_start|>system\\nTools: ' + tools | tojson + '<|im_end|>\\n' }}"
     + "{% endif %}{% set ns = namespace(last=0) %}"
     + "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
     + _END
