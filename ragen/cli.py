@@ -210,6 +210,18 @@ def _show_config(config: Config) -> None:
         preset = "unset" if change.preset is None else change.preset
         print(f"#   {change.key} = {change.value!r}  (preset: {preset!r})")
     print(dump(config), end="")
+    _show_memory(config)
+
+
+def _show_memory(config: Config) -> None:
+    """The memory plan as comments, where that takes no network: the model is a folder here."""
+    if config.model.path != "base" and not Path(config.model.path).exists():
+        return
+    from ragen.checkpoint import resolve_model
+    from ragen.memory import plan
+
+    for line in plan(config, resolve_model(config.model.path, config.world.name)).lines():
+        print(f"# {line}")
 
 
 def _result_record(result: Result) -> dict[str, Any]:

@@ -9,7 +9,7 @@ and activations are estimates.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ragen.advantages import NEEDS_VALUES
+from ragen.checkpoint import resolve_model
 from ragen.config import Config
 from ragen.decoder import make_decoder
 from ragen.errors import RagenError
@@ -29,6 +30,7 @@ from ragen.guard import changed
 from ragen.learner import is_matrix
 from ragen.model import KEPT_LOGITS, backbone, found_device
 from ragen.pretrained import model_config, model_folder
+from ragen.settings import flatten
 
 GIB = 2**30
 WORTH_TELLING = GIB
@@ -45,7 +47,6 @@ CHANGES: tuple[tuple[str, Any], ...] = (
     ("model.dtype", "bfloat16"),
     ("lora.rank", 64),
     ("model.critic", "shared"),
-    ("loss.kl", 0.0),
 )
 """What is tried to make a run fit, in this order; 64 is the rank that RAGEN's paper trains."""
 
@@ -87,14 +88,14 @@ class Plan:
             >>> third = 2**30 // 3
             >>> print("\n".join(Plan(GIB, GIB, 2 * GIB, GIB, 0, third, 0, third).lines()))
             memory: about 5.67 GiB on the cpu
-              weights 1.00, gradients 1.00, optimiser 2.00, reference 1.00 GiB
-              sampler 0.33, activations 0.33 GiB (estimates)
+              weights 1.00 GiB, gradients 1.00 GiB, optimiser 2.00 GiB, reference 1.00 GiB
+              and at most, estimated: sampler 341 MiB, activations 341 MiB
         """
-        there = "" if self.available is None else f" of {_gib(self.available)} that are free"
+        there = "" if self.available is None else f", where {size(self.available)} are free"
         return [
-            f"memory: about {_gib(self.total)} GiB on the {self.device}{there}",
-            f"  {_listed(self, 'weights', 'gradients', 'optimizer', 'reference', 'critic')} GiB",
-            f"  {_listed(self, 'sampler', 'activations', 'logits')} GiB (estimates)",
+            f"memory: about {size(self.total)} on the {self.device}{there}",
+            f"  {_listed(self, 'weights', 'gradients', 'optimizer', 'reference', 'critic')}",
+            "  and at most, estimated: " + _listed(self, "sampler", "activations", "logits"),
         ]
 
 
@@ -132,31 +133,44 @@ def plan(config: Config, path: str) -> Plan:
     )
 
 
-def refuse_too_large(config: Config, path: str, planned: Plan) -> None:
-    """Refuse a run whose weights and optimiser cannot fit, naming the smallest change that would.
+def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
+    """Refuse a run whose weights and optimiser cannot fit; `tell` the plan of a large one.
 
     Raises:
-        RagenError: They take more than is free.
+        RagenError: They take more than is free; the smallest change with which they would not is
+            named. Or the model cannot be trained at all.
     """
-    if planned.available is None or planned.certain <= planned.available:
-        return
-    need = (
-        f"weights, gradients and optimiser take {_gib(planned.certain)} GiB, and "
-        f"{_gib(planned.available)} are free on the {planned.device}"
-    )
-    sizes = range(1, len(CHANGES) + 1)
-    for chosen in chain.from_iterable(combinations(CHANGES, size) for size in sizes):
-        changes = {key: value for key, value in chosen if config_value(config, key) != value}
-        if len(changes) < len(chosen):
-            continue
+    path = resolve_model(config.model.path, config.world.name)
+    planned = plan(config, path)
+    free = planned.available
+    if free is not None and planned.certain > free:
+        need = (
+            f"weights, gradients and optimiser take {size(planned.certain)}, and {size(free)} "
+            f"are free on the {planned.device}"
+        )
+        change = smallest_change(config, path, free)
+        if change is None:
+            raise RagenError(f"{need}; no setting makes them fit, take a smaller model")
+        options = " ".join(f"--{key} {value}" for key, value in change.items())
+        raise RagenError(f"{need}; they fit with {options}")
+    if planned.total >= WORTH_TELLING:
+        for line in planned.lines():
+            tell(line)
+
+
+def smallest_change(config: Config, path: str, free: int) -> dict[str, Any] | None:
+    """The fewest of `CHANGES`, the first of them first, with which weights and optimiser fit."""
+    settings = flatten(config)
+    new = [(key, value) for key, value in CHANGES if settings[key] != value]
+    sizes = range(1, len(new) + 1)
+    for change in map(dict, chain.from_iterable(combinations(new, size) for size in sizes)):
         try:
-            smaller = plan(changed(config, changes), path)
+            smaller = changed(config, change)
         except RagenError:  # the values exclude each other
             continue
-        if smaller.certain <= planned.available:
-            options = " ".join(f"--{key} {value}" for key, value in changes.items())
-            raise RagenError(f"{need}; with {options} they take {_gib(smaller.certain)}")
-    raise RagenError(f"{need}; no change of settings helps, use a smaller model")
+        if plan(smaller, path).certain <= free:
+            return change
+    return None
 
 
 def trained_weights(model: PreTrainedModel, config: Config) -> Iterator[tuple[str, Tensor]]:
@@ -314,12 +328,6 @@ def container_rooms(membership: Path, root: Path) -> Iterator[int]:
                 break
 
 
-def config_value(config: Config, key: str) -> Any:
-    """The value of a key such as ``model.dtype``."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
-
-
 def _head_width(config: Any) -> int:
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -330,11 +338,17 @@ def _bytes(tensor: Tensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
-def _gib(number: int) -> str:
-    return f"{number / GIB:.2f}"
+def size(number: int) -> str:
+    """Bytes in a unit that suits them.
+
+    Example:
+        >>> size(3 * 2**29), size(5 * 2**20)
+        ('1.50 GiB', '5 MiB')
+    """
+    return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / 2**20:.0f} MiB"
 
 
 def _listed(plan: Plan, *names: str) -> str:
-    """The parts that there are, in GiB."""
+    """The parts that there are, with their sizes."""
     parts = ((name, getattr(plan, name)) for name in names)
-    return ", ".join(f"{name.replace('z', 's')} {_gib(size)}" for name, size in parts if size)
+    return ", ".join(f"{name.replace('z', 's')} {size(number)}" for name, number in parts if number)
