@@ -214,14 +214,14 @@ def _show_config(config: Config) -> None:
 
 
 def _show_memory(config: Config) -> None:
-    """The memory plan as comments, where that takes no network: the model is a folder here."""
-    if config.model.path != "base" and not Path(config.model.path).exists():
-        return
+    """The memory plan as comments, where nothing has to be fetched for it."""
     from ragen.checkpoint import resolve_model
     from ragen.memory import plan
+    from ragen.pretrained import is_at_hand
 
-    for line in plan(config, resolve_model(config.model.path, config.world.name)).lines():
-        print(f"# {line}")
+    if config.model.path == "base" or is_at_hand(config.model.path):
+        for line in plan(config, resolve_model(config.model.path, config.world.name)).lines():
+            print(f"# {line}")
 
 
 def _result_record(result: Result) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from transformers import (
 from ragen import pretrained
 from ragen.errors import RagenError
 from ragen.model import load_policy, save_model
-from ragen.pretrained import model_config, model_folder
+from ragen.pretrained import is_at_hand, model_config, model_folder
 from ragen.sampler import Sampler
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -224,7 +224,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
 
 
 def test_a_model_of_the_hub_is_loaded_and_then_needs_no_network(hub: Callable[[], None]) -> None:
+    assert not is_at_hand("me/tiny")
     words = model_folder("me/tiny", weights=False)
+    assert is_at_hand("me/tiny") and is_at_hand(words) and not is_at_hand("no/such/model")
     assert (words / "config.json").is_file() and not (words / "model.safetensors").exists()
     assert model_config(words, "me/tiny").model_type == "qwen2"
     loaded, _ = load_policy("me/tiny", "cpu", "float32")
