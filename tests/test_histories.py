@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -27,10 +30,14 @@ from ragen.config import AdvantageConfig, LossConfig, RewardConfig, UpdateConfig
 from ragen.credit import credit
 from ragen.exactness import verify, with_births
 from ragen.learner import Learner
+from ragen.model import save_model
 from ragen.policy import fingerprint
+from ragen.progress import Watcher
 from ragen.rollout import Setup, run_groups
 from ragen.sampler import Sampler
 from ragen.samples import to_samples, trainable
+from ragen.settings import resolve
+from ragen.trainer import train
 from ragen.types import Completion, Episode, Group, Prompt, Sample
 from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
@@ -266,3 +273,32 @@ def test_recomputed_logprobs_are_those_that_were_sampled(
     recomputed_BT, _ = learner.logprobs(batch)
     gap_BT = (recomputed_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs()
     assert gap_BT.max() < 1e-4
+
+
+class Noted(Watcher):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize(("kept", "told"), [("keep", "here they stay"), ("drop", "are left out")])
+def test_a_run_says_what_becomes_of_thoughts(tmp_path: Path, kept: str, told: str) -> None:
+    """From the setting to the samples, with a template that would drop them."""
+    tokenizer = tiny_tokenizer("reasoner")
+    save_model(tiny_model(tokenizer), tokenizer, tmp_path / "model")
+    wanted = {"steps": 1, "threads": 1, "rollout.prompts": 1, "rollout.members": 2}
+    sizes = {"rollout.max_tokens": 8, "rollout.slots": 2, "world.turns": 3, "eval.episodes": 0}
+    keys = {"model.path": str(tmp_path / "model"), "record.tokens_every": 1, "filter.rule": "all"}
+    more = {"filter.include_zero": True, "prompt.history_thoughts": kept}
+    config = resolve("frozen-lake-still", wanted | sizes | keys | more)
+    noted = Noted()
+    train(config, tmp_path / "run", watcher=noted)
+    (note,) = noted.notes
+    assert told in note
+    with closing(sqlite3.connect(tmp_path / "run" / "run.sqlite")) as database:
+        (samples,) = database.execute("SELECT COUNT(*) FROM samples").fetchone()
+        (turns,) = database.execute("SELECT COUNT(*) FROM turns").fetchone()
+    assert turns == 6
+    assert samples == (2 if kept == "keep" else 6)
