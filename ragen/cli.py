@@ -215,12 +215,11 @@ def _show_config(config: Config) -> None:
 
 def _show_memory(config: Config) -> None:
     """The memory plan as comments, where nothing has to be fetched for it."""
-    from ragen.checkpoint import resolve_model
     from ragen.memory import plan
     from ragen.pretrained import is_at_hand
 
     if config.model.path == "base" or is_at_hand(config.model.path):
-        for line in plan(config, resolve_model(config.model.path, config.world.name)).lines():
+        for line in plan(config).lines():
             print(f"# {line}")
 
 

@@ -87,29 +87,28 @@ class Plan:
         Example:
             >>> third = 2**30 // 3
             >>> print("\n".join(Plan(GIB, GIB, 2 * GIB, GIB, 0, third, 0, third).lines()))
-            memory: about 5.67 GiB on the cpu
+            memory: up to 5.67 GiB on the cpu
               weights 1.00 GiB, gradients 1.00 GiB, optimiser 2.00 GiB, reference 1.00 GiB
               and at most, estimated: sampler 341 MiB, activations 341 MiB
         """
         there = "" if self.available is None else f", where {size(self.available)} are free"
         return [
-            f"memory: about {size(self.total)} on the {self.device}{there}",
+            f"memory: up to {size(self.total)} on the {self.device}{there}",
             f"  {_listed(self, 'weights', 'gradients', 'optimizer', 'reference', 'critic')}",
             "  and at most, estimated: " + _listed(self, "sampler", "activations", "logits"),
         ]
 
 
-def plan(config: Config, path: str) -> Plan:
-    """What training `config` will take of memory.
+def plan(config: Config) -> Plan:
+    """What a run of these settings will take of memory.
 
-    Args:
-        config: The run's settings.
-        path: The folder or hub id of its model. Of a model of the Hub, only the config is fetched.
+    Of a model of the Hub only the config is fetched for it.
 
     Raises:
         RagenError: The model does not exist, or is none that can be trained.
     """
     asked, device = config.model, found_device(config.model.device)
+    path = resolve_model(asked.path, config.world.name)
     read = model_config(model_folder(path, weights=False), path, asked.max_length)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -140,15 +139,14 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
         RagenError: They take more than is free; the smallest change with which they would not is
             named. Or the model cannot be trained at all.
     """
-    path = resolve_model(config.model.path, config.world.name)
-    planned = plan(config, path)
+    planned = plan(config)
     free = planned.available
     if free is not None and planned.certain > free:
         need = (
             f"weights, gradients and optimiser take {size(planned.certain)}, and {size(free)} "
             f"are free on the {planned.device}"
         )
-        change = smallest_change(config, path, free)
+        change = smallest_change(config, free)
         if change is None:
             raise RagenError(f"{need}; no setting makes them fit, take a smaller model")
         options = " ".join(f"--{key} {value}" for key, value in change.items())
@@ -158,7 +156,7 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
             tell(line)
 
 
-def smallest_change(config: Config, path: str, free: int) -> dict[str, Any] | None:
+def smallest_change(config: Config, free: int) -> dict[str, Any] | None:
     """The fewest of `CHANGES`, the first of them first, with which weights and optimiser fit."""
     settings = flatten(config)
     new = [(key, value) for key, value in CHANGES if settings[key] != value]
@@ -168,7 +166,7 @@ def smallest_change(config: Config, path: str, free: int) -> dict[str, Any] | No
             smaller = changed(config, change)
         except RagenError:  # the values exclude each other
             continue
-        if plan(smaller, path).certain <= free:
+        if plan(smaller).certain <= free:
             return change
     return None
 

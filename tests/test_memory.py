@@ -23,7 +23,7 @@ from ragen.model import padded_hidden_states, save_model
 from ragen.sampler import Sampler
 from ragen.settings import resolve
 from ragen.types import Prompt
-from tests.speaker import settings, speaker
+from tests.speaker import settings
 from tests.tiny import tiny_model, tiny_tokenizer
 
 WORDS = tiny_tokenizer("chatml")
@@ -58,7 +58,7 @@ def of_gradients(module: torch.nn.Module) -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_gradients_and_optimisers_are_exact(mode: str) -> None:
     config = config_of(**MODES[mode])
-    planned = plan(config, config.model.path)
+    planned = plan(config)
     engine = LocalEngine(config, config.model.path)
     learner = engine.learner
     assert planned.optimizer == sum(map(of_optimizer, learner.optimizers))
@@ -78,7 +78,7 @@ def test_the_sampler_is_exact() -> None:
     assert isinstance(decoder, Qwen2Decoder)
     fused = chain.from_iterable(decoder.weights)
     copied = held((*decoder.cached, *fused, decoder.head, decoder.embedding))
-    assert plan(config, config.model.path).sampler == copied
+    assert plan(config).sampler == copied
     assert held(decoder.cached) == cache_bytes(engine.model, 8, 128)
 
 
@@ -97,8 +97,8 @@ def test_the_cache_of_any_model_is_exact(tmp_path: Path) -> None:
     # 5 slots · 40 tokens · 3 layers · 2 heads · 16 wide · 2 · 4 bytes
     assert held(chain.from_iterable(stored)) == cache_bytes(model, 5, 40) == 153_600
     save_model(model, WORDS, tmp_path)
-    config = config_of(rollout__slots=5, rollout__max_tokens=8, model__max_length=40)
-    assert plan(config, str(tmp_path)).sampler == 153_600
+    sizes = {"rollout__slots": 5, "rollout__max_tokens": 8, "model__max_length": 40}
+    assert plan(config_of(model__path=str(tmp_path), **sizes)).sampler == 153_600
 
 
 def test_bfloat16_by_hand() -> None:
@@ -106,7 +106,7 @@ def test_bfloat16_by_hand() -> None:
     numbers = sum(weight.numel() for weight in model.parameters())
     tensors = len(list(model.parameters()))
     config = config_of(model__dtype="bfloat16")
-    planned = plan(config, str(speaker()))
+    planned = plan(config)
     rotations = held(model.buffers())  # stay in float32
     assert planned.weights == planned.reference == 2 * numbers + rotations
     assert planned.gradients == 4 * numbers
@@ -116,13 +116,13 @@ def test_bfloat16_by_hand() -> None:
 def test_lora_by_hand() -> None:
     """Of inputs and outputs together, a layer has q 64, k 48, v 48, o 64, and three times 96."""
     lora = {"lora__rank": 4}
-    planned = plan(config_of(**lora), str(speaker()))
+    planned = plan(config_of(**lora))
     numbers, tensors = 2 * 4 * (64 + 48 + 48 + 64 + 3 * 96), 2 * 7 * 2
     assert planned.weights == held(tiny_model(WORDS)) + 4 * numbers
     assert planned.gradients == 4 * numbers
     assert planned.optimizer == 8 * numbers + 4 * tensors
     assert planned.reference == 0
-    two = plan(config_of(**lora, lora__targets="q_proj, v_proj"), str(speaker()))
+    two = plan(config_of(**lora, lora__targets="q_proj, v_proj"))
     assert two.gradients == 4 * 2 * 4 * (64 + 48)
     assert planned.critic == 16 * (numbers + 33) + 4 * (
         tensors + 2
@@ -131,13 +131,13 @@ def test_lora_by_hand() -> None:
 
 def test_vllm_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(rollout__sampler="vllm", rollout__gpu_memory=0.25)
-    assert plan(config, str(speaker())).sampler == held(tiny_model(WORDS))  # weights of its own
+    assert plan(config).sampler == held(tiny_model(WORDS))  # weights of its own
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (600, 1000))
-    planned = plan(config, str(speaker()))
+    planned = plan(config)
     assert (planned.device, planned.available, planned.sampler) == ("cuda", 600, 250)
     server = config_of(rollout__sampler="http://127.0.0.1:8000")
-    assert plan(server, str(speaker())).sampler == 0
+    assert plan(server).sampler == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -159,10 +159,11 @@ def test_activations_are_about_right(dtype: str, tmp_path: Path) -> None:
         kept.pop(weight.untyped_storage().data_ptr(), None)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     room = {"model__max_length": 64, "update__microbatch_tokens": rows * length}
-    asked = config_of(model__dtype=dtype, **room)
-    assert plan(asked, str(tmp_path)).activations == pytest.approx(measured, rel=0.15)
-    again = config_of(model__dtype=dtype, model__gradient_checkpointing=True, **room)
-    assert plan(again, str(tmp_path)).activations < measured / 2
+    room |= {"model__path": str(tmp_path), "model__dtype": dtype}
+    asked = config_of(**room)
+    assert plan(asked).activations == pytest.approx(measured, rel=0.15)
+    again = config_of(model__gradient_checkpointing=True, **room)
+    assert plan(again).activations < measured / 2
 
 
 def test_a_large_plan_is_told_and_a_small_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +173,8 @@ def test_a_large_plan_is_told_and_a_small_one_is_not(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(memory, "WORTH_TELLING", 0)
     monkeypatch.setattr(memory, "available", lambda _: 10**12)
     refuse_too_large(config_of(), told.append)
-    assert told == plan(config_of(), str(speaker())).lines()
-    assert told[0].startswith("memory: about ") and "are free" in told[0]
+    assert told == plan(config_of()).lines()
+    assert told[0].startswith("memory: up to ") and "are free" in told[0]
 
 
 BIT, THIN, ONE = (f"--{key} {value}" for key, value in CHANGES)
@@ -202,7 +203,7 @@ def test_what_cannot_fit_is_refused_with_the_smallest_change(
     config = changed(config_of(model__path=str(tmp_path)), begins_with)
     free = 1000
     if free_as is not None:
-        free = plan(changed(config, free_as), str(tmp_path)).certain
+        free = plan(changed(config, free_as)).certain
     monkeypatch.setattr(memory, "available", lambda _: free)
     with pytest.raises(RagenError) as refusal:
         refuse_too_large(config, print)
