@@ -274,6 +274,7 @@ class Chat:
         asked = 1 + next(n for n, message in enumerate(messages) if message["role"] == "user")
         text = self._render(messages[:asked])
         for reply, user in zip(messages[asked::2], messages[asked + 1 :: 2], strict=True):
+            # The text so far ends with the start of the thought, if the template writes one.
             said = reply["content"].removeprefix(self.opening.strip())
             text += said.removeprefix(self.opening.removeprefix("<think>"))
             text += self._cached_bridge(user["content"])
@@ -302,7 +303,11 @@ class Chat:
             ) from error
 
     def _bridge_is_found(self, thought: str) -> bool:
-        """Whether a bridge holds between replies with this thought, or with none."""
+        """Whether a bridge holds between replies with this thought, or with none.
+
+        A template may write an empty thought or its start where the next reply begins and not in
+        the history, or the other way round: that is its way with thoughts, and no hindrance.
+        """
         self._trial_replies = tuple(thought + answer for answer in _ANSWERS)
         self._said = tuple(reply.removeprefix(self.opening) for reply in self._trial_replies)
         first = self._render(_conversation(_USER, self._trial_replies[0], _LAST_USER))
@@ -401,15 +406,15 @@ def without_thought(reply: str) -> str:
 def _written_thought(generation_prompt: str) -> str:
     """The start of a thought, or an empty one, at the very end of a generation prompt."""
     at = generation_prompt.rfind("<think>")
-    return generation_prompt[at:] if at >= 0 and _is_empty_thought(generation_prompt[at:]) else ""
+    return generation_prompt[at:] if _is_empty_thought(generation_prompt[at:]) else ""
 
 
 def _is_empty_thought(text: str) -> bool:
-    return "".join(text.split()) in ("", "<think>", "<think></think>")
+    return "".join(text.split()) in ("<think>", "<think></think>")
 
 
 def _template_errors() -> tuple[type[Exception], ...]:
-    """What a template may raise: its engine's own errors, and Python's about values it handles."""
+    """What a template may raise: its engine's errors, and Python's about the values it handles."""
     from jinja2 import TemplateError  # looked up only where a template fails
 
     return TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
