@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ragen import fast_qwen2
 from ragen.advantages import NEEDS_VALUES
 from ragen.checkpoint import resolve_model
 from ragen.config import Config
-from ragen.decoder import make_decoder
 from ragen.errors import RagenError
 from ragen.fast_decoder import Qwen2Decoder
 from ragen.guard import changed
@@ -228,11 +228,12 @@ def sampler_bytes(model: PreTrainedModel, config: Config, device: str) -> int:
         return held(model)
     if sampler != "local":
         return 0
-    decoder = make_decoder(model, config.rollout.slots, config.model.max_length)
-    if isinstance(decoder, Qwen2Decoder):
+    slots, length = config.rollout.slots, config.model.max_length
+    if device == "cpu" and fast_qwen2.supports(model):
+        decoder = Qwen2Decoder(model, slots, length)
         fused = (decoder.head, decoder.embedding, *chain.from_iterable(decoder.weights))
         return held((*decoder.cached, *fused))
-    return cache_bytes(model, config.rollout.slots, config.model.max_length)
+    return cache_bytes(model, slots, length)
 
 
 def cache_bytes(model: PreTrainedModel, slots: int, max_length: int) -> int:
