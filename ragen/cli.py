@@ -210,6 +210,17 @@ def _show_config(config: Config) -> None:
         preset = "unset" if change.preset is None else change.preset
         print(f"#   {change.key} = {change.value!r}  (preset: {preset!r})")
     print(dump(config), end="")
+    _show_memory(config)
+
+
+def _show_memory(config: Config) -> None:
+    """The memory plan as comments, where nothing has to be fetched for it."""
+    from ragen.memory import plan
+    from ragen.pretrained import is_at_hand
+
+    if config.model.path == "base" or is_at_hand(config.model.path):
+        for line in plan(config).lines():
+            print(f"# {line}")
 
 
 def _result_record(result: Result) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from itertools import chain
 from typing import Any, Protocol
 
@@ -83,10 +84,16 @@ class HFDecoder:
         max_length: Tokens that each may have.
 
     Raises:
-        RagenError: The model's sliding window is shorter than `max_length`.
+        RagenError: The model's sliding window is shorter than `max_length`, or its past is no keys
+            and values.
     """
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+        if "past_key_values" not in signature(model.get_decoder().forward).parameters:
+            raise RagenError(
+                f"a model of the kind {model.config.model_type} keeps its past in another way than "
+                "as keys and values, which is not supported; use a transformer"
+            )
         config = model.config.get_text_config()
         window = getattr(config, "sliding_window", None)
         layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen.advantages import NEEDS_VALUES
 from ragen.batch import Batch
@@ -47,10 +47,10 @@ class LocalEngine:
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        self.model, self.tokenizer = load_policy(path, config.model.device, config.model.dtype)
+        self.model, self.tokenizer = loaded(config, path)
         if config.model.gradient_checkpointing:
             recompute_layers(self.model)
-        self.chat = Chat(self.tokenizer, think=config.prompt.think)
+        self.chat = chat_of(config, self.tokenizer)
         self.version = 0
         self.policy: WeightedPolicy = sampler_of(config, self.model, self.chat)
         loss = config.loss
@@ -171,9 +171,30 @@ def policy_of(config: Config, path: str) -> tuple[Sampler, Chat]:
     Raises:
         RagenError: As `LocalEngine`.
     """
-    model, tokenizer = load_policy(path, config.model.device, config.model.dtype)
-    chat = Chat(tokenizer, think=config.prompt.think)
+    model, tokenizer = loaded(config, path)
+    chat = chat_of(config, tokenizer)
     return sampler_of(config, model, chat), chat
+
+
+def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and the tokenizer that a config asks for.
+
+    Raises:
+        RagenError: As `load_policy`.
+    """
+    model = config.model
+    return load_policy(
+        path, model.device, model.dtype, attention=model.attention, max_length=model.max_length
+    )
+
+
+def chat_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """The chat by a tokenizer's template, as a config asks for it.
+
+    Raises:
+        RagenError: As `Chat`.
+    """
+    return Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
 
 
 def _restore(module: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:

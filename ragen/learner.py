@@ -342,19 +342,9 @@ class Learner:
 def optimizers(
     trained: Mapping[str, nn.Parameter], lr: float, update: UpdateConfig
 ) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the weight matrices and AdamW for the rest.
-
-    Embeddings are no matrices in Muon's sense: their rows are looked up, not multiplied. Nor are
-    heads: that of the critic is one row, which Muon would move by the same length at every step.
-    """
+    """AdamW for everything, or Muon for the weight matrices and AdamW for the rest."""
     betas, decay = (0.9, update.beta2), update.weight_decay
-    matrices = [
-        p
-        for name, p in trained.items()
-        if update.muon_lr
-        and p.ndim == 2
-        and not name.endswith(("embed_tokens.weight", "head.weight"))
-    ]
+    matrices = [p for name, p in trained.items() if update.muon_lr and is_matrix(name, p)]
     chosen = {id(p) for p in matrices}
     others = [p for p in trained.values() if id(p) not in chosen]
     found: list[Optimizer] = [AdamW(others, lr, betas, weight_decay=decay, fused=True)]
@@ -364,3 +354,12 @@ def optimizers(
         for group in optimizer.param_groups:
             group["full_lr"] = group["lr"]
     return found
+
+
+def is_matrix(name: str, weight: Tensor) -> bool:
+    """Whether a weight is a matrix in Muon's sense.
+
+    Embeddings are none: their rows are looked up, not multiplied. Nor are heads: that of the critic
+    is one row, which Muon would move by the same length at every step.
+    """
+    return weight.ndim == 2 and not name.endswith(("embed_tokens.weight", "head.weight"))

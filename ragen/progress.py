@@ -64,6 +64,9 @@ class Watcher:
     run: Path | None = None
     """The run's folder, once it has one."""
 
+    def note(self, text: str) -> None:
+        """Something to know of a run before it begins."""
+
     def begin(self, run: Path, config: Config, step: int) -> None:
         """A run begins, or goes on after `step` steps."""
         self.run = run
@@ -90,6 +93,10 @@ class Lines(Watcher):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._total = ""
+
+    @override
+    def note(self, text: str) -> None:
+        self._say(text)
 
     @override
     def begin(self, run: Path, config: Config, step: int) -> None:
@@ -132,6 +139,10 @@ class LiveTable(Watcher):
         self._history: dict[str, list[float]] = {name: [] for name in SHOWN}
         self._evaluations: list[tuple[int, Evaluation]] = []
         self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=4)
+
+    @override
+    def note(self, text: str) -> None:
+        self._above(text)
 
     @override
     def begin(self, run: Path, config: Config, step: int) -> None:

@@ -33,6 +33,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "L5 learning": [
         "precision",
+        "pretrained",
         "fast_blocks",
         "fast_qwen2",
         "fast_decoder",
@@ -47,7 +48,8 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["threads", "stopping", "watchdog", "recorder", "guard", "evaluation", "progress"],
+        *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "evaluation"],
+        "progress",
         *["plots", "report", "base", "diagnosis", "running", "collection", "recovery", "trainer"],
         *["studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
