@@ -161,6 +161,10 @@ class Chat:
             bridge = bridge[bridge.index(self._end) + 1 :]
         return self._prefilled((*ids, *bridge), prefill)
 
+    def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The conversation as the template takes it: without a system message where it has none."""
+        return _folded(messages) if self.fold else messages
+
     def encode(self, text: str) -> Ids:
         """Ids of a text; none is added before or behind it."""
         return self._cached_ids(text)
@@ -242,7 +246,7 @@ class Chat:
 
     def _render(self, messages: Sequence[Message]) -> str:
         """The template's text up to the start of the next reply."""
-        return self._apply(_folded(messages) if self.fold else messages)
+        return self._apply(self.taken(messages))
 
     def _apply(self, messages: Sequence[Message]) -> str:
         try:

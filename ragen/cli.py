@@ -147,6 +147,10 @@ def _train(options: Namespace, overrides: Overrides) -> int:
 
     config = resolve(options.recipe, overrides)
     make(config.world.name, **config.world.params)
+    if (other := _for_real_models(config)) is not None:
+        _complain(
+            f"the recipe {config.recipe} is made for the embedded model; for a real one: {other}"
+        )
     if options.dry_run:
         _show_config(config)
         return 0
@@ -156,6 +160,27 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.trainer import train
 
     return _watch_run(lambda watcher: train(config, options.out, watcher=watcher), options)
+
+
+def _for_real_models(config: Config) -> str | None:
+    """The papers' recipe of a world, for one that takes another model than its recipe is made for.
+
+    A run is no other model: it began with the recipe's own, or was told when it began.
+    """
+    from ragen.recorder import CONFIG
+    from ragen.settings import recipes
+
+    model, world = config.model.path, config.world.name
+    if model == "base" or config.prompt.style == "paper" or (Path(model) / CONFIG).is_file():
+        return None
+    if config.recipe not in recipes():
+        return None
+    for name in recipes():
+        family = name.removeprefix("paper/")
+        if name != family and world.startswith(family):
+            other = "" if world == family else f" --world {world}"
+            return f"{_program()} train {name}{other} --model {model}"
+    return None
 
 
 def _resume(options: Namespace, _: Overrides) -> int:
@@ -340,6 +365,29 @@ def _report(options: Namespace, _: Overrides) -> int:
     return 0
 
 
+def _export_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a folder that does not exist [RUN/export-step-N]"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="a checkpoint's step [the newest]")
+    which.add_argument("--best", action="store_true", help="the checkpoint that was evaluated best")
+    parser.add_argument(
+        "--merge", action="store_true", help="add a LoRA adapter to its base: whole weights"
+    )
+
+
+def _export(options: Namespace, _: Overrides) -> int:
+    from ragen.export import export
+
+    folder = export(
+        options.run, options.out, step=options.step, best=options.best, merge=options.merge
+    )
+    print(f"the policy is in {folder}; its README.md says how well it plays and how to use it")
+    return 0
+
+
 def _play_options(parser: Parser) -> None:
     parser.add_argument("world", metavar="WORLD", help="a world (ragen envs), or file.py:Class")
     parser.add_argument(
@@ -483,6 +531,7 @@ COMMANDS: dict[str, Command] = {
     "resume": Command("go on with a run that was stopped", _resume_options, _resume),
     "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
     "report": Command("one page about a run, with plots", _report_options, _report),
+    "export": Command("a run's policy for transformers and vLLM", _export_options, _export),
     "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
     "envs": Command("list the worlds with their floor and ceiling", _envs_options, _envs),
     "check": Command("hold worlds to the contract", _check_options, _check),

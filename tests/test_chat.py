@@ -17,6 +17,7 @@ from ragen.errors import RagenError
 EXACT = ["chatml", "llama3", "gemma", "llama2", "thinker", "glm"]
 END = {
     "chatml": "<|im_end|>",
+    "qwen2.5": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "gemma": "<end_of_turn>",
     "qwen3": "<|im_end|>",
