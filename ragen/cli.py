@@ -147,11 +147,11 @@ def _train(options: Namespace, overrides: Overrides) -> int:
 
     config = resolve(options.recipe, overrides)
     make(config.world.name, **config.world.params)
-    if (other := _for_real_models(config)) is not None:
-        _complain(
-            f"the recipe {config.recipe} is made for the embedded model; for a real one: {other}"
-        )
     if options.dry_run:
+        from ragen.progress import hint
+
+        if advice := hint(config):
+            _complain(advice)
         _show_config(config)
         return 0
     from ragen.recorder import refuse_existing
@@ -160,27 +160,6 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.trainer import train
 
     return _watch_run(lambda watcher: train(config, options.out, watcher=watcher), options)
-
-
-def _for_real_models(config: Config) -> str | None:
-    """The papers' recipe of a world, for one that takes another model than its recipe is made for.
-
-    A run is no other model: it began with the recipe's own, or was told when it began.
-    """
-    from ragen.recorder import CONFIG
-    from ragen.settings import recipes
-
-    model, world = config.model.path, config.world.name
-    if model == "base" or config.prompt.style == "paper" or (Path(model) / CONFIG).is_file():
-        return None
-    if config.recipe not in recipes():
-        return None
-    for name in recipes():
-        family = name.removeprefix("paper/")
-        if name != family and world.startswith(family):
-            other = "" if world == family else f" --world {world}"
-            return f"{_program()} train {name}{other} --model {model}"
-    return None
 
 
 def _resume(options: Namespace, _: Overrides) -> int:

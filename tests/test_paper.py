@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ragen.cli import main
 from ragen.errors import RagenError
 from ragen.model import save_model
+from ragen.progress import watcher_for
 from ragen.recorder import new_run_folder, read_metrics
 from ragen.settings import recipes, resolve
 from ragen.trainer import train
@@ -105,9 +108,9 @@ def test_names_with_a_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("sokoban --model there", "ragen train paper/sokoban --model there\n"),
-        ("bandit-rev --model there", "paper/bandit --world bandit-rev --model there\n"),
-        ("frozen-lake-still --model a/b", "paper/frozen-lake --world frozen-lake-still --model"),
+        ("sokoban --model there", "for others: paper/sokoban\n"),
+        ("bandit-rev --model there", "for others: paper/bandit --world bandit-rev\n"),
+        ("frozen-lake-still --model a/b", "paper/frozen-lake --world frozen-lake-still\n"),
         ("sokoban", ""),
         ("sokoban --model there --prompt.style paper", ""),
         ("paper/sokoban --model there", ""),
@@ -119,6 +122,17 @@ def test_a_recipe_of_the_embedded_model_names_the_one_for_real_models(
     assert main(["train", *arguments.split(), "--dry-run"]) == 0
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == bool(words)
+
+
+def test_it_is_said_when_a_run_begins_and_not_when_it_goes_on(tmp_path: Path) -> None:
+    config = resolve("sokoban", {"model.path": "there"})
+    for terminal in (True, False):
+        for step in (0, 3):
+            console = Console(record=True, file=io.StringIO(), force_terminal=terminal, width=120)
+            watcher = watcher_for(console)
+            watcher.begin(tmp_path, config, step)
+            watcher.end()
+            assert ("paper/sokoban" in console.export_text()) == (step == 0)
 
 
 def test_a_run_is_no_other_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
