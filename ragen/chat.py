@@ -234,7 +234,7 @@ class Chat:
         return whole[len(head) :] if whole[: len(head)] == head else self.encode(text)
 
     def _prefilled(self, ids: Ids, prefill: str) -> tuple[Ids, int]:
-        if self.opening and prefill in ("", self.opening.strip()):
+        if self.opening and prefill.strip() in ("", self.opening.strip()):
             return ids, self._num_opening
         if prefill not in self._prefills:
             before = self._render(_conversation(_USER))

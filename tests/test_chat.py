@@ -82,6 +82,7 @@ def test_open_where_the_template_opens_the_thought() -> None:
     assert text.count("<think>") == 1
     assert tiny_tokenizer("thinker").decode(ids[-num_prefill:]) == "<think>\n"
     assert chat("thinker").open([user("P")]) == (ids, num_prefill)
+    assert chat("thinker").open([user("P")], "<think>\n") == (ids, num_prefill)  # prefill = false
 
 
 def test_extend_by_hand() -> None:
