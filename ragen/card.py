@@ -134,7 +134,13 @@ def front_matter(config: Config, base: str, usage: Usage) -> str:
 def how_to_use(config: Config, base: str, usage: Usage) -> str:
     """The first prompt of an episode, put to the policy by transformers and by vLLM."""
     messages = json.dumps([dict(each) for each in usage.messages], ensure_ascii=False, indent=4)
-    begun = f"text += {usage.start!r}  # as in training\n" if usage.start else ""
+    begun, chats = "", "it takes chat requests"
+    if usage.start:
+        begun = f"text += {usage.start!r}  # as in training\n"
+        chats = (
+            f"chat requests end with an assistant's message `{usage.start}`\n"
+            'and say `"continue_final_message": true, "add_generation_prompt": false`'
+        )
     form = "<think>…</think><answer>…</answer>" if config.prompt.think else "<answer>…</answer>"
     imports, load, request, serve = "", "LLM(folder)", "", "vllm serve ."
     if usage.adapter:
@@ -172,6 +178,5 @@ ids = prompt["input_ids"][0].tolist()
 reply = llm.generate({{"prompt_token_ids": ids}}{request})[0].outputs[0].text
 ```
 
-As a server: `{serve}`. A chat request to it ends with the begun reply as the assistant's message,
-and says `"continue_final_message": true, "add_generation_prompt": false`.
+As a server: `{serve}`; {chats}.
 """

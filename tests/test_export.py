@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,6 +245,41 @@ def test_the_command_says_where_it_is(run: Path, capsys: Capture) -> None:
     assert main(["export", str(run), "--out", str(out), "--step", "2"]) == 0
     assert f"the policy is in {out}; its README.md" in capsys.readouterr().out
     assert json.loads((out / "config.json").read_text())["model_type"] == "qwen2"
+
+
+GREEDILY = """
+import re, sys
+blocks = re.findall(r"```python\\n(.*?)```", open("README.md").read(), re.DOTALL)
+here = "LLM(folder, dtype='float32', enforce_eager=True, max_model_len=512, block_size=32)"
+exec(blocks[0] + blocks[1].replace("LLM(folder)", here))
+from vllm import SamplingParams
+usual = llm.get_default_sampling_params()
+assert (usual.temperature, usual.top_k, usual.top_p, usual.max_tokens) == (1.0, 0, 1.0, 24)
+said = llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=24))
+mine = model.generate(prompt["input_ids"], do_sample=False)[0, len(ids) :].tolist()
+print("said", list(said[0].outputs[0].token_ids) == mine, reply.endswith("</answer>"))
+"""
+
+
+@pytest.mark.vllm
+def test_vllm_serves_it_by_the_cards_example(tmp_path: Path) -> None:
+    """In a process of its own: vLLM is told by the environment how to run on a CPU."""
+    small = {"steps": 1, "eval.episodes": 2, "rollout.prompts": 2, "threads": 1}
+    folder = export(train(resolve("bandit", small), tmp_path / "run").run)
+    on_cpu = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", GREEDILY],
+        cwd=folder,
+        env=os.environ | on_cpu,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "said True True" in done.stdout, done.stderr[-2000:]
 
 
 def test_an_adapter_leaves_as_an_adapter(run: Path) -> None:
