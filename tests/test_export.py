@@ -102,7 +102,7 @@ def test_the_example_asks_alike_with_every_template(template: str, prefill: bool
     ids = tokenizer(text + usage.start, add_special_tokens=False)["input_ids"]
     episode = run_async(play(SILENT, setup_of(config, chat), Place(123, 0, 0, (0, "x"))))
     assert tuple(ids) == episode.turns[0].prompt.token_ids
-    assert usage.start == ("<think>" if prefill and template != "thinker" else "")
+    assert usage.start == ("<think>" if prefill and not chat.opening else "")
 
 
 def test_it_samples_as_in_the_evaluation(run: Path) -> None:
