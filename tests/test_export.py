@@ -94,7 +94,7 @@ def test_the_cards_example_asks_as_the_run_did(run: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_example_asks_alike_with_every_template(template: str, prefill: bool) -> None:
     tokenizer = tiny_tokenizer(template)
-    config = resolve("paper/sokoban", {"prompt.prefill": prefill, "model.max_length": 9999})
+    config = resolve("paper/bandit", {"prompt.prefill": prefill, "model.max_length": 9999})
     chat = Chat(tokenizer)
     usage = usage_of(config, chat, adapter=False)
     messages = [dict(message) for message in usage.messages]
