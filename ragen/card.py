@@ -17,6 +17,9 @@ from ragen.report import Facts, Section, exactness, happened, learnt, markdown, 
 from ragen.settings import read_config
 from ragen.types import Message
 
+PARTS = (learnt, exactness, happened, settings)
+"""What the card and the report say alike."""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -41,21 +44,15 @@ def card(facts: Facts, step: int, usage: Usage) -> str:
         step: The step of the checkpoint that leaves.
         usage: How the policy is asked.
     """
-    base = origin(facts.config.model.path)
-    seen = until(facts, step)
-    sections = (
-        headline(seen, base, step),
-        learnt(seen),
-        exactness(seen),
-        happened(seen),
-        settings(seen),
-    )
-    front, use = front_matter(seen.config, base, usage), how_to_use(seen.config, base, usage)
-    return f"{front}\n{markdown(sections)}\n{use}"
+    base, config = origin(facts.config.model.path), without_paths(facts.config)
+    seen = replace(until(facts, step), config=config)
+    parts = (headline(seen, base, step), *(part(seen) for part in PARTS))
+    front, use = front_matter(config, base, usage), how_to_use(config, base, usage)
+    return f"{front}\n{markdown(parts)}\n{use}"
 
 
 def until(facts: Facts, step: int) -> Facts:
-    """What others may know of a run as it was after `step` steps: no paths of this machine."""
+    """What was known of a run when `step` steps were finished."""
     course = {
         name: early
         for name, series in facts.course.items()
@@ -63,14 +60,19 @@ def until(facts: Facts, step: int) -> Facts:
     }
     evaluations = tuple(each for each in facts.evaluations if each.step <= step)
     events = tuple(event for event in facts.events if event["step"] <= step)
-    world, model = facts.config.world, facts.config.model
-    config = facts.config.model_copy(
+    return replace(facts, course=course, evaluations=evaluations, events=events)
+
+
+def without_paths(config: Config) -> Config:
+    """The config with the last part of each path of this machine."""
+    world, model = config.world, config.model
+    path = hub_id(model.path) or Path(model.path).name
+    return config.model_copy(
         update={
             "world": world.model_copy(update={"name": Path(world.name).name}),
-            "model": model.model_copy(update={"path": hub_id(model.path) or Path(model.path).name}),
+            "model": model.model_copy(update={"path": path}),
         }
     )
-    return replace(facts, config=config, course=course, evaluations=evaluations, events=events)
 
 
 def origin(model: str) -> str:
