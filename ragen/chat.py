@@ -188,6 +188,10 @@ class Chat:
             bridge = bridge[bridge.index(self._end) + 1 :]
         return self._prefilled((*ids, *bridge), prefill)
 
+    def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The conversation as the template takes it: without a system message where it has none."""
+        return _folded(messages) if self.fold else messages
+
     def encode(self, text: str) -> Ids:
         """Ids of a text; none is added before or behind it."""
         return self._cached_ids(text)
@@ -257,7 +261,7 @@ class Chat:
         return whole[len(head) :] if whole[: len(head)] == head else self.encode(text)
 
     def _prefilled(self, ids: Ids, prefill: str) -> tuple[Ids, int]:
-        if self.opening and prefill in ("", self.opening.strip()):
+        if self.opening and prefill.strip() in ("", self.opening.strip()):
             return ids, self._num_opening
         if prefill not in self._prefills:
             before = self._render(_conversation(_USER))
@@ -282,7 +286,7 @@ class Chat:
 
     def _render(self, messages: Sequence[Message]) -> str:
         """The template's text up to the start of the next reply."""
-        return self._apply(_folded(messages) if self.fold else messages)
+        return self._apply(self.taken(messages))
 
     def _apply(self, messages: Sequence[Message]) -> str:
         try:

@@ -148,6 +148,10 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     config = resolve(options.recipe, overrides)
     make(config.world.name, **config.world.params)
     if options.dry_run:
+        from ragen.progress import hint
+
+        if advice := hint(config):
+            _complain(advice)
         _show_config(config)
         return 0
     from ragen.recorder import refuse_existing
@@ -351,6 +355,29 @@ def _report(options: Namespace, _: Overrides) -> int:
     return 0
 
 
+def _export_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a folder that does not exist [RUN/export-step-N]"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="a checkpoint's step [the newest]")
+    which.add_argument("--best", action="store_true", help="the checkpoint that was evaluated best")
+    parser.add_argument(
+        "--merge", action="store_true", help="add a LoRA adapter to its base: whole weights"
+    )
+
+
+def _export(options: Namespace, _: Overrides) -> int:
+    from ragen.export import export
+
+    folder = export(
+        options.run, options.out, step=options.step, best=options.best, merge=options.merge
+    )
+    print(f"the policy is in {folder}; its README.md says how well it plays and how to use it")
+    return 0
+
+
 def _play_options(parser: Parser) -> None:
     parser.add_argument("world", metavar="WORLD", help="a world (ragen envs), or file.py:Class")
     parser.add_argument(
@@ -494,6 +521,7 @@ COMMANDS: dict[str, Command] = {
     "resume": Command("go on with a run that was stopped", _resume_options, _resume),
     "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
     "report": Command("one page about a run, with plots", _report_options, _report),
+    "export": Command("a run's policy for transformers and vLLM", _export_options, _export),
     "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
     "envs": Command("list the worlds with their floor and ceiling", _envs_options, _envs),
     "check": Command("hold worlds to the contract", _check_options, _check),

@@ -348,7 +348,8 @@ class _Running:
             max_actions=min(setup.actions_per_turn, self.actions_left),
         )
         if completion.finish_reason == "length":
-            parsed = replace(parsed, actions=(), valid=False, problem="the reply was too long")
+            problem = f"It was cut off after {setup.max_tokens} tokens, so nothing of it was done."
+            parsed = replace(parsed, actions=(), valid=False, problem=problem)
         read: dict[str, Any] = {}
         if parsed.thought is not None and world.env.reads_thoughts:
             read = notes(world.read_thought(parsed.thought), parsed.actions_asked)

@@ -20,6 +20,7 @@ DROPPING = ["qwen3", "reasoner", "hollow"]
 EXACT = KEEPING + DROPPING
 END = {
     "chatml": "<|im_end|>",
+    "qwen2.5": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "gemma": "<end_of_turn>",
     "qwen3": "<|im_end|>",
@@ -134,6 +135,7 @@ def test_open_where_the_template_opens_the_thought() -> None:
     assert text.count("<think>") == 1
     assert tiny_tokenizer("thinker").decode(ids[-num_prefill:]) == "<think>\n"
     assert chat("thinker").open([user("P")]) == (ids, num_prefill)
+    assert chat("thinker").open([user("P")], "<think>\n") == (ids, num_prefill)  # prefill = false
 
 
 def test_extend_by_hand() -> None:

@@ -49,9 +49,8 @@ ORDER: dict[str, list[str]] = {
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
         *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "evaluation"],
-        "progress",
-        *["plots", "report", "base", "diagnosis", "running", "collection", "recovery", "trainer"],
-        *["studies", "viewer", "play", "doctor"],
+        *["progress", "plots", "report", "card", "base", "diagnosis", "running", "collection"],
+        *["recovery", "trainer", "export", "studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
     ],
 }

@@ -26,6 +26,13 @@ TEMPLATES: dict[str, str] = {
     + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     + _END
     + _generate("<|im_start|>assistant\\n"),
+    # Tells the assistant who it is where nobody else does.
+    "qwen2.5": "{% if messages[0].role != 'system' %}"
+    + "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}"
+    + _LOOP
+    + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    + _END
+    + _generate("<|im_start|>assistant\\n"),
     # Adds BOS, trims content.
     "llama3": "{{ '<|begin_of_text|>' }}"
     + _LOOP
@@ -111,6 +118,7 @@ TEMPLATES: dict[str, str] = {
 }
 _SPECIAL = {
     "chatml": ["<|im_end|>", "<|im_start|>"],
+    "qwen2.5": ["<|im_end|>", "<|im_start|>"],
     "llama3": ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
     "gemma": ["<end_of_turn>", "<start_of_turn>", "<bos>"],
     "qwen3": ["<|im_end|>", "<|im_start|>"],
