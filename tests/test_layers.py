@@ -24,7 +24,8 @@ ORDER: dict[str, list[str]] = {
     "L2 worlds": ["boundary", "env", "envs"],
     "L3 experience": [
         *["policy", "players", "references", "endpoint", "context", "isolated", "reasoning"],
-        *["rollout", "samples", "statistics", "demonstrations", "demonstrations_lake"],
+        *["rollout", "samples", "transcripts", "statistics", "demonstrations"],
+        "demonstrations_lake",
         "demonstrations_sokoban",
     ],
     "L4 maths": [
@@ -47,7 +48,17 @@ ORDER: dict[str, list[str]] = {
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
         *["threads", "stopping", "watchdog", "recorder", "guard", "evaluation", "progress"],
-        *["plots", "report", "base", "diagnosis", "running", "collection", "recovery", "trainer"],
+        *[
+            "plots",
+            "report",
+            "base",
+            "sft",
+            "diagnosis",
+            "running",
+            "collection",
+            "recovery",
+            "trainer",
+        ],
         *["studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
     ],
