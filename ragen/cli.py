@@ -472,8 +472,8 @@ def _sft_options(parser: Parser) -> None:
         metavar="FILE",
         help='conversations, one {"messages": […]} a line [episodes of the best player]',
     )
-    parser.add_argument("--episodes", type=int, metavar="N", help="of the best player [512]")
-    parser.add_argument("--epochs", type=int, metavar="E", help="passes over the examples [2]")
+    parser.add_argument("--episodes", type=int, metavar="N", help="of the best player [1024]")
+    parser.add_argument("--epochs", type=int, metavar="E", help="passes over the examples [3]")
     parser.add_argument("--lr", type=float, metavar="LR", help="[10 times the recipe's update.lr]")
     _output_options(parser)
     parser.epilog = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from ragen.demonstrations import Planner
 from ragen.errors import RagenError
 from ragen.evaluation import refuse_unplayable
 from ragen.learner import Learner
-from ragen.metrics import merge
+from ragen.metrics import Metrics, merge
 from ragen.model import load_policy, save_model
 from ragen.players import SolverPlayer
 from ragen.prompt import prefill
@@ -36,7 +36,7 @@ from ragen.stopping import run_async
 from ragen.threads import use_threads
 from ragen.transcripts import Transcript, read_transcripts, recite
 
-EPISODES, EPOCHS = 512, 2
+EPISODES, EPOCHS = 1024, 3
 """Solver episodes, and passes over the examples, where nobody says otherwise."""
 
 HELD_OUT = 0.1
@@ -157,26 +157,21 @@ def sft(
         examples = told(config, chat, transcripts)
     learnt, held_out = split(examples.found, derive(config.seed, "sft", "held out"))
     whole, unseen = rows(learnt), rows(held_out)
-    settings = config.update
-    num_steps = epochs * max(1, round(len(learnt) / settings.minibatch_episodes))
-    update = settings.model_copy(update={"lr": lr})
+    update = config.update.model_copy(update={"lr": lr})
+    num_steps = epochs * max(1, round(len(learnt) / update.minibatch_episodes))
     learner = Learner(model, update, LossConfig(name="nll"), steps=num_steps)
     tell(f"{examples}; {len(held_out)} held out, {num_steps} steps at lr {lr:g}")
     with new_folder(out) as folder:
         before = mean_nll(learner, unseen)
-        step = 0
-        seen = []
-        for epoch in range(epochs):
-            seed = derive(config.seed, "sft", "epoch", epoch)
-            for part in minibatches(whole, settings.minibatch_episodes, 1, seed):
-                seen.append(learner.update(part, step))
-                step += 1
-                if step * LINES // num_steps > (step - 1) * LINES // num_steps:
-                    tell(f"step {step}/{num_steps}  nll {merge(seen)['loss/nll'].value:.4f}")
-                    seen.clear()
+        seen: list[Metrics] = []
+        for step, part in enumerate(planned(whole, update.minibatch_episodes, epochs, config.seed)):
+            seen.append(learner.update(part, step))
+            if (step + 1) * LINES // num_steps > step * LINES // num_steps:
+                tell(f"step {step + 1}/{num_steps}  nll {merge(seen)['loss/nll'].value:.4f}")
+                seen.clear()
         after = mean_nll(learner, unseen)
         if not math.isfinite(after):
-            raise RagenError(f"the loss is {after} after {step} steps: set a lower --lr")
+            raise RagenError(f"the loss is {after} after {num_steps} steps: set a lower --lr")
         save_model(model, tokenizer, folder)
     return Tuned(
         model=out,
@@ -184,7 +179,7 @@ def sft(
         unsolved=examples.unsolved,
         too_long=examples.too_long,
         held_out=len(held_out),
-        steps=step,
+        steps=num_steps,
         lr=lr,
         nll_before=before,
         nll_after=after,
@@ -273,10 +268,12 @@ def _with_room(source: str, found: list[list[Exchange]], unsolved: int, config: 
     kept = [example for example in found if all(fits(exchange) for exchange in example)]
     examples = Examples(source, kept, unsolved, len(found) - len(kept))
     if len(kept) < 2:
-        raise RagenError(
-            f"{examples}; two are needed, one of them held out: give more, or raise "
-            "rollout.max_tokens (of a reply) or model.max_length (of all)"
-        )
+        remedy = "give more"
+        if examples.unsolved > examples.too_long:
+            remedy = "raise world.turns or world.actions, or play more"
+        elif examples.too_long:
+            remedy = "raise rollout.max_tokens (of a reply) or model.max_length (of all)"
+        raise RagenError(f"{examples}; two are needed, one of them to be held out: {remedy}")
     return examples
 
 
@@ -298,6 +295,12 @@ def split(
 def rows(found: Sequence[list[Exchange]]) -> Batch:
     """Examples as one batch, each an episode and a group of its own."""
     return collate([sample for i, each in enumerate(found) for sample in join(each, i, i)])
+
+
+def planned(whole: Batch, minibatch_episodes: int, epochs: int, seed: int) -> Iterator[Batch]:
+    """The minibatches of all passes, one pass in memory at a time."""
+    for epoch in range(epochs):
+        yield from minibatches(whole, minibatch_episodes, 1, derive(seed, "sft", "epoch", epoch))
 
 
 def mean_nll(learner: Learner, batch: Batch) -> float:
