@@ -59,7 +59,7 @@ def read_transcripts(path: Path) -> list[Transcript]:
         ragen.errors.RagenError: .../chats.jsonl, line 1: the assistant says nothing in it
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a mark before the text
     except OSError as error:
         raise RagenError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
@@ -83,7 +83,7 @@ def _lines(text: str, path: Path) -> Iterator[tuple[str, str]]:
 def _messages(line: str, where: str) -> list[Message]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RagenError(f"{where}: it is not JSON ({error})") from None
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:

@@ -165,6 +165,7 @@ def test_conversations_are_read_as_they_stand(tmp_path: Path) -> None:
     odd = '{"messages": [{"role": "user", "content": "a\u2028b"}, {"role": "assistant", '
     odd += '"content": "c", "weight": 1}], "id": 7}'
     path = written(tmp_path / "talks.jsonl", TALK, "", padded, unanswered, odd, "\n")
+    path.write_text("\ufeff" + path.read_text("utf-8"), "utf-8")
     first, second, third, fourth = read_transcripts(path)
     assert first == Transcript(f"{path}, line 1", TALK)
     assert second.messages[1]["content"] == "<think>go</think>"
@@ -180,6 +181,7 @@ USER, REPLY = TALK[:2]
     ("line", "complaint"),
     [
         ("{not json", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
         ("[1, 2]", r"expected \{"),
         ('{"text": "hello"}', r"expected \{"),
         ([], r"expected \{"),
