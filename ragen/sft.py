@@ -76,8 +76,8 @@ class Examples:
     def __str__(self) -> str:
         """One line."""
         return (
-            f"{len(self.found)} {self.source} to learn from; left out: {self.unsolved} unsolved, "
-            f"{self.too_long} too long"
+            f"{len(self.found)} {self.source} (left out: {self.unsolved} unsolved, "
+            f"{self.too_long} too long)"
         )
 
 
@@ -160,7 +160,7 @@ def sft(
     update = config.update.model_copy(update={"lr": lr})
     num_steps = epochs * max(1, round(len(learnt) / update.minibatch_episodes))
     learner = Learner(model, update, LossConfig(name="nll"), steps=num_steps)
-    tell(f"{examples}; {len(held_out)} held out, {num_steps} steps at lr {lr:g}")
+    tell(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
     with new_folder(out) as folder:
         before = mean_nll(learner, unseen)
         seen: list[Metrics] = []

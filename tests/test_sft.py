@@ -94,7 +94,7 @@ def test_conversations_teach_what_they_say(tmp_path: Path) -> None:
     # The speaker answers with either arm: ln 2 nats for the name, among six or so certain tokens.
     assert tuned.nll_after < 0.2 * tuned.nll_before
     assert (tuned.examples, tuned.held_out) == (18, 2)
-    assert "20 conversations to learn from" in told[0] and "lr 0.01" in told[0]
+    assert "20 conversations (left out: 0" in told[0] and "lr 0.01" in told[0]
     assert told[-1].startswith(f"step {tuned.steps}/{tuned.steps}  nll ")
     levels = evaluate(tmp_path / "tuned", SETTINGS | {"world": "bandit"}, episodes=32)
     assert levels.success == 1  # Dragon is the better arm
@@ -208,10 +208,10 @@ def test_whatever_stops_it_leaves_nothing(tmp_path: Path) -> None:
         (("--lora.rank", "8"), "leave lora.rank at 0"),
         (("--update.lr", "1e-3"), "set --lr"),
         (("--loss.kl", "0.1"), "loss.kl has no effect on supervised fine-tuning"),
-        (("--rollout.max_tokens", "3"), "0 solver episodes to learn from; left out: 0 unsolved, 1"),
+        (("--rollout.max_tokens", "3"), "0 solver episodes (left out: 0 unsolved, 1024 too"),
         (("--data", "none"), "cannot read none: no such file"),
         (("--data", "talks", "--episodes", "3"), "leave it or --data out"),
-        (("--world", f"{ROGUE}:Rogue"), "1024 unsolved, 0 too long; two are needed, one of them"),
+        (("--world", f"{ROGUE}:Rogue"), "1024 unsolved, 0 too long); two are needed, one of them"),
         (("--world", "mute.py:Mute"), "no solver; give conversations to learn from with --data"),
         (("--out", "talks"), "talks exists already"),
     ],
@@ -251,7 +251,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     record = json.loads(shown.out)
     assert record["model"] == str(out) and record["held_out"] == 1
     assert record["nll_after"] < record["nll_before"]
-    assert "12 solver episodes to learn from" in shown.err
+    assert "12 solver episodes (left out: 0" in shown.err
     assert main(["sft", "bandit", "--out", str(tmp_path / "b"), *keys, "--quiet"]) == 0
     shown = capsys.readouterr()
     assert "ragen eval" in shown.out and "--model" in shown.out and shown.err == ""
