@@ -512,8 +512,8 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
         return 0
     print(tuned)
     print(f"{tuned.seconds:.0f} s; the model is in {tuned.model}")
-    print(f"evaluate it:   {_program()} eval {tuned.model} --world {config.world.name}")
-    print(f"train it on:   {_program()} train {options.recipe} --model {tuned.model}")
+    print(f"evaluate it:       {_program()} eval {tuned.model} --world {config.world.name}")
+    print(f"train it further:  {_program()} train {options.recipe} --model {tuned.model}")
     return 0
 
 
