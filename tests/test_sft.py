@@ -31,7 +31,7 @@ from ragen.tokenizer import build
 from ragen.types import Prompt
 from tests.speaker import SETTINGS, settings, speaker
 from tests.test_bad_input import ROGUE, mistake
-from tests.tiny import tiny_tokenizer
+from tests.tiny import TEMPLATES, tiny_tokenizer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,6 +144,15 @@ def test_the_plan_is_the_thought_and_the_answer() -> None:
         )
     spoken = Planner(SolverPlayer(), think=False).act(lake, Limits(1, 5, 10, 5), prompt).text
     assert spoken == f"<answer>{' || '.join(plan)}</answer>"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("prefill", [True, False])
+def test_the_best_player_is_understood_in_every_chat(template: str, prefill: bool) -> None:
+    more = {"prompt.style": "paper", "prompt.prefill": prefill, "world.actions_per_turn": 1}
+    sizes = {"rollout.max_tokens": 200, "model.max_length": 16384}
+    examples = played(resolve("sokoban", more | sizes), Chat(tiny_tokenizer(template)), 2)
+    assert (len(examples.found), examples.unsolved) == (2, 0)
 
 
 def test_the_embedded_tokenizer_knows_the_words_of_a_plan() -> None:
