@@ -151,6 +151,11 @@ class Chat:
                 "becomes a training sample of its own"
             )
 
+    @property
+    def end(self) -> int:
+        """What ends a reply that nobody samples: the template's token, or else the tokenizer's."""
+        return min(self.end_ids) if self._end is None else self._end
+
     def open(self, messages: Sequence[Message], prefill: str = "") -> tuple[Ids, int]:
         """Render a conversation up to the start of the next reply.
 

@@ -499,6 +499,62 @@ def _base(options: Namespace, _: Overrides) -> int:
     return 0
 
 
+def _sft_options(parser: Parser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the model's folder; must not exist"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help='conversations, one {"messages": […]} a line [episodes of the best player]',
+    )
+    parser.add_argument("--episodes", type=int, metavar="N", help="of the best player [1024]")
+    parser.add_argument("--epochs", type=int, metavar="E", help="passes over the examples [3]")
+    parser.add_argument("--lr", type=float, metavar="LR", help="[10 times the recipe's update.lr]")
+    _output_options(parser)
+    parser.epilog = (
+        "World, prompts, budgets and model are the recipe's; keys of these and most of update "
+        "(ragen train --help) may be set as well. Then: ragen train RECIPE --model DIR"
+    )
+
+
+def _sft(options: Namespace, overrides: Overrides) -> int:
+    from ragen.env import make
+    from ragen.settings import resolve
+
+    config = resolve(options.recipe, overrides)
+    make(config.world.name, **config.world.params)
+    from ragen.sft import refuse_unread, sft
+
+    refuse_unread(overrides)
+    if options.data and options.episodes is not None:
+        raise RagenError("--episodes counts those of the best player; leave it or --data out")
+    given = {name: getattr(options, name) for name in ("episodes", "epochs", "lr")}
+    console = _console(stderr=True)
+
+    def watch(line: str) -> None:
+        if not options.quiet:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    tuned = sft(
+        config,
+        options.out,
+        options.data,
+        **{name: value for name, value in given.items() if value is not None},
+        watch=watch,
+    )
+    if options.json:
+        print(json.dumps(tuned.record()))
+        return 0
+    print(tuned)
+    print(f"{tuned.seconds:.0f} s; the model is in {tuned.model}")
+    print(f"evaluate it:       {_program()} eval {tuned.model} --world {config.world.name}")
+    print(f"train it further:  {_program()} train {options.recipe} --model {tuned.model}")
+    return 0
+
+
 def _doctor_options(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -526,6 +582,7 @@ COMMANDS: dict[str, Command] = {
     "envs": Command("list the worlds with their floor and ceiling", _envs_options, _envs),
     "check": Command("hold worlds to the contract", _check_options, _check),
     "base": Command("prepare the embedded model anew", _base_options, _base),
+    "sft": Command("fine-tune a model on examples", _sft_options, _sft, True),
     "doctor": Command("what is installed, what this machine can do", _doctor_options, _doctor),
 }
 

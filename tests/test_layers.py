@@ -24,7 +24,8 @@ ORDER: dict[str, list[str]] = {
     "L2 worlds": ["boundary", "env", "envs"],
     "L3 experience": [
         *["policy", "players", "references", "endpoint", "context", "isolated", "reasoning"],
-        *["rollout", "samples", "statistics", "demonstrations", "demonstrations_lake"],
+        *["rollout", "samples", "transcripts", "statistics", "demonstrations"],
+        "demonstrations_lake",
         "demonstrations_sokoban",
     ],
     "L4 maths": [
@@ -49,8 +50,8 @@ ORDER: dict[str, list[str]] = {
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
         *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "evaluation"],
-        *["progress", "plots", "report", "card", "base", "diagnosis", "running", "collection"],
-        *["recovery", "trainer", "export", "studies", "viewer", "play", "doctor"],
+        *["progress", "plots", "report", "card", "base", "sft", "diagnosis", "running"],
+        *["collection", "recovery", "trainer", "export", "studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
     ],
 }
