@@ -22,11 +22,12 @@ from ragen.chat import Chat
 from ragen.checkpoint import new_folder, resolve_model
 from ragen.config import Config, LossConfig
 from ragen.demonstrations import Planner
+from ragen.engine_local import chat_of, loaded
 from ragen.errors import RagenError
 from ragen.evaluation import refuse_unplayable
 from ragen.learner import Learner
 from ragen.metrics import Metrics, merge
-from ragen.model import load_policy, save_model
+from ragen.model import save_model
 from ragen.players import SolverPlayer
 from ragen.prompt import prefill
 from ragen.rollout import run_groups, setup_of
@@ -147,8 +148,8 @@ def sft(
     transcripts = None if data is None else read_transcripts(data)
     use_threads(config.threads)
     path = resolve_model(config.model.path, config.world.name)
-    model, tokenizer = load_policy(path, config.model.device, config.model.dtype)
-    chat = Chat(tokenizer, think=config.prompt.think)
+    model, tokenizer = loaded(config, path)
+    chat = chat_of(config, tokenizer)
     if chat.warning:
         tell(chat.warning)
     if transcripts is None:
@@ -251,9 +252,10 @@ def told(config: Config, chat: Chat, transcripts: Sequence[Transcript]) -> Examp
     Raises:
         RagenError: A reply is nothing that the model could say, or too few are left.
     """
-    most, start = config.rollout.max_tokens, config.prompt
-    given = prefill(start.think) if start.prefill else ""
-    recited = [recite(transcript, chat, given, most) for transcript in transcripts]
+    most, prompt = config.rollout.max_tokens, config.prompt
+    given = prefill(prompt.think) if prompt.prefill else ""
+    drops = prompt.think and prompt.history_thoughts == "drop"
+    recited = [recite(each, chat, given, most, drops) for each in transcripts]
     return _with_room("conversations", recited, 0, config)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragen.chat import Chat
+from ragen.chat import Chat, without_thought
 from ragen.errors import RagenError
 from ragen.policy import spoken
 from ragen.samples import Exchange
@@ -116,7 +116,13 @@ def _message(message: Any, where: str) -> Message:
     return {"role": role, "content": content.strip() if role == "assistant" else content}
 
 
-def recite(transcript: Transcript, chat: Chat, prefill: str, max_tokens: int) -> list[Exchange]:
+def recite(
+    transcript: Transcript,
+    chat: Chat,
+    prefill: str,
+    max_tokens: int,
+    drops_thoughts: bool = False,
+) -> list[Exchange]:
     """A conversation's prompts and completions, the earlier turns in them as the chat keeps them.
 
     A reply that begins with `prefill` is given that much, as in a rollout; any other is learnt from
@@ -127,16 +133,19 @@ def recite(transcript: Transcript, chat: Chat, prefill: str, max_tokens: int) ->
         chat: Of the model that is to learn it.
         prefill: The start of a reply that prompts hold already, such as ``<think>``.
         max_tokens: Of a completion, for the prompts.
+        drops_thoughts: Whether earlier replies are shown without their thoughts. `chat` must know.
 
     Raises:
         RagenError: A reply is nothing that the model could say in its chat.
     """
     exchanges: list[Exchange] = []
     running: tuple[int, ...] = ()
-    for number, message in enumerate(transcript.messages):
+    shown: list[Message] = []
+    for message in transcript.messages:
         if message["role"] != "assistant":
+            shown.append(message)
             continue
-        before = transcript.messages[:number]
+        before = tuple(shown)
         given, rest = _parted(message["content"], chat.opening, prefill, transcript.where)
         if running and chat.exact:
             ids, num_prefill = chat.extend(running, before, given)
@@ -149,6 +158,8 @@ def recite(transcript: Transcript, chat: Chat, prefill: str, max_tokens: int) ->
                 f"{transcript.where}: an assistant's message spells the token that ends its turn"
             )
         running = ids + said
+        reply = message["content"]
+        shown.append({**message, "content": without_thought(reply) if drops_thoughts else reply})
         exchanges.append((Prompt(before, ids, num_prefill, max_tokens, 1.0, 0), completion))
     return exchanges
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -43,12 +43,6 @@ MARKED = {
         "<start_of_turn>user\n_ P G<end_of_turn>\n"
         f"<start_of_turn>model\n<think>[{SAID[1]}<end_of_turn>]"
     ],
-    # Its history holds no thought, so each turn is a sample.
-    "qwen3": [
-        f"{CHATML_OPENING}<think>[{SAID[0]}<|im_end|>]",
-        f"{CHATML_OPENING}<answer>Right</answer><|im_end|>\n<|im_start|>user\n_ P G<|im_end|>\n"
-        f"<|im_start|>assistant\n<think>[{SAID[1]}<|im_end|>]",
-    ],
     # The space before its </s> is no part of a reply.
     "llama2": [
         f"<s>[INST] P _ G [/INST] <think>[{SAID[0]}</s>]<s>"
@@ -70,12 +64,16 @@ MARKED = {
         f"assistant: <think>[{SAID[1]}<|endoftext|>]"
     ],
 }
+MARKED |= {"qwen3": MARKED["chatml"], "reasoner": MARKED["chatml"], "hollow": MARKED["thinker"]}
 """What a model is shown of `TALK`, and in brackets what it learns."""
 
 
-def samples(messages: Any, template: str, prefill: str = "<think>") -> list[Sample]:
-    chat = Chat(tiny_tokenizer(template))
-    return join(recite(Transcript("talk", tuple(messages)), chat, prefill, 64), 0, 0)
+def samples(
+    messages: Any, template: str, prefill: str = "<think>", drops: bool = False
+) -> list[Sample]:
+    history: Literal["keep", "drop"] = "drop" if drops else "keep"
+    chat = Chat(tiny_tokenizer(template), history_thoughts=history)
+    return join(recite(Transcript("talk", tuple(messages)), chat, prefill, 64, drops), 0, 0)
 
 
 def marked(sample: Sample, template: str) -> str:
@@ -89,9 +87,19 @@ def marked(sample: Sample, template: str) -> str:
 
 @pytest.mark.parametrize("template", MARKED)
 def test_what_is_learnt_is_what_the_assistant_says(template: str) -> None:
-    found = samples(TALK, template)
-    assert [marked(sample, template) for sample in found] == MARKED[template]
-    assert [sum(sample.turn_ends) for sample in found] == ([1, 1] if len(found) == 2 else [2])
+    (sample,) = samples(TALK, template)
+    assert [marked(sample, template)] == MARKED[template]
+    assert sum(sample.turn_ends) == 2
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen3"])
+def test_dropped_thoughts_make_each_turn_a_sample(template: str) -> None:
+    first, second = samples(TALK, template, drops=True)
+    assert marked(first, template) == f"{CHATML_OPENING}<think>[{SAID[0]}<|im_end|>]"
+    assert marked(second, template) == (
+        f"{CHATML_OPENING}<answer>Right</answer><|im_end|>\n<|im_start|>user\n_ P G<|im_end|>\n"
+        f"<|im_start|>assistant\n<think>[{SAID[1]}<|im_end|>]"
+    )
 
 
 @pytest.mark.parametrize("template", ["chatml", "gemma"])
