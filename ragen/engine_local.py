@@ -48,8 +48,6 @@ class LocalEngine:
 
     def __init__(self, config: Config, path: str) -> None:
         self.model, self.tokenizer = loaded(config, path)
-        if config.model.gradient_checkpointing:
-            recompute_layers(self.model)
         self.chat = chat_of(config, self.tokenizer)
         self.version = 0
         self.policy: WeightedPolicy = sampler_of(config, self.model, self.chat)
@@ -182,10 +180,13 @@ def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     Raises:
         RagenError: As `load_policy`.
     """
-    model = config.model
-    return load_policy(
-        path, model.device, model.dtype, attention=model.attention, max_length=model.max_length
+    asked = config.model
+    model, tokenizer = load_policy(
+        path, asked.device, asked.dtype, attention=asked.attention, max_length=asked.max_length
     )
+    if asked.gradient_checkpointing:
+        recompute_layers(model)
+    return model, tokenizer
 
 
 def chat_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chat:
