@@ -8,7 +8,6 @@ and activations are estimates.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations
@@ -29,7 +28,7 @@ from ragen.fast_decoder import Qwen2Decoder
 from ragen.guard import changed
 from ragen.learner import is_matrix
 from ragen.model import KEPT_LOGITS, backbone, found_device
-from ragen.pretrained import model_config, model_folder
+from ragen.pretrained import LOAD_ERRORS, cannot_load, model_config, model_folder
 from ragen.settings import flatten
 
 GIB = 2**30
@@ -110,10 +109,13 @@ def plan(config: Config) -> Plan:
     asked, device = config.model, found_device(config.model.device)
     path = resolve_model(asked.path, config.world.name)
     read = model_config(model_folder(path, weights=False), path, asked.max_length)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            read, dtype=getattr(torch, asked.dtype)
-        )
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                read, dtype=getattr(torch, asked.dtype)
+            )
+    except LOAD_ERRORS as error:
+        raise cannot_load(path, error) from error
     trained = dict(trained_weights(model, config))
     adapted = config.lora.rank > 0
     return Plan(
@@ -285,7 +287,7 @@ def held(owner: nn.Module | Iterable[Tensor]) -> int:
     """Bytes of tensors, or of a module's parameters and buffers, each counted once."""
     if isinstance(owner, nn.Module):
         owner = chain(owner.parameters(), owner.buffers())
-    return sum(map(_bytes, owner))
+    return sum(tensor.nbytes for tensor in owner)
 
 
 def available(device: str) -> int | None:
@@ -315,26 +317,31 @@ def container_rooms(membership: Path, root: Path) -> Iterator[int]:
         _, controller, place = line.split(":", 2)
         if controller not in GROUP_FILES:
             continue
-        limit, usage, files = GROUP_FILES[controller]
         mount = root / controller
         inner = mount / place.strip("/")
         for group in (inner, *inner.parents):
-            if (group / limit).is_file() and (text := (group / limit).read_text().strip()) != "max":
-                stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-                used = int((group / usage).read_text()) - int(stat.get(files, 0))
-                yield max(0, int(text) - used)
+            room = _room(group, *GROUP_FILES[controller])
+            if room is not None:
+                yield room
             if group == mount:
                 break
+
+
+def _room(group: Path, limit: str, usage: str, files: str) -> int | None:
+    """Bytes left in one group; ``None`` where it sets no limit, or does not tell."""
+    try:
+        most = int((group / limit).read_text())
+        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+        used = int((group / usage).read_text()) - int(stat.get(files, 0))
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+    return max(0, most - used)
 
 
 def _head_width(config: Any) -> int:
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def size(number: int) -> str:

@@ -159,14 +159,13 @@ def _load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False
         )
-    except (*LOAD_ERRORS, AttributeError) as error:
+    except LOAD_ERRORS as error:
         raise RagenError(
             f"the model '{name}' has no usable tokenizer: {first_line(error)}; "
             "save one beside its weights"
         ) from error
-    if len(tokenizer) <= len(
-        tokenizer.all_special_ids
-    ):  # what transformers makes up for a missing one
+    # Special tokens alone are what transformers makes up for a missing one.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise RagenError(f"the model '{name}' has no tokenizer; save one beside its weights")
     return tokenizer
 

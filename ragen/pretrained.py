@@ -37,8 +37,8 @@ OTHERS = ("*/*", "consolidated*")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 LOAD_ERRORS = (
-    *(OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError),
-    *(SafetensorError, StrictDataclassError),
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RuntimeError, ImportError, SafetensorError, StrictDataclassError),
 )
 """What transformers raises on files that it cannot make sense of."""
 
@@ -172,7 +172,10 @@ def check_weights(folder: Path, name: str | Path) -> None:
             "from_pretrained, then save_pretrained, which writes safetensors"
         )
     else:
-        raise RagenError(f"the model '{name}' has no weights (model.safetensors is missing)")
+        raise RagenError(
+            f"the model '{name}' has no weights as safetensors (model.safetensors is missing); "
+            "others, such as pickles, are not loaded here"
+        )
 
 
 def cannot_load(name: str | Path, error: BaseException) -> RagenError:
@@ -197,9 +200,8 @@ def _hub_answers() -> bool:
     except urllib.error.HTTPError:
         return True
     except urllib.error.URLError as error:
-        return isinstance(
-            error.reason, ssl.SSLError
-        )  # the Hub's library has certificates of its own
+        # Somebody speaks, only not to us: the Hub's library has certificates of its own.
+        return isinstance(error.reason, ssl.SSLError)
     except OSError:
         return False
     return True

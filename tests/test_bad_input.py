@@ -162,8 +162,9 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
 def test_a_model_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "config.json is missing" in mistake(tmp_path, "train", "bandit", "--model", "empty")
-    (tmp_path / "empty" / "config.json").write_text("{}")
-    assert "cannot load the model" in mistake(tmp_path, "train", "bandit", "--model", "./empty")
+    for text in ("{}", "[", '{"model_type": "qwen2", "num_attention_heads": 0}'):
+        (tmp_path / "empty" / "config.json").write_text(text)
+        assert "cannot load the model" in mistake(tmp_path, "train", "bandit", "--model", "./empty")
 
 
 def spoilt(folder: Path, **changes: str | None) -> Path:

@@ -68,7 +68,7 @@ def test_shards_are_loaded_and_a_missing_one_is_named(tmp_path: Path) -> None:
 def test_pickles_are_not_read(tmp_path: Path) -> None:
     save_model(tiny_model(WORDS), WORDS, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert "has no weights" in refusal(tmp_path)
+    assert "has no weights as safetensors" in refusal(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     text = refusal(tmp_path)
     assert "pickles" in text and "save_pretrained" in text
