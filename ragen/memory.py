@@ -27,7 +27,7 @@ from ragen.errors import RagenError
 from ragen.fast_decoder import Qwen2Decoder
 from ragen.guard import changed
 from ragen.learner import is_matrix
-from ragen.model import KEPT_LOGITS, backbone, found_device
+from ragen.model import KEPT_LOGITS, KEPT_LOGITS_GPU, backbone, found_device
 from ragen.pretrained import LOAD_ERRORS, cannot_load, model_config, model_folder
 from ragen.settings import flatten
 
@@ -127,7 +127,7 @@ def plan(config: Config) -> Plan:
         reference=held(model) if config.loss.kl > 0 and not adapted else 0,
         critic=critic_bytes(model, trained, config) if config.advantage.name in NEEDS_VALUES else 0,
         sampler=sampler_bytes(model, config, device),
-        logits=logits_bytes(model, config),
+        logits=logits_bytes(model, config, device),
         activations=activations_bytes(model, config),
         device=device,
         available=available(device),
@@ -247,11 +247,12 @@ def cache_bytes(model: PreTrainedModel, slots: int, max_length: int) -> int:
     return int(numbers) * model.dtype.itemsize
 
 
-def logits_bytes(model: PreTrainedModel, config: Config) -> int:
+def logits_bytes(model: PreTrainedModel, config: Config, device: str) -> int:
     """Estimate of the logits: a chunk of them three times over, and their layer's gradient."""
     head: Any = model.get_output_embeddings()
     vocabulary, width = head.weight.shape
-    chunk = min(KEPT_LOGITS, config.update.microbatch_tokens * vocabulary)
+    kept = KEPT_LOGITS_GPU if device == "cuda" else KEPT_LOGITS
+    chunk = min(kept, config.update.microbatch_tokens * vocabulary)
     layer = 0 if config.lora.rank else vocabulary * width
     return int(3 * chunk + layer) * FLOAT
 

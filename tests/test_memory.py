@@ -20,6 +20,7 @@ from ragen.fast_decoder import Qwen2Decoder
 from ragen.guard import changed
 from ragen.memory import CHANGES, cache_bytes, container_rooms, held, plan, refuse_too_large
 from ragen.model import padded_hidden_states, save_model
+from ragen.precision import Masters
 from ragen.sampler import Sampler
 from ragen.settings import resolve
 from ragen.types import Prompt
@@ -31,6 +32,7 @@ MODES: dict[str, dict[str, Any]] = {
     "ppo": {},
     "ppo, one backbone": {"model__critic": "shared"},
     "ppo, muon": {"update__muon_lr": 1e-3},
+    "ppo in bfloat16": {"model__dtype": "bfloat16"},
     "grpo": {"algorithm": "starpo/grpo", "loss__kl_kind": "k3"},
     "grpo without reference": {"algorithm": "starpo/grpo", "loss__kl": 0.0},
 }
@@ -51,8 +53,10 @@ def of_optimizer(optimizer: torch.optim.Optimizer) -> int:
     return held(state for state in states if isinstance(state, Tensor))
 
 
-def of_gradients(module: torch.nn.Module) -> int:
-    return held(weight.grad for weight in module.parameters() if weight.grad is not None)
+def of_masters(masters: Masters) -> tuple[int, int]:
+    """Bytes of the gradients, which are theirs, and of those that are no model's own weights."""
+    gradients = (weight.grad for weight in masters.trained.values())
+    return held(each for each in gradients if each is not None), held(masters.tensors().values())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -61,13 +65,15 @@ def test_weights_gradients_and_optimisers_are_exact(mode: str) -> None:
     planned = plan(config)
     engine = LocalEngine(config, config.model.path)
     learner = engine.learner
-    assert planned.optimizer == sum(map(of_optimizer, learner.optimizers))
-    assert planned.gradients == of_gradients(engine.model)
+    states = sum(map(of_optimizer, learner.optimizers))
+    gradients, masters = of_masters(learner.masters)
+    assert planned.optimizer == states + masters
+    assert planned.gradients == gradients
     assert planned.weights == held(engine.model)
     assert planned.reference == (held(learner.reference) if learner.reference else 0)
     critic = sum(map(of_optimizer, learner.critic_optimizers))
     if learner.critic is not None:
-        critic += held(learner.critic) + of_gradients(learner.critic)
+        critic += held(learner.critic) + sum(of_masters(learner.critic_masters))
     assert planned.critic == critic
 
 
