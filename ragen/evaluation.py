@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config import Config
-from ragen.env import parameters
+from ragen.env import Reference, parameters
 from ragen.errors import RagenError
+from ragen.outcomes import Outcome, outcome_of
 from ragen.players import PLAYERS, PlayerPolicy
 from ragen.policy import Policy
 from ragen.recorder import CONFIG, read_evaluations
@@ -20,19 +22,23 @@ from ragen.references import Budget, reference
 from ragen.rollout import Place, Setup, play, run_groups, setup_of
 from ragen.seeding import EVAL_LEVELS, TRAIN_LEVELS, eval_level
 from ragen.settings import canonical_key, flatten, read_config, recipes, resolve
-from ragen.statistics import bootstrap_mean, wilson
+from ragen.statistics import bootstrap_mean, pass_at_k, success_rate
 from ragen.stopping import run_async
 from ragen.types import Episode, Group
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an agent reached on a fixed set of levels, one episode each.
+    """What an agent reached on a fixed set of levels, `samples` episodes each.
 
-    `success` is a share of episodes with its Wilson 95 % interval; failed episodes (a world that
-    broke) count as no success. `random` and `best` are the success of uniformly random and of best
-    play on the same levels under the same budgets; `best` is ``None`` for worlds without a solver.
-    Returns are sums of the world's rewards, format penalties left out.
+    `success` is a share of episodes with its 95 % interval (`statistics.success_rate`); failed
+    episodes (a world or a server that broke) count as no success. `pass_at_k` is the chance that
+    one of k = `samples` episodes of a level succeeds. `random` and `best` are the success of
+    uniformly random and of best play on the same levels under the same budgets; `best` is ``None``
+    for worlds without a solver. Returns are sums of the world's rewards, format penalties left out.
+
+    Of a turn: `valid_fraction` had a valid reply, `completion_tokens` and `thought_words` are means
+    where they are known. `effective_fraction` is the share of actions that changed the world.
     """
 
     world: str
@@ -56,6 +62,14 @@ class Evaluation:
     failed: int
     first_level: int
     seconds: float
+    samples: int = 1
+    pass_at_k: float = math.nan
+    pass_at_k_low: float = math.nan
+    pass_at_k_high: float = math.nan
+    thought_words: float = 0.0
+    effective_fraction: float = 0.0
+    total_prompt_tokens: int = 0
+    total_completion_tokens: int = 0
 
     def __str__(self) -> str:
         """One line: success with its interval, beside floor and ceiling."""
@@ -139,18 +153,54 @@ async def evaluate_policy(
     groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), concurrency, on_episode)
     played = [group.episodes[0] for group in groups]
     refuse_unplayable(played)
+    outcomes = [outcome_of(episode) for episode in played]
+    floor = floor_and_ceiling(setup, params, levels)
+    seconds = time.monotonic() - start
+    return summarised(outcomes, floor, target, setup.temperature, seconds), groups
+
+
+def floor_and_ceiling(setup: Setup, params: Mapping[str, Any], levels: Sequence[int]) -> Reference:
+    """Random and best play on the levels, under the budgets of `setup`."""
     budget = Budget(setup.turns, setup.actions_per_turn, setup.actions)
     build = setup.make if setup.workers else None
-    floor = reference(setup.world, params, budget, levels, build=build)
-    success = wilson(sum(episode.success for episode in played), len(played))
-    mean_return = bootstrap_mean([episode.total_reward for episode in played], levels)
-    turns = [turn for episode in played for turn in episode.turns]
-    num_tokens = [len(turn.completion.token_ids or ()) for turn in turns]
+    return reference(setup.world, params, budget, levels, build=build)
+
+
+def summarised(
+    outcomes: Sequence[Outcome],
+    floor: Reference,
+    target: str,
+    temperature: float,
+    seconds: float,
+) -> Evaluation:
+    """The numbers of an evaluation from those of its episodes, as many on each level.
+
+    Args:
+        outcomes: What came of the episodes.
+        floor: Random and best play on their levels.
+        target: What the agent is called.
+        temperature: Of its sampling.
+        seconds: How long it took.
+    """
+    levels = [outcome.level_seed for outcome in outcomes]
+    samples = Counter(levels)
+    (num_samples,) = set(samples.values())
+    solved = Counter(outcome.level_seed for outcome in outcomes if outcome.success)
+    success = success_rate([outcome.success for outcome in outcomes], levels)
+    passed = pass_at_k([solved[level] for level in samples], num_samples, num_samples)
+    mean_return = bootstrap_mean([outcome.total_reward for outcome in outcomes], levels)
+    turns = sum(outcome.num_turns for outcome in outcomes)
+    actions = sum(outcome.num_actions for outcome in outcomes)
+
+    def a_turn(total: int) -> float:
+        return total / max(1, turns)
+
+    completion_tokens = sum(outcome.completion_tokens for outcome in outcomes)
     return Evaluation(
-        world=setup.world,
+        world=outcomes[0].world,
         target=target,
-        temperature=setup.temperature,
-        episodes=len(played),
+        temperature=temperature,
+        episodes=len(samples),
         success=success.value,
         success_low=success.low,
         success_high=success.high,
@@ -161,14 +211,22 @@ async def evaluate_policy(
         mean_return_high=mean_return.high,
         random_return=floor.random_return,
         best_return=floor.best_return,
-        mean_turns=len(turns) / len(played),
-        mean_actions=sum(len(turn.actions_executed) for turn in turns) / len(played),
-        valid_fraction=sum(turn.well_formed for turn in turns) / max(1, len(turns)),
-        completion_tokens=sum(num_tokens) / max(1, len(turns)),
-        failed=sum(episode.failed for episode in played),
-        first_level=first_level,
-        seconds=time.monotonic() - start,
-    ), groups
+        mean_turns=turns / len(outcomes),
+        mean_actions=actions / len(outcomes),
+        valid_fraction=a_turn(sum(outcome.valid_turns for outcome in outcomes)),
+        completion_tokens=a_turn(completion_tokens),
+        failed=sum(outcome.failed for outcome in outcomes),
+        first_level=min(levels),
+        seconds=seconds,
+        samples=num_samples,
+        pass_at_k=passed.value,
+        pass_at_k_low=passed.low,
+        pass_at_k_high=passed.high,
+        thought_words=a_turn(sum(outcome.thought_words for outcome in outcomes)),
+        effective_fraction=sum(outcome.effective_actions for outcome in outcomes) / max(1, actions),
+        total_prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
+        total_completion_tokens=completion_tokens,
+    )
 
 
 def refuse_unplayable(episodes: Sequence[Episode]) -> None:
@@ -198,15 +256,33 @@ def evaluate_target(
     seed: int = 0,
     temperature: float = 1.0,
 ) -> Evaluation:
+    """`outcomes_of` with one sample a level, its first result alone."""
+    found, _ = outcomes_of(target, overrides, episodes=episodes, seed=seed, temperature=temperature)
+    return found
+
+
+def outcomes_of(
+    target: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    episodes: int = 256,
+    seed: int = 0,
+    temperature: float = 1.0,
+    samples: int = 1,
+) -> tuple[Evaluation, list[Outcome]]:
     """Evaluate a run, a model or a player.
 
     Args:
         target: A run folder (its newest checkpoint), ``base``, ``random``, ``solver``, a model
             folder or a hub id.
         overrides: Values by config key, such as ``{"world": "sokoban"}``.
-        episodes: Levels, one episode each; the same levels for every target, none of training's.
+        episodes: Levels; the same ones for every target, none of training's.
         seed: Of the world's events and of sampling.
         temperature: Of sampling; 0 is greedy.
+        samples: Episodes a level.
+
+    Returns:
+        The result, and what came of each episode, in the order of (level, sample).
 
     Raises:
         RagenError: No such target or world, the world cannot be played by it, or a number is out of
@@ -217,21 +293,22 @@ def evaluate_target(
         raise RagenError(f"episodes = {episodes}: expected a whole number from 1 to {most}")
     if not 0 <= temperature < math.inf:
         raise RagenError(f"temperature = {temperature}: expected a number ≥ 0")
+    if samples < 1:
+        raise RagenError(f"samples = {samples}: expected a whole number ≥ 1")
+    start = time.monotonic()
     config = config_for(target, overrides or {})
     policy, setup = opponent(target, config, seed)
+    levels = [eval_level(index) for index in range(episodes)]
     with closing(setup):
-        evaluation, _ = run_async(
-            evaluate_policy(
-                policy,
-                replace(setup, temperature=temperature, min_tokens=0),
-                config.world.params,
-                target=target,
-                episodes=episodes,
-                seed=seed,
-                concurrency=config.rollout.slots,
-            )
-        )
-    return evaluation
+        playing = replace(setup, temperature=temperature, min_tokens=0)
+        path, slots = (seed, "eval"), config.rollout.slots
+        groups = run_async(run_groups(policy, playing, levels, samples, path, slots))
+        played = [episode for group in groups for episode in group.episodes]
+        refuse_unplayable(played)
+        floor = floor_and_ceiling(setup, config.world.params, levels)
+    outcomes = [outcome_of(episode) for episode in played]
+    seconds = time.monotonic() - start
+    return summarised(outcomes, floor, target, temperature, seconds), outcomes
 
 
 def play_target(

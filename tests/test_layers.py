@@ -47,7 +47,8 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["threads", "stopping", "watchdog", "recorder", "guard", "evaluation", "progress"],
+        *["threads", "stopping", "watchdog", "recorder", "guard", "outcomes"],
+        *["evaluation", "progress"],
         *["plots", "report", "base", "diagnosis", "running", "collection", "recovery", "trainer"],
         *["studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
@@ -58,6 +59,7 @@ NO_TORCH = ["L0 words", "L1 text", "L2 worlds", "L3 experience"]
 LIGHT = [
     *(module for layer in NO_TORCH for module in ORDER[layer]),
     "recorder",
+    "outcomes",
     "evaluation",
     "report",
 ]
