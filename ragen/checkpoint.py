@@ -31,6 +31,9 @@ STATE = "state.json"
 FILES, SEAL = "files", "seal"
 """Keys of the state: the hash of each other file, and the hash of the state itself."""
 
+PLAYED_WITH = ("model*.safetensors", "adapter*.safetensors", "*.json", "*.jinja")
+"""Files of a model's folder that decide what it says; a checkpoint has others, for training."""
+
 EMBEDDED = {
     "bandit": "bandit",
     "bandit-rev": "bandit",
@@ -363,6 +366,15 @@ class Damaged(RagenError):
             "before it"
         )
         self.reason = f"{path.name} is damaged ({error})"
+
+
+def weights_hash(folder: Path) -> str:
+    """A hash of all that a model's folder plays with: weights, tokenizer, template, settings."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for pattern in PLAYED_WITH for path in folder.glob(pattern)):
+        if path.name != STATE:
+            digest.update(f"{path.name} {_hash(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

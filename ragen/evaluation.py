@@ -12,19 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config import Config
-from ragen.env import Reference, parameters
+from ragen.endpoint import ChatEndpoint, Server
+from ragen.env import Reference
 from ragen.errors import RagenError
-from ragen.outcomes import Outcome, outcome_of
-from ragen.players import PLAYERS, PlayerPolicy
+from ragen.outcomes import Outcome, Store, key_of, outcome_of
+from ragen.players import PlayerPolicy
 from ragen.policy import Policy
-from ragen.recorder import CONFIG, read_evaluations
+from ragen.recorder import read_evaluations
 from ragen.references import Budget, reference
-from ragen.rollout import Place, Setup, play, run_groups, setup_of
+from ragen.rollout import Place, Setup, play, run_groups, run_places, setup_of
 from ragen.seeding import EVAL_LEVELS, TRAIN_LEVELS, eval_level
-from ragen.settings import canonical_key, flatten, read_config, recipes, resolve
 from ragen.statistics import bootstrap_mean, pass_at_k, success_rate
 from ragen.stopping import run_async
+from ragen.targets import config_for, opponent, run_of, settings_of
 from ragen.types import Episode, Group
+
+EVALS = Path("evals")
+"""The folder of results whose target is no run."""
+
+CONCURRENCY = 16
+"""Episodes that are played at once through an endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +159,8 @@ async def evaluate_policy(
     levels = [eval_level(index, first_level) for index in range(episodes)]
     groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), concurrency, on_episode)
     played = [group.episodes[0] for group in groups]
-    refuse_unplayable(played)
     outcomes = [outcome_of(episode) for episode in played]
+    refuse_unplayable(outcomes)
     floor = floor_and_ceiling(setup, params, levels)
     seconds = time.monotonic() - start
     return summarised(outcomes, floor, target, setup.temperature, seconds), groups
@@ -229,21 +236,23 @@ def summarised(
     )
 
 
-def refuse_unplayable(episodes: Sequence[Episode]) -> None:
+def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
     """A world that breaks or has no room in every episode is not to be trained or measured on.
 
     Raises:
-        RagenError: All of `episodes` failed, or none had room for its first prompt.
+        RagenError: All of the episodes failed, or none had room for its first prompt.
     """
-    if episodes and all(episode.failed for episode in episodes):
-        reason = (episodes[0].error or "").strip().splitlines()[-1]
+    if outcomes and all(outcome.failed for outcome in outcomes):
+        first = outcomes[0]
+        if first.stop_reason == "request":
+            raise RagenError(f"the server failed in every episode: {first.reason}")
         raise RagenError(
-            f"the world {episodes[0].world!r} failed in every episode: {reason}; "
+            f"the world {first.world!r} failed in every episode: {first.reason}; "
             "run `ragen check` on it"
         )
-    if episodes and all(e.stop_reason == "context" and not e.turns for e in episodes):
+    if outcomes and all(o.stop_reason == "context" and not o.num_turns for o in outcomes):
         raise RagenError(
-            f"no first prompt of the world {episodes[0].world!r} leaves room for a reply; "
+            f"no first prompt of the world {outcomes[0].world!r} leaves room for a reply; "
             "raise model.max_length, or lower rollout.max_tokens"
         )
 
@@ -256,9 +265,14 @@ def evaluate_target(
     seed: int = 0,
     temperature: float = 1.0,
 ) -> Evaluation:
-    """`outcomes_of` with one sample a level, its first result alone."""
-    found, _ = outcomes_of(target, overrides, episodes=episodes, seed=seed, temperature=temperature)
-    return found
+    """`outcomes_of` with one sample a level, which reads and writes no file.
+
+    Raises:
+        RagenError: As `outcomes_of`.
+    """
+    ask = Ask(target, overrides or {}, episodes, seed, temperature)
+    evaluation, _ = _answered(ask, None, None)
+    return evaluation
 
 
 def outcomes_of(
@@ -269,46 +283,145 @@ def outcomes_of(
     seed: int = 0,
     temperature: float = 1.0,
     samples: int = 1,
+    server: Server | None = None,
+    concurrency: int | None = None,
+    out: Path | None = None,
+    on_outcome: Callable[[Outcome, int], None] | None = None,
 ) -> tuple[Evaluation, list[Outcome]]:
-    """Evaluate a run, a model or a player.
+    """Evaluate a run, a model or a player, or read what is stored for exactly these settings.
+
+    Each outcome is stored when its episode ends, so that the same call goes on where another one
+    was killed; one with more levels or samples plays only those that are new. Episodes for which a
+    server failed are played again.
 
     Args:
-        target: A run folder (its newest checkpoint), ``base``, ``random``, ``solver``, a model
-            folder or a hub id.
+        target: A run folder (its newest checkpoint), one of its checkpoints, ``base``, ``random``,
+            ``solver``, a model folder or a hub id; with `server`, the model's name there.
         overrides: Values by config key, such as ``{"world": "sokoban"}``.
         episodes: Levels; the same ones for every target, none of training's.
         seed: Of the world's events and of sampling.
         temperature: Of sampling; 0 is greedy.
         samples: Episodes a level.
+        server: Where an endpoint is.
+        concurrency: Episodes that are played at once; ``None`` takes what suits the target.
+        out: The folder whose database keeps the outcomes; ``None`` takes that of the target's run,
+            and `EVALS` for a target without one.
+        on_outcome: Called when an episode ends, with how many are still to be played; those that
+            were stored come first.
 
     Returns:
         The result, and what came of each episode, in the order of (level, sample).
 
     Raises:
-        RagenError: No such target or world, the world cannot be played by it, or a number is out of
-            its range.
+        RagenError: No such target or world, the world cannot be played by it, a number is out of
+            its range, every episode failed, or the outcomes cannot be stored.
     """
-    most = TRAIN_LEVELS - EVAL_LEVELS
-    if not 1 <= episodes <= most:
-        raise RagenError(f"episodes = {episodes}: expected a whole number from 1 to {most}")
-    if not 0 <= temperature < math.inf:
-        raise RagenError(f"temperature = {temperature}: expected a number ≥ 0")
-    if samples < 1:
-        raise RagenError(f"samples = {samples}: expected a whole number ≥ 1")
+    ask = Ask(target, overrides or {}, episodes, seed, temperature, samples, server, concurrency)
+    folder = out or (None if server else run_of(target)) or EVALS
+    with Store(folder) as store:
+        return _answered(ask, store, on_outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is to be measured; as the arguments of `outcomes_of`.
+
+    Raises:
+        RagenError: A number is out of its range.
+
+    Example:
+        >>> Ask("random", {}, episodes=2).levels
+        [123, 124]
+    """
+
+    target: str
+    overrides: Mapping[str, Any]
+    episodes: int = 256
+    seed: int = 0
+    temperature: float = 1.0
+    samples: int = 1
+    server: Server | None = None
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        most = TRAIN_LEVELS - EVAL_LEVELS
+        if not 1 <= self.episodes <= most:
+            raise RagenError(
+                f"episodes = {self.episodes}: expected a whole number from 1 to {most}"
+            )
+        if not 0 <= self.temperature < math.inf:
+            raise RagenError(f"temperature = {self.temperature}: expected a number ≥ 0")
+        if self.seed < 0:
+            raise RagenError(f"seed = {self.seed}: expected a whole number ≥ 0")
+        for name in ("samples", "concurrency"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise RagenError(f"{name} = {number}: expected a whole number ≥ 1")
+
+    @property
+    def levels(self) -> list[int]:
+        """The level seeds."""
+        return [eval_level(index) for index in range(self.episodes)]
+
+
+def _answered(
+    ask: Ask, store: Store | None, on_outcome: Callable[[Outcome, int], None] | None
+) -> tuple[Evaluation, list[Outcome]]:
+    """Play what is not stored, and sum up."""
     start = time.monotonic()
-    config = config_for(target, overrides or {})
-    policy, setup = opponent(target, config, seed)
-    levels = [eval_level(index) for index in range(episodes)]
-    with closing(setup):
-        playing = replace(setup, temperature=temperature, min_tokens=0)
-        path, slots = (seed, "eval"), config.rollout.slots
-        groups = run_async(run_groups(policy, playing, levels, samples, path, slots))
-        played = [episode for group in groups for episode in group.episodes]
-        refuse_unplayable(played)
-        floor = floor_and_ceiling(setup, config.world.params, levels)
-    outcomes = [outcome_of(episode) for episode in played]
+    config = config_for(ask.target, ask.overrides, ask.server)
+    settings = settings_of(ask.target, config, ask.server, ask.seed, ask.temperature)
+    key, path = key_of(settings), (ask.seed, "eval")
+    wanted = {
+        (level, sample): Place(level, group, sample, path)
+        for group, level in enumerate(ask.levels)
+        for sample in range(ask.samples)
+    }
+    stored = store.outcomes(key) if store else []
+    found = {(o.level_seed, o.sample): o for o in stored if o.stop_reason != "request"}
+    found = {at: outcome for at, outcome in found.items() if at in wanted}
+
+    def keep(outcome: Outcome) -> None:
+        found[outcome.level_seed, outcome.sample] = outcome
+        if on_outcome is not None:
+            on_outcome(outcome, len(wanted) - len(found))
+
+    for outcome in list(found.values()):
+        keep(outcome)
+    missing = [place for at, place in wanted.items() if at not in found]
+    if missing:
+
+        def on_episode(episode: Episode) -> None:
+            outcome = outcome_of(episode)
+            if store is not None:
+                store.add(key, outcome)
+            keep(outcome)
+
+        run_async(_played(ask, config, missing, on_episode))
+    outcomes = [found[at] for at in wanted]
+    refuse_unplayable(outcomes)
+    with closing(setup_of(config, None)) as setup:
+        floor = floor_and_ceiling(setup, config.world.params, ask.levels)
     seconds = time.monotonic() - start
-    return summarised(outcomes, floor, target, temperature, seconds), outcomes
+    evaluation = summarised(outcomes, floor, ask.target, ask.temperature, seconds)
+    if store is not None and missing:
+        store.finish(key, settings, evaluation.record())
+    return evaluation, outcomes
+
+
+async def _played(
+    ask: Ask, config: Config, places: Sequence[Place], on_episode: Callable[[Episode], None]
+) -> None:
+    """Play the episodes of `places`."""
+    policy, setup = opponent(ask.target, config, ask.server)
+    playing = replace(setup, temperature=ask.temperature, min_tokens=0)
+    slots = ask.concurrency or (CONCURRENCY if ask.server else config.rollout.slots)
+    with closing(setup):
+        try:
+            await run_places(policy, playing, places, slots, on_episode)
+        finally:
+            if isinstance(policy, ChatEndpoint):
+                await policy.close()
 
 
 def play_target(
@@ -316,50 +429,7 @@ def play_target(
 ) -> Episode:
     """Let a target play one evaluation level, the one that `seed` counts to; for watching."""
     config = config_for(target, overrides or {})
-    policy, setup = opponent(target, config, seed)
+    policy, setup = opponent(target, config)
     place = Place(eval_level(seed), 0, 0, (seed, "play"))
     with closing(setup):
         return run_async(play(policy, setup, place))
-
-
-def config_for(target: str, overrides: Mapping[str, Any]) -> Config:
-    """The settings under which a target plays: its run's, or the recipe's of the world.
-
-    A run that is evaluated in another world keeps how it is prompted, the form of its observations
-    included, and takes the other's budgets and parameters.
-    """
-    wanted = {canonical_key(key): value for key, value in overrides.items()}
-    world = wanted.get("world.name")
-    recipe = resolve(world if world in recipes() else None)
-    folder = Path(target)
-    if not (folder / CONFIG).exists():
-        return resolve(None, {**flatten(recipe), **wanted})
-    config = read_config(folder / CONFIG)
-    if world is None or world == config.world.name:
-        return resolve(None, {**flatten(config), **wanted})
-    of_run = {k: v for k, v in flatten(config).items() if not k.startswith("world.params.")}
-    of_world = {k: v for k, v in flatten(recipe).items() if k.startswith("world.")}
-    seen = config.world.params.get("observation")
-    shown = (
-        {"world.params.observation": seen} if seen and "observation" in parameters(world) else {}
-    )
-    return resolve(None, {**of_run, **of_world, **shown, **wanted})
-
-
-def opponent(target: str, config: Config, seed: int) -> tuple[Policy | PlayerPolicy, Setup]:
-    """Who plays, and how."""
-    if target == "human":
-        raise RagenError("a person plays with `ragen play WORLD`; random and solver are measured")
-    if seed < 0:
-        raise RagenError(f"seed = {seed}: expected a whole number ≥ 0")
-    if target in PLAYERS:
-        setup = setup_of(config, None)
-        return PlayerPolicy(PLAYERS[target](seed), setup.think, setup.prefill), setup
-    from ragen.checkpoint import resolve_model  # torch is needed from here on
-    from ragen.engine_local import policy_of
-    from ragen.threads import use_threads
-
-    use_threads(config.threads)
-
-    policy, chat = policy_of(config, resolve_model(target, config.world.name))
-    return policy, setup_of(config, chat)

@@ -48,7 +48,7 @@ ORDER: dict[str, list[str]] = {
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
         *["threads", "stopping", "watchdog", "recorder", "guard", "outcomes"],
-        *["evaluation", "progress"],
+        *["targets", "evaluation", "progress"],
         *["plots", "report", "base", "diagnosis", "running", "collection", "recovery", "trainer"],
         *["studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
@@ -60,6 +60,7 @@ LIGHT = [
     *(module for layer in NO_TORCH for module in ORDER[layer]),
     "recorder",
     "outcomes",
+    "targets",
     "evaluation",
     "report",
 ]
