@@ -49,7 +49,17 @@ ORDER: dict[str, list[str]] = {
     "L7 programs": [
         *["threads", "stopping", "watchdog", "recorder", "guard", "outcomes"],
         *["targets", "evaluation", "progress"],
-        *["plots", "report", "base", "diagnosis", "running", "collection", "recovery", "trainer"],
+        *[
+            "plots",
+            "report",
+            "scores",
+            "base",
+            "diagnosis",
+            "running",
+            "collection",
+            "recovery",
+            "trainer",
+        ],
         *["studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
     ],
@@ -63,6 +73,7 @@ LIGHT = [
     "targets",
     "evaluation",
     "report",
+    "scores",
 ]
 ONLY_IN = {"ray": {"engine_ray"}, "vllm": {"sampler_vllm"}}
 FACADE = {"__init__", "__main__"}  # `ragen` itself re-exports; it stands above all layers.
