@@ -304,8 +304,8 @@ def _eval_options(parser: Parser) -> None:
     add("--concurrency", type=int, metavar="N", help="episodes played at once")
     add("--base-url", metavar="URL", help="ask TARGET at an OpenAI-compatible endpoint")
     add("--key-env", metavar="NAME", help="variable that holds its key [OPENAI_API_KEY]")
-    add("--timeout", type=float, default=120.0, metavar="S", help="of one request [120]")
-    add("--rpm", type=float, default=0.0, metavar="N", help="requests a minute [no limit]")
+    add("--timeout", type=float, metavar="S", help="seconds of one request [120]")
+    add("--rpm", type=float, metavar="N", help="requests a minute [no limit]")
     add("--price-in", type=float, default=0.0, metavar="P", help="of a million tokens read")
     add("--price-out", type=float, default=0.0, metavar="P", help="of a million tokens written")
     add("--json", action="store_true", help="print one JSON object a world")
@@ -319,21 +319,33 @@ def _eval_options(parser: Parser) -> None:
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
     from ragen.endpoint import Server
+    from ragen.env import make
     from ragen.evaluation import outcomes_of
     from ragen.report import markdown, show
     from ragen.scores import Prices, as_record, scores
+    from ragen.targets import config_for
 
-    server = None
-    if options.base_url is not None:
-        server = Server(options.base_url, options.key_env, options.timeout, options.rpm)
+    asked = {
+        "key_env": options.key_env,
+        "timeout_s": options.timeout,
+        "requests_per_minute": options.rpm,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if asked and options.base_url is None:
+        raise RagenError("--key-env, --timeout and --rpm are about an endpoint: add --base-url URL")
+    server = None if options.base_url is None else Server(options.base_url, **asked)
     prices = Prices(options.price_in, options.price_out)
     named = [name for each in options.world or [] for name in each.split(",")]
+    asked_in = [overrides | {"world": name} for name in named] or [overrides]
+    worlds = [config_for(options.target, values, server).world for values in asked_in]
+    for world in worlds:  # none is played before all are known to exist
+        make(world.name, **world.params)
     sections = []
-    for world in named or [None]:
-        with _counting(world or options.target, options.episodes * options.samples) as count:
+    for world, values in zip(worlds, asked_in, strict=True):
+        with _counting(world.name, options.episodes * options.samples) as count:
             evaluation, outcomes = outcomes_of(
                 options.target,
-                overrides | ({"world": world} if world else {}),
+                values,
                 episodes=options.episodes,
                 seed=options.seed,
                 temperature=options.temperature,

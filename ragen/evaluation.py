@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -271,7 +271,7 @@ def evaluate_target(
         RagenError: As `outcomes_of`.
     """
     ask = Ask(target, overrides or {}, episodes, seed, temperature)
-    evaluation, _ = _answered(ask, None, None)
+    evaluation, _ = _answered(ask, None)
     return evaluation
 
 
@@ -318,8 +318,7 @@ def outcomes_of(
     """
     ask = Ask(target, overrides or {}, episodes, seed, temperature, samples, server, concurrency)
     folder = out or (None if server else run_of(target)) or EVALS
-    with Store(folder) as store:
-        return _answered(ask, store, on_outcome)
+    return _answered(ask, folder, on_outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,9 +364,9 @@ class Ask:
 
 
 def _answered(
-    ask: Ask, store: Store | None, on_outcome: Callable[[Outcome, int], None] | None
+    ask: Ask, folder: Path | None, on_outcome: Callable[[Outcome, int], None] | None = None
 ) -> tuple[Evaluation, list[Outcome]]:
-    """Play what is not stored, and sum up."""
+    """Play what `folder` does not hold, keep it there, and sum up."""
     start = time.monotonic()
     config = config_for(ask.target, ask.overrides, ask.server)
     settings = settings_of(ask.target, config, ask.server, ask.seed, ask.temperature)
@@ -377,19 +376,18 @@ def _answered(
         for group, level in enumerate(ask.levels)
         for sample in range(ask.samples)
     }
-    stored = store.outcomes(key) if store else []
-    found = {(o.level_seed, o.sample): o for o in stored if o.stop_reason != "request"}
-    found = {at: outcome for at, outcome in found.items() if at in wanted}
+    found: dict[tuple[int, int], Outcome] = {}
 
     def keep(outcome: Outcome) -> None:
         found[outcome.level_seed, outcome.sample] = outcome
         if on_outcome is not None:
             on_outcome(outcome, len(wanted) - len(found))
 
-    for outcome in list(found.values()):
-        keep(outcome)
-    missing = [place for at, place in wanted.items() if at not in found]
-    if missing:
+    with Store(folder) if folder else nullcontext() as store:
+        for outcome in store.outcomes(key) if store else ():
+            if outcome.stop_reason != "request" and (outcome.level_seed, outcome.sample) in wanted:
+                keep(outcome)
+        missing = [place for at, place in wanted.items() if at not in found]
 
         def on_episode(episode: Episode) -> None:
             outcome = outcome_of(episode)
@@ -397,15 +395,16 @@ def _answered(
                 store.add(key, outcome)
             keep(outcome)
 
-        run_async(_played(ask, config, missing, on_episode))
-    outcomes = [found[at] for at in wanted]
-    refuse_unplayable(outcomes)
-    with closing(setup_of(config, None)) as setup:
-        floor = floor_and_ceiling(setup, config.world.params, ask.levels)
-    seconds = time.monotonic() - start
-    evaluation = summarised(outcomes, floor, ask.target, ask.temperature, seconds)
-    if store is not None and missing:
-        store.finish(key, settings, evaluation.record())
+        if missing:
+            run_async(_played(ask, config, missing, on_episode))
+        outcomes = [found[at] for at in wanted]
+        refuse_unplayable(outcomes)
+        with closing(setup_of(config, None)) as setup:
+            floor = floor_and_ceiling(setup, config.world.params, ask.levels)
+        seconds = time.monotonic() - start
+        evaluation = summarised(outcomes, floor, ask.target, ask.temperature, seconds)
+        if store is not None and missing:
+            store.finish(key, settings, evaluation.record())
     return evaluation, outcomes
 
 

@@ -596,7 +596,7 @@ def open_database(folder: Path, make: bool = False) -> sqlite3.Connection:
             connection.close()
         raise RagenError(f"{database} cannot be read: {error}") from None
     if version != SCHEMA_VERSION:
-        connection.close()
+        close_database(connection)
         raise RagenError(
             f"{database} has schema {version}, this RAGEN reads {SCHEMA_VERSION}; "
             "use the version that wrote it"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ragen.errors import RagenError
 from ragen.evaluation import Evaluation
 from ragen.outcomes import Outcome
 from ragen.report import Section
@@ -16,6 +18,9 @@ from ragen.report import Section
 class Prices:
     """What an endpoint charges for a million tokens that it reads and that it writes.
 
+    Raises:
+        RagenError: A price below 0.
+
     Example:
         >>> Prices(0.5, 2.0).cost(1_000_000, 250_000)
         1.0
@@ -23,6 +28,10 @@ class Prices:
 
     read: float = 0.0
     written: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.read < math.inf and 0 <= self.written < math.inf):
+            raise RagenError("--price-in and --price-out: expected numbers ≥ 0")
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
         """What so many tokens cost."""
