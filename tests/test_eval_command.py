@@ -169,8 +169,14 @@ def test_no_more_at_once_than_asked() -> None:
         assert server.most > 3
 
 
-def test_a_killed_evaluation_goes_on_where_it_was(capsys: Capture) -> None:
-    """`kill -9` after some episodes; then the same command, and the numbers of one never killed."""
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [(signal.SIGKILL, -signal.SIGKILL, ""), (signal.SIGTERM, 143, "the same command goes on")],
+)
+def test_a_stopped_evaluation_goes_on_where_it_was(
+    number: int, code: int, words: str, capsys: Capture
+) -> None:
+    """Stopped after some episodes; then the same command, and the numbers of one never stopped."""
 
     def slowly(_: int, body: dict[str, Any]) -> Answer:
         return Answer(half(0, body).body, wait_s=0.05)
@@ -188,11 +194,12 @@ def test_a_killed_evaluation_goes_on_where_it_was(capsys: Capture) -> None:
         more = shlex.split("--concurrency 2 --samples 2 --world.turns 1")
         command = [sys.executable, "-m", "ragen", *ask(server, *more, episodes=12)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        killed = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         while stored() < 5 and killed.poll() is None:
             time.sleep(0.01)
-        killed.send_signal(signal.SIGKILL)
-        assert killed.wait() == -signal.SIGKILL
+        killed.send_signal(number)
+        _, error = killed.communicate()
+        assert killed.returncode == code and words in error and error.count("\n") == bool(words)
         done, asked = stored(), len(server.requests)
         assert 5 <= done < 24
         assert main(command[3:]) == 0
