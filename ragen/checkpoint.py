@@ -31,7 +31,10 @@ STATE = "state.json"
 FILES, SEAL = "files", "seal"
 """Keys of the state: the hash of each other file, and the hash of the state itself."""
 
-PLAYED_WITH = ("model*.safetensors", "adapter*.safetensors", "*.json", "*.jinja")
+PLAYED_WITH = (
+    *("model*.safetensors", "adapter*.safetensors", "pytorch_model*.bin"),
+    *("*.json", "*.jinja", "*.txt", "*.model"),
+)
 """Files of a model's folder that decide what it says; a checkpoint has others, for training."""
 
 EMBEDDED = {

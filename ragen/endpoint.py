@@ -129,7 +129,9 @@ class ChatEndpoint:
 
     def __init__(self, server: Server, model: str, think: bool = True) -> None:
         self._server, self._model, self._think = server, model, think
-        headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
+        headers = {"Content-Type": "application/json"}
+        if server.key:
+            headers["Authorization"] = f"Bearer {server.key}"
         # The time limit is one of the whole request; httpx's own begin anew with every byte.
         limits = httpx.Timeout(None, connect=CONNECT_S)
         unbounded = httpx.Limits(max_connections=None)
@@ -176,10 +178,11 @@ class ChatEndpoint:
     async def _ask(self, prompt: Prompt) -> Completion:
         """One request and what its answer says."""
         sent = self._body(prompt)
+        text = json.dumps(sent)  # in ASCII: a world may show half a surrogate pair
         await self._pace.turn()
         try:
             async with asyncio.timeout(self._server.timeout_s):
-                response = await self._client.post(self._server.url, json=sent)
+                response = await self._client.post(self._server.url, content=text)
         except TimeoutError:
             raise _Passing(f"no answer in {self._server.timeout_s:g} s") from None
         except httpx.RequestError as error:

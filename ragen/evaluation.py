@@ -257,6 +257,48 @@ def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is to be measured; as the arguments of `outcomes_of`.
+
+    Raises:
+        RagenError: A number is out of its range.
+
+    Example:
+        >>> Ask("random", {}, episodes=2).levels
+        [123, 124]
+    """
+
+    target: str
+    overrides: Mapping[str, Any]
+    episodes: int = 256
+    seed: int = 0
+    temperature: float = 1.0
+    samples: int = 1
+    server: Server | None = None
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        most = TRAIN_LEVELS - EVAL_LEVELS
+        if not 1 <= self.episodes <= most:
+            raise RagenError(
+                f"episodes = {self.episodes}: expected a whole number from 1 to {most}"
+            )
+        if not 0 <= self.temperature < math.inf:
+            raise RagenError(f"temperature = {self.temperature}: expected a number ≥ 0")
+        if self.seed < 0:
+            raise RagenError(f"seed = {self.seed}: expected a whole number ≥ 0")
+        for name in ("samples", "concurrency"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise RagenError(f"{name} = {number}: expected a whole number ≥ 1")
+
+    @property
+    def levels(self) -> list[int]:
+        """The level seeds."""
+        return [eval_level(index) for index in range(self.episodes)]
+
+
 def evaluate_target(
     target: str,
     overrides: Mapping[str, Any] | None = None,
@@ -319,48 +361,6 @@ def outcomes_of(
     ask = Ask(target, overrides or {}, episodes, seed, temperature, samples, server, concurrency)
     folder = out or (None if server else run_of(target)) or EVALS
     return _answered(ask, folder, on_outcome)
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What is to be measured; as the arguments of `outcomes_of`.
-
-    Raises:
-        RagenError: A number is out of its range.
-
-    Example:
-        >>> Ask("random", {}, episodes=2).levels
-        [123, 124]
-    """
-
-    target: str
-    overrides: Mapping[str, Any]
-    episodes: int = 256
-    seed: int = 0
-    temperature: float = 1.0
-    samples: int = 1
-    server: Server | None = None
-    concurrency: int | None = None
-
-    def __post_init__(self) -> None:
-        most = TRAIN_LEVELS - EVAL_LEVELS
-        if not 1 <= self.episodes <= most:
-            raise RagenError(
-                f"episodes = {self.episodes}: expected a whole number from 1 to {most}"
-            )
-        if not 0 <= self.temperature < math.inf:
-            raise RagenError(f"temperature = {self.temperature}: expected a number ≥ 0")
-        if self.seed < 0:
-            raise RagenError(f"seed = {self.seed}: expected a whole number ≥ 0")
-        for name in ("samples", "concurrency"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise RagenError(f"{name} = {number}: expected a whole number ≥ 1")
-
-    @property
-    def levels(self) -> list[int]:
-        """The level seeds."""
-        return [eval_level(index) for index in range(self.episodes)]
 
 
 def _answered(

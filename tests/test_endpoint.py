@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,12 +68,21 @@ def test_the_request_and_the_answer() -> None:
     assert "Authorization" not in server.headers[0]
 
 
+def test_a_prompt_may_hold_anything() -> None:
+    odd = 'half a pair: \ud83d, a nul: \x00, "quotes", é'
+    prompt = replace(PROMPT, messages=({"role": "user", "content": odd},))
+    with FaultyServer(in_turn(said("\ud83d"))) as server:
+        (found,) = ask(server, [prompt])
+    assert server.requests[0]["messages"][0]["content"] == odd
+    assert isinstance(found, Completion) and found.text == "\ud83d"
+
+
 FAULTS = {
     "busy": refused(429, "slow down", Retry_After="0.02"),
     "broken": Answer("<html>Internal Server Error</html>", 500),
     "overloaded": refused(503, "overloaded"),
     "hangs up": Answer(hangs_up=True),
-    "too slow": Answer(said().body, wait_s=0.2),
+    "too slow": Answer(said().body, wait_s=0.7),
     "truncated JSON": Answer('{"choices": [{"message": {"content": "<thi'),
     "breaks off": Answer(said().body, length=10_000),
     "no JSON": Answer("OK"),
@@ -93,7 +103,7 @@ def test_what_passes_is_asked_again_and_what_does_not_is_lost(
     monkeypatch.setattr(endpoint, "TRIES", 3)
     bad = FAULTS[fault]
     with FaultyServer(in_turn(bad, bad, said(), bad)) as server:
-        good, lost = ask(server, [PROMPT, PROMPT], timeout_s=0.1)
+        good, lost = ask(server, [PROMPT, PROMPT], timeout_s=0.5 if bad.wait_s else 60.0)
     assert isinstance(good, Completion) and good.text == GOOD
     assert isinstance(lost, NoCompletion) and lost.stop_reason == "request"
     assert "\n" not in str(lost) and "gave no completion: " in str(lost)
@@ -234,8 +244,8 @@ def test_requests_begin_at_the_asked_rate() -> None:
         await asyncio.gather(*(pace.turn() for _ in range(4)))
         return time.monotonic() - start
 
-    assert 0.3 <= asyncio.run(four(Pace(600))) < 1.0
-    assert asyncio.run(four(Pace(0))) < 0.1
+    assert 0.3 <= asyncio.run(four(Pace(600))) < 2.0
+    assert asyncio.run(four(Pace(0))) < 0.3
     quiet = Pace(0)
     quiet.hold(0.2)
     assert asyncio.run(four(quiet)) >= 0.19

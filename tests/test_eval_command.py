@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from ragen import endpoint, evaluation
+from ragen.checkpoint import weights_hash
 from ragen.cli import main
 from ragen.endpoint import Server
 from ragen.errors import RagenError
@@ -159,13 +160,14 @@ def test_a_server_that_fails_in_every_episode_is_one_line(capsys: Capture) -> No
 
 def test_no_more_at_once_than_asked() -> None:
     def slowly(_: int, body: dict[str, Any]) -> Answer:
-        return Answer(half(0, body).body, wait_s=0.02)
+        return Answer(half(0, body).body, wait_s=0.05)
 
     with FaultyServer(slowly) as server:
         how = Server(server.url)
-        outcomes_of("m", {"world": ROGUE}, episodes=12, server=how, concurrency=3)
+        values = {"world": ROGUE, "world.turns": 1}
+        outcomes_of("m", values, episodes=12, server=how, concurrency=3)
         assert server.most <= 3
-        outcomes_of("m", {"world": ROGUE}, episodes=12, server=how, concurrency=12, seed=1)
+        outcomes_of("m", values, episodes=12, server=how, concurrency=12, seed=1)
         assert server.most > 3
 
 
@@ -179,7 +181,7 @@ def test_a_stopped_evaluation_goes_on_where_it_was(
     """Stopped after some episodes; then the same command, and the numbers of one never stopped."""
 
     def slowly(_: int, body: dict[str, Any]) -> Answer:
-        return Answer(half(0, body).body, wait_s=0.05)
+        return Answer(half(0, body).body, wait_s=0.1)
 
     def stored() -> int:
         if not Path("evals", DATABASE).exists():
@@ -282,6 +284,20 @@ def test_what_a_key_depends_on(tmp_path: Path) -> None:
     before = key()
     world.write_text(world.read_text("utf-8").replace("reward: Any = 0.25", "reward: Any = 0.5"))
     assert key() != before
+
+
+def test_a_model_goes_by_what_it_plays_with(tmp_path: Path) -> None:
+    files = {"model.safetensors": "w", "tokenizer.json": "t", "chat_template.jinja": "c"}
+    for name, text in (files | {"critic.safetensors": "v", "state.json": "s"}).items():
+        (tmp_path / name).write_text(text)
+    before = weights_hash(tmp_path)
+    for name in ("critic.safetensors", "state.json"):
+        (tmp_path / name).unlink()
+    assert weights_hash(tmp_path) == before
+    for name in files:
+        (tmp_path / name).write_text("another")
+        assert weights_hash(tmp_path) != before
+        before = weights_hash(tmp_path)
 
 
 def test_several_worlds_and_samples_in_tables(capsys: Capture) -> None:
