@@ -31,6 +31,12 @@ STATE = "state.json"
 FILES, SEAL = "files", "seal"
 """Keys of the state: the hash of each other file, and the hash of the state itself."""
 
+PLAYED_WITH = (
+    *("model*.safetensors", "adapter*.safetensors", "pytorch_model*.bin"),
+    *("*.json", "*.jinja", "*.txt", "*.model"),
+)
+"""Files of a model's folder that decide what it says; a checkpoint has others, for training."""
+
 EMBEDDED = {
     "bandit": "bandit",
     "bandit-rev": "bandit",
@@ -398,6 +404,15 @@ class Damaged(RagenError):
             "before it"
         )
         self.reason = f"{path.name} is damaged ({error})"
+
+
+def weights_hash(folder: Path) -> str:
+    """A hash of all that a model's folder plays with: weights, tokenizer, template, settings."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for pattern in PLAYED_WITH for path in folder.glob(pattern)):
+        if path.name != STATE:
+            digest.update(f"{path.name} {_hash(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

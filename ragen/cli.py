@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ragen.arguments import Parser
     from ragen.config import Config
     from ragen.evaluation import Evaluation
+    from ragen.outcomes import Outcome
     from ragen.progress import Watcher
     from ragen.running import Result
 
@@ -308,33 +309,97 @@ def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) 
 
 
 def _eval_options(parser: Parser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="RUN, base, random, solver, or a model")
-    parser.add_argument("--episodes", type=int, default=256, metavar="N", help="levels [256]")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of events and sampling [0]"
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="a run, a checkpoint, base, random, solver, or a model")
+    add("--world", action="append", metavar="W", help="a world, or several: W1,W2 [the run's]")
+    add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
+    add("--samples", type=int, default=1, metavar="K", help="episodes a level, for pass@K [1]")
+    add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]")
+    add("--concurrency", type=int, metavar="N", help="episodes played at once")
+    add("--base-url", metavar="URL", help="ask TARGET at an OpenAI-compatible endpoint")
+    add("--key-env", metavar="NAME", help="variable that holds its key [OPENAI_API_KEY]")
+    add("--timeout", type=float, metavar="S", help="seconds of one request [120]")
+    add("--rpm", type=float, metavar="N", help="requests a minute [no limit]")
+    add("--price-in", type=float, default=0.0, metavar="P", help="of a million tokens read")
+    add("--price-out", type=float, default=0.0, metavar="P", help="of a million tokens written")
+    add("--json", action="store_true", help="print one JSON object a world")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
+    add("--out", type=Path, metavar="DIR", help="where outcomes are kept [the run, or evals]")
+    parser.epilog = (
+        "Any config key (ragen train --help) may be set as well. Outcomes are kept as episodes end:"
+        "\nthe same command goes on where another was stopped, and plays nothing twice."
     )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.epilog = "--world W and any config key (ragen train --help) may be set as well."
 
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
-    from ragen.evaluation import evaluate_target
+    from ragen.endpoint import Server
+    from ragen.env import make
+    from ragen.evaluation import outcomes_of
+    from ragen.report import markdown, show
+    from ragen.scores import Prices, as_record, scores
+    from ragen.targets import config_for
 
-    evaluation = evaluate_target(
-        options.target,
-        overrides,
-        episodes=options.episodes,
-        seed=options.seed,
-        temperature=options.temperature,
-    )
-    if options.json:
-        print(json.dumps(evaluation.record()))
-    else:
-        _show_evaluations(_console(), [(options.target, evaluation)])
+    asked = {
+        "key_env": options.key_env,
+        "timeout_s": options.timeout,
+        "requests_per_minute": options.rpm,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if asked and options.base_url is None:
+        raise RagenError("--key-env, --timeout and --rpm are about an endpoint: add --base-url URL")
+    server = None if options.base_url is None else Server(options.base_url, **asked)
+    prices = Prices(options.price_in, options.price_out)
+    named = [name for each in options.world or [] for name in each.split(",")]
+    asked_in = [overrides | {"world": name} for name in named] or [overrides]
+    worlds = [config_for(options.target, values, server).world for values in asked_in]
+    for world in worlds:  # none is played before all are known to exist
+        make(world.name, **world.params)
+    sections = []
+    for world, values in zip(worlds, asked_in, strict=True):
+        with _counting(world.name, options.episodes * options.samples) as count:
+            evaluation, outcomes = outcomes_of(
+                options.target,
+                values,
+                episodes=options.episodes,
+                seed=options.seed,
+                temperature=options.temperature,
+                samples=options.samples,
+                server=server,
+                concurrency=options.concurrency,
+                out=options.out,
+                on_outcome=count,
+            )
+        sections.append(scores(evaluation, outcomes, prices))
+        if options.json:
+            print(json.dumps(as_record(evaluation, outcomes, prices)), flush=True)
+        else:
+            show(_console(), sections[-1:])
+    if options.markdown is not None:
+        _write(options.markdown, markdown(sections))
     return 0
+
+
+@contextmanager
+def _counting(name: str, total: int) -> Iterator[Callable[[Outcome, int], None]]:
+    """A bar of the episodes that are played, where somebody sees it."""
+    from rich.progress import Progress
+
+    console = _console(stderr=True)
+    try:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(name, total=total)
+            yield lambda _, left: bar.update(task, completed=total - left)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise RagenError(f"cannot write {path}: {reason}") from None
 
 
 def _report_options(parser: Parser) -> None:

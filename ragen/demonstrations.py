@@ -83,7 +83,7 @@ class Planner(PlayerPolicy):
 
     Example:
         >>> from ragen.players import SolverPlayer
-        >>> Planner(SolverPlayer()).thought(["Right", "Down"])
+        >>> Planner(lambda _: SolverPlayer()).thought(["Right", "Down"])
         'try Right then Down'
     """
 

@@ -148,7 +148,8 @@ class PlayerPolicy:
     """A player that answers in text, so that it can stand where a policy stands.
 
     Args:
-        player: Who chooses the actions.
+        make: Makes who chooses the actions of a turn, from the seed of its prompt: what an episode
+            is does not depend on those before it.
         think: Whether a reply needs a thought (`thought` says which).
         prefill: The start of the reply that the prompt holds already.
         encode: Text to token ids with the end-of-turn token; ``None`` for text only.
@@ -156,17 +157,17 @@ class PlayerPolicy:
 
     def __init__(
         self,
-        player: Player,
+        make: Callable[[int], Player],
         think: bool = True,
         prefill: str = "",
         encode: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
-        self._player = player
+        self._make = make
         self._think, self._prefill, self._encode = think, prefill, encode
 
     def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
         """The player's turn as a completion."""
-        actions = self._player.act(
+        actions = self._make(prompt.seed).act(
             env, limits.turns_left, limits.actions_left, limits.actions_per_turn
         )
         thought = f"<think>{self.thought(actions)}</think>" if self._think else ""

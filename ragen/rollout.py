@@ -25,7 +25,7 @@ from ragen.env import Env, Reading, construct, maker
 from ragen.errors import RagenError
 from ragen.isolated import Workers
 from ragen.players import PlayerPolicy
-from ragen.policy import Policy
+from ragen.policy import NoCompletion, Policy
 from ragen.prompt import Limits, PromptBuilder, prefill
 from ragen.reasoning import NEED_READING, charged, notes
 from ragen.seeding import derive
@@ -204,6 +204,23 @@ async def run_groups(
     Raises:
         RagenError: The player cannot play this world.
     """
+    places = [
+        Place(level, group, member, path)
+        for group, level in enumerate(levels, first_group)
+        for member in range(members)
+    ]
+    played = await run_places(policy, setup, places, concurrency, on_episode)
+    return [Group(tuple(played[at : at + members])) for at in range(0, len(played), members)]
+
+
+async def run_places(
+    policy: Policy | PlayerPolicy,
+    setup: Setup,
+    places: Sequence[Place],
+    concurrency: int = 64,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Episode]:
+    """Play the episodes of `places` and return them in that order; otherwise as `run_groups`."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(place: Place) -> Episode:
@@ -215,16 +232,13 @@ async def run_groups(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                [tasks.create_task(one(Place(level, group, m, path))) for m in range(members)]
-                for group, level in enumerate(levels, first_group)
-            ]
+            running = [tasks.create_task(one(place)) for place in places]
     except ExceptionGroup as errors:
         mistakes, bugs = errors.split(RagenError)
         if mistakes is None or bugs is not None:
             raise
         raise _first(mistakes) from None
-    return [Group(tuple(task.result() for task in group)) for group in running]
+    return [task.result() for task in running]
 
 
 def _first(errors: BaseException) -> BaseException:
@@ -243,6 +257,9 @@ async def play(policy: Policy | PlayerPolicy, setup: Setup, place: Place) -> Epi
             await running.play(world, policy)
     except WorldError as failure:
         return running.episode("timeout" if failure.timed_out else "error", error=str(failure))
+    except NoCompletion as failure:
+        error = str(failure) if failure.stop_reason == "request" else None
+        return running.episode(failure.stop_reason, error)
     return running.episode(running.stop_reason)
 
 

@@ -28,6 +28,7 @@ from ragen.evaluation import refuse_unplayable
 from ragen.learner import Learner
 from ragen.metrics import Metrics, merge
 from ragen.model import save_model
+from ragen.outcomes import outcome_of
 from ragen.players import SolverPlayer
 from ragen.prompt import prefill
 from ragen.rollout import run_groups, setup_of
@@ -231,13 +232,13 @@ def played(config: Config, chat: Chat, episodes: int) -> Examples:
     setup = setup_of(config, chat)
     player = SolverPlayer("give conversations to learn from with --data FILE.jsonl")
     policy = Planner(
-        player, setup.think, setup.prefill, lambda text: (*chat.encode(text), chat.end)
+        lambda _: player, setup.think, setup.prefill, lambda text: (*chat.encode(text), chat.end)
     )
     levels = [sft_level(index) for index in range(episodes)]
     with closing(setup):
         groups = run_async(run_groups(policy, setup, levels, 1, (config.seed, "sft")))
     every = [group.episodes[0] for group in groups]
-    refuse_unplayable(every)
+    refuse_unplayable([outcome_of(episode) for episode in every])
     solved = [
         [(turn.prompt, turn.completion) for turn in episode.turns]
         for episode in every

@@ -106,3 +106,58 @@ def bootstrap_mean(
     means = totals[drawn].sum(1) / counts[drawn].sum(1)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(totals.sum() / counts.sum()), float(low), float(high))
+
+
+def success_rate(
+    successes: Sequence[bool], levels: Sequence[int], confidence: float = 0.95
+) -> Interval:
+    """A success rate with the interval that its levels allow.
+
+    Wilson's, where each level was played once; else levels are drawn (`bootstrap_mean`). Where all
+    episodes agree, drawing shows no spread: then each level counts as one trial.
+
+    Raises:
+        ValueError: No episodes, or lengths that differ.
+
+    Example:
+        >>> success_rate([True, True, True, True], [1, 1, 2, 2]) == wilson(2, 2)
+        True
+    """
+    if len(successes) == 0 or len(successes) != len(levels):
+        raise ValueError(
+            f"{len(successes)} successes and {len(levels)} levels: need as many, not 0"
+        )
+    trials, won = len(set(levels)), sum(successes)
+    if trials == len(successes):
+        return wilson(won, trials, confidence)
+    if won in (0, len(successes)):
+        return wilson(trials if won else 0, trials, confidence)
+    return bootstrap_mean([float(s) for s in successes], levels, confidence=confidence)
+
+
+def pass_at_k(solved: Sequence[int], samples: int, k: int, confidence: float = 0.95) -> Interval:
+    """Chance that at least one of k samples of a level succeeds, over levels.
+
+    1 − C(n−c, k) / C(n, k) of a level with c successes in n samples, averaged: unbiased, where
+    1 − (1 − c/n)ᵏ is not (Chen et al. 2021, arXiv:2107.03374, eq. 1). With k = n it is the share of
+    levels that were solved at all, and has `success_rate`'s interval; else levels are drawn.
+
+    Args:
+        solved: Successes of each level, c.
+        samples: Episodes of each level, n.
+        k: How many of them count, at most n.
+        confidence: Share of such intervals that hold the true chance.
+
+    Raises:
+        ValueError: No level, not 1 ≤ k ≤ n, or not 0 ≤ c ≤ n.
+
+    Example:
+        >>> pass_at_k([1, 0], samples=4, k=2).value  # (1 − C(3, 2) / C(4, 2) + 0) / 2
+        0.25
+    """
+    if not 1 <= k <= samples or not all(0 <= count <= samples for count in solved):
+        raise ValueError(f"pass@{k} of {samples} samples: expected 1 ≤ k ≤ n and 0 ≤ c ≤ n")
+    if k == samples:
+        return success_rate([count > 0 for count in solved], range(len(solved)), confidence)
+    chances = [1 - math.comb(samples - c, k) / math.comb(samples, k) for c in solved]
+    return bootstrap_mean(chances, range(len(chances)), confidence=confidence)

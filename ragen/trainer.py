@@ -33,6 +33,7 @@ from ragen.filters import select
 from ragen.guard import REMEDIES, GuardState, changed
 from ragen.memory import refuse_too_large
 from ragen.metrics import Metrics, last, merge, values
+from ragen.outcomes import outcome_of
 from ragen.progress import Watcher
 from ragen.recorder import CONFIG, Recorder, new_run_folder, refuse_existing
 from ragen.recovery import guarded, stalled
@@ -107,7 +108,7 @@ async def play(run: Run) -> list[Group]:
         run.watcher.episode(episode)
 
     groups = await groups_of(run.engine, run.setup, run.config, run.state.step, on_episode)
-    refuse_unplayable([episode for group in groups for episode in group.episodes])
+    refuse_unplayable([outcome_of(episode) for group in groups for episode in group.episodes])
     return groups
 
 

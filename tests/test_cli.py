@@ -282,7 +282,10 @@ def test_a_bug_keeps_its_traceback(trainer: Callable[[Any], None]) -> None:
         main(["train", "bandit"])
 
 
-def test_eval_prints_one_json_object(capsys: Capture) -> None:
+def test_eval_prints_one_json_object(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert (
         main(["eval", "solver", "--world", "bandit", "--episodes", "8", "--seed", "1", "--json"])
         == 0

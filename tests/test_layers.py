@@ -49,9 +49,10 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "evaluation"],
-        *["progress", "plots", "report", "card", "base", "sft", "diagnosis", "running"],
-        *["collection", "recovery", "trainer", "export", "studies", "viewer", "play", "doctor"],
+        *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "outcomes", "targets"],
+        *["evaluation", "progress", "plots", "report", "card", "scores", "base", "sft"],
+        *["diagnosis", "running", "collection", "recovery", "trainer", "export", "studies"],
+        *["viewer", "play", "doctor"],
         *["arguments", "cli"],
     ],
 }
@@ -60,8 +61,11 @@ NO_TORCH = ["L0 words", "L1 text", "L2 worlds", "L3 experience"]
 LIGHT = [
     *(module for layer in NO_TORCH for module in ORDER[layer]),
     "recorder",
+    "outcomes",
+    "targets",
     "evaluation",
     "report",
+    "scores",
 ]
 ONLY_IN = {"ray": {"engine_ray"}, "vllm": {"sampler_vllm"}}
 FACADE = {"__init__", "__main__"}  # `ragen` itself re-exports; it stands above all layers.

@@ -134,15 +134,17 @@ def test_every_example_is_learnt_once_a_pass() -> None:
 def test_the_plan_is_the_thought_and_the_answer() -> None:
     lake = make("frozen-lake-still")
     lake.reset(seed=123)
-    prompt = Prompt((), None, 0, 64, 1.0, 0)
+    prompt, limits = Prompt((), None, 0, 64, 1.0, 0), Limits(1, 5, 10, 5)
     for start, rest in (("", "<think>try "), ("<think>", "try "), ("<think>\n", "try ")):
-        said = Planner(SolverPlayer(), prefill=start).act(lake, Limits(1, 5, 10, 5), prompt)
+        said = Planner(lambda _: SolverPlayer(), prefill=start).act(
+            lake, Limits(1, 5, 10, 5), prompt
+        )
         plan = lake.solve(5, 10, 5)
         assert len(plan) > 2
         assert said.text == (
             f"{rest}{' then '.join(plan)}</think><answer>{' || '.join(plan)}</answer>"
         )
-    spoken = Planner(SolverPlayer(), think=False).act(lake, Limits(1, 5, 10, 5), prompt).text
+    spoken = Planner(lambda _: SolverPlayer(), think=False).act(lake, limits, prompt).text
     assert spoken == f"<answer>{' || '.join(plan)}</answer>"
 
 
@@ -157,7 +159,7 @@ def test_the_best_player_is_understood_in_every_chat(template: str, prefill: boo
 
 def test_the_embedded_tokenizer_knows_the_words_of_a_plan() -> None:
     plan = ["Left", "Down", "Dragon", "Phoenix", "Up"]
-    said = Planner(SolverPlayer()).thought(plan)
+    said = Planner(lambda _: SolverPlayer()).thought(plan)
     assert len(build().encode(said, add_special_tokens=False)) == len(said.split()) == 10
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen.statistics import bootstrap_mean, wilson
+from ragen.statistics import bootstrap_mean, pass_at_k, success_rate, wilson
 
 
 def test_wilson_by_hand():
@@ -59,3 +59,41 @@ def test_one_cluster_has_no_spread_and_unequal_ones_count_by_size():
     assert bootstrap_mean([0.0, 0.0, 3.0], [0, 0, 1]).value == 1.0
     with pytest.raises(ValueError, match="need as many"):
         bootstrap_mean([1.0], [])
+
+
+def test_pass_at_k_by_hand():
+    # n = 4, k = 2: c = 1 gives 1 − C(3,2)/C(4,2) = 1 − 3/6, c = 3 gives 1 − 0/6, c = 0 gives 0.
+    assert pass_at_k([1, 3, 0], 4, 2).value == pytest.approx((0.5 + 1.0 + 0.0) / 3)
+    assert pass_at_k([1, 3, 0], 4, 1).value == pytest.approx((0.25 + 0.75 + 0.0) / 3)
+    assert pass_at_k([1, 3, 0], 4, 4) == wilson(2, 3), "the share of levels that were solved at all"
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
+def test_pass_at_k_is_unbiased(chance):
+    """Over all counts of n = 5 tries, its mean is the true 1 − (1 − p)ᵏ; the plug-in's is not."""
+    n, k = 5, 3
+    likely = [math.comb(n, c) * chance**c * (1 - chance) ** (n - c) for c in range(n + 1)]
+    mean = sum(p * pass_at_k([c], n, k).value for c, p in enumerate(likely))
+    assert mean == pytest.approx(1 - (1 - chance) ** k)
+    plugged = sum(p * (1 - (1 - c / n) ** k) for c, p in enumerate(likely))
+    assert plugged < mean - 0.001
+
+
+@pytest.mark.parametrize(
+    ("solved", "samples", "k"), [([1], 2, 3), ([1], 2, 0), ([3], 2, 1), ([], 2, 1)]
+)
+def test_no_pass_at_k(solved, samples, k):
+    with pytest.raises(ValueError, match=r"expected 1 ≤ k ≤ n|need as many"):
+        pass_at_k(solved, samples, k)
+
+
+def test_success_rate_counts_levels():
+    once = success_rate([True, False, True], [1, 2, 3])
+    assert once == wilson(2, 3)
+    # Twice as many episodes on the same levels that always agree are no surer.
+    twice = success_rate([True, True, False, False, True, True], [1, 1, 2, 2, 3, 3])
+    assert twice.value == pytest.approx(2 / 3)
+    assert twice == bootstrap_mean([1.0, 1.0, 0.0, 0.0, 1.0, 1.0], [1, 1, 2, 2, 3, 3])
+    assert success_rate([False] * 4, [1, 1, 2, 2]) == wilson(0, 2), "no spread is not certainty"
+    with pytest.raises(ValueError, match="need as many"):
+        success_rate([], [])
