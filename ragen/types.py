@@ -22,6 +22,9 @@ StopReason = Literal["solved", "failed", "max_turns", "max_actions", "context", 
 """Why an episode ended: the first two are the world's own end, the next two the task's budgets (a
 limit of the world's own counts as the second), the last three cuts from outside."""
 
+Role = Literal["policy", "reference", "critic"]
+"""What a model is asked as: who acts, what it is measured from, who says what a state is worth."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
