@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -39,8 +39,8 @@ from ragen.types import Role
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of a PEFT folder."""
-BASE = "base_fingerprint"
-"""Key of the weights' metadata: `fingerprint_of_base` of the model that they were trained on."""
+BASE = "base.json"
+"""Beside them, the `fingerprint_of_base` of the model that the adapter was trained on."""
 MATRICES = ("lora_A", "lora_B")
 PLAIN = {
     "peft_type": ("LORA",),
@@ -197,14 +197,20 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: str | None = None) 
         model: With adapters.
         folder: Where `CONFIG` and `WEIGHTS` go.
         base: `fingerprint_of_base`, for a folder that is kept: whoever loads it compares.
+
+    Raises:
+        OSError, SafetensorError: The disk is full or cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt"} | ({BASE: base} if base else {})
     tensors = {name: t.detach().cpu().contiguous() for name, t in _tensors(model).items()}
-    save_file(tensors, folder / WEIGHTS, metadata)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     config = copy.copy(model.peft_config["policy"])
     config.inference_mode = True
+    if isinstance(config.target_modules, set):  # its order would differ from process to process
+        config.target_modules = sorted(config.target_modules)
     config.save_pretrained(str(folder))
+    if base is not None:
+        (folder / BASE).write_text(json.dumps({"fingerprint": base}))
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -216,16 +222,15 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """
     path = folder / WEIGHTS
     try:
-        with safe_open(path, "pt") as file:
-            base = (file.metadata() or {}).get(BASE)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise RagenError(f"cannot read the adapter {path}: {error}") from error
-    if base not in (None, fingerprint_of_base(model)):
+    known = _read(folder / BASE).get("fingerprint") if (folder / BASE).exists() else None
+    if known not in (None, fingerprint_of_base(model)):
         name = model.peft_config["policy"].base_model_name_or_path
         raise RagenError(
-            f"the adapter {folder} was trained on another base than {name} is now: put the old "
-            "weights back, they cannot be told from the adapter"
+            f"the adapter {folder} was trained on another base than {name} is now: put the "
+            "weights that it was trained on back there"
         )
     own = _tensors(model)
     for name in sorted(own.keys() | tensors.keys()):
@@ -255,7 +260,7 @@ def base_of(folder: Path) -> str:
     Raises:
         RagenError: The config cannot be read or names none, or the folder that it names is gone.
     """
-    name = str(_read_config(folder).get("base_model_name_or_path") or "")
+    name = str(_read(folder / CONFIG).get("base_model_name_or_path") or "")
     path = Path(name)
     if not name:
         raise RagenError(
@@ -283,7 +288,7 @@ def put_on(model: PreTrainedModel, folder: Path) -> None:
     """
     from peft import LoraConfig, PeftConfig
 
-    raw = _read_config(folder)
+    raw = _read(folder / CONFIG)
     for key, allowed in PLAIN.items():
         if raw.get(key, allowed[0]) not in allowed:
             raise RagenError(
@@ -359,13 +364,13 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        read = json.loads((folder / CONFIG).read_text())
+        read = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise RagenError(f"cannot read the adapter {folder / CONFIG}: {error}") from error
+        raise RagenError(f"cannot read the adapter {path}: {error}") from error
     if not isinstance(read, dict):
-        raise RagenError(f"cannot read the adapter {folder / CONFIG}: it is no object")
+        raise RagenError(f"cannot read the adapter {path}: it is no object")
     return read
 
 
