@@ -118,17 +118,12 @@ def target_names(model: PreTrainedModel, targets: str) -> list[str]:
         RagenError: The model has no layer of one of these names.
     """
     head = model.get_output_embeddings()
-    there = sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | Conv1D)
-            and module is not head
-            and not any(f".{matrix}." in name for matrix in MATRICES)
-        }
-        - {"base_layer"}
-        | {name.rpartition(".")[2] for name in _layers(model)}
+    linear = (
+        name.replace(".base_layer", "")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and not _is_thin(name)
     )
+    there = sorted({name.rpartition(".")[2] for name in linear})
     if targets == "all-linear":
         return there
     wanted = [name.strip() for name in targets.split(",")]
@@ -248,8 +243,20 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether a path is a PEFT folder without a model of its own."""
-    return (Path(path) / CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+    """Whether a path is a PEFT folder.
+
+    Raises:
+        RagenError: It is a model's folder too.
+    """
+    folder = Path(path)
+    if not (folder / CONFIG).is_file():
+        return False
+    if (folder / "config.json").is_file():
+        raise RagenError(
+            f"{folder} holds a model and an adapter ({CONFIG}): move one of them into a folder of "
+            "its own, and name the one that is meant"
+        )
+    return True
 
 
 def base_of(folder: Path) -> str:
@@ -313,7 +320,7 @@ def fingerprint_of_base(model: PreTrainedModel) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in model.named_parameters():
-        if not any(f".{matrix}." in name for matrix in MATRICES):
+        if not _is_thin(name):
             digest.update(name.replace(".base_layer.", ".").encode())
             rounded = weight.detach().to(torch.bfloat16).cpu().contiguous()
             digest.update(rounded.view(torch.uint8).numpy().tobytes())
@@ -362,6 +369,11 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         for name, layer in _layers(model).items()
         for matrix in MATRICES
     }
+
+
+def _is_thin(name: str) -> bool:
+    """Whether a parameter or module of this name is an adapter's."""
+    return any(f".{matrix}." in name for matrix in MATRICES)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -274,14 +275,10 @@ def test_a_critic_of_its_own_learns_what_a_copy_would() -> None:
     part = batch(one)
     assert one.critic is not None
     torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
-    with acting(one.model, "critic"):
-        critics = copy.deepcopy(one.model)
-    lora._act(critics, "critic")
-    for layer in lora._layers(critics).values():
-        layer.lora_A["policy"], layer.lora_B["policy"] = (
-            layer.lora_A["critic"],
-            layer.lora_B["critic"],
-        )
+    critics = copy.deepcopy(one.model)
+    pairs = (adapter_of(critics, role).parameters() for role in BOTH)
+    for policys, own in zip(*pairs, strict=True):
+        policys.data.copy_(own.data)
     copied = model.Critic(merged(critics))
     copied.head = one.critic.head
     before_BT = torch.zeros_like(part.mask_BT)
@@ -460,6 +457,23 @@ def test_what_is_more_than_lora_is_refused(
     config = json.loads((folder / lora.CONFIG).read_text())
     (folder / lora.CONFIG).write_text(json.dumps(config | more))
     assert "not plain LoRA" in message(put_on, loaded(base), folder)
+
+
+def test_a_folder_is_a_model_or_an_adapter(saved: tuple[Path, Any], base: Path) -> None:
+    folder, _ = saved
+    assert lora.is_adapter(folder) and not lora.is_adapter(base)
+    assert not lora.is_adapter("Qwen/Qwen2.5-0.5B-Instruct")
+    shutil.copy(folder / lora.CONFIG, base)
+    assert "holds a model and an adapter" in message(lora.is_adapter, base)
+
+
+def test_dropout_of_another_trainer_is_left_out(saved: tuple[Path, Any], base: Path) -> None:
+    folder, one = saved
+    config = json.loads((folder / lora.CONFIG).read_text())
+    (folder / lora.CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    again = loaded(base)
+    put_on(again, folder)
+    assert torch.equal(logits(again.train()), logits(one))
 
 
 def test_a_base_that_has_moved(saved: tuple[Path, Any], base: Path) -> None:

@@ -179,12 +179,10 @@ def test_looking_closer(finished: Path) -> None:
     assert any(name.startswith("gradient_by_std/0/kl_per_token") for name in found)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_bandit_is_learnt(tmp_path: Path, seed: int) -> None:
+def test_bandit_is_learnt(tmp_path: Path) -> None:
     """The embedded model, from even odds to the better arm, by adapters of rank 8 alone."""
     values = {
-        "seed": seed,
-        "steps": 25,
+        "steps": 20,
         "threads": 1,
         "lora.rank": 8,
         "lora.alpha": 16,
