@@ -117,13 +117,7 @@ def target_names(model: PreTrainedModel, targets: str) -> list[str]:
     Raises:
         RagenError: The model has no layer of one of these names.
     """
-    head = model.get_output_embeddings()
-    linear = (
-        name.replace(".base_layer", "")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and not _is_thin(name)
-    )
-    there = sorted({name.rpartition(".")[2] for name in linear})
+    there = sorted({name.rpartition(".")[2] for name in _linear(model)})
     if targets == "all-linear":
         return there
     wanted = [name.strip() for name in targets.split(",")]
@@ -199,7 +193,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: str | None = None) 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().cpu().contiguous() for name, t in _tensors(model).items()}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    config = copy.copy(model.peft_config["policy"])
+    config: Any = copy.copy(model.peft_config["policy"])
     config.inference_mode = True
     if isinstance(config.target_modules, set):  # its order would differ from process to process
         config.target_modules = sorted(config.target_modules)
@@ -362,6 +356,16 @@ def _layers(model: PreTrainedModel) -> dict[str, Any]:
     return {name: each for name, each in model.named_modules() if isinstance(each, LoraLayer)}
 
 
+def _linear(model: PreTrainedModel) -> list[str]:
+    """The linear layers that may get an adapter, by name, adapted or not."""
+    head = model.get_output_embeddings()
+    return [
+        name.removesuffix(".base_layer")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and not _is_thin(name)
+    ]
+
+
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The policy's matrices under their names in a PEFT folder."""
     return {
@@ -388,13 +392,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _refuse_other_shape(model: PreTrainedModel, rank: int, alpha: int, names: list[str]) -> None:
     layers = _layers(model)
-    ranks = sorted({layer.r["policy"] for layer in layers.values()})
-    scales = sorted({layer.scaling["policy"] for layer in layers.values()})
-    covered = sorted({name.rpartition(".")[2] for name in layers})
-    if (ranks, scales, covered) != ([rank], [alpha / rank], sorted(names)):
-        found = ", ".join(f"{scale * ranks[0]:g}" for scale in scales)
+    shapes = {(layer.r["policy"], layer.scaling["policy"]) for layer in layers.values()}
+    wanted = [name for name in _linear(model) if name.rpartition(".")[2] in names]
+    if shapes != {(rank, alpha / rank)} or list(layers) != wanted:
+        found = " or ".join(f"rank {r} and alpha {r * scale:g}" for r, scale in sorted(shapes))
+        covered = ",".join(sorted({name.rpartition(".")[2] for name in layers}))
         raise RagenError(
-            f"the adapter that model.path names has rank {', '.join(map(str, ranks))} and alpha "
-            f"{found} on {','.join(covered)}: to go on with it, set lora.rank, lora.alpha and "
-            "lora.targets so; lora.rank = 0 merges it and trains all weights"
+            f"the adapter that model.path names has {found} on {len(layers)} layers ({covered}), "
+            f"and lora.rank, lora.alpha and lora.targets ask for {rank} and {alpha} on "
+            f"{len(wanted)}: set them so, or lora.rank = 0 to merge it and train all weights"
         )
