@@ -191,13 +191,11 @@ def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     Raises:
         RagenError: As `load_policy` and `ragen.lora.put_on`.
     """
-    adapter = Path(path) if lora.is_adapter(path) else None
-    source = path if adapter is None else lora.base_of(adapter)
-    model, tokenizer = load_policy(source, config.model.device, config.model.dtype)
-    if adapter is not None:
-        lora.put_on(model, adapter)
-        if (adapter / "tokenizer_config.json").is_file():  # its template may differ from the base's
-            tokenizer = AutoTokenizer.from_pretrained(str(adapter))
+    model, tokenizer = load_policy(lora.base_of(path), config.model.device, config.model.dtype)
+    if lora.is_adapter(path):
+        lora.put_on(model, Path(path))
+        if (Path(path) / "tokenizer_config.json").is_file():  # its template may be another
+            tokenizer = AutoTokenizer.from_pretrained(path)
     return model, tokenizer
 
 
@@ -230,7 +228,7 @@ def prepared(config: Config, path: str, model: PreTrainedModel, critic: bool) ->
         alpha=wanted.alpha,
         targets=wanted.targets,
         seed=config.seed,
-        base=lora.base_of(Path(path)) if began_adapted else path,
+        base=lora.base_of(path),
     )
     return model
 

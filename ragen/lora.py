@@ -253,27 +253,30 @@ def is_adapter(path: str | Path) -> bool:
     return True
 
 
-def base_of(folder: Path) -> str:
-    """The folder or hub id of the model that a PEFT folder belongs to.
+def base_of(path: str | Path) -> str:
+    """The folder or hub id of the base: of a PEFT folder the one it names, else the path itself.
 
     An embedded model that was part of another installation is found in this one.
 
     Raises:
         RagenError: The config cannot be read or names none, or the folder that it names is gone.
     """
+    if not is_adapter(path):
+        return str(path)
+    folder = Path(path)
     name = str(_read(folder / CONFIG).get("base_model_name_or_path") or "")
-    path = Path(name)
     if not name:
         raise RagenError(
             f"{folder / CONFIG} names no base model: write its folder or hub id there, as "
             "base_model_name_or_path"
         )
-    embedded = Path(str(resources.files("ragen") / "bases" / path.name))
-    if path.is_dir():
+    base = Path(name)
+    embedded = Path(str(resources.files("ragen") / "bases" / base.name))
+    if base.is_dir():
         return name
-    if path.parts[-3:-1] == ("ragen", "bases") and embedded.is_dir():
+    if base.parts[-3:-1] == ("ragen", "bases") and embedded.is_dir():
         return str(embedded)
-    if path.is_absolute():
+    if base.is_absolute():
         raise RagenError(
             f"the adapter {folder} belongs to the model {name}, which is not there any more: put "
             "it back, or put a link there to where it is now"

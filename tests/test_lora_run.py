@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from test_guard_run import BACK, Plan, alarms_at, events
 from test_trainer import GAE, Interrupts, config, kill_and_resume, numbers, same
 
-from ragen import checkpoint, lora
+from ragen import checkpoint, fast_qwen2, lora
 from ragen.config import Config
 from ragen.engine_local import LocalEngine, loaded, policy_of
 from ragen.errors import RagenError
@@ -69,6 +69,13 @@ def test_every_number_is_there_and_the_sampler_agrees(finished: Path) -> None:
     # In the first step the policy is the base: what remains is rounding.
     kl = metrics["kl/reference"]
     assert kl[1] < 1e-9 < 1e-6 < kl[3]
+
+
+def test_the_general_path_agrees_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any architecture: sampler and learner go through transformers and peft."""
+    monkeypatch.setattr(fast_qwen2, "supports", lambda _: False)
+    train(asked(**GAE, steps=2, eval__episodes=0), tmp_path / "run")
+    assert max(read_metrics(tmp_path / "run")["mismatch/max_abs"].values()) < 1e-4
 
 
 def test_a_run_is_played_as_it_is_and_merged(finished: Path) -> None:
