@@ -32,7 +32,10 @@ __all__ = ["alarms_at"]  # a fixture that tests here ask for
 
 LORA: dict[str, Any] = {"lora__rank": 4, "lora__alpha": 8, "update__lr": 1e-2}
 SHARED = GAE | {"model__critic": "shared"}
-KINDS = pytest.mark.parametrize("more", [{}, GAE, SHARED], ids=["grpo", "gae", "shared"])
+HALF = GAE | {"model__dtype": "bfloat16"}
+KINDS = pytest.mark.parametrize(
+    "more", [{}, GAE, SHARED, HALF], ids=["grpo", "gae", "shared", "bfloat16"]
+)
 
 
 def asked(**more: Any) -> Config:
@@ -162,6 +165,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path, more: dict[
         train(whole, tmp_path / "run", watcher=Interrupts("episode", 10, signal.SIGINT))
     resume(tmp_path / "run")
     same(tmp_path / "run", numbers(tmp_path / "whole"))
+    # The base is known again in the other precision too.
+    evaluate_target(str(tmp_path / "run"), {"model.dtype": "float32"}, episodes=2)
 
 
 @pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
