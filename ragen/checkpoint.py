@@ -230,6 +230,41 @@ def writing(
     drop_old(run, keep, best, every)
 
 
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it gets its name when it is whole, and is gone where that never comes.
+
+    Raises:
+        RagenError: `target` exists already, or the disk is full or cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> target = Path(tempfile.mkdtemp()) / "model"
+        >>> with new_folder(target) as folder:
+        ...     _ = (folder / "config.json").write_text("{}")
+        ...     target.exists()
+        False
+        >>> (target / "config.json").exists()
+        True
+    """
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if target.exists():  # renaming would replace an empty folder
+            raise RagenError(f"{target} exists already; name a folder that does not")
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            _flush(path)
+        temporary.rename(target)
+        _flush(target.parent)
+    except (OSError, SafetensorError) as error:
+        raise RagenError(
+            f"could not write {target} ({error}); make room, or name a folder that can be written"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the loop's state into a checkpoint, after all other files: it names their hashes."""
     hashes = {

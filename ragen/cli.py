@@ -148,6 +148,10 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     config = resolve(options.recipe, overrides)
     make(config.world.name, **config.world.params)
     if options.dry_run:
+        from ragen.progress import hint
+
+        if advice := hint(config):
+            _complain(advice)
         _show_config(config)
         return 0
     from ragen.recorder import refuse_existing
@@ -210,6 +214,17 @@ def _show_config(config: Config) -> None:
         preset = "unset" if change.preset is None else change.preset
         print(f"#   {change.key} = {change.value!r}  (preset: {preset!r})")
     print(dump(config), end="")
+    _show_memory(config)
+
+
+def _show_memory(config: Config) -> None:
+    """The memory plan as comments, where nothing has to be fetched for it."""
+    from ragen.memory import plan
+    from ragen.pretrained import is_at_hand
+
+    if config.model.path == "base" or is_at_hand(config.model.path):
+        for line in plan(config).lines():
+            print(f"# {line}")
 
 
 def _result_record(result: Result) -> dict[str, Any]:
@@ -340,6 +355,29 @@ def _report(options: Namespace, _: Overrides) -> int:
     return 0
 
 
+def _export_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a folder that does not exist [RUN/export-step-N]"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="a checkpoint's step [the newest]")
+    which.add_argument("--best", action="store_true", help="the checkpoint that was evaluated best")
+    parser.add_argument(
+        "--merge", action="store_true", help="add a LoRA adapter to its base: whole weights"
+    )
+
+
+def _export(options: Namespace, _: Overrides) -> int:
+    from ragen.export import export
+
+    folder = export(
+        options.run, options.out, step=options.step, best=options.best, merge=options.merge
+    )
+    print(f"the policy is in {folder}; its README.md says how well it plays and how to use it")
+    return 0
+
+
 def _play_options(parser: Parser) -> None:
     parser.add_argument("world", metavar="WORLD", help="a world (ragen envs), or file.py:Class")
     parser.add_argument(
@@ -461,6 +499,62 @@ def _base(options: Namespace, _: Overrides) -> int:
     return 0
 
 
+def _sft_options(parser: Parser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the model's folder; must not exist"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help='conversations, one {"messages": […]} a line [episodes of the best player]',
+    )
+    parser.add_argument("--episodes", type=int, metavar="N", help="of the best player [1024]")
+    parser.add_argument("--epochs", type=int, metavar="E", help="passes over the examples [3]")
+    parser.add_argument("--lr", type=float, metavar="LR", help="[10 times the recipe's update.lr]")
+    _output_options(parser)
+    parser.epilog = (
+        "World, prompts, budgets and model are the recipe's; keys of these and most of update "
+        "(ragen train --help) may be set as well. Then: ragen train RECIPE --model DIR"
+    )
+
+
+def _sft(options: Namespace, overrides: Overrides) -> int:
+    from ragen.env import make
+    from ragen.settings import resolve
+
+    config = resolve(options.recipe, overrides)
+    make(config.world.name, **config.world.params)
+    from ragen.sft import refuse_unread, sft
+
+    refuse_unread(overrides)
+    if options.data and options.episodes is not None:
+        raise RagenError("--episodes counts those of the best player; leave it or --data out")
+    given = {name: getattr(options, name) for name in ("episodes", "epochs", "lr")}
+    console = _console(stderr=True)
+
+    def watch(line: str) -> None:
+        if not options.quiet:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    tuned = sft(
+        config,
+        options.out,
+        options.data,
+        **{name: value for name, value in given.items() if value is not None},
+        watch=watch,
+    )
+    if options.json:
+        print(json.dumps(tuned.record()))
+        return 0
+    print(tuned)
+    print(f"{tuned.seconds:.0f} s; the model is in {tuned.model}")
+    print(f"evaluate it:       {_program()} eval {tuned.model} --world {config.world.name}")
+    print(f"train it further:  {_program()} train {options.recipe} --model {tuned.model}")
+    return 0
+
+
 def _doctor_options(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -483,10 +577,12 @@ COMMANDS: dict[str, Command] = {
     "resume": Command("go on with a run that was stopped", _resume_options, _resume),
     "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
     "report": Command("one page about a run, with plots", _report_options, _report),
+    "export": Command("a run's policy for transformers and vLLM", _export_options, _export),
     "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
     "envs": Command("list the worlds with their floor and ceiling", _envs_options, _envs),
     "check": Command("hold worlds to the contract", _check_options, _check),
     "base": Command("prepare the embedded model anew", _base_options, _base),
+    "sft": Command("fine-tune a model on examples", _sft_options, _sft, True),
     "doctor": Command("what is installed, what this machine can do", _doctor_options, _doctor),
 }
 

@@ -29,7 +29,8 @@ from ragen.engine import WeightedPolicy
 from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.metrics import Metrics
-from ragen.model import load_policy, save_model
+from ragen.model import load_policy, recompute_layers, save_model
+from ragen.precision import Masters
 from ragen.sampler import Sampler
 from ragen.types import Role
 
@@ -52,7 +53,7 @@ class LocalEngine:
         self.model, self.tokenizer = loaded(config, path)
         critic = config.advantage.name in NEEDS_VALUES
         self.model = prepared(config, path, self.model, critic)
-        self.chat = Chat(self.tokenizer, think=config.prompt.think)
+        self.chat = chat_of(config, self.tokenizer)
         self.version = 0
         self.policy: WeightedPolicy = sampler_of(config, self.model, self.chat)
         loss = config.loss
@@ -122,6 +123,8 @@ class LocalEngine:
             save_tensors(learner.critic.state_dict(), folder / "critic.safetensors")
         for name, optimizer in learner.named_optimizers().items():
             save_tensors(optimizer_tensors(optimizer), folder / f"{name}.safetensors")
+        for name, masters in learner.named_masters().items():
+            save_tensors(masters.tensors(), folder / f"{name}.safetensors")
         return {"version": self.version, "reference": self._reference()}
 
     async def load(self, folder: Path, state: dict[str, Any]) -> None:
@@ -142,6 +145,8 @@ class LocalEngine:
             _restore(learner.critic, load_tensors(folder / "critic.safetensors"), folder)
         for name, optimizer in learner.named_optimizers().items():
             restore_optimizer(optimizer, load_tensors(folder / f"{name}.safetensors"))
+        for name, masters in learner.named_masters().items():
+            masters.restore(load_tensors(folder / f"{name}.safetensors"))
         self.version = int(state["version"])
         await self.policy.publish(self.model, self.version)
         learner.synced = True
@@ -161,6 +166,8 @@ class LocalEngine:
                 module.to("meta")  # no storage
         for optimizer in learner.named_optimizers().values():
             optimizer.state.clear()
+            optimizer.param_groups.clear()
+        learner.masters = learner.critic_masters = Masters(())
 
 
 def sampler_of(config: Config, model: PreTrainedModel, chat: Chat) -> Sampler:
@@ -181,22 +188,40 @@ def policy_of(config: Config, path: str) -> tuple[Sampler, Chat]:
         RagenError: As `LocalEngine`.
     """
     model, tokenizer = loaded(config, path)
-    chat = Chat(tokenizer, think=config.prompt.think)
+    chat = chat_of(config, tokenizer)
     return sampler_of(config, model, chat), chat
 
 
 def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and the tokenizer that a path stands for; of a PEFT folder its base, adapter on.
+    """The model and the tokenizer that a config asks for; of a PEFT folder its base, adapter on.
 
     Raises:
         RagenError: As `load_policy` and `ragen.lora.put_on`.
     """
-    model, tokenizer = load_policy(lora.base_of(path), config.model.device, config.model.dtype)
+    asked = config.model
+    model, tokenizer = load_policy(
+        lora.base_of(path),
+        asked.device,
+        asked.dtype,
+        attention=asked.attention,
+        max_length=asked.max_length,
+    )
     if lora.is_adapter(path):
         lora.put_on(model, Path(path))
         if (Path(path) / "tokenizer_config.json").is_file():  # its template may be another
             tokenizer = AutoTokenizer.from_pretrained(path)
+    if asked.gradient_checkpointing:
+        recompute_layers(model)
     return model, tokenizer
+
+
+def chat_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """The chat by a tokenizer's template, as a config asks for it.
+
+    Raises:
+        RagenError: As `Chat`.
+    """
+    return Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
 
 
 def prepared(config: Config, path: str, model: PreTrainedModel, critic: bool) -> PreTrainedModel:

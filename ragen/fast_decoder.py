@@ -171,7 +171,9 @@ class _Reach:
             (rows_N[rows_F] if flat is not None else rows_F).to(device),
             columns_F.to(device),
         )
-        self.width = int(starts_N.max()) + most
+        # The longest of these starts need not be that of the slot with the most queries.
+        places_F = starts_N if flat is None else starts_N[flat[0]] + flat[1]
+        self.width = int(places_F.max()) + 1
         last_RT = starts_R[:, None] + torch.arange(most)
         hidden_RTW = torch.arange(self.width) > last_RT[:, :, None]
         self.mask_R1TW = torch.zeros(hidden_RTW.shape).masked_fill_(hidden_RTW, -torch.inf)[:, None]

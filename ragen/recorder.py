@@ -101,7 +101,9 @@ PRAGMA user_version = {SCHEMA_VERSION};
 
 
 def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
-    """Make the folder of a new run: `out`, or the next number under `root` (``runs/bandit-3``).
+    """Make the folder of a new run: `out`, or the next number under `root`.
+
+    Runs lie side by side: the third of ``paper/bandit`` is ``runs/paper-bandit-3``.
 
     Raises:
         RagenError: `out` exists already, or the folder cannot be made.
@@ -112,6 +114,7 @@ def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
             out.mkdir(parents=True)
             return out
         root.mkdir(parents=True, exist_ok=True)
+        name = name.replace("/", "-")
         numbered = re.compile(re.escape(name) + r"-(\d+)")
         found = [numbered.fullmatch(entry.name) for entry in root.iterdir()]
         number = 1 + max((int(match[1]) for match in found if match), default=0)

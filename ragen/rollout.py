@@ -66,6 +66,7 @@ class Setup:
     think: bool = True
     prefilled: bool = True
     window: int = 0
+    drops_thoughts: bool = False
     chat: Chat | None = None
     max_tokens: int = 80
     min_tokens: int = 0
@@ -117,6 +118,7 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
         think=prompt.think,
         prefilled=prompt.prefill,
         window=prompt.window,
+        drops_thoughts=prompt.think and prompt.history_thoughts == "drop",
         chat=chat,
         max_tokens=rollout.max_tokens,
         min_tokens=rollout.min_tokens,
@@ -244,6 +246,27 @@ async def play(policy: Policy | PlayerPolicy, setup: Setup, place: Place) -> Epi
     return running.episode(running.stop_reason)
 
 
+def refuse_cramped(setup: Setup, level: int) -> None:
+    """Refuse a run whose first prompt leaves no room for a reply.
+
+    Raises:
+        RagenError: The prompt of `level` is too long. Other levels may be shorter, but not by much.
+    """
+    try:
+        with closing(Guarded(setup.make, None if setup.workers else setup.timeout_s)) as world:
+            conversation, view = _Running(setup, Place(level, 0, 0, (0, "look"))).begin(world)
+    except WorldError:
+        return  # the episodes that fail will tell
+    _, token_ids, _ = conversation.ask(view)
+    if token_ids and len(token_ids) + setup.max_tokens > setup.max_length:
+        setup.close()
+        raise RagenError(
+            f"the first prompt of the world {setup.world!r} has {len(token_ids)} tokens, which "
+            f"leaves no room for a reply of rollout.max_tokens = {setup.max_tokens}: "
+            f"raise model.max_length from {setup.max_length}, or lower rollout.max_tokens"
+        )
+
+
 class _Running:
     """An episode while it is played: the turns so far and what is left of the budgets."""
 
@@ -256,17 +279,8 @@ class _Running:
         self.success = False
 
     async def play(self, world: Guarded, policy: Policy | PlayerPolicy) -> None:
-        setup, place = self.setup, self.place
-        observation = world.reset(place.level_seed, place.noise_seed(setup.common_noise))
-        conversation = Conversation(
-            PromptBuilder(setup.style, setup.think, max_tokens=setup.max_tokens),
-            (world.rules, world.goal, world.actions),
-            setup.chat,
-            setup.window,
-            setup.max_length - setup.max_tokens,
-            setup.prefill,
-        )
-        view = View(observation, self._limits(0))
+        setup = self.setup
+        conversation, view = self.begin(world)
         for number in range(setup.turns):
             prompt = self._prompt(conversation, view, number)
             if prompt.token_ids and len(prompt.token_ids) + setup.max_tokens > setup.max_length:
@@ -287,6 +301,21 @@ class _Running:
                 self.stop_reason = "max_actions"
                 return
             view = View(world.observation, self._limits(number + 1), turn.reward, problem)
+
+    def begin(self, world: Guarded) -> tuple[Conversation, View]:
+        """Reset the world; what is talked about it, and the first thing that is seen."""
+        setup, place = self.setup, self.place
+        observation = world.reset(place.level_seed, place.noise_seed(setup.common_noise))
+        conversation = Conversation(
+            PromptBuilder(setup.style, setup.think, max_tokens=setup.max_tokens),
+            (world.rules, world.goal, world.actions),
+            setup.chat,
+            setup.window,
+            setup.max_length - setup.max_tokens,
+            setup.prefill,
+            setup.drops_thoughts,
+        )
+        return conversation, View(observation, self._limits(0))
 
     def _limits(self, number: int) -> Limits:
         setup = self.setup
@@ -319,7 +348,8 @@ class _Running:
             max_actions=min(setup.actions_per_turn, self.actions_left),
         )
         if completion.finish_reason == "length":
-            parsed = replace(parsed, actions=(), valid=False, problem="the reply was too long")
+            problem = f"It was cut off after {setup.max_tokens} tokens, so nothing of it was done."
+            parsed = replace(parsed, actions=(), valid=False, problem=problem)
         read: dict[str, Any] = {}
         if parsed.thought is not None and world.env.reads_thoughts:
             read = notes(world.read_thought(parsed.thought), parsed.actions_asked)

@@ -24,7 +24,8 @@ ORDER: dict[str, list[str]] = {
     "L2 worlds": ["boundary", "env", "envs"],
     "L3 experience": [
         *["policy", "players", "references", "endpoint", "context", "isolated", "reasoning"],
-        *["rollout", "samples", "statistics", "demonstrations", "demonstrations_lake"],
+        *["rollout", "samples", "transcripts", "statistics", "demonstrations"],
+        "demonstrations_lake",
         "demonstrations_sokoban",
     ],
     "L4 maths": [
@@ -32,6 +33,8 @@ ORDER: dict[str, list[str]] = {
         *["losses", "filters", "diagnostics", "information", "exactness"],
     ],
     "L5 learning": [
+        "precision",
+        "pretrained",
         "fast_blocks",
         "fast_qwen2",
         "fast_decoder",
@@ -47,9 +50,9 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["threads", "stopping", "watchdog", "recorder", "guard", "evaluation", "progress"],
-        *["plots", "report", "base", "diagnosis", "running", "collection", "recovery", "trainer"],
-        *["studies", "viewer", "play", "doctor"],
+        *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "evaluation"],
+        *["progress", "plots", "report", "card", "base", "sft", "diagnosis", "running"],
+        *["collection", "recovery", "trainer", "export", "studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
     ],
 }

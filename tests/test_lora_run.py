@@ -22,6 +22,7 @@ from ragen.config import Config
 from ragen.engine_local import LocalEngine, loaded, policy_of
 from ragen.errors import RagenError
 from ragen.evaluation import evaluate_target, evaluations_of
+from ragen.export import export
 from ragen.lora import merged
 from ragen.recorder import read_metrics
 from ragen.settings import resolve
@@ -101,6 +102,17 @@ def test_a_run_is_played_as_it_is_and_merged(finished: Path) -> None:
         each for each in evaluations_of(finished) if each.step == 3 and each.evaluation.temperature
     ]
     assert found.success == last.evaluation.success
+
+
+def test_a_run_is_exported_as_an_adapter_and_merged(finished: Path, tmp_path: Path) -> None:
+    expected = loaded(config(), str(checkpoint.newest(finished)))[0]
+    export(finished, tmp_path / "adapter")
+    export(finished, tmp_path / "whole", merge=True)
+    assert lora.is_adapter(tmp_path / "adapter") and not lora.is_adapter(tmp_path / "whole")
+    probe = torch.arange(1, 9)[None]
+    for folder, atol in (("adapter", 0.0), ("whole", 1e-4)):
+        model, _ = loaded(config(), str(tmp_path / folder))
+        torch.testing.assert_close(model(probe).logits, expected(probe).logits, rtol=0, atol=atol)
 
 
 def test_training_goes_on_from_a_run(finished: Path, tmp_path: Path) -> None:

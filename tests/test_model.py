@@ -159,7 +159,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    raw = Tokenizer(WordLevel({f"t{i}": i for i in range(40)}, unk_token="t0"))
+    raw = Tokenizer(WordLevel({f"t{i}": i for i in range(30)}, unk_token="t0"))
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="t0", eos_token="t2")
 
 

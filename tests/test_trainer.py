@@ -47,6 +47,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared": GAE | {"model__critic": "shared", "update__critic_warmup_steps": 1},
     "dapo": DAPO,
     "updates": {"budget": "updates", "filter__rule": "all", "update__lr_end": 0.1, "steps": 5},
+    "bfloat16": {"model__dtype": "bfloat16"},
+    "bfloat16 gae": GAE | {"model__dtype": "bfloat16", "update__muon_lr": 1e-3},
 }
 BOTH = pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
 
@@ -96,7 +98,7 @@ def numbers(run: Path) -> dict[str, Any]:
         ),
         "evaluations": evaluations,
         "tensors": {
-            f"{path.name}:{name}": tensor.numpy().tobytes()
+            f"{path.name}:{name}": tensor.flatten().view(torch.uint8).numpy().tobytes()
             for path in sorted(newest.glob("*.safetensors"))
             for name, tensor in load_file(path).items()
         },
@@ -450,6 +452,8 @@ CASES += [
 CASES += [
     ("third rollout", signal.SIGINT, "updates"),
     ("last evaluation", signal.SIGINT, "updates"),
+    ("second rollout", signal.SIGINT, "bfloat16"),
+    ("third rollout", signal.SIGINT, "bfloat16 gae"),
 ]
 
 
