@@ -387,6 +387,16 @@ class Config(Section):
                 'penalty in the reward (loss.kl_kind = "k1") would enter; use "k3" or "k2", or '
                 "loss.kl = 0"
             )
+        if self.lora.rank and self.update.muon_lr:
+            raise ValueError(
+                "update.muon_lr moves whole weight matrices, of which lora.rank trains thin "
+                "factors: set update.muon_lr = 0 (AdamW), or lora.rank = 0"
+            )
+        if not all(name.strip() for name in self.lora.targets.split(",")):
+            raise ValueError(
+                f"lora.targets = {self.lora.targets!r}: expected all-linear, or names of layers "
+                "with commas in between, such as q_proj,v_proj"
+            )
         if self.rollout.min_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.min_tokens must not exceed rollout.max_tokens")
         if self.rollout.max_tokens >= self.model.max_length:

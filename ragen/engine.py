@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,8 +13,7 @@ from ragen.batch import Batch
 from ragen.chat import Chat
 from ragen.metrics import Metrics
 from ragen.policy import Policy
-
-Role = Literal["policy", "reference", "critic"]
+from ragen.types import Role
 
 
 class WeightedPolicy(Policy, Protocol):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ragen import lora
 from ragen.advantages import NEEDS_VALUES
 from ragen.batch import Batch
 from ragen.chat import Chat
@@ -23,13 +25,14 @@ from ragen.checkpoint import (
     save_tensors,
 )
 from ragen.config import Config
-from ragen.engine import Role, WeightedPolicy
+from ragen.engine import WeightedPolicy
 from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.metrics import Metrics
 from ragen.model import load_policy, recompute_layers, save_model
 from ragen.precision import Masters
 from ragen.sampler import Sampler
+from ragen.types import Role
 
 
 class LocalEngine:
@@ -48,6 +51,8 @@ class LocalEngine:
 
     def __init__(self, config: Config, path: str) -> None:
         self.model, self.tokenizer = loaded(config, path)
+        critic = config.advantage.name in NEEDS_VALUES
+        self.model = prepared(config, path, self.model, critic)
         self.chat = chat_of(config, self.tokenizer)
         self.version = 0
         self.policy: WeightedPolicy = sampler_of(config, self.model, self.chat)
@@ -56,13 +61,18 @@ class LocalEngine:
             self.model,
             config.update,
             loss,
-            critic=config.advantage.name in NEEDS_VALUES,
+            critic=critic,
             shared=config.model.critic == "shared",
             reference=loss.kl > 0,
             steps=config.steps,
             temperature=config.rollout.temperature,
             longest=config.world.turns * config.rollout.max_tokens,
         )
+
+    @cached_property
+    def _base(self) -> str:
+        """What the base of the adapters is known by; it never changes."""
+        return lora.fingerprint_of_base(self.model)
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """See `Engine.score`."""
@@ -99,35 +109,38 @@ class LocalEngine:
         self.policy.forget()
 
     async def save(self, folder: Path) -> dict[str, Any]:
-        """See `Engine.save`: the model in Hugging Face layout, the rest as safetensors."""
+        """See `Engine.save`: the model in Hugging Face layout, the rest as safetensors.
+
+        With LoRA the adapter takes the model's place, as a PEFT folder.
+        """
         learner = self.learner
-        save_model(self.model, self.tokenizer, folder)
+        if lora.adapted(self.model):
+            lora.save_adapter(self.model, folder, self._base)
+            self.tokenizer.save_pretrained(str(folder))
+        else:
+            save_model(self.model, self.tokenizer, folder)
         if learner.critic is not None:
             save_tensors(learner.critic.state_dict(), folder / "critic.safetensors")
         for name, optimizer in learner.named_optimizers().items():
             save_tensors(optimizer_tensors(optimizer), folder / f"{name}.safetensors")
         for name, masters in learner.named_masters().items():
             save_tensors(masters.tensors(), folder / f"{name}.safetensors")
-        reference = learner.reference
-        return {
-            "version": self.version,
-            "reference": fingerprint(reference) if reference is not None else None,
-        }
+        return {"version": self.version, "reference": self._reference()}
 
     async def load(self, folder: Path, state: dict[str, Any]) -> None:
         """See `Engine.load`."""
         learner = self.learner
         known = state["reference"]  # none where the guard switched the KL term on since
-        if learner.reference is not None and known not in (None, fingerprint(learner.reference)):
+        here = self._reference()
+        if here is not None and known not in (None, here):
             raise RagenError(
                 "the model this run began with has changed since, so its KL reference is lost; "
                 "put the old weights back where model.path points"
             )
-        try:
-            saved, _ = load_policy(str(folder), "cpu", "float32")
-        except RagenError as error:
-            raise Damaged(folder / "model.safetensors", error.__cause__ or error) from error
-        _restore(self.model, saved.state_dict(), folder)
+        if lora.adapted(self.model):
+            lora.load_adapter(self.model, folder)
+        else:
+            _restore(self.model, _saved_weights(folder), folder)
         if learner.critic is not None:
             _restore(learner.critic, load_tensors(folder / "critic.safetensors"), folder)
         for name, optimizer in learner.named_optimizers().items():
@@ -137,6 +150,11 @@ class LocalEngine:
         self.version = int(state["version"])
         await self.policy.publish(self.model, self.version)
         learner.synced = True
+
+    def _reference(self) -> str | None:
+        """What the reference is known by; with LoRA it is the base, which the adapter knows."""
+        reference = self.learner.reference
+        return None if reference is None or reference is self.model else fingerprint(reference)
 
     async def close(self) -> None:
         """See `Engine.close`: a rollback builds the next engine while this one is still named."""
@@ -175,15 +193,23 @@ def policy_of(config: Config, path: str) -> tuple[Sampler, Chat]:
 
 
 def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and the tokenizer that a config asks for.
+    """The model and the tokenizer that a config asks for; of a PEFT folder its base, adapter on.
 
     Raises:
-        RagenError: As `load_policy`.
+        RagenError: As `load_policy` and `ragen.lora.put_on`.
     """
     asked = config.model
     model, tokenizer = load_policy(
-        path, asked.device, asked.dtype, attention=asked.attention, max_length=asked.max_length
+        lora.base_of(path),
+        asked.device,
+        asked.dtype,
+        attention=asked.attention,
+        max_length=asked.max_length,
     )
+    if lora.is_adapter(path):
+        lora.put_on(model, Path(path))
+        if (Path(path) / "tokenizer_config.json").is_file():  # its template may be another
+            tokenizer = AutoTokenizer.from_pretrained(path)
     if asked.gradient_checkpointing:
         recompute_layers(model)
     return model, tokenizer
@@ -196,6 +222,48 @@ def chat_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chat:
         RagenError: As `Chat`.
     """
     return Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
+
+
+def prepared(config: Config, path: str, model: PreTrainedModel, critic: bool) -> PreTrainedModel:
+    """A loaded model as it is trained: with its adapters for LoRA, without them otherwise.
+
+    Args:
+        config: The run's settings.
+        path: What the model was loaded from.
+        model: From `loaded`; an adapter on it is trained further, or merged.
+        critic: Whether a critic is trained.
+
+    Raises:
+        RagenError: As `ragen.lora.attach`, or a KL penalty would be measured from the wrong policy.
+    """
+    wanted, began_adapted = config.lora, lora.adapted(model)
+    if not wanted.rank:
+        return lora.merge(model) if began_adapted else model
+    if began_adapted and config.loss.kl > 0:
+        raise RagenError(
+            "loss.kl measures from the policy that the run began with, and with LoRA the reference "
+            "is the base alone: set loss.kl = 0, or merge the adapter first (`ragen export`) and "
+            "name the merged model"
+        )
+    own_critic = critic and config.model.critic == "separate"
+    lora.attach(
+        model,
+        ("policy", "critic") if own_critic else ("policy",),
+        rank=wanted.rank,
+        alpha=wanted.alpha,
+        targets=wanted.targets,
+        seed=config.seed,
+        base=lora.base_of(path),
+    )
+    return model
+
+
+def _saved_weights(folder: Path) -> dict[str, Tensor]:
+    try:
+        saved, _ = load_policy(str(folder), "cpu", "float32")
+    except RagenError as error:
+        raise Damaged(folder / "model.safetensors", error.__cause__ or error) from error
+    return saved.state_dict()
 
 
 def _restore(module: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -18,7 +18,16 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ragen.fast_qwen2 import as_complex, chunks, fuse, inverse_rms, num_heads, paired, rope_table
+from ragen.fast_qwen2 import (
+    affine,
+    as_complex,
+    chunks,
+    fuse,
+    inverse_rms,
+    num_heads,
+    paired,
+    rope_table,
+)
 
 SCORES = 2**20
 """Attention scores that are in memory at once (4 MB)."""
@@ -50,13 +59,14 @@ class Qwen2Decoder:
         self.weights = []
         for layer in self.model.model.layers:
             attn, mlp = layer.self_attn, layer.mlp
-            query, key = (paired(each, attn.head_dim) for each in (attn.q_proj, attn.k_proj))
-            qkv, bias = fuse([query, key, attn.v_proj], layer.input_layernorm)
+            query, key = (paired(affine(x), attn.head_dim) for x in (attn.q_proj, attn.k_proj))
+            qkv, bias = fuse([query, key, affine(attn.v_proj)], layer.input_layernorm)
             assert bias is not None
             qkv[: attn.q_proj.out_features] *= attn.scaling
             bias[: attn.q_proj.out_features] *= attn.scaling
-            gate_up, _ = fuse([mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm)
-            mix, down = attn.o_proj.weight.clone(), mlp.down_proj.weight.clone()
+            inner = [affine(mlp.gate_proj), affine(mlp.up_proj)]
+            gate_up, _ = fuse(inner, layer.post_attention_layernorm)
+            mix, down = (affine(x).weight.clone() for x in (attn.o_proj, mlp.down_proj))
             self.weights.append((qkv.t(), bias, mix.t(), gate_up.t(), down.t()))
         self.head = (self.model.lm_head.weight * self.model.model.norm.weight).t()
         self.embedding = self.model.model.embed_tokens.weight.clone()

@@ -20,6 +20,7 @@ from ragen.config import LossConfig, UpdateConfig
 from ragen.cross_scores import cross_scores
 from ragen.diagnostics import mismatch_kl
 from ragen.exactness import verify
+from ragen.lora import acting, adapted, adapter_of
 from ragen.losses import (
     LOSSES,
     WHOLE_EPISODES,
@@ -44,13 +45,14 @@ class Learner:
 
     A role is a base, perhaps an adapter on it, and a head. The policy is `model` under its output
     layer; the reference is a frozen copy of it; the critic is a value head on a copy of the
-    backbone, or on the policy's own. All three reach their weights in one place each (`_speak`,
-    `_judge`, and `_shared_backward` for both at once): this is the seam where LoRA makes them one
-    base with the policy's adapter on, none, or the critic's.
+    backbone, or on the policy's own. With LoRA (`ragen.lora`) there are no copies: all three are
+    `model`, with the policy's adapter on, none, or the critic's; what is trained are adapters and
+    value head.
 
     Args:
-        model: The policy, on its device. What of it is trained and not float32 gets a float32
-            master here (`ragen.precision.Masters`).
+        model: The policy, on its device; with adapters for LoRA, one for the critic among them
+            unless it is shared. What of it is trained and not float32 gets a float32 master here
+            (`ragen.precision.Masters`).
         update: Settings of the optimiser.
         loss: Settings of the loss.
         critic: Whether a critic is trained.
@@ -79,9 +81,11 @@ class Learner:
         longest: int = 1,
     ) -> None:
         self.model = model
-        self.critic = Critic(model, shared) if critic else None
-        self.reference = copy.deepcopy(model).requires_grad_(False) if reference else None
-        self.masters = Masters(model.named_parameters())
+        self.trained: nn.Module = adapter_of(model, "policy") if adapted(model) else model
+        own = adapter_of(model, "critic") if adapted(model) and critic and not shared else None
+        self.critic = Critic(model, shared, own) if critic else None
+        self.reference = _reference_of(model) if reference else None
+        self.masters = Masters(self.trained.named_parameters())
         self.critic_masters = Masters(self.critic.named_parameters() if self.critic else ())
         self.optimizers = optimizers(self.masters.trained, update.lr, update)
         self.critic_optimizers = (
@@ -111,14 +115,18 @@ class Learner:
         """
         model = self.reference if reference else self.model
         assert model is not None, "this learner keeps no reference"
-        logprobs_BT, entropies_BT = self._per_token(batch, lambda part: self._speak(model, part))
+        with acting(model, "reference" if reference else "policy"):
+            logprobs_BT, entropies_BT = self._per_token(
+                batch, lambda part: self._speak(model, part)
+            )
         return logprobs_BT, entropies_BT
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """The critic's estimate ``(B, T)`` of the state before each trained token."""
         assert self.critic is not None, "this learner trains no critic"
-        (values_BT,) = self._per_token(batch, lambda part: (self._judge(part),))
+        with acting(self.model, "policy" if self.critic.shared else "critic"):
+            (values_BT,) = self._per_token(batch, lambda part: (self._judge(part),))
         return values_BT
 
     def cross_scores(
@@ -156,7 +164,7 @@ class Learner:
         return metrics
 
     def _term_norms(self, batch: Batch) -> dict[str, float]:
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        trained = [p for p in self.trained.parameters() if p.requires_grad]
         sums: dict[str, Sequence[Tensor]] = {}
         for rows in self._microbatches(batch):
             part = take(batch, rows)
@@ -229,8 +237,9 @@ class Learner:
             if train_policy:
                 parts.append(self._policy_backward(part, tokens))
             if self.critic is not None:
-                loss = value_loss(self._judge(part), tokens, value_clip=self._loss.value_clip)
-                loss.value.backward()  # type: ignore[no-untyped-call]
+                with acting(self.model, "critic"):
+                    loss = value_loss(self._judge(part), tokens, value_clip=self._loss.value_clip)
+                    loss.value.backward()  # type: ignore[no-untyped-call]
                 parts.append(loss.metrics)
         metrics = merge(parts)
         scale = self._learning_rate(step)
@@ -337,6 +346,11 @@ class Learner:
         before_BT[:, :-1] = part.weight_BT[:, 1:] > 0
         ids_BT, lengths_B = part.token_ids_BT, part.lengths_B
         return ids_BT.to(self._device), lengths_B.to(self._device), before_BT.to(self._device)
+
+
+def _reference_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy; with adapters the model itself, whose base stays as it is."""
+    return model if adapted(model) else copy.deepcopy(model).requires_grad_(False)
 
 
 def optimizers(

@@ -27,6 +27,7 @@ from ragen.errors import RagenError
 from ragen.fast_decoder import Qwen2Decoder
 from ragen.guard import changed
 from ragen.learner import is_matrix
+from ragen.lora import base_of
 from ragen.model import KEPT_LOGITS, KEPT_LOGITS_GPU, backbone, found_device
 from ragen.pretrained import LOAD_ERRORS, cannot_load, model_config, model_folder
 from ragen.settings import flatten
@@ -107,7 +108,7 @@ def plan(config: Config) -> Plan:
         RagenError: The model does not exist, or is none that can be trained.
     """
     asked, device = config.model, found_device(config.model.device)
-    path = resolve_model(asked.path, config.world.name)
+    path = base_of(resolve_model(asked.path, config.world.name))
     read = model_config(model_folder(path, weights=False), path, asked.max_length)
     try:
         with torch.device("meta"):

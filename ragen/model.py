@@ -303,8 +303,9 @@ def token_logprobs(
 class Critic(nn.Module):
     """The value function: a backbone under a linear head that starts at zero.
 
-    The backbone is a copy of the policy's, or shared: the policy's own. Then the head is all that
-    belongs to the critic, that is optimised and saved with it.
+    The backbone is a copy of the policy's; or the policy's own under an adapter of the critic's,
+    which acts where the caller lets it (`ragen.lora.acting`); or shared: the policy's as it is.
+    The head and the copy or adapter belong to the critic, are optimised and saved with it.
 
     The estimate for a token is that of the state *before* it, so it sits at the position before;
     callers ask for those positions (`wanted_BT` of the policy's logprobs is the same).
@@ -312,13 +313,18 @@ class Critic(nn.Module):
     Args:
         policy: The model whose backbone is copied or read.
         shared: Whether it is read.
+        adapter: The critic's own adapter, which is in the policy's backbone (LoRA).
     """
 
-    def __init__(self, policy: PreTrainedModel, shared: bool = False) -> None:
+    def __init__(
+        self, policy: PreTrainedModel, shared: bool = False, adapter: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.shared = shared
         seen = backbone(policy)
-        if not shared:
+        if adapter is not None:
+            self.adapter = adapter
+        elif not shared:
             seen = self.backbone = copy.deepcopy(seen)
         self._seen = (seen,)  # a tuple hides it from torch: a shared backbone is not the critic's
         width = policy.config.get_text_config().hidden_size

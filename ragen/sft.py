@@ -22,7 +22,7 @@ from ragen.chat import Chat
 from ragen.checkpoint import new_folder, resolve_model
 from ragen.config import Config, LossConfig
 from ragen.demonstrations import Planner
-from ragen.engine_local import chat_of, loaded
+from ragen.engine_local import chat_of, loaded, prepared
 from ragen.errors import RagenError
 from ragen.evaluation import refuse_unplayable
 from ragen.learner import Learner
@@ -150,6 +150,7 @@ def sft(
     use_threads(config.threads)
     path = resolve_model(config.model.path, config.world.name)
     model, tokenizer = loaded(config, path)
+    model = prepared(config, path, model, critic=False)
     chat = chat_of(config, tokenizer)
     if chat.warning:
         tell(chat.warning)

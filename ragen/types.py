@@ -25,6 +25,9 @@ StopReason = Literal[
 limit of the world's own counts as the second), the others cuts from outside: no room for a prompt,
 a world that raised or hung, a server that gave no completion."""
 
+Role = Literal["policy", "reference", "critic"]
+"""What a model is asked as: who acts, what it is measured from, who says what a state is worth."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

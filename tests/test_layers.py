@@ -41,6 +41,7 @@ ORDER: dict[str, list[str]] = {
         "decoder",
         "model",
         "cross_scores",
+        "lora",
         "tokenizer",
         "sampler",
         "sampler_vllm",
@@ -67,7 +68,7 @@ LIGHT = [
     "report",
     "scores",
 ]
-ONLY_IN = {"ray": {"engine_ray"}, "vllm": {"sampler_vllm"}}
+ONLY_IN = {"ray": {"engine_ray"}, "vllm": {"sampler_vllm"}, "peft": {"lora"}}
 FACADE = {"__init__", "__main__"}  # `ragen` itself re-exports; it stands above all layers.
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)

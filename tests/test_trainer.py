@@ -27,7 +27,6 @@ from ragen import checkpoint, engine_local, running
 from ragen.advantages import ADVANTAGES, NEEDS_VALUES
 from ragen.batch import Batch
 from ragen.config import Config
-from ragen.engine import Role
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
 from ragen.learner import Learner
@@ -37,6 +36,7 @@ from ragen.sampler import Sampler
 from ragen.settings import resolve
 from ragen.stopping import StopRequested
 from ragen.trainer import Result, resume, train
+from ragen.types import Role
 from tests.speaker import settings
 
 GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__passes": 2, "update__lr_end": 0.1}
