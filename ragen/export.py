@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import shutil
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from ragen import lora
 from ragen.card import Usage, card
 from ragen.chat import Chat
 from ragen.checkpoint import (
@@ -26,6 +28,7 @@ from ragen.checkpoint import (
     verified_state,
 )
 from ragen.config import Config
+from ragen.engine_local import loaded
 from ragen.errors import RagenError
 from ragen.policy import ScriptedPolicy
 from ragen.report import read_facts
@@ -33,10 +36,10 @@ from ragen.rollout import Place, play, setup_of
 from ragen.seeding import eval_level
 from ragen.stopping import run_async
 
-ADAPTER = "adapter_config.json"
-"""Is in a checkpoint whose weights are an adapter."""
-
-WEIGHTS = ("config.json", "model*.safetensors", "model.safetensors.index.json", "adapter_*")
+WEIGHTS = (
+    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *(lora.CONFIG, lora.WEIGHTS, lora.BASE),
+)
 """What of a checkpoint is the policy; the tokenizer is beside it, the rest is the learner's."""
 
 
@@ -74,17 +77,20 @@ def export(
         others = [f"{step_of(each)}" for each in folders(run) if each != checkpoint]
         remedy = f"--step takes another ({', '.join(others)})" if others else "there is no other"
         raise RagenError(f"checkpoint {checkpoint.name}: {error.reason}; {remedy}") from error
-    adapter = (checkpoint / ADAPTER).is_file()
+    adapter = lora.is_adapter(checkpoint)
     if merge and not adapter:
         raise RagenError(
             f"{run} trained all weights and has no adapter to merge: leave --merge out"
         )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     chat = Chat(tokenizer, think=config.prompt.think)
-    usage = usage_of(config, chat, adapter)
+    usage = usage_of(config, chat, adapter and not merge)
     with new_folder(target) as folder:
-        for pattern in WEIGHTS:
-            for path in checkpoint.glob(pattern):
+        if merge:
+            model, _ = loaded(config, str(checkpoint))
+            lora.merge(model).save_pretrained(folder)
+        else:
+            for path in chain.from_iterable(map(checkpoint.glob, WEIGHTS)):
                 shutil.copyfile(path, folder / path.name)
         tokenizer.save_pretrained(folder)
         generation(config, chat, tokenizer).save_pretrained(folder)
