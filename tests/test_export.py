@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -91,19 +92,26 @@ def test_the_cards_example_asks_as_the_run_did(run: Path, monkeypatch: pytest.Mo
     assert not set(sampled[:-1].tolist()) & chat.end_ids  # it stops where a turn ends
 
 
+@pytest.mark.parametrize("think", [True, False])
 @pytest.mark.parametrize("prefill", [True, False])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_example_asks_alike_with_every_template(template: str, prefill: bool) -> None:
+def test_the_example_asks_alike_with_every_template(
+    template: str, prefill: bool, think: bool
+) -> None:
     tokenizer = tiny_tokenizer(template)
-    config = resolve("paper/bandit", {"prompt.prefill": prefill, "model.max_length": 9999})
-    chat = Chat(tokenizer)
-    usage = usage_of(config, chat, adapter=False)
+    more = {"prompt.prefill": prefill, "prompt.think": think, "model.max_length": 9999}
+    config = resolve("paper/bandit", more)
+    chat = Chat(tokenizer, think)
+    usage = usage_of(config, chat, tokenizer.chat_template, adapter=False)
     messages = [dict(message) for message in usage.messages]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    options = {name: eval(value, {"datetime": datetime}) for name, value in usage.options.items()}
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **options
+    )
     ids = tokenizer(text + usage.start, add_special_tokens=False)["input_ids"]
     episode = run_async(play(SILENT, setup_of(config, chat), Place(123, 0, 0, (0, "x"))))
     assert tuple(ids) == episode.turns[0].prompt.token_ids
-    assert usage.start == ("<think>" if prefill and not chat.opening else "")
+    assert usage.start in ("", setup_of(config, chat).prefill)
 
 
 def test_it_samples_as_in_the_evaluation(run: Path) -> None:
