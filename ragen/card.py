@@ -6,7 +6,7 @@ Markdown, with the front matter that Hugging Face reads; the tables are those of
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,11 +28,13 @@ class Usage:
     Attributes:
         messages: The first prompt of an episode.
         start: What stands behind the template's generation prompt: the start of the reply.
+        options: What the template is told besides, as Python: keyword arguments.
         adapter: Whether the weights are an adapter of the base model, and no model by themselves.
     """
 
     messages: Sequence[Message]
     start: str
+    options: Mapping[str, str]
     adapter: bool
 
 
@@ -144,6 +146,10 @@ def how_to_use(config: Config, base: str, usage: Usage) -> str:
             'and say `"continue_final_message": true, "add_generation_prompt": false`'
         )
     form = "<think>…</think><answer>…</answer>" if config.prompt.think else "<answer>…</answer>"
+    told = "".join(f", {name}={value}" for name, value in usage.options.items())
+    dated = "import datetime\n\n" if "datetime" in told else ""
+    if "enable_thinking" in usage.options:
+        chats += ' and say `"chat_template_kwargs": {"enable_thinking": false}`'
     imports, load, request, serve = "", "LLM(folder)", "", "vllm serve ."
     if usage.adapter:
         rank, named = config.lora.rank, hub_id(base) or "BASE"
@@ -158,13 +164,13 @@ answers is the next user message. `generation_config.json` holds the temperature
 without top-k or top-p, and the tokens that end a turn. With transformers, in this folder:
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{dated}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
 messages = {messages}
-text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True{told})
 {begun}prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
 output = model.generate(prompt["input_ids"], attention_mask=prompt["attention_mask"])
 reply = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import shutil
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ragen import lora
 from ragen.card import Usage, card
-from ragen.chat import Chat
+from ragen.chat import DAY, Chat
 from ragen.checkpoint import (
     Damaged,
     checkpoint_of,
@@ -27,7 +28,7 @@ from ragen.checkpoint import (
     verified_state,
 )
 from ragen.config import Config
-from ragen.engine_local import loaded
+from ragen.engine_local import chat_of, loaded
 from ragen.errors import RagenError
 from ragen.policy import ScriptedPolicy
 from ragen.report import read_facts
@@ -37,7 +38,7 @@ from ragen.stopping import run_async
 
 WEIGHTS = (
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *("adapter_*", lora.BASE),
+    *(lora.CONFIG, lora.WEIGHTS, lora.BASE),
 )
 """What of a checkpoint is the policy; the tokenizer is beside it, the rest is the learner's."""
 
@@ -82,14 +83,14 @@ def export(
             f"{run} trained all weights and has no adapter to merge: leave --merge out"
         )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    chat = Chat(tokenizer, think=config.prompt.think)
-    usage = usage_of(config, chat, adapter and not merge)
+    chat = chat_of(config, tokenizer)
+    usage = usage_of(config, chat, tokenizer.chat_template, adapter and not merge)
     with new_folder(target) as folder:
         if merge:
             model, _ = loaded(config, str(checkpoint))
             lora.merge(model).save_pretrained(folder)
-        for pattern in () if merge else WEIGHTS:
-            for path in checkpoint.glob(pattern):
+        else:
+            for path in chain.from_iterable(map(checkpoint.glob, WEIGHTS)):
                 shutil.copyfile(path, folder / path.name)
         tokenizer.save_pretrained(folder)
         generation(config, chat, tokenizer).save_pretrained(folder)
@@ -118,8 +119,10 @@ def chosen(run: Path, step: int | None = None, best: bool = False) -> Path:
     return found
 
 
-def usage_of(config: Config, chat: Chat, adapter: bool) -> Usage:
+def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
     """How the run asks its policy, shown by the first prompt of the first evaluation level.
+
+    What `Chat` tells every template is told where this one asks for it.
 
     Raises:
         RagenError: The world is gone or fails.
@@ -132,7 +135,12 @@ def usage_of(config: Config, chat: Chat, adapter: bool) -> Usage:
     messages = chat.taken(episode.turns[0].prompt.messages)
     begun, _ = chat.open(messages, setup.prefill)
     written = begun == chat.open(messages)[0]  # by the template itself
-    return Usage(messages, "" if written else setup.prefill, adapter)
+    options = {}
+    if "enable_thinking" in template and not config.prompt.think:
+        options["enable_thinking"] = "False"
+    if "strftime_now" in template:
+        options["strftime_now"] = f"{DAY!r}.strftime"
+    return Usage(messages, "" if written else setup.prefill, options, adapter)
 
 
 def generation(config: Config, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

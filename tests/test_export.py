@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from ragen.card import until
 from ragen.chat import Chat
 from ragen.checkpoint import checkpoint_of, newest, read_state, write_state
 from ragen.cli import main
+from ragen.engine_local import loaded
 from ragen.errors import RagenError
 from ragen.evaluation import evaluate_target
 from ragen.export import export, usage_of
@@ -90,19 +92,26 @@ def test_the_cards_example_asks_as_the_run_did(run: Path, monkeypatch: pytest.Mo
     assert not set(sampled[:-1].tolist()) & chat.end_ids  # it stops where a turn ends
 
 
+@pytest.mark.parametrize("think", [True, False])
 @pytest.mark.parametrize("prefill", [True, False])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_example_asks_alike_with_every_template(template: str, prefill: bool) -> None:
+def test_the_example_asks_alike_with_every_template(
+    template: str, prefill: bool, think: bool
+) -> None:
     tokenizer = tiny_tokenizer(template)
-    config = resolve("paper/bandit", {"prompt.prefill": prefill, "model.max_length": 9999})
-    chat = Chat(tokenizer)
-    usage = usage_of(config, chat, adapter=False)
+    more = {"prompt.prefill": prefill, "prompt.think": think, "model.max_length": 9999}
+    config = resolve("paper/bandit", more)
+    chat = Chat(tokenizer, think)
+    usage = usage_of(config, chat, tokenizer.chat_template, adapter=False)
     messages = [dict(message) for message in usage.messages]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    options = {name: eval(value, {"datetime": datetime}) for name, value in usage.options.items()}
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **options
+    )
     ids = tokenizer(text + usage.start, add_special_tokens=False)["input_ids"]
     episode = run_async(play(SILENT, setup_of(config, chat), Place(123, 0, 0, (0, "x"))))
     assert tuple(ids) == episode.turns[0].prompt.token_ids
-    assert usage.start == ("<think>" if prefill and not chat.opening else "")
+    assert usage.start in ("", setup_of(config, chat).prefill)
 
 
 def test_it_samples_as_in_the_evaluation(run: Path) -> None:
@@ -282,21 +291,38 @@ def test_vllm_serves_it_by_the_cards_example(tmp_path: Path) -> None:
     assert "said True True" in done.stdout, done.stderr[-2000:]
 
 
-def test_an_adapter_leaves_as_an_adapter(run: Path) -> None:
-    """A checkpoint in PEFT's layout, as runs with LoRA write it."""
-    peft = pytest.importorskip("peft")
-    checkpoint = newest(run)
-    base = read_facts(run).config.model.path
-    model = AutoModelForCausalLM.from_pretrained(base)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False))
-    state = read_state(checkpoint)
-    for name in ("model.safetensors", "config.json", "state.json"):
-        (checkpoint / name).unlink()
-    adapted.save_pretrained(checkpoint)
-    write_state(checkpoint, {key: state[key] for key in state if key != "files"})
-    folder = export(run)
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
+@pytest.fixture
+def adapted(tmp_path: Path) -> Path:
+    """A step of LoRA."""
+    more: dict[str, Any] = {"lora__rank": 4, "lora__alpha": 8, "update__lr": 0.1, "steps": 1}
+    return train(resolve("bandit", settings(**more)), tmp_path / "adapted").run
+
+
+def logits_of(run: Path) -> torch.Tensor:
+    """What the run's policy says to the probe, its adapter beside its base."""
+    model, _ = loaded(read_facts(run).config, str(newest(run)))
     with torch.no_grad():
-        torch.testing.assert_close(loaded(PROBE).logits, adapted(PROBE).logits)
-    assert ModelCard((folder / "README.md").read_text("utf-8")).data.library_name == "peft"
+        return model(PROBE).logits
+
+
+def test_an_adapter_leaves_as_an_adapter(adapted: Path) -> None:
+    folder = export(adapted)
+    model = AutoModelForCausalLM.from_pretrained(folder)  # transformers finds the base and peft
+    with torch.no_grad():
+        torch.testing.assert_close(model(PROBE).logits, logits_of(adapted))
+    text = (folder / "README.md").read_text("utf-8")
+    assert ModelCard(text).data.library_name == "peft"
+    assert "LLM('BASE', enable_lora=True, max_lora_rank=4)" in text
     assert not (folder / "model.safetensors").exists()
+
+
+def test_a_merged_adapter_leaves_as_a_model(adapted: Path) -> None:
+    folder = export(adapted, merge=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        torch.testing.assert_close(model(PROBE).logits, logits_of(adapted), rtol=1e-4, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(read_facts(adapted).config.model.path)
+    with torch.no_grad():
+        assert not torch.allclose(model(PROBE).logits, base(PROBE).logits, atol=1e-3)
+    assert not list(folder.glob("adapter_*"))
+    assert "library_name: transformers" in (folder / "README.md").read_text("utf-8")
