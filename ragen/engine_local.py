@@ -46,11 +46,18 @@ class LocalEngine:
         path: The folder or hub id of the policy's first weights.
 
     Raises:
-        RagenError: The model cannot be loaded or has no usable chat template.
+        RagenError: The model cannot be loaded or has no usable chat template, or a KL penalty would
+            be measured from another policy than the run begins with.
     """
 
     def __init__(self, config: Config, path: str) -> None:
         self.model, self.tokenizer = loaded(config, path)
+        if config.lora.rank and config.loss.kl > 0 and lora.adapted(self.model):
+            raise RagenError(
+                "loss.kl measures from the policy that the run began with, and with LoRA the "
+                "reference is the base alone: set loss.kl = 0, or merge the adapter first "
+                "(`ragen export --merge`) and name the merged model"
+            )
         critic = config.advantage.name in NEEDS_VALUES
         self.model = prepared(config, path, self.model, critic)
         self.chat = chat_of(config, self.tokenizer)
@@ -70,9 +77,9 @@ class LocalEngine:
         )
 
     @cached_property
-    def _base(self) -> str:
+    def _base(self) -> str | None:
         """What the base of the adapters is known by; it never changes."""
-        return lora.fingerprint_of_base(self.model)
+        return lora.fingerprint_of_base(self.model) if lora.adapted(self.model) else None
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """See `Engine.score`."""
@@ -114,11 +121,7 @@ class LocalEngine:
         With LoRA the adapter takes the model's place, as a PEFT folder.
         """
         learner = self.learner
-        if lora.adapted(self.model):
-            lora.save_adapter(self.model, folder, self._base)
-            self.tokenizer.save_pretrained(str(folder))
-        else:
-            save_model(self.model, self.tokenizer, folder)
+        save_trained(self.model, self.tokenizer, folder, self._base)
         if learner.critic is not None:
             save_tensors(learner.critic.state_dict(), folder / "critic.safetensors")
         for name, optimizer in learner.named_optimizers().items():
@@ -234,17 +237,11 @@ def prepared(config: Config, path: str, model: PreTrainedModel, critic: bool) ->
         critic: Whether a critic is trained.
 
     Raises:
-        RagenError: As `ragen.lora.attach`, or a KL penalty would be measured from the wrong policy.
+        RagenError: As `ragen.lora.attach`.
     """
-    wanted, began_adapted = config.lora, lora.adapted(model)
+    wanted = config.lora
     if not wanted.rank:
-        return lora.merge(model) if began_adapted else model
-    if began_adapted and config.loss.kl > 0:
-        raise RagenError(
-            "loss.kl measures from the policy that the run began with, and with LoRA the reference "
-            "is the base alone: set loss.kl = 0, or merge the adapter first (`ragen export`) and "
-            "name the merged model"
-        )
+        return lora.merge(model) if lora.adapted(model) else model
     own_critic = critic and config.model.critic == "separate"
     lora.attach(
         model,
@@ -256,6 +253,23 @@ def prepared(config: Config, path: str, model: PreTrainedModel, critic: bool) ->
         base=lora.base_of(path),
     )
     return model
+
+
+def save_trained(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    base: str | None = None,
+) -> None:
+    """Write what was trained and its tokenizer: a model, or its adapter as a PEFT folder.
+
+    `base` is what the adapter's base is known by, if known already.
+    """
+    if not lora.adapted(model):
+        save_model(model, tokenizer, folder)
+        return
+    lora.save_adapter(model, folder, base or lora.fingerprint_of_base(model))
+    tokenizer.save_pretrained(str(folder))
 
 
 def _saved_weights(folder: Path) -> dict[str, Tensor]:

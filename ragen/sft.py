@@ -22,12 +22,11 @@ from ragen.chat import Chat
 from ragen.checkpoint import new_folder, resolve_model
 from ragen.config import Config, LossConfig
 from ragen.demonstrations import Planner
-from ragen.engine_local import chat_of, loaded, prepared
+from ragen.engine_local import chat_of, loaded, prepared, save_trained
 from ragen.errors import RagenError
 from ragen.evaluation import refuse_unplayable
 from ragen.learner import Learner
 from ragen.metrics import Metrics, merge
-from ragen.model import save_model
 from ragen.outcomes import outcome_of
 from ragen.players import SolverPlayer
 from ragen.prompt import prefill
@@ -123,7 +122,7 @@ def sft(
     lr: float | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> Tuned:
-    """Fine-tune a model on examples and save it in Hugging Face's layout.
+    """Fine-tune a model on examples and save it in Hugging Face's layout, or its adapter in PEFT's.
 
     Args:
         config: World, prompts, budgets and model; of ``update`` what `READ` names.
@@ -175,7 +174,7 @@ def sft(
         after = mean_nll(learner, unseen)
         if not math.isfinite(after):
             raise RagenError(f"the loss is {after} after {num_steps} steps: set a lower --lr")
-        save_model(model, tokenizer, folder)
+        save_trained(model, tokenizer, folder)
     return Tuned(
         model=out,
         examples=len(learnt),
@@ -198,8 +197,6 @@ def _refuse(config: Config, out: Path, episodes: int, epochs: int, lr: float) ->
             raise RagenError(f"{name} = {count}: expected a whole number ≥ {least}")
     if not 0 < lr < math.inf:
         raise RagenError(f"lr = {lr}: expected a number > 0")
-    if config.lora.rank:
-        raise RagenError("sft trains all weights as yet: leave lora.rank at 0")
 
 
 def refuse_unread(overrides: Mapping[str, Any]) -> None:
