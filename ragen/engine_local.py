@@ -1,4 +1,4 @@
-"""One process, one device: the learner and the sampler share one set of weights."""
+"""One process, one device: the learner, and the sampler beside it."""
 
 from __future__ import annotations
 
@@ -30,24 +30,28 @@ from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.metrics import Metrics
 from ragen.model import load_policy, recompute_layers, save_model
+from ragen.parity import compared
 from ragen.precision import Masters
-from ragen.sampler import Sampler
+from ragen.sampler import Sampler, Stats
+from ragen.sampler_server import VllmServer
+from ragen.sampler_vllm import Vllm, VllmSampler
 from ragen.types import Role
 
 
 class LocalEngine:
     """An `Engine` on CPU or one GPU.
 
-    The sampler reads the learner's weights in place, so publishing costs nothing but the cache of
-    keys and values, which belongs to the old weights.
+    The local sampler reads the learner's weights in place, so publishing costs nothing but the
+    cache of keys and values, which belongs to the old weights. vLLM has weights of its own, which
+    are pushed, and then compared by what is sampled with them (`ragen.parity`).
 
     Args:
         config: The run's settings.
         path: The folder or hub id of the policy's first weights.
 
     Raises:
-        RagenError: The model cannot be loaded or has no usable chat template, or a KL penalty would
-            be measured from another policy than the run begins with.
+        RagenError: The model cannot be loaded or has no usable chat template, vLLM cannot sample
+            from it, or a KL penalty would be measured from another policy than the run begins with.
     """
 
     def __init__(self, config: Config, path: str) -> None:
@@ -62,7 +66,7 @@ class LocalEngine:
         self.model = prepared(config, path, self.model, critic)
         self.chat = chat_of(config, self.tokenizer)
         self.version = 0
-        self.policy: WeightedPolicy = sampler_of(config, self.model, self.chat)
+        self.policy: WeightedPolicy = sampler_of(config, self.model, self.chat, path)
         loss = config.loss
         self.learner = Learner(
             self.model,
@@ -75,6 +79,8 @@ class LocalEngine:
             temperature=config.rollout.temperature,
             longest=config.world.turns * config.rollout.max_tokens,
         )
+        self._dtype, self._temperature = config.model.dtype, config.rollout.temperature
+        self._parity = self._compared()
 
     @cached_property
     def _base(self) -> str | None:
@@ -83,6 +89,7 @@ class LocalEngine:
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """See `Engine.score`."""
+        self.policy.rest()
         if role == "critic":
             return replace(batch, values_BT=self.learner.values(batch))
         logprobs_BT, entropies_BT = self.learner.logprobs(batch, reference=role == "reference")
@@ -93,27 +100,46 @@ class LocalEngine:
     async def update(self, batch: Batch, step: int) -> Metrics:
         """See `Engine.update`."""
         assert batch.born_BK is not None, "a run trains on what was sampled, and can prove it"
+        self.policy.rest()
         return self.learner.update(batch, step)
 
     async def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
         """See `Engine.cross_scores`."""
+        self.policy.rest()
         return self.learner.cross_scores(prompts, thoughts)
 
     async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
         """See `Engine.gradient_norms`."""
+        self.policy.rest()
         return self.learner.gradient_norms(batch, bucket_B)
 
     async def publish(self) -> None:
         """See `Engine.publish`."""
         self.version += 1
+        await self._push()
+
+    async def _push(self) -> None:
         await self.policy.publish(self.model, self.version)
         self.learner.synced = True
+        self._parity = self._compared()
+
+    def _compared(self) -> Metrics:
+        """How far sampler and learner are apart, where the sampler has weights of its own."""
+        if isinstance(self.policy, Sampler):
+            return {}
+        assert isinstance(self.policy, VllmSampler | VllmServer)
+        return compared(self.policy, self.learner, self.chat, self._temperature, self._dtype)
 
     def forget(self) -> None:
         """See `Engine.forget`."""
         self.policy.forget()
+        self.policy.stats = Stats()
+
+    def metrics(self) -> Metrics:
+        """See `Engine.metrics`."""
+        return self.policy.stats.metrics() | self._parity
 
     async def save(self, folder: Path) -> dict[str, Any]:
         """See `Engine.save`: the model in Hugging Face layout, the rest as safetensors.
@@ -151,8 +177,7 @@ class LocalEngine:
         for name, masters in learner.named_masters().items():
             masters.restore(load_tensors(folder / f"{name}.safetensors"))
         self.version = int(state["version"])
-        await self.policy.publish(self.model, self.version)
-        learner.synced = True
+        await self._push()
 
     def _reference(self) -> str | None:
         """What the reference is known by; with LoRA it is the base, which the adapter knows."""
@@ -173,7 +198,23 @@ class LocalEngine:
         learner.masters = learner.critic_masters = Masters(())
 
 
-def sampler_of(config: Config, model: PreTrainedModel, chat: Chat) -> Sampler:
+def sampler_of(
+    config: Config, model: PreTrainedModel, chat: Chat, path: str
+) -> Sampler | VllmSampler | VllmServer:
+    """What samples, as `rollout.sampler` says, with the weights of `model`, loaded from `path`.
+
+    Raises:
+        RagenError: vLLM is not there, or cannot sample from the model.
+    """
+    sampler, max_length = config.rollout.sampler, config.model.max_length
+    if sampler == "local":
+        return local_sampler(config, model, chat)
+    if sampler == "vllm":
+        return embedded_vllm(config, model, chat, path)
+    return VllmServer(sampler, model, chat.end_ids, chat.decode, max_length=max_length)
+
+
+def local_sampler(config: Config, model: PreTrainedModel, chat: Chat) -> Sampler:
     """The sampler of a model whose weights it reads in place."""
     return Sampler(
         model,
@@ -184,15 +225,41 @@ def sampler_of(config: Config, model: PreTrainedModel, chat: Chat) -> Sampler:
     )
 
 
-def policy_of(config: Config, path: str) -> tuple[Sampler, Chat]:
+def embedded_vllm(config: Config, model: PreTrainedModel, chat: Chat, path: str) -> VllmSampler:
+    """An engine of vLLM in this process, with the weights of `model`, loaded from `path`.
+
+    Raises:
+        RagenError: As `Vllm`.
+    """
+    max_length = config.model.max_length
+    vllm = Vllm(
+        lora.base_of(path),
+        dtype=config.model.dtype,
+        max_length=max_length,
+        slots=config.rollout.slots,
+        gpu_memory=config.rollout.gpu_memory,
+        adapter_rank=config.lora.rank if lora.adapted(model) else 0,
+    )
+    sampler = VllmSampler(vllm, chat.end_ids, chat.decode, max_length=max_length)
+    if lora.is_adapter(path):  # what it has loaded is the base alone
+        sampler.push(model)
+    return sampler
+
+
+def policy_of(config: Config, path: str) -> tuple[WeightedPolicy, Chat]:
     """A policy to be evaluated, without a learner.
+
+    A server is left to the run that trains on it: its place is taken by the local sampler.
 
     Raises:
         RagenError: As `LocalEngine`.
     """
     model, tokenizer = loaded(config, path)
     chat = chat_of(config, tokenizer)
-    return sampler_of(config, model, chat), chat
+    if config.rollout.sampler != "vllm":
+        return local_sampler(config, model, chat), chat
+    plain = lora.merge(model) if lora.adapted(model) else model
+    return embedded_vllm(config, plain, chat, path), chat
 
 
 def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

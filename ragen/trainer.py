@@ -83,7 +83,7 @@ async def loop(run: Run) -> None:
         advance(state, groups, updates)
         with clock("record"):
             await record(run, groups, kept, chosen, batch if updates else None)
-        counted = counters(state) | refilled(groups, config)
+        counted = counters(state) | refilled(groups, config) | engine.metrics()
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counted])
         metrics |= judged(batch) if updates else {}
         metrics |= clock.metrics(run.setup.world_time.seconds, metrics["tokens/sampled"].value)

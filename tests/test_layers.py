@@ -45,10 +45,11 @@ ORDER: dict[str, list[str]] = {
         "tokenizer",
         "sampler",
         "sampler_vllm",
+        "sampler_server",
         "learner",
         "checkpoint",
     ],
-    "L6 engines": ["engine", "engine_local", "engine_ray"],
+    "L6 engines": ["engine", "parity", "engine_local", "engine_ray"],
     "L7 programs": [
         *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "outcomes", "targets"],
         *["evaluation", "progress", "plots", "report", "card", "scores", "base", "sft"],
