@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ragen import fast_qwen2
 from ragen.errors import RagenError
 from ragen.fast_decoder import Qwen2Decoder
-from ragen.precision import output_logits
+from ragen.precision import output_logits, shape_of
 
 
 class Decoder(Protocol):
@@ -133,7 +133,8 @@ class HFDecoder:
 
     def _logits(self, states_ND: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
-        return output_logits(states_ND, head.weight, getattr(head, "bias", None))
+        logits_NV = output_logits(states_ND, head.weight, getattr(head, "bias", None))
+        return shape_of(self.model).of(logits_NV)
 
     def _read(
         self, slots_N: Tensor, starts_N: Tensor, tokens_NT: Tensor, is_real_NT: Tensor

@@ -33,7 +33,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ragen import fast_qwen2
 from ragen.errors import RagenError
-from ragen.precision import output_logits
+from ragen.precision import Shape, output_logits, shape_of
 from ragen.pretrained import (
     LOAD_ERRORS,
     cannot_load,
@@ -276,8 +276,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and entropy of the distribution it was drawn from.
 
-    logprob = log softmax(W h / temperature)[target],  entropy = −Σ p log p, in nats, softmax in
-    float32.
+    logprob = log softmax(z / temperature)[target],  entropy = −Σ p log p, in nats, softmax in
+    float32, the logits z being W h, scaled or capped where the architecture does so (`shape_of`).
 
     Works in chunks: logits that do not fit in `KEPT_LOGITS` are computed again in the backward
     pass, so the full (N, V) is never in memory for a large vocabulary. Both results have gradients.
@@ -295,7 +295,8 @@ def token_logprobs(
     head = model.get_output_embeddings()
     assert head is not None, "a backbone has no output layer"
     logprobs_N, entropy_N = _LogprobEntropy.apply(
-        hidden_ND, head.weight, getattr(head, "bias", None), targets_N, float(temperature)
+        *(hidden_ND, head.weight, getattr(head, "bias", None), targets_N),
+        *(float(temperature), shape_of(model)),
     )
     return logprobs_N, entropy_N
 
@@ -346,7 +347,8 @@ class Critic(nn.Module):
 class _LogprobEntropy(torch.autograd.Function):
     """Log softmax at the targets, and entropy H, in chunks.
 
-    Gradient of the logits z: g_logprob (1_target − p) − g_entropy p (log p + H).
+    Gradient of z / temperature: g_logprob (1_target − p) − g_entropy p (log p + H); of W h, that
+    times the slope of the logits' `Shape`, over the temperature.
     """
 
     @staticmethod
@@ -357,15 +359,17 @@ class _LogprobEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         temperature: float,
+        shape: Shape,
     ) -> tuple[Tensor, Tensor]:
         num_rows, vocabulary = hidden_ND.shape[0], weight_VD.shape[0]
         kept_logits = KEPT_LOGITS_GPU if hidden_ND.is_cuda else KEPT_LOGITS
         chunk = max(1, kept_logits // vocabulary)
-        keep = num_rows <= chunk and any(ctx.needs_input_grad[:3])
+        keep = num_rows <= chunk and any(ctx.needs_input_grad[:3]) and not shape.cap
         logprobs, entropies, kept = [], [], None
         for start in range(0, num_rows, chunk):
             part = slice(start, start + chunk)
-            log_p_NV = _log_softmax(hidden_ND[part], weight_VD, bias_V, temperature)
+            logits_NV = shape.of(output_logits(hidden_ND[part], weight_VD, bias_V))
+            log_p_NV = _log_softmax(logits_NV, temperature)
             logprobs.append(log_p_NV.gather(1, targets_N[part, None])[:, 0])
             entropies.append(-(log_p_NV.exp() * log_p_NV.clamp_min(-1e30)).sum(1))
             kept = log_p_NV if keep else None
@@ -373,7 +377,7 @@ class _LogprobEntropy(torch.autograd.Function):
         logprobs_N = torch.cat(logprobs) if logprobs else empty
         entropy_N = torch.cat(entropies) if entropies else empty.clone()
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, entropy_N, kept)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.shape = temperature, chunk, shape
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -387,18 +391,19 @@ class _LogprobEntropy(torch.autograd.Function):
         )
         for start in range(0, hidden_ND.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p_NV = (
-                kept
-                if kept is not None
-                else _log_softmax(hidden_ND[part], weight_VD, bias_V, ctx.temperature)
-            )
+            slope: Tensor | float = ctx.shape.scale
+            log_p_NV = kept
+            if kept is None:
+                logits_NV = ctx.shape.of(output_logits(hidden_ND[part], weight_VD, bias_V))
+                slope = ctx.shape.slope(logits_NV)
+                log_p_NV = _log_softmax(logits_NV, ctx.temperature)
             given_N1 = grad_logprobs_N[part, None]
             spread_N1 = grad_entropy_N[part, None]
             # −p (g + s (log p + H)), then + g at the target.
             dz_NV = log_p_NV.clamp_min(-1e30) + entropy_N[part, None]
             dz_NV = dz_NV.mul_(spread_N1).add_(given_N1).mul_(log_p_NV.exp()).neg_()
             dz_NV.scatter_add_(1, targets_N[part, None], given_N1)
-            dz_NV = (dz_NV / ctx.temperature).to(weight_VD.dtype)
+            dz_NV = (dz_NV * slope / ctx.temperature).to(weight_VD.dtype)
             grad_hidden_ND[part] = dz_NV @ weight_VD
             if grad_weight_VD is not None:
                 grad_weight_VD += dz_NV.t() @ hidden_ND[part]
@@ -408,13 +413,10 @@ class _LogprobEntropy(torch.autograd.Function):
             None if grad is None else grad.to(weight_VD.dtype)
             for grad in (grad_weight_VD, grad_bias_V)
         )
-        return grad_hidden_ND, *grads_of_layer, None, None
+        return grad_hidden_ND, *grads_of_layer, None, None, None
 
 
-def _log_softmax(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float
-) -> Tensor:
-    logits_NV = output_logits(hidden_ND, weight_VD, bias_V)
+def _log_softmax(logits_NV: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits_NV / temperature if temperature != 1.0 else logits_NV, dim=-1)
 
 
@@ -422,8 +424,8 @@ def _log_softmax(
 def _check_output_layer(model: PreTrainedModel, name: str) -> None:
     """Refuse models that are not what `token_logprobs` and the samplers take them for.
 
-    Those whose states depend on what comes after them, and those that scale or cap their logits
-    behind the output layer.
+    Those whose states depend on what comes after them, and those that do to their logits what
+    `shape_of` does not know.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -437,10 +439,10 @@ def _check_output_layer(model: PreTrainedModel, name: str) -> None:
             "use a causal language model"
         )
     states = backbone(model)(input_ids=probe_BT, use_cache=False).last_hidden_state
-    if not _alike(logits, head(states).float(), model.dtype):
+    if not _alike(logits, shape_of(model).of(head(states).float()), model.dtype):
         raise RagenError(
-            f"the model '{name}' scales or caps its logits after the output layer; "
-            "that is not supported, use a Qwen2, Qwen3, Llama, Mistral or similar model"
+            f"the model '{name}' does something to its logits behind the output layer that is not "
+            "known here; use a Qwen, Llama, Mistral, Gemma, Granite or similar model"
         )
 
 

@@ -11,6 +11,7 @@ Axes: **N** positions, **V** vocabulary, **D** width.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,39 @@ def _master_of(weight: nn.Parameter) -> nn.Parameter:
 
     weight.register_post_accumulate_grad_hook(take_gradient)  # type: ignore[no-untyped-call]
     return master
+
+
+class Shape(NamedTuple):
+    """What an architecture does to its logits behind the output layer: cap · tanh(scale · z / cap).
+
+    Cohere and Granite scale, Gemma 2 caps (arXiv:2408.00118, section 2); `cap` 0 means none.
+    """
+
+    scale: float = 1.0
+    cap: float = 0.0
+
+    def of(self, logits: Tensor) -> Tensor:
+        """The logits of the model, from those of its output layer.
+
+        Example:
+            >>> Shape(scale=2.0).of(torch.tensor([3.0])), Shape(cap=1.0).of(torch.tensor([9.0]))
+            (tensor([6.]), tensor([1.0000]))
+        """
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of `of`, from its result: scale · (1 − (y / cap)²)."""
+        return self.scale * (1 - (logits / self.cap).square()) if self.cap else self.scale
+
+
+def shape_of(model: nn.Module) -> Shape:
+    """What the model's config says of its logits; `model.load_policy` sees whether it is so."""
+    config: Any = getattr(model, "config", None)
+    told = vars(config.get_text_config()) if config is not None else {}
+    scale = (told.get("logit_scale") or 1.0) / (told.get("logits_scaling") or 1.0)
+    return Shape(float(scale), float(told.get("final_logit_softcapping") or 0.0))
 
 
 def output_logits(states_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
