@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -402,6 +402,86 @@ def _write(path: Path, text: str) -> None:
         raise RagenError(f"cannot write {path}: {reason}") from None
 
 
+def _compare_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("one", metavar="A", help="what ragen eval takes; runs of several seeds: A1,A2,A3")
+    add("other", metavar="B", help="the same, such as base")
+    add("--world", action="append", metavar="W", help="a world, or several: W1,W2 [the run's]")
+    add("--suite", metavar="NAME", help="where a skill may carry over to: bandit or sokoban")
+    add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
+    add("--samples", type=int, default=1, metavar="K", help="episodes a level [1]")
+    add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]")
+    add("--concurrency", type=int, metavar="N", help="episodes played at once")
+    add("--base-url", metavar="URL", help="ask those that are neither run, folder nor player there")
+    add("--key-env", metavar="NAME", help="variable that holds its key [OPENAI_API_KEY]")
+    add("--json", action="store_true", help="print one JSON object a world")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
+    add("--out", type=Path, metavar="DIR", help="where outcomes are kept [the runs, or evals]")
+    parser.epilog = (
+        "Any config key (ragen train --help) may be set as well. Both play the same levels with the"
+        "\nsame random events, by the first run's settings of its world; what is stored is not"
+        "\nplayed again."
+    )
+
+
+def _compare(options: Namespace, overrides: Overrides) -> int:
+    from ragen.compare import contests, in_all, table
+    from ragen.endpoint import Server
+    from ragen.evaluation import outcomes_of
+    from ragen.report import markdown, show
+    from ragen.targets import is_local
+
+    server = Server(options.base_url, options.key_env) if options.base_url is not None else None
+
+    def measure(target: str, settings: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
+        with _counting(target, options.episodes * options.samples) as count:
+            return outcomes_of(
+                target,
+                settings,
+                episodes=options.episodes,
+                seed=options.seed,
+                temperature=options.temperature,
+                samples=options.samples,
+                server=None if is_local(target) else server,
+                concurrency=options.concurrency,
+                out=options.out,
+                on_outcome=count,
+            )
+
+    arms = options.one.split(","), options.other.split(",")
+    found = []
+    for comparison in contests(*arms, _places(options), overrides, measure):
+        found.append(comparison)
+        if options.json:
+            print(json.dumps(comparison.record()), flush=True)
+        else:
+            show(_console(), [table(comparison)])
+    if not options.json:
+        show(_console(), in_all(found))
+    if options.markdown is not None:
+        _write(options.markdown, markdown([*map(table, found), *in_all(found)]))
+    return 0
+
+
+def _places(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
+    """Where is compared: a suite, the worlds that were named, or where the first run was trained.
+
+    Raises:
+        RagenError: There is no such suite, or worlds are named besides.
+    """
+    from ragen.compare import SUITES
+
+    named = [name for each in options.world or [] for name in each.split(",")]
+    if options.suite is None:
+        return {name: {"world": name} for name in named} or {"": {}}
+    if named:
+        raise RagenError("--suite names the worlds already: leave --world out")
+    if options.suite not in SUITES:
+        raise RagenError(f"there is no suite {options.suite!r}: expected {' or '.join(SUITES)}")
+    return SUITES[options.suite]
+
+
 def _report_options(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
     parser.add_argument(
@@ -641,6 +721,9 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train an agent by a recipe", _train_options, _train, True, True),
     "resume": Command("go on with a run that was stopped", _resume_options, _resume),
     "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
+    "compare": Command(
+        "which of two is better, on the same levels", _compare_options, _compare, True
+    ),
     "report": Command("one page about a run, with plots", _report_options, _report),
     "export": Command("a run's policy for transformers and vLLM", _export_options, _export),
     "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
