@@ -176,9 +176,7 @@ def test_all_play_the_first_run_s_game(tmp_path: Path) -> None:
         "world.actions": 6,
     }
     (tmp_path / CONFIG).write_text(dump(resolve("frozen-lake-still", values)), encoding="utf-8")
-    (_, first), (_, other) = (
-        asked([who, "random"], {"": {}})[i] for i, who in enumerate((str(tmp_path), str(tmp_path)))
-    )
+    (_, first), (_, other) = asked([str(tmp_path), "random"], {"": {}})
     assert first == {}
     assert other["world.name"] == "frozen-lake-still" and other["world.turns"] == 3
     assert other["world.params.p_frozen"] == 0.9 and "world.params.observation" not in other
@@ -224,7 +222,7 @@ def test_the_solver_beats_random_play_and_itself_it_does_not() -> None:
         return compare("", [one], [other], {"world": "bandit"}, measure)
 
     better = met("solver", "random")
-    assert better.difference.low > 0.3 and better.lost == 0 and better.p_value is not None
+    assert better.difference.low > 0.2 and better.lost == 0 and better.p_value is not None
     assert better.p_value < 1e-6
     same = met("random", "random")
     assert (same.won, same.lost, same.difference.value, same.p_value) == (0, 0, 0.0, 1.0)
