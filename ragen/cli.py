@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ragen.arguments import Parser
     from ragen.config import Config
+    from ragen.endpoint import Server
     from ragen.evaluation import Evaluation
     from ragen.outcomes import Outcome
     from ragen.progress import Watcher
@@ -308,21 +309,19 @@ def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) 
     console.print(table)
 
 
-def _eval_options(parser: Parser) -> None:
+def _playing_options(parser: Parser) -> None:
+    """What `eval` and `compare` take alike."""
     add = parser.add_argument
-    add("target", metavar="TARGET", help="a run, a checkpoint, base, random, solver, or a model")
     add("--world", action="append", metavar="W", help="a world, or several: W1,W2 [the run's]")
     add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
     add("--samples", type=int, default=1, metavar="K", help="episodes a level, for pass@K [1]")
     add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
     add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]")
     add("--concurrency", type=int, metavar="N", help="episodes played at once")
-    add("--base-url", metavar="URL", help="ask TARGET at an OpenAI-compatible endpoint")
+    add("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, to ask models there")
     add("--key-env", metavar="NAME", help="variable that holds its key [OPENAI_API_KEY]")
     add("--timeout", type=float, metavar="S", help="seconds of one request [120]")
     add("--rpm", type=float, metavar="N", help="requests a minute [no limit]")
-    add("--price-in", type=float, default=0.0, metavar="P", help="of a million tokens read")
-    add("--price-out", type=float, default=0.0, metavar="P", help="of a million tokens written")
     add("--json", action="store_true", help="print one JSON object a world")
     add("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
     add("--out", type=Path, metavar="DIR", help="where outcomes are kept [the run, or evals]")
@@ -332,13 +331,9 @@ def _eval_options(parser: Parser) -> None:
     )
 
 
-def _eval(options: Namespace, overrides: Overrides) -> int:
+def _server(options: Namespace) -> Server | None:
+    """The endpoint that the options describe."""
     from ragen.endpoint import Server
-    from ragen.env import make
-    from ragen.evaluation import outcomes_of
-    from ragen.report import markdown, show
-    from ragen.scores import Prices, as_record, scores
-    from ragen.targets import config_for
 
     asked = {
         "key_env": options.key_env,
@@ -348,7 +343,25 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     asked = {name: value for name, value in asked.items() if value is not None}
     if asked and options.base_url is None:
         raise RagenError("--key-env, --timeout and --rpm are about an endpoint: add --base-url URL")
-    server = None if options.base_url is None else Server(options.base_url, **asked)
+    return None if options.base_url is None else Server(options.base_url, **asked)
+
+
+def _eval_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="a run, a checkpoint, base, random, solver, or a model")
+    _playing_options(parser)
+    add("--price-in", type=float, default=0.0, metavar="P", help="of a million tokens read")
+    add("--price-out", type=float, default=0.0, metavar="P", help="of a million tokens written")
+
+
+def _eval(options: Namespace, overrides: Overrides) -> int:
+    from ragen.env import make
+    from ragen.evaluation import outcomes_of
+    from ragen.report import markdown, show
+    from ragen.scores import Prices, as_record, scores
+    from ragen.targets import config_for
+
+    server = _server(options)
     prices = Prices(options.price_in, options.price_out)
     named = [name for each in options.world or [] for name in each.split(",")]
     asked_in = [overrides | {"world": name} for name in named] or [overrides]
@@ -406,33 +419,17 @@ def _compare_options(parser: Parser) -> None:
     add = parser.add_argument
     add("one", metavar="A", help="what ragen eval takes; runs of several seeds: A1,A2,A3")
     add("other", metavar="B", help="the same, such as base")
-    add("--world", action="append", metavar="W", help="a world, or several: W1,W2 [the run's]")
     add("--suite", metavar="NAME", help="where a skill may carry over to: bandit or sokoban")
-    add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
-    add("--samples", type=int, default=1, metavar="K", help="episodes a level [1]")
-    add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
-    add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]")
-    add("--concurrency", type=int, metavar="N", help="episodes played at once")
-    add("--base-url", metavar="URL", help="ask those that are neither run, folder nor player there")
-    add("--key-env", metavar="NAME", help="variable that holds its key [OPENAI_API_KEY]")
-    add("--json", action="store_true", help="print one JSON object a world")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
-    add("--out", type=Path, metavar="DIR", help="where outcomes are kept [the runs, or evals]")
-    parser.epilog = (
-        "Any config key (ragen train --help) may be set as well. Both play the same levels with the"
-        "\nsame random events, by the first run's settings of its world; what is stored is not"
-        "\nplayed again."
-    )
+    _playing_options(parser)
 
 
 def _compare(options: Namespace, overrides: Overrides) -> int:
     from ragen.compare import contests, in_all, table
-    from ragen.endpoint import Server
     from ragen.evaluation import outcomes_of
     from ragen.report import markdown, show
     from ragen.targets import is_local
 
-    server = Server(options.base_url, options.key_env) if options.base_url is not None else None
+    server, places = _server(options), _places(options)
 
     def measure(target: str, settings: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
         with _counting(target, options.episodes * options.samples) as count:
@@ -451,7 +448,7 @@ def _compare(options: Namespace, overrides: Overrides) -> int:
 
     arms = options.one.split(","), options.other.split(",")
     found = []
-    for comparison in contests(*arms, _places(options), overrides, measure):
+    for comparison in contests(*arms, places, overrides, measure):
         found.append(comparison)
         if options.json:
             print(json.dumps(comparison.record()), flush=True)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from ragen.config import Config
+from ragen.env import make
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation
 from ragen.outcomes import Outcome
@@ -151,8 +153,15 @@ def contests(
         measure: Plays a target.
 
     Raises:
-        RagenError: As `compare`; or there is no embedded model for that world.
+        RagenError: As `compare`; an arm names a target twice; there is no embedded model for that
+            world.
     """
+    for arm in (ones, others):
+        for target in arm:
+            if [Path(each) for each in arm].count(Path(target)) > 1:
+                raise RagenError(f"{target} is named twice: a training seed counts once")
+    for settings in places.values():  # nothing is played before all of it is known to be possible
+        same_game([*ones, *others], {**overrides, **settings})
     home = _home([*ones, *others], {**overrides, **next(iter(places.values()))})
 
     def at_home(target: str, settings: Overrides) -> tuple[Evaluation, list[Outcome]]:
@@ -179,12 +188,8 @@ def compare(
         measure: Plays one of them.
 
     Raises:
-        RagenError: An arm names a target twice, or runs were trained in different games.
+        RagenError: There is no such world, or runs were trained in different games.
     """
-    for arm in (ones, others):
-        for target in arm:
-            if arm.count(target) > 1:
-                raise RagenError(f"{target} is named twice: a training seed counts once")
     settled = same_game([*ones, *others], overrides)
     played = [[measure(target, settled[target]) for target in arm] for arm in (ones, others)]
     shares = [np.array([_on_levels(outcomes) for _, outcomes in arm]) for arm in played]
@@ -194,7 +199,7 @@ def compare(
     )
     samples = one.evaluations[0].samples
     difference = paired_difference(shares[0].tolist(), shares[1].tolist(), samples)
-    gains = shares[0].mean(0) - shares[1].mean(0)
+    gains = np.round(shares[0].mean(0) - shares[1].mean(0), 9)  # thirds do not add up exactly
     alone = one.seeds == other.seeds == 1
     return Comparison(
         place or one.evaluations[0].world,
@@ -257,11 +262,14 @@ def same_game(targets: Sequence[str], overrides: Overrides) -> dict[str, dict[st
     how it is prompted stays each target's own.
 
     Raises:
-        RagenError: Two runs were trained in different games, and `overrides` do not settle it.
+        RagenError: There is no such world; or two runs were trained in different games, and
+            `overrides` do not settle it.
     """
     runs = [target for target in targets if run_of(target)]
     first = (runs or targets)[0]
-    game = _game(config_for(first, overrides))
+    config = config_for(first, overrides)
+    make(config.world.name, **config.world.params).close()
+    game = _game(config)
     for run in runs:
         own = _game(config_for(run, overrides))
         for key in sorted(game | own, key=lambda key: (key != "world.name", key)):

@@ -20,6 +20,7 @@ from ragen.report import markdown
 from ragen.settings import dump, resolve
 from ragen.statistics import mcnemar, smallest_detectable
 from ragen.trainer import train
+from tests.faulty import FaultyServer, said
 from tests.speaker import settings
 
 
@@ -118,7 +119,7 @@ def test_training_seeds_are_an_arm(tmp_path: Path) -> None:
     assert f"{a} (3 seeds): 62.5%, 75.0%, 87.5%." in page
     assert "2 training seeds are few" in page and FEW_SEEDS == 5
     with pytest.raises(RagenError, match="named twice"):
-        compare("", [a, a], [b], {}, scripted(solved))
+        next(contests([a, f"{a}/"], [b], {"": {}}, {}, scripted(solved)))
 
 
 def test_one_run_an_arm_is_no_method(tmp_path: Path) -> None:
@@ -243,15 +244,28 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert set(record) >= {"verdict", "difference", "p_value", "detectable", "won", "lost"}
 
 
+def test_a_served_model_against_a_player(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only what is not found here is asked at the endpoint."""
+    rogue = f"{Path(__file__).parent / 'rogue.py'}:Rogue"
+    with FaultyServer(lambda number, body: said()) as server:
+        command = ["compare", "some/model", "random", "--world", rogue, "--episodes", "4"]
+        assert main([*command, "--base-url", server.url, "--json"]) == 0
+    assert {body["model"] for body in server.requests} == {"some/model"}
+    record = json.loads(capsys.readouterr().out)
+    assert record["one"]["success"]["value"] == 1.0 and record["won"] > record["lost"] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--suite", "lake"], "there is no suite 'lake': expected bandit or sokoban"),
         (["--suite", "bandit", "--world", "bandit"], "leave --world out"),
-        (["--world", "bandti"], "did you mean 'bandit'"),
+        (["--world", "sokoban,bandti"], "did you mean 'bandit'"),
+        (["--rpm", "3"], "add --base-url URL"),
         (["--episodes", "0"], "episodes = 0"),
     ],
 )
 def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "random", "solver", *options]) == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert message in shown.err and not shown.out, "nothing is played before it is known"
