@@ -246,7 +246,7 @@ def _cautions(ones: Sequence[str], others: Sequence[str]) -> Iterator[str]:
     if fewest < FEW_SEEDS:
         yield (
             f"{fewest} training seeds are few: the interval of their interquartile mean misses the "
-            "truth far more often than in 5 of 100 cases, and that of the difference does where some "
+            "truth far more often than in 5 of 100 cases; that of the difference, too, where some "
             f"seeds of a method collapse. Train {FEW_SEEDS} or more."
         )
     if len(ones) == len(others) == 1 and ones != others and all(map(run_of, (*ones, *others))):
