@@ -249,7 +249,8 @@ def _cautions(ones: Sequence[str], others: Sequence[str]) -> Iterator[str]:
             "truth far more often than in 5 of 100 cases; that of the difference, too, where some "
             f"seeds of a method collapse. Train {FEW_SEEDS} or more."
         )
-    if len(ones) == len(others) == 1 and ones != others and all(map(run_of, (*ones, *others))):
+    runs = {run_of(target) for target in (*ones, *others)}
+    if len(ones) == len(others) == 1 and len(runs) == 2 and None not in runs:
         yield (
             "One training seed an arm tells which run is better, not which method: name the runs "
             "of several seeds, separated by commas."
