@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ragen.arguments import Parser
     from ragen.config import Config
+    from ragen.endpoint import Server
     from ragen.evaluation import Evaluation
     from ragen.outcomes import Outcome
     from ragen.progress import Watcher
@@ -308,21 +309,19 @@ def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) 
     console.print(table)
 
 
-def _eval_options(parser: Parser) -> None:
+def _playing_options(parser: Parser) -> None:
+    """What `eval` and `compare` take alike."""
     add = parser.add_argument
-    add("target", metavar="TARGET", help="a run, a checkpoint, base, random, solver, or a model")
     add("--world", action="append", metavar="W", help="a world, or several: W1,W2 [the run's]")
     add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
     add("--samples", type=int, default=1, metavar="K", help="episodes a level, for pass@K [1]")
     add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
     add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]")
     add("--concurrency", type=int, metavar="N", help="episodes played at once")
-    add("--base-url", metavar="URL", help="ask TARGET at an OpenAI-compatible endpoint")
+    add("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, to ask models there")
     add("--key-env", metavar="NAME", help="variable that holds its key [OPENAI_API_KEY]")
     add("--timeout", type=float, metavar="S", help="seconds of one request [120]")
     add("--rpm", type=float, metavar="N", help="requests a minute [no limit]")
-    add("--price-in", type=float, default=0.0, metavar="P", help="of a million tokens read")
-    add("--price-out", type=float, default=0.0, metavar="P", help="of a million tokens written")
     add("--json", action="store_true", help="print one JSON object a world")
     add("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
     add("--out", type=Path, metavar="DIR", help="where outcomes are kept [the run, or evals]")
@@ -332,13 +331,9 @@ def _eval_options(parser: Parser) -> None:
     )
 
 
-def _eval(options: Namespace, overrides: Overrides) -> int:
+def _server(options: Namespace) -> Server | None:
+    """The endpoint that the options describe."""
     from ragen.endpoint import Server
-    from ragen.env import make
-    from ragen.evaluation import outcomes_of
-    from ragen.report import markdown, show
-    from ragen.scores import Prices, as_record, scores
-    from ragen.targets import config_for
 
     asked = {
         "key_env": options.key_env,
@@ -348,7 +343,25 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     asked = {name: value for name, value in asked.items() if value is not None}
     if asked and options.base_url is None:
         raise RagenError("--key-env, --timeout and --rpm are about an endpoint: add --base-url URL")
-    server = None if options.base_url is None else Server(options.base_url, **asked)
+    return None if options.base_url is None else Server(options.base_url, **asked)
+
+
+def _eval_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="a run, a checkpoint, base, random, solver, or a model")
+    _playing_options(parser)
+    add("--price-in", type=float, default=0.0, metavar="P", help="of a million tokens read")
+    add("--price-out", type=float, default=0.0, metavar="P", help="of a million tokens written")
+
+
+def _eval(options: Namespace, overrides: Overrides) -> int:
+    from ragen.env import make
+    from ragen.evaluation import outcomes_of
+    from ragen.report import markdown, show
+    from ragen.scores import Prices, as_record, scores
+    from ragen.targets import config_for
+
+    server = _server(options)
     prices = Prices(options.price_in, options.price_out)
     named = [name for each in options.world or [] for name in each.split(",")]
     asked_in = [overrides | {"world": name} for name in named] or [overrides]
@@ -400,6 +413,70 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno else str(error)
         raise RagenError(f"cannot write {path}: {reason}") from None
+
+
+def _compare_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("one", metavar="A", help="what ragen eval takes; runs of several seeds: A1,A2,A3")
+    add("other", metavar="B", help="the same, such as base")
+    add("--suite", metavar="NAME", help="where a skill may carry over to: bandit or sokoban")
+    _playing_options(parser)
+
+
+def _compare(options: Namespace, overrides: Overrides) -> int:
+    from ragen.compare import contests, in_all, table
+    from ragen.evaluation import outcomes_of
+    from ragen.report import markdown, show
+    from ragen.targets import is_local
+
+    server, places = _server(options), _places(options)
+
+    def measure(target: str, settings: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
+        with _counting(target, options.episodes * options.samples) as count:
+            return outcomes_of(
+                target,
+                settings,
+                episodes=options.episodes,
+                seed=options.seed,
+                temperature=options.temperature,
+                samples=options.samples,
+                server=None if is_local(target) else server,
+                concurrency=options.concurrency,
+                out=options.out,
+                on_outcome=count,
+            )
+
+    arms = options.one.split(","), options.other.split(",")
+    found = []
+    for comparison in contests(*arms, places, overrides, measure):
+        found.append(comparison)
+        if options.json:
+            print(json.dumps(comparison.record()), flush=True)
+        else:
+            show(_console(), [table(comparison)])
+    if not options.json:
+        show(_console(), in_all(found))
+    if options.markdown is not None:
+        _write(options.markdown, markdown([*map(table, found), *in_all(found)]))
+    return 0
+
+
+def _places(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
+    """Where is compared: a suite, the worlds that were named, or where the first run was trained.
+
+    Raises:
+        RagenError: There is no such suite, or worlds are named besides.
+    """
+    from ragen.compare import SUITES
+
+    named = [name for each in options.world or [] for name in each.split(",")]
+    if options.suite is None:
+        return {name: {"world": name} for name in named} or {"": {}}
+    if named:
+        raise RagenError("--suite names the worlds already: leave --world out")
+    if options.suite not in SUITES:
+        raise RagenError(f"there is no suite {options.suite!r}: expected {' or '.join(SUITES)}")
+    return SUITES[options.suite]
 
 
 def _report_options(parser: Parser) -> None:
@@ -641,6 +718,9 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train an agent by a recipe", _train_options, _train, True, True),
     "resume": Command("go on with a run that was stopped", _resume_options, _resume),
     "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
+    "compare": Command(
+        "which of two is better, on the same levels", _compare_options, _compare, True
+    ),
     "report": Command("one page about a run, with plots", _report_options, _report),
     "export": Command("a run's policy for transformers and vLLM", _export_options, _export),
     "play": Command("play a world yourself, or watch it played", _play_options, _play, True),

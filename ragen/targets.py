@@ -49,6 +49,16 @@ def run_of(target: str) -> Path | None:
     return folder if (folder / CONFIG).is_file() else None
 
 
+def is_local(target: str) -> bool:
+    """Whether a target is found here, by its name or as a folder, whatever a server may have.
+
+    Example:
+        >>> is_local("base"), is_local("gpt-5")
+        (True, False)
+    """
+    return target == "base" or target in PLAYERS or Path(target).exists()
+
+
 def config_for(target: str, overrides: Mapping[str, Any], server: Server | None = None) -> Config:
     """The settings under which a target plays: its run's, or the recipe's of the world.
 

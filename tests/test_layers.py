@@ -52,7 +52,7 @@ ORDER: dict[str, list[str]] = {
     "L6 engines": ["engine", "parity", "engine_local", "engine_ray"],
     "L7 programs": [
         *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "outcomes", "targets"],
-        *["evaluation", "progress", "plots", "report", "card", "scores", "base", "sft"],
+        *["evaluation", "progress", "plots", "report", "card", "scores", "compare", "base", "sft"],
         *["diagnosis", "running", "collection", "recovery", "trainer", "export", "studies"],
         *["viewer", "play", "doctor"],
         *["arguments", "cli"],
@@ -68,6 +68,7 @@ LIGHT = [
     "evaluation",
     "report",
     "scores",
+    "compare",
 ]
 ONLY_IN = {"ray": {"engine_ray"}, "vllm": {"sampler_vllm"}, "peft": {"lora"}}
 FACADE = {"__init__", "__main__"}  # `ragen` itself re-exports; it stands above all layers.
