@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ragen.errors import RagenError
-from ragen.recorder import cannot_write, close_database, open_database, storable
+from ragen.recorder import DATABASE, cannot_write, close_database, open_database, storable
 from ragen.types import Episode, StopReason, Turn, Usage
 
 
@@ -94,7 +94,8 @@ def outcome_of(episode: Episode) -> Outcome:
 class Store:
     """The outcomes in a folder's database: a run's own, or one that holds nothing else.
 
-    Several processes may write at once, also beside the run itself.
+    Several processes may write at once, also beside the run itself. A database that it made, and in
+    which no episode was played, is gone again when it is closed: what a mistake leaves is nothing.
 
     Example:
         >>> import tempfile
@@ -112,6 +113,8 @@ class Store:
             RagenError: It is damaged, of another version, or cannot be written.
         """
         self.folder = folder
+        self._made = not (folder / DATABASE).exists()
+        self._made_folder = not folder.exists()
         try:
             self._connection = open_database(folder, make=True)
         except RagenError as error:
@@ -164,7 +167,13 @@ class Store:
 
     def close(self) -> None:
         """Leave one plain file, unless others are still at it."""
+        played = "SELECT EXISTS (SELECT 1 FROM outcomes WHERE error IS NULL AND num_turns > 0)"
+        useless = self._made and self._connection.execute(played).fetchone() == (0,)
         close_database(self._connection)
+        if useless:
+            (self.folder / DATABASE).unlink(missing_ok=True)
+            if self._made_folder and not any(self.folder.iterdir()):
+                self.folder.rmdir()
 
     def __enter__(self) -> Self:
         return self

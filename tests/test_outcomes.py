@@ -32,10 +32,20 @@ def test_an_episode_in_numbers() -> None:
 
 
 def test_the_table_has_the_record_s_fields(tmp_path: Path) -> None:
-    Store(tmp_path).close()
-    with sqlite3.connect(tmp_path / DATABASE) as connection:
+    with Store(tmp_path), sqlite3.connect(tmp_path / DATABASE) as connection:
         columns = [row[1] for row in connection.execute("PRAGMA table_info(outcomes)")]
     assert columns == ["key", *(field.name for field in fields(Outcome))]
+
+
+def test_a_database_in_which_nothing_was_played_is_gone_again(tmp_path: Path) -> None:
+    broken = replace(LOST, error="KeyError: 1")
+    with Store(tmp_path / "new") as store:
+        store.add("a", broken)
+    assert not (tmp_path / "new").exists()
+    for outcome in (LOST, broken):  # one that was there stays, whatever comes
+        with Store(tmp_path / "kept") as store:
+            store.add("a", outcome)
+    assert (tmp_path / "kept" / DATABASE).is_file()
 
 
 def test_outcomes_come_back_in_order_and_replace_their_like(tmp_path: Path) -> None:
