@@ -756,9 +756,13 @@ def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
 
     def pass_on(number: int, _: object) -> None:
         came.append(number)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a script
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.raise_signal(signal.SIGINT)
+            return
+        from ragen.stopping import cancel_running  # a background job of a script
+
+        if not cancel_running():
             raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, pass_on)
     try:

@@ -89,9 +89,16 @@ class Stop:
 
 
 def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """The result of `work`; inside a running event loop (a notebook), from a thread of its own."""
+    """The result of `work`; inside a running event loop (a notebook), from a thread of its own.
+
+    Raises:
+        KeyboardInterrupt: It was interrupted.
+    """
     if not in_event_loop():
-        return asyncio.run(work)
+        try:
+            return asyncio.run(work)
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()
 
@@ -102,4 +109,19 @@ def in_event_loop() -> bool:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
+    return True
+
+
+def cancel_running() -> bool:
+    """From a signal's handler: end the event loop that runs in this thread; whether there is one.
+
+    An exception that is raised in a handler would end whichever task happens to run, and the others
+    would complain of it.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    tasks = asyncio.all_tasks(loop)
+    loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
     return True
