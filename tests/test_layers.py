@@ -48,7 +48,7 @@ ORDER: dict[str, list[str]] = {
     "L7 programs": [
         *["threads", "stopping", "watchdog", "recorder", "guard", "evaluation", "progress"],
         *["plots", "report", "base", "diagnosis", "running", "collection", "recovery", "trainer"],
-        *["studies", "viewer", "play", "doctor"],
+        *["measures", "study", "studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
     ],
 }
