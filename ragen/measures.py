@@ -6,6 +6,7 @@ name                               what it is
 ``before``, ``final``, ``peak``    success of the sampled policy on held-out levels: untrained, at
                                    the end, highest
 ``fall``                           ``peak`` − ``final``
+``random``                         success of uniformly random play on the same levels and budgets
 ``seconds``                        what the steps took
 ``first:METRIC``, ``last:METRIC``  mean of a metric over its first or last five recorded steps
 ``change:METRIC``                  the last less the first
@@ -42,14 +43,16 @@ class RunFacts:
     """What measures read of a run: success of the sampled policy by step, metrics by name and step.
 
     Example:
-        >>> run = RunFacts({0: 0.5, 5: 0.9, 10: 0.75}, {"entropy/mean": {1: 2.0, 2: 1.0}}, 12.5)
+        >>> success, entropy = {0: 0.5, 5: 0.9, 10: 0.75}, {1: 2.0, 2: 1.0}
+        >>> run = RunFacts(success, {"entropy/mean": entropy}, seconds=12.5, random=0.5)
         >>> MEASURES["peak"](run), measure_of("last:entropy/mean")(run)
         (0.9, 1.5)
     """
 
     success: Series
     metrics: Mapping[str, Series]
-    seconds: float
+    seconds: float = 0.0
+    random: float = math.nan
 
 
 def read_run(folder: Path, temperature: float) -> RunFacts:
@@ -59,12 +62,10 @@ def read_run(folder: Path, temperature: float) -> RunFacts:
         RagenError: There is no run, or its database cannot be read.
     """
     metrics = read_metrics(folder)
-    success = {
-        each.step: each.evaluation.success
-        for each in evaluations_of(folder)
-        if each.evaluation.temperature == temperature
-    }
-    return RunFacts(success, metrics, sum(metrics.get("time/step_s", {}).values()))
+    found = [e for e in evaluations_of(folder) if e.evaluation.temperature == temperature]
+    success = {each.step: each.evaluation.success for each in found}
+    seconds = sum(metrics.get("time/step_s", {}).values())
+    return RunFacts(success, metrics, seconds, found[-1].evaluation.random if found else math.nan)
 
 
 def first(series: Series) -> float:
@@ -108,6 +109,7 @@ MEASURES: Mapping[str, Callable[[RunFacts], float]] = MappingProxyType(
         "final": _by_level(lambda success: success[max(success)]),
         "peak": _by_level(lambda success: max(success.values())),
         "fall": _by_level(lambda success: max(success.values()) - success[max(success)]),
+        "random": lambda run: run.random,
         "seconds": lambda run: run.seconds,
     }
 )
@@ -131,7 +133,7 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
         RagenError: There is none.
 
     Example:
-        >>> run = RunFacts({}, {"a": dict.fromkeys(range(1, 6), 1.0) | {6: 3.0}}, 0.0)
+        >>> run = RunFacts({}, {"a": dict.fromkeys(range(1, 6), 1.0) | {6: 3.0}})
         >>> measure_of("last:a - first:a")(run) == measure_of("change:a")(run)
         True
     """

@@ -13,7 +13,7 @@ import pytest
 from ragen import studies
 from ragen.cli import main
 from ragen.errors import RagenError
-from ragen.measures import RunFacts, measure_of
+from ragen.measures import MEASURES, RunFacts, measure_of
 from ragen.settings import recipes
 from ragen.statistics import mean_difference, mean_interval
 from ragen.study import Decision, Prediction, Study, decide, load_study, verdict
@@ -91,8 +91,18 @@ def test_one_seed_decides_nothing(tiny: Study) -> None:
 
 
 def test_measures_of_a_run_without_what_they_need_are_nan() -> None:
-    empty = RunFacts({}, {}, 1.0)
-    asked = ("before", "final", "peak", "fall", "last:a", "change:a", "onset:a", "onset:a - last:b")
+    empty = RunFacts({}, {})
+    asked = (
+        "before",
+        "final",
+        "random",
+        "peak",
+        "fall",
+        "last:a",
+        "change:a",
+        "onset:a",
+        "onset:a - last:b",
+    )
     assert all(math.isnan(measure_of(name)(empty)) for name in asked)
     with pytest.raises(RagenError, match="there is no measure 'finale'"):
         measure_of("finale")
