@@ -70,7 +70,8 @@ def evaluate(
     """Measure a run, a model or a player on fixed levels.
 
     Args:
-        target: A run folder, ``"base"``, ``"random"``, ``"solver"``, a model folder or a hub id.
+        target: A run folder or one of its checkpoints, ``"base"``, ``"random"``, ``"solver"``, a
+            model folder or a hub id.
         overrides: Values by key, such as ``{"world": "sokoban"}``.
         episodes: Levels, one episode each.
         seed: Of the world's events and of sampling; the levels are always the same.

@@ -43,7 +43,8 @@ class Parsed:
         ...     max_actions=5,
         ... )  # doctest: +NORMALIZE_WHITESPACE
         Parsed(thought='up, then?', thought_chars=(7, 16), actions_asked=('up', 'fly'),
-               actions=('Up',), well_formed=True, valid=False, problem='"fly" is not an action.')
+               actions=('Up',), well_formed=True, valid=False,
+               problem='"fly" is not an action and was left out.')
     """
 
     thought: str | None
@@ -101,7 +102,7 @@ def parse(
     if not asked:
         problem = "The answer names no action."
     elif unknown is not None:
-        problem = f"{_quote(unknown)} is not an action."
+        problem = f"{_quote(unknown)} is not an action and was left out."
     return Parsed(
         thought,
         thought_chars,

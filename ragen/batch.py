@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from ragen.metrics import Metrics, mean
 from ragen.types import Sample
 
 
@@ -235,14 +236,19 @@ def minibatches(batch: Batch, minibatch_episodes: int, passes: int, seed: int) -
     return parts
 
 
+NEAR = 8
+"""Rows share a rectangle where the shorter lacks an eighth of the longer at most, or where the
+rectangle has not reached an eighth of its size: about 5 % of padding, a tenth more rectangles."""
+
+
 def row_splits(
     batch: Batch, max_tokens: int, by_group: bool = False, whole_episodes: bool = False
 ) -> list[Tensor]:
     """The rows of each microbatch: rectangles of at most `max_tokens` tokens, padding included.
 
-    Rows are sorted by length, so that little is padding; the widest rectangle comes first, so that
-    too small a memory shows at once. A single row (or episode) that is larger than `max_tokens`
-    stands alone.
+    Rows are sorted by length and only those of `NEAR` lengths stand together, so that little is
+    padding; the widest rectangle comes first, so that too small a memory shows at once. A single
+    row (or episode) that is larger than `max_tokens` stands alone.
 
     Args:
         batch: A minibatch.
@@ -253,9 +259,11 @@ def row_splits(
 
     Example:
         >>> row = Sample((1,) * 5, (False,) * 5, (0.0,) * 5, (-1,) * 5, (False,) * 5, 0, 0)
-        >>> batch = replace(collate([row] * 3), lengths_B=torch.tensor([2, 5, 3]))
-        >>> row_splits(batch, max_tokens=6)
-        [tensor([1]), tensor([2, 0])]
+        >>> batch = replace(collate([row] * 4), lengths_B=torch.tensor([8, 3, 9, 3]))
+        >>> row_splits(batch, max_tokens=18)
+        [tensor([2, 0]), tensor([1, 3])]
+        >>> row_splits(batch, max_tokens=36), row_splits(batch, max_tokens=36, by_group=True)
+        ([tensor([2, 0]), tensor([1, 3])], [tensor([2, 0, 1, 3])])
     """
     order_B = torch.argsort(batch.lengths_B, descending=True, stable=True)
     if by_group:
@@ -268,12 +276,29 @@ def row_splits(
     for unit in units.values():
         length = int(batch.lengths_B[unit].max())
         longest = max(longest, length)
-        if splits and longest * (len(splits[-1]) + len(unit)) <= max_tokens:
+        rows = len(splits[-1]) if splits else 0
+        is_small = longest * rows < max_tokens / NEAR
+        joins = by_group or is_small or length >= longest - longest / NEAR
+        if rows and joins and longest * (rows + len(unit)) <= max_tokens:
             splits[-1].extend(unit)
         else:
             splits.append(unit)
             longest = length
     return [torch.tensor(rows) for rows in splits]
+
+
+def padding(batches: Sequence[Batch]) -> Metrics:
+    """What share of the batches' positions is padding, as ``update/padding_fraction``.
+
+    Example:
+        >>> row = Sample((1, 8), (False, True), (0.0, 0.0), (-1, 0), (False, True), 0, 0)
+        >>> batch = replace(collate([row] * 2), lengths_B=torch.tensor([2, 1]))
+        >>> padding([batch])["update/padding_fraction"].value
+        0.25
+    """
+    positions = sum(batch.token_ids_BT.numel() for batch in batches)
+    tokens = sum(int(batch.lengths_B.sum()) for batch in batches)
+    return {"update/padding_fraction": mean(1 - tokens / positions, positions)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,23 +8,29 @@ between the end of that reply and the start of the next one: the *bridge*.
 
 The bridge is found, not known: two renderings of the tokenizer's own template are differenced, and
 the result is checked on trial conversations, text and tokens, when the `Chat` is made. Nothing
-depends on a model's name. Where no bridge holds, as with templates that drop earlier thoughts,
-`Chat.exact` is false: each turn is then opened afresh and is a sample of its own.
+depends on a model's name. Templates that drop the thoughts of earlier turns have a bridge too, that
+between replies without thoughts; what was sampled then stays all the same. Where no bridge holds,
+or thoughts are to be dropped (`without_thought`), `Chat.exact` is false: each turn is opened afresh
+and is a sample of its own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from datetime import date
 from functools import lru_cache
 from itertools import accumulate
 from os.path import commonprefix
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ragen.errors import RagenError
 from ragen.types import Message
 
 Ids = tuple[int, ...]
+
+DAY = date(2025, 1, 1)
+"""What templates that write the date of today are told: a run must not depend on its day."""
 
 # Trial texts: words that no template contains and that trimming leaves alone.
 _SYSTEM, _USER, _LAST_USER = "Qsystemq", "Quserq", "Qlastuserq"
@@ -65,7 +71,8 @@ class Chat:
         fold: System text goes on top of the first user message, since the template has no system
             role, or one whose text does not stay in place (some move it to the last user message).
         opening: The start of a thought that the template's own generation prompt writes
-            (``<think>\n``), or nothing. It counts as pre-filled.
+            (``<think>\n``), or nothing. It counts as pre-filled. An empty thought that it writes
+            where none is asked for belongs to the prompt altogether.
 
     Example:
         With ChatML, behind a sampled reply that ends with its ``<|im_end|>`` and for the user
@@ -73,12 +80,19 @@ class Chat:
         ``\n<|im_start|>user\nP G<|im_end|>\n<|im_start|>assistant\n``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, think: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        think: bool = True,
+        history_thoughts: Literal["keep", "drop"] = "keep",
+    ) -> None:
         """Find the bridge of the tokenizer's template and check it on trial conversations.
 
         Args:
             tokenizer: A loaded Hugging Face tokenizer.
             think: Whether replies hold thoughts, which templates may drop from the history.
+            history_thoughts: Whether the thoughts of earlier turns stay, even where the template
+                would drop them. If not, the messages that are rendered must come without them.
 
         Raises:
             RagenError: The tokenizer has no chat template, the template refuses the plainest
@@ -98,13 +112,13 @@ class Chat:
         self._pieces: dict[int, str] = {}
         self._prefills: dict[str, Ids] = {"": ()}
 
+        self._think = think
         self.fold = self._lacks_system_role()
         start = self._render(_conversation(_USER))
-        self.opening = _opened_thought(start.rpartition(_USER)[2])
+        self._written = _written_thought(start.rpartition(_USER)[2])
+        self._head = start.removesuffix(self._written)
+        self.opening = "" if "</think>" in self._written else self._written
         self._num_opening = len(self._behind(start.removesuffix(self.opening), self.opening))
-        thought = f"{self.opening or '<think>'}{_THOUGHT}" if think or self.opening else ""
-        self._trial_replies = tuple(thought + answer for answer in _ANSWERS)
-        self._lead = start + self._trial_replies[0].removeprefix(self.opening)
 
         self._end = self._end_of_turn()
         ends = (self._end, tokenizer.eos_token_id)
@@ -114,15 +128,33 @@ class Chat:
                 "no token ends a turn: the chat template puts no special token behind a reply, and "
                 "the tokenizer has no eos_token; set tokenizer.eos_token"
             )
-        self.exact = self._bridges_hold()
-        if not self.exact and not self.fold:
-            self.fold = self.exact = self._bridges_hold(fold=True)
+        thought = f"{self.opening or '<think>'}{_THOUGHT}" if think or self.opening else ""
+        self.exact, self._splices = False, False
         self.warning: str | None = None
-        if not self.exact:
+        if think and history_thoughts == "drop":
             self.warning = (
-                "this chat template does not keep earlier turns as they were sampled (many drop "
-                "thoughts), so each turn becomes a training sample of its own"
+                "the thoughts of earlier turns are left out of the prompts "
+                '(prompt.history_thoughts = "drop"), so each turn becomes a training sample of '
+                "its own"
             )
+        elif self._bridge_is_found(thought):
+            self.exact = True
+        elif thought and self._bridge_is_found(""):
+            self.exact = self._splices = True
+            self.warning = (
+                "this chat template drops the thoughts of earlier turns; here they stay as they "
+                'were sampled (prompt.history_thoughts = "keep"), so an episode is one sample'
+            )
+        else:
+            self.warning = (
+                "this chat template does not keep earlier turns as they were sampled, so each turn "
+                "becomes a training sample of its own"
+            )
+
+    @property
+    def end(self) -> int:
+        """What ends a reply that nobody samples: the template's token, or else the tokenizer's."""
+        return min(self.end_ids) if self._end is None else self._end
 
     def open(self, messages: Sequence[Message], prefill: str = "") -> tuple[Ids, int]:
         """Render a conversation up to the start of the next reply.
@@ -138,7 +170,7 @@ class Chat:
         Raises:
             RagenError: The template refuses the conversation.
         """
-        return self._prefilled(self.encode(self._render(messages)), prefill)
+        return self._prefilled(self.encode(self._text_of(messages)), prefill)
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], prefill: str = ""
@@ -160,6 +192,10 @@ class Chat:
         if ids[-1] in self.end_ids and self._end is not None:
             bridge = bridge[bridge.index(self._end) + 1 :]
         return self._prefilled((*ids, *bridge), prefill)
+
+    def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The conversation as the template takes it: without a system message where it has none."""
+        return _folded(messages) if self.fold else messages
 
     def encode(self, text: str) -> Ids:
         """Ids of a text; none is added before or behind it."""
@@ -230,7 +266,7 @@ class Chat:
         return whole[len(head) :] if whole[: len(head)] == head else self.encode(text)
 
     def _prefilled(self, ids: Ids, prefill: str) -> tuple[Ids, int]:
-        if self.opening and prefill in ("", self.opening.strip()):
+        if self.opening and prefill.strip() in ("", self.opening.strip()):
             return ids, self._num_opening
         if prefill not in self._prefills:
             before = self._render(_conversation(_USER))
@@ -240,9 +276,22 @@ class Chat:
 
     # The template.
 
+    def _text_of(self, messages: Sequence[Message]) -> str:
+        """A conversation up to the start of the next reply, thoughts included."""
+        if not self._splices:
+            return self._render(messages)
+        asked = 1 + next(n for n, message in enumerate(messages) if message["role"] == "user")
+        text = self._render(messages[:asked])
+        for reply, user in zip(messages[asked::2], messages[asked + 1 :: 2], strict=True):
+            # The text so far ends with the start of the thought, if the template writes one.
+            said = reply["content"].removeprefix(self.opening.strip())
+            text += said.removeprefix(self.opening.removeprefix("<think>"))
+            text += self._cached_bridge(user["content"])
+        return text
+
     def _render(self, messages: Sequence[Message]) -> str:
         """The template's text up to the start of the next reply."""
-        return self._apply(_folded(messages) if self.fold else messages)
+        return self._apply(self.taken(messages))
 
     def _apply(self, messages: Sequence[Message]) -> str:
         try:
@@ -251,14 +300,37 @@ class Chat:
                     [dict(message) for message in messages],
                     tokenize=False,
                     add_generation_prompt=True,
+                    enable_thinking=self._think,
+                    strftime_now=DAY.strftime,
                 )
             )
-        except _template_error() as error:
+        except _template_errors() as error:
             roles = ", ".join(message["role"] for message in messages)
             raise RagenError(
                 f"the chat template refuses a conversation of {roles} ({error}): choose a model "
                 "whose template takes user and assistant messages in turn"
             ) from error
+
+    def _bridge_is_found(self, thought: str) -> bool:
+        """Whether a bridge holds between replies with this thought, or with none.
+
+        A template may write an empty thought or its start where the next reply begins and not in
+        the history, or the other way round: that is its way with thoughts, and no hindrance.
+        """
+        self._trial_replies = tuple(thought + answer for answer in _ANSWERS)
+        self._said = tuple(reply.removeprefix(self.opening) for reply in self._trial_replies)
+        first = self._render(_conversation(_USER, self._trial_replies[0], _LAST_USER))
+        block = first.removeprefix(self._head).partition(self._said[0])[0]
+        self._block = block if _is_empty_thought(block) else ""
+        self._lead = self._head + self._block + self._said[0]
+        if not first.startswith(self._lead):
+            return False
+        if self._bridges_hold():
+            return True
+        if not self.fold:
+            self.fold = self._bridges_hold(fold=True)
+            return self.fold
+        return False
 
     def _bridge(self, content: str) -> str:
         """What stands between a reply and the start of the next, around one user message.
@@ -285,9 +357,6 @@ class Chat:
 
     def _bridges_hold(self, fold: bool = False) -> bool:
         """Whether extending gives what rendering gives, in text and in tokens, over three turns."""
-        first = self._render(_conversation(_USER, self._trial_replies[0], _LAST_USER))
-        if not first.startswith(self._lead):
-            return False
         system = {"role": "system", "content": _SYSTEM}
         heads: tuple[tuple[Message, ...], ...] = ((), (system,))
         return all(self._trial(head, content, fold) for head in heads for content in _CONTENTS)
@@ -299,10 +368,11 @@ class Chat:
 
         contents = [content]
         text = render(*contents)
-        for reply, user in zip(self._trial_replies, (content, _LAST_USER), strict=True):
+        users = (content, _LAST_USER)
+        for reply, said, user in zip(self._trial_replies, self._said, users, strict=True):
             contents += [reply, user]
             whole = render(*contents)
-            text += reply.removeprefix(self.opening)
+            text = text.removesuffix(self._written) + self._block + said
             bridge = self._bridge(user)
             if whole != text + bridge:
                 return False
@@ -328,15 +398,32 @@ def _folded(messages: Sequence[Message]) -> Sequence[Message]:
     return [{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest]
 
 
-def _opened_thought(generation_prompt: str) -> str:
-    """The ``<think>`` at the very end of a generation prompt with the white space behind it."""
+def without_thought(reply: str) -> str:
+    """What is left of a reply in a history without thoughts: the part behind the last one.
+
+    Example:
+        >>> without_thought("<think>up</think><answer>Up</answer>")
+        '<answer>Up</answer>'
+        >>> without_thought("<think>a thought that was cut")
+        ''
+    """
+    if "</think>" in reply:
+        return reply.rpartition("</think>")[2].lstrip("\n")
+    return reply.partition("<think>")[0]
+
+
+def _written_thought(generation_prompt: str) -> str:
+    """The start of a thought, or an empty one, at the very end of a generation prompt."""
     at = generation_prompt.rfind("<think>")
-    opened = at >= 0 and generation_prompt[at:].strip() == "<think>"
-    return generation_prompt[at:] if opened else ""
+    return generation_prompt[at:] if _is_empty_thought(generation_prompt[at:]) else ""
 
 
-def _template_error() -> type[Exception]:
-    """The template engine's error class, looked up only where a template fails."""
-    from jinja2 import TemplateError
+def _is_empty_thought(text: str) -> bool:
+    return "".join(text.split()) in ("<think>", "<think></think>")
 
-    return TemplateError
+
+def _template_errors() -> tuple[type[Exception], ...]:
+    """What a template may raise: its engine's errors, and Python's about the values it handles."""
+    from jinja2 import TemplateError  # looked up only where a template fails
+
+    return TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError

@@ -31,6 +31,12 @@ STATE = "state.json"
 FILES, SEAL = "files", "seal"
 """Keys of the state: the hash of each other file, and the hash of the state itself."""
 
+PLAYED_WITH = (
+    *("model*.safetensors", "adapter*.safetensors", "pytorch_model*.bin"),
+    *("*.json", "*.jinja", "*.txt", "*.model"),
+)
+"""Files of a model's folder that decide what it says; a checkpoint has others, for training."""
+
 EMBEDDED = {
     "bandit": "bandit",
     "bandit-rev": "bandit",
@@ -230,6 +236,41 @@ def writing(
     drop_old(run, keep, best, every)
 
 
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it gets its name when it is whole, and is gone where that never comes.
+
+    Raises:
+        RagenError: `target` exists already, or the disk is full or cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> target = Path(tempfile.mkdtemp()) / "model"
+        >>> with new_folder(target) as folder:
+        ...     _ = (folder / "config.json").write_text("{}")
+        ...     target.exists()
+        False
+        >>> (target / "config.json").exists()
+        True
+    """
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if target.exists():  # renaming would replace an empty folder
+            raise RagenError(f"{target} exists already; name a folder that does not")
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            _flush(path)
+        temporary.rename(target)
+        _flush(target.parent)
+    except (OSError, SafetensorError) as error:
+        raise RagenError(
+            f"could not write {target} ({error}); make room, or name a folder that can be written"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the loop's state into a checkpoint, after all other files: it names their hashes."""
     hashes = {
@@ -363,6 +404,15 @@ class Damaged(RagenError):
             "before it"
         )
         self.reason = f"{path.name} is damaged ({error})"
+
+
+def weights_hash(folder: Path) -> str:
+    """A hash of all that a model's folder plays with: weights, tokenizer, template, settings."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for pattern in PLAYED_WITH for path in folder.glob(pattern)):
+        if path.name != STATE:
+            digest.update(f"{path.name} {_hash(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     from ragen.arguments import Parser
     from ragen.config import Config
+    from ragen.endpoint import Server
     from ragen.evaluation import Evaluation
+    from ragen.outcomes import Outcome
     from ragen.progress import Watcher
     from ragen.running import Result
 
@@ -148,6 +150,10 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     config = resolve(options.recipe, overrides)
     make(config.world.name, **config.world.params)
     if options.dry_run:
+        from ragen.progress import hint
+
+        if advice := hint(config):
+            _complain(advice)
         _show_config(config)
         return 0
     from ragen.recorder import refuse_existing
@@ -210,6 +216,17 @@ def _show_config(config: Config) -> None:
         preset = "unset" if change.preset is None else change.preset
         print(f"#   {change.key} = {change.value!r}  (preset: {preset!r})")
     print(dump(config), end="")
+    _show_memory(config)
+
+
+def _show_memory(config: Config) -> None:
+    """The memory plan as comments, where nothing has to be fetched for it."""
+    from ragen.memory import plan
+    from ragen.pretrained import is_at_hand
+
+    if config.model.path == "base" or is_at_hand(config.model.path):
+        for line in plan(config).lines():
+            print(f"# {line}")
 
 
 def _result_record(result: Result) -> dict[str, Any]:
@@ -292,34 +309,174 @@ def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) 
     console.print(table)
 
 
+def _playing_options(parser: Parser) -> None:
+    """What `eval` and `compare` take alike."""
+    add = parser.add_argument
+    add("--world", action="append", metavar="W", help="a world, or several: W1,W2 [the run's]")
+    add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
+    add("--samples", type=int, default=1, metavar="K", help="episodes a level, for pass@K [1]")
+    add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]")
+    add("--concurrency", type=int, metavar="N", help="episodes played at once")
+    add("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, to ask models there")
+    add("--key-env", metavar="NAME", help="variable that holds its key [OPENAI_API_KEY]")
+    add("--timeout", type=float, metavar="S", help="seconds of one request [120]")
+    add("--rpm", type=float, metavar="N", help="requests a minute [no limit]")
+    add("--json", action="store_true", help="print one JSON object a world")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
+    add("--out", type=Path, metavar="DIR", help="where outcomes are kept [the run, or evals]")
+    parser.epilog = (
+        "Any config key (ragen train --help) may be set as well. Outcomes are kept as episodes end:"
+        "\nthe same command goes on where another was stopped, and plays nothing twice."
+    )
+
+
+def _server(options: Namespace) -> Server | None:
+    """The endpoint that the options describe."""
+    from ragen.endpoint import Server
+
+    asked = {
+        "key_env": options.key_env,
+        "timeout_s": options.timeout,
+        "requests_per_minute": options.rpm,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if asked and options.base_url is None:
+        raise RagenError("--key-env, --timeout and --rpm are about an endpoint: add --base-url URL")
+    return None if options.base_url is None else Server(options.base_url, **asked)
+
+
 def _eval_options(parser: Parser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="RUN, base, random, solver, or a model")
-    parser.add_argument("--episodes", type=int, default=256, metavar="N", help="levels [256]")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of events and sampling [0]"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.epilog = "--world W and any config key (ragen train --help) may be set as well."
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="a run, a checkpoint, base, random, solver, or a model")
+    _playing_options(parser)
+    add("--price-in", type=float, default=0.0, metavar="P", help="of a million tokens read")
+    add("--price-out", type=float, default=0.0, metavar="P", help="of a million tokens written")
 
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
-    from ragen.evaluation import evaluate_target
+    from ragen.env import make
+    from ragen.evaluation import outcomes_of
+    from ragen.report import markdown, show
+    from ragen.scores import Prices, as_record, scores
+    from ragen.targets import config_for
 
-    evaluation = evaluate_target(
-        options.target,
-        overrides,
-        episodes=options.episodes,
-        seed=options.seed,
-        temperature=options.temperature,
-    )
-    if options.json:
-        print(json.dumps(evaluation.record()))
-    else:
-        _show_evaluations(_console(), [(options.target, evaluation)])
+    server = _server(options)
+    prices = Prices(options.price_in, options.price_out)
+    named = [name for each in options.world or [] for name in each.split(",")]
+    asked_in = [overrides | {"world": name} for name in named] or [overrides]
+    worlds = [config_for(options.target, values, server).world for values in asked_in]
+    for world in worlds:  # none is played before all are known to exist
+        make(world.name, **world.params)
+    sections = []
+    for world, values in zip(worlds, asked_in, strict=True):
+        with _counting(world.name, options.episodes * options.samples) as count:
+            evaluation, outcomes = outcomes_of(
+                options.target,
+                values,
+                episodes=options.episodes,
+                seed=options.seed,
+                temperature=options.temperature,
+                samples=options.samples,
+                server=server,
+                concurrency=options.concurrency,
+                out=options.out,
+                on_outcome=count,
+            )
+        sections.append(scores(evaluation, outcomes, prices))
+        if options.json:
+            print(json.dumps(as_record(evaluation, outcomes, prices)), flush=True)
+        else:
+            show(_console(), sections[-1:])
+    if options.markdown is not None:
+        _write(options.markdown, markdown(sections))
     return 0
+
+
+@contextmanager
+def _counting(name: str, total: int) -> Iterator[Callable[[Outcome, int], None]]:
+    """A bar of the episodes that are played, where somebody sees it."""
+    from rich.progress import Progress
+
+    console = _console(stderr=True)
+    try:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(name, total=total)
+            yield lambda _, left: bar.update(task, completed=total - left)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise RagenError(f"cannot write {path}: {reason}") from None
+
+
+def _compare_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("one", metavar="A", help="what ragen eval takes; runs of several seeds: A1,A2,A3")
+    add("other", metavar="B", help="the same, such as base")
+    add("--suite", metavar="NAME", help="where a skill may carry over to: bandit or sokoban")
+    _playing_options(parser)
+
+
+def _compare(options: Namespace, overrides: Overrides) -> int:
+    from ragen.compare import contests, in_all, table
+    from ragen.evaluation import outcomes_of
+    from ragen.report import markdown, show
+    from ragen.targets import is_local
+
+    server, places = _server(options), _places(options)
+
+    def measure(target: str, settings: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
+        with _counting(target, options.episodes * options.samples) as count:
+            return outcomes_of(
+                target,
+                settings,
+                episodes=options.episodes,
+                seed=options.seed,
+                temperature=options.temperature,
+                samples=options.samples,
+                server=None if is_local(target) else server,
+                concurrency=options.concurrency,
+                out=options.out,
+                on_outcome=count,
+            )
+
+    arms = options.one.split(","), options.other.split(",")
+    found = []
+    for comparison in contests(*arms, places, overrides, measure):
+        found.append(comparison)
+        if options.json:
+            print(json.dumps(comparison.record()), flush=True)
+        else:
+            show(_console(), [table(comparison)])
+    if not options.json:
+        show(_console(), in_all(found))
+    if options.markdown is not None:
+        _write(options.markdown, markdown([*map(table, found), *in_all(found)]))
+    return 0
+
+
+def _places(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
+    """Where is compared: a suite, the worlds that were named, or where the first run was trained.
+
+    Raises:
+        RagenError: There is no such suite, or worlds are named besides.
+    """
+    from ragen.compare import SUITES
+
+    named = [name for each in options.world or [] for name in each.split(",")]
+    if options.suite is None:
+        return {name: {"world": name} for name in named} or {"": {}}
+    if named:
+        raise RagenError("--suite names the worlds already: leave --world out")
+    if options.suite not in SUITES:
+        raise RagenError(f"there is no suite {options.suite!r}: expected {' or '.join(SUITES)}")
+    return SUITES[options.suite]
 
 
 def _report_options(parser: Parser) -> None:
@@ -375,6 +532,29 @@ def _study(options: Namespace, _: Overrides) -> int:
         return 0
     print("\n".join(page(found)))
     print(f"\nwith its figure and a row for each run: {out}")
+    return 0
+
+
+def _export_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a folder that does not exist [RUN/export-step-N]"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="a checkpoint's step [the newest]")
+    which.add_argument("--best", action="store_true", help="the checkpoint that was evaluated best")
+    parser.add_argument(
+        "--merge", action="store_true", help="add a LoRA adapter to its base: whole weights"
+    )
+
+
+def _export(options: Namespace, _: Overrides) -> int:
+    from ragen.export import export
+
+    folder = export(
+        options.run, options.out, step=options.step, best=options.best, merge=options.merge
+    )
+    print(f"the policy is in {folder}; its README.md says how well it plays and how to use it")
     return 0
 
 
@@ -499,6 +679,62 @@ def _base(options: Namespace, _: Overrides) -> int:
     return 0
 
 
+def _sft_options(parser: Parser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the model's folder; must not exist"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help='conversations, one {"messages": […]} a line [episodes of the best player]',
+    )
+    parser.add_argument("--episodes", type=int, metavar="N", help="of the best player [1024]")
+    parser.add_argument("--epochs", type=int, metavar="E", help="passes over the examples [3]")
+    parser.add_argument("--lr", type=float, metavar="LR", help="[10 times the recipe's update.lr]")
+    _output_options(parser)
+    parser.epilog = (
+        "World, prompts, budgets and model are the recipe's; keys of these and most of update "
+        "(ragen train --help) may be set as well. Then: ragen train RECIPE --model DIR"
+    )
+
+
+def _sft(options: Namespace, overrides: Overrides) -> int:
+    from ragen.env import make
+    from ragen.settings import resolve
+
+    config = resolve(options.recipe, overrides)
+    make(config.world.name, **config.world.params)
+    from ragen.sft import refuse_unread, sft
+
+    refuse_unread(overrides)
+    if options.data and options.episodes is not None:
+        raise RagenError("--episodes counts those of the best player; leave it or --data out")
+    given = {name: getattr(options, name) for name in ("episodes", "epochs", "lr")}
+    console = _console(stderr=True)
+
+    def watch(line: str) -> None:
+        if not options.quiet:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    tuned = sft(
+        config,
+        options.out,
+        options.data,
+        **{name: value for name, value in given.items() if value is not None},
+        watch=watch,
+    )
+    if options.json:
+        print(json.dumps(tuned.record()))
+        return 0
+    print(tuned)
+    print(f"{tuned.seconds:.0f} s; the model is in {tuned.model}")
+    print(f"evaluate it:       {_program()} eval {tuned.model} --world {config.world.name}")
+    print(f"train it further:  {_program()} train {options.recipe} --model {tuned.model}")
+    return 0
+
+
 def _doctor_options(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -520,12 +756,17 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train an agent by a recipe", _train_options, _train, True, True),
     "resume": Command("go on with a run that was stopped", _resume_options, _resume),
     "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
+    "compare": Command(
+        "which of two is better, on the same levels", _compare_options, _compare, True
+    ),
     "report": Command("one page about a run, with plots", _report_options, _report),
     "study": Command("run a published claim again, with a verdict", _study_options, _study),
+    "export": Command("a run's policy for transformers and vLLM", _export_options, _export),
     "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
     "envs": Command("list the worlds with their floor and ceiling", _envs_options, _envs),
     "check": Command("hold worlds to the contract", _check_options, _check),
     "base": Command("prepare the embedded model anew", _base_options, _base),
+    "sft": Command("fine-tune a model on examples", _sft_options, _sft, True),
     "doctor": Command("what is installed, what this machine can do", _doctor_options, _doctor),
 }
 

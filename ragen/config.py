@@ -20,6 +20,9 @@ LARGEST_EPISODE_CLIP = 0.05
 """Largest clip that GSPO takes. An episode's mean log-ratio stays some thousandths from 0, and the
 paper (arXiv:2507.18071) clips at 3e-4 and 4e-4: PPO's .2, left standing, would clip nothing."""
 
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""Temperatures above 0 that vLLM takes as they are (``vllm.sampling_params``)."""
+
 REWARD_TERMS = ("grounding", "consistency", "length", "repetition")
 """What `RewardConfig.terms` may charge for; `reasoning.TERMS` defines them."""
 
@@ -387,11 +390,35 @@ class Config(Section):
                 'penalty in the reward (loss.kl_kind = "k1") would enter; use "k3" or "k2", or '
                 "loss.kl = 0"
             )
+        if self.lora.rank and self.update.muon_lr:
+            raise ValueError(
+                "update.muon_lr moves whole weight matrices, of which lora.rank trains thin "
+                "factors: set update.muon_lr = 0 (AdamW), or lora.rank = 0"
+            )
+        if not all(name.strip() for name in self.lora.targets.split(",")):
+            raise ValueError(
+                f"lora.targets = {self.lora.targets!r}: expected all-linear, or names of layers "
+                "with commas in between, such as q_proj,v_proj"
+            )
         if self.rollout.min_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.min_tokens must not exceed rollout.max_tokens")
         if self.rollout.max_tokens >= self.model.max_length:
             raise ValueError("rollout.max_tokens must be below model.max_length")
+        self._vllm_combination()
         return self
+
+    def _vllm_combination(self) -> None:
+        """Refuse temperatures that vLLM refuses, or moves without a word."""
+        if self.rollout.sampler == "local":
+            return
+        low, high = VLLM_TEMPERATURES
+        both = {"rollout": self.rollout.temperature, "eval": self.eval.temperature}
+        for section, temperature in both.items():
+            if temperature and not low <= temperature <= high:
+                raise ValueError(
+                    f"{section}.temperature = {temperature:g}: vLLM samples at {low:g} to {high:g}"
+                    + (", or greedily at 0" if section == "eval" else "")
+                )
 
     def _normalised_once(self, compares: bool) -> None:
         """Refuse a normalisation that the estimator does again, or undoes."""

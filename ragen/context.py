@@ -1,15 +1,15 @@
 """What a turn sees of its episode: everything, the last turns, or only the present.
 
-Whichever it is, a prompt that would be too long leaves out the oldest turns it would show. The
-message that opens a conversation (the system text, what the world is) stays on top of those that
-are left.
+Earlier replies are shown with their thoughts, or without. Whichever it is, a prompt that would be
+too long leaves out the oldest turns it would show. The message that opens a conversation (the
+system text, what the world is) stays on top of those that are left.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragen.chat import Chat
+from ragen.chat import Chat, without_thought
 from ragen.prompt import Limits, PromptBuilder
 from ragen.types import Completion, Message
 
@@ -42,6 +42,7 @@ class Conversation:
         window: Turns that a prompt shows, the present one among them; 0 shows all.
         max_length: Tokens that a prompt may have.
         prefill: The start of the reply that the policy is given, such as ``"<think>"``, or ``""``.
+        drops_thoughts: Whether replies are shown without their thoughts. `chat` must know of it.
 
     Attributes:
         turns_dropped: Turns that the window would show and the last prompt had no room for.
@@ -55,12 +56,14 @@ class Conversation:
         window: int,
         max_length: int,
         prefill: str,
+        drops_thoughts: bool = False,
     ) -> None:
+        assert not (drops_thoughts and chat is not None and chat.exact), "the chat keeps thoughts"
         self._builder = builder
         self._words = words
         self._chat = chat
         self._window, self._max_length = window, max_length
-        self._prefill = prefill
+        self._prefill, self._drops_thoughts = prefill, drops_thoughts
         self.turns_dropped = 0
         self._views: list[View] = []
         self._replies: list[str] = []
@@ -100,7 +103,8 @@ class Conversation:
 
     def reply(self, completion: Completion) -> None:
         """Append what the policy said to the last prompt."""
-        self._replies.append(self._prefill + completion.text)
+        reply = self._prefill + completion.text
+        self._replies.append(without_thought(reply) if self._drops_thoughts else reply)
         if self._running is not None and completion.token_ids is not None:
             self._running += completion.token_ids
 

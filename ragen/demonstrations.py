@@ -7,7 +7,7 @@ answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +72,24 @@ def answer(actions: list[str]) -> str:
         '</think><answer>Up || Left</answer>'
     """
     return f"</think><answer>{' || '.join(actions)}</answer>"
+
+
+class Planner(PlayerPolicy):
+    """A player who says its plan before it answers, in words that hold in every world.
+
+    So a thought is short, true and kept. It shows no reasoning, since a solver cannot tell of any:
+    it teaches the form of a reply and where to go, and leaves longer thoughts to be found. The
+    embedded models' tokenizer knows its words.
+
+    Example:
+        >>> from ragen.players import SolverPlayer
+        >>> Planner(lambda _: SolverPlayer()).thought(["Right", "Down"])
+        'try Right then Down'
+    """
+
+    def thought(self, actions: Sequence[str]) -> str:
+        """The plan."""
+        return f"try {' then '.join(actions)}"
 
 
 # Look-up: read what a map says of a named cell. Demonstrations of play alone do not teach it, since

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,17 +13,19 @@ from ragen.batch import Batch
 from ragen.chat import Chat
 from ragen.metrics import Metrics
 from ragen.policy import Policy
-
-Role = Literal["policy", "reference", "critic"]
+from ragen.sampler import Stats
+from ragen.types import Role
 
 
 class WeightedPolicy(Policy, Protocol):
     """A policy whose weights are pushed to it: the local sampler, vLLM, a server.
 
-    `version` is that of the weights it samples with, and what its completions carry.
+    `version` is that of the weights it samples with, and what its completions carry. `stats` count
+    its tokens from when they were last set.
     """
 
     version: int
+    stats: Stats
 
     async def publish(self, model: PreTrainedModel, version: int) -> None:
         """Sample with these weights from now on, and forget what was computed with others.
@@ -34,6 +36,13 @@ class WeightedPolicy(Policy, Protocol):
 
     def forget(self) -> None:
         """Drop what is remembered of earlier prompts."""
+        ...
+
+    def rest(self) -> None:
+        """Leave the memory that only sampling needs to the learner, until it is asked again.
+
+        Called while nothing is sampled.
+        """
         ...
 
     async def close(self) -> None:
@@ -94,6 +103,14 @@ class Engine(Protocol):
         """Drop what the policy remembers of earlier prompts.
 
         Called before each collection: a resumed run has no such memory, and must sample the same.
+        """
+        ...
+
+    def metrics(self) -> Metrics:
+        """What it has to tell of the last collection and of the last publication.
+
+        ``rollout/prefix_cache_hit_fraction`` is the share of prompt tokens that the policy
+        remembered; ``publish/logprob_difference`` see `ragen.parity`.
         """
         ...
 

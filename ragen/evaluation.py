@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ragen.config import Config
-from ragen.env import parameters
+from ragen.endpoint import ChatEndpoint, Server
+from ragen.env import Reference
 from ragen.errors import RagenError
-from ragen.players import PLAYERS, PlayerPolicy
+from ragen.outcomes import Outcome, Store, key_of, outcome_of
+from ragen.players import PlayerPolicy
 from ragen.policy import Policy
-from ragen.recorder import CONFIG, read_evaluations
+from ragen.recorder import read_evaluations
 from ragen.references import Budget, reference
-from ragen.rollout import Place, Setup, play, run_groups, setup_of
+from ragen.rollout import Place, Setup, play, run_groups, run_places, setup_of
 from ragen.seeding import EVAL_LEVELS, TRAIN_LEVELS, eval_level
-from ragen.settings import canonical_key, flatten, read_config, recipes, resolve
-from ragen.statistics import bootstrap_mean, wilson
+from ragen.statistics import bootstrap_mean, pass_at_k, success_rate
 from ragen.stopping import run_async
+from ragen.targets import config_for, opponent, run_of, settings_of
 from ragen.types import Episode, Group
+
+EVALS = Path("evals")
+"""The folder of results whose target is no run."""
+
+CONCURRENCY = 16
+"""Episodes that are played at once through an endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an agent reached on a fixed set of levels, one episode each.
+    """What an agent reached on a fixed set of levels, `samples` episodes each.
 
-    `success` is a share of episodes with its Wilson 95 % interval; failed episodes (a world that
-    broke) count as no success. `random` and `best` are the success of uniformly random and of best
-    play on the same levels under the same budgets; `best` is ``None`` for worlds without a solver.
-    Returns are sums of the world's rewards, format penalties left out.
+    `success` is a share of episodes with its 95 % interval (`statistics.success_rate`); failed
+    episodes (a world or a server that broke) count as no success. `pass_at_k` is the chance that
+    one of k = `samples` episodes of a level succeeds. `random` and `best` are the success of
+    uniformly random and of best play on the same levels under the same budgets; `best` is ``None``
+    for worlds without a solver. Returns are sums of the world's rewards, format penalties left out.
+
+    Of a turn: `valid_fraction` had a valid reply, `completion_tokens` and `thought_words` are means
+    where they are known. `effective_fraction` is the share of actions that changed the world.
     """
 
     world: str
@@ -56,6 +69,14 @@ class Evaluation:
     failed: int
     first_level: int
     seconds: float
+    samples: int = 1
+    pass_at_k: float = math.nan
+    pass_at_k_low: float = math.nan
+    pass_at_k_high: float = math.nan
+    thought_words: float = 0.0
+    effective_fraction: float = 0.0
+    total_prompt_tokens: int = 0
+    total_completion_tokens: int = 0
 
     def __str__(self) -> str:
         """One line: success with its interval, beside floor and ceiling."""
@@ -138,19 +159,55 @@ async def evaluate_policy(
     levels = [eval_level(index, first_level) for index in range(episodes)]
     groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), concurrency, on_episode)
     played = [group.episodes[0] for group in groups]
-    refuse_unplayable(played)
+    outcomes = [outcome_of(episode) for episode in played]
+    refuse_unplayable(outcomes)
+    floor = floor_and_ceiling(setup, params, levels)
+    seconds = time.monotonic() - start
+    return summarised(outcomes, floor, target, setup.temperature, seconds), groups
+
+
+def floor_and_ceiling(setup: Setup, params: Mapping[str, Any], levels: Sequence[int]) -> Reference:
+    """Random and best play on the levels, under the budgets of `setup`."""
     budget = Budget(setup.turns, setup.actions_per_turn, setup.actions)
     build = setup.make if setup.workers else None
-    floor = reference(setup.world, params, budget, levels, build=build)
-    success = wilson(sum(episode.success for episode in played), len(played))
-    mean_return = bootstrap_mean([episode.total_reward for episode in played], levels)
-    turns = [turn for episode in played for turn in episode.turns]
-    num_tokens = [len(turn.completion.token_ids or ()) for turn in turns]
+    return reference(setup.world, params, budget, levels, build=build)
+
+
+def summarised(
+    outcomes: Sequence[Outcome],
+    floor: Reference,
+    target: str,
+    temperature: float,
+    seconds: float,
+) -> Evaluation:
+    """The numbers of an evaluation from those of its episodes, as many on each level.
+
+    Args:
+        outcomes: What came of the episodes.
+        floor: Random and best play on their levels.
+        target: What the agent is called.
+        temperature: Of its sampling.
+        seconds: How long it took.
+    """
+    levels = [outcome.level_seed for outcome in outcomes]
+    samples = Counter(levels)
+    (num_samples,) = set(samples.values())
+    solved = Counter(outcome.level_seed for outcome in outcomes if outcome.success)
+    success = success_rate([outcome.success for outcome in outcomes], levels)
+    passed = pass_at_k([solved[level] for level in samples], num_samples, num_samples)
+    mean_return = bootstrap_mean([outcome.total_reward for outcome in outcomes], levels)
+    turns = sum(outcome.num_turns for outcome in outcomes)
+    actions = sum(outcome.num_actions for outcome in outcomes)
+
+    def a_turn(total: int) -> float:
+        return total / max(1, turns)
+
+    completion_tokens = sum(outcome.completion_tokens for outcome in outcomes)
     return Evaluation(
-        world=setup.world,
+        world=outcomes[0].world,
         target=target,
-        temperature=setup.temperature,
-        episodes=len(played),
+        temperature=temperature,
+        episodes=len(samples),
         success=success.value,
         success_low=success.low,
         success_high=success.high,
@@ -161,33 +218,85 @@ async def evaluate_policy(
         mean_return_high=mean_return.high,
         random_return=floor.random_return,
         best_return=floor.best_return,
-        mean_turns=len(turns) / len(played),
-        mean_actions=sum(len(turn.actions_executed) for turn in turns) / len(played),
-        valid_fraction=sum(turn.well_formed for turn in turns) / max(1, len(turns)),
-        completion_tokens=sum(num_tokens) / max(1, len(turns)),
-        failed=sum(episode.failed for episode in played),
-        first_level=first_level,
-        seconds=time.monotonic() - start,
-    ), groups
+        mean_turns=turns / len(outcomes),
+        mean_actions=actions / len(outcomes),
+        valid_fraction=a_turn(sum(outcome.valid_turns for outcome in outcomes)),
+        completion_tokens=a_turn(completion_tokens),
+        failed=sum(outcome.failed for outcome in outcomes),
+        first_level=min(levels),
+        seconds=seconds,
+        samples=num_samples,
+        pass_at_k=passed.value,
+        pass_at_k_low=passed.low,
+        pass_at_k_high=passed.high,
+        thought_words=a_turn(sum(outcome.thought_words for outcome in outcomes)),
+        effective_fraction=sum(outcome.effective_actions for outcome in outcomes) / max(1, actions),
+        total_prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
+        total_completion_tokens=completion_tokens,
+    )
 
 
-def refuse_unplayable(episodes: Sequence[Episode]) -> None:
+def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
     """A world that breaks or has no room in every episode is not to be trained or measured on.
 
     Raises:
-        RagenError: All of `episodes` failed, or none had room for its first prompt.
+        RagenError: All of the episodes failed, or none had room for its first prompt.
     """
-    if episodes and all(episode.failed for episode in episodes):
-        reason = (episodes[0].error or "").strip().splitlines()[-1]
+    if outcomes and all(outcome.failed for outcome in outcomes):
+        first = outcomes[0]
+        if first.stop_reason == "request":
+            raise RagenError(f"the server failed in every episode: {first.reason}")
         raise RagenError(
-            f"the world {episodes[0].world!r} failed in every episode: {reason}; "
+            f"the world {first.world!r} failed in every episode: {first.reason}; "
             "run `ragen check` on it"
         )
-    if episodes and all(e.stop_reason == "context" and not e.turns for e in episodes):
+    if outcomes and all(o.stop_reason == "context" and not o.num_turns for o in outcomes):
         raise RagenError(
-            f"no first prompt of the world {episodes[0].world!r} leaves room for a reply; "
+            f"no first prompt of the world {outcomes[0].world!r} leaves room for a reply; "
             "raise model.max_length, or lower rollout.max_tokens"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is to be measured; as the arguments of `outcomes_of`.
+
+    Raises:
+        RagenError: A number is out of its range.
+
+    Example:
+        >>> Ask("random", {}, episodes=2).levels
+        [123, 124]
+    """
+
+    target: str
+    overrides: Mapping[str, Any]
+    episodes: int = 256
+    seed: int = 0
+    temperature: float = 1.0
+    samples: int = 1
+    server: Server | None = None
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        most = TRAIN_LEVELS - EVAL_LEVELS
+        if not 1 <= self.episodes <= most:
+            raise RagenError(
+                f"episodes = {self.episodes}: expected a whole number from 1 to {most}"
+            )
+        if not 0 <= self.temperature < math.inf:
+            raise RagenError(f"temperature = {self.temperature}: expected a number ≥ 0")
+        if self.seed < 0:
+            raise RagenError(f"seed = {self.seed}: expected a whole number ≥ 0")
+        for name in ("samples", "concurrency"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise RagenError(f"{name} = {number}: expected a whole number ≥ 1")
+
+    @property
+    def levels(self) -> list[int]:
+        """The level seeds."""
+        return [eval_level(index) for index in range(self.episodes)]
 
 
 def evaluate_target(
@@ -198,40 +307,120 @@ def evaluate_target(
     seed: int = 0,
     temperature: float = 1.0,
 ) -> Evaluation:
-    """Evaluate a run, a model or a player.
-
-    Args:
-        target: A run folder (its newest checkpoint), ``base``, ``random``, ``solver``, a model
-            folder or a hub id.
-        overrides: Values by config key, such as ``{"world": "sokoban"}``.
-        episodes: Levels, one episode each; the same levels for every target, none of training's.
-        seed: Of the world's events and of sampling.
-        temperature: Of sampling; 0 is greedy.
+    """`outcomes_of` with one sample a level, which reads and writes no file.
 
     Raises:
-        RagenError: No such target or world, the world cannot be played by it, or a number is out of
-            its range.
+        RagenError: As `outcomes_of`.
     """
-    most = TRAIN_LEVELS - EVAL_LEVELS
-    if not 1 <= episodes <= most:
-        raise RagenError(f"episodes = {episodes}: expected a whole number from 1 to {most}")
-    if not 0 <= temperature < math.inf:
-        raise RagenError(f"temperature = {temperature}: expected a number ≥ 0")
-    config = config_for(target, overrides or {})
-    policy, setup = opponent(target, config, seed)
-    with closing(setup):
-        evaluation, _ = run_async(
-            evaluate_policy(
-                policy,
-                replace(setup, temperature=temperature, min_tokens=0),
-                config.world.params,
-                target=target,
-                episodes=episodes,
-                seed=seed,
-                concurrency=config.rollout.slots,
-            )
-        )
+    ask = Ask(target, overrides or {}, episodes, seed, temperature)
+    evaluation, _ = _answered(ask, None)
     return evaluation
+
+
+def outcomes_of(
+    target: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    episodes: int = 256,
+    seed: int = 0,
+    temperature: float = 1.0,
+    samples: int = 1,
+    server: Server | None = None,
+    concurrency: int | None = None,
+    out: Path | None = None,
+    on_outcome: Callable[[Outcome, int], None] | None = None,
+) -> tuple[Evaluation, list[Outcome]]:
+    """Evaluate a run, a model or a player, or read what is stored for exactly these settings.
+
+    Each outcome is stored when its episode ends, so that the same call goes on where another one
+    was killed; one with more levels or samples plays only those that are new. Episodes for which a
+    server failed are played again.
+
+    Args:
+        target: A run folder (its newest checkpoint), one of its checkpoints, ``base``, ``random``,
+            ``solver``, a model folder or a hub id; with `server`, the model's name there.
+        overrides: Values by config key, such as ``{"world": "sokoban"}``.
+        episodes: Levels; the same ones for every target, none of training's.
+        seed: Of the world's events and of sampling.
+        temperature: Of sampling; 0 is greedy.
+        samples: Episodes a level.
+        server: Where an endpoint is.
+        concurrency: Episodes that are played at once; ``None`` takes what suits the target.
+        out: The folder whose database keeps the outcomes; ``None`` takes that of the target's run,
+            and `EVALS` for a target without one.
+        on_outcome: Called when an episode ends, with how many are still to be played; those that
+            were stored come first.
+
+    Returns:
+        The result, and what came of each episode, in the order of (level, sample).
+
+    Raises:
+        RagenError: No such target or world, the world cannot be played by it, a number is out of
+            its range, every episode failed, or the outcomes cannot be stored.
+    """
+    ask = Ask(target, overrides or {}, episodes, seed, temperature, samples, server, concurrency)
+    folder = out or (None if server else run_of(target)) or EVALS
+    return _answered(ask, folder, on_outcome)
+
+
+def _answered(
+    ask: Ask, folder: Path | None, on_outcome: Callable[[Outcome, int], None] | None = None
+) -> tuple[Evaluation, list[Outcome]]:
+    """Play what `folder` does not hold, keep it there, and sum up."""
+    start = time.monotonic()
+    config = config_for(ask.target, ask.overrides, ask.server)
+    settings = settings_of(ask.target, config, ask.server, ask.seed, ask.temperature)
+    key, path = key_of(settings), (ask.seed, "eval")
+    wanted = {
+        (level, sample): Place(level, group, sample, path)
+        for group, level in enumerate(ask.levels)
+        for sample in range(ask.samples)
+    }
+    found: dict[tuple[int, int], Outcome] = {}
+
+    def keep(outcome: Outcome) -> None:
+        found[outcome.level_seed, outcome.sample] = outcome
+        if on_outcome is not None:
+            on_outcome(outcome, len(wanted) - len(found))
+
+    with Store(folder) if folder else nullcontext() as store:
+        for outcome in store.outcomes(key) if store else ():
+            if outcome.stop_reason != "request" and (outcome.level_seed, outcome.sample) in wanted:
+                keep(outcome)
+        missing = [place for at, place in wanted.items() if at not in found]
+
+        def on_episode(episode: Episode) -> None:
+            outcome = outcome_of(episode)
+            if store is not None:
+                store.add(key, outcome)
+            keep(outcome)
+
+        if missing:
+            run_async(_played(ask, config, missing, on_episode))
+        outcomes = [found[at] for at in wanted]
+        refuse_unplayable(outcomes)
+        with closing(setup_of(config, None)) as setup:
+            floor = floor_and_ceiling(setup, config.world.params, ask.levels)
+        seconds = time.monotonic() - start
+        evaluation = summarised(outcomes, floor, ask.target, ask.temperature, seconds)
+        if store is not None and missing:
+            store.finish(key, settings, evaluation.record())
+    return evaluation, outcomes
+
+
+async def _played(
+    ask: Ask, config: Config, places: Sequence[Place], on_episode: Callable[[Episode], None]
+) -> None:
+    """Play the episodes of `places`."""
+    policy, setup = opponent(ask.target, config, ask.server)
+    playing = replace(setup, temperature=ask.temperature, min_tokens=0)
+    slots = ask.concurrency or (CONCURRENCY if ask.server else config.rollout.slots)
+    with closing(setup):
+        try:
+            await run_places(policy, playing, places, slots, on_episode)
+        finally:
+            if isinstance(policy, ChatEndpoint):
+                await policy.close()
 
 
 def play_target(
@@ -239,50 +428,7 @@ def play_target(
 ) -> Episode:
     """Let a target play one evaluation level, the one that `seed` counts to; for watching."""
     config = config_for(target, overrides or {})
-    policy, setup = opponent(target, config, seed)
+    policy, setup = opponent(target, config)
     place = Place(eval_level(seed), 0, 0, (seed, "play"))
     with closing(setup):
         return run_async(play(policy, setup, place))
-
-
-def config_for(target: str, overrides: Mapping[str, Any]) -> Config:
-    """The settings under which a target plays: its run's, or the recipe's of the world.
-
-    A run that is evaluated in another world keeps how it is prompted, the form of its observations
-    included, and takes the other's budgets and parameters.
-    """
-    wanted = {canonical_key(key): value for key, value in overrides.items()}
-    world = wanted.get("world.name")
-    recipe = resolve(world if world in recipes() else None)
-    folder = Path(target)
-    if not (folder / CONFIG).exists():
-        return resolve(None, {**flatten(recipe), **wanted})
-    config = read_config(folder / CONFIG)
-    if world is None or world == config.world.name:
-        return resolve(None, {**flatten(config), **wanted})
-    of_run = {k: v for k, v in flatten(config).items() if not k.startswith("world.params.")}
-    of_world = {k: v for k, v in flatten(recipe).items() if k.startswith("world.")}
-    seen = config.world.params.get("observation")
-    shown = (
-        {"world.params.observation": seen} if seen and "observation" in parameters(world) else {}
-    )
-    return resolve(None, {**of_run, **of_world, **shown, **wanted})
-
-
-def opponent(target: str, config: Config, seed: int) -> tuple[Policy | PlayerPolicy, Setup]:
-    """Who plays, and how."""
-    if target == "human":
-        raise RagenError("a person plays with `ragen play WORLD`; random and solver are measured")
-    if seed < 0:
-        raise RagenError(f"seed = {seed}: expected a whole number ≥ 0")
-    if target in PLAYERS:
-        setup = setup_of(config, None)
-        return PlayerPolicy(PLAYERS[target](seed), setup.think, setup.prefill), setup
-    from ragen.checkpoint import resolve_model  # torch is needed from here on
-    from ragen.engine_local import policy_of
-    from ragen.threads import use_threads
-
-    use_threads(config.threads)
-
-    policy, chat = policy_of(config, resolve_model(target, config.world.name))
-    return policy, setup_of(config, chat)

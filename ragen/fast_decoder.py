@@ -18,7 +18,16 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ragen.fast_qwen2 import as_complex, chunks, fuse, inverse_rms, num_heads, paired, rope_table
+from ragen.fast_qwen2 import (
+    affine,
+    as_complex,
+    chunks,
+    fuse,
+    inverse_rms,
+    num_heads,
+    paired,
+    rope_table,
+)
 
 SCORES = 2**20
 """Attention scores that are in memory at once (4 MB)."""
@@ -50,13 +59,14 @@ class Qwen2Decoder:
         self.weights = []
         for layer in self.model.model.layers:
             attn, mlp = layer.self_attn, layer.mlp
-            query, key = (paired(each, attn.head_dim) for each in (attn.q_proj, attn.k_proj))
-            qkv, bias = fuse([query, key, attn.v_proj], layer.input_layernorm)
+            query, key = (paired(affine(x), attn.head_dim) for x in (attn.q_proj, attn.k_proj))
+            qkv, bias = fuse([query, key, affine(attn.v_proj)], layer.input_layernorm)
             assert bias is not None
             qkv[: attn.q_proj.out_features] *= attn.scaling
             bias[: attn.q_proj.out_features] *= attn.scaling
-            gate_up, _ = fuse([mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm)
-            mix, down = attn.o_proj.weight.clone(), mlp.down_proj.weight.clone()
+            inner = [affine(mlp.gate_proj), affine(mlp.up_proj)]
+            gate_up, _ = fuse(inner, layer.post_attention_layernorm)
+            mix, down = (affine(x).weight.clone() for x in (attn.o_proj, mlp.down_proj))
             self.weights.append((qkv.t(), bias, mix.t(), gate_up.t(), down.t()))
         self.head = (self.model.lm_head.weight * self.model.model.norm.weight).t()
         self.embedding = self.model.model.embed_tokens.weight.clone()
@@ -161,7 +171,9 @@ class _Reach:
             (rows_N[rows_F] if flat is not None else rows_F).to(device),
             columns_F.to(device),
         )
-        self.width = int(starts_N.max()) + most
+        # The longest of these starts need not be that of the slot with the most queries.
+        places_F = starts_N if flat is None else starts_N[flat[0]] + flat[1]
+        self.width = int(places_F.max()) + 1
         last_RT = starts_R[:, None] + torch.arange(most)
         hidden_RTW = torch.arange(self.width) > last_RT[:, :, None]
         self.mask_R1TW = torch.zeros(hidden_RTW.shape).masked_fill_(hidden_RTW, -torch.inf)[:, None]

@@ -29,7 +29,10 @@ CHUNK = 512
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """Whether this model (or backbone) is a plain float32 Qwen2: no adapters, no sliding window."""
+    """Whether this model (or backbone) is a plain float32 Qwen2 without a sliding window.
+
+    Its linear layers may carry LoRA adapters.
+    """
     config: Any = model.config
     if config.model_type != "qwen2" or model.dtype != torch.float32:
         return False
@@ -45,7 +48,8 @@ def supports(model: PreTrainedModel) -> bool:
         and config.rope_parameters["rope_type"] == "default"
         and set(config.layer_types) == {"full_attention"}
         and config.attention_dropout == 0.0
-        and all(type(linear) is nn.Linear for linear in linears)
+        and all(type(getattr(each, "base_layer", each)) is nn.Linear for each in linears)
+        and all(hasattr(each, "lora_A") or type(each) is nn.Linear for each in linears)
         and all(type(weight) is nn.Parameter for weight in model.parameters())
     )
 
@@ -86,19 +90,18 @@ def _layer(
     """One layer for N of the F tokens; the others give keys and values only."""
     attn, norm = layer.self_attn, layer.input_layernorm
     epsilon = norm.variance_epsilon
-    query, key = (paired(linear, attn.head_dim) for linear in (attn.q_proj, attn.k_proj))
+    query, key = (paired(affine(each), attn.head_dim) for each in (attn.q_proj, attn.k_proj))
     q_NE = _NormLinear.apply(states_ND, *fuse([query], norm), epsilon)
-    kv_FE = _NormLinear.apply(states_FD, *fuse([key, attn.v_proj], norm), epsilon)
+    kv_FE = _NormLinear.apply(states_FD, *fuse([key, affine(attn.v_proj)], norm), epsilon)
     mixed_NE = _Attention.apply(q_NE, kv_FE, attn.head_dim, rope_N1R, rope_F1R, blocks)
-    return _mlp(layer, torch.addmm(states_ND, mixed_NE, attn.o_proj.weight.t()))
+    return _mlp(layer, torch.addmm(states_ND, mixed_NE, affine(attn.o_proj).weight.t()))
 
 
 def _mlp(layer: Any, states_FD: Tensor) -> Tensor:
     norm = layer.post_attention_layernorm
-    weight, _ = fuse([layer.mlp.gate_proj, layer.mlp.up_proj], norm)
-    out: Tensor = _NormMLP.apply(
-        states_FD, weight, layer.mlp.down_proj.weight, norm.variance_epsilon
-    )
+    weight, _ = fuse([affine(layer.mlp.gate_proj), affine(layer.mlp.up_proj)], norm)
+    down = affine(layer.mlp.down_proj).weight
+    out: Tensor = _NormMLP.apply(states_FD, weight, down, norm.variance_epsilon)
     return out
 
 
@@ -109,7 +112,22 @@ class Affine(NamedTuple):
     bias: Tensor | None
 
 
-def paired(linear: nn.Linear, head_dim: int) -> Affine:
+def affine(linear: Any) -> Affine:
+    """A linear layer as one matrix: W, or W + (α / r) B A where a LoRA adapter is active in it.
+
+    The sum costs as much as r more rows of input, and its gradient reaches A and B; so all that
+    follows need not know of adapters.
+    """
+    if not hasattr(linear, "base_layer"):
+        return Affine(linear.weight, linear.bias)
+    weight: Tensor = linear.base_layer.weight
+    for name in () if linear.disable_adapters else linear.active_adapters:
+        thin, wide = linear.lora_A[name].weight, linear.lora_B[name].weight
+        weight = torch.addmm(weight, wide, thin, alpha=linear.scaling[name])
+    return Affine(weight, linear.base_layer.bias)
+
+
+def paired(linear: Affine, head_dim: int) -> Affine:
     """A layer whose heads give what is rotated together, (i, i + D/2), side by side.
 
     Pairs of neighbours are complex numbers in memory. Queries and keys in one and the same other
@@ -124,7 +142,7 @@ def paired(linear: nn.Linear, head_dim: int) -> Affine:
     return Affine(side_by_side(linear.weight), None if bias is None else side_by_side(bias))
 
 
-def fuse(linears: Sequence[nn.Linear | Affine], norm: Any) -> tuple[Tensor, Tensor | None]:
+def fuse(linears: Sequence[Affine], norm: Any) -> tuple[Tensor, Tensor | None]:
     """One weight for linears that read the same normed input; the norm's gain is folded into it."""
     weight: Tensor = torch.cat(tuple(linear.weight for linear in linears)) * norm.weight
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
-from ragen.batch import Batch, TokenFields, flatten, row_splits, take
+from ragen.batch import Batch, TokenFields, flatten, padding, row_splits, take
 from ragen.config import LossConfig, UpdateConfig
 from ragen.cross_scores import cross_scores
 from ragen.diagnostics import mismatch_kl
 from ragen.exactness import verify
+from ragen.lora import acting, adapted, adapter_of
 from ragen.losses import (
     LOSSES,
     WHOLE_EPISODES,
@@ -32,6 +33,7 @@ from ragen.losses import (
 )
 from ragen.metrics import Metrics, largest, last, mean, merge, total
 from ragen.model import Critic, hidden_states, shares_prompts, token_logprobs
+from ragen.precision import Masters
 
 SHARED_VALUE_WEIGHT = 0.5
 """Weight of the critic's loss beside the policy's on a shared backbone: c₁ of arXiv:1707.06347, at
@@ -43,12 +45,14 @@ class Learner:
 
     A role is a base, perhaps an adapter on it, and a head. The policy is `model` under its output
     layer; the reference is a frozen copy of it; the critic is a value head on a copy of the
-    backbone, or on the policy's own. All three reach their weights in one place each (`_speak`,
-    `_judge`, and `_shared_backward` for both at once): this is the seam where LoRA makes them one
-    base with the policy's adapter on, none, or the critic's.
+    backbone, or on the policy's own. With LoRA (`ragen.lora`) there are no copies: all three are
+    `model`, with the policy's adapter on, none, or the critic's; what is trained are adapters and
+    value head.
 
     Args:
-        model: The policy, on its device.
+        model: The policy, on its device; with adapters for LoRA, one for the critic among them
+            unless it is shared. What of it is trained and not float32 gets a float32 master here
+            (`ragen.precision.Masters`).
         update: Settings of the optimiser.
         loss: Settings of the loss.
         critic: Whether a critic is trained.
@@ -77,11 +81,15 @@ class Learner:
         longest: int = 1,
     ) -> None:
         self.model = model
-        self.critic = Critic(model, shared) if critic else None
-        self.reference = copy.deepcopy(model).requires_grad_(False) if reference else None
-        self.optimizers = optimizers(model, update.lr, update)
+        self.trained: nn.Module = adapter_of(model, "policy") if adapted(model) else model
+        own = adapter_of(model, "critic") if adapted(model) and critic and not shared else None
+        self.critic = Critic(model, shared, own) if critic else None
+        self.reference = _reference_of(model) if reference else None
+        self.masters = Masters(self.trained.named_parameters())
+        self.critic_masters = Masters(self.critic.named_parameters() if self.critic else ())
+        self.optimizers = optimizers(self.masters.trained, update.lr, update)
         self.critic_optimizers = (
-            optimizers(self.critic, update.critic_lr, update) if self.critic else []
+            optimizers(self.critic_masters.trained, update.critic_lr, update) if self.critic else []
         )
         self.synced = True
         self._update, self._loss = update, loss
@@ -94,6 +102,11 @@ class Learner:
         critics = enumerate(self.critic_optimizers)
         return named | {f"critic-optimizer-{number}": each for number, each in critics}
 
+    def named_masters(self) -> dict[str, Masters]:
+        """What is kept in float32 beside the weights, under the name it is saved by."""
+        named = {"masters": self.masters, "critic-masters": self.critic_masters}
+        return {name: masters for name, masters in named.items() if masters.tensors()}
+
     @torch.no_grad()
     def logprobs(self, batch: Batch, reference: bool = False) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies, ``(B, T)`` each, at the trained tokens.
@@ -102,14 +115,18 @@ class Learner:
         """
         model = self.reference if reference else self.model
         assert model is not None, "this learner keeps no reference"
-        logprobs_BT, entropies_BT = self._per_token(batch, lambda part: self._speak(model, part))
+        with acting(model, "reference" if reference else "policy"):
+            logprobs_BT, entropies_BT = self._per_token(
+                batch, lambda part: self._speak(model, part)
+            )
         return logprobs_BT, entropies_BT
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """The critic's estimate ``(B, T)`` of the state before each trained token."""
         assert self.critic is not None, "this learner trains no critic"
-        (values_BT,) = self._per_token(batch, lambda part: (self._judge(part),))
+        with acting(self.model, "policy" if self.critic.shared else "critic"):
+            (values_BT,) = self._per_token(batch, lambda part: (self._judge(part),))
         return values_BT
 
     def cross_scores(
@@ -147,7 +164,7 @@ class Learner:
         return metrics
 
     def _term_norms(self, batch: Batch) -> dict[str, float]:
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        trained = [p for p in self.trained.parameters() if p.requires_grad]
         sums: dict[str, Sequence[Tensor]] = {}
         for rows in self._microbatches(batch):
             part = take(batch, rows)
@@ -164,8 +181,8 @@ class Learner:
                 found = torch.autograd.grad(
                     loss.value, trained, retain_graph=True, materialize_grads=True
                 )
-                known = sums.get(term)
-                sums[term] = [a + b for a, b in zip(known, found, strict=True)] if known else found
+                known, new = sums.get(term), [each.float() for each in found]
+                sums[term] = [a + b for a, b in zip(known, new, strict=True)] if known else new
         return {term: float(nn.utils.get_total_norm(total)) for term, total in sums.items()}
 
     def _per_token(
@@ -210,6 +227,8 @@ class Learner:
         train_policy = step >= update.critic_warmup_steps or self.critic is None
         microbatches = [take(batch, rows) for rows in self._microbatches(batch)]
         parts = [verify(microbatches)]
+        if not shares_prompts(self.model):  # there rows are flat, however they are split
+            parts.append(padding(microbatches))
         for part in microbatches:
             tokens = flatten(part).to(self._device)
             if self.critic is not None and self.critic.shared:
@@ -218,17 +237,18 @@ class Learner:
             if train_policy:
                 parts.append(self._policy_backward(part, tokens))
             if self.critic is not None:
-                loss = value_loss(self._judge(part), tokens, value_clip=self._loss.value_clip)
-                loss.value.backward()  # type: ignore[no-untyped-call]
+                with acting(self.model, "critic"):
+                    loss = value_loss(self._judge(part), tokens, value_clip=self._loss.value_clip)
+                    loss.value.backward()  # type: ignore[no-untyped-call]
                 parts.append(loss.metrics)
         metrics = merge(parts)
         scale = self._learning_rate(step)
         if train_policy:
-            metrics |= self._apply(self.optimizers, self.model, scale, "policy")
+            metrics |= self._apply(self.optimizers, self.masters, scale, "policy")
             metrics["update/lr"] = last(update.lr * scale)
             self.synced = False
         if self.critic is not None:
-            metrics |= self._apply(self.critic_optimizers, self.critic, scale, "critic")
+            metrics |= self._apply(self.critic_optimizers, self.critic_masters, scale, "critic")
         metrics["update/count"] = total(1)
         return metrics
 
@@ -281,9 +301,10 @@ class Learner:
         )
 
     def _apply(
-        self, optimizers: list[Optimizer], module: nn.Module, scale: float, name: str
+        self, optimizers: list[Optimizer], masters: Masters, scale: float, name: str
     ) -> Metrics:
-        norm = float(nn.utils.clip_grad_norm_(module.parameters(), self._update.max_grad_norm))
+        trained = masters.trained.values()
+        norm = float(nn.utils.clip_grad_norm_(trained, self._update.max_grad_norm))
         finite = math.isfinite(norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -291,6 +312,7 @@ class Learner:
             if finite:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        masters.round()
         return {
             f"gradient/{name}_norm": mean(norm),
             f"gradient/{name}_norm_max": largest(norm),
@@ -326,21 +348,17 @@ class Learner:
         return ids_BT.to(self._device), lengths_B.to(self._device), before_BT.to(self._device)
 
 
-def optimizers(module: nn.Module, lr: float, update: UpdateConfig) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the weight matrices and AdamW for the rest.
+def _reference_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy; with adapters the model itself, whose base stays as it is."""
+    return model if adapted(model) else copy.deepcopy(model).requires_grad_(False)
 
-    Embeddings are no matrices in Muon's sense: their rows are looked up, not multiplied. Nor are
-    heads: that of the critic is one row, which Muon would move by the same length at every step.
-    """
+
+def optimizers(
+    trained: Mapping[str, nn.Parameter], lr: float, update: UpdateConfig
+) -> list[Optimizer]:
+    """AdamW for everything, or Muon for the weight matrices and AdamW for the rest."""
     betas, decay = (0.9, update.beta2), update.weight_decay
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    matrices = [
-        p
-        for name, p in trained.items()
-        if update.muon_lr
-        and p.ndim == 2
-        and not name.endswith(("embed_tokens.weight", "head.weight"))
-    ]
+    matrices = [p for name, p in trained.items() if update.muon_lr and is_matrix(name, p)]
     chosen = {id(p) for p in matrices}
     others = [p for p in trained.values() if id(p) not in chosen]
     found: list[Optimizer] = [AdamW(others, lr, betas, weight_decay=decay, fused=True)]
@@ -350,3 +368,12 @@ def optimizers(module: nn.Module, lr: float, update: UpdateConfig) -> list[Optim
         for group in optimizer.param_groups:
             group["full_lr"] = group["lr"]
     return found
+
+
+def is_matrix(name: str, weight: Tensor) -> bool:
+    """Whether a weight is a matrix in Muon's sense.
+
+    Embeddings are none: their rows are looked up, not multiplied. Nor are heads: that of the critic
+    is one row, which Muon would move by the same length at every step.
+    """
+    return weight.ndim == 2 and not name.endswith(("embed_tokens.weight", "head.weight"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -57,11 +57,17 @@ class RandomPlayer:
 class SolverPlayer:
     """The world's own best player (`Env.solve`): the ceiling of every score.
 
+    Args:
+        instead: What to do where the world has none.
+
     Example:
         >>> from ragen.env import make
         >>> SolverPlayer().act(make("bandit"), 1, 1, 1)
         ['Dragon']
     """
+
+    def __init__(self, instead: str = "play it with random, human or a model") -> None:
+        self._instead = instead
 
     def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
         """Ask the world.
@@ -73,7 +79,7 @@ class SolverPlayer:
         with boundary("solve"):
             actions = env.solve(turns_left, actions_left, actions_per_turn)
         if actions is None:
-            raise RagenError(f"{env.name} has no solver; play it with random, human or a model")
+            raise RagenError(f"{env.name} has no solver; {self._instead}")
         return actions
 
 
@@ -142,30 +148,36 @@ class PlayerPolicy:
     """A player that answers in text, so that it can stand where a policy stands.
 
     Args:
-        player: Who chooses the actions.
-        think: Whether a reply needs a thought; it is left empty.
+        make: Makes who chooses the actions of a turn, from the seed of its prompt: what an episode
+            is does not depend on those before it.
+        think: Whether a reply needs a thought (`thought` says which).
         prefill: The start of the reply that the prompt holds already.
         encode: Text to token ids with the end-of-turn token; ``None`` for text only.
     """
 
     def __init__(
         self,
-        player: Player,
+        make: Callable[[int], Player],
         think: bool = True,
         prefill: str = "",
         encode: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
-        self._player = player
+        self._make = make
         self._think, self._prefill, self._encode = think, prefill, encode
 
     def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
-        """The player's turn as a completion. Overridden by players that write thoughts."""
-        actions = self._player.act(
+        """The player's turn as a completion."""
+        actions = self._make(prompt.seed).act(
             env, limits.turns_left, limits.actions_left, limits.actions_per_turn
         )
-        thought = "<think></think>" if self._think else ""
+        thought = f"<think>{self.thought(actions)}</think>" if self._think else ""
         reply = f"{thought}<answer>{' || '.join(actions)}</answer>"
-        return spoken(reply.removeprefix(self._prefill), self._encode)
+        # A template may open the thought with white space behind the tag.
+        return spoken(reply.removeprefix(self._prefill.rstrip()), self._encode)
+
+    def thought(self, actions: Sequence[str]) -> str:
+        """What stands between the think tags: nothing. Overridden by players that think."""
+        return ""
 
 
 PLAYERS: dict[str, Callable[[int], Player]] = {

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragen.types import Completion, Prompt
+from ragen.types import Completion, Prompt, StopReason
 
 
 class Policy(Protocol):
@@ -19,8 +19,25 @@ class Policy(Protocol):
         """Draw one completion, with its `fingerprint` where it has ids.
 
         Must not raise for anything that the prompt may contain.
+
+        Raises:
+            NoCompletion: A server failed for good.
         """
         ...
+
+
+class NoCompletion(Exception):
+    """What a policy raises that cannot answer: it ends the episode, which is data.
+
+    Args:
+        text: Why, in one line.
+        stop_reason: How the episode ends: ``"request"`` where a server failed, ``"context"`` where
+            the prompt left no room for a reply.
+    """
+
+    def __init__(self, text: str, stop_reason: StopReason = "request") -> None:
+        super().__init__(text)
+        self.stop_reason = stop_reason
 
 
 class ScriptedPolicy:

@@ -21,6 +21,8 @@ from rich.text import Text
 from typing_extensions import override
 
 from ragen.config import Config
+from ragen.recorder import CONFIG
+from ragen.settings import recipes
 from ragen.types import Episode
 
 if TYPE_CHECKING:
@@ -64,6 +66,9 @@ class Watcher:
     run: Path | None = None
     """The run's folder, once it has one."""
 
+    def note(self, text: str) -> None:
+        """Something to know of a run before it begins."""
+
     def begin(self, run: Path, config: Config, step: int) -> None:
         """A run begins, or goes on after `step` steps."""
         self.run = run
@@ -92,12 +97,18 @@ class Lines(Watcher):
         self._total = ""
 
     @override
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    @override
     def begin(self, run: Path, config: Config, step: int) -> None:
         super().begin(run, config, step)
         self._total = f"/{config.steps}" if config.budget == "steps" else ""
         self._say(f"{run}: {config.recipe}, {config.algorithm}, {config.steps} {config.budget}")
         if step:
             self._say(f"going on after step {step}")
+        elif advice := hint(config):
+            self._say(advice)
 
     @override
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -134,6 +145,10 @@ class LiveTable(Watcher):
         self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=4)
 
     @override
+    def note(self, text: str) -> None:
+        self._above(text)
+
+    @override
     def begin(self, run: Path, config: Config, step: int) -> None:
         super().begin(run, config, step)
         self._config = config
@@ -142,6 +157,8 @@ class LiveTable(Watcher):
         self._first = self._spent if config.budget == "steps" or not step else None
         self._began = time.monotonic()
         self._live.start(refresh=True)
+        if (advice := hint(config)) and not step:
+            self._above(advice)
 
     @override
     def episode(self, episode: Episode) -> None:
@@ -247,6 +264,29 @@ def watcher_for(console: Console, quiet: bool = False) -> Watcher:
     if quiet:
         return Watcher()
     return LiveTable(console) if console.is_terminal else Lines(console)
+
+
+def hint(config: Config) -> str | None:
+    """Where a recipe of the embedded model is given another one: the recipe for that.
+
+    A run is no other model: it began with the embedded one, or this was said when it began.
+
+    Example:
+        >>> from ragen.settings import resolve
+        >>> hint(resolve("sokoban-large", {"model": "Qwen/Qwen2.5-0.5B-Instruct"}))
+        'recipe sokoban-large is made for the embedded model; for others: paper/sokoban --world ...'
+        >>> hint(resolve("sokoban")), hint(resolve("paper/sokoban"))
+        (None, None)
+    """
+    world, model = config.world.name, config.model.path
+    if config.prompt.style == "paper" or model == "base" or (Path(model) / CONFIG).is_file():
+        return None
+    for name in recipes() if config.recipe in recipes() else ():
+        family = name.removeprefix("paper/")
+        if name != family and world.startswith(family):
+            other = f"{name} --world {world}" if world != family else name
+            return f"recipe {config.recipe} is made for the embedded model; for others: {other}"
+    return None
 
 
 def told(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from ragen.errors import RagenError
 from ragen.metrics import Metric, merge
 from ragen.types import Episode, Group
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """`PRAGMA user_version` of the database; a reader refuses versions it does not know."""
 
 DATABASE = "run.sqlite"
@@ -92,16 +92,28 @@ CREATE TABLE events (
 CREATE TRIGGER events_are_kept BEFORE DELETE ON events
     BEGIN SELECT RAISE(ABORT, 'events are never deleted'); END;
 CREATE TABLE evaluations (
-    id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL,
-    world TEXT, temperature REAL, episodes INTEGER, success REAL, record TEXT NOT NULL
+    id INTEGER PRIMARY KEY, attempt INTEGER, step INTEGER, time REAL NOT NULL,
+    world TEXT, temperature REAL, episodes INTEGER, success REAL, record TEXT NOT NULL,
+    key TEXT, settings TEXT
 );
+CREATE TABLE outcomes (
+    key TEXT NOT NULL, world TEXT NOT NULL, level_seed INTEGER NOT NULL, sample INTEGER NOT NULL,
+    success INTEGER NOT NULL, total_reward REAL NOT NULL, num_turns INTEGER NOT NULL,
+    num_actions INTEGER NOT NULL, effective_actions INTEGER NOT NULL,
+    valid_turns INTEGER NOT NULL, thought_words INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
+    stop_reason TEXT NOT NULL, error TEXT,
+    PRIMARY KEY (key, level_seed, sample)
+) WITHOUT ROWID;
 CREATE VIRTUAL TABLE thoughts_fts USING fts5 (thought, content='turns', content_rowid='id');
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
 
 def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
-    """Make the folder of a new run: `out`, or the next number under `root` (``runs/bandit-3``).
+    """Make the folder of a new run: `out`, or the next number under `root`.
+
+    Runs lie side by side: the third of ``paper/bandit`` is ``runs/paper-bandit-3``.
 
     Raises:
         RagenError: `out` exists already, or the folder cannot be made.
@@ -112,6 +124,7 @@ def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
             out.mkdir(parents=True)
             return out
         root.mkdir(parents=True, exist_ok=True)
+        name = name.replace("/", "-")
         numbered = re.compile(re.escape(name) + r"-(\d+)")
         found = [numbered.fullmatch(entry.name) for entry in root.iterdir()]
         number = 1 + max((int(match[1]) for match in found if match), default=0)
@@ -182,7 +195,7 @@ class Recorder:
         connection: sqlite3.Connection | None = None
         try:
             connection = _connect(database)
-            connection.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+            _fill(connection)
             config.write_text(config_text, encoding="utf-8")
         except (sqlite3.Error, OSError) as error:
             if connection is not None:
@@ -192,7 +205,7 @@ class Recorder:
                     (folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # It stays where it holds something else.
                 folder.rmdir()
-            raise _cannot_write(folder, error) from None
+            raise cannot_write(folder, error) from None
         return cls(folder, connection)
 
     @classmethod
@@ -203,23 +216,12 @@ class Recorder:
             RagenError: There is no run, its database is damaged or of another version, or another
                 process writes it.
         """
-        if not (folder / DATABASE).is_file():
-            raise RagenError(f"{folder} is no run folder ({DATABASE} is missing)")
-        connection: sqlite3.Connection | None = None
+        connection = open_database(folder)
         try:
-            connection = _connect(folder / DATABASE)
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            (latest,) = connection.execute("SELECT max(attempt) FROM metrics").fetchone()
-        except sqlite3.DatabaseError as error:
-            if connection is not None:
-                connection.close()
-            raise RagenError(f"{folder / DATABASE} cannot be read: {error}") from None
-        if version != SCHEMA_VERSION:
+            ((latest,),) = _read(folder, "SELECT max(attempt) FROM metrics")
+        except RagenError:
             connection.close()
-            raise RagenError(
-                f"{folder / DATABASE} has schema {version}, this RAGEN reads {SCHEMA_VERSION}; "
-                "use the version that wrote it"
-            )
+            raise
         return cls(folder, connection, (latest or 0) if attempt is None else attempt)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
@@ -335,10 +337,7 @@ class Recorder:
         try:
             self.commit()
         finally:
-            # A reader that is still looking keeps the WAL alive; the last one to leave removes it.
-            with contextlib.suppress(sqlite3.OperationalError):
-                self._connection.execute("PRAGMA journal_mode = DELETE")
-            self._connection.close()
+            close_database(self._connection)
             if self._claim is not None:
                 os.close(self._claim)
 
@@ -372,7 +371,7 @@ class Recorder:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             if isinstance(error, sqlite3.OperationalError):
-                raise _cannot_write(self.folder, error) from None
+                raise cannot_write(self.folder, error) from None
             raise
 
 
@@ -409,7 +408,8 @@ class _Step:
             (last,),
         )
         _insert(connection, "samples", [(None, *when, *row) for row in self.samples])
-        _insert(connection, "evaluations", [(None, *when, *row) for row in self.evaluations])
+        rows_of_run = [(None, *when, *row, None, None) for row in self.evaluations]
+        _insert(connection, "evaluations", rows_of_run)
 
 
 def compress(name: str, array: npt.ArrayLike) -> bytes:
@@ -428,12 +428,15 @@ def decompress(name: str, data: bytes) -> npt.NDArray[Any]:
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
-    """A run's evaluation records in order, each with its ``step`` and ``attempt``.
+    """A run's own evaluation records in order, each with its ``step`` and ``attempt``.
+
+    Those that somebody asked for (``ragen eval``) belong to no step: `ragen.outcomes` keeps them.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
-    rows = _read(folder, "SELECT attempt, step, record FROM evaluations ORDER BY id")
+    query = "SELECT attempt, step, record FROM evaluations WHERE step IS NOT NULL ORDER BY id"
+    rows = _read(folder, query)
     return [{**json.loads(record), "attempt": a, "step": step} for a, step, record in rows]
 
 
@@ -526,7 +529,7 @@ def append_event(
             _insert_event(connection, (attempt, step, time.time(), kind, text, _json(data)))
             connection.commit()
     except sqlite3.Error as error:
-        raise _cannot_write(folder, error) from None
+        raise cannot_write(folder, error) from None
 
 
 def _insert_event(connection: sqlite3.Connection, row: tuple[Any, ...]) -> None:
@@ -535,9 +538,13 @@ def _insert_event(connection: sqlite3.Connection, row: tuple[Any, ...]) -> None:
     )
 
 
-def _read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+def _must_exist(folder: Path) -> None:
     if not (folder / DATABASE).is_file():
         raise RagenError(f"{folder} is no run folder ({DATABASE} is missing)")
+
+
+def _read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    _must_exist(folder)
     try:
         with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection:
             return connection.execute(query, parameters).fetchall()
@@ -564,6 +571,63 @@ def _claim(folder: Path) -> int | None:
     except OSError:  # a file system without locks
         pass
     return handle
+
+
+def open_database(folder: Path, make: bool = False) -> sqlite3.Connection:
+    """Open a database to write it; who writes a run's metrics has to claim it, too (`Recorder`).
+
+    Args:
+        folder: Where it lies.
+        make: Make an empty one where there is none.
+
+    Raises:
+        RagenError: There is none, it is damaged, of another version, or cannot be made.
+    """
+    database = folder / DATABASE
+    if not make:
+        _must_exist(folder)
+    connection: sqlite3.Connection | None = None
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        connection = _connect(database)
+        if make and _version(connection) == 0:
+            _fill(connection)
+        version = _version(connection)
+    except (sqlite3.DatabaseError, OSError) as error:
+        if connection is not None:
+            connection.close()
+        raise RagenError(f"{database} cannot be read: {error}") from None
+    if version != SCHEMA_VERSION:
+        close_database(connection)
+        raise RagenError(
+            f"{database} has schema {version}, this RAGEN reads {SCHEMA_VERSION}; "
+            "use the version that wrote it"
+        )
+    return connection
+
+
+def close_database(connection: sqlite3.Connection) -> None:
+    """Leave one plain file, unless others are still at it."""
+    # A reader that is still looking keeps the WAL alive; the last one to leave removes it.
+    with contextlib.suppress(sqlite3.OperationalError):
+        connection.execute("PRAGMA journal_mode = DELETE")
+    connection.close()
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return int(version)
+
+
+def _fill(connection: sqlite3.Connection) -> None:
+    try:
+        connection.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}COMMIT;")
+    except sqlite3.OperationalError:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        if _version(connection) == 0:  # else another process was quicker
+            raise
 
 
 def _connect(database: Path) -> sqlite3.Connection:
@@ -599,7 +663,7 @@ def _episode_row(episode: Episode, kept: bool, phase: str) -> tuple[Any, ...]:
         float(episode.total_reward),
         float(sum(turn.penalty for turn in episode.turns)),
         len(episode.turns),
-        None if episode.error is None else _text(episode.error),
+        None if episode.error is None else storable(episode.error),
     )
 
 
@@ -610,9 +674,9 @@ def _turn_rows(episode: Episode) -> list[tuple[Any, ...]]:
         rows.append(
             (
                 index,
-                _text(turn.observation),
-                _text(completion.text),
-                None if turn.thought is None else _text(turn.thought),
+                storable(turn.observation),
+                storable(completion.text),
+                None if turn.thought is None else storable(turn.thought),
                 _json(turn.actions_asked),
                 _json(turn.actions_executed),
                 float(turn.reward),
@@ -621,7 +685,7 @@ def _turn_rows(episode: Episode) -> list[tuple[Any, ...]]:
                 None if completion.token_ids is None else len(completion.token_ids),
                 completion.finish_reason,
                 completion.policy_version,
-                _text(turn.state_key),
+                storable(turn.state_key),
                 None if turn.snapshot is None else _json(turn.snapshot),
             )
         )
@@ -637,12 +701,13 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _text(text: str) -> str:
-    """Text that UTF-8 can hold; a world may send half a surrogate pair."""
+def storable(text: str) -> str:
+    """The text as UTF-8 can hold it; a world may send half a surrogate pair."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _cannot_write(folder: Path, error: sqlite3.Error | OSError) -> RagenError:
+def cannot_write(folder: Path, error: sqlite3.Error | OSError) -> RagenError:
+    """What to tell the user of a database that takes no more."""
     reason = _reason(error) if isinstance(error, OSError) else str(error)
     return RagenError(
         f"cannot write {folder / DATABASE}: {reason}; free space there or choose another place "

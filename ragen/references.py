@@ -192,7 +192,7 @@ def _cache_path(
 ) -> Path:
     key = {
         "version": VERSION,
-        "sources": _sources(type(env)),
+        "sources": sources(type(env)),
         "world": name,
         "params": dict(params),
         "budget": asdict(budget),
@@ -203,7 +203,7 @@ def _cache_path(
     return cache_folder() / "references" / f"{digest[:32]}.json"
 
 
-def _sources(cls: type[Env]) -> list[str]:
+def sources(cls: type[Env]) -> list[str]:
     """Hashes of the files in which the world and its bases are written."""
     files = {inspect.getsourcefile(base) for base in cls.__mro__ if issubclass(base, Env)}
     return sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)

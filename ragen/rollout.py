@@ -25,7 +25,7 @@ from ragen.env import Env, Reading, construct, maker
 from ragen.errors import RagenError
 from ragen.isolated import Workers
 from ragen.players import PlayerPolicy
-from ragen.policy import Policy
+from ragen.policy import NoCompletion, Policy
 from ragen.prompt import Limits, PromptBuilder, prefill
 from ragen.reasoning import NEED_READING, charged, notes
 from ragen.seeding import derive
@@ -66,6 +66,7 @@ class Setup:
     think: bool = True
     prefilled: bool = True
     window: int = 0
+    drops_thoughts: bool = False
     chat: Chat | None = None
     max_tokens: int = 80
     min_tokens: int = 0
@@ -117,6 +118,7 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
         think=prompt.think,
         prefilled=prompt.prefill,
         window=prompt.window,
+        drops_thoughts=prompt.think and prompt.history_thoughts == "drop",
         chat=chat,
         max_tokens=rollout.max_tokens,
         min_tokens=rollout.min_tokens,
@@ -202,6 +204,23 @@ async def run_groups(
     Raises:
         RagenError: The player cannot play this world.
     """
+    places = [
+        Place(level, group, member, path)
+        for group, level in enumerate(levels, first_group)
+        for member in range(members)
+    ]
+    played = await run_places(policy, setup, places, concurrency, on_episode)
+    return [Group(tuple(played[at : at + members])) for at in range(0, len(played), members)]
+
+
+async def run_places(
+    policy: Policy | PlayerPolicy,
+    setup: Setup,
+    places: Sequence[Place],
+    concurrency: int = 64,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Episode]:
+    """Play the episodes of `places` and return them in that order; otherwise as `run_groups`."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(place: Place) -> Episode:
@@ -213,16 +232,13 @@ async def run_groups(
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                [tasks.create_task(one(Place(level, group, m, path))) for m in range(members)]
-                for group, level in enumerate(levels, first_group)
-            ]
+            running = [tasks.create_task(one(place)) for place in places]
     except ExceptionGroup as errors:
         mistakes, bugs = errors.split(RagenError)
         if mistakes is None or bugs is not None:
             raise
         raise _first(mistakes) from None
-    return [Group(tuple(task.result() for task in group)) for group in running]
+    return [task.result() for task in running]
 
 
 def _first(errors: BaseException) -> BaseException:
@@ -241,7 +257,31 @@ async def play(policy: Policy | PlayerPolicy, setup: Setup, place: Place) -> Epi
             await running.play(world, policy)
     except WorldError as failure:
         return running.episode("timeout" if failure.timed_out else "error", error=str(failure))
+    except NoCompletion as failure:
+        error = str(failure) if failure.stop_reason == "request" else None
+        return running.episode(failure.stop_reason, error)
     return running.episode(running.stop_reason)
+
+
+def refuse_cramped(setup: Setup, level: int) -> None:
+    """Refuse a run whose first prompt leaves no room for a reply.
+
+    Raises:
+        RagenError: The prompt of `level` is too long. Other levels may be shorter, but not by much.
+    """
+    try:
+        with closing(Guarded(setup.make, None if setup.workers else setup.timeout_s)) as world:
+            conversation, view = _Running(setup, Place(level, 0, 0, (0, "look"))).begin(world)
+    except WorldError:
+        return  # the episodes that fail will tell
+    _, token_ids, _ = conversation.ask(view)
+    if token_ids and len(token_ids) + setup.max_tokens > setup.max_length:
+        setup.close()
+        raise RagenError(
+            f"the first prompt of the world {setup.world!r} has {len(token_ids)} tokens, which "
+            f"leaves no room for a reply of rollout.max_tokens = {setup.max_tokens}: "
+            f"raise model.max_length from {setup.max_length}, or lower rollout.max_tokens"
+        )
 
 
 class _Running:
@@ -256,17 +296,8 @@ class _Running:
         self.success = False
 
     async def play(self, world: Guarded, policy: Policy | PlayerPolicy) -> None:
-        setup, place = self.setup, self.place
-        observation = world.reset(place.level_seed, place.noise_seed(setup.common_noise))
-        conversation = Conversation(
-            PromptBuilder(setup.style, setup.think, max_tokens=setup.max_tokens),
-            (world.rules, world.goal, world.actions),
-            setup.chat,
-            setup.window,
-            setup.max_length - setup.max_tokens,
-            setup.prefill,
-        )
-        view = View(observation, self._limits(0))
+        setup = self.setup
+        conversation, view = self.begin(world)
         for number in range(setup.turns):
             prompt = self._prompt(conversation, view, number)
             if prompt.token_ids and len(prompt.token_ids) + setup.max_tokens > setup.max_length:
@@ -287,6 +318,21 @@ class _Running:
                 self.stop_reason = "max_actions"
                 return
             view = View(world.observation, self._limits(number + 1), turn.reward, problem)
+
+    def begin(self, world: Guarded) -> tuple[Conversation, View]:
+        """Reset the world; what is talked about it, and the first thing that is seen."""
+        setup, place = self.setup, self.place
+        observation = world.reset(place.level_seed, place.noise_seed(setup.common_noise))
+        conversation = Conversation(
+            PromptBuilder(setup.style, setup.think, max_tokens=setup.max_tokens),
+            (world.rules, world.goal, world.actions),
+            setup.chat,
+            setup.window,
+            setup.max_length - setup.max_tokens,
+            setup.prefill,
+            setup.drops_thoughts,
+        )
+        return conversation, View(observation, self._limits(0))
 
     def _limits(self, number: int) -> Limits:
         setup = self.setup
@@ -319,7 +365,8 @@ class _Running:
             max_actions=min(setup.actions_per_turn, self.actions_left),
         )
         if completion.finish_reason == "length":
-            parsed = replace(parsed, actions=(), valid=False, problem="the reply was too long")
+            problem = f"It was cut off after {setup.max_tokens} tokens, so nothing of it was done."
+            parsed = replace(parsed, actions=(), valid=False, problem=problem)
         read: dict[str, Any] = {}
         if parsed.thought is not None and world.env.reads_thoughts:
             read = notes(world.read_thought(parsed.thought), parsed.actions_asked)

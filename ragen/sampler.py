@@ -13,7 +13,7 @@ Axes: **N** rows of a forward, **V** vocabulary.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragen.decoder import make_decoder
+from ragen.metrics import Metrics, mean
 from ragen.policy import fingerprint
 from ragen.types import Completion, Prompt
 
@@ -40,12 +41,24 @@ Tokens = tuple[int, ...]
 
 @dataclass(slots=True)
 class Stats:
-    """Token counts so far: prompt tokens read, prompt tokens found in the cache, tokens sampled."""
+    """Token counts so far: prompt tokens read, prompt tokens found in the cache, tokens sampled.
+
+    Example:
+        >>> Stats(prefilled=30, reused=10).metrics()["rollout/prefix_cache_hit_fraction"].value
+        0.25
+    """
 
     prefilled: int = 0
     reused: int = 0
     sampled: int = 0
     forwards: int = 0
+
+    def metrics(self) -> Metrics:
+        """The share of prompt tokens that were found in the cache; nothing before there are any."""
+        prompts = self.prefilled + self.reused
+        if not prompts:
+            return {}
+        return {"rollout/prefix_cache_hit_fraction": mean(self.reused / prompts, prompts)}
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +165,9 @@ class Sampler:
         """Count a change of the weights, which are read in place."""
         self.version = version
         self.forget()
+
+    def rest(self) -> None:
+        """Keys and values stay: they are few beside what a model of this sampler's size needs."""
 
     async def close(self) -> None:
         """Nothing is held beyond the model's own memory."""
@@ -326,21 +342,14 @@ class Sampler:
         self._stop(request)
         count = int(self._count[slot])
         token_ids = tuple(self._tokens[slot, :count].tolist())
-        ended = token_ids[-1] in self._end_set
         tokens = request.tokens + token_ids
         self._remembered[slot] = tokens
         self._by_tail.setdefault((len(tokens), tokens[-TAIL:]), []).append(slot)
         self.stats.sampled += count
         if not request.answer.done():
+            logprobs = tuple(self._logprobs[slot, :count].tolist())
             request.answer.set_result(
-                Completion(
-                    token_ids,
-                    tuple(self._logprobs[slot, :count].tolist()),
-                    self._decode(token_ids[:-1] if ended else token_ids),
-                    "stop" if ended else "length",
-                    self.version,
-                    fingerprint(self._tokens[slot, :count], self._logprobs[slot, :count]),
-                )
+                completion_of(token_ids, logprobs, self._end_set, self._decode, self.version)
             )
 
     # Forwards.
@@ -388,6 +397,31 @@ class Sampler:
             self._finish(slot)
 
 
+def completion_of(
+    token_ids: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    end_ids: Container[int],
+    decode: Callable[[Sequence[int]], str],
+    version: int,
+) -> Completion:
+    """The record of what was sampled: its end token is no part of the text, and it is hashed here.
+
+    Example:
+        >>> said = completion_of((8, 9, 2), (-0.5, -0.25, -0.125), {2}, str, 3)
+        >>> said.text, said.finish_reason
+        ('(8, 9)', 'stop')
+    """
+    ended = token_ids[-1] in end_ids
+    return Completion(
+        token_ids,
+        logprobs,
+        decode(token_ids[:-1] if ended else token_ids),
+        "stop" if ended else "length",
+        version,
+        fingerprint(token_ids, logprobs),
+    )
+
+
 def draw(
     logits_NV: Tensor, temperatures_N: NDArray[np.float64], uniforms_N: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -424,7 +458,7 @@ def draw(
     if greedy_N.any():
         best_N1 = logits_NV.argmax(dim=-1, keepdim=True)
         tokens_N1 = torch.where(torch.from_numpy(greedy_N).to(device)[:, None], best_N1, tokens_N1)
-    logprobs_N1 = log_p_NV.gather(1, tokens_N1)
-    tokens: NDArray[np.int64] = tokens_N1[:, 0].cpu().numpy()
-    logprobs: NDArray[np.float64] = logprobs_N1[:, 0].double().cpu().numpy()
-    return tokens, logprobs
+    # Both in one transfer, since each waits for a GPU; float64 holds every id.
+    drawn_2N1 = torch.stack((tokens_N1.double(), log_p_NV.gather(1, tokens_N1).double()))
+    tokens, logprobs = drawn_2N1[:, :, 0].cpu().numpy()
+    return tokens.astype(np.int64), logprobs

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ragen.errors import RagenError
-from ragen.types import Episode, Group, Sample, Turn
+from ragen.types import Completion, Episode, Group, Prompt, Sample
+
+Exchange = tuple[Prompt, Completion]
+"""One turn's tokens: what was asked and what was said."""
 
 
 def trainable(groups: Iterable[Group]) -> list[tuple[int, Episode]]:
@@ -34,20 +37,38 @@ def to_samples(groups: Sequence[Group]) -> list[Sample]:
         RagenError: A completion has no token ids or no logprobs, as from a chat endpoint: it can be
             evaluated, not trained on.
     """
-    samples: list[Sample] = []
-    for index, (group, episode) in enumerate(trainable(groups)):
-        parts: list[_Growing] = []
-        for number, turn in enumerate(episode.turns):
-            prompt, completion, logprobs = _tokens(turn)
-            if not parts or not parts[-1].extends_to(prompt):
-                parts.append(_Growing())
-            parts[-1].add(prompt, completion, logprobs, number)
-        samples.extend(part.sample(index, group) for part in parts)
-    return samples
+    return [
+        sample
+        for index, (group, episode) in enumerate(trainable(groups))
+        for sample in join([(turn.prompt, turn.completion) for turn in episode.turns], index, group)
+    ]
 
 
-def _tokens(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    prompt, completion = turn.prompt.token_ids, turn.completion
+def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample]:
+    """The samples of one episode, from what was asked and said in its turns.
+
+    Raises:
+        RagenError: As `to_samples`.
+
+    Example:
+        >>> said = Completion((8, 2), (-0.5, -0.1), "", "stop", 0)
+        >>> first, second = (Prompt((), ids, 0, 8, 1.0, 0) for ids in ((1,), (1, 8, 2, 3)))
+        >>> [sample.token_ids for sample in join([(first, said), (second, said)], 0, 0)]
+        [(1, 8, 2, 3, 8, 2)]
+    """
+    parts: list[_Growing] = []
+    for number, exchange in enumerate(exchanges):
+        prompt, completion, logprobs = _tokens(*exchange)
+        if not parts or not parts[-1].extends_to(prompt):
+            parts.append(_Growing())
+        parts[-1].add(prompt, completion, logprobs, number)
+    return [part.sample(episode, group) for part in parts]
+
+
+def _tokens(
+    asked: Prompt, completion: Completion
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    prompt = asked.token_ids
     if prompt is None or completion.token_ids is None or completion.logprobs is None:
         raise RagenError(
             "this policy returns text without token ids and logprobs, which cannot be trained on "

@@ -6,6 +6,7 @@ TRAIN_LEVELS = 10_000
 EVAL_LEVELS = 123
 REFILL_LEVELS = 2**30
 BASE_LEVELS = 2**31
+SFT_LEVELS = 2**31 + 2**30
 
 MAX_REFILLS = 3
 """Rounds of refilling that a step may have (`rollout.refill`)."""
@@ -72,3 +73,13 @@ def base_level(index: int) -> int:
         5
     """
     return BASE_LEVELS + index
+
+
+def sft_level(index: int) -> int:
+    """Level seed of a demonstration for supervised fine-tuning: above those of base preparation.
+
+    Example:
+        >>> sft_level(5) - 2**31 - 2**30
+        5
+    """
+    return SFT_LEVELS + index

@@ -153,10 +153,10 @@ def load_recipe(recipe: str | Path) -> tuple[str, Flat]:
     Raises:
         RagenError: No such recipe or file, broken TOML, or an unknown key.
     """
-    if isinstance(recipe, Path) or recipe.endswith(".toml") or "/" in recipe:
+    known = recipes()
+    if isinstance(recipe, Path) or recipe.endswith(".toml"):
         path = Path(recipe)
         return path.stem, _read_toml(path, f"recipe {path}")
-    known = recipes()
     if recipe not in known:
         raise RagenError(
             f"unknown recipe {recipe!r}{nearest(recipe, known)}; "
@@ -182,7 +182,7 @@ def load_preset(algorithm: str) -> Flat:
 
 @cache
 def recipes() -> Mapping[str, Traversable]:
-    """The recipes that come with the package, by name."""
+    """The recipes that come with the package, by name: ``paper/bandit`` is that folder's."""
     return MappingProxyType(dict(_toml_files(resources.files("ragen") / "recipes")))
 
 

@@ -31,11 +31,13 @@ from ragen.errors import RagenError
 from ragen.evaluation import refuse_unplayable
 from ragen.filters import select
 from ragen.guard import REMEDIES, GuardState, changed
+from ragen.memory import refuse_too_large
 from ragen.metrics import Metrics, last, merge, values
+from ragen.outcomes import outcome_of
 from ragen.progress import Watcher
 from ragen.recorder import CONFIG, Recorder, new_run_folder, refuse_existing
 from ragen.recovery import guarded, stalled
-from ragen.rollout import setup_of
+from ragen.rollout import refuse_cramped, setup_of
 from ragen.running import (
     Clock,
     LoopState,
@@ -49,6 +51,7 @@ from ragen.running import (
     spent,
 )
 from ragen.samples import trainable
+from ragen.seeding import train_level
 from ragen.settings import dump, read_config
 from ragen.stopping import StopRequested, run_async
 from ragen.threads import use_threads
@@ -80,7 +83,7 @@ async def loop(run: Run) -> None:
         advance(state, groups, updates)
         with clock("record"):
             await record(run, groups, kept, chosen, batch if updates else None)
-        counted = counters(state) | refilled(groups, config)
+        counted = counters(state) | refilled(groups, config) | engine.metrics()
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counted])
         metrics |= judged(batch) if updates else {}
         metrics |= clock.metrics(run.setup.world_time.seconds, metrics["tokens/sampled"].value)
@@ -105,7 +108,7 @@ async def play(run: Run) -> list[Group]:
         run.watcher.episode(episode)
 
     groups = await groups_of(run.engine, run.setup, run.config, run.state.step, on_episode)
-    refuse_unplayable([episode for group in groups for episode in group.episodes])
+    refuse_unplayable([outcome_of(episode) for group in groups for episode in group.episodes])
     return groups
 
 
@@ -218,11 +221,15 @@ def train(
     config = rooted(config)
     changed(config, REMEDIES[config.guard.remedy](config, 1))  # it is known to work
     state = LoopState(threads=use_threads(config.threads))
+    seen = watcher or Watcher()
+    refuse_too_large(config, seen.note)
     engine = local_engine(config)
     setup = setup_of(config, engine.chat)
+    refuse_cramped(setup, train_level(0, 0, config.rollout.prompts))
     folder = new_run_folder(root, config.recipe, out)
     recorder = Recorder.create(folder, dump(config))
-    seen = watcher or Watcher()
+    if engine.chat.warning is not None:
+        seen.note(engine.chat.warning)
     return run_async(
         whole(Run(folder, config, config, local_engine, engine, setup, recorder, state, seen))
     )
@@ -264,9 +271,10 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
         ) from error
     use_threads(state.threads)
     config = changed(asked, guard.changes)
+    seen = watcher or Watcher()
+    refuse_too_large(config, seen.note)
     engine = local_engine(config)
     setup = setup_of(config, engine.chat)
-    seen = watcher or Watcher()
 
     async def go_on() -> Result:
         await engine.load(checkpoint, engine_state)

@@ -18,9 +18,15 @@ Message = Mapping[str, str]
 FinishReason = Literal["stop", "length"]
 """Why sampling ended: the end-of-turn token was drawn, or `Prompt.max_tokens` was reached."""
 
-StopReason = Literal["solved", "failed", "max_turns", "max_actions", "context", "error", "timeout"]
+StopReason = Literal[
+    "solved", "failed", "max_turns", "max_actions", "context", "error", "timeout", "request"
+]
 """Why an episode ended: the first two are the world's own end, the next two the task's budgets (a
-limit of the world's own counts as the second), the last three cuts from outside."""
+limit of the world's own counts as the second), the others cuts from outside: no room for a prompt,
+a world that raised or hung, a server that gave no completion."""
+
+Role = Literal["policy", "reference", "critic"]
+"""What a model is asked as: who acts, what it is measured from, who says what a state is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,21 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What a server counted for one completion: tokens of the prompt, and tokens it wrote.
+
+    The latter include those of a thought that the server does not show.
+
+    Example:
+        >>> Usage(120, 30).prompt_tokens
+        120
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What the policy said: its tokens with their logprobs, and the same as text.
 
@@ -59,7 +80,8 @@ class Completion:
     `text`. Both are ``None`` where the server gives none; such completions can be read, not trained
     on. `fingerprint` is the hash of ids and logprobs that whoever sampled them took there and then
     (`ragen.policy.fingerprint`); the learner takes it again from the batch it is about to train on
-    (`ragen.exactness`). ``None`` where there are no ids.
+    (`ragen.exactness`). ``None`` where there are no ids. `usage` is what a server counted where
+    there are none.
 
     Example:
         >>> Completion((8, 9, 2), (-0.1, -0.7, -0.01), "Right</think>", "stop", 3).finish_reason
@@ -72,6 +94,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     fingerprint: int | None = None
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +139,7 @@ class Episode:
     takes a cut from outside the task whose next prompt was scored, and `rollout` knows none: turns
     and actions are budgets of the task, a failed world's episode is not trained on, and
     ``"context"`` means that the next turn alone was too long for the model. So it writes false.
-    `error` is the traceback of a world that failed.
+    `error` is the traceback of a world that failed, or the last complaint of a server.
 
     Example:
         >>> ends = {"terminated": False, "truncated": True, "bootstrap": False, "success": False}
@@ -145,8 +168,8 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        """True where the world raised or hung: data about the world, nothing to learn from."""
-        return self.stop_reason in ("error", "timeout")
+        """True where the world raised or hung, or a server failed: nothing to learn from."""
+        return self.stop_reason in ("error", "timeout", "request")
 
 
 @dataclass(frozen=True, slots=True)

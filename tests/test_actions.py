@@ -212,7 +212,9 @@ def test_problem_is_one_short_printable_sentence() -> None:
     assert problem.isprintable() and len(problem) < 80
     assert not any(tag in problem for tag in TAGS)
     assert read("<think>.</think><answer></answer>").problem == "The answer names no action."
-    assert read("<think>.</think><answer>Fly</answer>").problem == '"Fly" is not an action.'
+    left_out = '"Fly" is not an action and was left out.'
+    assert read("<think>.</think><answer>Fly</answer>").problem == left_out
+    assert read("<think>.</think><answer>Up || Fly</answer>").problem == left_out
     assert "<think>…</think><answer>…</answer>" in str(read("Up").problem)
 
 

@@ -7,17 +7,21 @@ mistakes cost no hundred interpreters; one of them is made in a real shell.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ragen.cli import main
 from ragen.errors import RagenError
+from ragen.model import save_model
 from ragen.settings import resolve
 from ragen.trainer import train
 from tests.speaker import settings, speaker
+from tests.tiny import tiny_model, tiny_tokenizer
 
 ROGUE = Path(__file__).parent / "rogue.py"
 
@@ -158,8 +162,81 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
 def test_a_model_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "config.json is missing" in mistake(tmp_path, "train", "bandit", "--model", "empty")
-    (tmp_path / "empty" / "config.json").write_text("{}")
-    assert "cannot load the model" in mistake(tmp_path, "train", "bandit", "--model", "./empty")
+    for text in ("{}", "[", '{"model_type": "qwen2", "num_attention_heads": 0}'):
+        (tmp_path / "empty" / "config.json").write_text(text)
+        assert "cannot load the model" in mistake(tmp_path, "train", "bandit", "--model", "./empty")
+
+
+def spoilt(folder: Path, **changes: str | None) -> Path:
+    """A copy of a model that could be trained, some files of it changed, or gone."""
+    shutil.copytree(speaker(), folder)
+    for name, text in changes.items():
+        (found,) = folder.glob(f"{name}.*")
+        if text is None:
+            found.unlink()
+        else:
+            found.write_text(text)
+    return folder
+
+
+def refused(tmp_path: Path, model: str | Path, *more: str) -> str:
+    """The one line about a model, the same in training and in evaluation; nothing is left."""
+    (tmp_path / "cwd").mkdir()
+    asked = ("--model", model, "--rollout.max_tokens", "8", "--model.max_length", "128", *more)
+    line = mistake(tmp_path / "cwd", "train", "bandit", *asked)
+    assert mistake(tmp_path / "cwd", "eval", model, "--world", "bandit", *asked[2:]) == line
+    return line
+
+
+def test_a_model_that_no_one_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network: nothing listens there."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    line = refused(tmp_path, "nobody/has-this-model")
+    assert "'nobody/has-this-model' is not in the local cache" in line and "network" in line
+
+
+def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
+    changes = {"tokenizer": None, "tokenizer_config": None, "chat_template": None}
+    line = refused(tmp_path, spoilt(tmp_path / "model", **changes))
+    assert "has no tokenizer; save one beside its weights" in line
+
+
+def test_a_model_without_a_template(tmp_path: Path) -> None:
+    line = refused(tmp_path, spoilt(tmp_path / "model", chat_template=None))
+    assert "no chat template: choose an instruction-tuned model" in line
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('not today') }}", "{{ 1 + messages[0].content }}", "{% for %}"],
+)
+def test_a_template_that_raises(tmp_path: Path, template: str) -> None:
+    line = refused(tmp_path, spoilt(tmp_path / "model", chat_template=template))
+    assert "the chat template refuses a conversation of user (" in line
+    assert "choose a model whose template takes user and assistant" in line
+
+
+def test_a_context_that_is_too_small(tmp_path: Path) -> None:
+    line = refused(tmp_path, speaker(), "--model.max_length", "4096")
+    assert "knows 2048 positions; set model.max_length to 2048 or less" in line
+    keys = ("--model", speaker(), "--rollout.max_tokens", "24", "--model.max_length", "26")
+    assert "raise model.max_length from 26" in mistake(tmp_path, "train", "bandit", *keys)
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    model = tiny_model(tiny_tokenizer("chatml"))
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.inf
+    save_model(model, tiny_tokenizer("chatml"), tmp_path / "model")
+    line = refused(tmp_path, tmp_path / "model")
+    assert "are damaged: model.norm.weight holds NaN or infinity" in line
+
+
+def test_a_run_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragen.memory.available", lambda _: 4 * 2**20)
+    line = mistake(tmp_path, "train", "bandit")
+    assert "MiB, and 4 MiB are free on the cpu; no setting makes them fit" in line
 
 
 @pytest.mark.parametrize("misdeed", ["raise in reset", "hang in reset", "no observation"])
@@ -186,6 +263,7 @@ def test_a_prompt_that_leaves_no_room(tmp_path: Path) -> None:
     values = settings(steps=1, model__max_length=16, eval__episodes=0)
     with pytest.raises(RagenError, match=r"raise model\.max_length"):
         train(resolve("bandit", values), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_world_that_cannot_be_made(tmp_path: Path) -> None:

@@ -11,18 +11,25 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny import TEMPLATES, tiny_model, tiny_tokenizer
 
-from ragen.chat import Chat
+from ragen.chat import DAY, Chat
 from ragen.errors import RagenError
 
-EXACT = ["chatml", "llama3", "gemma", "llama2", "thinker", "glm"]
+KEEPING = ["chatml", "llama3", "gemma", "llama2", "thinker", "glm", "dated"]
+DROPPING = ["qwen3", "reasoner", "hollow"]
+"""Templates that leave out the thoughts of earlier turns."""
+EXACT = KEEPING + DROPPING
 END = {
     "chatml": "<|im_end|>",
+    "qwen2.5": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "gemma": "<end_of_turn>",
     "qwen3": "<|im_end|>",
     "llama2": "</s>",
     "thinker": "<|im_end|>",
     "glm": "<|user|>",
+    "dated": "<|eot_id|>",
+    "reasoner": "<|im_end|>",
+    "hollow": "<|im_end|>",
 }
 
 
@@ -37,7 +44,7 @@ def end(name: str) -> int:
 
 def render(name: str, messages: list[dict[str, str]]) -> str:
     text = tiny_tokenizer(name).apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
+        messages, tokenize=False, add_generation_prompt=True, strftime_now=DAY.strftime
     )
     return str(text)
 
@@ -53,17 +60,64 @@ def assistant(content: str) -> dict[str, str]:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_is_found(name: str) -> None:
     found = chat(name)
-    assert found.exact == (name != "qwen3")
-    assert (found.warning is None) == found.exact
+    assert found.exact
+    assert (found.warning is None) == (name not in DROPPING)
     assert found.fold == (name in ("gemma", "llama2"))
-    assert found.opening == ("<think>\n" if name == "thinker" else "")
+    assert found.opening == ("<think>\n" if name in ("thinker", "hollow") else "")
     eos = tiny_tokenizer(name).eos_token_id
     assert found.end_ids == ({eos, end(name)} if name in END else {eos})
 
 
-def test_dropped_thoughts_matter_only_where_there_are_thoughts() -> None:
-    assert not chat("qwen3", think=True).exact
-    assert chat("qwen3", think=False).exact
+def test_it_says_what_becomes_of_thoughts() -> None:
+    assert chat("chatml").warning is None
+    assert "here they stay as they were sampled" in str(chat("qwen3").warning)
+    assert chat("qwen3", think=False).warning is None  # there are none
+    for name in TEMPLATES:
+        dropping = Chat(tiny_tokenizer(name), history_thoughts="drop")
+        assert not dropping.exact
+        assert "left out of the prompts" in str(dropping.warning)
+    unasked = Chat(tiny_tokenizer("qwen3"), think=False, history_thoughts="drop")
+    assert unasked.exact and unasked.warning is None
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropped_thoughts_stay_where_they_are_kept(name: str) -> None:
+    """Extended or opened afresh, as a window does it: the same tokens, thoughts included."""
+    found, decode = chat(name), tiny_tokenizer(name).decode
+    messages = [user("a")]
+    ids, _ = found.open(messages, "<think>")
+    for thought, answer in (("why", "Up"), ("so", "Down")):
+        reply = f"{thought}</think><answer>{answer}</answer>"
+        ids += (*found.encode(reply), end(name))
+        messages += [assistant(f"<think>{reply}"), user("b")]
+        ids, _ = found.extend(ids, messages, "<think>")
+    afresh, _ = found.open(messages, "<think>")
+    assert decode(afresh) == decode(ids)
+    assert all(thought in decode(ids) for thought in ("why</think>", "so</think>"))
+    assert "why" not in render(name, messages)  # as the template itself would have it
+
+
+def test_an_empty_thought_belongs_to_the_prompt() -> None:
+    """Qwen3's way of asking for no thought: written by the template, in each turn."""
+    found, decode = chat("reasoner", think=False), tiny_tokenizer("reasoner").decode
+    assert found.exact and found.opening == ""
+    ids, num_prefill = found.open([user("a")], "<answer>")
+    assert decode(ids).endswith("assistant\n<think>\n\n</think>\n\n<answer>")
+    assert decode(ids[-num_prefill:]) == "<answer>"
+    ids += (*found.encode("Up</answer>"), end("reasoner"))
+    messages = [user("a"), assistant("<answer>Up</answer>"), user("b")]
+    assert decode(found.extend(ids, messages, "<answer>")[0]) == (
+        "<|im_start|>user\na<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>Up</answer><|im_end|>\n"
+        "<|im_start|>user\nb<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>"
+    )
+    assert "</think>" not in decode(chat("reasoner").open([user("a")])[0])
+
+
+def test_a_prompt_does_not_depend_on_the_day() -> None:
+    text = tiny_tokenizer("dated").decode(chat("dated").open([user("a")])[0])
+    assert "Today: 01 Jan 2025" in text
 
 
 def test_open_is_the_rendering_and_the_prefill() -> None:
@@ -81,6 +135,7 @@ def test_open_where_the_template_opens_the_thought() -> None:
     assert text.count("<think>") == 1
     assert tiny_tokenizer("thinker").decode(ids[-num_prefill:]) == "<think>\n"
     assert chat("thinker").open([user("P")]) == (ids, num_prefill)
+    assert chat("thinker").open([user("P")], "<think>\n") == (ids, num_prefill)  # prefill = false
 
 
 def test_extend_by_hand() -> None:
@@ -141,9 +196,10 @@ def test_refusals_are_one_clear_line() -> None:
     with pytest.raises(RagenError, match=r"no token ends a turn.*set tokenizer\.eos_token"):
         Chat(tokenizer)
     tokenizer = _copy("chatml")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }"
-    with pytest.raises(RagenError, match="refuses a conversation of user"):
-        Chat(tokenizer)
+    for broken in ("{% for m in messages %}{{ m.content }", "{{ 1 + messages[0].content }}"):
+        tokenizer.chat_template = broken
+        with pytest.raises(RagenError, match="refuses a conversation of user"):
+            Chat(tokenizer)
 
 
 def _copy(name: str) -> Any:
@@ -224,7 +280,7 @@ def _reply(name: str, thought: str, answer: str) -> str:
     return f"{start}{thought}</think><answer>{answer}</answer>"
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", KEEPING)
 @settings(max_examples=50)
 @given(history=turns, last=contents)
 def test_extending_equals_rendering(

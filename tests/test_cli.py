@@ -160,6 +160,14 @@ def test_dry_run_prints_a_config_and_writes_nothing(
     assert os.listdir(tmp_path) == []
 
 
+def test_dry_run_ends_with_the_memory_plan(capsys: Capture) -> None:
+    assert main(["train", "bandit", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    *_, total, certain, most = shown.splitlines()
+    assert total.startswith("# memory: up to ") and "optimiser" in certain and "sampler" in most
+    assert Config.model_validate(tomllib.loads(shown)).model.path == "base"
+
+
 def test_a_run_ends_with_table_and_json(
     trainer: Callable[[Any], None], capsys: Capture, tmp_path: Path
 ) -> None:
@@ -274,7 +282,10 @@ def test_a_bug_keeps_its_traceback(trainer: Callable[[Any], None]) -> None:
         main(["train", "bandit"])
 
 
-def test_eval_prints_one_json_object(capsys: Capture) -> None:
+def test_eval_prints_one_json_object(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert (
         main(["eval", "solver", "--world", "bandit", "--episodes", "8", "--seed", "1", "--json"])
         == 0

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen.cli import COMMANDS, main
 from ragen.config import RESPONSES
@@ -76,3 +78,37 @@ def test_the_table_of_detectors_has_them_all_with_their_responses() -> None:
     page = (ROOT / "docs" / "diagnostics.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)` \|.*\| (off|log|stop|rollback) \|$", page, re.MULTILINE)
     assert dict(rows) == RESPONSES
+
+
+SHAPES = {  # of Qwen2.5: width, layers, heads, key–value heads, inner width, vocabulary, tied
+    "0.5B": (896, 24, 14, 2, 4864, 151936, True),
+    "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+    "3B": (2048, 36, 16, 2, 11008, 151936, True),
+    "7B": (3584, 28, 28, 4, 18944, 152064, False),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_table_of_memory_follows_from_its_formulas(name: str) -> None:
+    width, layers, heads, kv_heads, inner, vocabulary, tied = SHAPES[name]
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(
+            Qwen2Config(
+                hidden_size=width,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                intermediate_size=inner,
+                vocab_size=vocabulary,
+                tie_word_embeddings=tied,
+            )
+        )
+    linear = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+    whole, backbone = (sum(p.numel() for p in m.parameters()) for m in (model, model.model))
+    adapters = sum(64 * (m.in_features + m.out_features) for m in linear)
+    cache = 2 * layers * kv_heads * (width // heads) * 2 * 128 * 3072
+    parts = [16 * whole, 16 * (whole + backbone), 18 * whole, 18 * (whole + backbone)]
+    parts += [2 * whole + 16 * adapters, 2 * whole + 32 * adapters, cache]
+    counts = [f"{number / 1e6:,.0f} M" for number in (whole, adapters)]
+    row = " | ".join([name, *counts, *(f"{part / 2**30:.1f}" for part in parts)])
+    assert f"| {row} |" in (ROOT / "docs" / "models.md").read_text("utf-8")

@@ -14,13 +14,14 @@ from ragen.boundary import WorldError
 from ragen.checkpoint import resolve_model
 from ragen.env import make
 from ragen.errors import RagenError
-from ragen.evaluation import Evaluation, config_for, evaluate_policy, evaluate_target, play_target
+from ragen.evaluation import Evaluation, evaluate_policy, evaluate_target, play_target
 from ragen.policy import ScriptedPolicy
 from ragen.recorder import CONFIG
 from ragen.references import Budget
 from ragen.rollout import setup_of
 from ragen.seeding import EVAL_LEVELS
 from ragen.settings import dump, resolve
+from ragen.targets import config_for
 from ragen.trainer import train
 from tests.speaker import settings, speaker
 

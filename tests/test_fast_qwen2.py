@@ -123,3 +123,14 @@ def test_scores_in_several_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fast_decoder, "SCORES", 1)
     parts = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_long_history_beside_a_long_first_prompt_needs_no_more_than_a_slot_holds() -> None:
+    model = tiny()
+    decoders = [HFDecoder(model, 2, 16), make_decoder(model, 2, 16)]
+    long = list(range(3, 17))
+    for decoder in decoders:
+        decoder.prefill([0], [0], [long[:13]])
+    # Slot 0 goes on at its 13th place, slot 1 reads 14 tokens: 27 places, of which a slot has 16.
+    expected, got = (decoder.prefill([0, 1], [13, 0], [[5], long]) for decoder in decoders)
+    torch.testing.assert_close(got, expected)

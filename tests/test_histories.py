@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,10 +30,14 @@ from ragen.config import AdvantageConfig, LossConfig, RewardConfig, UpdateConfig
 from ragen.credit import credit
 from ragen.exactness import verify, with_births
 from ragen.learner import Learner
+from ragen.model import save_model
 from ragen.policy import fingerprint
+from ragen.progress import Watcher
 from ragen.rollout import Setup, run_groups
 from ragen.sampler import Sampler
 from ragen.samples import to_samples, trainable
+from ragen.settings import resolve
+from ragen.trainer import train
 from ragen.types import Completion, Episode, Group, Prompt, Sample
 from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
@@ -42,8 +49,8 @@ MAX_TOKENS = 12
 
 
 @cache
-def chat(template: str) -> Chat:
-    return Chat(tiny_tokenizer(template))
+def chat(template: str, history_thoughts: Literal["keep", "drop"] = "keep") -> Chat:
+    return Chat(tiny_tokenizer(template), history_thoughts=history_thoughts)
 
 
 class Tells(Rogue):
@@ -95,7 +102,12 @@ texts = st.lists(st.text(max_size=12) | st.just("P _\n_ G"), min_size=1, max_siz
 
 
 def played(
-    template: str, said: list[tuple[int, ...]], shown: list[str], window: int, max_length: int
+    template: str,
+    said: Sequence[tuple[int, ...]],
+    shown: Sequence[str],
+    window: int,
+    max_length: int,
+    history_thoughts: Literal["keep", "drop"] = "keep",
 ) -> list[Group]:
     """One group of two episodes, one after the other, with the same replies."""
     how = Setup(
@@ -103,7 +115,8 @@ def played(
         lambda: Tells(shown),
         turns=len(said),
         window=window,
-        chat=chat(template),
+        drops_thoughts=history_thoughts == "drop",
+        chat=chat(template, history_thoughts),
         max_tokens=MAX_TOKENS,
         max_length=max_length,
     )
@@ -184,6 +197,48 @@ def test_every_sampled_token_is_trained_once_in_every_window(
         assert all(map(torch.equal, others, alike[0]))
 
 
+NUMBERS = ["one", "two", "three", "four", "five"]
+
+
+def thinking(template: str, number: str, cut: bool) -> tuple[int, ...]:
+    """A thought that names its turn, and an answer; or the thought alone, cut by its length."""
+    found = chat(template)
+    if cut:
+        return found.encode(f"Q{number}q")
+    return (*found.encode(f"Q{number}q</think><answer>Left</answer>"), min(found.end_ids))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("max_length", [ROOMY, TIGHT])
+@pytest.mark.parametrize("kept", ["keep", "drop"])
+@settings(max_examples=5)
+@given(shown=texts, window=st.sampled_from(WINDOWS), cut=st.sets(st.integers(0, 4)))
+def test_earlier_thoughts_are_all_there_or_none(
+    template: str,
+    max_length: int,
+    kept: Literal["keep", "drop"],
+    shown: list[str],
+    window: int,
+    cut: set[int],
+) -> None:
+    """Whatever the template does of itself, and also where old turns had to go for their length."""
+    said = [thinking(template, number, n in cut) for n, number in enumerate(NUMBERS)]
+    groups = played(template, said, shown, window, max_length, kept)
+    samples = to_samples(groups)
+    check(groups, samples)
+    for _, episode in trainable(groups):
+        for number, turn in enumerate(episode.turns):
+            seen = chat(template).decode(turn.prompt.token_ids or ())
+            told = "".join(message["content"] for message in turn.prompt.messages)
+            first = max(0, number + 1 - window) if window else 0
+            first += turn.prompt.turns_dropped
+            for n, name in enumerate(NUMBERS):
+                is_there = kept == "keep" and first <= n < number
+                assert (f"Q{name}q" in seen) == (f"Q{name}q" in told) == is_there
+    if kept == "keep" and window == 0 and max_length == ROOMY:
+        assert len(samples) == len(trainable(groups)), "an episode is one sample"
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 @settings(max_examples=3)
 @given(
@@ -218,3 +273,32 @@ def test_recomputed_logprobs_are_those_that_were_sampled(
     recomputed_BT, _ = learner.logprobs(batch)
     gap_BT = (recomputed_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs()
     assert gap_BT.max() < 1e-4
+
+
+class Noted(Watcher):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize(("kept", "told"), [("keep", "here they stay"), ("drop", "are left out")])
+def test_a_run_says_what_becomes_of_thoughts(tmp_path: Path, kept: str, told: str) -> None:
+    """From the setting to the samples, with a template that would drop them."""
+    tokenizer = tiny_tokenizer("reasoner")
+    save_model(tiny_model(tokenizer), tokenizer, tmp_path / "model")
+    wanted = {"steps": 1, "threads": 1, "rollout.prompts": 1, "rollout.members": 2}
+    sizes = {"rollout.max_tokens": 8, "rollout.slots": 2, "world.turns": 3, "eval.episodes": 0}
+    keys = {"model.path": str(tmp_path / "model"), "record.tokens_every": 1, "filter.rule": "all"}
+    more = {"filter.include_zero": True, "prompt.history_thoughts": kept}
+    config = resolve("frozen-lake-still", wanted | sizes | keys | more)
+    noted = Noted()
+    train(config, tmp_path / "run", watcher=noted)
+    (note,) = noted.notes
+    assert told in note
+    with closing(sqlite3.connect(tmp_path / "run" / "run.sqlite")) as database:
+        (samples,) = database.execute("SELECT COUNT(*) FROM samples").fetchone()
+        (turns,) = database.execute("SELECT COUNT(*) FROM turns").fetchone()
+    assert turns == 6
+    assert samples == (2 if kept == "keep" else 6)

@@ -24,7 +24,8 @@ ORDER: dict[str, list[str]] = {
     "L2 worlds": ["boundary", "env", "envs"],
     "L3 experience": [
         *["policy", "players", "references", "endpoint", "context", "isolated", "reasoning"],
-        *["rollout", "samples", "statistics", "demonstrations", "demonstrations_lake"],
+        *["rollout", "samples", "transcripts", "statistics", "demonstrations"],
+        "demonstrations_lake",
         "demonstrations_sokoban",
     ],
     "L4 maths": [
@@ -32,22 +33,27 @@ ORDER: dict[str, list[str]] = {
         *["losses", "filters", "diagnostics", "information", "exactness"],
     ],
     "L5 learning": [
+        "precision",
+        "pretrained",
         "fast_blocks",
         "fast_qwen2",
         "fast_decoder",
         "decoder",
         "model",
         "cross_scores",
+        "lora",
         "tokenizer",
         "sampler",
         "sampler_vllm",
+        "sampler_server",
         "learner",
         "checkpoint",
     ],
-    "L6 engines": ["engine", "engine_local", "engine_ray"],
+    "L6 engines": ["engine", "parity", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["threads", "stopping", "watchdog", "recorder", "guard", "evaluation", "progress"],
-        *["plots", "report", "base", "diagnosis", "running", "collection", "recovery", "trainer"],
+        *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "outcomes", "targets"],
+        *["evaluation", "progress", "plots", "report", "card", "scores", "compare", "base", "sft"],
+        *["diagnosis", "running", "collection", "recovery", "trainer", "export"],
         *["measures", "study", "studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
     ],
@@ -57,10 +63,14 @@ NO_TORCH = ["L0 words", "L1 text", "L2 worlds", "L3 experience"]
 LIGHT = [
     *(module for layer in NO_TORCH for module in ORDER[layer]),
     "recorder",
+    "outcomes",
+    "targets",
     "evaluation",
     "report",
+    "scores",
+    "compare",
 ]
-ONLY_IN = {"ray": {"engine_ray"}, "vllm": {"sampler_vllm"}}
+ONLY_IN = {"ray": {"engine_ray"}, "vllm": {"sampler_vllm"}, "peft": {"lora"}}
 FACADE = {"__init__", "__main__"}  # `ragen` itself re-exports; it stands above all layers.
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)

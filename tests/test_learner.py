@@ -424,7 +424,8 @@ def test_the_learning_rate_reaches_every_group() -> None:
 def test_every_parameter_has_one_optimiser(tied: bool, muon_lr: float) -> None:
     policy = tiny_model(tiny_tokenizer("chatml"), tie_word_embeddings=tied)
     for module in (policy, Critic(policy)):
-        found = optimizers(module, 1e-3, UpdateConfig(muon_lr=muon_lr))
+        trained = dict(module.named_parameters())
+        found = optimizers(trained, 1e-3, UpdateConfig(muon_lr=muon_lr))
         held = [id(p) for o in found for group in o.param_groups for p in group["params"]]
         assert sorted(held) == sorted({id(p) for p in module.parameters()})
         assert len(found) == (2 if muon_lr else 1)

@@ -1,9 +1,12 @@
 """The policy network and the critic: any causal LM in, exact logprobs, entropies and values out."""
 
+import asyncio
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -19,6 +22,9 @@ from transformers import (
 from ragen import model as ragen_model
 from ragen.errors import RagenError
 from ragen.model import Critic, hidden_states, load_policy, save_model, token_logprobs
+from ragen.precision import Shape, shape_of
+from ragen.sampler import Sampler
+from ragen.types import Prompt
 
 SMALL = {
     "vocab_size": 40,
@@ -159,7 +165,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    raw = Tokenizer(WordLevel({f"t{i}": i for i in range(40)}, unk_token="t0"))
+    raw = Tokenizer(WordLevel({f"t{i}": i for i in range(30)}, unk_token="t0"))
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="t0", eos_token="t2")
 
 
@@ -209,11 +215,68 @@ def test_bad_models_are_refused_in_one_line(tmp_path) -> None:
     assert "cannot load" in message(tmp_path / "alien")
 
 
-def test_models_that_cap_their_logits_are_refused(tmp_path) -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+SHAPED: dict[str, dict[str, object]] = {
+    "Gemma2": {"head_dim": 4, "final_logit_softcapping": 2.0},
+    "Granite": {"logits_scaling": 3.0},
+    "Cohere": {"logit_scale": 0.25},
+}
 
+
+def shaped(kind: str) -> PreTrainedModel:
+    """A model that scales its logits behind the output layer, or caps them where they are large."""
     torch.manual_seed(0)
-    capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=4, final_logit_softcapping=0.1))
-    save_model(capped, tokenizer(), tmp_path)
-    with pytest.raises(RagenError, match="caps its logits"):
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **SHAPED[kind], pad_token_id=0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize("kept", [2**24, 7 * 40], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", SHAPED)
+def test_scaled_and_capped_logits_are_the_models_own(
+    kind: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ragen_model, "KEPT_LOGITS", kept)
+    model = shaped(kind)
+    ids_BT = torch.randint(0, 40, (1, 20), generator=torch.Generator().manual_seed(3))
+    targets = ids_BT[0].roll(1)
+    weight = model.get_output_embeddings().weight
+    a, b = torch.randn(2, 20, generator=torch.Generator().manual_seed(4))
+
+    logits = model(input_ids=ids_BT, use_cache=False).logits[0]
+    states = hidden_states(model, ids_BT, torch.tensor([20]), ids_BT >= 0)
+    assert not torch.allclose(logits, states @ weight.t(), atol=0.1), "something is done to them"
+    log_p = torch.log_softmax(logits / 0.7, dim=-1)
+    plain = (log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
+    got = token_logprobs(model, states, targets, temperature=0.7)
+    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
+    gradients = [
+        torch.autograd.grad((a * logprobs + b * entropy).sum(), list(model.parameters()))
+        for logprobs, entropy in (got, plain)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SHAPED)
+def test_they_are_sampled_as_they_are_learnt(kind: str, tmp_path: Path) -> None:
+    save_model(shaped(kind), tokenizer(), tmp_path)
+    model, _ = load_policy(tmp_path, "cpu", "float32")
+    sampler = Sampler(model, [39], str, slots=2, max_length=32)
+    drawn = asyncio.run(sampler.complete(Prompt((), (3, 1, 4, 1, 5), 0, 12, 0.7, 7, 12)))
+    assert drawn.token_ids is not None and drawn.logprobs is not None
+    ids_BT = torch.tensor([(3, 1, 4, 1, 5, *drawn.token_ids)])
+    before = torch.arange(len(ids_BT[0]))[None]
+    wanted = (before >= 4) & (before < len(ids_BT[0]) - 1)
+    states = hidden_states(model, ids_BT, torch.tensor([len(ids_BT[0])]), wanted)
+    logits = shape_of(model).of(states @ model.get_output_embeddings().weight.t())
+    logits[:, 39] = -torch.inf  # its end was not to be drawn
+    log_p = torch.log_softmax(logits / 0.7, dim=-1)
+    expected = log_p.gather(1, ids_BT[0, 5:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(drawn.logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_what_else_is_done_to_logits_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(shaped("Gemma2"), tokenizer(), tmp_path)
+    monkeypatch.setattr(ragen_model, "shape_of", lambda _: Shape())
+    with pytest.raises(RagenError, match="does something to its logits behind the output layer"):
         load_policy(tmp_path, "cpu", "float32")

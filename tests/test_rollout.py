@@ -338,18 +338,28 @@ def test_a_player_that_cannot_play_is_the_users_mistake() -> None:
 
     for player in (RandomPlayer(0), SolverPlayer()):
         with pytest.raises(RagenError, match=r"free text|no solver"):
-            asyncio.run(run_groups(PlayerPolicy(player), setup(make=Free), [1], 2, (0, "eval")))
+            asyncio.run(
+                run_groups(
+                    PlayerPolicy(lambda _, it=player: it), setup(make=Free), [1], 2, (0, "eval")
+                )
+            )
 
 
 def test_a_solver_that_raises_is_the_worlds_failure() -> None:
     how = setup(make=rogue("raise in solve"))
-    found = asyncio.run(play(PlayerPolicy(SolverPlayer()), how, Place(0, 0, 0, (0, "eval"))))
+    found = asyncio.run(
+        play(PlayerPolicy(lambda _: SolverPlayer()), how, Place(0, 0, 0, (0, "eval")))
+    )
     assert found.stop_reason == "error" and "no plan" in (found.error or "")
 
 
 def test_players_play_without_tokens() -> None:
     found = asyncio.run(
-        play(PlayerPolicy(SolverPlayer(), prefill="<think>"), setup(), Place(0, 0, 0, (0, "eval")))
+        play(
+            PlayerPolicy(lambda _: SolverPlayer(), prefill="<think>"),
+            setup(),
+            Place(0, 0, 0, (0, "eval")),
+        )
     )
     assert found.success and len(found.turns) == 1
     assert found.turns[0].completion.token_ids is None

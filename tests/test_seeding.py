@@ -5,15 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragen.base import FAMILIES, LEVELS_PER_LESSON
 from ragen.config import EvalConfig, RolloutConfig
 from ragen.seeding import (
     BASE_LEVELS,
     MAX_REFILLS,
     REFILL_LEVELS,
+    SFT_LEVELS,
     TRAIN_LEVELS,
     base_level,
     eval_level,
     refill_level,
+    sft_level,
     train_level,
 )
 from ragen.settings import expected
@@ -27,6 +30,12 @@ def test_ranges_of_levels_do_not_meet(num_prompts: int, step: int) -> None:
     assert last < TRAIN_LEVELS <= train_level(step, num_prompts - 1, num_prompts) < REFILL_LEVELS
     most = refill_level(step, MAX_REFILLS * num_prompts - 1, num_prompts)
     assert REFILL_LEVELS <= most < BASE_LEVELS <= base_level(0)
+
+
+def test_fine_tuning_shows_no_level_of_base_preparation() -> None:
+    """Its lessons have a million levels each, numbered from a hundred lessons a stage on."""
+    stages = max(len(stages) for stages in FAMILIES.values())
+    assert base_level(LEVELS_PER_LESSON * 100 * stages) < SFT_LEVELS == sft_level(0)
 
 
 @given(st.integers(1, 5), st.integers(1, 6))

@@ -205,7 +205,9 @@ def test_wheel_has_recipes_presets_and_weights(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    recipes = sorted(path.stem for path in (ROOT / "ragen" / "recipes").glob("*.toml"))
+    folder = ROOT / "ragen" / "recipes"
+    files = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.toml"))
+    recipes = sorted(file.as_posix() for file in files)
     bases = ROOT / "ragen" / "bases"
     shipped = sorted(path.name for path in bases.iterdir()) if bases.is_dir() else []
     first, second = done.stdout.splitlines()

@@ -27,7 +27,6 @@ from ragen import checkpoint, engine_local, running
 from ragen.advantages import ADVANTAGES, NEEDS_VALUES
 from ragen.batch import Batch
 from ragen.config import Config
-from ragen.engine import Role
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
 from ragen.learner import Learner
@@ -37,6 +36,7 @@ from ragen.sampler import Sampler
 from ragen.settings import resolve
 from ragen.stopping import StopRequested
 from ragen.trainer import Result, resume, train
+from ragen.types import Role
 from tests.speaker import settings
 
 GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__passes": 2, "update__lr_end": 0.1}
@@ -47,6 +47,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared": GAE | {"model__critic": "shared", "update__critic_warmup_steps": 1},
     "dapo": DAPO,
     "updates": {"budget": "updates", "filter__rule": "all", "update__lr_end": 0.1, "steps": 5},
+    "bfloat16": {"model__dtype": "bfloat16"},
+    "bfloat16 gae": GAE | {"model__dtype": "bfloat16", "update__muon_lr": 1e-3},
 }
 BOTH = pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
 
@@ -96,7 +98,7 @@ def numbers(run: Path) -> dict[str, Any]:
         ),
         "evaluations": evaluations,
         "tensors": {
-            f"{path.name}:{name}": tensor.numpy().tobytes()
+            f"{path.name}:{name}": tensor.flatten().view(torch.uint8).numpy().tobytes()
             for path in sorted(newest.glob("*.safetensors"))
             for name, tensor in load_file(path).items()
         },
@@ -450,6 +452,8 @@ CASES += [
 CASES += [
     ("third rollout", signal.SIGINT, "updates"),
     ("last evaluation", signal.SIGINT, "updates"),
+    ("second rollout", signal.SIGINT, "bfloat16"),
+    ("third rollout", signal.SIGINT, "bfloat16 gae"),
 ]
 
 

@@ -26,6 +26,13 @@ TEMPLATES: dict[str, str] = {
     + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     + _END
     + _generate("<|im_start|>assistant\\n"),
+    # Tells the assistant who it is where nobody else does.
+    "qwen2.5": "{% if messages[0].role != 'system' %}"
+    + "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}"
+    + _LOOP
+    + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    + _END
+    + _generate("<|im_start|>assistant\\n"),
     # Adds BOS, trims content.
     "llama3": "{{ '<|begin_of_text|>' }}"
     + _LOOP
@@ -67,17 +74,60 @@ TEMPLATES: dict[str, str] = {
     + "{{ '<|' + m.role + '|>\\n' + m.content }}"
     + _END
     + _generate("<|assistant|>\\n"),
+    # Qwen3's shape: tools, thoughts behind the last question only, an empty one if none is asked.
+    "reasoner": "{% if tools %}"
+    + "{{ '<|im_start|>system\\nTools: ' + tools | tojson + '<|im_end|>\\n' }}"
+    + "{% endif %}{% set ns = namespace(last=0) %}"
+    + "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    + _END
+    + _LOOP
+    + "{% set ns.thought = '' %}{% set ns.rest = m.content %}"
+    + "{% if m.role == 'assistant' %}{% if m.reasoning is string %}"
+    + "{% set ns.thought = m.reasoning %}{% elif '</think>' in m.content %}"
+    + "{% set ns.thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
+    + "{% set ns.rest = m.content.split('</think>')[-1].lstrip('\\n') %}{% endif %}{% endif %}"
+    + "{{ '<|im_start|>' + m.role + '\\n' }}"
+    + "{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    + "{{ '<think>\\n' + ns.thought + '\\n</think>\\n\\n' }}{% endif %}"
+    + "{{ ns.rest + '<|im_end|>\\n' }}"
+    + _END
+    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    + "{% if enable_thinking is defined and enable_thinking is false %}"
+    + "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}",
+    # Opens the thought and drops earlier ones, leaving empty ones in their place.
+    "hollow": _LOOP
+    + "{% set c = m.content %}{% if m.role == 'assistant' %}"
+    + "{% set c = '<think></think>' + c.split('</think>')[-1] %}{% endif %}"
+    + "{{ '<|im_start|>' + m.role + '\\n' + c + '<|im_end|>\\n' }}"
+    + _END
+    + _generate("<|im_start|>assistant\\n<think>\\n"),
+    # Llama 3's shape: the date of today, in a system message that is always there.
+    "dated": "{{ '<|begin_of_text|><|start_header_id|>system<|end_header_id|>\\n\\nToday: ' }}"
+    + "{% if date_string is defined %}{{ date_string }}{% else %}"
+    + "{{ strftime_now('%d %b %Y %f') }}{% endif %}{{ '\\n\\n' }}"
+    + "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}"
+    + "{% set messages = messages[1:] %}{% endif %}{{ '<|eot_id|>' }}"
+    + "{% if tools is not none and tools is defined %}{{ tools | tojson }}{% endif %}"
+    + _LOOP
+    + "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim"
+    + " + '<|eot_id|>' }}"
+    + _END
+    + _generate("<|start_header_id|>assistant<|end_header_id|>\\n\\n"),
     # No special tokens at all.
     "plain": _LOOP + "{{ m.role + ': ' + m.content + '\\n' }}" + _END + _generate("assistant: "),
 }
 _SPECIAL = {
     "chatml": ["<|im_end|>", "<|im_start|>"],
+    "qwen2.5": ["<|im_end|>", "<|im_start|>"],
     "llama3": ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
     "gemma": ["<end_of_turn>", "<start_of_turn>", "<bos>"],
     "qwen3": ["<|im_end|>", "<|im_start|>"],
     "llama2": ["</s>", "<s>"],
     "thinker": ["<|im_end|>", "<|im_start|>"],
     "glm": ["<|user|>", "<|assistant|>", "<|system|>", "[gMASK]"],
+    "reasoner": ["<|im_end|>", "<|im_start|>"],
+    "hollow": ["<|im_end|>", "<|im_start|>"],
+    "dated": ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
     "plain": [],
 }
 _CORPUS = (

@@ -1,0 +1,284 @@
+"""What a step of the papers' size costs on a GPU: speed of rollout and update, and memory.
+
+The model has the configuration of Qwen2.5-0.5B and random weights, in bfloat16; the tokenizer is
+made on the spot, so nothing is downloaded. A step is the papers' batch (arXiv:2504.20073): 8 levels
+× 16 episodes of 5 turns, each of exactly 400 sampled tokens, under the papers' prompts, on each of
+three worlds. It is played, scored, trained and published by the engine of `ragen train`; only
+evaluation and checkpoints are left out.
+
+    python benchmarks/gpu.py [--steps 2] [--worlds sokoban] [--modes full lora] [--json]
+    python benchmarks/gpu.py --tiny       # every phase on a CPU, with a tiny model, in a minute
+
+MFU is the share of the card's own bfloat16 matrix rate, measured at the start, that the update's
+needed operations come to; what checkpointing computes twice, and padding, is not counted as needed.
+"""
+
+# mypy: allow-untyped-calls
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+import ragen
+from ragen.collection import groups_of, learnable, planned
+from ragen.config import Config
+from ragen.engine_local import LocalEngine
+from ragen.metrics import Metrics, merge
+from ragen.rollout import setup_of
+from ragen.running import LoopState
+from ragen.settings import resolve
+
+WORLDS = ("bandit", "frozen-lake", "sokoban")
+MODES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, recomputed": {"model.gradient_checkpointing": True},
+    "lora": {"lora.rank": 64, "lora.alpha": 64},
+    "lora, recomputed": {
+        "lora.rank": 64,
+        "lora.alpha": 64,
+        "model.gradient_checkpointing": True,
+    },
+}
+"""What is trained, as a recipe would say it; rank and alpha are the papers'."""
+
+WARM_UP = 1
+"""Steps at the start that are not counted."""
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and of a step."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocabulary: int
+    prompts: int
+    members: int
+    turns: int
+    turn_tokens: int
+    max_length: int
+    matrix: int
+
+
+PAPER = Size(896, 24, 14, 2, 4864, 151_936, 8, 16, 5, 400, 4096, 8192)
+TINY = Size(32, 2, 4, 2, 64, 2048, 2, 2, 2, 8, 2048, 128)
+
+
+def make_model(folder: Path, size: Size) -> None:
+    """A random model, and a tokenizer that has learnt the words of RAGEN's prompts."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    package = Path(ragen.__file__).parent
+    texts = [path.read_text() for path in (package / "prompt.py", *package.glob("envs/*.py"))]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=2048,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    config = Qwen2Config(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        intermediate_size=size.mlp,
+        max_position_embeddings=32_768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_config(model: Path, size: Size, world: str, mode: str) -> Config:
+    """StarPO with GRPO's advantage and the papers' prompts."""
+    return resolve(
+        None,
+        {
+            "algorithm": "starpo/grpo",
+            "world.name": world,
+            "world.turns": size.turns,
+            "prompt.style": "paper",
+            "model.path": str(model),
+            "model.dtype": "bfloat16",
+            "model.max_length": size.max_length,
+            "rollout.prompts": size.prompts,
+            "rollout.members": size.members,
+            "rollout.slots": size.prompts * size.members,
+            "rollout.min_tokens": size.turn_tokens,
+            "rollout.max_tokens": size.turn_tokens,
+        }
+        | MODES[mode],
+    )
+
+
+class Phases:
+    """Seconds and peak memory of each phase of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.peak_gb: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() / 1e9
+            self.peak_gb[name] = max(peak, self.peak_gb.get(name, 0.0))
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+    def mean(self, name: str) -> float:
+        return statistics.mean(self.seconds[name][WARM_UP:])
+
+
+async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[str, float]:
+    """Rates and memory of some training steps."""
+    phases, operations, tokens, sampled = Phases(), 0.0, 0, 0
+    metrics: Metrics = {}
+    with phases("load"):
+        engine = LocalEngine(config, config.model.path)
+    setup = setup_of(config, engine.chat)
+    optimizers = engine.learner.named_optimizers().values()
+    groups_of_weights = [group["params"] for each in optimizers for group in each.param_groups]
+    trained = sum(weight.numel() for weights in groups_of_weights for weight in weights)
+    for step in range(WARM_UP + steps):
+        with phases("rollout"):
+            groups = await groups_of(engine, setup, config, step)
+        with phases("score"):
+            batch = await learnable(engine, groups, config)
+        with phases("update"):
+            for part, at in planned(batch, LoopState(step=step), config):
+                metrics = merge([metrics, await engine.update(part, at)])
+        with phases("publish"):
+            await engine.publish()
+        tokens, sampled = int(batch.lengths_B.sum()), batch.num_tokens
+        lengths = batch.lengths_B.tolist()
+        operations = needed_operations(lengths, sampled, size, frozen=config.lora.rank > 0)
+    assert sampled == size.prompts * size.members * size.turns * size.turn_tokens
+    setup.close()
+    await engine.close()
+    result = {
+        "trained_parameters": trained,
+        "tokens_sampled": sampled,
+        "tokens_trained_on": tokens,
+        "rollout_tokens_per_s": sampled / phases.mean("rollout"),
+        "update_tokens_per_s": tokens / phases.mean("update"),
+        "update_mfu": operations / phases.mean("update") / rate,
+        "padding_fraction": 0.0,
+        "mismatch_kl": metrics["mismatch/kl"].value,
+    }
+    if "update/padding_fraction" in metrics:
+        result["padding_fraction"] = metrics["update/padding_fraction"].value
+    result |= {f"{name}_s": phases.mean(name) for name in ("rollout", "score", "update", "publish")}
+    return result | {f"peak_gb_{name}": peak for name, peak in phases.peak_gb.items()}
+
+
+def needed_operations(lengths: Sequence[int], sampled: int, size: Size, *, frozen: bool) -> float:
+    """Floating-point operations of one pass over the batch, forward and backward.
+
+    A weight costs 2 operations a token forward, 2 for the gradient of its input, 2 for its own
+    (not if it is frozen); causal attention 2·D·T² forward and twice that backward; the output layer
+    is needed at sampled tokens only.
+
+    Args:
+        lengths: Tokens of each row.
+        sampled: Tokens that the loss looks at.
+        size: Of the model.
+        frozen: Whether the base is, under adapters (whose own few operations are left out).
+    """
+    kv_width = size.width * size.kv_heads // size.heads
+    layer = 2 * size.width**2 + 2 * size.width * kv_width + 3 * size.width * size.mlp
+    linear = size.layers * layer * sum(lengths) + size.width * size.vocabulary * sampled
+    attention = 6.0 * size.layers * size.width * sum(length**2 for length in lengths)
+    return (4 if frozen else 6) * linear + attention
+
+
+def matrix_rate(width: int, device: str) -> float:
+    """Operations a second of the best of several bfloat16 products of square matrices."""
+    a, b = torch.randn(2, width, width, device=device).bfloat16()
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * width**3 / min(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2, help="steps that are counted")
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=WORLDS)
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and step, on any machine")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for each run")
+    args = parser.parse_args()
+    size, device = (TINY if args.tiny else PAPER), "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not args.tiny:
+        print("torch sees no GPU here: nothing is measured (--tiny runs every phase on a CPU)")
+        return
+    if args.tiny:
+        torch.set_num_threads(1)
+    rate = matrix_rate(size.matrix, device)
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(f"{name}: {rate / 1e12:.3g} TFLOP/s in bfloat16", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        make_model(Path(scratch), size)
+        for world in args.worlds:
+            # Worlds differ in the length of their prompts alone: one of them shows all modes.
+            for mode in args.modes if world == args.worlds[-1] else args.modes[:1]:
+                config = make_config(Path(scratch), size, world, mode)
+                found = asyncio.run(measure(config, size, args.steps, rate))
+                gc.collect()
+                report(world, mode, found, as_json=args.json)
+
+
+def report(world: str, mode: str, found: dict[str, float], *, as_json: bool) -> None:
+    rounded = {name: float(f"{value:.4g}") for name, value in found.items()}
+    if as_json:
+        print(json.dumps({"world": world, "mode": mode} | rounded), flush=True)
+        return
+    print(f"\n{world}, {mode}")
+    for name, value in rounded.items():
+        print(f"  {name:24} {value:>12g}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Stand-ins for vLLM: an engine with weights of its own, and a server that says what it is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ragen.sampler_vllm import Sampled
+from ragen.types import Prompt
+
+AT_ONCE = 4
+
+
+class PretendVllm:
+    """Answers as `sampler_vllm.Vllm` does, a few requests a step, by plain forwards.
+
+    `calls` are the names of what was called, in order. With `deaf`, pushed weights do not arrive;
+    `fault`, if set, is raised by the next step.
+    """
+
+    def __init__(self, path: str, **options: Any) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.options = options
+        self.waiting: dict[str, tuple[Prompt, Sequence[int]]] = {}
+        self.calls: list[str] = []
+        self.adapters: list[list[str]] = []
+        self.deaf = False
+        self.fault: Exception | None = None
+
+    def add(self, name: str, prompt: Prompt, end_ids: Sequence[int]) -> None:
+        self.calls.append("add")
+        assert self.calls.count("sleep") <= self.calls.count("wake")
+        self.waiting[name] = (prompt, end_ids)
+
+    def step(self) -> list[Sampled]:
+        self.calls.append("step")
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        return [self._sampled(name, *self.waiting.pop(name)) for name in [*self.waiting][:AT_ONCE]]
+
+    @torch.no_grad()
+    def _sampled(self, name: str, prompt: Prompt, end_ids: Sequence[int]) -> Sampled:
+        generator = torch.Generator().manual_seed(prompt.seed)
+        ids, logprobs = list(prompt.token_ids), []
+        while len(logprobs) < prompt.max_tokens:
+            logits_V = self.model(torch.tensor([ids])).logits[0, -1] / (prompt.temperature or 1.0)
+            if len(logprobs) < prompt.min_tokens:
+                logits_V[list(end_ids)] = -torch.inf
+            log_p_V = logits_V.log_softmax(-1)
+            token = int(log_p_V.argmax())
+            if prompt.temperature:
+                token = int(torch.multinomial(log_p_V.exp(), 1, generator=generator))
+            ids.append(token)
+            logprobs.append(float(log_p_V[token]))
+            if token in end_ids:
+                break
+        return Sampled(name, tuple(ids[-len(logprobs) :]), tuple(logprobs), 1)
+
+    def drop(self, names: Sequence[str]) -> None:
+        self.calls.append("drop")
+        for name in names:
+            self.waiting.pop(name, None)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.calls.append("load")
+        arrived = {name: weight.clone() for name, weight in weights}
+        if not self.deaf:
+            missing, unknown = self.model.load_state_dict(arrived, strict=False)
+            assert not unknown and set(missing) <= {"lm_head.weight"}
+
+    def load_adapter(self, folder: Path) -> None:
+        self.calls.append("load_adapter")
+        self.adapters.append(sorted(path.name for path in folder.iterdir()))
+
+    def forget(self) -> None:
+        self.calls.append("forget")
+        assert not self.waiting
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+Answer = tuple[int, Any]
+"""An HTTP status, and a JSON value or plain bytes."""
+
+
+@contextmanager
+def pretend_server(answers: dict[str, Answer | Callable[[Any], Answer]]) -> Iterator[str]:
+    """A server on loopback that answers by path; a function is given the request's JSON."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            length = int(self.headers.get("content-length", 0))
+            body = json.loads(self.rfile.read(length)) if length else None
+            answer = answers.get(self.path, (404, {"detail": "Not Found"}))
+            status, value = answer(body) if callable(answer) else answer
+            payload = value if isinstance(value, bytes) else json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
