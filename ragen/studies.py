@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from ragen.plots import COLOURS, figure_of
 from ragen.recorder import CONFIG, read_events
 from ragen.settings import differences, read_config
 from ragen.statistics import mean_interval
+from ragen.stopping import StopRequested
 from ragen.study import Decision, Numbers, Scale, Study, Verdict, decide, verdict
 from ragen.trainer import resume, rooted, train
 
@@ -128,22 +129,39 @@ def run_study(
     missing = [cell for cell in cells if not is_finished(cell)]
     say(f"{study.name}: {len(cells)} runs, {len(cells) - len(missing)} of them done")
     jobs = jobs or max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    # Spawned: a fork of a process with torch's threads in it may hang.
-    with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=None) as pool:
-        started = {pool.submit(carry_out, cell): cell for cell in missing}
-        try:
-            for number, future in enumerate(as_completed(started), 1):
-                cell = started[future]
-                future.result()
-                say(f"{number}/{len(missing)}  {cell.recipe}, {cell.arm}, seed {cell.seed}")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    for number, cell in enumerate(carried_out(missing, jobs), 1):
+        say(f"{number}/{len(missing)}  {cell.recipe}, {cell.arm}, seed {cell.seed}")
     return conclude(study, scale, seeds, out, cells)
 
 
+def carried_out(cells: Sequence[Cell], jobs: int) -> Iterator[Cell]:
+    """Make the runs, `jobs` of them at once; each when it ends."""
+    if jobs == 1:
+        for cell in cells:
+            carry_out(cell)
+            yield cell
+        return
+    # Spawned: a fork of a process with torch's threads in it may hang.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        started = {pool.submit(carry_out, cell): cell for cell in cells}
+        try:
+            for future in as_completed(started):
+                future.result()
+                yield started[future]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()  # each saves its run as of its last step
+            raise
+
+
 def carry_out(cell: Cell) -> None:
-    """Make one run, or go on with it. A stop by the guard is a result like any other."""
+    """Make one run, or go on with it. A stop by the guard is a result like any other.
+
+    Raises:
+        RagenError: It failed.
+        KeyboardInterrupt: It was stopped, and is saved.
+    """
     try:
         if (cell.folder / CONFIG).exists() and any(cell.folder.glob("checkpoints/step-*")):
             resume(cell.folder)
@@ -153,6 +171,8 @@ def carry_out(cell: Cell) -> None:
         train(cell.config, cell.folder)
     except GuardStop:
         return
+    except StopRequested:
+        raise KeyboardInterrupt("stopped; the same command goes on from here") from None
 
 
 def is_finished(cell: Cell) -> bool:

@@ -108,7 +108,8 @@ class Study(Section):
         Raises:
             RagenError: They exclude each other, or a key does not exist.
         """
-        settings = {**self.grid(scale).settings, **self.arms[arm], "seed": seed}
+        # One thread a run: several go on at once, and a run's numbers depend on the count.
+        settings = {"threads": 1, **self.grid(scale).settings, **self.arms[arm], "seed": seed}
         return resolve(recipe, settings)
 
 

@@ -16,6 +16,7 @@ from ragen.errors import RagenError
 from ragen.measures import MEASURES, RunFacts, measure_of
 from ragen.settings import recipes
 from ragen.statistics import mean_difference, mean_interval
+from ragen.stopping import StopRequested
 from ragen.study import Decision, Prediction, Study, decide, load_study, verdict
 from ragen.study import studies as names
 
@@ -38,7 +39,6 @@ TINY: dict[str, Any] = {
             "rollout.prompts": 4,
             "eval.episodes": 64,
             "eval.every": 1,
-            "threads": 1,
         },
     },
     "paper": {"recipes": ["bandit"]},
@@ -128,7 +128,7 @@ def rows(out: Path) -> list[dict[str, str]]:
 
 def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path) -> None:
     said: list[str] = []
-    found = studies.run_study(tiny, seeds=2, out=tmp_path, jobs=2, say=said.append)
+    found = studies.run_study(tiny, seeds=2, out=tmp_path, jobs=2, say=said.append)  # spawned
     assert said[0] == "tiny: 4 runs, 0 of them done" and len(said) == 5
     first = rows(tmp_path)
     assert [(r["arm"], r["seed"]) for r in first] == [
@@ -154,6 +154,17 @@ def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path) -> None:
     other = tiny.model_copy(update={"arms": tiny.arms | {"all": {"update.lr": 1.0}}})
     with pytest.raises(RagenError, match=r"made with other settings .* name another --out"):
         studies.run_study(other, seeds=2, out=tmp_path)
+
+
+def test_a_stop_is_an_interruption_that_the_same_command_mends(
+    tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise StopRequested(2)
+
+    monkeypatch.setattr(studies, "train", stop)
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
+        studies.run_study(tiny, seeds=2, out=tmp_path, jobs=1)
 
 
 def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
