@@ -497,6 +497,44 @@ def _report(options: Namespace, _: Overrides) -> int:
     return 0
 
 
+def _study_options(parser: Parser) -> None:
+    parser.add_argument("study", nargs="?", metavar="NAME", help="a study; without one, list them")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="of each arm [5]")
+    parser.add_argument("--scale", choices=("laptop", "paper"), default="laptop", help="[laptop]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/study-NAME-SCALE]")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="runs at once [cores]")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print claim, rule and runs, and do nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="end with the verdict as one JSON line")
+    parser.epilog = "What is done is kept: the same command goes on after a stop or a kill."
+
+
+def _study(options: Namespace, _: Overrides) -> int:
+    from ragen.study import load_study, studies
+
+    if options.study is None:
+        for name in studies():
+            print(f"{name:<16} {load_study(name).title}")
+        return 0
+    study = load_study(options.study)
+    out = options.out or Path("runs") / f"study-{study.name}-{options.scale}"
+    from ragen.studies import grid, page, plan, run_study
+
+    if options.dry_run:
+        print(plan(study, grid(study, options.scale, options.seeds, out)))
+        return 0
+    found = run_study(
+        study, options.scale, seeds=options.seeds, out=out, jobs=options.jobs, say=_complain
+    )
+    if options.json:
+        print(json.dumps({"study": study.name, "verdict": found.verdict, "out": str(out)}))
+        return 0
+    print("\n".join(page(found)))
+    print(f"\nwith its figure and a row for each run: {out}")
+    return 0
+
+
 def _export_options(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
     parser.add_argument(
@@ -722,6 +760,7 @@ COMMANDS: dict[str, Command] = {
         "which of two is better, on the same levels", _compare_options, _compare, True
     ),
     "report": Command("one page about a run, with plots", _report_options, _report),
+    "study": Command("run a published claim again, with a verdict", _study_options, _study),
     "export": Command("a run's policy for transformers and vLLM", _export_options, _export),
     "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
     "envs": Command("list the worlds with their floor and ceiling", _envs_options, _envs),

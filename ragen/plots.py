@@ -38,6 +38,7 @@ class Curve:
 
 
 INK, PALE, BLUE, ORANGE, RED = "#333333", "#999999", "#0072B2", "#E69F00", "#D55E00"
+COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", RED, "#56B4E9", INK)
 WIDTH = 7.2
 """Of a figure, in inches: a page's text."""
 
@@ -156,6 +157,20 @@ def _figure(rows: int, heights: Sequence[float]) -> Iterator[tuple[Figure, Seque
             rows, sharex=rows > 1, squeeze=False, gridspec_kw={"height_ratios": heights}
         )
         yield figure, list(axes[:, 0])
+
+
+@contextmanager
+def figure_of(rows: int, columns: int) -> Iterator[tuple[Figure, Sequence[Sequence[Axes]]]]:
+    """A figure of ``axes[row][column]`` by the house's `RULES`, with one legend for all."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(RULES):
+        figure = Figure(figsize=(WIDTH, 2.3 * rows + 0.4), layout="constrained", dpi=150)
+        axes: list[list[Axes]] = figure.subplots(rows, columns, squeeze=False).tolist()
+        yield figure, axes
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
 
 
 def _draw(place: Axes, curve: Curve, label: str | None = None) -> None:

@@ -159,7 +159,7 @@ def load_recipe(recipe: str | Path) -> tuple[str, Flat]:
         return path.stem, _read_toml(path, f"recipe {path}")
     if recipe not in known:
         raise RagenError(
-            f"unknown recipe {recipe!r}{_nearest(recipe, known)}; "
+            f"unknown recipe {recipe!r}{nearest(recipe, known)}; "
             f"recipes are {', '.join(known)}, or a path to a .toml"
         )
     return recipe, _read_toml(known[recipe], f"recipe {recipe}")
@@ -174,7 +174,7 @@ def load_preset(algorithm: str) -> Flat:
     known = presets()
     if algorithm not in known:
         raise RagenError(
-            f"unknown algorithm {algorithm!r}{_nearest(algorithm, known)}; "
+            f"unknown algorithm {algorithm!r}{nearest(algorithm, known)}; "
             f"algorithms are {', '.join(known)}"
         )
     return _read_toml(known[algorithm], f"preset {algorithm}")
@@ -224,7 +224,7 @@ def canonical_key(key: str, where: str = "") -> str:
     inside = [name for name in keys() if name.startswith(key + ".")]
     if inside:
         raise RagenError(f"{key!r} is a section{_in(where)}: set one of {', '.join(inside)}")
-    hint = _nearest(key, keys()) or "; ragen train --help lists them all"
+    hint = nearest(key, keys()) or "; ragen train --help lists them all"
     raise RagenError(f"unknown key {key!r}{_in(where)}{hint}")
 
 
@@ -362,7 +362,7 @@ def _holds_text(kind: Any) -> bool:
     )
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """A suggestion or nothing: near as a whole, or in its last part (``lr``, ``ppo``)."""
     names = list(known)
     last_parts = {_last_part(full): full for full in reversed(names)}

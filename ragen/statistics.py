@@ -382,3 +382,58 @@ def pass_at_k(solved: Sequence[int], samples: int, k: int, confidence: float = 0
         return success_rate([count > 0 for count in solved], range(len(solved)), confidence)
     chances = [1 - math.comb(samples - c, k) / math.comb(samples, k) for c in solved]
     return bootstrap_mean(chances, range(len(chances)), confidence=confidence)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean of independent numbers, such as one a training seed, with Student's t interval.
+
+    mean ± t(n − 1) · s/√n, s with n − 1. One value has no interval: it reaches from −∞ to ∞.
+
+    Raises:
+        ValueError: No values.
+
+    Example:
+        >>> mean_interval([0.0, 1.0, 2.0])  # doctest: +ELLIPSIS
+        Interval(value=1.0, low=-1.484..., high=3.484...)
+    """
+    return _t_interval(*_mean_and_error(values), len(values) - 1, confidence)
+
+
+def mean_difference(
+    one: Sequence[float], other: Sequence[float], confidence: float = 0.95
+) -> Interval:
+    """Interval of the difference of two means, ``one`` − ``other``, of unequal spread.
+
+    With standard errors a, b the degrees of freedom are
+    (a² + b²)² / (a⁴/(n₁ − 1) + b⁴/(n₂ − 1)) (Welch 1947).
+
+    Raises:
+        ValueError: No values on a side.
+
+    Example:
+        >>> mean_difference([0.0, 1.0, 2.0], [2.0, 3.0, 4.0])  # doctest: +ELLIPSIS
+        Interval(value=-2.0, low=-4.266..., high=0.266...)
+    """
+    (mean_1, a), (mean_2, b) = _mean_and_error(one), _mean_and_error(other)
+    error, degrees = math.hypot(a, b), 1.0
+    if 0 < error < math.inf:
+        degrees = error**4 / (a**4 / (len(one) - 1) + b**4 / (len(other) - 1))
+    return _t_interval(mean_1 - mean_2, error, degrees, confidence)
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error, which one value leaves unbounded."""
+    if len(values) == 0:
+        raise ValueError("no values have no mean")
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return mean, math.inf
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(squares / (len(values) - 1) / len(values))
+
+
+def _t_interval(mean: float, error: float, degrees: float, confidence: float) -> Interval:
+    if math.isinf(error):
+        return Interval(mean, -math.inf, math.inf)
+    half = float(stdtrit(degrees, (1 + confidence) / 2)) * error
+    return Interval(mean, mean - half, mean + half)

@@ -22,6 +22,8 @@ from ragen.statistics import (
     difference,
     interquartile_mean,
     mcnemar,
+    mean_difference,
+    mean_interval,
     paired_difference,
     pass_at_k,
     smallest_detectable,
@@ -273,6 +275,27 @@ def test_equal_agents_are_rarely_told_apart() -> None:
         assert 0.01 < rejected <= 0.05
         intervals = disagreeing(256, disagreement / 2, disagreement / 2)
         assert 1 - covers(intervals, 0.0) == pytest.approx(0.045, abs=0.02)
+
+
+# Training seeds: their mean, and the difference of two arms.
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+def test_mean_of_seeds(seeds: int) -> None:
+    found = measured(lambda g, n: g.normal(0.5, 0.1, n), seeds, lambda s: mean_interval(s.tolist()))
+    assert holds(covers(found, 0.5)), covers(found, 0.5)
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+@pytest.mark.parametrize("ratio", [1.0, 3.0])
+def test_difference_of_the_means_of_two_arms(seeds: int, ratio: float) -> None:
+    spread = np.array([[0.1], [0.1 * ratio]])
+    found = measured(
+        lambda g, n: g.normal([[0.6], [0.5]], spread, (2, n)),
+        seeds,
+        lambda arms: mean_difference(*arms.tolist()),
+    )
+    assert holds(covers(found, 0.1)), covers(found, 0.1)
 
 
 # Training seeds: the middle half of their scores.

@@ -53,8 +53,8 @@ ORDER: dict[str, list[str]] = {
     "L7 programs": [
         *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "outcomes", "targets"],
         *["evaluation", "progress", "plots", "report", "card", "scores", "compare", "base", "sft"],
-        *["diagnosis", "running", "collection", "recovery", "trainer", "export", "studies"],
-        *["viewer", "play", "doctor"],
+        *["diagnosis", "running", "collection", "recovery", "trainer", "export"],
+        *["measures", "study", "studies", "viewer", "play", "doctor"],
         *["arguments", "cli"],
     ],
 }

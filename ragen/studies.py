@@ -1,0 +1,286 @@
+"""Running a study: its grid of runs, each once, and what they come to.
+
+Runs go to ``OUT/<recipe>/<arm>/seed-<n>``, each in a process of its own with one thread, several at
+a time. What is finished is skipped, what was stopped or killed is resumed, so the same command goes
+on where it was. At the end stand ``runs.csv`` (all measures of all runs), ``study.svg`` and
+``study.md`` with the verdict.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragen.config import Config
+from ragen.errors import GuardStop, RagenError
+from ragen.evaluation import evaluations_of
+from ragen.measures import measure_of, read_run
+from ragen.plots import COLOURS, figure_of
+from ragen.recorder import CONFIG, read_events
+from ragen.settings import differences, read_config
+from ragen.statistics import mean_interval
+from ragen.stopping import StopRequested
+from ragen.study import Decision, Numbers, Scale, Study, Verdict, decide, verdict
+from ragen.trainer import resume, rooted, train
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Say = Callable[[str], None]
+
+ALWAYS = ("before", "peak", "final", "seconds")
+"""Measures that every study reports, whether or not its predictions are about them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a study's grid."""
+
+    recipe: str
+    arm: str
+    seed: int
+    config: Config
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a study came to."""
+
+    study: Study
+    scale: Scale
+    seeds: int
+    numbers: Mapping[str, Numbers]
+    decisions: Sequence[Decision]
+    verdict: Verdict
+    folder: Path
+
+
+def grid(study: Study, scale: Scale, seeds: int, out: Path) -> list[Cell]:
+    """All runs of a study, seed by seed, so that an early look sees every arm.
+
+    Raises:
+        RagenError: The settings of one of them exclude each other.
+    """
+    return [
+        Cell(
+            recipe,
+            arm,
+            seed,
+            study.config(scale, recipe, arm, seed),
+            out / _slug(recipe) / _slug(arm) / f"seed-{seed}",
+        )
+        for seed in range(seeds)
+        for recipe in study.grid(scale).recipes
+        for arm in study.arms
+    ]
+
+
+def plan(study: Study, cells: Sequence[Cell]) -> str:
+    """What would be run, and how it would be judged."""
+    lines = [f"{study.title} ({study.number})", f"claim: {study.claim}"]
+    lines += [f"predicts {prediction.words}" for prediction in study.predictions]
+    lines += [f"{cell.folder}: {_changes(cell.config)}" for cell in cells if cell.seed == 0]
+    return "\n".join([*lines, f"{len(cells)} runs"])
+
+
+def _changes(config: Config) -> str:
+    """A run's algorithm, and what differs from its preset."""
+    changes = ", ".join(f"{each.key} = {each.value!r}" for each in differences(config))
+    return f"{config.algorithm}; {changes}"
+
+
+def run_study(
+    study: Study,
+    scale: Scale = "laptop",
+    *,
+    seeds: int = 5,
+    out: Path,
+    jobs: int = 0,
+    say: Say = lambda _: None,
+) -> Findings:
+    """Make the runs that are missing, then judge.
+
+    Args:
+        study: What is run.
+        scale: Which of its grids.
+        seeds: Training seeds of each arm.
+        out: Where runs and results go; may hold some already.
+        jobs: Processes at once; 0 takes one for each core.
+        say: Told a line about each run that ends.
+
+    Raises:
+        RagenError: Settings that exclude each other, a run of other settings in `out`, or one that
+            failed; those that are done stay.
+    """
+    if seeds < 2:
+        raise RagenError(f"--seeds {seeds}: an interval over seeds takes 2 or more")
+    cells = grid(study, scale, seeds, out)
+    for cell in cells:
+        refuse_other_settings(cell)
+    missing = [cell for cell in cells if not is_finished(cell)]
+    say(f"{study.name}: {len(cells)} runs, {len(cells) - len(missing)} of them done")
+    jobs = jobs or max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    for number, cell in enumerate(carried_out(missing, jobs), 1):
+        say(f"{number}/{len(missing)}  {cell.recipe}, {cell.arm}, seed {cell.seed}")
+    return conclude(study, scale, seeds, out, cells)
+
+
+def carried_out(cells: Sequence[Cell], jobs: int) -> Iterator[Cell]:
+    """Make the runs, `jobs` of them at once; each when it ends."""
+    if jobs == 1:
+        for cell in cells:
+            carry_out(cell)
+            yield cell
+        return
+    # Spawned: a fork of a process with torch's threads in it may hang.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        started = {pool.submit(carry_out, cell): cell for cell in cells}
+        try:
+            for future in as_completed(started):
+                future.result()
+                yield started[future]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()  # each saves its run as of its last step
+            raise
+
+
+def carry_out(cell: Cell) -> None:
+    """Make one run, or go on with it. A stop by the guard is a result like any other.
+
+    Raises:
+        RagenError: It failed.
+        KeyboardInterrupt: It was stopped, and is saved.
+    """
+    try:
+        if (cell.folder / CONFIG).exists() and any(cell.folder.glob("checkpoints/step-*")):
+            resume(cell.folder)
+            return
+        shutil.rmtree(cell.folder, ignore_errors=True)  # killed before its first checkpoint
+        cell.folder.parent.mkdir(parents=True, exist_ok=True)
+        train(cell.config, cell.folder)
+    except GuardStop:
+        return
+    except StopRequested:
+        raise KeyboardInterrupt("stopped; the same command goes on from here") from None
+
+
+def is_finished(cell: Cell) -> bool:
+    """Whether a run has its last evaluation, or was stopped by the guard."""
+    if not (cell.folder / CONFIG).exists():
+        return False
+    if any(event["text"].startswith("stopped") for event in read_events(cell.folder, "guard")):
+        return True
+    # The greedy evaluation is the last thing that a run does.
+    greedy = [e.step for e in evaluations_of(cell.folder) if e.evaluation.temperature == 0]
+    return bool(greedy) and max(greedy) > 0
+
+
+def refuse_other_settings(cell: Cell) -> None:
+    """A run in the folder must be of this study's settings.
+
+    Raises:
+        RagenError: It is not.
+    """
+    if not (cell.folder / CONFIG).exists():
+        return
+    if read_config(cell.folder / CONFIG) != rooted(cell.config):
+        raise RagenError(
+            f"{cell.folder} was made with other settings than the study has now; name another --out"
+        )
+
+
+def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[Cell]) -> Findings:
+    """Measure the runs, judge, and write ``runs.csv``, ``study.svg`` and ``study.md``."""
+    names = dict.fromkeys((*ALWAYS, *(p.measure for p in study.predictions)))
+    runs = [(cell, read_run(cell.folder, cell.config.eval.temperature)) for cell in cells]
+    numbers: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
+    for cell, facts in runs:
+        for name in names:
+            values = numbers[name].setdefault((cell.recipe, cell.arm), [])
+            values.append(measure_of(name)(facts))
+    decisions = decide(study, scale, numbers)
+    found = Findings(study, scale, seeds, numbers, decisions, verdict(decisions), out)
+    with (out / "runs.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["recipe", "arm", "seed", *names])
+        for cell, facts in runs:
+            row = [f"{measure_of(name)(facts):.6g}" for name in names]
+            writer.writerow([cell.recipe, cell.arm, cell.seed, *row])
+    curves = {(cell.recipe, cell.arm, cell.seed): dict(facts.success) for cell, facts in runs}
+    draw(found, curves).savefig(out / "study.svg")
+    (out / "study.md").write_text("\n".join(page(found)) + "\n", encoding="utf-8")
+    return found
+
+
+def page(found: Findings) -> Iterator[str]:
+    """A study's page in Markdown: claim, published, rule, numbers, verdict, limits."""
+    study = found.study
+    yield f"# {study.title}\n"
+    yield f"**Claim** ({study.number}). {study.claim}\n"
+    yield f"**Published.** {study.published}\n"
+    yield f"**Here: {found.verdict} the claim** ({found.seeds} training seeds an arm).\n"
+    yield f"```sh\nragen study {study.name} --seeds {found.seeds} --scale {found.scale}\n```\n"
+    yield "| prediction | recipe | excess [95 %] | |\n|---|---|---|---|"
+    for decision in found.decisions:
+        bounds = f"{decision.excess:.3g} [{decision.low:.3g}, {decision.high:.3g}]"
+        yield f"| {decision.prediction.words} | {decision.recipe} | {bounds} | {decision.outcome} |"
+    names = list(found.numbers)
+    yield "\nMeans over the seeds with their 95 % interval:\n"
+    yield f"| recipe | arm | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}"
+    for recipe in study.grid(found.scale).recipes:
+        for arm in study.arms:
+            cells = [_mean(found.numbers[name][recipe, arm]) for name in names]
+            yield f"| {recipe} | {arm} | {' | '.join(cells)} |"
+    yield f"\n![success by step, and at the end]({'study.svg'})\n"
+    yield f"**What this scale cannot show.** {study.limits}"
+
+
+def draw(found: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, float]]) -> Figure:
+    """Success by step (mean over the seeds with its interval), and at the end, seed by seed."""
+    recipes, arms = found.study.grid(found.scale).recipes, list(found.study.arms)
+    with figure_of(len(recipes), 2) as (figure, axes):
+        for (over, end), recipe in zip(axes, recipes, strict=True):
+            for place, arm in enumerate(arms):
+                colour = COLOURS[place % len(COLOURS)]
+                own = [c for (r, a, _), c in curves.items() if (r, a) == (recipe, arm)]
+                steps = sorted(set.intersection(*(set(curve) for curve in own)))
+                means = [mean_interval([curve[step] for curve in own]) for step in steps]
+                over.plot(steps, [m.value for m in means], color=colour, label=arm, marker=".")
+                low, high = [m.low for m in means], [m.high for m in means]
+                over.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
+                last = [value for value in found.numbers["final"][recipe, arm] if value == value]
+                end.plot(last, [place] * len(last), "o", color=colour, alpha=0.5, markersize=4)
+                m = mean_interval(last)
+                end.plot([m.low, m.high], [place, place], color=colour, lw=1.5)
+                end.plot([m.value], [place], "|", color=colour, markersize=12, mew=2)
+            over.set_title(f"{recipe}: success on held-out levels, by step")
+            over.set_ylim(-0.02, 1.02)
+            end.set_title("at the end, by arm")
+            end.set_yticks(range(len(arms)), arms)
+            end.set_xlim(-0.02, 1.02)
+            end.invert_yaxis()
+    return figure
+
+
+def _mean(values: Sequence[float]) -> str:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "–"
+    mean = mean_interval(finite)
+    return f"{mean.value:.3g} [{mean.low:.3g}, {mean.high:.3g}]"
+
+
+def _slug(name: str) -> str:
+    """A name as part of a path."""
+    return "".join(c if c.isalnum() or c in "-." else "-" for c in name).strip("-")

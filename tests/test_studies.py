@@ -1,0 +1,178 @@
+"""Studies: the rule of the verdict, and grids that are run once, whatever interrupts them."""
+
+from __future__ import annotations
+
+import csv
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen import studies
+from ragen.cli import main
+from ragen.errors import RagenError
+from ragen.measures import MEASURES, RunFacts, measure_of
+from ragen.settings import recipes
+from ragen.statistics import mean_difference, mean_interval
+from ragen.stopping import StopRequested
+from ragen.study import Decision, Prediction, Study, decide, load_study, verdict
+from ragen.study import studies as names
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "number": "finding 0",
+    "title": "A study for tests",
+    "claim": "More is more.",
+    "published": "Nothing.",
+    "limits": "Everything.",
+    "predictions": [
+        {"measure": "final", "arm": "filtered", "above": "all"},
+        {"measure": "before", "arm": "all", "above": 0.2, "by": 0.0},
+    ],
+    "arms": {"all": {"filter.rule": "all"}, "filtered": {"filter.value": 0.5}},
+    "laptop": {
+        "recipes": ["bandit"],
+        "settings": {
+            "steps": 2,
+            "rollout.prompts": 4,
+            "eval.episodes": 64,
+            "eval.every": 1,
+        },
+    },
+    "paper": {"recipes": ["bandit"]},
+}
+
+
+@pytest.fixture
+def tiny() -> Study:
+    return Study(**TINY)
+
+
+# The rule.
+
+
+def decided(*bounds: tuple[float, float], by: float = 0.0) -> str:
+    said = Prediction(measure="final", arm="a", above=0.0, by=by)
+    return verdict([Decision("x", said, (a + b) / 2, a, b) for a, b in bounds])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "by", "said"),
+    [
+        ([(0.1, 0.3)], 0.0, "supports"),
+        ([(0.1, 0.3)], 0.2, "cannot decide"),
+        ([(0.1, 0.3)], 0.4, "contradicts"),
+        ([(-0.1, 0.3)], 0.0, "cannot decide"),
+        ([(0.1, 0.3), (0.1, 0.3), (-0.1, 0.3)], 0.0, "supports"),
+        ([(0.1, 0.3), (-0.1, 0.3)], 0.0, "cannot decide"),  # no majority
+        ([(0.1, 0.3), (0.1, 0.3), (-0.3, -0.1)], 0.0, "cannot decide"),
+        ([(-0.1, 0.3), (-0.1, 0.3), (-0.3, -0.1)], 0.0, "contradicts"),
+    ],
+)
+def test_the_rule(bounds: list[tuple[float, float]], by: float, said: str) -> None:
+    assert decided(*bounds, by=by) == said
+
+
+def test_decisions_are_intervals_over_seeds(tiny: Study) -> None:
+    cells = {("bandit", "all"): [0.4, 0.5, 0.6], ("bandit", "filtered"): [0.8, 0.9, math.nan]}
+    higher, above = decide(tiny, "laptop", {"final": cells, "before": cells})
+    expected = mean_difference([0.8, 0.9], [0.4, 0.5, 0.6])
+    assert (higher.excess, higher.low, higher.high) == (expected.value, expected.low, expected.high)
+    assert above.excess == pytest.approx(0.3) and above.outcome == "supported"
+    assert above.low == pytest.approx(mean_interval([0.4, 0.5, 0.6]).low - 0.2)
+
+
+def test_one_seed_decides_nothing(tiny: Study) -> None:
+    cells = {("bandit", "all"): [0.0], ("bandit", "filtered"): [1.0]}
+    outcomes = [d.outcome for d in decide(tiny, "laptop", {"final": cells, "before": cells})]
+    assert outcomes == ["undecided", "undecided"]
+
+
+def test_measures_of_a_run_without_what_they_need_are_nan() -> None:
+    assert all(
+        math.isnan(MEASURES[name](RunFacts({}, {}))) for name in MEASURES if name != "seconds"
+    )
+    for name in ("first:a", "last:a", "change:a", "onset:a", "onset:a - last:b"):
+        assert math.isnan(measure_of(name)(RunFacts({}, {})))
+    with pytest.raises(RagenError, match="there is no measure 'finale'"):
+        measure_of("finale")
+
+
+# Those that ship.
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_run_of_every_study_can_be_settled(name: str) -> None:
+    study = load_study(name)
+    for scale in ("laptop", "paper"):
+        for recipe in study.grid(scale).recipes:  # type: ignore[arg-type]
+            for arm in study.arms:
+                config = study.config(scale, recipe, arm, 3)  # type: ignore[arg-type]
+                assert config.seed == 3 and recipe in recipes()
+
+
+def test_an_arm_that_is_not_there_is_found_at_once() -> None:
+    with pytest.raises(ValueError, match="there is no arm 'none'"):
+        Study(**TINY | {"predictions": [{"measure": "final", "arm": "none", "above": 0.5}]})
+
+
+# Running.
+
+
+def rows(out: Path) -> list[dict[str, str]]:
+    with (out / "runs.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path) -> None:
+    said: list[str] = []
+    found = studies.run_study(tiny, seeds=2, out=tmp_path, jobs=2, say=said.append)  # spawned
+    assert said[0] == "tiny: 4 runs, 0 of them done" and len(said) == 5
+    first = rows(tmp_path)
+    assert [(r["arm"], r["seed"]) for r in first] == [
+        ("all", "0"),
+        ("filtered", "0"),
+        ("all", "1"),
+        ("filtered", "1"),
+    ]
+    assert all(0 <= float(row["final"]) <= 1 for row in first)
+    text = (tmp_path / "study.md").read_text()
+    assert f"**Here: {found.verdict} the claim**" in text and "![" in text
+    assert (tmp_path / "study.svg").stat().st_size > 1000
+
+    # Killed before its first checkpoint, and after its last one: both are made whole.
+    shutil.rmtree(tmp_path / "bandit" / "all" / "seed-0" / "checkpoints")
+    shutil.rmtree(tmp_path / "bandit" / "all" / "seed-1")
+    said.clear()
+    studies.run_study(tiny, seeds=2, out=tmp_path, jobs=1, say=said.append)
+    assert said[0] == "tiny: 4 runs, 3 of them done", "a finished run needs no checkpoint"
+    same = ("before", "peak", "final")
+    assert [[r[k] for k in same] for r in rows(tmp_path)] == [[r[k] for k in same] for r in first]
+
+    other = tiny.model_copy(update={"arms": tiny.arms | {"all": {"update.lr": 1.0}}})
+    with pytest.raises(RagenError, match=r"made with other settings .* name another --out"):
+        studies.run_study(other, seeds=2, out=tmp_path)
+
+
+def test_a_stop_is_an_interruption_that_the_same_command_mends(
+    tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise StopRequested(2)
+
+    monkeypatch.setattr(studies, "train", stop)
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
+        studies.run_study(tiny, seeds=2, out=tmp_path, jobs=1)
+
+
+def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["study"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(names())
+    assert main(["study", names()[0], "--dry-run"]) == 0
+    assert "predicts " in capsys.readouterr().out
+    assert main(["study", "filterin"]) == 2
+    assert "did you mean 'filtering'?" in capsys.readouterr().err
+    assert main(["study", "filtering", "--seeds", "1"]) == 2
+    assert "takes 2 or more" in capsys.readouterr().err
