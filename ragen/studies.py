@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +27,10 @@ from ragen.measures import measure_of, read_run
 from ragen.plots import COLOURS, figure_of
 from ragen.recorder import CONFIG, read_events
 from ragen.settings import differences, read_config
+from ragen.sft import sft
 from ragen.statistics import mean_interval
 from ragen.stopping import StopRequested
-from ragen.study import Decision, Numbers, Scale, Study, Verdict, decide, verdict
+from ragen.study import Decision, Lesson, Numbers, Scale, Study, Verdict, decide, verdict
 from ragen.trainer import resume, rooted, train
 
 if TYPE_CHECKING:
@@ -42,13 +44,15 @@ ALWAYS = ("before", "peak", "final", "seconds")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of a study's grid."""
+    """One run of a study's grid; `lesson` makes of `base` the model that it begins with."""
 
     recipe: str
     arm: str
     seed: int
     config: Config
     folder: Path
+    base: str = "base"
+    lesson: Lesson | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +74,21 @@ def grid(study: Study, scale: Scale, seeds: int, out: Path) -> list[Cell]:
     Raises:
         RagenError: The settings of one of them exclude each other.
     """
-    return [
-        Cell(
-            recipe,
-            arm,
-            seed,
-            study.config(scale, recipe, arm, seed),
-            out / _slug(recipe) / _slug(arm) / f"seed-{seed}",
-        )
-        for seed in range(seeds)
-        for recipe in study.grid(scale).recipes
-        for arm in study.arms
-    ]
+    cells = []
+    for seed, recipe, arm in product(range(seeds), study.grid(scale).recipes, study.arms):
+        folder = out.resolve() / _slug(recipe) / _slug(arm) / f"seed-{seed}"
+        config, lesson = study.config(scale, recipe, arm, seed), study.sft.get(arm)
+        base = config.model.path
+        if lesson is not None:
+            taught = config.model.model_copy(update={"path": str(taught_model(folder))})
+            config = config.model_copy(update={"model": taught})
+        cells.append(Cell(recipe, arm, seed, config, folder, base, lesson))
+    return cells
+
+
+def taught_model(folder: Path) -> Path:
+    """Where the fine-tuned model of a run lies: beside it."""
+    return folder.with_name(f"{folder.name}-sft")
 
 
 def plan(study: Study, cells: Sequence[Cell]) -> str:
@@ -163,6 +170,7 @@ def carry_out(cell: Cell) -> None:
         KeyboardInterrupt: It was stopped, and is saved.
     """
     try:
+        teach(cell)
         if (cell.folder / CONFIG).exists() and any(cell.folder.glob("checkpoints/step-*")):
             resume(cell.folder)
             return
@@ -175,6 +183,16 @@ def carry_out(cell: Cell) -> None:
         raise KeyboardInterrupt("stopped; the same command goes on from here") from None
 
 
+def teach(cell: Cell) -> None:
+    """Make the model that a run begins with, where it has a lesson and it is not there."""
+    lesson, model = cell.lesson, taught_model(cell.folder)
+    if lesson is None or model.exists():
+        return
+    untaught = cell.config.model.model_copy(update={"path": cell.base})
+    config = cell.config.model_copy(update={"model": untaught})
+    sft(config, model, episodes=lesson.episodes, epochs=lesson.epochs, lr=lesson.lr)
+
+
 def is_finished(cell: Cell) -> bool:
     """Whether a run has its last evaluation, or was stopped by the guard."""
     if not (cell.folder / CONFIG).exists():
@@ -183,7 +201,7 @@ def is_finished(cell: Cell) -> bool:
         return True
     # The greedy evaluation is the last thing that a run does.
     greedy = [e.step for e in evaluations_of(cell.folder) if e.evaluation.temperature == 0]
-    return bool(greedy) and max(greedy) > 0
+    return bool(greedy) and (max(greedy) > 0 or cell.config.steps == 0)
 
 
 def refuse_other_settings(cell: Cell) -> None:

@@ -66,6 +66,15 @@ class Prediction(Section):
         return f"{self.measure}: {self.arm} > {above}{margin}"
 
 
+class Lesson(Section):
+    """Supervised fine-tuning that an arm begins with, on the best player's episodes."""
+
+    episodes: int = Field(1024, ge=2)
+    epochs: int = Field(3, ge=1)
+    lr: float | None = None
+    """Ten times the recipe's ``update.lr`` if not given."""
+
+
 class Grid(Section):
     """The recipes of one scale, and what all their runs change of them."""
 
@@ -87,15 +96,17 @@ class Study(Section):
     predictions: list[Prediction] = Field(min_length=1)
     arms: dict[str, dict[str, Any]]
     """Settings by the arm's name, laid over the recipe and the scale's own."""
+    sft: dict[str, Lesson] = Field(default_factory=dict)
+    """What an arm is taught first, by its name."""
     laptop: Grid
     paper: Grid
 
     @model_validator(mode="after")
     def _named(self) -> Study:
-        for prediction in self.predictions:
-            for arm in (prediction.arm, prediction.above):
-                if isinstance(arm, str) and arm not in self.arms:
-                    raise ValueError(f"there is no arm {arm!r} (only {', '.join(self.arms)})")
+        named = [arm for each in self.predictions for arm in (each.arm, each.above)]
+        for arm in (*named, *self.sft):
+            if isinstance(arm, str) and arm not in self.arms:
+                raise ValueError(f"there is no arm {arm!r} (only {', '.join(self.arms)})")
         return self
 
     def grid(self, scale: Scale) -> Grid:

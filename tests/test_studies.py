@@ -126,9 +126,10 @@ def rows(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path, jobs: int) -> None:
     said: list[str] = []
-    found = studies.run_study(tiny, seeds=2, out=tmp_path, jobs=2, say=said.append)  # spawned
+    found = studies.run_study(tiny, seeds=2, out=tmp_path, jobs=jobs, say=said.append)
     assert said[0] == "tiny: 4 runs, 0 of them done" and len(said) == 5
     first = rows(tmp_path)
     assert [(r["arm"], r["seed"]) for r in first] == [
@@ -154,6 +155,20 @@ def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path) -> None:
     other = tiny.model_copy(update={"arms": tiny.arms | {"all": {"update.lr": 1.0}}})
     with pytest.raises(RagenError, match=r"made with other settings .* name another --out"):
         studies.run_study(other, seeds=2, out=tmp_path)
+
+
+def test_an_arm_may_begin_with_a_lesson(tmp_path: Path) -> None:
+    taught = TINY | {
+        "arms": {"base": {"steps": 0}, "taught": {"steps": 0}},
+        "sft": {"taught": {"episodes": 128, "epochs": 4}},
+        "predictions": [{"measure": "final", "arm": "taught", "above": "base"}],
+    }
+    for _ in range(2):  # the second time nothing is left to do
+        said: list[str] = []
+        found = studies.run_study(Study(**taught), seeds=2, out=tmp_path, jobs=1, say=said.append)
+    assert said == ["tiny: 4 runs, 4 of them done"]
+    assert found.verdict == "supports"
+    assert (tmp_path / "bandit" / "taught" / "seed-1-sft" / "model.safetensors").is_file()
 
 
 def test_a_stop_is_an_interruption_that_the_same_command_mends(
