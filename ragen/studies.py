@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+SAID: Mapping[Verdict, str] = {
+    "supports": "support the claim",
+    "contradicts": "contradict the claim",
+    "cannot decide": "cannot decide",
+}
+"""A verdict in words."""
+
 ALWAYS = ("before", "peak", "final", "seconds")
 """Measures that every study reports, whether or not its predictions are about them."""
 
@@ -247,7 +254,7 @@ def page(found: Findings) -> Iterator[str]:
     yield f"# {study.title}\n"
     yield f"**Claim** ({study.number}). {study.claim}\n"
     yield f"**Published.** {study.published}\n"
-    yield f"**Here: {found.verdict} the claim** ({found.seeds} training seeds an arm).\n"
+    yield f"**Here the data {SAID[found.verdict]}** ({found.seeds} training seeds an arm).\n"
     yield f"```sh\nragen study {study.name} --seeds {found.seeds} --scale {found.scale}\n```\n"
     yield "| prediction | recipe | excess [95 %] | |\n|---|---|---|---|"
     for decision in found.decisions:
@@ -287,7 +294,7 @@ def draw(found: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, flo
             end.set_title("at the end, by arm")
             end.set_yticks(range(len(arms)), arms)
             end.set_xlim(-0.02, 1.02)
-            end.invert_yaxis()
+            end.set_ylim(len(arms) - 0.5, -0.5)
     return figure
 
 

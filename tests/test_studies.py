@@ -140,7 +140,7 @@ def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path, jobs: int) 
     ]
     assert all(0 <= float(row["final"]) <= 1 for row in first)
     text = (tmp_path / "study.md").read_text()
-    assert f"**Here: {found.verdict} the claim**" in text and "![" in text
+    assert f"**Here the data {studies.SAID[found.verdict]}**" in text and "![" in text
     assert (tmp_path / "study.svg").stat().st_size > 1000
 
     # Killed before its first checkpoint, and after its last one: both are made whole.
