@@ -439,7 +439,18 @@ def _check_output_layer(model: PreTrainedModel, name: str) -> None:
             "use a causal language model"
         )
     states = backbone(model)(input_ids=probe_BT, use_cache=False).last_hidden_state
-    if not _alike(logits, shape_of(model).of(head(states).float()), model.dtype):
+    # A cap hardly moves the logits of a probe: large ones are put into the layer's mouth besides.
+    large_V = torch.linspace(-1e3, 1e3, head.weight.shape[0], device=model.device)
+    hook = head.register_forward_hook(lambda _, __, said: large_V.to(said.dtype).expand_as(said))
+    try:
+        capped = model(input_ids=probe_BT, use_cache=False).logits.float()
+    finally:
+        hook.remove()
+    shape = shape_of(model)
+    if not (
+        _alike(logits, shape.of(head(states).float()), model.dtype)
+        and _alike(capped, shape.of(large_V).expand_as(capped), model.dtype)
+    ):
         raise RagenError(
             f"the model '{name}' does something to its logits behind the output layer that is not "
             "known here; use a Qwen, Llama, Mistral, Gemma, Granite or similar model"
