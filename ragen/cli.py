@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -312,7 +313,8 @@ def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) 
 def _playing_options(parser: Parser) -> None:
     """What `eval` and `compare` take alike."""
     add = parser.add_argument
-    add("--world", action="append", metavar="W", help="a world, or several: W1,W2 [the run's]")
+    which = "a world, or a recipe that says how it is shown; or several: W1,W2 [the run's]"
+    add("--world", action="append", metavar="W", help=which)
     add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
     add("--samples", type=int, default=1, metavar="K", help="episodes a level, for pass@K [1]")
     add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
@@ -559,7 +561,8 @@ def _export(options: Namespace, _: Overrides) -> int:
 
 
 def _play_options(parser: Parser) -> None:
-    parser.add_argument("world", metavar="WORLD", help="a world (ragen envs), or file.py:Class")
+    which = "a world (ragen envs), file.py:Class, or a recipe"
+    parser.add_argument("world", metavar="WORLD", help=which)
     parser.add_argument(
         "--player",
         default="human",
@@ -573,14 +576,14 @@ def _play_options(parser: Parser) -> None:
 def _play(options: Namespace, overrides: Overrides) -> int:
     from ragen.play import play_world, show_episode
     from ragen.players import PLAYERS
-    from ragen.settings import recipes, resolve
+    from ragen.targets import config_for
 
     if options.seed < 0:
         raise RagenError(f"--seed {options.seed}: expected a whole number ≥ 0")
     overrides = {**overrides, "world.name": options.world}
     console = _console()
     if options.player in PLAYERS:
-        config = resolve(options.world if options.world in recipes() else None, overrides)
+        config = config_for(options.player, overrides)
         if options.player == "human" and "world.params.observation" not in overrides:
             config.world.params.pop("observation", None)  # the world's own: a map
         try:
@@ -707,6 +710,7 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     config = resolve(options.recipe, overrides)
     make(config.world.name, **config.world.params)
     from ragen.sft import refuse_unread, sft
+    from ragen.targets import PLAYED_UNDER
 
     refuse_unread(overrides)
     if options.data and options.episodes is not None:
@@ -730,9 +734,28 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
         return 0
     print(tuned)
     print(f"{tuned.seconds:.0f} s; the model is in {tuned.model}")
-    print(f"evaluate it:       {_program()} eval {tuned.model} --world {config.world.name}")
-    print(f"train it further:  {_program()} train {options.recipe} --model {tuned.model}")
+    again = {key: value for key, value in overrides.items() if key != "model.path"}
+    asked = {key: value for key, value in again.items() if key.startswith(PLAYED_UNDER)}
+    kept = {key: value for key, value in again.items() if key.startswith((*PLAYED_UNDER, "lora."))}
+    world = asked.pop("world.name", options.recipe)
+    model, ragen = tuned.model, _program()
+    print(f"evaluate it:       {ragen} eval {model} --world {world}{_typed(asked)}")
+    print(f"train it further:  {ragen} train {options.recipe} --model {model}{_typed(kept)}")
     return 0
+
+
+def _typed(overrides: Overrides) -> str:
+    """Values by key as they are typed.
+
+    Example:
+        >>> _typed({"prompt.think": False, "world.params.names": "two words"})
+        " --prompt.think false --world.params.names 'two words'"
+    """
+    texts = {
+        key: str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in overrides.items()
+    }
+    return "".join(f" --{key} {shlex.quote(text)}" for key, text in texts.items())
 
 
 def _doctor_options(parser: Parser) -> None:

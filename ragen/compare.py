@@ -281,7 +281,7 @@ def same_game(targets: Sequence[str], overrides: Overrides) -> dict[str, dict[st
                     f"{game.get(key)!r} and {own.get(key)!r}; settle it with --{key}"
                 )
     return {
-        target: dict(overrides) if target in runs else {**overrides, **game} for target in targets
+        target: dict(overrides) if target in runs else {**game, **overrides} for target in targets
     }
 
 

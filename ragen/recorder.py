@@ -147,9 +147,10 @@ def refuse_existing(out: Path | None) -> None:
         RagenError: It exists.
     """
     if out is not None and out.exists():
+        run = (out / CONFIG).is_file()
         raise RagenError(
-            f"{out} exists already and a run is never overwritten; give another --out, "
-            f"or go on with that run: ragen resume {out}"
+            f"{out} exists already and {'a run' if run else 'what is there'} is never overwritten; "
+            f"give another --out{f', or go on with that run: ragen resume {out}' if run else ''}"
         )
 
 

@@ -62,6 +62,9 @@ def is_local(target: str) -> bool:
 def config_for(target: str, overrides: Mapping[str, Any], server: Server | None = None) -> Config:
     """The settings under which a target plays: its run's, or the recipe's of the world.
 
+    A recipe may be named as the world: it stands for its own, played as the recipe says. `sokoban`
+    and `paper/sokoban` are one world, told in other words.
+
     A run that is evaluated in another world keeps how it is prompted, the form of its observations
     included, and takes the other's budgets and parameters. A model at an endpoint sees a world as
     the world itself shows it (`SERVED`), not as the embedded models know it.
@@ -71,7 +74,10 @@ def config_for(target: str, overrides: Mapping[str, Any], server: Server | None 
     """
     wanted = {canonical_key(key): value for key, value in overrides.items()}
     world = wanted.get("world.name")
-    recipe = resolve(world if world in recipes() else None)
+    is_recipe = world in recipes() or str(world).endswith(".toml")
+    recipe = resolve(world if is_recipe else None)
+    if is_recipe:
+        world = wanted["world.name"] = recipe.world.name
     of_world = {k: v for k, v in flatten(recipe).items() if k.startswith("world.")}
     if server is not None:
         of_world.pop("world.params.observation", None)

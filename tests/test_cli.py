@@ -322,6 +322,8 @@ def test_a_person_plays_and_leaves(capsys: Capture, monkeypatch: pytest.MonkeyPa
 def test_watching_the_solver(capsys: Capture) -> None:
     assert main(["play", "frozen-lake-still", "--player", "solver"]) == 0
     assert "solved, reward 1" in capsys.readouterr().out
+    assert main(["play", "paper/bandit", "--player", "solver"]) == 0, "as a recipe has it"
+    assert "Phoenix" in capsys.readouterr().out
 
 
 def test_doctor_finds_this_machine_well(capsys: Capture) -> None:

@@ -182,6 +182,10 @@ def test_all_play_the_first_run_s_game(tmp_path: Path) -> None:
     assert other["world.name"] == "frozen-lake-still" and other["world.turns"] == 3
     assert other["world.params.p_frozen"] == 0.9 and "world.params.observation" not in other
     assert asked(["random", str(tmp_path)], {"": {}})[0] == ("random", other), "in either order"
+    # The recipe that is named says how who has no run is asked, and is not lost for its world.
+    (tmp_path / CONFIG).write_text(dump(resolve("sokoban", {"world.turns": 3})), encoding="utf-8")
+    model = asked([str(tmp_path), "model"], {"": {"world": "paper/sokoban"}})[1][1]
+    assert model["world"] == "paper/sokoban" and model["world.turns"] == 3
 
 
 def test_runs_of_different_games_are_not_compared_unless_settled(tmp_path: Path) -> None:

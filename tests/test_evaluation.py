@@ -166,6 +166,18 @@ def test_a_run_in_another_world(run: Path) -> None:
     assert config_for(str(run), {}).world.turns == 1
 
 
+def test_a_recipe_says_how_its_world_is_played(run: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('world.name = "sokoban"\nprompt.style = "paper"\nrollout.max_tokens = 400\n')
+    for recipe in ("paper/sokoban", str(mine)):
+        config = config_for("Qwen/Qwen2.5-0.5B-Instruct", {"world": recipe})
+        assert (config.world.name, config.world.params) == ("sokoban", {}), "not the embedded form"
+        assert (config.prompt.style, config.rollout.max_tokens) == ("paper", 400)
+    there = config_for(str(run), {"world": "paper/sokoban"})
+    assert (there.world.name, there.world.turns) == ("sokoban", 5)
+    assert (there.prompt.style, there.rollout.max_tokens) == ("compact", 10), "the run's own"
+
+
 def test_the_parameters_of_a_run_s_world_stay_there(tmp_path: Path) -> None:
     lake = {"world": "frozen-lake", "world.params": {"observation": "named", "p_frozen": 0.9}}
     (tmp_path / CONFIG).write_text(dump(resolve(None, lake)))

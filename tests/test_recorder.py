@@ -403,9 +403,15 @@ def test_numbered_folders_are_distinct_under_a_race(tmp_path: Path) -> None:
 def test_existing_folder_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "run"
     assert new_run_folder(tmp_path, "bandit", out) == out
-    with pytest.raises(RagenError, match="exists already and a run is never overwritten") as caught:
+    with pytest.raises(RagenError) as caught:
         new_run_folder(tmp_path, "bandit", out)
-    assert str(out) in str(caught.value)
+    refused = f"{out} exists already and {{}} is never overwritten; give another --out"
+    assert str(caught.value) == refused.format("what is there")
+    (out / "config.toml").write_text("")
+    with pytest.raises(RagenError) as caught:
+        new_run_folder(tmp_path, "bandit", out)
+    resume = f", or go on with that run: ragen resume {out}"
+    assert str(caught.value) == refused.format("a run") + resume
 
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -280,5 +280,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "12 solver episodes (left out: 0" in shown.err
     assert main(["sft", "bandit", "--out", str(tmp_path / "b"), *keys, "--quiet"]) == 0
     shown = capsys.readouterr()
-    assert "ragen eval" in shown.out and "--model" in shown.out and shown.err == ""
+    evaluate, train = shown.out.splitlines()[-2:]
+    asked = " --prompt.think false --rollout.max_tokens"
+    assert f"ragen eval {tmp_path / 'b'} --world bandit" in evaluate and asked in evaluate
+    assert f"ragen train bandit --model {tmp_path / 'b'}" in train and asked in train
+    assert "--threads" not in evaluate + train and shown.err == ""
     assert weights(out) == weights(tmp_path / "b")
