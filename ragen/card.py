@@ -150,26 +150,33 @@ def how_to_use(config: Config, base: str, usage: Usage) -> str:
     dated = "import datetime\n\n" if "datetime" in told else ""
     if "enable_thinking" in usage.options:
         chats += ' and say `"chat_template_kwargs": {"enable_thinking": false}`'
+    libraries, classes, own = "transformers", "AutoModelForCausalLM, AutoTokenizer", ""
     imports, load, request, serve = "", "LLM(folder)", "", "vllm serve ."
-    if usage.adapter:
+    if usage.adapter:  # the base brings a generation_config.json of its own, which comes first
         rank, named = config.lora.rank, hub_id(base) or "BASE"
+        libraries, classes = "transformers and peft", f"{classes}, GenerationConfig"
+        own = "model.generation_config = GenerationConfig.from_pretrained(folder)\n"
         imports = "from vllm.lora.request import LoRARequest\n"
-        load = f"LLM({named!r}, enable_lora=True, max_lora_rank={rank})"
+        options = f"enable_lora=True, max_lora_rank={rank}, generation_config=folder"
+        load = f"LLM({named!r}, {options})"
         request = ', lora_request=LoRARequest("policy", 1, folder)'
-        serve = f"vllm serve {named} --enable-lora --max-lora-rank {rank} --lora-modules policy=."
+        serve = (
+            f"vllm serve {named} --enable-lora --max-lora-rank {rank} --lora-modules policy=. "
+            "--generation-config ."
+        )
     return f"""## How to use it
 
 A reply has the form `{form}`, with `||` between actions. What the world
 answers is the next user message. `generation_config.json` holds the temperature of the evaluation,
-without top-k or top-p, and the tokens that end a turn. With transformers, in this folder:
+without top-k or top-p, and the tokens that end a turn. With {libraries}, in this folder:
 
 ```python
-{dated}from transformers import AutoModelForCausalLM, AutoTokenizer
+{dated}from transformers import {classes}
 
 folder = "."
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
-messages = {messages}
+{own}messages = {messages}
 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True{told})
 {begun}prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
 output = model.generate(prompt["input_ids"], attention_mask=prompt["attention_mask"])

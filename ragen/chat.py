@@ -96,7 +96,7 @@ class Chat:
 
         Raises:
             RagenError: The tokenizer has no chat template, the template refuses the plainest
-                conversation, or no token ends a turn.
+                conversation or shows nothing of it, or no token ends a turn.
         """
         if tokenizer.chat_template is None:
             raise RagenError(
@@ -115,6 +115,11 @@ class Chat:
         self._think = think
         self.fold = self._lacks_system_role()
         start = self._render(_conversation(_USER))
+        if _USER not in start:
+            raise RagenError(
+                "this chat template leaves out what the user says: choose an instruction-tuned "
+                "model, or save the template that belongs to it beside the weights"
+            )
         self._written = _written_thought(start.rpartition(_USER)[2])
         self._head = start.removesuffix(self._written)
         self.opening = "" if "</think>" in self._written else self._written

@@ -42,6 +42,9 @@ LOAD_ERRORS = (
 )
 """What transformers raises on files that it cannot make sense of."""
 
+LFS = b"version https://git-lfs.github.com/"
+"""How the note begins that git leaves in place of a large file."""
+
 
 def model_folder(name: str | Path, weights: bool = True) -> Path:
     """The folder that holds a model.
@@ -149,8 +152,19 @@ def check_weights(folder: Path, name: str | Path) -> None:
     """See that the weights are there, all shards of them, as safetensors.
 
     Raises:
-        RagenError: They are not.
+        RagenError: They are not, or git has left notes of where they are in their place.
     """
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb") as opened:
+                start = opened.read(len(LFS))
+        except OSError as error:
+            raise cannot_load(name, error) from error
+        if start == LFS:
+            raise RagenError(
+                f"the model '{name}' was cloned without its weights: {file.name} is a note of "
+                "git-lfs; run `git lfs pull` in the folder, or name the model by its id"
+            )
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return

@@ -200,6 +200,10 @@ def test_refusals_are_one_clear_line() -> None:
         tokenizer.chat_template = broken
         with pytest.raises(RagenError, match="refuses a conversation of user"):
             Chat(tokenizer)
+    for mute in ("", "Hello!"):
+        tokenizer.chat_template = mute
+        with pytest.raises(RagenError, match="leaves out what the user says"):
+            Chat(tokenizer)
 
 
 def _copy(name: str) -> Any:

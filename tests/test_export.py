@@ -312,8 +312,22 @@ def test_an_adapter_leaves_as_an_adapter(adapted: Path) -> None:
         torch.testing.assert_close(model(PROBE).logits, logits_of(adapted))
     text = (folder / "README.md").read_text("utf-8")
     assert ModelCard(text).data.library_name == "peft"
-    assert "LLM('BASE', enable_lora=True, max_lora_rank=4)" in text
+    assert "LLM('BASE', enable_lora=True, max_lora_rank=4, generation_config=folder)" in text
+    assert "--lora-modules policy=. --generation-config ." in text
     assert not (folder / "model.safetensors").exists()
+
+
+def test_an_adapter_is_asked_as_the_run_was_and_not_as_its_base(
+    adapted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = export(adapted)
+    of_base = GenerationConfig.from_pretrained(read_facts(adapted).config.model.path)
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(blocks(folder)[0], names)
+    used = names["model"].generation_config
+    assert (used.temperature, used.top_k, used.max_new_tokens) == (1.0, 0, 10)
+    assert used.max_new_tokens != of_base.max_new_tokens
 
 
 def test_a_merged_adapter_leaves_as_a_model(adapted: Path) -> None:

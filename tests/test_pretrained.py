@@ -74,6 +74,14 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     assert "pickles" in text and "save_pretrained" in text
 
 
+def test_a_clone_without_its_weights(tmp_path: Path) -> None:
+    save_model(tiny_model(WORDS), WORDS, tmp_path)
+    note = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 988097824\n"
+    (tmp_path / "model.safetensors").write_text(note)
+    text = refusal(tmp_path)
+    assert "model.safetensors is a note of git-lfs; run `git lfs pull`" in text
+
+
 def test_only_causal_language_models_are_loaded(tmp_path: Path) -> None:
     size = {"vocab_size": len(WORDS), "hidden_size": 16, "num_attention_heads": 2}
     bert = BertConfig(**size, intermediate_size=16, num_hidden_layers=1, initializer_range=0.4)
