@@ -225,9 +225,14 @@ def _show_memory(config: Config) -> None:
     from ragen.memory import plan
     from ragen.pretrained import is_at_hand
 
-    if config.model.path == "base" or is_at_hand(config.model.path):
+    model = config.model.path
+    if model == "base" or is_at_hand(model):
         for line in plan(config).lines():
             print(f"# {line}")
+    else:
+        print(
+            f"# memory: told once the model is here; {model} is no folder, nor in the Hub's cache"
+        )
 
 
 def _result_record(result: Result) -> dict[str, Any]:

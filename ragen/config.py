@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
@@ -152,7 +153,7 @@ class RolloutConfig(Section):
     """Episodes that are sampled at once."""
     refill: int = Field(0, ge=0, le=3)
     """Rounds in which groups without spread of reward are replaced by groups on new levels."""
-    sampler: str = Field("local", pattern=r"^(local|vllm|https?://\S+)$")
+    sampler: str = "local"
     """What samples: local (the learner's own weights), vllm, or the URL of a vLLM server."""
     gpu_memory: float = Field(0.4, gt=0, lt=1)
     """Share of the GPU's memory that vLLM takes, awake, beside the learner."""
@@ -394,6 +395,11 @@ class Config(Section):
             raise ValueError(
                 "update.muon_lr moves whole weight matrices, of which lora.rank trains thin "
                 "factors: set update.muon_lr = 0 (AdamW), or lora.rank = 0"
+            )
+        if not re.fullmatch(r"local|vllm|https?://\S+", self.rollout.sampler):
+            raise ValueError(
+                f"rollout.sampler = {self.rollout.sampler!r}: expected local, vllm, or the URL of "
+                "a vLLM server, such as http://127.0.0.1:8000"
             )
         if not all(name.strip() for name in self.lora.targets.split(",")):
             raise ValueError(

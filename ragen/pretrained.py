@@ -115,6 +115,8 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
     """
     try:
         text = (folder / "config.json").read_text("utf-8")
+    except NotADirectoryError as error:
+        raise RagenError(f"{name} is a file: name the folder of the model") from error
     except OSError as error:
         raise RagenError(f"{name}: this folder holds no model (config.json is missing)") from error
     try:

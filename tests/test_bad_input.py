@@ -165,6 +165,8 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
     for text in ("{}", "[", '{"model_type": "qwen2", "num_attention_heads": 0}'):
         (tmp_path / "empty" / "config.json").write_text(text)
         assert "cannot load the model" in mistake(tmp_path, "train", "bandit", "--model", "./empty")
+    file = ("--model", "empty/config.json")
+    assert "is a file: name the folder" in mistake(tmp_path, "train", "bandit", *file)
 
 
 def spoilt(folder: Path, **changes: str | None) -> Path:

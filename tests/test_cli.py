@@ -160,6 +160,11 @@ def test_dry_run_prints_a_config_and_writes_nothing(
     assert os.listdir(tmp_path) == []
 
 
+def test_dry_run_says_that_a_model_is_not_here(capsys: Capture) -> None:
+    assert main(["train", "bandit", "--model", "./typo", "--dry-run"]) == 0
+    assert "./typo is no folder, nor in the Hub's cache" in capsys.readouterr().out
+
+
 def test_dry_run_ends_with_the_memory_plan(capsys: Capture) -> None:
     assert main(["train", "bandit", "--dry-run"]) == 0
     shown = capsys.readouterr().out

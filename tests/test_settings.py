@@ -24,6 +24,13 @@ def message(*args: object) -> str:
     return str(caught.value)
 
 
+def test_a_sampler_is_named_or_addressed() -> None:
+    for wrong in ("vlm", "127.0.0.1:8000", "local "):
+        text = message(None, {"rollout.sampler": wrong})
+        assert f"{wrong!r}: expected local, vllm, or the URL of a vLLM server" in text
+    assert resolve(None, {"rollout.sampler": "http://127.0.0.1:8000"})
+
+
 def test_layers_win_in_order(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('algorithm = "starpo-s/grpo"\n[loss]\nclip_high = 0.3\nentropy = 0.5\n')
