@@ -315,9 +315,15 @@ def replace_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _unwritten(folder: Path, error: Exception) -> RagenError:
+    run = folder.parent.parent
+    then = (
+        f"go on with: ragen resume {run}"
+        if folders(run)
+        else f"remove {run}, which holds no step yet, and start again"
+    )
     return RagenError(
         f"could not write the checkpoint {folder.name} ({error}); make room or make "
-        f"{folder.parent} writable, then go on with: ragen resume {folder.parent.parent}"
+        f"{folder.parent} writable, then {then}"
     )
 
 

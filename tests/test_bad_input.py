@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ragen.checkpoint import write_state, writing
 from ragen.cli import main
 from ragen.errors import RagenError
 from ragen.model import save_model
@@ -325,3 +326,15 @@ def test_a_mistake_in_a_real_shell(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("ragen: unknown recipe 'bandti'; did you mean 'bandit'?")
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
+    def refused(step: int) -> str:
+        with pytest.raises(RagenError) as caught, writing(tmp_path, step, keep=2):
+            raise OSError(28, "No space left on device")
+        return str(caught.value)
+
+    assert f"remove {tmp_path}, which holds no step yet, and start again" in refused(0)
+    with writing(tmp_path, 0, keep=2) as folder:
+        write_state(folder, {"step": 0})
+    assert f"then go on with: ragen resume {tmp_path}" in refused(1)
