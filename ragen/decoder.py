@@ -99,8 +99,8 @@ class HFDecoder:
         layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
         if layer_types != {"full_attention"} and (window is None or window < max_length):
             raise RagenError(
-                f"layers of this model attend to {window or 'their own choice of'} tokens only: "
-                f"set model.max_length no higher than this sliding window, from {max_length}"
+                f"layers of this model attend to {window or 'their own choice of'} tokens only; "
+                f"model.max_length, here {max_length}, must not be above its sliding window"
             )
         self.model = model
         self.cache = _SlotCache(num_slots, max_length)

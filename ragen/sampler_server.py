@@ -232,7 +232,7 @@ class VllmServer:
             reason = str(told.get("message", told) if isinstance(told, dict) else told)
             raise RagenError(
                 f"the vLLM server at {self.url} refuses: {reason.strip().splitlines()[0]}; "
-                "does it serve the model that is trained?"
+                "does it serve the model that is trained? If so, start it anew"
             )
         return answer
 
