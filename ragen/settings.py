@@ -46,7 +46,12 @@ class Difference(NamedTuple):
     value: Any
 
 
-def resolve(recipe: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+def resolve(
+    recipe: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    saved: Mapping[str, Any] | None = None,
+) -> Config:
     """Settle every value of a run.
 
     A value that would never be read is refused (`config.READ_WITH`). What a recipe sets for its own
@@ -55,6 +60,7 @@ def resolve(recipe: str | Path | None = None, overrides: Mapping[str, Any] | Non
     Args:
         recipe: A recipe's name (`recipes`), a path to a ``.toml``, or None for the defaults.
         overrides: Values by dotted key or in nested tables; they win over everything else.
+        saved: Values of a run that is there, in the recipe's place; those left unread fall back.
 
     Raises:
         RagenError: Unknown recipe, preset or key, a wrong type, values that exclude each other, a
@@ -69,6 +75,8 @@ def resolve(recipe: str | Path | None = None, overrides: Mapping[str, Any] | Non
     if recipe is not None:
         name, flat = load_recipe(recipe)
         above.append((f"recipe {name}", {"recipe": name, **flat}))
+    kept = dict(saved or {})
+    above.append(("the saved config", kept))
     if overrides:
         above.append(("", _flatten(overrides, "")))
     algorithm = Config().algorithm
@@ -83,12 +91,13 @@ def resolve(recipe: str | Path | None = None, overrides: Mapping[str, Any] | Non
         for key in unused:
             if flat.get(key, standard[key]) == standard[key]:
                 continue
-            if not (where and overrides):
-                raise RagenError(
-                    f"{key} = {_show(flat[key])}{_in(where)} has no effect: it takes "
-                    f"{READ_WITH[key].words}; leave it out or set that"
-                )
-            resolve(recipe)  # which has to read it when it stands alone
+            if flat is not kept:
+                if not (where and overrides):
+                    raise RagenError(
+                        f"{key} = {_show(flat[key])}{_in(where)} has no effect: it takes "
+                        f"{READ_WITH[key].words}; leave it out or set that"
+                    )
+                resolve(recipe)  # which has to read it when it stands alone
             del flat[key]
     return _validate([preset, *above])
 

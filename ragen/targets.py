@@ -87,16 +87,16 @@ def config_for(target: str, overrides: Mapping[str, Any], server: Server | None 
         return config
     run = run_of(target)
     if run is None:
-        return resolve(None, {**flatten(recipe), **wanted})
+        return resolve(None, wanted, saved=flatten(recipe))
     config = read_config(run / CONFIG)
     if world is None or world == config.world.name:
-        return resolve(None, {**flatten(config), **wanted})
+        return resolve(None, wanted, saved=flatten(config))
     of_run = {k: v for k, v in flatten(config).items() if not k.startswith("world.params.")}
     seen = config.world.params.get("observation")
     shown = (
         {"world.params.observation": seen} if seen and "observation" in parameters(world) else {}
     )
-    return resolve(None, {**of_run, **of_world, **shown, **wanted})
+    return resolve(None, wanted, saved={**of_run, **of_world, **shown})
 
 
 def opponent(
