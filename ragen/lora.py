@@ -51,6 +51,14 @@ PLAIN = {
     "trainable_token_indices": (None, []),
     "layer_replication": (None, []),
     "init_lora_weights": (True, False, "gaussian"),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
 }
 """What an adapter's config must say for the equation above to be all there is to it."""
 

@@ -80,8 +80,7 @@ def load_policy(
     config = model_config(folder, name, max_length)
     check_weights(folder, name)
     model = _load_weights(folder, name, config, dtype, attention)
-    tokenizer = _load_tokenizer(folder, name)
-    _check_vocabulary(model, tokenizer, name)
+    tokenizer = load_tokenizer(folder, name, model)
     for weight_name, weight in model.named_parameters():
         if not bool(torch.isfinite(weight).all()):
             raise RagenError(
@@ -154,7 +153,12 @@ def _load_weights(
     return model
 
 
-def _load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, name: str, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, which has to fit the model.
+
+    Raises:
+        RagenError: It is missing, cannot be read, or has tokens that the model does not know.
+    """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False
@@ -167,6 +171,7 @@ def _load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
     # Special tokens alone are what transformers makes up for a missing one.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise RagenError(f"the model '{name}' has no tokenizer; save one beside its weights")
+    _check_vocabulary(model, tokenizer, name)
     return tokenizer
 
 

@@ -448,7 +448,10 @@ def test_what_does_not_fit_is_told_in_one_line(saved: tuple[Path, Any], base: Pa
 
 @pytest.mark.parametrize(
     "more",
-    [{"use_dora": True}, {"bias": "all"}, {"peft_type": "IA3"}, {"modules_to_save": ["lm_head"]}],
+    [
+        *[{"use_dora": True}, {"bias": "all"}, {"peft_type": "IA3"}],
+        *[{"modules_to_save": ["lm_head"]}, {"lora_bias": True}, {"alora_invocation_tokens": [7]}],
+    ],
 )
 def test_what_is_more_than_lora_is_refused(
     saved: tuple[Path, Any], base: Path, more: dict[str, Any]
