@@ -11,6 +11,7 @@ import json
 import ssl
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
@@ -210,14 +211,14 @@ def first_line(error: BaseException) -> str:
 
 def _hub_answers() -> bool:
     """Whether anything at all answers, within `PATIENCE_S`."""
-    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
+        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
         urllib.request.urlopen(request, timeout=PATIENCE_S).close()
     except urllib.error.HTTPError:
         return True
     except urllib.error.URLError as error:
         # Somebody speaks, only not to us: the Hub's library has certificates of its own.
         return isinstance(error.reason, ssl.SSLError)
-    except OSError:
+    except (OSError, ValueError, HTTPException):  # HF_ENDPOINT may be no address at all
         return False
     return True

@@ -230,8 +230,9 @@ class VllmServer:
         if response.is_error:
             told = answer.get("error", answer)
             reason = str(told.get("message", told) if isinstance(told, dict) else told)
+            first = reason.strip().partition("\n")[0] or f"HTTP {response.status_code}"
             raise RagenError(
-                f"the vLLM server at {self.url} refuses: {reason.strip().splitlines()[0]}; "
+                f"the vLLM server at {self.url} refuses: {first}; "
                 "does it serve the model that is trained? If so, start it anew"
             )
         return answer

@@ -263,3 +263,10 @@ def test_a_hub_out_of_reach_is_told_in_a_moment(
     start = time.perf_counter()
     assert "and the Hub cannot be reached" in refusal("me/tiny")
     assert time.perf_counter() - start < 1.5
+
+
+def test_an_address_of_the_hub_that_is_none_counts_as_out_of_reach(
+    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "hub.example")  # HF_ENDPOINT without https://
+    assert "and the Hub cannot be reached" in refusal("me/tiny")

@@ -141,6 +141,7 @@ def test_an_adapter_goes_under_a_name_of_its_own() -> None:
             (500, {"error": {"message": "no module 'layers.2'\nstack"}}),
             r"layers\.2'; does it serve the model that is trained\? .* start it anew",
         ),
+        ("/collective_rpc", (500, {"error": {"message": " "}}), "refuses: HTTP 500; does it"),
         ("/reset_prefix_cache", (200, {"success": False}), "samples for somebody else"),
     ],
 )
