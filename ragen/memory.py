@@ -30,6 +30,7 @@ from ragen.learner import is_matrix
 from ragen.lora import base_of
 from ragen.model import KEPT_LOGITS, KEPT_LOGITS_GPU, backbone, found_device
 from ragen.pretrained import LOAD_ERRORS, cannot_load, model_config, model_folder
+from ragen.sampler_vllm import CPU_CACHE_BYTES
 from ragen.settings import flatten
 
 GIB = 2**30
@@ -222,13 +223,14 @@ def critic_bytes(model: PreTrainedModel, trained: dict[str, Tensor], config: Con
 def sampler_bytes(model: PreTrainedModel, config: Config, device: str) -> int:
     """Bytes of what samples: its cache of keys and values, and a copy of the weights if it has one.
 
-    vLLM on a GPU takes the share that it is given. A server has a machine of its own.
+    vLLM on a GPU takes the share that it is given, on a CPU a cache of its own size. A server has a
+    machine of its own.
     """
     sampler = config.rollout.sampler
     if sampler == "vllm" and device == "cuda":
         return int(config.rollout.gpu_memory * torch.cuda.mem_get_info()[1])
     if sampler == "vllm":
-        return held(model)
+        return held(model) + CPU_CACHE_BYTES
     if sampler != "local":
         return 0
     slots, length = config.rollout.slots, config.model.max_length

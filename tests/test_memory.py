@@ -137,7 +137,8 @@ def test_lora_by_hand() -> None:
 
 def test_vllm_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(rollout__sampler="vllm", rollout__gpu_memory=0.25)
-    assert plan(config).sampler == held(tiny_model(WORDS))  # weights of its own
+    # Weights of its own, and 1 GiB for keys and values.
+    assert plan(config).sampler == held(tiny_model(WORDS)) + 2**30
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (600, 1000))
     planned = plan(config)
