@@ -417,14 +417,11 @@ class Config(Section):
         """Refuse temperatures that vLLM refuses, or moves without a word."""
         if self.rollout.sampler == "local":
             return
-        low, high = VLLM_TEMPERATURES
         both = {"rollout": self.rollout.temperature, "eval": self.eval.temperature}
         for section, temperature in both.items():
-            if temperature and not low <= temperature <= high:
-                raise ValueError(
-                    f"{section}.temperature = {temperature:g}: vLLM samples at {low:g} to {high:g}"
-                    + (", or greedily at 0" if section == "eval" else "")
-                )
+            if reason := vllm_refuses(temperature):
+                greedy = ", or greedily at 0" if section == "eval" else ""
+                raise ValueError(f"{section}.temperature = {temperature:g}: {reason}{greedy}")
 
     def _normalised_once(self, compares: bool) -> None:
         """Refuse a normalisation that the estimator does again, or undoes."""
@@ -554,6 +551,21 @@ class Config(Section):
                 "set rollout.members to 2 or more"
             )
         return self
+
+
+def vllm_refuses(temperature: float) -> str | None:
+    """Why vLLM cannot sample at a temperature, if so.
+
+    Example:
+        >>> vllm_refuses(0.0) is vllm_refuses(0.5) is None
+        True
+        >>> vllm_refuses(3.0)
+        'vLLM samples at 0.01 to 2'
+    """
+    low, high = VLLM_TEMPERATURES
+    if temperature == 0 or low <= temperature <= high:
+        return None
+    return f"vLLM samples at {low:g} to {high:g}"
 
 
 class Use(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen import lora
 from ragen.advantages import NEEDS_VALUES
@@ -29,7 +29,7 @@ from ragen.engine import WeightedPolicy
 from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.metrics import Metrics
-from ragen.model import load_policy, recompute_layers, save_model
+from ragen.model import load_policy, load_tokenizer, recompute_layers, save_model
 from ragen.parity import compared
 from ragen.precision import Masters
 from ragen.sampler import Sampler, Stats
@@ -56,11 +56,12 @@ class LocalEngine:
 
     def __init__(self, config: Config, path: str) -> None:
         self.model, self.tokenizer = loaded(config, path)
-        if config.lora.rank and config.loss.kl > 0 and lora.adapted(self.model):
+        if config.lora.rank and measures_kl(config) and lora.adapted(self.model):
             raise RagenError(
                 "loss.kl measures from the policy that the run began with, and with LoRA the "
-                "reference is the base alone: set loss.kl = 0, or merge the adapter first "
-                "(`ragen export --merge`) and name the merged model"
+                'reference is the base alone: set loss.kl = 0 and no guard.remedy = "kl", or merge '
+                "the adapter first (that of a run: `ragen export RUN --merge`) and name the merged "
+                "model"
             )
         critic = config.advantage.name in NEEDS_VALUES
         self.model = prepared(config, path, self.model, critic)
@@ -198,6 +199,13 @@ class LocalEngine:
         learner.masters = learner.critic_masters = Masters(())
 
 
+def measures_kl(config: Config) -> bool:
+    """Whether a run has a KL term, or may come to one when the guard rolls it back."""
+    guard = config.guard
+    anchors = guard.remedy == "kl" and "rollback" in guard.responses.values()
+    return config.loss.kl > 0 or anchors
+
+
 def sampler_of(
     config: Config, model: PreTrainedModel, chat: Chat, path: str
 ) -> Sampler | VllmSampler | VllmServer:
@@ -233,7 +241,7 @@ def embedded_vllm(config: Config, model: PreTrainedModel, chat: Chat, path: str)
     """
     max_length = config.model.max_length
     vllm = Vllm(
-        lora.base_of(path),
+        model.name_or_path,  # the folder that was loaded: it need not ask the Hub again
         dtype=config.model.dtype,
         max_length=max_length,
         slots=config.rollout.slots,
@@ -279,7 +287,7 @@ def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     if lora.is_adapter(path):
         lora.put_on(model, Path(path))
         if (Path(path) / "tokenizer_config.json").is_file():  # its template may be another
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = load_tokenizer(Path(path), path, model)
     if asked.gradient_checkpointing:
         recompute_layers(model)
     return model, tokenizer

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragen.config import Config
-from ragen.endpoint import ChatEndpoint, Server
+from ragen.config import Config, vllm_refuses
+from ragen.endpoint import Server
 from ragen.env import Reference
 from ragen.errors import RagenError
 from ragen.outcomes import Outcome, Store, key_of, outcome_of
 from ragen.players import PlayerPolicy
-from ragen.policy import Policy
+from ragen.policy import Held, Policy
 from ragen.recorder import read_evaluations
 from ragen.references import Budget, reference
 from ragen.rollout import Place, Setup, play, run_groups, run_places, setup_of
@@ -369,6 +369,11 @@ def _answered(
     """Play what `folder` does not hold, keep it there, and sum up."""
     start = time.monotonic()
     config = config_for(ask.target, ask.overrides, ask.server)
+    if config.rollout.sampler == "vllm" and (reason := vllm_refuses(ask.temperature)):
+        raise RagenError(
+            f"temperature = {ask.temperature:g}: {reason}, or greedily at 0; "
+            'for another set rollout.sampler = "local"'
+        )
     settings = settings_of(ask.target, config, ask.server, ask.seed, ask.temperature)
     key, path = key_of(settings), (ask.seed, "eval")
     wanted = {
@@ -419,8 +424,7 @@ async def _played(
         try:
             await run_places(policy, playing, places, slots, on_episode)
         finally:
-            if isinstance(policy, ChatEndpoint):
-                await policy.close()
+            await _let_go(policy)
 
 
 def play_target(
@@ -430,5 +434,18 @@ def play_target(
     config = config_for(target, overrides or {})
     policy, setup = opponent(target, config)
     place = Place(eval_level(seed), 0, 0, (seed, "play"))
-    with closing(setup):
-        return run_async(play(policy, setup, place))
+
+    async def watched() -> Episode:
+        with closing(setup):
+            try:
+                return await play(policy, setup, place)
+            finally:
+                await _let_go(policy)
+
+    return run_async(watched())
+
+
+async def _let_go(policy: Policy | PlayerPolicy) -> None:
+    """Close a policy that holds connections or memory: another may follow in this process."""
+    if isinstance(policy, Held):
+        await policy.close()

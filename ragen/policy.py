@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,6 +23,15 @@ class Policy(Protocol):
         Raises:
             NoCompletion: A server failed for good.
         """
+        ...
+
+
+@runtime_checkable
+class Held(Protocol):
+    """A policy that holds connections or memory, until it is closed."""
+
+    async def close(self) -> None:
+        """Free them."""
         ...
 
 

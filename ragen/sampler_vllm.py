@@ -93,7 +93,12 @@ class Vllm:
             machine |= {"max_num_batched_tokens": max(CPU_BATCH_TOKENS, max_length)}
         if adapter_rank:
             ranks = get_args(self._vllm.config.lora.MaxLoRARanks)
-            highest = min((rank for rank in ranks if rank >= adapter_rank), default=max(ranks))
+            if adapter_rank > max(ranks):
+                raise RagenError(
+                    f"lora.rank = {adapter_rank}: vLLM takes adapters up to rank {max(ranks)}; "
+                    'lower it, or use rollout.sampler = "local"'
+                )
+            highest = min(rank for rank in ranks if rank >= adapter_rank)
             machine |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": highest}
         try:
             with _weights_alone(path) as model, warnings.catch_warnings(action="ignore"):
@@ -278,6 +283,7 @@ class VllmSampler:
         self._names = map(str, count())
         self._open: dict[str, asyncio.Future[Sampled]] = {}  # asked and not answered
         self._driver: asyncio.Task[None] | None = None
+        self._closed = False
 
     async def complete(self, prompt: Prompt) -> Completion:
         """Sample one completion; see `Sampler.complete`, whose contract this is."""
@@ -336,8 +342,10 @@ class VllmSampler:
         self._vllm.sleep()
 
     async def close(self) -> None:
-        """End the engine and free its memory."""
-        self._vllm.close()
+        """End the engine and free its memory; once is enough."""
+        if not self._closed:
+            self._closed = True
+            self._vllm.close()
 
     def _add(self, prompt: Prompt) -> str:
         assert prompt.token_ids, "the sampler needs token ids"

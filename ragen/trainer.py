@@ -309,22 +309,25 @@ def examine(folder: Path) -> dict[str, float]:
     checkpoint = newest(folder)
     saved = read_state(checkpoint)
     config = changed(read_config(folder / CONFIG), saved["guard"]["changes"])
+    if config.rollout.sampler != "vllm":  # a server has the weights of the run that goes on
+        config = changed(config, {"rollout.sampler": "local"})
     step = int(saved["loop"]["step"])
     use_threads(int(saved["loop"]["threads"]))
     engine = local_engine(config)
     setup = setup_of(config, engine.chat)
 
     async def look() -> Metrics:
-        await engine.load(checkpoint, saved["engine"])
-        groups = await groups_of(engine, setup, config, step)
-        path = (config.seed, step)
-        told = await information(engine, groups, config.diagnose.thoughts, path)
-        return told | await gradients(engine, groups, config)
+        try:
+            await engine.load(checkpoint, saved["engine"])
+            groups = await groups_of(engine, setup, config, step)
+            path = (config.seed, step)
+            told = await information(engine, groups, config.diagnose.thoughts, path)
+            return told | await gradients(engine, groups, config)
+        finally:
+            setup.close()
+            await engine.close()
 
-    try:
-        return values(run_async(look()))
-    finally:
-        setup.close()
+    return values(run_async(look()))
 
 
 async def whole(run: Run) -> Result:

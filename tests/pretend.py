@@ -29,7 +29,7 @@ class PretendVllm:
 
     def __init__(self, path: str, **options: Any) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.options = options
+        self.path, self.options = path, options
         self.waiting: dict[str, tuple[Prompt, Sequence[int]]] = {}
         self.calls: list[str] = []
         self.adapters: list[list[str]] = []

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from test_guard_run import BACK, Plan, alarms_at, events
 from test_trainer import GAE, Interrupts, config, kill_and_resume, numbers, same
+from transformers import AutoTokenizer
 
 from ragen import checkpoint, fast_qwen2, lora
 from ragen.config import Config
@@ -27,6 +28,7 @@ from ragen.lora import merged
 from ragen.recorder import read_metrics
 from ragen.settings import resolve
 from ragen.stopping import StopRequested
+from ragen.targets import config_for
 from ragen.trainer import examine, resume, train
 
 __all__ = ["alarms_at"]  # a fixture that tests here ask for
@@ -139,10 +141,32 @@ def test_what_cannot_go_on_is_told_before_anything_is_written(
 
     assert "has rank 4 and alpha 8" in message(lora__rank=8)
     assert "measures from the policy that the run began with" in message(**GAE)
+    back = {"guard__responses": {"grad_spike": "rollback"}, "guard__remedy": "kl"}
+    assert "no guard.remedy = " in message(loss__kl=0.0, **back)
     with pytest.raises(RagenError, match=r"set update\.muon_lr = 0"):
         asked(update__muon_lr=0.01)
     with pytest.raises(RagenError, match="expected all-linear, or names of layers"):
         asked(lora__targets="q_proj,")
+
+
+def test_an_adapters_tokenizer_has_to_fit(finished: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint.newest(finished), tmp_path / "adapter")
+    more = AutoTokenizer.from_pretrained(folder)
+    more.add_tokens([f"<extra{number}>" for number in range(1000)])
+    more.save_pretrained(folder)
+    with pytest.raises(RagenError, match="is not that of its weights: token '<extra999>'"):
+        loaded(config(), str(folder))
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(RagenError, match="has no usable tokenizer"):
+        loaded(config(), str(folder))
+
+
+def test_a_run_is_evaluated_under_other_settings(finished: Path) -> None:
+    """What they leave unread of the run's falls away; of what is asked for, it is refused."""
+    asked_ = config_for(str(finished), {"lora.rank": 0})
+    assert (asked_.lora.alpha, asked_.world) == (64, config().world)
+    with pytest.raises(RagenError, match=r"lora\.alpha = 3 has no effect"):
+        config_for(str(finished), {"lora.rank": 0, "lora.alpha": 3})
 
 
 def test_the_base_is_known_again(tmp_path: Path) -> None:

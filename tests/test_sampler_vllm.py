@@ -11,19 +11,23 @@ from typing import Any
 import pytest
 import torch
 from pretend import PretendVllm
+from test_guard_run import Plan, alarms_at
 from tiny import tiny_model, tiny_tokenizer
 
 from ragen.chat import Chat
 from ragen.engine_local import LocalEngine, policy_of
 from ragen.errors import RagenError
+from ragen.evaluation import evaluate_target, play_target
 from ragen.lora import attach
 from ragen.model import save_model
 from ragen.parity import compared
 from ragen.recorder import read_metrics
 from ragen.sampler_vllm import TESTED, Vllm, VllmSampler
 from ragen.settings import resolve
-from ragen.trainer import train
+from ragen.trainer import examine, train
 from ragen.types import Completion, Prompt
+
+__all__ = ["alarms_at"]  # a fixture that a test here asks for
 
 SIZES = {"dtype": "float32", "max_length": 64, "slots": 4, "gpu_memory": 0.4}
 
@@ -249,6 +253,68 @@ def test_an_evaluation_samples_with_vllm_and_leaves_a_server_alone(
     url = {"rollout.sampler": "http://127.0.0.1:1"}
     policy, _ = policy_of(settings(folder, **url), folder)
     assert not isinstance(policy, VllmSampler) and len(pretended) == 1
+
+
+def test_an_evaluation_lets_go_of_the_engine_that_it_made(
+    folder: str, pretended: list[PretendVllm]
+) -> None:
+    """Another world's may follow in this process."""
+    settings_ = {"model.path": folder, "rollout.sampler": "vllm", "model.max_length": 256}
+    play_target(folder, settings_ | {"world": "bandit"})
+    for world in ("bandit", "bandit-rev"):
+        evaluate_target(folder, settings_ | {"world": world}, episodes=2)
+    assert [vllm.calls[-1] for vllm in pretended] == ["close"] * 3
+
+
+def test_temperatures_of_an_evaluation_are_refused_too(
+    folder: str, pretended: list[PretendVllm]
+) -> None:
+    settings_ = {"model.path": folder, "world": "bandit", "rollout.sampler": "vllm"}
+    for temperature in (3.0, 0.005):
+        with pytest.raises(RagenError, match=r"^temperature = .*: vLLM samples at 0.01 to 2, or"):
+            evaluate_target(folder, settings_, episodes=2, temperature=temperature)
+    assert not pretended
+
+
+def test_looking_closer_leaves_nothing_behind_and_servers_alone(
+    folder: str, tmp_path: Path, pretended: list[PretendVllm]
+) -> None:
+    train(settings(folder, **{"steps": 1}), tmp_path / "run")
+    expected = examine(tmp_path / "run")
+    assert [vllm.calls[-1] for vllm in pretended] == ["close"] * 2
+    text = (tmp_path / "run" / "config.toml").read_text()
+    served = text.replace('sampler = "vllm"', 'sampler = "http://127.0.0.1:9"')
+    (tmp_path / "run" / "config.toml").write_text(served)
+    assert examine(tmp_path / "run").keys() == expected.keys() and len(pretended) == 2
+
+
+def test_a_rollback_that_fails_is_told_and_closes_once(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alarms_at: Plan
+) -> None:
+    """The engine that was closed for the next one is still the run's when that cannot be made."""
+    alarms_at((0, 2))
+    made: list[PretendVllm] = []
+
+    def make(path: str, **options: Any) -> PretendVllm:
+        if made:
+            raise RagenError("vLLM cannot serve it")
+        made.append(PretendVllm(path, **options))
+        return made[-1]
+
+    monkeypatch.setattr("ragen.engine_local.Vllm", make)
+    back = {"guard.responses": {"grad_spike": "rollback"}, "checkpoint.every": 1, "steps": 3}
+    with pytest.raises(RagenError, match="cannot serve it"):
+        train(settings(folder, **back), tmp_path / "run")
+    assert made[0].calls.count("close") == 1
+
+
+def test_vllm_gets_the_folder_that_was_loaded(
+    folder: str, pretended: list[PretendVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the name: nothing asks the Hub again, and what is in its cache will do."""
+    monkeypatch.setattr("ragen.model.model_folder", lambda path: Path(folder))
+    policy_of(settings("nobody/nothing"), "nobody/nothing")
+    assert pretended[0].path == folder
 
 
 def test_agreement_is_judged_by_what_the_arithmetic_allows(

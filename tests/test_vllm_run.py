@@ -9,6 +9,7 @@ import pytest
 
 from ragen.checkpoint import resolve_model
 from ragen.engine_local import LocalEngine
+from ragen.errors import RagenError
 from ragen.evaluation import evaluate_target
 from ragen.recorder import read_metrics
 from ragen.settings import resolve
@@ -33,6 +34,12 @@ def test_a_bandit_learns(tmp_path: Path) -> None:
     assert resume(tmp_path / "run").after.success == found.after.success
     again = evaluate_target(str(tmp_path / "run"), episodes=64)
     assert again.success > 0.85
+
+
+def test_a_rank_that_vllm_does_not_take_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RagenError, match=r"lora.rank = 600: vLLM takes adapters up to rank 512"):
+        train(resolve("bandit", SETTINGS | {"lora.rank": 600}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_engine_follows_a_closed_one() -> None:
