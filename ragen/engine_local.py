@@ -241,7 +241,7 @@ def embedded_vllm(config: Config, model: PreTrainedModel, chat: Chat, path: str)
     """
     max_length = config.model.max_length
     vllm = Vllm(
-        model.name_or_path,  # the folder that was loaded: it need not ask the Hub again
+        str(model.name_or_path),  # the folder that was loaded: the Hub need not be asked again
         dtype=config.model.dtype,
         max_length=max_length,
         slots=config.rollout.slots,

@@ -333,14 +333,24 @@ def fingerprint_of_base(model: PreTrainedModel) -> str:
 
 
 def _inject(model: PreTrainedModel, role: Role, config: Any, base: str) -> None:
-    """Let peft build its layers; their first weights are the caller's business."""
+    """Let peft build its layers; their first weights are the caller's business.
+
+    Raises:
+        RagenError: The output layer is among them, which is read as a matrix, or an embedding.
+    """
     # Draws nothing that anyone would miss; peft's linear layers begin with random weights.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second role
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # Conv1D, handled
         model.add_adapter(config, role)
     config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
-    for layer in _layers(model).values():
+    head = model.get_output_embeddings()
+    for name, layer in _layers(model).items():
+        if layer is head or not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
+            raise RagenError(
+                f"the adapter changes {name}, and only linear layers before the output layer may "
+                "have one here: merge it into its base with peft, and name the merged model"
+            )
         for matrix in MATRICES:
             getattr(layer, matrix)[role].float()  # peft gives it the base's dtype
 

@@ -462,6 +462,20 @@ def test_what_is_more_than_lora_is_refused(
     assert "not plain LoRA" in message(put_on, loaded(base), folder)
 
 
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_what_is_read_as_a_matrix_is_refused(
+    base: Path, tmp_path: Path, target: str
+) -> None:
+    """Its part of the logits would be left out without a word."""
+    from peft import LoraConfig, get_peft_model
+
+    there = LoraConfig(r=4, target_modules=["q_proj", target], task_type="CAUSAL_LM")
+    with warnings.catch_warnings(action="ignore"):  # of tied weights
+        get_peft_model(loaded(base), there).save_pretrained(tmp_path, save_embedding_layers=False)
+        text = message(put_on, loaded(base), tmp_path)
+    assert "the adapter changes" in text and target in text
+
+
 def test_a_folder_is_a_model_or_an_adapter(saved: tuple[Path, Any], base: Path) -> None:
     folder, _ = saved
     assert lora.is_adapter(folder) and not lora.is_adapter(base)
