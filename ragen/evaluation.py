@@ -17,7 +17,7 @@ from ragen.env import Reference
 from ragen.errors import RagenError
 from ragen.outcomes import Outcome, Store, key_of, outcome_of
 from ragen.players import PlayerPolicy
-from ragen.policy import Held, Policy
+from ragen.policy import Closable, Policy
 from ragen.recorder import read_evaluations
 from ragen.references import Budget, reference
 from ragen.rollout import Place, Setup, play, run_groups, run_places, setup_of
@@ -447,5 +447,5 @@ def play_target(
 
 async def _let_go(policy: Policy | PlayerPolicy) -> None:
     """Close a policy that holds connections or memory: another may follow in this process."""
-    if isinstance(policy, Held):
+    if isinstance(policy, Closable):
         await policy.close()

@@ -125,7 +125,7 @@ def target_names(model: PreTrainedModel, targets: str) -> list[str]:
     Raises:
         RagenError: The model has no layer of one of these names.
     """
-    there = sorted({name.rpartition(".")[2] for name in _linear(model)})
+    there = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
     if targets == "all-linear":
         return there
     wanted = [name.strip() for name in targets.split(",")]
@@ -136,6 +136,16 @@ def target_names(model: PreTrainedModel, targets: str) -> list[str]:
                 f"there are {', '.join(there)}, and all-linear for all of them"
             )
     return wanted
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
+    """The linear layers that may get an adapter, by name, adapted or not."""
+    head = model.get_output_embeddings()
+    return {
+        name.removesuffix(".base_layer"): module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and not _is_thin(name)
+    }
 
 
 @contextmanager
@@ -377,16 +387,6 @@ def _layers(model: PreTrainedModel) -> dict[str, Any]:
     return {name: each for name, each in model.named_modules() if isinstance(each, LoraLayer)}
 
 
-def _linear(model: PreTrainedModel) -> list[str]:
-    """The linear layers that may get an adapter, by name, adapted or not."""
-    head = model.get_output_embeddings()
-    return [
-        name.removesuffix(".base_layer")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and not _is_thin(name)
-    ]
-
-
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The policy's matrices under their names in a PEFT folder."""
     return {
@@ -414,7 +414,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _refuse_other_shape(model: PreTrainedModel, rank: int, alpha: int, names: list[str]) -> None:
     layers = _layers(model)
     shapes = {(layer.r["policy"], layer.scaling["policy"]) for layer in layers.values()}
-    wanted = [name for name in _linear(model) if name.rpartition(".")[2] in names]
+    wanted = [name for name in linear_layers(model) if name.rpartition(".")[2] in names]
     if shapes != {(rank, alpha / rank)} or list(layers) != wanted:
         found = " or ".join(f"rank {r} and alpha {r * scale:g}" for r, scale in sorted(shapes))
         covered = ",".join(sorted({name.rpartition(".")[2] for name in layers}))

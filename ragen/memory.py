@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ragen import fast_qwen2
 from ragen.advantages import NEEDS_VALUES
@@ -27,7 +26,7 @@ from ragen.errors import RagenError
 from ragen.fast_decoder import Qwen2Decoder
 from ragen.guard import changed
 from ragen.learner import is_matrix
-from ragen.lora import base_of
+from ragen.lora import base_of, linear_layers, target_names
 from ragen.model import KEPT_LOGITS, KEPT_LOGITS_GPU, backbone, found_device
 from ragen.pretrained import LOAD_ERRORS, cannot_load, model_config, model_folder
 from ragen.sampler_vllm import CPU_CACHE_BYTES
@@ -176,18 +175,19 @@ def smallest_change(config: Config, free: int) -> dict[str, Any] | None:
 
 
 def trained_weights(model: PreTrainedModel, config: Config) -> Iterator[tuple[str, Tensor]]:
-    """The policy's trained weights by name: the model's own, or the adapters'."""
+    """The policy's trained weights by name: the model's own, or the adapters'.
+
+    Raises:
+        RagenError: The model has no layer that `lora.targets` names.
+    """
     lora = config.lora
     if not lora.rank:
         yield from model.named_parameters()
         return
-    named = None if lora.targets == "all-linear" else lora.targets.replace(" ", "").split(",")
-    for name, layer in model.named_modules():
-        wanted = named is None or name.rpartition(".")[2] in named
-        if not wanted or layer is model.get_output_embeddings():
-            continue
-        if isinstance(layer, nn.Linear | Conv1D):
-            rows, columns = layer.weight.shape
+    names = target_names(model, lora.targets)
+    for name, layer in linear_layers(model).items():
+        if name.rpartition(".")[2] in names:
+            rows, columns = layer.weight.shape  # (of a Conv1D the other way round: the sum counts)
             yield f"{name}.lora_A", torch.empty(lora.rank, columns, device="meta")
             yield f"{name}.lora_B", torch.empty(rows, lora.rank, device="meta")
 

@@ -27,7 +27,7 @@ class Policy(Protocol):
 
 
 @runtime_checkable
-class Held(Protocol):
+class Closable(Protocol):
     """A policy that holds connections or memory, until it is closed."""
 
     async def close(self) -> None:
