@@ -129,7 +129,8 @@ def settings_of(
 ) -> dict[str, Any]:
     """All that an evaluation's episodes follow from, but for which levels are played how often.
 
-    A model on this machine goes by its weights, one from a hub or a server by its name.
+    A model on this machine goes by its weights, one from a hub or a server by its name. vLLM draws
+    other tokens than the local sampler does.
 
     Raises:
         RagenError: There is no such target or world.
@@ -144,6 +145,7 @@ def settings_of(
         "sources": sources(type(env)),
         **{k: v for k, v in flatten(config).items() if k.startswith(PLAYED_UNDER)},
         "model.path": None,
+        **({"rollout.sampler": "vllm"} if config.rollout.sampler == "vllm" else {}),
     }
 
 

@@ -276,6 +276,8 @@ def test_what_a_key_depends_on(tmp_path: Path) -> None:
         return settings_of("random", config, server, seed, 1.0)
 
     assert key() == key(rollout__slots=3) == key(seed=0, steps=7)
+    served = "http://127.0.0.1:8000"  # is left alone: the local sampler plays
+    assert key() == key(rollout__sampler=served) != key(rollout__sampler="vllm")
     assert (
         key() != key(world__turns=3) and key() != key(seed=1) and key() != key(prompt__think=False)
     )

@@ -286,3 +286,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"ragen train bandit --model {tmp_path / 'b'}" in train and asked in train
     assert "--threads" not in evaluate + train and shown.err == ""
     assert weights(out) == weights(tmp_path / "b")
+
+
+def test_the_command_says_how_an_adapter_is_trained_further(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its shape it would be merged into all weights."""
+    out, shape = tmp_path / "tuned", ["--lora.rank", "4", "--lora.alpha", "8"]
+    keys = ["--model", str(speaker()), "--prompt.think", "false", "--threads", "1"]
+    asked = ["--episodes", "4", "--epochs", "1", "--quiet", *shape]
+    assert main(["sft", "bandit", "--out", str(out), *keys, *asked]) == 0
+    evaluate, train = capsys.readouterr().out.splitlines()[-2:]
+    assert " ".join(shape) in train and "lora" not in evaluate
