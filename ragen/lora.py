@@ -97,7 +97,7 @@ def attach(
     """
     from peft import LoraConfig
 
-    names = target_names(model, targets)
+    names = target_names(model, targets, rank)
     for role in roles:
         if role == "policy" and adapted(model):
             _refuse_other_shape(model, rank, alpha, names)
@@ -116,16 +116,23 @@ def attach(
     _act(model, "policy")
 
 
-def target_names(model: PreTrainedModel, targets: str) -> list[str]:
+def target_names(model: PreTrainedModel, targets: str, rank: int) -> list[str]:
     """Names of the layers that get an adapter, each the last part of a module's name.
 
     Those that may are all linear layers but the output layer, which is read as a matrix and may be
     the embedding.
 
     Raises:
-        RagenError: The model has no layer of one of these names.
+        RagenError: The model has no layer of one of these names, or none of so high a rank.
     """
-    there = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
+    layers = linear_layers(model)
+    highest = max((min(layer.weight.shape) for layer in layers.values()), default=0)
+    if rank > highest:
+        raise RagenError(
+            f"lora.rank = {rank}: no layer of the model has a rank above {highest}, so an adapter "
+            "would be larger than what it adapts; set fewer, or lora.rank = 0 to train all weights"
+        )
+    there = sorted({name.rpartition(".")[2] for name in layers})
     if targets == "all-linear":
         return there
     wanted = [name.strip() for name in targets.split(",")]

@@ -184,7 +184,7 @@ def trained_weights(model: PreTrainedModel, config: Config) -> Iterator[tuple[st
     if not lora.rank:
         yield from model.named_parameters()
         return
-    names = target_names(model, lora.targets)
+    names = target_names(model, lora.targets, lora.rank)
     for name, layer in linear_layers(model).items():
         if name.rpartition(".")[2] in names:
             rows, columns = layer.weight.shape  # (of a Conv1D the other way round: the sum counts)

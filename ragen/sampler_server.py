@@ -28,8 +28,8 @@ from ragen.sampler import Stats, completion_of
 from ragen.sampler_vllm import ADAPTER, TESTED
 from ragen.types import Completion, Prompt
 
-PATIENCE_S = 600.0
-"""How long an answer may take before the server counts as lost: many completions wait in line."""
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+"""Seconds before the server counts as lost: many completions wait in line, connections do not."""
 
 
 class VllmServer:
@@ -64,7 +64,7 @@ class VllmServer:
         self._end_ids = sorted(end_ids)
         self._decode = decode
         with self._reaching():
-            self._http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+            self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
         self._async_http: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # whose connections those are
         self._served = self._model_of()
@@ -79,9 +79,7 @@ class VllmServer:
         loop = asyncio.get_running_loop()
         if self._async_http is None or self._loop is not loop:
             limits = httpx.Limits(max_connections=None)  # the server queues, and batches
-            self._async_http = httpx.AsyncClient(
-                base_url=self.url, timeout=PATIENCE_S, limits=limits
-            )
+            self._async_http = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT, limits=limits)
             self._loop = loop
         with self._reaching():
             response = await self._async_http.post("/v1/completions", json=self._request(prompt))

@@ -119,12 +119,20 @@ def test_the_seed_and_the_role_decide_and_nothing_else() -> None:
     assert not torch.equal(drawn(0, "policy"), drawn(0, "critic"))
 
 
+def test_a_rank_that_no_layer_has_is_refused() -> None:
+    base = tiny()
+    highest = max(min(each.weight.shape) for each in lora.linear_layers(base).values())
+    assert lora.target_names(base, "all-linear", highest) == QWEN
+    with pytest.raises(RagenError, match=f"no layer of the model has a rank above {highest}"):
+        lora.target_names(base, "all-linear", highest + 1)
+
+
 def test_all_linear_layers_but_the_output_layer() -> None:
     for tied in (True, False):
         base = tiny(tie_word_embeddings=tied)
-        assert lora.target_names(base, "all-linear") == QWEN
+        assert lora.target_names(base, "all-linear", 2) == QWEN
         one = adapted(base)
-        assert lora.target_names(one, "all-linear") == QWEN
+        assert lora.target_names(one, "all-linear", 2) == QWEN
         assert type(one.lm_head) is torch.nn.Linear
         assert (one.lm_head.weight is one.model.embed_tokens.weight) == tied
     some = adapted(tiny(), targets="q_proj, v_proj")
