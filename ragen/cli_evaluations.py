@@ -100,7 +100,7 @@ def _compare(options: Namespace, overrides: Overrides) -> int:
 
     arms = options.one.split(","), options.other.split(",")
     found = []
-    for comparison in contests(*arms, places, overrides, measure):
+    for comparison in contests(*arms, places, overrides, measure, server is not None):
         found.append(comparison)
         if options.json:
             print(json.dumps(comparison.record()), flush=True)

@@ -20,6 +20,7 @@ from ragen.env import make
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation
 from ragen.outcomes import Outcome
+from ragen.players import PLAYERS
 from ragen.recorder import CONFIG
 from ragen.report import Section
 from ragen.scores import failures
@@ -32,7 +33,7 @@ from ragen.statistics import (
     paired_difference,
     smallest_detectable,
 )
-from ragen.targets import config_for, run_of
+from ragen.targets import config_for, is_local, run_of
 
 Overrides = Mapping[str, Any]
 
@@ -69,6 +70,9 @@ often than it says (`statistics.interquartile_mean`)."""
 
 AS_SHOWN = ("world.params.observation", "world.timeout_s", "world.isolate")
 """Keys of a world that do not change the game: how it is shown, and how it is run."""
+
+ASKED = ("prompt.", "rollout.max_tokens", "model.max_length", "world.params.observation")
+"""How an agent is asked. A model's folder does not know that of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ def contests(
     places: Mapping[str, Overrides],
     overrides: Overrides,
     measure: Measure,
+    served: bool = False,
 ) -> Iterator[Comparison]:
     """Compare two arms in one place after the other.
 
@@ -151,6 +156,7 @@ def contests(
         places: Settings by the name of the place, such as one of `SUITES`.
         overrides: Values by config key that hold everywhere.
         measure: Plays a target.
+        served: Whether names that are not here are those of a server's models.
 
     Raises:
         RagenError: As `compare`; an arm names a target twice; there is no embedded model for that
@@ -161,7 +167,7 @@ def contests(
             if [Path(each) for each in arm].count(Path(target)) > 1:
                 raise RagenError(f"{target} is named twice: a training seed counts once")
     for settings in places.values():  # nothing is played before all of it is known to be possible
-        same_game([*ones, *others], {**overrides, **settings})
+        same_game([*ones, *others], {**overrides, **settings}, served)
     home = _home([*ones, *others], {**overrides, **next(iter(places.values()))})
 
     def at_home(target: str, settings: Overrides) -> tuple[Evaluation, list[Outcome]]:
@@ -172,11 +178,16 @@ def contests(
         return measure(target, settings)
 
     for place, settings in places.items():
-        yield compare(place, ones, others, {**overrides, **settings}, at_home)
+        yield compare(place, ones, others, {**overrides, **settings}, at_home, served)
 
 
 def compare(
-    place: str, ones: Sequence[str], others: Sequence[str], overrides: Overrides, measure: Measure
+    place: str,
+    ones: Sequence[str],
+    others: Sequence[str],
+    overrides: Overrides,
+    measure: Measure,
+    served: bool = False,
 ) -> Comparison:
     """Let two arms play the same levels.
 
@@ -186,11 +197,12 @@ def compare(
         others: The second.
         overrides: Values by config key; the world among them, or all play the first run's.
         measure: Plays one of them.
+        served: As in `contests`.
 
     Raises:
         RagenError: There is no such world, or runs were trained in different games.
     """
-    settled = same_game([*ones, *others], overrides)
+    settled = same_game([*ones, *others], overrides, served)
     played = [[measure(target, settled[target]) for target in arm] for arm in (ones, others)]
     shares = [np.array([_on_levels(outcomes) for _, outcomes in arm]) for arm in played]
     one, other = (
@@ -257,11 +269,14 @@ def _cautions(ones: Sequence[str], others: Sequence[str]) -> Iterator[str]:
         )
 
 
-def same_game(targets: Sequence[str], overrides: Overrides) -> dict[str, dict[str, Any]]:
+def same_game(
+    targets: Sequence[str], overrides: Overrides, served: bool = False
+) -> dict[str, dict[str, Any]]:
     """The settings of each target under which all play the same game.
 
     Those of the first run hold for whoever has none of its own. How the world is shown to it and
-    how it is prompted stays each target's own.
+    how it is prompted stays each run's own; where no world is named, a model beside a run is asked
+    as the first run is, but for the embedded one and, where `served`, those of a server.
 
     Raises:
         RagenError: There is no such world; or two runs were trained in different games, and
@@ -280,9 +295,17 @@ def same_game(targets: Sequence[str], overrides: Overrides) -> dict[str, dict[st
                     f"{first} and {run} were trained in different games: {key} is "
                     f"{game.get(key)!r} and {own.get(key)!r}; settle it with --{key}"
                 )
-    return {
-        target: dict(overrides) if target in runs else {**game, **overrides} for target in targets
-    }
+    asked = {key: value for key, value in flatten(config).items() if key.startswith(ASKED)}
+    if not runs or not overrides.keys().isdisjoint(("world", "world.name")):
+        asked = {}  # what is named there says how a model is asked
+
+    def settled(target: str) -> dict[str, Any]:
+        if target in runs:
+            return dict(overrides)
+        other = target == "base" or target in PLAYERS or (served and not is_local(target))
+        return {**game, **({} if other else asked), **overrides}
+
+    return {target: settled(target) for target in targets}
 
 
 def _game(config: Config) -> dict[str, Any]:

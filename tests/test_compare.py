@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from ragen.cli import main
-from ragen.compare import FEW_SEEDS, SUITES, Comparison, compare, contests, in_all, table
+from ragen.compare import (
+    FEW_SEEDS,
+    SUITES,
+    Comparison,
+    compare,
+    contests,
+    in_all,
+    same_game,
+    table,
+)
 from ragen.env import Reference, make
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation, outcomes_of, summarised
@@ -186,6 +195,18 @@ def test_all_play_the_first_run_s_game(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(dump(resolve("sokoban", {"world.turns": 3})), encoding="utf-8")
     model = asked([str(tmp_path), "model"], {"": {"world": "paper/sokoban"}})[1][1]
     assert model["world"] == "paper/sokoban" and model["world.turns"] == 3
+
+
+def test_a_model_beside_a_run_is_asked_as_the_run_is(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(dump(resolve("paper/sokoban")), encoding="utf-8")
+    targets = [str(tmp_path), "Qwen/Some-Model", "base", "random"]
+    settled = same_game(targets, {})
+    model = settled["Qwen/Some-Model"]
+    assert (model["prompt.style"], model["rollout.max_tokens"]) == ("paper", 400)
+    for other in ("base", "random"):
+        assert "prompt.style" not in settled[other] and settled[other]["world.turns"] == 5
+    served = same_game(targets, {}, served=True)["Qwen/Some-Model"]
+    assert "prompt.style" not in served, "an endpoint is asked as endpoints are"
 
 
 def test_runs_of_different_games_are_not_compared_unless_settled(tmp_path: Path) -> None:
