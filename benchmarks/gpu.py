@@ -81,7 +81,7 @@ class Size:
 
 
 PAPER = Size(896, 24, 14, 2, 4864, 151_936, 8, 16, 5, 400, 4096, 8192)
-TINY = Size(32, 2, 4, 2, 64, 2048, 2, 2, 2, 8, 2048, 128)
+TINY = Size(64, 2, 4, 2, 128, 2048, 2, 2, 2, 8, 2048, 128)
 
 
 def make_model(folder: Path, size: Size) -> None:
