@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
 from ragen.evaluation import evaluate_target
 from ragen.recorder import read_metrics
+from ragen.sampler_vllm import Vllm
 from ragen.settings import resolve
 from ragen.trainer import resume, train
 
@@ -36,10 +38,10 @@ def test_a_bandit_learns(tmp_path: Path) -> None:
     assert again.success > 0.85
 
 
-def test_a_rank_that_vllm_does_not_take_is_one_line(tmp_path: Path) -> None:
+def test_a_rank_that_vllm_does_not_take_is_one_line() -> None:
+    asked: dict[str, Any] = {"dtype": "float32", "max_length": 64, "slots": 2, "gpu_memory": 0.4}
     with pytest.raises(RagenError, match=r"lora.rank = 600: vLLM takes adapters up to rank 512"):
-        train(resolve("bandit", SETTINGS | {"lora.rank": 600}), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+        Vllm(resolve_model("base", "bandit"), **asked, adapter_rank=600)
 
 
 def test_an_engine_follows_a_closed_one() -> None:
