@@ -199,11 +199,6 @@ def merge(model: PreTrainedModel) -> PreTrainedModel:
     return model.requires_grad_(True)
 
 
-def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """A plain copy of the model with the policy's adapter merged into it (`merge`)."""
-    return merge(copy.deepcopy(model))
-
-
 def save_adapter(model: PreTrainedModel, folder: Path, base: str | None = None) -> None:
     """Write the policy's adapter as a PEFT folder: for peft, transformers and vLLM.
 

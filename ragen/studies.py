@@ -1,8 +1,8 @@
 """Running a study: its grid of runs, each once, and what they come to.
 
-Runs go to ``OUT/<recipe>/<arm>/seed-<n>``, each in a process of its own with one thread, several at
-a time. What is finished is skipped, what was stopped or killed is resumed, so the same command goes
-on where it was. At the end stand ``runs.csv`` (all measures of all runs), ``study.svg`` and
+Runs go to ``OUT/<recipe>/<arm>/seed-<n>``, each on one thread, several at a time in processes of
+their own. What is finished is skipped, what was stopped or killed is resumed, so the same command
+goes on where it was. At the end stand ``runs.csv`` (all measures of all runs), ``study.svg`` and
 ``study.md`` with the verdict.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -31,6 +30,7 @@ from ragen.sft import sft
 from ragen.statistics import mean_interval
 from ragen.stopping import StopRequested
 from ragen.study import Decision, Lesson, Numbers, Scale, Study, Verdict, decide, verdict
+from ragen.threads import usable_cpus
 from ragen.trainer import resume, rooted, train
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ class Findings:
     numbers: Mapping[str, Numbers]
     decisions: Sequence[Decision]
     verdict: Verdict
-    folder: Path
 
 
 def grid(study: Study, scale: Scale, seeds: int, out: Path) -> list[Cell]:
@@ -142,8 +141,7 @@ def run_study(
         refuse_other_settings(cell)
     missing = [cell for cell in cells if not is_finished(cell)]
     say(f"{study.name}: {len(cells)} runs, {len(cells) - len(missing)} of them done")
-    jobs = jobs or max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    for number, cell in enumerate(carried_out(missing, jobs), 1):
+    for number, cell in enumerate(carried_out(missing, jobs or usable_cpus()), 1):
         say(f"{number}/{len(missing)}  {cell.recipe}, {cell.arm}, seed {cell.seed}")
     return conclude(study, scale, seeds, out, cells)
 
@@ -228,21 +226,21 @@ def refuse_other_settings(cell: Cell) -> None:
 def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[Cell]) -> Findings:
     """Measure the runs, judge, and write ``runs.csv``, ``study.svg`` and ``study.md``."""
     names = dict.fromkeys((*ALWAYS, *(p.measure for p in study.predictions)))
-    runs = [(cell, read_run(cell.folder, cell.config.eval.temperature)) for cell in cells]
     numbers: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
-    for cell, facts in runs:
-        for name in names:
-            values = numbers[name].setdefault((cell.recipe, cell.arm), [])
-            values.append(measure_of(name)(facts))
+    curves, rows = {}, []
+    for cell in cells:
+        facts = read_run(cell.folder, cell.config.eval.temperature)
+        curves[cell.recipe, cell.arm, cell.seed] = facts.success
+        measured = {name: measure_of(name)(facts) for name in names}
+        rows.append([cell.recipe, cell.arm, cell.seed, *(f"{x:.6g}" for x in measured.values())])
+        for name, value in measured.items():
+            numbers[name].setdefault((cell.recipe, cell.arm), []).append(value)
     decisions = decide(study, scale, numbers)
-    found = Findings(study, scale, seeds, numbers, decisions, verdict(decisions), out)
+    found = Findings(study, scale, seeds, numbers, decisions, verdict(decisions))
     with (out / "runs.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["recipe", "arm", "seed", *names])
-        for cell, facts in runs:
-            row = [f"{measure_of(name)(facts):.6g}" for name in names]
-            writer.writerow([cell.recipe, cell.arm, cell.seed, *row])
-    curves = {(cell.recipe, cell.arm, cell.seed): dict(facts.success) for cell, facts in runs}
+        writer.writerows(rows)
     draw(found, curves).savefig(out / "study.svg")
     (out / "study.md").write_text("\n".join(page(found)) + "\n", encoding="utf-8")
     return found
@@ -267,7 +265,7 @@ def page(found: Findings) -> Iterator[str]:
         for arm in study.arms:
             cells = [_mean(found.numbers[name][recipe, arm]) for name in names]
             yield f"| {recipe} | {arm} | {' | '.join(cells)} |"
-    yield f"\n![success by step, and at the end]({'study.svg'})\n"
+    yield "\n![success by step, and at the end](study.svg)\n"
     yield f"**What this scale cannot show.** {study.limits}"
 
 
@@ -284,7 +282,7 @@ def draw(found: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, flo
                 over.plot(steps, [m.value for m in means], color=colour, label=arm, marker=".")
                 low, high = [m.low for m in means], [m.high for m in means]
                 over.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
-                last = [value for value in found.numbers["final"][recipe, arm] if value == value]
+                last = found.numbers["final"][recipe, arm]
                 end.plot(last, [place] * len(last), "o", color=colour, alpha=0.5, markersize=4)
                 m = mean_interval(last)
                 end.plot([m.low, m.high], [place, place], color=colour, lw=1.5)

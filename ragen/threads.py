@@ -26,9 +26,15 @@ def use_threads(wanted: int) -> int:
     return count
 
 
+def usable_cpus() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _probe() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    most = min(cores or 1, 8)
+    most = min(usable_cpus(), 8)
     if most == 1 or torch.cuda.is_available():
         return most
     seconds = {count: min(_time(count) for _ in range(3)) for count in (1, most)}

@@ -22,10 +22,10 @@ from ragen.config import LossConfig, UpdateConfig
 from ragen.decoder import HFDecoder, make_decoder
 from ragen.errors import RagenError
 from ragen.learner import Learner
-from ragen.lora import acting, adapter_of, attach, load_adapter, merged, put_on, save_adapter
+from ragen.lora import acting, adapter_of, attach, load_adapter, put_on, save_adapter
 from ragen.model import hidden_states
 from ragen.types import Role
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import merged, tiny_model, tiny_tokenizer
 
 BOTH: tuple[Role, Role] = ("policy", "critic")
 QWEN = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

@@ -24,12 +24,12 @@ from ragen.engine_local import LocalEngine, loaded, policy_of
 from ragen.errors import RagenError
 from ragen.evaluation import evaluate_target, evaluations_of
 from ragen.export import export
-from ragen.lora import merged
 from ragen.recorder import read_metrics
 from ragen.settings import resolve
 from ragen.stopping import StopRequested
 from ragen.targets import config_for
 from ragen.trainer import examine, resume, train
+from tests.tiny import merged
 
 __all__ = ["alarms_at"]  # a fixture that tests here ask for
 

@@ -190,3 +190,12 @@ def tiny_model(tokenizer: Any, seed: int = 0, **config: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(Qwen2Config(**settings)).eval()
+
+
+def merged(model: Any) -> Any:
+    """A plain copy of a model with the policy's adapter merged into it."""
+    import copy
+
+    from ragen.lora import merge
+
+    return merge(copy.deepcopy(model))
