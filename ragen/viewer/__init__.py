@@ -1,0 +1,1 @@
+"""`ragen view`: what the agent thought and what the optimiser saw, in a browser, live."""
