@@ -7,7 +7,8 @@ import { mark, number, pieces, Tabs, Text } from "./parts.js";
 
 const SHADES = 9; // As many as style.css has of --s… and --d….
 const RAREST = -6.9; // Below one in a thousand all logprobs look alike: one −20 would hide the rest.
-const CHUNK = 1000; // Tokens of a block that the browser lays out only when it comes into view.
+const CHUNK = 1000; // Tokens of a block that, in a long sample, is laid out when it comes into view.
+const LONG = 4000; // A shorter sample is laid out at once, so that scrolling to a turn is exact.
 
 const identity = (x) => x;
 
@@ -187,7 +188,7 @@ function step(event) {
 
 /** A sample as stretches of tokens: what came before a turn, its completion, and so on. */
 function sampleOf(sample, index, samples, scales) {
-  const section = element("div", "sample");
+  const section = element("div", sample.ids.length > LONG ? "sample long" : "sample");
   section.dataset.sample = index;
   if (samples.length > 1) {
     section.append(element("h3", "", `Sample ${index + 1} of ${samples.length}`));
@@ -264,10 +265,10 @@ function Facts({ samples, at }) {
   const sampled = sample.sampled_logprob[i];
   const old = sample.logprob?.[i] ?? null;
   return html`<div class="facts" data-testid="token-facts">
-    <p><span class="token current">${spelled(sample.texts[i])}</span>
-      <span class="muted">token ${number(i)}, id ${sample.ids[i]},
-        ${sample.turn[i] < 0 ? "prompt" : `turn ${sample.turn[i] + 1}`},
-        ${trained ? "trained" : "not trained"}</span></p>
+    <p><span class="token current">${spelled(sample.texts[i])}</span> <span class="muted">${[
+      `token ${number(i)}`, `id ${sample.ids[i]}`,
+      sample.turn[i] < 0 ? "prompt" : `turn ${sample.turn[i] + 1}`,
+      trained ? "trained" : "not trained"].join(", ")}</span></p>
     ${trained ? html`<dl>
       ${facts.map(([name, series]) => html`<div key=${name}><dt>${name}</dt>
         <dd>${exact(sample[series][i])}</dd></div>`)}
@@ -304,8 +305,8 @@ function promptOf(samples, turn) {
   const sample = samples.find((each) => each.turn.includes(turn));
   if (!sample) return null;
   const length = sample.turn.indexOf(turn);
-  const parts = stretchesOf(sample).filter(({ start }) => start < length).map((run) => ({
-    text: sample.texts.slice(run.start, run.end).join(""), sampled: run.turn >= 0,
+  const parts = stretchesOf(sample).filter(({ start }) => start < length).map((each) => ({
+    text: sample.texts.slice(each.start, each.end).join(""), sampled: each.turn >= 0,
   }));
   return { length, parts };
 }

@@ -28,7 +28,7 @@ export function returnsOf(episode) {
 
 /** A number with its sign: what is earned and what is lost must not look alike. */
 export function signed(x) {
-  return x > 0 ? `+${number(x)}` : number(x);
+  return x > 0 ? `+${number(x)}` : number(x).replace("-", "−");
 }
 
 /** What a turn asked for; what the world did not execute is struck through. */
@@ -96,12 +96,12 @@ export function TurnCard({ turn, sum, current, onChoose }) {
       ${turn.finish_reason === "length" && html`<span class="chip warn"
         title="the reply reached rollout.max_tokens">cut off</span>`}
       <span class="grow"></span>
+      ${turn.num_tokens !== null && html`<span class="muted small" title=${
+        `sampled by policy version ${turn.policy_version}`}>${plural(turn.num_tokens, "token")}</span>`}
       <${Earned} ...${turn} />
       <span class="muted sum" title="return so far">Σ ${number(sum)}</span>
     </header>
     <${Thought} turn=${turn} />
-    <footer class="muted">${turn.num_tokens !== null && `${plural(turn.num_tokens, "token")} · `}
-      policy version ${turn.policy_version}</footer>
   </article>`;
 }
 
@@ -109,9 +109,9 @@ export function TurnCard({ turn, sum, current, onChoose }) {
 export function Thought({ turn }) {
   if (turn.thought === null) {
     return html`<p class="thought unthought"><span class="muted">no valid thought; the reply: </span
-      ><${Text} text=${turn.reply} /></p>`;
+      ><${Text} text=${turn.reply.trim()} /></p>`;
   }
-  return html`<p class="thought"><${Text} text=${turn.thought} /></p>`;
+  return html`<p class="thought"><${Text} text=${turn.thought.trim()} /></p>`;
 }
 
 /**
@@ -201,7 +201,7 @@ function saidOf({ by, counts }) {
   if (by === "world") {
     return `Here they part: the same actions led to ${plural(counts.length, "different state")}.`;
   }
-  const said = counts.slice(0, 6).map(([acts, count], i) => html`${i ? " · " : " "}<b>${count}</b>
-    did <${Text} text=${acts} limit=${80} />`);
-  return html`Here they part:${said}${counts.length > 6 && ` · ${counts.length - 6} others`}`;
+  const said = counts.slice(0, 6).map(([acts, count], i) => html`${i ? " · " : " "}<b>${count}</b> did${" "}
+    <${Text} text=${acts} limit=${80} />`);
+  return html`Here they part:${said}${counts.length > 6 && ` · and ${plural(counts.length - 6, "other way")}`}`;
 }

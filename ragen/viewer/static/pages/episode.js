@@ -67,9 +67,9 @@ function Episode({ run, episode, query, setQuery }) {
         ${view === "turns" ? html`<${Turns} episode=${episode} at=${at} go=${go} />`
           : html`<${TokenViews} run=${run} episode=${episode} turn=${turn} view=${view}
               colour=${query.colour} onColour=${(colour) => setQuery({ colour })} />`}
+        <${WhatIf} run=${run} episode=${episode} turn=${at} />
       </div>
     </div>
-    <${WhatIf} run=${run} episode=${episode} turn=${at} />
   </main>`;
 }
 
@@ -99,7 +99,9 @@ function Headline({ run, episode, view }) {
           : ", dropped by the filter")}</p>
     </div>
     <dl class="figures">
-      <div><dt>reward</dt><dd><${Earned} ...${episode} /></dd></div>
+      <div><dt>reward</dt><dd><${Earned} reward=${episode.reward} penalty=${0} /></dd></div>
+      ${episode.penalty !== 0 && html`<div><dt>penalty</dt><dd><${Earned} reward=${episode.penalty}
+        penalty=${0} /></dd></div>`}
       <div><dt>turns</dt><dd>${number(episode.num_turns)}</dd></div>
       <div><dt>tokens</dt><dd>${number(episode.num_tokens)}</dd></div>
       ${episode.entropy !== null && html`<div><dt>entropy</dt><dd>${number(episode.entropy)}</dd></div>`}
@@ -143,10 +145,10 @@ function Player({ at, last, go, play }) {
   const step = (label, sign, turn) => html`<button class="quiet" aria-label=${label} title=${label}
     disabled=${turn < 0 || turn > last || turn === at} onClick=${() => go(turn)}>${sign}</button>`;
   return html`<div class="controls">
-    ${step("first turn", "⏮", 0)} ${step("turn before", "◂", at - 1)}
+    ${step("first turn", "|◂", 0)} ${step("turn before", "◂", at - 1)}
     <button class="primary" onClick=${play.toggle} aria-label=${play.playing ? "pause" : "play"}
       title="play or pause (space)">${play.playing ? "❚❚" : "▶"}</button>
-    ${step("turn after", "▸", at + 1)} ${step("the end", "⏭", last)}
+    ${step("turn after", "▸", at + 1)} ${step("the end", "▸|", last)}
     <select aria-label="speed" value=${play.speed}
       onChange=${(event) => play.setSpeed(Number(event.target.value))}>
       ${SPEEDS.map((speed) => html`<option key=${speed} value=${speed}>${speed}×</option>`)}
@@ -165,10 +167,10 @@ function Returns({ episode, at, go }) {
   const most = Math.max(...each.map(Math.abs)) || 1;
   return html`<div class="returns">
     <p>Return so far <b>${number(shown)}</b><span class="muted"> of ${number(sums.at(-1) ?? 0)}</span></p>
-    <div class="bars" aria-hidden="true">${each.map((x, i) => html`
-      <i key=${i} class=${`${x < 0 ? "down" : "up"} ${i < at ? "past" : ""}`}
+    ${each.length > 1 && html`<div class="bars" aria-hidden="true">${each.map((x, i) => html`
+      <i key=${i} class=${`${x < 0 ? "down" : x > 0 ? "up" : ""} ${i < at ? "past" : ""}`}
         title=${`turn ${i + 1}: ${signed(x)}`} onClick=${() => go(i)}><b style=${{
-          height: `${(50 * Math.abs(x)) / most}%` }}></b></i>`)}</div>
+          height: `${(50 * Math.abs(x)) / most}%` }}></b></i>`)}</div>`}
   </div>`;
 }
 
@@ -179,7 +181,7 @@ function Turns({ episode, at, go }) {
     ${episode.turns.map((turn, k) => html`<${TurnCard} key=${k} turn=${turn} sum=${sums[k]}
       current=${k === at} onChoose=${() => go(k)} />`)}
     <p class="muted">${plural(episode.turns.length, "turn")}; it ended: <${Outcome}
-      episode=${episode} />${episode.final_observation && html`. The world's last words: <span
+      episode=${episode} />${!episode.final_picture && episode.final_observation && html`. The world's last words: <span
       class="text last-words"><${Text} text=${episode.final_observation} /></span>`}</p>
   </div>`;
 }

@@ -111,28 +111,34 @@ function useList(run, asked) {
 function columnsOf(run, facets) {
   const right = "right";
   return [
-    { key: "step", title: "step", align: right, sort: true },
+    {
+      key: "step", title: "step", align: right, sort: true,
+      render: (row) => html`<span class="unit">step </span>${row.step}`,
+    },
     facets.phases.length > 1 && { key: "phase", title: "phase" },
     facets.worlds.length > 1 && {
       key: "world", title: "world", render: ({ world }) => html`<${Text} text=${world} />`,
     },
     {
       key: "group", title: "group", align: right, hint: "group and member",
-      render: (row) => html`<a href=${groupLink(run, row)}>${row.group}</a>·${row.member}`,
+      render: (row) => html`<a href=${groupLink(run, row)}><span class="unit">group </span>${row.group}</a>·${row.member}`,
     },
     { key: "outcome", title: "outcome", render: (row) => html`<${Outcome} episode=${row} />` },
     {
       key: "reward", title: "reward", align: right, sort: true,
       render: (row) => html`<${Earned} ...${row} />`,
     },
-    { key: "turns", title: "turns", align: right, sort: true, render: (row) => row.num_turns },
+    {
+      key: "turns", title: "turns", align: right, sort: true,
+      render: (row) => html`${row.num_turns}<${Unit} of="turns" />`,
+    },
     {
       key: "length", title: "tokens", align: right, sort: true, hint: "sampled tokens",
-      render: (row) => number(row.num_tokens),
+      render: (row) => html`${number(row.num_tokens)}<${Unit} of="tokens" />`,
     },
     {
       key: "entropy", title: "entropy", align: right, sort: true, hint: "nats a trained token",
-      render: (row) => number(row.entropy),
+      render: (row) => row.entropy !== null && html`${number(row.entropy)}<${Unit} of="nats" />`,
     },
     {
       key: "score", title: "filter", align: right, sort: true,
@@ -148,15 +154,21 @@ function columnsOf(run, facets) {
   ].filter(Boolean);
 }
 
+/** What a number counts, where a narrow screen has no room for the table's head. */
+const Unit = ({ of }) => html`<span class="unit"> ${of}</span>`;
+
 /** The bar of filters; a control shows what the address says, and changes the address only. */
 function Filters({ query, setQuery, facets, search }) {
+  const [open, setOpen] = useState(false);
   const chosen = FILTERS.filter((name) => query[name]);
   const clear = () => setQuery(Object.fromEntries(FILTERS.map((name) => [name, null])));
   const common = { query, setQuery };
   const named = (names = []) => [ANY, ...names.map((name) => [name, name.replaceAll("_", " ")])];
-  return html`<form class="filters" role="search" onSubmit=${(event) => event.preventDefault()}>
+  return html`<form class="filters ${open ? "open" : ""}" role="search" onSubmit=${(event) => event.preventDefault()}>
     <${Typed} ...${common} name="q" type="search" title="search" field=${search}
       placeholder="words in thoughts  ( / )" />
+    <button type="button" class="fold" aria-expanded=${open ? "true" : "false"}
+      onClick=${() => setOpen(!open)}>filters${chosen.length > 0 && ` (${chosen.length})`}</button>
     <${Typed} ...${common} name="step_from" title="steps" placeholder=${facets?.steps?.[0] ?? ""} />
     <${Typed} ...${common} name="step_to" title="to" placeholder=${facets?.steps?.[1] ?? ""} />
     <${Choice} ...${common} name="phase" options=${named(facets?.phases)} />

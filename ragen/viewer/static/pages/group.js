@@ -31,8 +31,7 @@ export default function Page({ params, query }) {
   return html`<main class="page page-group">
     <header class="headline">
       <div><h1>Group ${group} of step ${step}</h1>
-        <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html`,
-          <${Text} text=${data.episodes[0]?.world ?? ""} />, level ${data.level_seed}`} · <a
+        <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html` · <${Text} text=${data.episodes[0]?.world ?? ""} />, level ${data.level_seed}`} · <a
           href=${link("episodes", { run }, { phase, step_from: step, step_to: step, group })}>as a
           list</a></p></div>
       ${data && html`<${Figures} group=${data} />`}
@@ -88,7 +87,7 @@ function Verdict({ group, phase }) {
   if (phase !== "train") return "Evaluations are not filtered.";
   const { kept, rule, value, keep, score_name: name, group_score: score, reward_std: std } = group;
   const told = RULES[rule]?.(value ?? 1, keep ?? "largest") ?? "this run keeps every group";
-  return html`<b class=${kept ? "won" : "lost"}>${kept ? "Kept" : "Dropped"} by the filter</b>:
+  return html`<b class=${kept ? "good" : "warn"}>${kept ? "Kept" : "Dropped"} by the filter</b>:
     ${" "}${told}.${score !== null && ` Its score is ${number(score)}: ${SCORES[name] ?? name}.`}${
     std === 0 && " All members earned the same: nothing tells them apart."}`;
 }
