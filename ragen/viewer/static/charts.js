@@ -157,11 +157,12 @@ function flags(u, marks) {
  * `series`: `[{name, x, y, colour, left: [{x, y}], points, low, high}]`; `left` is what a rollback
  * left behind, `points` draws dots with intervals. `marks`: events `[{x, kind, text}]`; `lines`:
  * levels `[{y, label}]`. `range` fixes the vertical axis. Charts of one `sync` share the cursor and
- * the zoom (drag; double click for all). `onPick(x)`: a click on a step; `onMark(mark)`: on an event.
+ * the zoom (drag; double click for all). `onPick(x)`: a click on a step; `onMark(mark)`: on an
+ * event; `onTitle()`: on the title, which makes it `large` or small again; `wide` takes two places.
  */
 export function Curves({
   title, label, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0, range,
-  format = number, formatX = number, onPick, onMark, small,
+  format = number, formatX = number, onPick, onMark, onTitle, wide: broad, large,
 }) {
   const host = useRef(null);
   const chart = useRef(null);
@@ -187,7 +188,7 @@ export function Curves({
         padding: [8, 10, 0, 0],
         legend: { show: false },
         cursor: { y: false, points: { show: false }, sync: sync && { key: sync }, drag: { x: true, y: false } },
-        scales: { x: { time: false, range: wide }, y: range ? { range: () => range } : { range: roomy } },
+        scales: { x: { time: false, range: apart }, y: range ? { range: () => range } : { range: roomy } },
         axes: [axis(2, xLabel, (x) => formatX(x)), axis(3, undefined, (y) => format(y))],
         series: [{}, ...layers.map(seriesOf)],
         hooks: {
@@ -210,9 +211,11 @@ export function Curves({
   useEffect(() => chart.current?.setData(data), [data]);
   useEffect(() => chart.current?.redraw(false), [marks, lines]);
 
-  return html`<figure class="curve ${small ? "small" : ""}" data-testid="curve">
+  return html`<figure class=${["curve", broad && "wide", large && "large"].filter(Boolean).join(" ")} data-testid="curve">
     <figcaption>
-      <span class="curve-title" title=${title}>${label ?? title}</span>
+      ${onTitle
+        ? html`<button class="curve-title" title=${title} aria-expanded=${large ? "true" : "false"} onClick=${onTitle}>${label ?? title}</button>`
+        : html`<span class="curve-title" title=${title}>${label ?? title}</span>`}
       <${Readout} series=${series} at=${at} format=${format} formatX=${formatX} />
     </figcaption>
     <div class="curve-host ${onPick ? "pick" : ""}" ref=${host} style=${{ height: `${height}px` }}
@@ -226,7 +229,7 @@ export function Curves({
 }
 
 // A course of one step still needs a width; a constant one a height.
-const wide = (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
+const apart = (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
 const roomy = (_, low, high) => {
   if (low === null) return [0, 1];
   const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
@@ -286,12 +289,12 @@ function clicks(u, now) {
 function Readout({ series, at, format, formatX }) {
   const shown = series.filter(({ x }) => x.length).map((one, index) => {
     const i = at ? nearest(one.x, at.x) : one.x.length - 1;
-    return { colour: one.colour ?? index, x: one.x[i], y: one.y[i] };
+    return { colour: one.colour ?? index, x: one.x[i], y: one.y[i], points: one.points, name: one.name };
   });
   return html`<span class="curve-readout">
     ${at && shown.length > 0 && html`<span class="muted">${formatX(shown[0].x)}</span>`}
     ${shown.slice(0, 4).map(
-      ({ colour: shade, y }) => html`<b class=${series.length > 1 ? `ink-${shade % COLOURS}` : ""}>${format(y)}</b>`,
+      ({ colour: shade, y, points, name }) => html`<b class="ink-${shade % COLOURS}" title=${name}>${points ? "● " : ""}${format(y)}</b>`,
     )}
   </span>`;
 }

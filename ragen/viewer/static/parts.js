@@ -31,6 +31,17 @@ export function clock(seconds) {
   return h ? `${h} h ${m} min` : s ? `${m} min ${s} s` : `${m} min`;
 }
 
+/** A share in three digits: 0.00021 → "0.021 %". */
+export function share(x) {
+  return x === null || x === undefined ? "–" : `${number(100 * x)} %`;
+}
+
+/** A difference of shares in points, signed: 0.1 → "+10.0". */
+export function points(x, digits = 1) {
+  if (x === null || x === undefined) return "–";
+  return `${x > 0 ? "+" : x < 0 ? "−" : "±"}${Math.abs(100 * x).toFixed(digits)}`;
+}
+
 /** How long ago a time (unix seconds) was: "3 min ago". */
 export function ago(time) {
   const seconds = Math.max(0, Date.now() / 1000 - time);
@@ -267,7 +278,7 @@ export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey, la
             onClick=${onRow && ((event) => fromControl(event) || onRow(row, index))}
           >
             ${columns.map(
-              (column) => html`<td class=${column.align ?? ""}>
+              (column) => html`<td class=${`${column.align ?? ""} col-${column.key}`}>
                 ${column.render ? column.render(row, index) : row[column.key]}
               </td>`,
             )}
