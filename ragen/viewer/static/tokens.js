@@ -143,10 +143,11 @@ function Legend({ colour, scale }) {
 /** The elements of the tokens; they are Preact's no more once they are made. */
 function Flow({ samples, scales, colour, turn, onCurrent }) {
   const root = useRef(null);
+  const met = useRef(null);
   useEffect(() => {
     root.current.replaceChildren(...samples.map((sample, i) => sampleOf(sample, i, samples, scales)));
-    const first = root.current.querySelector(".token");
-    if (first) first.tabIndex = 0;
+    met.current = root.current.querySelector(".token");
+    if (met.current) met.current.tabIndex = 0;
   }, [samples]);
   useEffect(() => {
     for (const old of root.current.querySelectorAll(".this-turn")) old.classList.remove("this-turn");
@@ -157,7 +158,8 @@ function Flow({ samples, scales, colour, turn, onCurrent }) {
   const meet = (event) => {
     const token = event.target.closest(".token");
     if (!token) return;
-    move(root.current, token);
+    move(met.current, token);
+    met.current = token;
     onCurrent([Number(token.closest(".sample").dataset.sample), Number(token.dataset.at)]);
   };
   return html`<div ref=${root} class="flow by-${COLOURS[colour].letter ?? "mask"}" role="group"
@@ -166,11 +168,9 @@ function Flow({ samples, scales, colour, turn, onCurrent }) {
 }
 
 /** The one token that the Tab key stops at is the one that was met last. */
-function move(root, token) {
-  for (const old of root.querySelectorAll(".token[tabindex='0'], .token.current")) {
-    old.tabIndex = -1;
-    old.classList.remove("current");
-  }
+function move(old, token) {
+  old.tabIndex = -1;
+  old.classList.remove("current");
   token.tabIndex = 0;
   token.classList.add("current");
 }

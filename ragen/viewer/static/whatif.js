@@ -99,8 +99,9 @@ function Job({ job, episode }) {
     ...episodes.map((each, i) => ({ title: `branch ${i + 1}`, episode: each })),
   ];
   return html`${title}
-    <p>${won} of ${episodes.length} succeed <${Interval} ...${wilson(won, episodes.length)}
-      /><span class="muted"> [${percentRange(won, episodes.length)}]; the original ${
+    <p class="job">${won} of ${episodes.length} succeed
+      <${Interval} ...${wilson(won, episodes.length)} />
+      <span class="muted">[${percentRange(won, episodes.length)}]; the original ${
       episode.success ? "did" : "did not"}.${
       turn > 0 && ` What came before turn ${turn + 1} they share.`}</span></p>
     <${SideBySide} columns=${columns} from=${turn} />`;

@@ -130,7 +130,7 @@ function columnsOf(run, facets) {
     },
     {
       key: "turns", title: "turns", align: right, sort: true,
-      render: (row) => html`${row.num_turns}<${Unit} of="turns" />`,
+      render: (row) => html`${row.num_turns}<${Unit} of=${row.num_turns === 1 ? "turn" : "turns"} />`,
     },
     {
       key: "length", title: "tokens", align: right, sort: true, hint: "sampled tokens",
