@@ -107,11 +107,11 @@ function bars(u, series) {
   });
 }
 
+/** Floor and ceiling; a course begins low and ends high, so the high label stands left. */
 function levels(u, lines) {
   const { ctx, bbox } = u;
   ctx.lineWidth = devicePixelRatio;
   ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-  ctx.textAlign = "right";
   for (const { y, label } of lines) {
     const at = u.valToPos(y, "y", true);
     if (at < bbox.top - 1 || at > bbox.top + bbox.height + 1) continue;
@@ -121,8 +121,10 @@ function levels(u, lines) {
     ctx.moveTo(bbox.left, at);
     ctx.lineTo(bbox.left + bbox.width, at);
     ctx.stroke();
-    const below = at < bbox.top + 14 * devicePixelRatio;
-    ctx.fillText(label, bbox.left + bbox.width - 2, at + (below ? 12 : -4) * devicePixelRatio);
+    const high = at < bbox.top + bbox.height / 2;
+    ctx.textAlign = high ? "left" : "right";
+    const beside = high ? bbox.left + 4 : bbox.left + bbox.width - 4;
+    ctx.fillText(label, beside, at + (high ? 12 : -4) * devicePixelRatio);
   }
   ctx.setLineDash([]);
 }
@@ -141,12 +143,12 @@ function flags(u, marks) {
     ctx.lineTo(at, bbox.top + bbox.height);
     ctx.stroke();
     ctx.globalAlpha = 1;
-    ctx.beginPath(); // A flag on top: down for an alarm, a square for what the guard did.
+    ctx.beginPath(); // An alarm is a triangle on top, what was done about it a square below.
     if (mark.kind === "alarm") {
       ctx.moveTo(at - wide, bbox.top - wide);
       ctx.lineTo(at + wide, bbox.top - wide);
       ctx.lineTo(at, bbox.top + wide);
-    } else ctx.rect(at - wide, bbox.top - wide, 2 * wide, 2 * wide);
+    } else ctx.rect(at - wide, bbox.top + bbox.height - 2 * wide, 2 * wide, 2 * wide);
     ctx.fill();
   }
 }
@@ -156,12 +158,12 @@ function flags(u, marks) {
  *
  * `series`: `[{name, x, y, colour, left: [{x, y}], points, low, high}]`; `left` is what a rollback
  * left behind, `points` draws dots with intervals. `marks`: events `[{x, kind, text}]`; `lines`:
- * levels `[{y, label}]`. `range` fixes the vertical axis. Charts of one `sync` share the cursor and
+ * levels `[{y, label}]`. `range` fixes the vertical axis, `domain` widens the horizontal one. Charts of one `sync` share the cursor and
  * the zoom (drag; double click for all). `onPick(x)`: a click on a step; `onMark(mark)`: on an
  * event; `onTitle()`: on the title, which makes it `large` or small again; `wide` takes two places.
  */
 export function Curves({
-  title, label, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0, range,
+  title, label, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0, range, domain,
   format = number, formatX = number, onPick, onMark, onTitle, wide: broad, large,
 }) {
   const host = useRef(null);
@@ -171,12 +173,13 @@ export function Curves({
   now.current = { series, marks, lines, onPick, onMark };
   const layers = useMemo(() => layersOf(series, smoothing), [series, smoothing]);
   const data = useMemo(() => {
-    const filled = layers.filter(({ x }) => x.length);
-    return filled.length ? uPlot.join(layers.map(({ x, y }) => [x, y])) : [[]];
-  }, [layers]);
+    if (layers.every(({ x }) => x.length === 0)) return [[]];
+    const ends = domain ? [[domain, [null, null]]] : []; // A series of nothing holds the width.
+    return uPlot.join([...layers.map(({ x, y }) => [x, y]), ...ends]);
+  }, [layers, domain?.join()]);
   const shape = JSON.stringify([
     layers.map(({ colour, alpha, points, alone }) => [colour, alpha, points, alone]),
-    range, xLabel, height, sync, Boolean(onPick),
+    range, xLabel, height, sync, domain !== undefined,
   ]);
 
   useEffect(() => {
@@ -190,7 +193,7 @@ export function Curves({
         cursor: { y: false, points: { show: false }, sync: sync && { key: sync }, drag: { x: true, y: false } },
         scales: { x: { time: false, range: apart }, y: range ? { range: () => range } : { range: roomy } },
         axes: [axis(2, xLabel, (x) => formatX(x)), axis(3, undefined, (y) => format(y))],
-        series: [{}, ...layers.map(seriesOf)],
+        series: [{}, ...layers.map(seriesOf), ...(domain ? [{ show: false }] : [])],
         hooks: {
           drawClear: [(u) => levels(u, now.current.lines)],
           draw: [(u) => bars(u, now.current.series), (u) => flags(u, now.current.marks)],
@@ -208,7 +211,14 @@ export function Curves({
     };
   }, [shape, data[0].length === 0]);
 
-  useEffect(() => chart.current?.setData(data), [data]);
+  useEffect(() => {
+    const u = chart.current;
+    if (!u || u.data === data) return;
+    const { min, max } = u.scales.x;
+    const zoomed = min > u.data[0][0] || max < u.data[0].at(-1);
+    u.setData(data, !zoomed); // A new step must not throw the reader out of a zoom.
+    if (zoomed) u.redraw();
+  }, [data]);
   useEffect(() => chart.current?.redraw(false), [marks, lines]);
 
   return html`<figure class=${["curve", broad && "wide", large && "large"].filter(Boolean).join(" ")} data-testid="curve">

@@ -89,6 +89,10 @@ function Exactness({ rows }) {
     { key: "name", title: "Measure" },
     { key: "last", title: "Last step", align: "right", render: ({ last }) => number(last) },
     { key: "largest", title: "Largest of a step", align: "right", render: ({ largest }) => number(largest) },
+    {
+      key: "total", title: "In all", align: "right",
+      render: ({ name, total }) => (name.endsWith("_checked") ? html`<b>${number(total)}</b>` : ""),
+    },
   ];
   return html`<section class="panel" aria-label="Exactness">
     <h2>Exactness</h2>

@@ -24,7 +24,7 @@ export function number(x) {
 /** Seconds as a length of time: 75 → "1 min 15 s". */
 export function clock(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 60) return `${seconds < 10 ? Number(seconds.toFixed(1)) : Math.round(seconds)} s`;
+  if (seconds < 60) return `${seconds < 10 ? Number(seconds.toPrecision(2)) : Math.round(seconds)} s`;
   const whole = Math.round(seconds);
   const [h, m, s] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60), whole % 60];
   if (h >= 48) return `${Math.floor(h / 24)} d ${h % 24} h`;

@@ -87,11 +87,12 @@ export function Signals({ runs, answers, names, axis, smoothing, large, onLarge,
   const own = runs[0];
   const axes = answers[own.run]?.axes;
   const marks = useMemo(() => (axes ? marksOf(own.events, axes, axis) : []), [own.events, axes, axis]);
+  const end = Math.max(...runs.map((run) => answers[run.run]?.axes[axis].at(-1) ?? 0));
   const title = AXES.find(({ key }) => key === axis).title.toLowerCase();
   if (!axes) return null;
   return html`<div class="signals">
     ${names.map((name) => html`<${Signal}
-      key=${name} ...${{ name, runs, answers, axis, smoothing, marks, onLarge, onMark }}
+      key=${name} ...${{ name, runs, answers, axis, smoothing, marks, onLarge, onMark }} domain=${[0, end]}
       large=${name === large} xLabel=${name === large && title}
       onPick=${onPick && ((x) => onPick(stepAt(axes, axis, x)))}
     />`)}
@@ -135,7 +136,7 @@ export function Toolbar({ query, setQuery, names, search, children }) {
         onInput=${(event) => setQuery({ smooth: Number(event.target.value) || null })} />
       <span class="number smoothing">${smoothing ? smoothing.toFixed(2) : "off"}</span>
     </label>
-    <input type="search" ref=${search} aria-label="Find a metric" placeholder="Find a metric of ${metrics}  ( / )"
+    <input type="search" ref=${search} aria-label="Find a metric" placeholder="Find one of ${metrics} metrics  ( / )"
       value=${query.m ?? ""} onInput=${(event) => setQuery({ m: event.target.value || null })} />
     ${children}
   </div>`;

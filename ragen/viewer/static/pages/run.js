@@ -145,8 +145,8 @@ function Gain({ run }) {
 function Collapse({ run, answer }) {
   const alarms = run.events.filter(({ kind }) => kind === "alarm");
   const acts = run.events.filter(({ kind }) => kind === "guard");
-  return html`<section class="panel tile" aria-label="Collapse">
-    <h2>Collapse <a href=${link("collapse", { run: run.run })}>more</a></h2>
+  return html`<section class="panel tile broad" aria-label="Collapse">
+    <h2>Collapse ${!shared && html`<a href=${link("collapse", { run: run.run })}>more</a>`}</h2>
     <p class=${alarms.length ? "bad" : "good"}>
       ${alarms.length
         ? html`<b>▲ ${plural(alarms.length, "alarm")}</b>, first at step ${alarms[0].step}: ${detector(alarms[0])}`
@@ -165,9 +165,8 @@ function detector({ data, text }) {
 function Sign({ label, values }) {
   if (!values?.length) return null;
   return html`<div title="${label}: first ${number(values[0])}, last ${number(values.at(-1))}">
-    <span class="muted">${label}</span>
+    <span class="muted">${label}</span><b>${number(values.at(-1))}</b>
     <${Spark} values=${values} label=${label} />
-    <span class="number">${number(values.at(-1))}</span>
   </div>`;
 }
 
