@@ -77,6 +77,11 @@ export function link(page, params = {}, query = {}) {
   return pairs.length ? `${address}?${pairs.join("&")}` : address;
 }
 
+/** Go to a page; nowhere where there is none. */
+export function visit(address) {
+  if (address) location.hash = address;
+}
+
 function readable(value) {
   return encodeURIComponent(value).replaceAll("%2F", "/").replaceAll("%2C", ",");
 }

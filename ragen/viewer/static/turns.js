@@ -3,10 +3,13 @@
 
 import { html, useEffect, useMemo, useRef } from "./vendor/preact-htm.js";
 import { Board } from "./board.js";
-import { number, plural, Text } from "./parts.js";
+import { link, number, plural, Text } from "./parts.js";
 
 /** Cells of all small boards together, above which episodes side by side are shown without. */
 const MOST_SMALL_CELLS = 15000;
+
+/** Characters of an observation beside others: enough to tell two apart. */
+const SHORT = 300;
 
 /**
  * What an episode looked like before each turn and after the last one, in order.
@@ -19,6 +22,10 @@ export function framesOf(episode) {
   const after = { observation: episode.final_observation ?? "" };
   return [...before, { turn: episode.turns.at(-1) ?? null, picture: episode.final_picture, after }];
 }
+
+/** The address of an episode's group. */
+export const groupLink = (run, { attempt, step, phase, group }) =>
+  link("group", { run }, { attempt, step, phase, group });
 
 /** The return after each turn, penalties included: rewards and penalties so far. */
 export function returnsOf(episode) {
@@ -163,6 +170,8 @@ function SmallTurn({ turn, world, board }) {
     <div>
       <p class="small-acts"><${Actions} asked=${turn.actions_asked}
         executed=${turn.actions_executed} /> <${Earned} ...${turn} /></p>
+      ${!turn.picture && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
+        limit=${SHORT} /></p>`}
       <${Thought} turn=${turn} />
     </div>
   </div>`;

@@ -75,7 +75,7 @@ function Ask({ run, episode, turn, over, reason, checkpoints, onAsked }) {
       value=${temperature} onInput=${typed(setTemperature)} /></label>
     <button class="primary" type="submit" disabled=${reason !== null || sending || !valid(n)}
       title=${reason ?? ""}>${over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
-    ${reason && html`<p class="warn">Not possible: <${Text} text=${reason} />.</p>`}
+    ${reason && html`<p class="warn">Not possible: <${Text} text=${reason} /></p>`}
     ${problem && html`<p class="bad" role="alert"><${Text} text=${problem} /></p>`}
   </form>`;
 }

@@ -6,9 +6,10 @@ import { html, useCallback, useEffect, useMemo, useState } from "../vendor/preac
 import { useApi } from "../api.js";
 import { Board } from "../board.js";
 import { useKeys } from "../keys.js";
-import { link, Loading, number, plural, Problem, Tabs, Text, useReady } from "../parts.js";
+import { Loading, Problem, Tabs, Text } from "../parts.js";
+import { link, number, plural, useReady, visit } from "../parts.js";
 import { RawPrompt, Tokens } from "../tokens.js";
-import { Earned, framesOf, Outcome, returnsOf, signed, TurnCard } from "../turns.js";
+import { Earned, framesOf, groupLink, Outcome, returnsOf, signed, TurnCard } from "../turns.js";
 import { WhatIf } from "../whatif.js";
 
 const SPEEDS = [0.5, 1, 2, 4]; // Turns a second: one is slow enough to read along a short thought.
@@ -43,9 +44,9 @@ function Episode({ run, episode, query, setQuery }) {
     {
       ArrowLeft: () => go(at - 1), ArrowRight: () => go(at + 1), Home: () => go(0),
       End: () => go(last), " ": play.toggle,
-      "[": () => open(run, episode.previous, view), "]": () => open(run, episode.next, view),
+      "[": () => visit(neighbour(run, episode.previous, view)), "]": () => visit(neighbour(run, episode.next, view)),
       t: () => setQuery({ view: following(view) }),
-      o: () => (location.hash = groupLink(run, episode)),
+      o: () => visit(groupLink(run, episode)),
     },
     {
       ArrowLeft: "turn before", ArrowRight: "next turn", " ": "play or pause",
@@ -77,19 +78,13 @@ const inRange = (turn, last) => Math.min(last, Math.max(0, Number.isNaN(turn) ? 
 const following = (view) =>
   VIEWS[(VIEWS.findIndex(({ key }) => key === view) + 1) % VIEWS.length].key;
 
-function open(run, id, view) {
-  if (id === null) return;
-  location.hash = link("episode", { run, id }, { view: view === "turns" ? null : view });
-}
-
-const groupLink = (run, { attempt, step, phase, group }) =>
-  link("group", { run }, { attempt, step, phase, group });
+/** The address of a neighbour, in the view that is open. */
+const neighbour = (run, id, view) => id === null ? undefined
+  : link("episode", { run, id }, { view: view === "turns" ? null : view });
 
 /** Which episode this is, how it ended, and the way to its neighbours and its group. */
 function Headline({ run, episode, view }) {
   const { step, phase, group, member, world, level_seed: level, previous, next } = episode;
-  const to = (id) => id === null ? undefined : link("episode", { run, id },
-    { view: view === "turns" ? null : view });
   return html`<header class="headline">
     <div>
       <h1>Episode ${episode.id} <${Outcome} episode=${episode} /></h1>
@@ -107,8 +102,10 @@ function Headline({ run, episode, view }) {
       ${episode.entropy !== null && html`<div><dt>entropy</dt><dd>${number(episode.entropy)}</dd></div>`}
     </dl>
     <nav class="neighbours" aria-label="neighbouring episodes">
-      <a href=${to(previous)} aria-label="previous episode" title="previous episode ([)">‹</a>
-      <a href=${to(next)} aria-label="next episode" title="next episode (])">›</a>
+      <a href=${neighbour(run, previous, view)} aria-label="previous episode"
+        title="previous episode ([)">‹</a>
+      <a href=${neighbour(run, next, view)} aria-label="next episode"
+        title="next episode (])">›</a>
     </nav>
   </header>
   ${episode.error && html`<details class="panel"><summary class="bad">The episode failed</summary>

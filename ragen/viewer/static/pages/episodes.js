@@ -1,13 +1,12 @@
 // The episodes of a run as one long list: filtered, searched and sorted by the server, page by page.
 // Every filter is in the address, so that a list can be sent to a colleague.
 
-import {
-  html, useCallback, useEffect, useMemo, useRef, useState,
-} from "../vendor/preact-htm.js";
+import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 import { get, useEvents } from "../api.js";
 import { useKeys } from "../keys.js";
-import { Chip, link, Loading, number, Pager, Problem, Table, Text, useReady } from "../parts.js";
-import { Earned, Outcome } from "../turns.js";
+import { Chip, Loading, Pager, Problem, Table, Text } from "../parts.js";
+import { link, number, plural, useReady, visit } from "../parts.js";
+import { Earned, groupLink, Outcome } from "../turns.js";
 
 const PAUSE_MS = 250; // After the last key, before what is typed is looked for.
 const PAGE_SIZE = 50;
@@ -32,7 +31,7 @@ export default function Page({ params, query, setQuery }) {
   useEffect(() => setAt(0), [list.key]);
   useEvents({ run }, { step: () => setFresh((n) => n + 1), again: () => setFresh((n) => n + 1) });
   const episodes = list.episodes ?? [];
-  const open = (episode) => (location.hash = link("episode", { run, id: episode.id }));
+  const open = (episode) => visit(link("episode", { run, id: episode.id }));
   const move = (by) => () => {
     setAt(Math.max(0, Math.min(episodes.length - 1, at + by)));
     if (at + by >= episodes.length - 5) list.more();
@@ -41,7 +40,7 @@ export default function Page({ params, query, setQuery }) {
     {
       j: move(1), k: move(-1), ArrowDown: move(1), ArrowUp: move(-1),
       Enter: () => episodes[at] && open(episodes[at]),
-      o: () => episodes[at] && (location.hash = groupLink(run, episodes[at])),
+      o: () => episodes[at] && visit(groupLink(run, episodes[at])),
       "/": () => search.current.focus(),
     },
     {
@@ -61,8 +60,8 @@ export default function Page({ params, query, setQuery }) {
     <h1>Episodes</h1>
     <${Filters} query=${query} setQuery=${setQuery} facets=${list.facets} search=${search} />
     ${list.error && html`<${Problem} error=${list.error} reload=${list.reload} />`}
-    ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">New steps are there: show
-      them</button></p>`}
+    ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">${plural(fresh, "new step")}: show the
+      episodes</button></p>`}
     ${list.episodes === null ? !list.error && html`<${Loading} />`
       : html`<div class=${list.loading ? "stale" : ""}>
         <${Table} label="episodes" columns=${columnsOf(run, list.facets)} rows=${episodes}
@@ -73,9 +72,6 @@ export default function Page({ params, query, setQuery }) {
       </div>`}
   </main>`;
 }
-
-const groupLink = (run, { attempt, step, phase, group }) =>
-  link("group", { run }, { attempt, step, phase, group });
 
 /** The pages of the list so far; another question begins anew, and an answer too late is dropped. */
 function useList(run, asked) {
@@ -121,7 +117,7 @@ function columnsOf(run, facets) {
     },
     {
       key: "group", title: "group", align: right, hint: "group and member",
-      render: (row) => html`<a href=${groupLink(run, row)}><span class="unit">group </span>${row.group}</a>·${row.member}`,
+      render: (row) => html`<a href=${groupLink(run, row)}>${row.group}</a>·${row.member}`,
     },
     { key: "outcome", title: "outcome", render: (row) => html`<${Outcome} episode=${row} />` },
     {
@@ -137,7 +133,8 @@ function columnsOf(run, facets) {
       render: (row) => html`${number(row.num_tokens)}<${Unit} of="tokens" />`,
     },
     {
-      key: "entropy", title: "entropy", align: right, sort: true, hint: "nats a trained token",
+      key: "entropy", title: "entropy", align: right, sort: true,
+      hint: "mean of −logprob over its sampled tokens, in nats",
       render: (row) => row.entropy !== null && html`${number(row.entropy)}<${Unit} of="nats" />`,
     },
     {

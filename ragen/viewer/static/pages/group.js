@@ -3,7 +3,7 @@
 import { html, useState } from "../vendor/preact-htm.js";
 import { useApi } from "../api.js";
 import { useKeys } from "../keys.js";
-import { link, Loading, number, plural, Problem, Text, useReady } from "../parts.js";
+import { link, Loading, number, Problem, Text, useReady, visit } from "../parts.js";
 import { SideBySide } from "../turns.js";
 
 export default function Page({ params, query }) {
@@ -15,13 +15,12 @@ export default function Page({ params, query }) {
   const count = data?.episodes.length ?? 0;
   const other = (number) => number === null || number === undefined ? undefined
     : link("group", { run }, { attempt, step, phase, group: number });
-  const go = (address) => address && (location.hash = address);
   const move = (by) => () => setSelected(Math.max(0, Math.min(count - 1, selected + by)));
   useKeys(
     {
       j: move(1), k: move(-1), ArrowRight: move(1), ArrowLeft: move(-1),
-      Enter: () => count && go(link("episode", { run, id: data.episodes[selected].id })),
-      "[": () => go(other(data?.previous)), "]": () => go(other(data?.next)),
+      Enter: () => count && visit(link("episode", { run, id: data.episodes[selected].id })),
+      "[": () => visit(other(data?.previous)), "]": () => visit(other(data?.next)),
     },
     {
       j: "next member", k: "member before", Enter: "open the member's episode",
