@@ -91,7 +91,8 @@ function Job({ job, episode }) {
     temperature !== null && `, temperature ${number(temperature)}`}</h3>`;
   if (state === "running") return html`${title}<p role="status" class="muted">Playing …</p>`;
   if (state === "failed") {
-    return html`${title}<p class="bad">It failed: <${Text} text=${problem ?? "no reason given"} /></p>`;
+    const why = problem ?? "no reason was given";
+    return html`${title}<p class="bad">It failed: <${Text} text=${why} /></p>`;
   }
   const won = episodes.filter(({ success }) => success).length;
   const columns = [

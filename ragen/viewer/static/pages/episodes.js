@@ -1,5 +1,5 @@
-// The episodes of a run as one long list: filtered, searched and sorted by the server, page by page.
-// Every filter is in the address, so that a list can be sent to a colleague.
+// The episodes of a run as one long list: filtered, searched and sorted by the server, page by
+// page. Every filter is in the address, so that a list can be sent to a colleague.
 
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 import { get, useEvents } from "../api.js";
@@ -13,8 +13,8 @@ const PAGE_SIZE = 50;
 
 /** The filters' names in the address; the API has the same. */
 const FILTERS = [
-  "q", "phase", "step_from", "step_to", "world", "success", "reward_min", "reward_max", "stop_reason",
-  "kept", "alarm", "group", "level_seed",
+  "q", "phase", "step_from", "step_to", "world", "success", "reward_min", "reward_max",
+  "stop_reason", "kept", "alarm", "group", "level_seed",
 ];
 
 const ANY = ["", "any"];
@@ -60,8 +60,8 @@ export default function Page({ params, query, setQuery }) {
     <h1>Episodes</h1>
     <${Filters} query=${query} setQuery=${setQuery} facets=${list.facets} search=${search} />
     ${list.error && html`<${Problem} error=${list.error} reload=${list.reload} />`}
-    ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">${plural(fresh, "new step")}: show the
-      episodes</button></p>`}
+    ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">
+      ${plural(fresh, "new step")}: show the episodes</button></p>`}
     ${list.episodes === null ? !list.error && html`<${Loading} />`
       : html`<div class=${list.loading ? "stale" : ""}>
         <${Table} label="episodes" columns=${columnsOf(run, list.facets)} rows=${episodes}
@@ -73,7 +73,7 @@ export default function Page({ params, query, setQuery }) {
   </main>`;
 }
 
-/** The pages of the list so far; another question begins anew, and an answer too late is dropped. */
+/** The pages of the list so far; another question begins anew, late answers are dropped. */
 function useList(run, asked) {
   const key = JSON.stringify([run, asked]);
   const [state, setState] = useState({ episodes: null, cursor: null, loading: true, error: null });
@@ -126,7 +126,7 @@ function columnsOf(run, facets) {
     },
     {
       key: "turns", title: "turns", align: right, sort: true,
-      render: (row) => html`${row.num_turns}<${Unit} of=${row.num_turns === 1 ? "turn" : "turns"} />`,
+      render: ({ num_turns: n }) => html`${n}<${Unit} of=${n === 1 ? "turn" : "turns"} />`,
     },
     {
       key: "length", title: "tokens", align: right, sort: true, hint: "sampled tokens",
@@ -161,7 +161,8 @@ function Filters({ query, setQuery, facets, search }) {
   const clear = () => setQuery(Object.fromEntries(FILTERS.map((name) => [name, null])));
   const common = { query, setQuery };
   const named = (names = []) => [ANY, ...names.map((name) => [name, name.replaceAll("_", " ")])];
-  return html`<form class="filters ${open ? "open" : ""}" role="search" onSubmit=${(event) => event.preventDefault()}>
+  return html`<form class="filters ${open ? "open" : ""}" role="search"
+    onSubmit=${(event) => event.preventDefault()}>
     <${Typed} ...${common} name="q" type="search" title="search" field=${search}
       placeholder="words in thoughts  ( / )" />
     <button type="button" class="fold" aria-expanded=${open ? "true" : "false"}
@@ -198,7 +199,7 @@ function Choice({ query, setQuery, name, title = name, options }) {
   </select></label>`;
 }
 
-/** A field that is looked at when the reader pauses; what the address says from elsewhere enters. */
+/** A field that acts when the reader pauses; what the address says from elsewhere enters it. */
 function Typed({ query, setQuery, name, title, type = "number", placeholder, field }) {
   const given = query[name] ?? "";
   const [text, setText] = useState(given);
@@ -208,7 +209,7 @@ function Typed({ query, setQuery, name, title, type = "number", placeholder, fie
     const timer = setTimeout(() => setQuery({ [name]: text || null }), PAUSE_MS);
     return () => clearTimeout(timer);
   }, [text]);
-  return html`<label class=${type}><span>${title}</span> <input ref=${field} type=${type} value=${text}
-    step="any" placeholder=${placeholder} aria-label=${name.replace("_", " ")}
+  return html`<label class=${type}><span>${title}</span> <input ref=${field} type=${type}
+    value=${text} step="any" placeholder=${placeholder} aria-label=${name.replace("_", " ")}
     onInput=${(event) => setText(event.target.value)} /></label>`;
 }
