@@ -1,7 +1,7 @@
 // The episodes of a run as one long list: filtered, searched and sorted by the server, page by
 // page. Every filter is in the address, so that a list can be sent to a colleague.
 
-import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
+import { html, useCallback, useEffect, useRef, useState } from "../vendor/preact-htm.js";
 import { get, useEvents } from "../api.js";
 import { useKeys } from "../keys.js";
 import { Chip, Loading, Pager, Problem, Table, Text } from "../parts.js";
@@ -10,6 +10,7 @@ import { Earned, groupLink, Outcome } from "../turns.js";
 
 const PAUSE_MS = 250; // After the last key, before what is typed is looked for.
 const PAGE_SIZE = 50;
+const AHEAD = 5; // Rows before the end at which j asks for the next page.
 
 /** The filters' names in the address; the API has the same. */
 const FILTERS = [
@@ -21,8 +22,9 @@ const ANY = ["", "any"];
 
 export default function Page({ params, query, setQuery }) {
   const { run } = params;
-  const asked = useMemo(() => Object.fromEntries(
-    [...FILTERS, "sort", "order"].map((name) => [name, query[name]])), [query]);
+  const { sort = "step", order = "desc" } = query;
+  const filters = Object.fromEntries(FILTERS.map((name) => [name, query[name]]));
+  const asked = { ...filters, sort, order };
   const list = useList(run, asked);
   const [at, setAt] = useState(0);
   const [fresh, setFresh] = useState(0);
@@ -33,8 +35,8 @@ export default function Page({ params, query, setQuery }) {
   const episodes = list.episodes ?? [];
   const open = (episode) => visit(link("episode", { run, id: episode.id }));
   const move = (by) => () => {
-    setAt(Math.max(0, Math.min(episodes.length - 1, at + by)));
-    if (at + by >= episodes.length - 5) list.more();
+    setAt((row) => Math.max(0, Math.min(episodes.length - 1, row + by)));
+    if (at + by >= episodes.length - AHEAD) list.more();
   };
   useKeys(
     {
@@ -48,9 +50,8 @@ export default function Page({ params, query, setQuery }) {
       "/": "search in thoughts",
     },
   );
-  const sort = { key: query.sort ?? "step", descending: query.order !== "asc" };
   const onSort = (key) => setQuery({
-    sort: key === "step" ? null : key, order: key === sort.key && sort.descending ? "asc" : null,
+    sort: key === "step" ? null : key, order: key === sort && order === "desc" ? "asc" : null,
   });
   const refresh = () => {
     setFresh(0);
@@ -63,9 +64,10 @@ export default function Page({ params, query, setQuery }) {
     ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">
       ${plural(fresh, "new step")}: show the episodes</button></p>`}
     ${list.episodes === null ? !list.error && html`<${Loading} />`
-      : html`<div class=${list.loading ? "stale" : ""}>
+      : html`<div class=${list.stale ? "stale" : ""}>
         <${Table} label="episodes" columns=${columnsOf(run, list.facets)} rows=${episodes}
-          selected=${at} sort=${sort} onSort=${onSort} onRow=${open} />
+          selected=${at} onRow=${open} sort=${{ key: sort, descending: order === "desc" }}
+          onSort=${onSort} />
         ${!episodes.length && html`<p class="muted">No episode is like this.</p>`}
         <${Pager} shown=${episodes.length} total=${list.total} more=${list.cursor !== null}
           loading=${list.loading} onMore=${list.more} />
@@ -87,7 +89,8 @@ function useList(run, asked) {
         controller.signal);
       if (controller.signal.aborted) return;
       setState((old) => ({
-        key, loading: false, error: null, cursor: page.next, total: page.total, facets: page.facets,
+        key, loading: false, error: null, cursor: page.next, facets: page.facets,
+        total: page.total ?? (cursor ? old.total : null),
         episodes: cursor ? [...old.episodes, ...page.episodes] : page.episodes,
       }));
     } catch (error) {
@@ -101,7 +104,7 @@ function useList(run, asked) {
   const more = useCallback(() => {
     if (state.cursor && !state.loading) load(state.cursor);
   }, [state.cursor, state.loading, load]);
-  return { ...state, more, reload: () => load(null) };
+  return { ...state, stale: state.key !== key, more, reload: () => load(null) };
 }
 
 function columnsOf(run, facets) {
