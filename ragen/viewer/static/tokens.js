@@ -20,11 +20,11 @@ export const COLOURS = {
   mask: { title: "mask", what: "Trained tokens are those that the policy sampled." },
   logprob: {
     title: "logprob", series: "logprob", fallback: "sampled_logprob", letter: "l", floor: RAREST,
-    flip: true, what: "The darker a token, the less likely it was (nats).",
+    flip: true, what: "The stronger the colour, the less likely the token was (nats).",
   },
   entropy: {
     title: "entropy", series: "entropy", letter: "e",
-    what: "The darker, the less decided the policy was here (nats).",
+    what: "The stronger the colour, the less decided the policy was (nats).",
   },
   advantage: {
     title: "advantage", series: "advantage", letter: "a", diverging: true,

@@ -38,7 +38,7 @@ export function returnsOf(episode) {
 
 /** A number with its sign: what is earned and what is lost must not look alike. */
 export function signed(x) {
-  return x > 0 ? `+${number(x)}` : number(x).replace("-", "−");
+  return x > 0 ? `+${number(x)}` : number(x);
 }
 
 /** What a turn asked for; what the world did not execute is struck through. */

@@ -1,7 +1,7 @@
 // The episodes of a run as one long list: filtered, searched and sorted by the server, page by
 // page. Every filter is in the address, so that a list can be sent to a colleague.
 
-import { html, useCallback, useEffect, useRef, useState } from "../vendor/preact-htm.js";
+import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 import { get, useEvents } from "../api.js";
 import { useKeys } from "../keys.js";
 import { Chip, Loading, Pager, Problem, Table, Text } from "../parts.js";
@@ -50,6 +50,7 @@ export default function Page({ params, query, setQuery }) {
       "/": "search in thoughts",
     },
   );
+  const columns = useMemo(() => columnsOf(run, list.facets), [run, JSON.stringify(list.facets)]);
   const onSort = (key) => setQuery({
     sort: key === "step" ? null : key, order: key === sort && order === "desc" ? "asc" : null,
   });
@@ -65,7 +66,7 @@ export default function Page({ params, query, setQuery }) {
       ${plural(fresh, "new step")}: show the episodes</button></p>`}
     ${list.episodes === null ? !list.error && html`<${Loading} />`
       : html`<div class=${list.stale ? "stale" : ""}>
-        <${Table} label="episodes" columns=${columnsOf(run, list.facets)} rows=${episodes}
+        <${Table} label="episodes" columns=${columns} rows=${episodes}
           selected=${at} onRow=${open} sort=${{ key: sort, descending: order === "desc" }}
           onSort=${onSort} />
         ${!episodes.length && html`<p class="muted">No episode is like this.</p>`}
@@ -107,7 +108,7 @@ function useList(run, asked) {
   return { ...state, stale: state.key !== key, more, reload: () => load(null) };
 }
 
-function columnsOf(run, facets) {
+function columnsOf(run, facets = { phases: [], worlds: [] }) {
   const right = "right";
   return [
     {
