@@ -135,7 +135,8 @@ function flags(u, marks) {
   for (const mark of marks) {
     const at = Math.round(u.valToPos(mark.x, "x", true));
     if (at < bbox.left || at > bbox.left + bbox.width) continue;
-    ctx.strokeStyle = ctx.fillStyle = css(mark.kind === "alarm" ? "--bad" : "--warn");
+    const kind = css(mark.kind === "alarm" ? "--bad" : "--warn");
+    ctx.strokeStyle = ctx.fillStyle = mark.colour === undefined ? kind : colour(mark.colour);
     ctx.lineWidth = devicePixelRatio;
     ctx.globalAlpha = 0.55;
     ctx.beginPath();
@@ -158,12 +159,13 @@ function flags(u, marks) {
  *
  * `series`: `[{name, x, y, colour, left: [{x, y}], points, low, high}]`; `left` is what a rollback
  * left behind, `points` draws dots with intervals. `marks`: events `[{x, kind, text}]`; `lines`:
- * levels `[{y, label}]`. `range` fixes the vertical axis, `domain` widens the horizontal one. Charts of one `sync` share the cursor and
+ * levels `[{y, label}]`. `range` fixes the vertical axis, `most` is where it may end; `domain` widens the
+ * horizontal one. Charts of one `sync` share the cursor and
  * the zoom (drag; double click for all). `onPick(x)`: a click on a step; `onMark(mark)`: on an
  * event; `onTitle()`: on the title, which makes it `large` or small again; `wide` takes two places.
  */
 export function Curves({
-  title, label, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0, range, domain,
+  title, label, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0, range, most, domain,
   format = number, formatX = number, onPick, onMark, onTitle, wide: broad, large,
 }) {
   const host = useRef(null);
@@ -179,7 +181,7 @@ export function Curves({
   }, [layers, domain?.join()]);
   const shape = JSON.stringify([
     layers.map(({ colour, alpha, points, alone }) => [colour, alpha, points, alone]),
-    range, xLabel, height, sync, domain !== undefined,
+    range, most, xLabel, height, sync, domain !== undefined,
   ]);
 
   useEffect(() => {
@@ -191,7 +193,7 @@ export function Curves({
         padding: [8, 10, 0, 0],
         legend: { show: false },
         cursor: { y: false, points: { show: false }, sync: sync && { key: sync }, drag: { x: true, y: false } },
-        scales: { x: { time: false, range: apart }, y: range ? { range: () => range } : { range: roomy } },
+        scales: { x: { time: false, range: apart }, y: range ? { range: () => range } : { range: roomy(most) } },
         axes: [axis(2, xLabel, (x) => formatX(x)), axis(3, undefined, (y) => format(y))],
         series: [{}, ...layers.map(seriesOf), ...(domain ? [{ show: false }] : [])],
         hooks: {
@@ -240,10 +242,11 @@ export function Curves({
 
 // A course of one step still needs a width; a constant one a height.
 const apart = (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
-const roomy = (_, low, high) => {
+const roomy = (most) => (_, low, high) => {
   if (low === null) return [0, 1];
   const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
-  return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
+  const top = high <= most ? Math.min(high + room, 1.02 * most) : high + room;
+  return [low >= 0 && low - room < 0 ? 0 : low - room, top];
 };
 
 function cursorOf(u, { marks }) {

@@ -69,15 +69,17 @@ function evaluationsOf(run, answer, axis, colour) {
   };
 }
 
-/** Events as marks of an axis. */
-export function marksOf(events, axes, axis) {
-  return events.map((event) => ({
-    x: placed(axes, axis, event.step), kind: event.kind, id: event.id,
-    text: `step ${event.step}, ${event.kind}: ${event.text}`,
-  }));
+/** The events of all runs that are shown as marks of an axis; of several, each in its run's colour. */
+function marksOf(runs, answers, axis) {
+  const several = runs.length > 1;
+  return runs.flatMap(({ run, events }, index) => events.map((event) => ({
+    x: placed(answers[run]?.axes ?? NOWHERE, axis, event.step), kind: event.kind,
+    colour: several ? index : undefined, own: index === 0, id: event.id,
+    text: `${several ? `${run}, ` : ""}${event.text.startsWith("step ") ? "" : `step ${event.step}: `}${event.text}`,
+  })));
 }
 
-const ofShares = (name) => name === SUCCESS || name.endsWith("fraction");
+const NOWHERE = { step: [] };
 
 /**
  * The charts of `names`. `runs` are answers of `/api/run`, the page's own first, each in its own
@@ -86,13 +88,14 @@ const ofShares = (name) => name === SUCCESS || name.endsWith("fraction");
 export function Signals({ runs, answers, names, axis, smoothing, large, onLarge, onPick, onMark }) {
   const own = runs[0];
   const axes = answers[own.run]?.axes;
-  const marks = useMemo(() => (axes ? marksOf(own.events, axes, axis) : []), [own.events, axes, axis]);
+  const marks = useMemo(() => marksOf(runs, answers, axis), [runs, answers, axis]);
   const end = Math.max(...runs.map((run) => answers[run.run]?.axes[axis].at(-1) ?? 0));
   const title = AXES.find(({ key }) => key === axis).title.toLowerCase();
   if (!axes) return null;
+  const follow = onMark && ((mark) => mark.own && onMark(mark));
   return html`<div class="signals">
     ${names.map((name) => html`<${Signal}
-      key=${name} ...${{ name, runs, answers, axis, smoothing, marks, onLarge, onMark }} domain=${[0, end]}
+      key=${name} ...${{ name, runs, answers, axis, smoothing, marks, onLarge }} onMark=${follow} domain=${[0, end]}
       large=${name === large} xLabel=${name === large && title}
       onPick=${onPick && ((x) => onPick(stepAt(axes, axis, x)))}
     />`)}
@@ -100,6 +103,7 @@ export function Signals({ runs, answers, names, axis, smoothing, large, onLarge,
 }
 
 function Signal({ name, runs, answers, axis, smoothing, marks, large, onLarge, ...rest }) {
+  const shares = name === SUCCESS || name.endsWith("fraction");
   const own = runs[0];
   const isSuccess = name === SUCCESS;
   const series = useMemo(() => {
@@ -116,7 +120,7 @@ function Signal({ name, runs, answers, axis, smoothing, marks, large, onLarge, .
   return html`<${Curves}
     ...${rest} ...${{ series, marks, lines, smoothing, large }} title=${name} label=${own.labels[name] ?? name}
     height=${large ? 320 : 112} wide=${isSuccess} sync=${`run ${axis}`}
-    range=${isSuccess ? SHARES : undefined} format=${ofShares(name) ? share : number}
+    range=${isSuccess ? SHARES : undefined} most=${shares ? 1 : undefined} format=${shares ? share : number}
     formatX=${axis === "seconds" ? clock : number} onTitle=${() => onLarge(large ? null : name)}
   />`;
 }
@@ -136,7 +140,7 @@ export function Toolbar({ query, setQuery, names, search, children }) {
         onInput=${(event) => setQuery({ smooth: Number(event.target.value) || null })} />
       <span class="number smoothing">${smoothing ? smoothing.toFixed(2) : "off"}</span>
     </label>
-    <input type="search" ref=${search} aria-label="Find a metric" placeholder="Find one of ${metrics} metrics  ( / )"
+    <input type="search" ref=${search} aria-label="Find a metric" placeholder="Find a metric  ( / )" title="${metrics} are recorded"
       value=${query.m ?? ""} onInput=${(event) => setQuery({ m: event.target.value || null })} />
     ${children}
   </div>`;

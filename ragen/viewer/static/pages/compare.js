@@ -39,7 +39,7 @@ export default function Compare({ params, query, setQuery }) {
 function Standings({ runs, onRemove }) {
   const columns = [
     {
-      key: "run", title: "Run",
+      key: "run", title: "Run", align: "run",
       render: ({ run }, index) => html`<i class="swatch fill-${index}"></i><a href=${link("run", { run })}><${Text} text=${run} /></a>`,
     },
     { key: "state", title: "State", align: "wide", render: (run) => html`<${State} ...${run} />` },
@@ -64,16 +64,17 @@ function Contests({ names }) {
   const [first, ...others] = names;
   const { data, error, reload } = useApis(others.map((other) => ["/api/compare", { run: first, other }]));
   const rows = (data ?? []).flatMap(({ contests }, i) => contests.map((contest) => ({ ...contest, other: others[i], index: i + 1 })));
+  const reach = Math.max(0.1, ...rows.flatMap(({ difference }) => [-difference.low, difference.high]));
   const columns = [
-    { key: "other", title: "Run", render: ({ other, index }) => html`<i class="swatch fill-${index}"></i><${Text} text=${other} />` },
-    { key: "how", title: "Contest", render: ({ world, how }) => html`<${Text} text="${world}, ${how}" />` },
-    { key: "b", title: "Its success", render: ({ b }) => html`<${Interval} ...${b} />` },
-    { key: "a", title: "The first's", render: ({ a }) => html`<${Interval} ...${a} />` },
+    { key: "other", title: "Run", align: "run", render: ({ other, index }) => html`<i class="swatch fill-${index}"></i><${Text} text=${other} />` },
+    { key: "how", title: "Contest", align: "run", render: ({ world, how }) => html`<${Text} text="${world}, ${how}" />` },
     {
       key: "difference", title: "Difference, points",
-      render: ({ difference }) => html`<${Interval} ...${difference} min=${-1} zero format=${points} />`,
+      render: ({ difference }) => html`<${Interval} ...${difference} min=${-reach} max=${reach} zero format=${points} />`,
     },
     { key: "verdict", title: "", render: (contest) => html`<${Verdict} ...${contest} />` },
+    { key: "b", title: "Its success", render: ({ b }) => html`<${Interval} ...${b} />` },
+    { key: "a", title: "The first's", render: ({ a }) => html`<${Interval} ...${a} />` },
   ];
   return html`<section class="panel" aria-label="Contests">
     <h2>Against <i class="swatch fill-0"></i><${Text} text=${first} /></h2>
