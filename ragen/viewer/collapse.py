@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
 from collections import Counter
@@ -11,18 +10,20 @@ from typing import Any
 
 from ragen.regimes import INFORMED, MIN_PROMPTS, REGIMES, SAMPLINGS, UNDECIDED
 from ragen.report import GRADIENTS
-from ragen.schema import TURNS_AN_EPISODE, decompress
+from ragen.schema import TURNS_AN_EPISODE
 from ragen.viewer.course import attempts_of, histories, standing
 from ragen.viewer.reading import (
     Answer,
     NotFound,
     Query,
+    array_of,
     folder_of,
+    loaded,
     reading,
     text_of,
     whole_number,
 )
-from ragen.viewer.run_page import matrix_steps, steps_of
+from ragen.viewer.run_page import matrix_steps
 
 MEASURED = {
     "mi": "mi",
@@ -45,7 +46,7 @@ BUCKETS = 4
 LOOKED_AT = 40
 """Steps that the table of phrases has columns for."""
 
-THOUGHTS = 256
+THOUGHTS = 128
 """Thoughts of a step in which phrases are counted: enough for shares to a few points."""
 
 PHRASES = 30
@@ -121,12 +122,12 @@ def matrix(root: Path, query: Query) -> Answer:
         ).fetchone()
     if row is None:
         raise NotFound(f"there is no matrix of step {step} in this run")
-    scores = decompress("scores", row["scores"])
+    scores = array_of("scores", row["scores"])
     return {
         "scores": scores.reshape(row["num_thoughts"], row["num_prompts"]).tolist(),
-        "own": decompress("own", row["own"]).tolist(),
-        "thoughts": json.loads(row["thoughts"]),
-        "prompts": json.loads(row["prompts"]),
+        "own": array_of("own", row["own"]).tolist(),
+        "thoughts": loaded(row["thoughts"]),
+        "prompts": loaded(row["prompts"]),
     }
 
 
@@ -139,7 +140,10 @@ def phrases(root: Path, query: Query) -> Answer:
     folder, phase = folder_of(root, query), query.get("phase", "train")
     length = min(20, max(1, whole_number(query, "words"))) if "words" in query else 5
     with reading(folder) as connection:
-        steps = _spread(steps_of(connection, "episodes", phase), LOOKED_AT)
+        rows = connection.execute(
+            "SELECT DISTINCT step FROM episodes WHERE phase = ? ORDER BY step", (phase,)
+        )
+        steps = _spread([step for (step,) in rows], LOOKED_AT)
         shares = [_shares(_thoughts(connection, phase, step), length) for step in steps]
     totals: Counter[str] = Counter()
     for share in shares:
