@@ -47,7 +47,18 @@ ARRAYS: Mapping[str, str] = MappingProxyType(
 )
 """The type of every column that holds an array, those of turns and cross-scores among them."""
 
-PLAYED = """
+LISTED = (
+    *("phase", "success", "stop_reason", "kept", "attempt", "step", "reward", "num_turns"),
+    *("num_tokens", "entropy", "group_score", "level_seed", '"group"', "world"),
+)
+"""The columns by which lists of episodes are filtered and sorted, all in one index.
+
+A list is one pass over it, whatever is asked: about 25 ms for 100,000 episodes. An index for each
+order would be quicker for most lists and many times slower where a filter leaves little of them. So
+a query says ``INDEXED BY episodes_for_lists``, names no other column, and fetches the rows of the
+few ids that it finds afterwards."""
+
+PLAYED = f"""
 CREATE TABLE episodes (
     id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL, phase TEXT NOT NULL,
     "group" INTEGER NOT NULL, member INTEGER NOT NULL, kept INTEGER NOT NULL,
@@ -58,7 +69,8 @@ CREATE TABLE episodes (
     num_tokens INTEGER, thought_tokens INTEGER, entropy REAL, group_score REAL,
     error TEXT, final_observation TEXT, final_picture TEXT
 );
-CREATE INDEX episodes_by_step ON episodes (attempt, step);
+CREATE INDEX episodes_by_step ON episodes (attempt, step, phase, "group");
+CREATE INDEX episodes_for_lists ON episodes ({", ".join(LISTED)});
 CREATE TABLE turns (
     id INTEGER PRIMARY KEY, episode_id INTEGER NOT NULL, turn INTEGER NOT NULL,
     observation TEXT NOT NULL, picture TEXT, reply TEXT NOT NULL, thought TEXT,
