@@ -211,9 +211,7 @@ def test_worlds_in_processes_draw_the_same(world: str) -> None:
         workers.close()
 
 
-def test_asking_costs_a_world_that_draws_nothing_no_call() -> None:
-    """In a process of its own each call is a message."""
-
+def test_a_world_that_draws_nothing_is_not_asked() -> None:
     class Silent(Rogue):
         draws = False
 
