@@ -1,0 +1,141 @@
+// Talks to the server: answers to questions (`get`, `useApi`), one command (`post`) and what
+// happens meanwhile (`useEvents`). In a shared file there is no server: the answers are in the page.
+
+import { useCallback, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+
+const RETRY_MS = 2000; // A server that is gone is usually being restarted by hand.
+
+const embedded = document.getElementById("ragen-data");
+const snapshot = embedded && JSON.parse(embedded.textContent);
+
+/** Whether this page is a shared file: nothing can be asked but what it holds. */
+export const shared = snapshot !== null;
+
+/** What went wrong, in a line for people; `status` is 0 where the server did not answer at all. */
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/**
+ * The address of a question: the path and its parameters sorted by name, without the absent ones.
+ * A shared file keeps its answers under it (`ragen/viewer/share.py` makes the same).
+ */
+export function keyOf(path, params = {}) {
+  const pairs = Object.keys(params)
+    .filter((name) => params[name] !== null && params[name] !== undefined && params[name] !== "")
+    .sort()
+    .map((name) => `${encodeURIComponent(name)}=${encodeURIComponent(params[name])}`);
+  return pairs.length ? `${path}?${pairs.join("&")}` : path;
+}
+
+/** The answer to a question; throws an `ApiError`, or an `AbortError` where `signal` ended it. */
+export async function get(path, params, signal) {
+  const key = keyOf(path, params);
+  if (shared) {
+    if (!(key in snapshot)) throw new ApiError("This is not part of the shared file.", 404);
+    return snapshot[key];
+  }
+  return answer(key, { signal });
+}
+
+/** Send a command; throws an `ApiError`. */
+export async function post(path, body) {
+  const headers = { "Content-Type": "application/json", "X-Ragen": "1" };
+  return answer(path, { method: "POST", headers, body: JSON.stringify(body) });
+}
+
+async function answer(url, options) {
+  let response;
+  try {
+    response = await fetch(url, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server does not answer. Is `ragen view` still running?", 0);
+  }
+  const data = await response.json().catch((error) => {
+    if (error.name === "AbortError") throw error;
+    return { error: `The server's answer cannot be read (status ${response.status}).` };
+  });
+  if (!response.ok || data.error) throw new ApiError(data.error, response.status);
+  return data;
+}
+
+/**
+ * A question as a hook: `{data, error, loading, reload}`; with a path of null nothing is asked.
+ * What is shown stays until the next answer is there; a server that is gone is asked again.
+ */
+export function useApi(path, params) {
+  const key = path && keyOf(path, params);
+  const [state, setState] = useState({ data: null, error: null, loading: key !== null });
+  const running = useRef(null);
+  const reload = useCallback(async () => {
+    running.current?.abort();
+    if (key === null) return setState({ data: null, error: null, loading: false });
+    const controller = (running.current = new AbortController());
+    setState((old) => ({ ...old, loading: true }));
+    try {
+      const data = await get(path, params, controller.signal);
+      if (!controller.signal.aborted) setState({ data, error: null, loading: false });
+    } catch (error) {
+      if (controller.signal.aborted) return;
+      if (!(error instanceof ApiError)) throw error;
+      setState((old) => ({ data: old.data, error, loading: false }));
+    }
+  }, [key]);
+  useEffect(() => {
+    reload();
+    return () => running.current?.abort();
+  }, [reload]);
+  useEffect(() => {
+    if (state.error?.status !== 0) return undefined;
+    const timer = setTimeout(reload, RETRY_MS);
+    return () => clearTimeout(timer);
+  }, [state.error, reload]);
+  return { ...state, reload };
+}
+
+/**
+ * Listen to what happens: with `{run}` to its `step`, `alarm` and `end`, with `{}` to `runs`;
+ * `params` of null listens to nothing. `again` is called when a lost connection is back: what was
+ * missed meanwhile must be asked for. A hidden page does not listen, because a browser opens only
+ * six connections to one server, and a researcher more than six tabs.
+ */
+export function useEvents(params, handlers) {
+  const latest = useRef(handlers);
+  latest.current = handlers;
+  const key = params && keyOf("/api/events", params);
+  useEffect(() => {
+    if (shared || key === null) return undefined;
+    let source = null;
+    let missed = false;
+    const close = () => {
+      source?.close();
+      source = null;
+      missed = true;
+    };
+    const open = () => {
+      source = new EventSource(key);
+      source.onerror = () => (missed = true);
+      source.onopen = () => {
+        if (missed) latest.current.again?.();
+        missed = false;
+      };
+      for (const name of ["step", "alarm", "runs", "end"]) {
+        source.addEventListener(name, (event) => {
+          if (name === "end") close();
+          latest.current[name]?.(event.data ? JSON.parse(event.data) : null);
+        });
+      }
+    };
+    const turn = () => (document.hidden ? close() : source || open());
+    document.addEventListener("visibilitychange", turn);
+    turn();
+    return () => {
+      document.removeEventListener("visibilitychange", turn);
+      close();
+    };
+  }, [key]);
+}
