@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from ragen.viewer import course, run_page, runs
+from ragen.viewer import collapse, course, levels, phrases, run_page, runs
 from ragen.viewer.reading import Answer, Query
 
 ANSWERS: Mapping[str, Callable[[Path, Query], Answer]] = MappingProxyType(
@@ -19,6 +19,11 @@ ANSWERS: Mapping[str, Callable[[Path, Query], Answer]] = MappingProxyType(
         "/api/run": run_page.run,
         "/api/metrics": course.metrics,
         "/api/difference": run_page.difference,
+        "/api/collapse": collapse.collapse,
+        "/api/matrix": collapse.matrix,
+        "/api/recurring": levels.recurring,
+        "/api/gains": levels.gains,
+        "/api/phrases": phrases.phrases,
     }
 )
 """By path: a function of the runs' folder and the parameters; it raises `reading.Unanswered`."""

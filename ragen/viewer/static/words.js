@@ -6,7 +6,7 @@
 export const MIN_RUN = 3;
 
 /** Words of a text that are compared: comparing takes time with the square of it. */
-export const MAX_WORDS = 400;
+export const MAX_WORDS = 1000;
 
 /** The words of a text, each with the white space behind it, so that they join to the text again. */
 export function wordsOf(text) {
@@ -54,16 +54,16 @@ function longestRun(a, b, fromA, toA, fromB, toB) {
   return best;
 }
 
-/** The share of the words of two lists that stand in their shared runs; null where both are empty. */
-export function sharedShare(ones, others, runs = sharedRuns(ones, others)) {
-  const words = Math.min(ones.length, MAX_WORDS) + Math.min(others.length, MAX_WORDS);
-  const shared = runs.reduce((sum, { length }) => sum + length, 0);
-  return words ? (2 * shared) / words : null;
+/** The share of the words of two texts (`joined`) that stand in `runs`; null where both are empty. */
+export function sharedShare(runs, one, other) {
+  const words = one.count + other.count;
+  return words ? (2 * runs.reduce((sum, { length }) => sum + length, 0)) / words : null;
 }
 
 /**
  * Several texts, such as an episode's thoughts, as one list of words: `starts[k]` is where text k
- * begins. Between texts stands a word that only `side` has, so that no run goes over a border.
+ * begins, `count` says how many are compared. Between texts stands a word that only `side` has, so
+ * that no run goes over a border.
  */
 export function joined(texts, side) {
   const words = [];
@@ -73,5 +73,6 @@ export function joined(texts, side) {
     words.push(...wordsOf(text));
     return start;
   });
-  return { words, starts, count: words.length - Math.max(0, texts.length - 1) };
+  const borders = starts.slice(1).filter((start) => start <= MAX_WORDS).length;
+  return { words, starts, count: Math.min(words.length, MAX_WORDS) - borders };
 }

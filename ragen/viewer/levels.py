@@ -1,0 +1,103 @@
+"""Evaluations level by level: the same levels come again, so that before and after are pairs."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ragen.statistics import mcnemar, paired_difference, smallest_detectable, success_rate
+from ragen.viewer.course import attempts_of
+from ragen.viewer.reading import Answer, Query, folder_of, reading
+
+PHASES = ("eval", "eval greedy")
+"""The phases whose levels come again; each training step has levels of its own."""
+
+Course = dict[int, bool]
+"""Step to success, of one level."""
+
+
+def recurring(root: Path, query: Query) -> Answer:
+    """``/api/recurring``: the levels that were played at more than one step, with their course.
+
+    Raises:
+        Unanswered: There is no such run, or it cannot be read.
+    """
+    with reading(folder_of(root, query)) as connection:
+        played = _played(connection, (query["phase"],) if "phase" in query else PHASES)
+    return {
+        "levels": [
+            {
+                "phase": phase,
+                "world": world,
+                "level_seed": level,
+                "steps": list(course),
+                "successes": list(course.values()),
+            }
+            for (phase, world), levels in played.items()
+            for level, course in sorted(levels.items())
+            if len(course) > 1
+        ]
+    }
+
+
+def gains(root: Path, query: Query) -> Answer:
+    """``/api/gains``: the first evaluation against the last, paired by level.
+
+    Raises:
+        Unanswered: There is no such run, or it cannot be read.
+    """
+    with reading(folder_of(root, query)) as connection:
+        played = _played(connection, PHASES)
+    found = (_gain(levels) for levels in played.values())
+    return {
+        "gains": [
+            {"phase": phase, "world": world} | gain
+            for (phase, world), gain in zip(played, found, strict=True)
+            if gain is not None
+        ]
+    }
+
+
+def _gain(levels: dict[int, Course]) -> dict[str, Any] | None:
+    """What changed between the first step and the last that was played, on the levels of both."""
+    steps = {step for course in levels.values() for step in course}
+    first, last = min(steps), max(steps)
+    both = sorted(level for level, course in levels.items() if {first, last} <= course.keys())
+    if first == last or not both:
+        return None
+    before, after = ([levels[level][step] for level in both] for step in (first, last))
+    difference = paired_difference([list(map(float, after))], [list(map(float, before))])
+    changes = [int(now) - int(then) for then, now in zip(before, after, strict=True)]
+    return {
+        "from_step": first,
+        "to_step": last,
+        "before": asdict(success_rate(before, both)),
+        "after": asdict(success_rate(after, both)),
+        "difference": asdict(difference),
+        "levels": len(both),
+        "won": changes.count(1),
+        "lost": changes.count(-1),
+        "mcnemar_p": mcnemar(changes),
+        "smallest_detectable": smallest_detectable(difference),
+    }
+
+
+def _played(
+    connection: sqlite3.Connection, phases: tuple[str, ...]
+) -> dict[tuple[str, str], dict[int, Course]]:
+    """By phase and world, and by level, how the level went at each step that counts."""
+    attempts = {attempt.number: attempt for attempt in attempts_of(connection)}
+    found: dict[tuple[str, str], dict[int, Course]] = {}
+    rows = connection.execute(
+        "SELECT phase, world, level_seed, step, attempt, success FROM episodes"
+        f" WHERE phase IN ({','.join('?' * len(phases))}) ORDER BY phase, step, id",
+        phases,
+    )
+    for phase, world, level, step, number, success in rows:
+        if number not in attempts or attempts[number].stands(step):
+            levels = found.setdefault((phase, world), defaultdict(dict))
+            levels[level][step] = bool(success)
+    return found
