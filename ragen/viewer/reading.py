@@ -20,7 +20,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from ragen.errors import RagenError
-from ragen.recorder import CONFIG, DATABASE, SCHEMA_VERSION
+from ragen.database import CONFIG, DATABASE
+from ragen.schema import SCHEMA_VERSION
 
 Query = Mapping[str, str]
 """The parameters of a question, as they stand in its address."""

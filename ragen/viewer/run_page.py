@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.errors import RagenError
-from ragen.recorder import CONFIG
+from ragen.database import CONFIG
 from ragen.report import EXACT, SIGNALS, seconds_by_phase
 from ragen.settings import flatten, read_config, resolve
 from ragen.viewer.course import attempts_of, histories, standing
