@@ -68,27 +68,45 @@ async function answer(url, options) {
  * What is shown stays until the next answer is there; a server that is gone is asked again.
  */
 export function useApi(path, params) {
-  const key = path && keyOf(path, params);
-  const [state, setState] = useState({ data: null, error: null, loading: key !== null });
-  const running = useRef(null);
-  const reload = useCallback(async () => {
-    running.current?.abort();
-    if (key === null) return setState({ data: null, error: null, loading: false });
-    const controller = (running.current = new AbortController());
+  const { data, ...rest } = useApis(path === null ? [] : [[path, params]]);
+  return { data: data?.[0] ?? null, ...rest };
+}
+
+/** Several questions `[[path, params], …]` as one: `data` has the answers in their order. */
+export function useApis(questions) {
+  const key = JSON.stringify(questions.map(([path, params]) => keyOf(path, params)));
+  const [state, setState] = useState({ data: null, error: null, loading: questions.length > 0 });
+  const asking = useRef({ controller: null, again: false });
+  const ask = useCallback(async () => {
+    const controller = (asking.current.controller = new AbortController());
     setState((old) => ({ ...old, loading: true }));
+    let next;
     try {
-      const data = await get(path, params, controller.signal);
-      if (!controller.signal.aborted) setState({ data, error: null, loading: false });
+      const { signal } = controller;
+      const data = await Promise.all(questions.map(([path, params]) => get(path, params, signal)));
+      next = () => ({ data, error: null, loading: false });
     } catch (error) {
-      if (controller.signal.aborted) return;
-      if (!(error instanceof ApiError)) throw error;
-      setState((old) => ({ data: old.data, error, loading: false }));
+      if (!controller.signal.aborted && !(error instanceof ApiError)) throw error;
+      next = (old) => ({ data: old.data, error, loading: false });
     }
+    if (controller.signal.aborted) return;
+    asking.current.controller = null;
+    setState(next);
+    if (asking.current.again) reload();
   }, [key]);
+  // A run that steps faster than it is read must not abort each answer for the next.
+  const reload = useCallback(() => {
+    asking.current.again = asking.current.controller !== null;
+    if (!asking.current.again) ask();
+  }, [ask]);
   useEffect(() => {
-    reload();
-    return () => running.current?.abort();
-  }, [reload]);
+    if (questions.length) ask();
+    else setState({ data: null, error: null, loading: false });
+    return () => {
+      asking.current.controller?.abort();
+      asking.current = { controller: null, again: false };
+    };
+  }, [ask]);
   useEffect(() => {
     if (state.error?.status !== 0) return undefined;
     const timer = setTimeout(reload, RETRY_MS);

@@ -2,7 +2,7 @@
 
 import { shared } from "./api.js";
 import { activeKeys, useKeys } from "./keys.js";
-import { Loading, Problem, link, useStored } from "./parts.js";
+import { Loading, Problem, link, useReady, useStored } from "./parts.js";
 import { html, render, useEffect, useErrorBoundary, useState } from "./vendor/preact-htm.js";
 
 const PAGES = {
@@ -135,6 +135,7 @@ function Place({ page, params, query }) {
     );
     return undefined;
   }, []);
+  useReady(broken || problem);
   const trouble = broken ? `This page has a defect: ${broken.message}` : problem;
   if (trouble) {
     return html`<main class="page page-problem">

@@ -107,11 +107,11 @@ function bars(u, series) {
   });
 }
 
+/** Floor and ceiling; a course begins low and ends high, so the high label stands left. */
 function levels(u, lines) {
   const { ctx, bbox } = u;
   ctx.lineWidth = devicePixelRatio;
   ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-  ctx.textAlign = "right";
   for (const { y, label } of lines) {
     const at = u.valToPos(y, "y", true);
     if (at < bbox.top - 1 || at > bbox.top + bbox.height + 1) continue;
@@ -121,8 +121,10 @@ function levels(u, lines) {
     ctx.moveTo(bbox.left, at);
     ctx.lineTo(bbox.left + bbox.width, at);
     ctx.stroke();
-    const below = at < bbox.top + 14 * devicePixelRatio;
-    ctx.fillText(label, bbox.left + bbox.width - 2, at + (below ? 12 : -4) * devicePixelRatio);
+    const high = at < bbox.top + bbox.height / 2;
+    ctx.textAlign = high ? "left" : "right";
+    const beside = high ? bbox.left + 4 : bbox.left + bbox.width - 4;
+    ctx.fillText(label, beside, at + (high ? 12 : -4) * devicePixelRatio);
   }
   ctx.setLineDash([]);
 }
@@ -133,7 +135,8 @@ function flags(u, marks) {
   for (const mark of marks) {
     const at = Math.round(u.valToPos(mark.x, "x", true));
     if (at < bbox.left || at > bbox.left + bbox.width) continue;
-    ctx.strokeStyle = ctx.fillStyle = css(mark.kind === "alarm" ? "--bad" : "--warn");
+    const kind = css(mark.kind === "alarm" ? "--bad" : "--warn");
+    ctx.strokeStyle = ctx.fillStyle = mark.colour === undefined ? kind : colour(mark.colour);
     ctx.lineWidth = devicePixelRatio;
     ctx.globalAlpha = 0.55;
     ctx.beginPath();
@@ -141,12 +144,12 @@ function flags(u, marks) {
     ctx.lineTo(at, bbox.top + bbox.height);
     ctx.stroke();
     ctx.globalAlpha = 1;
-    ctx.beginPath(); // A flag on top: down for an alarm, a square for what the guard did.
+    ctx.beginPath(); // An alarm is a triangle on top, what was done about it a square below.
     if (mark.kind === "alarm") {
       ctx.moveTo(at - wide, bbox.top - wide);
       ctx.lineTo(at + wide, bbox.top - wide);
       ctx.lineTo(at, bbox.top + wide);
-    } else ctx.rect(at - wide, bbox.top - wide, 2 * wide, 2 * wide);
+    } else ctx.rect(at - wide, bbox.top + bbox.height - 2 * wide, 2 * wide, 2 * wide);
     ctx.fill();
   }
 }
@@ -156,12 +159,14 @@ function flags(u, marks) {
  *
  * `series`: `[{name, x, y, colour, left: [{x, y}], points, low, high}]`; `left` is what a rollback
  * left behind, `points` draws dots with intervals. `marks`: events `[{x, kind, text}]`; `lines`:
- * levels `[{y, label}]`. `range` fixes the vertical axis. Charts of one `sync` share the cursor and
- * the zoom (drag; double click for all). `onPick(x)`: a click on a step; `onMark(mark)`: on an event.
+ * levels `[{y, label}]`. `range` fixes the vertical axis, `most` is where it may end; `domain` widens the
+ * horizontal one. Charts of one `sync` share the cursor and
+ * the zoom (drag; double click for all). `onPick(x)`: a click on a step; `onMark(mark)`: on an
+ * event; `onTitle()`: on the title, which makes it `large` or small again; `wide` takes two places.
  */
 export function Curves({
-  title, label, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0, range,
-  format = number, formatX = number, onPick, onMark, small,
+  title, label, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0, range, most, domain,
+  format = number, formatX = number, onPick, onMark, onTitle, wide: broad, large,
 }) {
   const host = useRef(null);
   const chart = useRef(null);
@@ -170,12 +175,13 @@ export function Curves({
   now.current = { series, marks, lines, onPick, onMark };
   const layers = useMemo(() => layersOf(series, smoothing), [series, smoothing]);
   const data = useMemo(() => {
-    const filled = layers.filter(({ x }) => x.length);
-    return filled.length ? uPlot.join(layers.map(({ x, y }) => [x, y])) : [[]];
-  }, [layers]);
+    if (layers.every(({ x }) => x.length === 0)) return [[]];
+    const ends = domain ? [[domain, [null, null]]] : []; // A series of nothing holds the width.
+    return uPlot.join([...layers.map(({ x, y }) => [x, y]), ...ends]);
+  }, [layers, domain?.join()]);
   const shape = JSON.stringify([
     layers.map(({ colour, alpha, points, alone }) => [colour, alpha, points, alone]),
-    range, xLabel, height, sync, Boolean(onPick),
+    range, most, xLabel, height, sync, domain !== undefined,
   ]);
 
   useEffect(() => {
@@ -187,9 +193,9 @@ export function Curves({
         padding: [8, 10, 0, 0],
         legend: { show: false },
         cursor: { y: false, points: { show: false }, sync: sync && { key: sync }, drag: { x: true, y: false } },
-        scales: { x: { time: false, range: wide }, y: range ? { range: () => range } : { range: roomy } },
+        scales: { x: { time: false, range: apart }, y: range ? { range: () => range } : { range: roomy(most) } },
         axes: [axis(2, xLabel, (x) => formatX(x)), axis(3, undefined, (y) => format(y))],
-        series: [{}, ...layers.map(seriesOf)],
+        series: [{}, ...layers.map(seriesOf), ...(domain ? [{ show: false }] : [])],
         hooks: {
           drawClear: [(u) => levels(u, now.current.lines)],
           draw: [(u) => bars(u, now.current.series), (u) => flags(u, now.current.marks)],
@@ -207,12 +213,21 @@ export function Curves({
     };
   }, [shape, data[0].length === 0]);
 
-  useEffect(() => chart.current?.setData(data), [data]);
+  useEffect(() => {
+    const u = chart.current;
+    if (!u || u.data === data) return;
+    const { min, max } = u.scales.x;
+    const zoomed = min > u.data[0][0] || max < u.data[0].at(-1);
+    u.setData(data, !zoomed); // A new step must not throw the reader out of a zoom.
+    if (zoomed) u.redraw();
+  }, [data]);
   useEffect(() => chart.current?.redraw(false), [marks, lines]);
 
-  return html`<figure class="curve ${small ? "small" : ""}" data-testid="curve">
+  return html`<figure class=${["curve", broad && "wide", large && "large"].filter(Boolean).join(" ")} data-testid="curve">
     <figcaption>
-      <span class="curve-title" title=${title}>${label ?? title}</span>
+      ${onTitle
+        ? html`<button class="curve-title" title=${title} aria-expanded=${large ? "true" : "false"} onClick=${onTitle}>${label ?? title}</button>`
+        : html`<span class="curve-title" title=${title}>${label ?? title}</span>`}
       <${Readout} series=${series} at=${at} format=${format} formatX=${formatX} />
     </figcaption>
     <div class="curve-host ${onPick ? "pick" : ""}" ref=${host} style=${{ height: `${height}px` }}
@@ -226,11 +241,12 @@ export function Curves({
 }
 
 // A course of one step still needs a width; a constant one a height.
-const wide = (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
-const roomy = (_, low, high) => {
+const apart = (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
+const roomy = (most) => (_, low, high) => {
   if (low === null) return [0, 1];
   const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
-  return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
+  const top = high <= most ? Math.min(high + room, 1.02 * most) : high + room;
+  return [low >= 0 && low - room < 0 ? 0 : low - room, top];
 };
 
 function cursorOf(u, { marks }) {
@@ -286,12 +302,12 @@ function clicks(u, now) {
 function Readout({ series, at, format, formatX }) {
   const shown = series.filter(({ x }) => x.length).map((one, index) => {
     const i = at ? nearest(one.x, at.x) : one.x.length - 1;
-    return { colour: one.colour ?? index, x: one.x[i], y: one.y[i] };
+    return { colour: one.colour ?? index, x: one.x[i], y: one.y[i], points: one.points, name: one.name };
   });
   return html`<span class="curve-readout">
     ${at && shown.length > 0 && html`<span class="muted">${formatX(shown[0].x)}</span>`}
     ${shown.slice(0, 4).map(
-      ({ colour: shade, y }) => html`<b class=${series.length > 1 ? `ink-${shade % COLOURS}` : ""}>${format(y)}</b>`,
+      ({ colour: shade, y, points, name }) => html`<b class="ink-${shade % COLOURS}" title=${name}>${points ? "● " : ""}${format(y)}</b>`,
     )}
   </span>`;
 }

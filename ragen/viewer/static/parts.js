@@ -24,11 +24,22 @@ export function number(x) {
 /** Seconds as a length of time: 75 → "1 min 15 s". */
 export function clock(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 60) return `${seconds < 10 ? Number(seconds.toFixed(1)) : Math.round(seconds)} s`;
+  if (seconds < 60) return `${seconds < 10 ? Number(seconds.toPrecision(2)) : Math.round(seconds)} s`;
   const whole = Math.round(seconds);
   const [h, m, s] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60), whole % 60];
   if (h >= 48) return `${Math.floor(h / 24)} d ${h % 24} h`;
   return h ? `${h} h ${m} min` : s ? `${m} min ${s} s` : `${m} min`;
+}
+
+/** A share in three digits: 0.00021 → "0.021 %". */
+export function share(x) {
+  return x === null || x === undefined ? "–" : `${number(100 * x)} %`;
+}
+
+/** A difference of shares in points, signed: 0.1 → "+10.0". */
+export function points(x, digits = 1) {
+  if (x === null || x === undefined) return "–";
+  return `${x > 0 ? "+" : x < 0 ? "−" : "±"}${Math.abs(100 * x).toFixed(digits)}`;
 }
 
 /** How long ago a time (unix seconds) was: "3 min ago". */
@@ -64,6 +75,11 @@ export function link(page, params = {}, query = {}) {
     .map(([name, value]) => `${name}=${readable(value)}`);
   const address = `#/${there.map(encodeURIComponent).join("/")}`;
   return pairs.length ? `${address}?${pairs.join("&")}` : address;
+}
+
+/** Go to a page; nowhere where there is none. */
+export function visit(address) {
+  if (address) location.hash = address;
 }
 
 function readable(value) {
@@ -267,7 +283,7 @@ export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey, la
             onClick=${onRow && ((event) => fromControl(event) || onRow(row, index))}
           >
             ${columns.map(
-              (column) => html`<td class=${column.align ?? ""}>
+              (column) => html`<td class=${`${column.align ?? ""} col-${column.key}`}>
                 ${column.render ? column.render(row, index) : row[column.key]}
               </td>`,
             )}

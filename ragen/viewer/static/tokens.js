@@ -7,7 +7,8 @@ import { mark, number, pieces, Tabs, Text } from "./parts.js";
 
 const SHADES = 9; // As many as style.css has of --s… and --d….
 const RAREST = -6.9; // Below one in a thousand all logprobs look alike: one −20 would hide the rest.
-const CHUNK = 1000; // Tokens of a block that the browser lays out only when it comes into view.
+const CHUNK = 1000; // Tokens of a block that, in a long sample, is laid out when it comes into view.
+const LONG = 4000; // A shorter sample is laid out at once, so that scrolling to a turn is exact.
 
 const identity = (x) => x;
 
@@ -142,10 +143,11 @@ function Legend({ colour, scale }) {
 /** The elements of the tokens; they are Preact's no more once they are made. */
 function Flow({ samples, scales, colour, turn, onCurrent }) {
   const root = useRef(null);
+  const met = useRef(null);
   useEffect(() => {
     root.current.replaceChildren(...samples.map((sample, i) => sampleOf(sample, i, samples, scales)));
-    const first = root.current.querySelector(".token");
-    if (first) first.tabIndex = 0;
+    met.current = root.current.querySelector(".token");
+    if (met.current) met.current.tabIndex = 0;
   }, [samples]);
   useEffect(() => {
     for (const old of root.current.querySelectorAll(".this-turn")) old.classList.remove("this-turn");
@@ -156,7 +158,8 @@ function Flow({ samples, scales, colour, turn, onCurrent }) {
   const meet = (event) => {
     const token = event.target.closest(".token");
     if (!token) return;
-    move(root.current, token);
+    move(met.current, token);
+    met.current = token;
     onCurrent([Number(token.closest(".sample").dataset.sample), Number(token.dataset.at)]);
   };
   return html`<div ref=${root} class="flow by-${COLOURS[colour].letter ?? "mask"}" role="group"
@@ -165,11 +168,9 @@ function Flow({ samples, scales, colour, turn, onCurrent }) {
 }
 
 /** The one token that the Tab key stops at is the one that was met last. */
-function move(root, token) {
-  for (const old of root.querySelectorAll(".token[tabindex='0'], .token.current")) {
-    old.tabIndex = -1;
-    old.classList.remove("current");
-  }
+function move(old, token) {
+  old.tabIndex = -1;
+  old.classList.remove("current");
   token.tabIndex = 0;
   token.classList.add("current");
 }
@@ -187,7 +188,7 @@ function step(event) {
 
 /** A sample as stretches of tokens: what came before a turn, its completion, and so on. */
 function sampleOf(sample, index, samples, scales) {
-  const section = element("div", "sample");
+  const section = element("div", sample.ids.length > LONG ? "sample long" : "sample");
   section.dataset.sample = index;
   if (samples.length > 1) {
     section.append(element("h3", "", `Sample ${index + 1} of ${samples.length}`));
@@ -264,10 +265,10 @@ function Facts({ samples, at }) {
   const sampled = sample.sampled_logprob[i];
   const old = sample.logprob?.[i] ?? null;
   return html`<div class="facts" data-testid="token-facts">
-    <p><span class="token current">${spelled(sample.texts[i])}</span>
-      <span class="muted">token ${number(i)}, id ${sample.ids[i]},
-        ${sample.turn[i] < 0 ? "prompt" : `turn ${sample.turn[i] + 1}`},
-        ${trained ? "trained" : "not trained"}</span></p>
+    <p><span class="token current">${spelled(sample.texts[i])}</span> <span class="muted">${[
+      `token ${number(i)}`, `id ${sample.ids[i]}`,
+      sample.turn[i] < 0 ? "prompt" : `turn ${sample.turn[i] + 1}`,
+      trained ? "trained" : "not trained"].join(", ")}</span></p>
     ${trained ? html`<dl>
       ${facts.map(([name, series]) => html`<div key=${name}><dt>${name}</dt>
         <dd>${exact(sample[series][i])}</dd></div>`)}
@@ -304,8 +305,8 @@ function promptOf(samples, turn) {
   const sample = samples.find((each) => each.turn.includes(turn));
   if (!sample) return null;
   const length = sample.turn.indexOf(turn);
-  const parts = stretchesOf(sample).filter(({ start }) => start < length).map((run) => ({
-    text: sample.texts.slice(run.start, run.end).join(""), sampled: run.turn >= 0,
+  const parts = stretchesOf(sample).filter(({ start }) => start < length).map((each) => ({
+    text: sample.texts.slice(each.start, each.end).join(""), sampled: each.turn >= 0,
   }));
   return { length, parts };
 }

@@ -3,10 +3,13 @@
 
 import { html, useEffect, useMemo, useRef } from "./vendor/preact-htm.js";
 import { Board } from "./board.js";
-import { number, plural, Text } from "./parts.js";
+import { link, number, plural, Text } from "./parts.js";
 
 /** Cells of all small boards together, above which episodes side by side are shown without. */
 const MOST_SMALL_CELLS = 15000;
+
+/** Characters of an observation beside others: enough to tell two apart. */
+const SHORT = 300;
 
 /**
  * What an episode looked like before each turn and after the last one, in order.
@@ -20,6 +23,10 @@ export function framesOf(episode) {
   return [...before, { turn: episode.turns.at(-1) ?? null, picture: episode.final_picture, after }];
 }
 
+/** The address of an episode's group. */
+export const groupLink = (run, { attempt, step, phase, group }) =>
+  link("group", { run }, { attempt, step, phase, group });
+
 /** The return after each turn, penalties included: rewards and penalties so far. */
 export function returnsOf(episode) {
   let sum = 0;
@@ -28,7 +35,7 @@ export function returnsOf(episode) {
 
 /** A number with its sign: what is earned and what is lost must not look alike. */
 export function signed(x) {
-  return x > 0 ? `+${number(x)}` : number(x);
+  return x > 0 ? `+${number(x)}` : number(x).replace("-", "−");
 }
 
 /** What a turn asked for; what the world did not execute is struck through. */
@@ -96,12 +103,12 @@ export function TurnCard({ turn, sum, current, onChoose }) {
       ${turn.finish_reason === "length" && html`<span class="chip warn"
         title="the reply reached rollout.max_tokens">cut off</span>`}
       <span class="grow"></span>
+      ${turn.num_tokens !== null && html`<span class="muted small" title=${
+        `sampled by policy version ${turn.policy_version}`}>${plural(turn.num_tokens, "token")}</span>`}
       <${Earned} ...${turn} />
       <span class="muted sum" title="return so far">Σ ${number(sum)}</span>
     </header>
     <${Thought} turn=${turn} />
-    <footer class="muted">${turn.num_tokens !== null && `${plural(turn.num_tokens, "token")} · `}
-      policy version ${turn.policy_version}</footer>
   </article>`;
 }
 
@@ -109,9 +116,9 @@ export function TurnCard({ turn, sum, current, onChoose }) {
 export function Thought({ turn }) {
   if (turn.thought === null) {
     return html`<p class="thought unthought"><span class="muted">no valid thought; the reply: </span
-      ><${Text} text=${turn.reply} /></p>`;
+      ><${Text} text=${turn.reply.trim()} /></p>`;
   }
-  return html`<p class="thought"><${Text} text=${turn.thought} /></p>`;
+  return html`<p class="thought"><${Text} text=${turn.thought.trim()} /></p>`;
 }
 
 /**
@@ -163,6 +170,8 @@ function SmallTurn({ turn, world, board }) {
     <div>
       <p class="small-acts"><${Actions} asked=${turn.actions_asked}
         executed=${turn.actions_executed} /> <${Earned} ...${turn} /></p>
+      ${!turn.picture && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
+        limit=${SHORT} /></p>`}
       <${Thought} turn=${turn} />
     </div>
   </div>`;
@@ -201,7 +210,7 @@ function saidOf({ by, counts }) {
   if (by === "world") {
     return `Here they part: the same actions led to ${plural(counts.length, "different state")}.`;
   }
-  const said = counts.slice(0, 6).map(([acts, count], i) => html`${i ? " · " : " "}<b>${count}</b>
-    did <${Text} text=${acts} limit=${80} />`);
-  return html`Here they part:${said}${counts.length > 6 && ` · ${counts.length - 6} others`}`;
+  const said = counts.slice(0, 6).map(([acts, count], i) => html`${i ? " · " : " "}<b>${count}</b> did${" "}
+    <${Text} text=${acts} limit=${80} />`);
+  return html`Here they part:${said}${counts.length > 6 && ` · and ${plural(counts.length - 6, "other way")}`}`;
 }

@@ -75,7 +75,7 @@ function Ask({ run, episode, turn, over, reason, checkpoints, onAsked }) {
       value=${temperature} onInput=${typed(setTemperature)} /></label>
     <button class="primary" type="submit" disabled=${reason !== null || sending || !valid(n)}
       title=${reason ?? ""}>${over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
-    ${reason && html`<p class="warn">Not possible: <${Text} text=${reason} />.</p>`}
+    ${reason && html`<p class="warn">Not possible: <${Text} text=${reason} /></p>`}
     ${problem && html`<p class="bad" role="alert"><${Text} text=${problem} /></p>`}
   </form>`;
 }
@@ -99,8 +99,9 @@ function Job({ job, episode }) {
     ...episodes.map((each, i) => ({ title: `branch ${i + 1}`, episode: each })),
   ];
   return html`${title}
-    <p>${won} of ${episodes.length} succeed <${Interval} ...${wilson(won, episodes.length)}
-      /><span class="muted"> [${percentRange(won, episodes.length)}]; the original ${
+    <p class="job">${won} of ${episodes.length} succeed
+      <${Interval} ...${wilson(won, episodes.length)} />
+      <span class="muted">[${percentRange(won, episodes.length)}]; the original ${
       episode.success ? "did" : "did not"}.${
       turn > 0 && ` What came before turn ${turn + 1} they share.`}</span></p>
     <${SideBySide} columns=${columns} from=${turn} />`;

@@ -6,9 +6,10 @@ import { html, useCallback, useEffect, useMemo, useState } from "../vendor/preac
 import { useApi } from "../api.js";
 import { Board } from "../board.js";
 import { useKeys } from "../keys.js";
-import { link, Loading, number, plural, Problem, Tabs, Text, useReady } from "../parts.js";
+import { Loading, Problem, Tabs, Text } from "../parts.js";
+import { link, number, plural, useReady, visit } from "../parts.js";
 import { RawPrompt, Tokens } from "../tokens.js";
-import { Earned, framesOf, Outcome, returnsOf, signed, TurnCard } from "../turns.js";
+import { Earned, framesOf, groupLink, Outcome, returnsOf, signed, TurnCard } from "../turns.js";
 import { WhatIf } from "../whatif.js";
 
 const SPEEDS = [0.5, 1, 2, 4]; // Turns a second: one is slow enough to read along a short thought.
@@ -43,9 +44,9 @@ function Episode({ run, episode, query, setQuery }) {
     {
       ArrowLeft: () => go(at - 1), ArrowRight: () => go(at + 1), Home: () => go(0),
       End: () => go(last), " ": play.toggle,
-      "[": () => open(run, episode.previous, view), "]": () => open(run, episode.next, view),
+      "[": () => visit(neighbour(run, episode.previous, view)), "]": () => visit(neighbour(run, episode.next, view)),
       t: () => setQuery({ view: following(view) }),
-      o: () => (location.hash = groupLink(run, episode)),
+      o: () => visit(groupLink(run, episode)),
     },
     {
       ArrowLeft: "turn before", ArrowRight: "next turn", " ": "play or pause",
@@ -67,9 +68,9 @@ function Episode({ run, episode, query, setQuery }) {
         ${view === "turns" ? html`<${Turns} episode=${episode} at=${at} go=${go} />`
           : html`<${TokenViews} run=${run} episode=${episode} turn=${turn} view=${view}
               colour=${query.colour} onColour=${(colour) => setQuery({ colour })} />`}
+        <${WhatIf} run=${run} episode=${episode} turn=${at} />
       </div>
     </div>
-    <${WhatIf} run=${run} episode=${episode} turn=${at} />
   </main>`;
 }
 
@@ -77,19 +78,13 @@ const inRange = (turn, last) => Math.min(last, Math.max(0, Number.isNaN(turn) ? 
 const following = (view) =>
   VIEWS[(VIEWS.findIndex(({ key }) => key === view) + 1) % VIEWS.length].key;
 
-function open(run, id, view) {
-  if (id === null) return;
-  location.hash = link("episode", { run, id }, { view: view === "turns" ? null : view });
-}
-
-const groupLink = (run, { attempt, step, phase, group }) =>
-  link("group", { run }, { attempt, step, phase, group });
+/** The address of a neighbour, in the view that is open. */
+const neighbour = (run, id, view) => id === null ? undefined
+  : link("episode", { run, id }, { view: view === "turns" ? null : view });
 
 /** Which episode this is, how it ended, and the way to its neighbours and its group. */
 function Headline({ run, episode, view }) {
   const { step, phase, group, member, world, level_seed: level, previous, next } = episode;
-  const to = (id) => id === null ? undefined : link("episode", { run, id },
-    { view: view === "turns" ? null : view });
   return html`<header class="headline">
     <div>
       <h1>Episode ${episode.id} <${Outcome} episode=${episode} /></h1>
@@ -99,14 +94,18 @@ function Headline({ run, episode, view }) {
           : ", dropped by the filter")}</p>
     </div>
     <dl class="figures">
-      <div><dt>reward</dt><dd><${Earned} ...${episode} /></dd></div>
+      <div><dt>reward</dt><dd><${Earned} reward=${episode.reward} penalty=${0} /></dd></div>
+      ${episode.penalty !== 0 && html`<div><dt>penalty</dt><dd><${Earned} reward=${episode.penalty}
+        penalty=${0} /></dd></div>`}
       <div><dt>turns</dt><dd>${number(episode.num_turns)}</dd></div>
       <div><dt>tokens</dt><dd>${number(episode.num_tokens)}</dd></div>
       ${episode.entropy !== null && html`<div><dt>entropy</dt><dd>${number(episode.entropy)}</dd></div>`}
     </dl>
     <nav class="neighbours" aria-label="neighbouring episodes">
-      <a href=${to(previous)} aria-label="previous episode" title="previous episode ([)">‹</a>
-      <a href=${to(next)} aria-label="next episode" title="next episode (])">›</a>
+      <a href=${neighbour(run, previous, view)} aria-label="previous episode"
+        title="previous episode ([)">‹</a>
+      <a href=${neighbour(run, next, view)} aria-label="next episode"
+        title="next episode (])">›</a>
     </nav>
   </header>
   ${episode.error && html`<details class="panel"><summary class="bad">The episode failed</summary>
@@ -143,10 +142,10 @@ function Player({ at, last, go, play }) {
   const step = (label, sign, turn) => html`<button class="quiet" aria-label=${label} title=${label}
     disabled=${turn < 0 || turn > last || turn === at} onClick=${() => go(turn)}>${sign}</button>`;
   return html`<div class="controls">
-    ${step("first turn", "⏮", 0)} ${step("turn before", "◂", at - 1)}
+    ${step("first turn", "|◂", 0)} ${step("turn before", "◂", at - 1)}
     <button class="primary" onClick=${play.toggle} aria-label=${play.playing ? "pause" : "play"}
       title="play or pause (space)">${play.playing ? "❚❚" : "▶"}</button>
-    ${step("turn after", "▸", at + 1)} ${step("the end", "⏭", last)}
+    ${step("turn after", "▸", at + 1)} ${step("the end", "▸|", last)}
     <select aria-label="speed" value=${play.speed}
       onChange=${(event) => play.setSpeed(Number(event.target.value))}>
       ${SPEEDS.map((speed) => html`<option key=${speed} value=${speed}>${speed}×</option>`)}
@@ -165,10 +164,10 @@ function Returns({ episode, at, go }) {
   const most = Math.max(...each.map(Math.abs)) || 1;
   return html`<div class="returns">
     <p>Return so far <b>${number(shown)}</b><span class="muted"> of ${number(sums.at(-1) ?? 0)}</span></p>
-    <div class="bars" aria-hidden="true">${each.map((x, i) => html`
-      <i key=${i} class=${`${x < 0 ? "down" : "up"} ${i < at ? "past" : ""}`}
+    ${each.length > 1 && html`<div class="bars" aria-hidden="true">${each.map((x, i) => html`
+      <i key=${i} class=${`${x < 0 ? "down" : x > 0 ? "up" : ""} ${i < at ? "past" : ""}`}
         title=${`turn ${i + 1}: ${signed(x)}`} onClick=${() => go(i)}><b style=${{
-          height: `${(50 * Math.abs(x)) / most}%` }}></b></i>`)}</div>
+          height: `${(50 * Math.abs(x)) / most}%` }}></b></i>`)}</div>`}
   </div>`;
 }
 
@@ -179,7 +178,7 @@ function Turns({ episode, at, go }) {
     ${episode.turns.map((turn, k) => html`<${TurnCard} key=${k} turn=${turn} sum=${sums[k]}
       current=${k === at} onChoose=${() => go(k)} />`)}
     <p class="muted">${plural(episode.turns.length, "turn")}; it ended: <${Outcome}
-      episode=${episode} />${episode.final_observation && html`. The world's last words: <span
+      episode=${episode} />${!episode.final_picture && episode.final_observation && html`. The world's last words: <span
       class="text last-words"><${Text} text=${episode.final_observation} /></span>`}</p>
   </div>`;
 }

@@ -1,13 +1,12 @@
 // The episodes of a run as one long list: filtered, searched and sorted by the server, page by page.
 // Every filter is in the address, so that a list can be sent to a colleague.
 
-import {
-  html, useCallback, useEffect, useMemo, useRef, useState,
-} from "../vendor/preact-htm.js";
+import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 import { get, useEvents } from "../api.js";
 import { useKeys } from "../keys.js";
-import { Chip, link, Loading, number, Pager, Problem, Table, Text, useReady } from "../parts.js";
-import { Earned, Outcome } from "../turns.js";
+import { Chip, Loading, Pager, Problem, Table, Text } from "../parts.js";
+import { link, number, plural, useReady, visit } from "../parts.js";
+import { Earned, groupLink, Outcome } from "../turns.js";
 
 const PAUSE_MS = 250; // After the last key, before what is typed is looked for.
 const PAGE_SIZE = 50;
@@ -32,7 +31,7 @@ export default function Page({ params, query, setQuery }) {
   useEffect(() => setAt(0), [list.key]);
   useEvents({ run }, { step: () => setFresh((n) => n + 1), again: () => setFresh((n) => n + 1) });
   const episodes = list.episodes ?? [];
-  const open = (episode) => (location.hash = link("episode", { run, id: episode.id }));
+  const open = (episode) => visit(link("episode", { run, id: episode.id }));
   const move = (by) => () => {
     setAt(Math.max(0, Math.min(episodes.length - 1, at + by)));
     if (at + by >= episodes.length - 5) list.more();
@@ -41,7 +40,7 @@ export default function Page({ params, query, setQuery }) {
     {
       j: move(1), k: move(-1), ArrowDown: move(1), ArrowUp: move(-1),
       Enter: () => episodes[at] && open(episodes[at]),
-      o: () => episodes[at] && (location.hash = groupLink(run, episodes[at])),
+      o: () => episodes[at] && visit(groupLink(run, episodes[at])),
       "/": () => search.current.focus(),
     },
     {
@@ -61,8 +60,8 @@ export default function Page({ params, query, setQuery }) {
     <h1>Episodes</h1>
     <${Filters} query=${query} setQuery=${setQuery} facets=${list.facets} search=${search} />
     ${list.error && html`<${Problem} error=${list.error} reload=${list.reload} />`}
-    ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">New steps are there: show
-      them</button></p>`}
+    ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">${plural(fresh, "new step")}: show the
+      episodes</button></p>`}
     ${list.episodes === null ? !list.error && html`<${Loading} />`
       : html`<div class=${list.loading ? "stale" : ""}>
         <${Table} label="episodes" columns=${columnsOf(run, list.facets)} rows=${episodes}
@@ -73,9 +72,6 @@ export default function Page({ params, query, setQuery }) {
       </div>`}
   </main>`;
 }
-
-const groupLink = (run, { attempt, step, phase, group }) =>
-  link("group", { run }, { attempt, step, phase, group });
 
 /** The pages of the list so far; another question begins anew, and an answer too late is dropped. */
 function useList(run, asked) {
@@ -111,7 +107,10 @@ function useList(run, asked) {
 function columnsOf(run, facets) {
   const right = "right";
   return [
-    { key: "step", title: "step", align: right, sort: true },
+    {
+      key: "step", title: "step", align: right, sort: true,
+      render: (row) => html`<span class="unit">step </span>${row.step}`,
+    },
     facets.phases.length > 1 && { key: "phase", title: "phase" },
     facets.worlds.length > 1 && {
       key: "world", title: "world", render: ({ world }) => html`<${Text} text=${world} />`,
@@ -125,14 +124,18 @@ function columnsOf(run, facets) {
       key: "reward", title: "reward", align: right, sort: true,
       render: (row) => html`<${Earned} ...${row} />`,
     },
-    { key: "turns", title: "turns", align: right, sort: true, render: (row) => row.num_turns },
     {
-      key: "length", title: "tokens", align: right, sort: true, hint: "sampled tokens",
-      render: (row) => number(row.num_tokens),
+      key: "turns", title: "turns", align: right, sort: true,
+      render: (row) => html`${row.num_turns}<${Unit} of=${row.num_turns === 1 ? "turn" : "turns"} />`,
     },
     {
-      key: "entropy", title: "entropy", align: right, sort: true, hint: "nats a trained token",
-      render: (row) => number(row.entropy),
+      key: "length", title: "tokens", align: right, sort: true, hint: "sampled tokens",
+      render: (row) => html`${number(row.num_tokens)}<${Unit} of="tokens" />`,
+    },
+    {
+      key: "entropy", title: "entropy", align: right, sort: true,
+      hint: "mean of −logprob over its sampled tokens, in nats",
+      render: (row) => row.entropy !== null && html`${number(row.entropy)}<${Unit} of="nats" />`,
     },
     {
       key: "score", title: "filter", align: right, sort: true,
@@ -148,15 +151,21 @@ function columnsOf(run, facets) {
   ].filter(Boolean);
 }
 
+/** What a number counts, where a narrow screen has no room for the table's head. */
+const Unit = ({ of }) => html`<span class="unit"> ${of}</span>`;
+
 /** The bar of filters; a control shows what the address says, and changes the address only. */
 function Filters({ query, setQuery, facets, search }) {
+  const [open, setOpen] = useState(false);
   const chosen = FILTERS.filter((name) => query[name]);
   const clear = () => setQuery(Object.fromEntries(FILTERS.map((name) => [name, null])));
   const common = { query, setQuery };
   const named = (names = []) => [ANY, ...names.map((name) => [name, name.replaceAll("_", " ")])];
-  return html`<form class="filters" role="search" onSubmit=${(event) => event.preventDefault()}>
+  return html`<form class="filters ${open ? "open" : ""}" role="search" onSubmit=${(event) => event.preventDefault()}>
     <${Typed} ...${common} name="q" type="search" title="search" field=${search}
       placeholder="words in thoughts  ( / )" />
+    <button type="button" class="fold" aria-expanded=${open ? "true" : "false"}
+      onClick=${() => setOpen(!open)}>filters${chosen.length > 0 && ` (${chosen.length})`}</button>
     <${Typed} ...${common} name="step_from" title="steps" placeholder=${facets?.steps?.[0] ?? ""} />
     <${Typed} ...${common} name="step_to" title="to" placeholder=${facets?.steps?.[1] ?? ""} />
     <${Choice} ...${common} name="phase" options=${named(facets?.phases)} />

@@ -3,7 +3,7 @@
 import { html, useState } from "../vendor/preact-htm.js";
 import { useApi } from "../api.js";
 import { useKeys } from "../keys.js";
-import { link, Loading, number, plural, Problem, Text, useReady } from "../parts.js";
+import { link, Loading, number, Problem, Text, useReady, visit } from "../parts.js";
 import { SideBySide } from "../turns.js";
 
 export default function Page({ params, query }) {
@@ -15,13 +15,12 @@ export default function Page({ params, query }) {
   const count = data?.episodes.length ?? 0;
   const other = (number) => number === null || number === undefined ? undefined
     : link("group", { run }, { attempt, step, phase, group: number });
-  const go = (address) => address && (location.hash = address);
   const move = (by) => () => setSelected(Math.max(0, Math.min(count - 1, selected + by)));
   useKeys(
     {
       j: move(1), k: move(-1), ArrowRight: move(1), ArrowLeft: move(-1),
-      Enter: () => count && go(link("episode", { run, id: data.episodes[selected].id })),
-      "[": () => go(other(data?.previous)), "]": () => go(other(data?.next)),
+      Enter: () => count && visit(link("episode", { run, id: data.episodes[selected].id })),
+      "[": () => visit(other(data?.previous)), "]": () => visit(other(data?.next)),
     },
     {
       j: "next member", k: "member before", Enter: "open the member's episode",
@@ -31,8 +30,7 @@ export default function Page({ params, query }) {
   return html`<main class="page page-group">
     <header class="headline">
       <div><h1>Group ${group} of step ${step}</h1>
-        <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html`,
-          <${Text} text=${data.episodes[0]?.world ?? ""} />, level ${data.level_seed}`} · <a
+        <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html` · <${Text} text=${data.episodes[0]?.world ?? ""} />, level ${data.level_seed}`} · <a
           href=${link("episodes", { run }, { phase, step_from: step, step_to: step, group })}>as a
           list</a></p></div>
       ${data && html`<${Figures} group=${data} />`}
@@ -88,7 +86,7 @@ function Verdict({ group, phase }) {
   if (phase !== "train") return "Evaluations are not filtered.";
   const { kept, rule, value, keep, score_name: name, group_score: score, reward_std: std } = group;
   const told = RULES[rule]?.(value ?? 1, keep ?? "largest") ?? "this run keeps every group";
-  return html`<b class=${kept ? "won" : "lost"}>${kept ? "Kept" : "Dropped"} by the filter</b>:
+  return html`<b class=${kept ? "good" : "warn"}>${kept ? "Kept" : "Dropped"} by the filter</b>:
     ${" "}${told}.${score !== null && ` Its score is ${number(score)}: ${SCORES[name] ?? name}.`}${
     std === 0 && " All members earned the same: nothing tells them apart."}`;
 }

@@ -64,7 +64,7 @@ function Steps({ run }) {
   if (run.step === null) return "–";
   const of = run.steps && run.budget === "steps" ? run.steps : null;
   return html`<span class="steps">
-    ${number(run.step)}${of && html`<span class="muted">/${number(of)}</span>`}
+    <span>${number(run.step)}${of && html`<span class="muted"> / ${number(of)}</span>`}</span>
     ${of && html`<progress max=${of} value=${run.step} aria-label="steps done"></progress>`}
   </span>`;
 }
@@ -101,7 +101,7 @@ export default function Runs({ query, setQuery }) {
   const [picked, setPicked] = useState([]);
   const search = useRef(null);
   useEvents({}, { runs: reload, again: reload });
-  useReady(data !== null);
+  useReady(data !== null || error !== null);
 
   const words = (query.q ?? "").toLowerCase().split(/\s+/).filter(Boolean);
   const found = (data?.runs ?? []).filter((run) => matches(run, words));
