@@ -6,20 +6,19 @@
 import { useApi } from "./api.js";
 import { Heat } from "./charts.js";
 import { Loading, Problem, Tabs, Text, number, percent } from "./parts.js";
+import { PATHS, pathsIn } from "./plane.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
-
-const NAMES = { first: "first turns", any: "a turn drawn uniformly" };
 
 /** `steps`: `[{step, path}]`; `query` has `step` and `path`. */
 export function Matrix({ run, steps, query, setQuery }) {
-  const paths = [...new Set(steps.map(({ path }) => path))];
+  const paths = pathsIn(steps.map(({ path }) => path));
   const path = paths.includes(query.path) ? query.path : paths[0];
   const here = steps.filter((one) => one.path === path).map(({ step }) => step).sort((a, b) => a - b);
   const at = nearestBefore(here, query.step);
   const { data, error, reload } = useApi("/api/matrix", { run, step: here[at], path });
-  return html`<div class="row controls">
+  return html`<div class="row choices">
       ${paths.length > 1 && html`<${Tabs} label="Turns" value=${path}
-        tabs=${paths.map((key) => ({ key, title: NAMES[key] ?? key }))}
+        tabs=${paths.map((key) => ({ key, title: PATHS[key] ?? key }))}
         onChange=${(key) => setQuery({ path: key })} />`}
       <label class="step-slider">step
         <input type="range" min="0" max=${here.length - 1} value=${at} disabled=${here.length < 2}
@@ -40,10 +39,10 @@ function Picture({ data }) {
   const { rows, columns, shares } = useMemo(() => sorted(data), [data]);
   const [over, setOver] = useState(null);
   const [picked, setPicked] = useState(null);
-  const outlined = useMemo(
-    () => rows.map((row, i) => [i, columns.indexOf(data.own[row])]), [rows, columns]);
+  const own = useMemo(() => rows.map((row) => columns.indexOf(data.own[row])), [rows, columns]);
+  const outlined = useMemo(() => blocks(own), [own]);
   const cell = over ?? picked;
-  const found = outlined.filter(([i, j]) => shares[i][j] >= Math.max(...shares[i]) - 1e-9).length;
+  const found = own.filter((j, i) => shares[i][j] >= Math.max(...shares[i]) - 1e-9).length;
   return html`<p>${number(rows.length)} thoughts, ${number(columns.length)} prompts.
       The own prompt is the likeliest of ${number(found)} (${percent(found / rows.length, 0)};
       chance is ${percent(1 / columns.length, 0)}).</p>
@@ -93,6 +92,12 @@ export function sorted({ scores, own, prompts }) {
   const rows = own.map((_, i) => i).sort((a, b) => place[own[a]] - place[own[b]] || a - b);
   const shares = rows.map((i) => posterior(columns.map((j) => scores[i][j]), columns.map((j) => counts[j])));
   return { rows, columns, shares };
+}
+
+/** The frames `[row, column, rows, 1]` around the thoughts of each prompt, which lie together. */
+function blocks(own) {
+  const count = (column) => own.filter((one) => one === column).length;
+  return [...new Set(own)].map((column) => [own.indexOf(column), column, count(column), 1]);
 }
 
 /** Bayes' rule over the prompts: w_j e^S_j, summed to 1; a score of null is −∞. */

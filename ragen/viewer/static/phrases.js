@@ -28,7 +28,7 @@ export function Phrases({ run, phase, query, setQuery }) {
   const { data, error, reload } = useApi("/api/phrases", { run, words, phase });
   return html`<section class="panel">
     <h2>Repeated phrases</h2>
-    <div class="row controls">
+    <div class="row choices">
       <span class="row tight"><span class="muted">words</span>
         <${Tabs} label="Words of a phrase" value=${words}
           tabs=${LENGTHS.map((key) => ({ key, title: String(key) }))}

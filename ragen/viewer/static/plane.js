@@ -8,6 +8,14 @@ const BOX = { left: 54, right: 14, top: 14, bottom: 42 };
 const TICKS = [0, 0.1, 0.3, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
 const COLOURS = { first: 0, any: 5 };
 
+/** Which turn of an episode speaks, by the name of its path in the metrics. */
+export const PATHS = { first: "first turns", any: "a turn drawn uniformly" };
+
+/** The paths among `names`, each once, first turns first. */
+export function pathsIn(names) {
+  return [...new Set(names)].sort((a, b) => (b === "first") - (a === "first"));
+}
+
 /**
  * The share of what could be told (I over H of the prompts, so that steps with other numbers of
  * prompts compare) against H(Z|X), whose axis is logarithmic around its threshold.
@@ -34,12 +42,11 @@ export function Plane({ paths, thresholds, path, step, onPick }) {
     </svg>
     <p class="readout" aria-live="polite">${shown ? told(shown) : html`<span class="row tight">
       ${points.map(({ name }) => html`<span key=${name} class="row tight"><i class=${`dot fill-${colourOf(name)}`}></i>
-        ${NAMES[name] ?? name}</span>`)}
+        ${PATHS[name] ?? name}</span>`)}
       <span class="muted">Ring: first step; disc: last step. Hover or choose a point.</span></span>`}</p>
   </div>`;
 }
 
-const NAMES = { first: "first turns", any: "a turn drawn uniformly" };
 const colourOf = (name) => COLOURS[name] ?? 7;
 const bent = (ratio) => Math.log1p(Math.max(0, ratio));
 
@@ -91,7 +98,7 @@ function Course({ name, points, x, y, shown, onOver, onPick }) {
   return html`<g class=${`course stroke-${colour} fill-${colour}`}>
     <polyline points=${line} />
     ${points.map((point, i) => html`<circle key=${point.step} tabindex="0" role="button"
-      aria-label=${`step ${point.step}, ${NAMES[name] ?? name}: ${point.regime}`}
+      aria-label=${`step ${point.step}, ${PATHS[name] ?? name}: ${point.regime}`}
       class=${[i === 0 && "begin", i === last && "end", !point.decided && "undecided", same(point, shown) && "on"].filter(Boolean).join(" ")}
       cx=${x(point.entropy)} cy=${y(point.share)} r=${i === last ? 6 : i === 0 ? 5 : 3}
       onPointerEnter=${() => onOver(point)} onPointerLeave=${() => onOver(null)}
@@ -104,7 +111,7 @@ function Course({ name, points, x, y, shown, onOver, onPick }) {
 const same = (one, other) => other !== null && one.path === other.path && one.step === other.step;
 
 function told({ path, step, mi, entropy, share, ceiling, regime, prompts, retrieval, chance, zscore }) {
-  return html`<i class=${`dot fill-${colourOf(path)}`}></i> <b>step ${step}</b>, ${NAMES[path] ?? path}: ${regime};
+  return html`<i class=${`dot fill-${colourOf(path)}`}></i> <b>step ${step}</b>, ${PATHS[path] ?? path}: ${regime};
     H(Z|X) ${number(entropy)}, I(X;Z) ${number(mi)} of ${number(ceiling)} nats (${percent(share, 0)}), ${prompts} prompts${
     retrieval === undefined || retrieval === null ? "" : `, own prompt found ${percent(retrieval, 0)} (chance ${percent(chance, 0)})`}${
     zscore === undefined || zscore === null ? "" : `, z-score ${number(zscore)}`}`;
@@ -113,6 +120,6 @@ function told({ path, step, mi, entropy, share, ceiling, regime, prompts, retrie
 function spoken(points) {
   return points.map(({ name, points: all }) => {
     const [first, last] = [all[0], all.at(-1)];
-    return `${NAMES[name] ?? name}: from ${first.regime} in step ${first.step} to ${last.regime} in step ${last.step}`;
+    return `${PATHS[name] ?? name}: from ${first.regime} in step ${first.step} to ${last.regime} in step ${last.step}`;
   }).join("; ");
 }

@@ -2,13 +2,12 @@
 // each thought points to, and whether the task or the regularisers make the gradient.
 
 import { useApi, useEvents } from "../api.js";
+import { Curves } from "../charts.js";
+import { Gradients } from "../gradients.js";
 import { Matrix } from "../matrix.js";
 import { Loading, Problem, number, percent, useReady } from "../parts.js";
-import { Plane } from "../plane.js";
-import { html } from "../vendor/preact-htm.js";
-
-/** Which turn of an episode speaks, by the name of its path in the metrics. */
-export const PATHS = { first: "first turns", any: "a turn drawn uniformly" };
+import { PATHS, Plane, pathsIn } from "../plane.js";
+import { html, useMemo } from "../vendor/preact-htm.js";
 
 export default function Page({ params, query, setQuery }) {
   const { run } = params;
@@ -24,119 +23,90 @@ export default function Page({ params, query, setQuery }) {
 }
 
 function Collapse({ run, data, query, setQuery }) {
-  const paths = Object.entries(data.paths).filter(([, { steps }]) => steps.length > 0);
-  const at = paths.some(([name]) => name === query.path) ? query.path : paths[0]?.[0];
+  const measured = Object.keys(data.paths).filter((name) => data.paths[name].steps.length > 0);
+  const path = measured.includes(query.path) ? query.path : pathsIn(measured)[0];
   return html`
     <section class="panel">
-      ${paths.length > 0
-        ? html`<p class="lead">${standing(data.paths[at], at, data.thresholds)}</p>
-            <${Plane} paths=${data.paths} thresholds=${data.thresholds} path=${at}
-              step=${Number(query.step)} onPick=${(path, step) => setQuery({ path, step })} />`
-        : html`<${Unmeasured} what="What thoughts tell of their prompts"
-            how="--diagnose.information_every 5" also="It needs prompts with thoughts (prompt.think = true)." />`}
+      <h2>What thoughts tell of their prompts</h2>
+      ${path === undefined
+        ? html`<${Unmeasured} how="--diagnose.information_every 5"
+            also="It needs a policy that thinks (prompt.think = true)." />`
+        : html`<${Axes} ...${{ data, path, measured, query, setQuery }} />`}
     </section>
     <section class="panel">
       <h2>Cross-scores: which prompt does a thought point to?</h2>
-      ${data.matrix_steps.length > 0
-        ? html`<${Matrix} run=${run} steps=${data.matrix_steps} ...${{ query, setQuery }} />`
-        : html`<${Unmeasured} what="The matrix of cross-scores" how="--diagnose.information_every 5" />`}
+      ${data.matrix_steps.length === 0
+        ? html`<${Unmeasured} how="--diagnose.information_every 5" />`
+        : html`<${Matrix} run=${run} steps=${data.matrix_steps} ...${{ query, setQuery }} />`}
     </section>
     <section class="panel">
       <h2>Gradient norms by reward std</h2>
-      ${data.gradients.steps.length > 0
-        ? html`<${Gradients} gradients=${data.gradients} step=${Number(query.gradients)}
-            onStep=${(step) => setQuery({ gradients: step })} />`
-        : html`<${Unmeasured} what="Gradients by bucket of reward std" how="--diagnose.gradients_every 10"
-            also="Each time costs a backward pass for each term." />`}
+      ${data.gradients.steps.length === 0
+        ? html`<${Unmeasured} how="--diagnose.gradients_every 10"
+            also="Each time costs a backward pass for each term and bucket." />`
+        : html`<${Gradients} gradients=${data.gradients} step=${Number(query.gradients)}
+            onStep=${(step) => setQuery({ gradients: step })} />`}
     </section>`;
 }
 
-function Unmeasured({ what, how, also = "" }) {
-  return html`<p class="muted">${what} ${"was not measured in this run. "}
-    Train with <code>${how}</code> to see it here. ${also}</p>`;
+function Unmeasured({ how, also }) {
+  return html`<p class="muted">This run did not measure it. Train with <code>${how}</code> to see it here. ${also}</p>`;
 }
 
-/** Where the run is now, in words, and whether that can be decided. */
-function standing(path, name, thresholds) {
-  const last = path.steps.length - 1;
-  const [mi, entropy, prompts] = [path.mi[last], path.conditional_entropy[last], path.num_prompts[last]];
-  const where = html`In step ${path.steps[last]} (${PATHS[name] ?? name}), thoughts vary by
-    <b>H(Z|X) = ${number(entropy)} nats</b> given their prompt, and tell <b>I(X;Z) = ${number(mi)} nats</b>
-    of it, ${percent(share(path, last), 0)} of the ${number(path.prompt_entropy[last])} that there is to tell`;
-  if (prompts < thresholds.min_prompts) {
-    return html`${where}. Of ${prompts} different prompts no regime can be told: at least ${thresholds.min_prompts} are
-      needed (rollout.prompts).`;
-  }
-  return html`${where}: <b class=${REGIMES[path.regime[last]]?.kind}>${path.regime[last]}</b>,
-    ${REGIMES[path.regime[last]]?.words ?? ""}`;
+function Axes({ data, path, measured, query, setQuery }) {
+  const { paths, thresholds } = data;
+  const series = useMemo(() => coursesOf(paths, measured), [data]);
+  return html`
+    <p class="lead">${standing(paths[path], path, thresholds)}</p>
+    <div class="axes-row">
+      <${Plane} paths=${paths} thresholds=${thresholds} path=${path} step=${Number(query.step)}
+        onPick=${(name, step) => setQuery({ path: name, step })} />
+      <div class="axes-curves">
+        <${Curves} title="own prompt found" series=${series.retrieval} range=${[0, 1]} sync="collapse"
+          height=${92} format=${(x) => percent(x, 0)} lines=${chanceOf(paths[path])} />
+        <${Curves} title="I(X;Z), nats" series=${series.mi} sync="collapse" height=${92} />
+        <${Curves} title="H(Z|X), nats" series=${series.conditional_entropy} sync="collapse" height=${92} />
+        <${Curves} title="MI z-score" series=${series.zscore} sync="collapse" height=${92} xLabel="step" />
+      </div>
+    </div>`;
 }
 
-const share = ({ mi, prompt_entropy: ceiling }, i) => (ceiling[i] ? mi[i] / ceiling[i] : null);
+/** Each measure over steps, a curve for each path, in the colours of the plane. */
+function coursesOf(paths, measured) {
+  const of = (name) => measured.map((path) => ({
+    name: PATHS[path] ?? path, colour: path === "first" ? 0 : 5, x: paths[path].steps, y: paths[path][name],
+  }));
+  const names = ["retrieval", "mi", "conditional_entropy", "zscore"];
+  return Object.fromEntries(names.map((name) => [name, of(name)]));
+}
 
+function chanceOf({ chance }) {
+  const last = chance?.at(-1);
+  return last === null || last === undefined ? [] : [{ y: last, label: "chance" }];
+}
+
+/** What each regime means, in words. */
 const REGIMES = {
-  diverse: { kind: "good", words: "it thinks in many ways, and about what it sees." },
-  "template collapse": { kind: "bad", words: "it thinks in many ways, but hardly about what it sees." },
-  compressed: { kind: "warn", words: "it thinks in few ways, and these fit what it sees." },
-  "low-entropy collapse": { kind: "bad", words: "it thinks the same, whatever it sees." },
+  diverse: ["good", "it thinks in many ways, and about what it sees."],
+  "template collapse": ["bad", "it thinks in many ways, but hardly about what it sees."],
+  compressed: ["warn", "it thinks in few ways, and they fit what it sees."],
+  "low-entropy collapse": ["bad", "it thinks the same, whatever it sees."],
 };
 
-/** The terms of the loss, with what is expected of their gradient as the reward std grows. */
-const TERMS = [
-  { key: "task_per_token", title: "task", colour: 0 },
-  { key: "entropy_per_token", title: "entropy bonus", colour: 1 },
-  { key: "kl_per_token", title: "KL to reference", colour: 3 },
-];
-
-function Gradients({ gradients, step, onStep }) {
-  const { steps } = gradients;
-  const at = Math.max(0, steps.includes(step) ? steps.indexOf(step) : steps.length - 1);
-  const buckets = gradients.buckets.filter((bucket) => known(bucket.reward_std[at]));
-  const terms = TERMS.filter(({ key }) => buckets.some((bucket) => known(bucket[key]?.[at])));
-  return html`<p>${shape(buckets, terms, at)}</p>
-    ${steps.length > 1 && html`<label class="step-slider">step
-      <input type="range" min="0" max=${steps.length - 1} value=${at}
-        onInput=${(event) => onStep(steps[event.target.value])} /> <b>${steps[at]}</b></label>`}
-    <div class="gradients">${terms.map(({ key, title, colour }) => html`<${Bars} key=${key}
-      title=${title} colour=${colour}
-      values=${buckets.map((bucket) => bucket[key]?.[at] ?? null)}
-      labels=${buckets.map((bucket) => number(bucket.reward_std[at]))} />`)}</div>
-    <p class="muted">A bar is the norm of the gradient a token of the groups in one bucket, each panel
-      on its own scale; below it the mean reward std of the bucket's groups.</p>`;
-}
-
-const known = (x) => x !== null && x !== undefined;
-
-/** How each gradient changes from the lowest bucket to the highest. */
-function shape(buckets, terms, at) {
-  if (buckets.length < 2) return "All groups have the same reward std: there is nothing to compare.";
-  const factors = terms.map(({ key, title }) => {
-    const [low, high] = [buckets[0], buckets.at(-1)].map((bucket) => bucket[key]?.[at]);
-    return { title, task: key === "task_per_token", factor: low > 0 ? high / low : null };
-  });
-  const task = factors.find(({ task: is }) => is);
-  const others = factors.filter(({ task: is }) => !is);
-  const steep = task && (task.factor === null || task.factor > STEEP);
-  const flat = others.every(({ factor }) => factor !== null && factor < STEEP && factor > 1 / STEEP);
-  const healthy = steep && flat;
-  const grow = ({ title, factor }) => `${title} ${factor === null ? "grows from 0" : `× ${number(factor)}`}`;
-  return html`From the lowest reward std to the highest: ${factors.map(grow).join(", ")}.
-    ${healthy
-      ? html` <b class="good">The healthy shape</b>: the task's gradient grows with what there is to learn,
-          the regularisers' does not.`
-      : html` The healthy shape would be a task gradient that grows, and regularisers that stay flat
-          (within a factor of ${STEEP}).`}`;
-}
-
-const STEEP = 2; // A factor below which a norm counts as flat: seeds differ by half as much.
-
-function Bars({ title, values, labels, colour }) {
-  const most = Math.max(...values.filter(known), 0);
-  return html`<figure class="bars"><figcaption>${title}</figcaption>
-    <div class="bars-row" role="img" aria-label=${`${title}: ${values.map(number).join(", ")}`}>
-      ${values.map((value, i) => html`<div key=${i} class="bar">
-        <span class="bar-value">${number(value)}</span>
-        <i class=${`fill-${colour}`} style=${{ height: `${most ? Math.max(1, (76 * (value ?? 0)) / most) : 1}px` }}></i>
-        <span class="muted">${labels[i]}</span>
-      </div>`)}
-    </div></figure>`;
+/** Where the run is now, in words, and whether that can be decided. */
+function standing(path, name, { min_prompts: least }) {
+  const last = path.steps.length - 1;
+  const [mi, entropy, ceiling] = [path.mi[last], path.conditional_entropy[last], path.prompt_entropy[last]];
+  const prompts = path.num_prompts[last];
+  const told = ceiling > 0 ? `${percent(mi / ceiling, 0)} of the ${number(ceiling)}` : "of the 0";
+  const where = html`Step ${path.steps[last]}, ${PATHS[name] ?? name}: given their prompt, thoughts vary
+    by <b>H(Z|X) = ${number(entropy)} nats</b>; of the prompt they tell${" "}
+    <b>I(X;Z) = ${number(mi)} nats</b>, ${told} that there are to tell.`;
+  if (prompts < least) {
+    return html`${where} <b>That is undecidable</b>: the thoughts came from ${prompts} different
+      prompt${prompts === 1 ? "" : "s"}, and a regime needs ${least} or more (more levels a step: rollout.prompts;
+      some worlds have fewer first prompts than that).`;
+  }
+  const [kind, words] = REGIMES[path.regime[last]];
+  return html`${where} That is <b class=${kind}>${path.regime[last]}</b>: ${words}`;
 }

@@ -65,7 +65,7 @@ function Levels({ run, levels, query, setQuery }) {
   );
   return html`<div class="then-now">
     <section class="panel levels">
-      <div class="row controls">
+      <div class="row choices">
         ${phases.length > 1 && html`<${Tabs} label="Evaluations" value=${phase}
           tabs=${phases.map((key) => ({ key, title: key === "eval" ? "sampled" : "greedy" }))}
           onChange=${(key) => setQuery({ phase: key, level_seed: null })} />`}
@@ -166,7 +166,7 @@ function Choice({ episodes, from, to, setSteps, others, otherSeed, setQuery }) {
     <select value=${value} onChange=${(event) => onChange(Number(event.target.value))}>
       ${values.map((one) => html`<option key=${one} value=${one} selected=${one === value}>${one}</option>`)}
     </select></label>`;
-  return html`<div class="row controls">
+  return html`<div class="row choices">
     ${others.length > 0 && html`<${Tabs} label="Compare" tabs=${modes} value=${mode} onChange=${swap} />`}
     ${mode === "steps"
       ? choice("then: step", from, steps, (step) => setSteps(step, to))
