@@ -4,7 +4,8 @@
 import { number } from "./parts.js";
 import { html } from "./vendor/preact-htm.js";
 
-const FLAT = 2; // The factor within which a norm counts as flat.
+const ALIKE = 1.2; // A factor of the reward std below which all buckets are one.
+const FLAT = 2; // The factor within which a norm is flat where the lowest reward std is 0.
 const TALL = 76; // Pixels of the highest bar.
 
 const TERMS = [
@@ -23,7 +24,7 @@ export function Gradients({ gradients, step, onStep }) {
   const norms = TERMS.map((term) => ({ ...term, values: buckets.map((bucket) => bucket[term.key]?.[at] ?? null) }))
     .filter(({ values }) => values.some(known));
   const labels = buckets.map((bucket) => number(bucket.reward_std[at]));
-  return html`<p>${shape(norms, buckets.length)}</p>
+  return html`<p>${shape(norms, buckets.map((bucket) => bucket.reward_std[at]))}</p>
     ${steps.length > 1 && html`<label class="step-slider">step
       <input type="range" min="0" max=${steps.length - 1} value=${at}
         onInput=${(event) => onStep(steps[event.target.value])} /> <b>${steps[at]}</b></label>`}
@@ -32,21 +33,30 @@ export function Gradients({ gradients, step, onStep }) {
       std below it. Each panel has its own scale.</p>`;
 }
 
-/** How each gradient changes from the lowest bucket to the highest, in a sentence. */
-function shape(norms, count) {
-  if (count < 2) return "All groups have the same reward std: there is nothing to compare in this step.";
-  const factors = norms.map(({ title, values }) => ({ title, factor: values[0] > 0 ? values.at(-1) / values[0] : Infinity }));
-  const said = factors.map(({ title, factor }) =>
-    `${title} ${Number.isFinite(factor) ? `× ${number(factor)}` : "from nothing"}`).join(", ");
-  const [task, ...others] = factors;
-  const grows = task.title === "task" && task.factor > FLAT;
-  const flat = others.every(({ factor }) => factor < FLAT && factor > 1 / FLAT);
-  return html`From the lowest reward std to the highest: ${said}.${" "}
-    ${grows && flat
-      ? html`<b class="good">That is the healthy shape</b>: the task's gradient grows with what there is to
-          learn, the regularisers' stays flat.`
-      : html`<b class="warn">That is not the healthy shape</b>: ${grows ? "" : "the task's gradient does not grow with the reward std"}${!grows && !flat ? ", and " : ""}${flat ? "" : `a regulariser's is not flat (within a factor of ${FLAT})`}.`}`;
+/**
+ * How each gradient changes from the lowest bucket to the highest, in a sentence. A term grows with
+ * the reward std if its norm's factor is at least the root of the std's; it is flat if it is not.
+ */
+function shape(norms, stds) {
+  const std = factorOf(stds);
+  if (stds.length < 2 || std < ALIKE) return "The groups' reward std hardly differ: there is nothing to compare in this step.";
+  const factors = norms.map(({ title, values }) => ({ title, factor: factorOf(values) }));
+  const limit = Number.isFinite(std) ? Math.sqrt(std) : FLAT;
+  const task = factors.find(({ title }) => title === "task");
+  const unsteady = factors.filter((one) => one !== task && (one.factor > limit || one.factor < 1 / limit));
+  const faults = [
+    !(task?.factor >= limit) && "the task's gradient does not grow with it",
+    ...unsteady.map(({ title }) => `that of the ${title} is not flat`),
+  ].filter(Boolean);
+  const said = factors.map(({ title, factor }) => `${title} ${times(factor)}`).join(", ");
+  return html`From the lowest bucket to the highest the reward std grows ${times(std)}; the gradients: ${said}.${" "}
+    ${faults.length
+      ? html`<b class="warn">Not the healthy shape</b>: ${faults.join(", and ")}.`
+      : html`<b class="good">The healthy shape</b>: the task's gradient grows with what there is to learn, the regularisers' stay flat.`}`;
 }
+
+const factorOf = (values) => (values[0] > 0 ? values.at(-1) / values[0] : Infinity);
+const times = (factor) => (Number.isFinite(factor) ? `× ${number(factor)}` : "from nothing");
 
 function Bars({ title, values, labels, colour }) {
   const most = Math.max(...values.filter(known));

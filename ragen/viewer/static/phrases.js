@@ -81,10 +81,9 @@ const shown = (index, steps) => index % Math.ceil(steps.length / 12) === 0;
 function summary(rows, steps) {
   const most = rows.reduce((a, b) => (ORDERS.now.value(b) > ORDERS.now.value(a) ? b : a));
   const half = rows.filter(({ counts }) => counts.at(-1) >= 0.5).length;
-  return html`In step ${steps.at(-1)}, ${plural(half, "phrase")} of these ${rows.length}
-    ${half === 1 ? "stands" : "stand"} in half of the thoughts or more; the most frequent,
-    “<${Text} text=${most.phrase} limit=${200} />”, in ${percent(most.counts.at(-1), 0)}
-    (${percent(most.counts[0], 0)} in step ${steps[0]}).`;
+  const [first, last] = [most.counts[0], most.counts.at(-1)].map((share) => percent(share, 0));
+  return html`${`In step ${steps.at(-1)}, ${half} of these ${plural(rows.length, "phrase")} stood in half of the thoughts or more. The most frequent, “`}<${Text}
+    text=${most.phrase} limit=${200} />${`”, stood in ${last} (${first} in step ${steps[0]}).`}`;
 }
 
 /** What the colours mean. */

@@ -58,8 +58,8 @@ function Gains({ gains, evaluations }) {
         a=${[`step ${gain.from_step}`, gain.before]} b=${[`step ${gain.to_step}`, gain.after]}
         floor=${evaluations[0].random} ceiling=${evaluations[0].best} />
       <p>${verdict(gain, "Training helped", "Training harmed")}${" "}
-        Of ${plural(gain.levels, "level")} it won ${number(gain.won)} and lost ${number(gain.lost)}
-        (McNemar's p ${small(gain.mcnemar_p)}).</p>
+        Of ${plural(gain.levels, "level")} it won ${number(gain.won)} and lost${" "}
+        ${number(gain.lost)} (McNemar's p ${small(gain.mcnemar_p)}).</p>
     </div>`)}
   </section>`;
 }
