@@ -18,25 +18,18 @@ Axes: **N** thoughts, **M** distinct prompts.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ragen.metrics import Metrics, last, mean
-from ragen.regimes import INFORMED, MIN_PROMPTS, REGIMES, UNDECIDED, Regime
+from ragen.regimes import INFORMED, MIN_PROMPTS, REGIMES, UNDECIDED, Regime, Sampling
 from ragen.types import Group, Turn
 
 Tokens = tuple[int, ...]
-Sampling = Literal["first", "any"]
-
-SAMPLINGS: tuple[Sampling, ...] = ("first", "any")
-"""Which turn of an episode speaks: its first (prompts are levels), or one drawn uniformly."""
-
 SPREAD = 1e-3
 """Added to the deviation that the z-score divides by (arXiv:2604.06268), in nats a token."""
 

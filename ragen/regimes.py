@@ -1,12 +1,17 @@
-"""The four regimes of arXiv:2604.06268, from the two axes H(Z|X) and I(X;Z), and their thresholds.
+"""What the information of a step is called: samplings, regimes, and the limits between them.
 
-`ragen.information` measures the axes; whoever only reads them needs no torch.
+`ragen.information` measures by these; whoever only names what was measured loads no torch.
 """
 
 from __future__ import annotations
 
 import math
 from typing import Literal
+
+Sampling = Literal["first", "any"]
+
+SAMPLINGS: tuple[Sampling, ...] = ("first", "any")
+"""Which turn of an episode speaks: its first (prompts are levels), or one drawn uniformly."""
 
 Regime = Literal[
     "undecidable", "diverse", "template collapse", "compressed", "low-entropy collapse"

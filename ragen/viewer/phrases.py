@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ragen.schema import TURNS_AN_EPISODE
 from ragen.viewer.course import attempts_of
 from ragen.viewer.reading import (
     Answer,
@@ -96,7 +97,8 @@ def _thoughts(
     ]
     for number in spread(episodes, MOST_EPISODES):
         for (thought,) in connection.execute(
-            "SELECT thought FROM turns WHERE episode_id = ? AND thought IS NOT NULL", (number,)
+            "SELECT thought FROM turns WHERE id BETWEEN ? AND ? AND thought IS NOT NULL",
+            (number * TURNS_AN_EPISODE, (number + 1) * TURNS_AN_EPISODE - 1),
         ):
             yield thought.split()
 

@@ -12,15 +12,9 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
+from ragen.database import CONFIG, DATABASE, connect_to_read
 from ragen.errors import RagenError
-from ragen.database import CONFIG, DATABASE
 from ragen.schema import SCHEMA_VERSION
 
 Query = Mapping[str, str]
@@ -28,9 +22,6 @@ Query = Mapping[str, str]
 
 Answer = dict[str, Any]
 """What is said to it: values that JSON has."""
-
-BUSY_S = 2.0
-"""How long a reader waits for a run that is just folding its log back."""
 
 DEEPEST = 4
 """Folders below the root in which runs are looked for; a study's lie two deep."""
@@ -75,29 +66,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def is_written(folder: Path) -> bool:
-    """Whether a process holds the run's claim (`Recorder`), asked without taking it from anybody.
-
-    The lock that is tried is shared, so that two viewers do not take each other for a writer, and
-    given back at once.
-    """
-    if fcntl is None:
-        return (folder / f"{DATABASE}-wal").exists()
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(handle)
-    return False
 
 
 def find_runs(root: Path) -> list[str]:
@@ -170,7 +138,8 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
     """
     path = folder / name
     try:
-        with contextlib.closing(_connect(path)) as connection:
+        with contextlib.closing(connect_to_read(path)) as connection:
+            connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA query_only = ON")
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version != SCHEMA_VERSION:
@@ -181,26 +150,6 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
             yield connection
     except sqlite3.Error as error:
         raise Unreadable(f"{name} cannot be read: {error}") from None
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    mode = "mode=ro"
-    if _says_wal(path) and _stamp(path.with_name(f"{path.name}-wal")) is None:
-        # Nobody writes it, and SQLite would make the log's files only to look at an empty one.
-        mode = "immutable=1"
-    uri = f"file:{quote(str(path.absolute()))}?{mode}"
-    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S)
-    connection.row_factory = sqlite3.Row
-    return connection
-
-
-def _says_wal(path: Path) -> bool:
-    """Whether the file's header announces a write-ahead log (bytes 18 and 19 of its format)."""
-    try:
-        with path.open("rb") as file:
-            return file.read(20)[18:20] == b"\x02\x02"
-    except OSError:
-        return False
 
 
 def text_of(query: Query, name: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config import Config
+from ragen.database import CONFIG, is_claimed
 from ragen.errors import RagenError
 from ragen.report import ALARM
 from ragen.viewer.course import Attempt, attempts_of, histories, standing
@@ -24,7 +25,6 @@ from ragen.viewer.reading import (
     Signature,
     Unreadable,
     find_runs,
-    is_written,
     reading,
     signature,
 )
@@ -53,7 +53,7 @@ def run_summary(root: Path, run: str) -> Answer:
     if before != now:
         summary = _summarise(folder, now)
         _SUMMARIES[folder] = now, summary
-    if summary["state"] != "unreadable" and is_written(folder):
+    if summary["state"] != "unreadable" and is_claimed(folder):
         summary = summary | {"state": "running"}
     return {"run": run, "name": folder.name} | summary
 
@@ -87,7 +87,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         Unreadable: There is no such file, or it is no TOML.
     """
     try:
-        return tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         raise Unreadable(f"config.toml cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Evaluations level by level: the same levels come again, so that before and after are pairs."""
+"""What training changed, level by level: evaluations play the same levels, so that they pair."""
 
 from __future__ import annotations
 
@@ -13,34 +13,10 @@ from ragen.viewer.course import attempts_of
 from ragen.viewer.reading import Answer, Query, folder_of, reading
 
 PHASES = ("eval", "eval greedy")
-"""The phases whose levels come again; each training step has levels of its own."""
+"""Whose levels come again; each training step has levels of its own."""
 
 Course = dict[int, bool]
 """Step to success, of one level."""
-
-
-def recurring(root: Path, query: Query) -> Answer:
-    """``/api/recurring``: the levels that were played at more than one step, with their course.
-
-    Raises:
-        Unanswered: There is no such run, or it cannot be read.
-    """
-    with reading(folder_of(root, query)) as connection:
-        played = _played(connection, (query["phase"],) if "phase" in query else PHASES)
-    return {
-        "levels": [
-            {
-                "phase": phase,
-                "world": world,
-                "level_seed": level,
-                "steps": list(course),
-                "successes": list(course.values()),
-            }
-            for (phase, world), levels in played.items()
-            for level, course in sorted(levels.items())
-            if len(course) > 1
-        ]
-    }
 
 
 def gains(root: Path, query: Query) -> Answer:
@@ -50,7 +26,7 @@ def gains(root: Path, query: Query) -> Answer:
         Unanswered: There is no such run, or it cannot be read.
     """
     with reading(folder_of(root, query)) as connection:
-        played = _played(connection, PHASES)
+        played = _played(connection)
     found = (_gain(levels) for levels in played.values())
     return {
         "gains": [
@@ -85,19 +61,16 @@ def _gain(levels: dict[int, Course]) -> dict[str, Any] | None:
     }
 
 
-def _played(
-    connection: sqlite3.Connection, phases: tuple[str, ...]
-) -> dict[tuple[str, str], dict[int, Course]]:
+def _played(connection: sqlite3.Connection) -> dict[tuple[str, str], dict[int, Course]]:
     """By phase and world, and by level, how the level went at each step that counts."""
     attempts = {attempt.number: attempt for attempt in attempts_of(connection)}
     found: dict[tuple[str, str], dict[int, Course]] = {}
     rows = connection.execute(
         "SELECT phase, world, level_seed, step, attempt, success FROM episodes"
-        f" WHERE phase IN ({','.join('?' * len(phases))}) ORDER BY phase, step, id",
-        phases,
+        f" WHERE phase IN ({','.join('?' * len(PHASES))}) ORDER BY phase, step, id",
+        PHASES,
     )
     for phase, world, level, step, number, success in rows:
         if number not in attempts or attempts[number].stands(step):
-            levels = found.setdefault((phase, world), defaultdict(dict))
-            levels[level][step] = bool(success)
+            found.setdefault((phase, world), defaultdict(dict))[level][step] = bool(success)
     return found
