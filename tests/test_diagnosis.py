@@ -22,9 +22,9 @@ from ragen.config import Config
 from ragen.database import DATABASE
 from ragen.diagnosis import gradients_by_std
 from ragen.diagnostics import averaged, smooth, std_buckets
-from ragen.regimes import REGIMES
 from ragen.learner import Learner
 from ragen.metrics import largest, last, mean, total, values
+from ragen.regimes import REGIMES
 from ragen.settings import resolve
 from ragen.trainer import examine, train
 

@@ -128,6 +128,21 @@ def _imported(file: Path, above: tuple[Path, ...]) -> Iterator[Path]:
 def _function(file: Path, names: Mapping[Path, str]) -> str:
     """A module as a function that is called at once and returns what it exports."""
     exported: dict[str, str] = {}
+    parts = _COMMENT.split(file.read_text("utf-8"))
+    for place in range(0, len(parts), 2):  # comments stand at odd places, and stay: licences
+        code = _bound(parts[place], file, names)
+        code = _EXPORT.sub(lambda found: _declared(found, exported), code)
+        code = _EXPORTED.sub(lambda found: _listed(found, exported), code)
+        left = _LEFT.search(code)
+        assert left is None, f"{file.name}: {left[0]!r} has a form that a shared file cannot have"
+        parts[place] = code
+    result = ", ".join(f"{public}: {local}" for public, local in exported.items())
+    body = "".join(parts).strip()
+    return f"const {names[file]} = (() => {{\n{body}\nreturn {{ {result} }};\n}})();"
+
+
+def _bound(code: str, file: Path, names: Mapping[Path, str]) -> str:
+    """Code that takes what it imports from the objects of the modules before it."""
 
     def module(found: re.Match[str]) -> str:
         return names[(file.parent / found["source"]).resolve()]
@@ -142,29 +157,22 @@ def _function(file: Path, names: Mapping[Path, str]) -> str:
             return f"const {wanted.split()[-1]} = {module(found)};"
         return f"const {{ default: {wanted} }} = {module(found)};"
 
-    def later(found: re.Match[str]) -> str:
-        return f"Promise.resolve({module(found)})"
+    code = _IMPORT.sub(imports, code)
+    return _LATER.sub(lambda found: f"Promise.resolve({module(found)})", code)
 
-    def exports(found: re.Match[str]) -> str:
-        exported["default" if found["default"] else found["name"]] = found["name"]
-        return f"{found['kind']} {found['name']}"
 
-    def listed(found: re.Match[str]) -> str:
-        for item in filter(None, map(str.strip, found["names"].split(","))):
-            local, _, public = item.partition(" as ")
-            exported[public.strip() or local] = local.strip()
-        return ""
+def _declared(found: re.Match[str], exported: dict[str, str]) -> str:
+    """A declaration without its ``export``, which is noted."""
+    exported["default" if found["default"] else found["name"]] = found["name"]
+    return f"{found['kind']} {found['name']}"
 
-    parts = _COMMENT.split(file.read_text("utf-8"))
-    for place in range(0, len(parts), 2):  # comments stand at odd places, and stay: licences
-        code = _LATER.sub(later, _IMPORT.sub(imports, parts[place]))
-        code = _EXPORTED.sub(listed, _EXPORT.sub(exports, code))
-        left = _LEFT.search(code)
-        assert left is None, f"{file.name}: {left[0]!r} has a form that a shared file cannot have"
-        parts[place] = code
-    result = ", ".join(f"{public}: {local}" for public, local in exported.items())
-    own = names[file]
-    return f"const {own} = (() => {{\n{''.join(parts).strip()}\nreturn {{ {result} }};\n}})();"
+
+def _listed(found: re.Match[str], exported: dict[str, str]) -> str:
+    """A list of exports, which is noted and leaves nothing behind."""
+    for item in filter(None, map(str.strip, found["names"].split(","))):
+        local, _, public = item.partition(" as ")
+        exported[public.strip() or local] = local.strip()
+    return ""
 
 
 def _sheet(file: Path) -> str:

@@ -1,12 +1,12 @@
-"""Which phrases thoughts repeat, over a run's steps: a template shows as one that all come to hold.
-"""
+"""Which phrases thoughts repeat, over a run's steps: a template is one that all come to hold."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from ragen.schema import TURNS_AN_EPISODE
 from ragen.viewer.course import attempts_of
@@ -31,11 +31,13 @@ MOST_PHRASES = 30
 LONGEST = 12
 """Words of a phrase beyond which almost none comes twice."""
 
+Item = TypeVar("Item")
+
 _COUNTED: dict[tuple[Path, int, str], tuple[Signature, Answer]] = {}
 
 
 def phrases(root: Path, query: Query) -> Answer:
-    """``/api/phrases``: the most frequent phrases, and the share of thoughts that hold them by step.
+    """``/api/phrases``: the most frequent phrases, and the share of thoughts with them by step.
 
     Counting a large run takes a second, so that an answer is kept until the run changes.
 
@@ -72,7 +74,7 @@ def _steps(connection: sqlite3.Connection, phase: str) -> list[tuple[int, int]]:
     return [(step, found[step]) for step in spread(sorted(found), MOST_STEPS)]
 
 
-def spread(items: list[int], most: int) -> list[int]:
+def spread(items: Sequence[Item], most: int) -> list[Item]:
     """At most so many items, evenly, the first and the last among them.
 
     Example:
@@ -80,7 +82,7 @@ def spread(items: list[int], most: int) -> list[int]:
         [0, 3, 6]
     """
     if len(items) <= most:
-        return items
+        return list(items)
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 

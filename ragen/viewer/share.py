@@ -18,6 +18,7 @@ from urllib.parse import quote
 from ragen.errors import RagenError
 from ragen.viewer.answers import answer
 from ragen.viewer.bundle import page
+from ragen.viewer.phrases import spread
 
 MOST_MATRICES, MOST_LEVELS = 8, 12
 """Steps of cross-scores a path, and levels a phase, that a run's file holds, evenly over all."""
@@ -92,15 +93,16 @@ class _Held:
         self.root, self.run, self.start = folder.parent, folder.name, start
         self.pages = [start.partition("?")[0]]
         self.answers: Answers = {}
-        self.about = Discreet(folder)
-        self.ask("/api/run")
+        self._discreet = Discreet(folder)
+        self.about_run = self.ask("/api/run")
 
-    def ask(self, path: str, **params: Any) -> Any:
+    def ask(self, question: str, /, **params: Any) -> Any:
         """The answer to a question about the run, which the file then holds."""
-        params = {"run": self.run} | params
-        texts = {name: str(value) for name, value in params.items() if value is not None}
-        found = self.about.without_places(answer(self.root, path, texts))
-        self.answers[key_of(path, texts)] = found
+        query = {"run": self.run} | {name: str(value) for name, value in params.items()}
+        found = self._discreet.without_places(answer(self.root, question, query))
+        # Of curves the file holds all under one key, whichever a page asks for (`static/api.js`).
+        held = {"run": self.run} if question == "/api/metrics" else query
+        self.answers[key_of(question, held)] = found
         return found
 
     def episode(self, number: int) -> Any:
@@ -132,36 +134,26 @@ def _run(folder: Path) -> _Held:
     name = _encoded(folder.name)
     held = _Held(folder, f"#/run/{name}")
     held.pages += [f"#/{page}/{name}" for page in ("evaluations", "collapse", "recurring")]
-    names = held.answers[key_of("/api/run", {"run": held.run})]["names"]
-    curves = held.ask("/api/metrics", names=",".join(names))
-    held.answers = {key: found for key, found in held.answers.items() if found is not curves}
-    held.answers[key_of("/api/metrics", {"run": held.run})] = curves
+    held.ask("/api/metrics", names=",".join(held.about_run["names"]))
     held.ask("/api/gains")
     for words in PHRASE_LENGTHS:
         held.ask("/api/phrases", words=words, phase="train")
     collapse = held.ask("/api/collapse")
-    steps = collapse["matrix_steps"]
-    paths = dict.fromkeys(each["path"] for each in steps)
-    kept = [each for path in paths for each in _even(steps, "path", path, MOST_MATRICES)]
-    collapse["matrix_steps"] = kept
-    for each in kept:
+    collapse["matrix_steps"] = _some_of_each(collapse["matrix_steps"], "path", MOST_MATRICES)
+    for each in collapse["matrix_steps"]:
         held.ask("/api/matrix", step=each["step"], path=each["path"])
     recurring = held.ask("/api/recurring")
-    levels = recurring["levels"]
-    phases = dict.fromkeys(each["phase"] for each in levels)
-    kept = [each for phase in phases for each in _even(levels, "phase", phase, MOST_LEVELS)]
-    recurring["levels"] = kept
-    for each in kept:
+    recurring["levels"] = _some_of_each(recurring["levels"], "phase", MOST_LEVELS)
+    for each in recurring["levels"]:
         held.ask("/api/level", phase=each["phase"], level_seed=each["level_seed"])
     return held
 
 
-def _even(items: list[Answers], name: str, value: str, most: int) -> list[Answers]:
-    """Those of one kind, at most so many, the first and the last among them."""
-    alike = [each for each in items if each[name] == value]
-    if len(alike) <= most:
-        return alike
-    return [alike[round(place * (len(alike) - 1) / (most - 1))] for place in range(most)]
+def _some_of_each(items: list[Answers], kind: str, most: int) -> list[Answers]:
+    """Of each kind at most so many, evenly."""
+    kinds = dict.fromkeys(each[kind] for each in items)
+    alike = ([each for each in items if each[kind] == one] for one in kinds)
+    return [each for those in alike for each in spread(those, most)]
 
 
 def key_of(path: str, params: Mapping[str, Any]) -> str:
