@@ -91,8 +91,9 @@ CREATE VIRTUAL TABLE thoughts_fts USING fts5 (thought, content='turns', content_
 """
 """What was played: episodes, their turns, the text of each token in them, a search in thoughts.
 
-A turn's id is `turn_id`. Its `prompt_ids` are all of its prompt where `prompt_joins` is 0; where it is 1, the prompt
-goes on from the prompt and completion of the turn before, and only what follows those is kept."""
+A turn's id is `turn_id`. Its `prompt_ids` are all of its prompt where `prompt_joins` is 0; where it
+is 1, the prompt goes on from the prompt and completion of the turn before, and only what follows
+those is kept."""
 
 SCHEMA = f"""
 CREATE TABLE metrics (

@@ -24,9 +24,10 @@ from ragen.config import Config
 from ragen.database import DATABASE, read
 from ragen.diagnosis import gradients_by_std
 from ragen.diagnostics import averaged, smooth, std_buckets
-from ragen.information import REGIMES, measure
+from ragen.information import measure
 from ragen.learner import Learner
 from ragen.metrics import largest, last, mean, total, values
+from ragen.regimes import REGIMES
 from ragen.schema import decompress
 from ragen.settings import resolve
 from ragen.trainer import examine, resume, train

@@ -10,7 +10,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from ragen.viewer import collapse, contests, course, lists, played, run_page, runs, tokens
+from ragen.viewer import (
+    collapse,
+    contests,
+    course,
+    gains,
+    lists,
+    phrases,
+    played,
+    run_page,
+    runs,
+    tokens,
+)
 from ragen.viewer.reading import Answer, Query
 
 ANSWERS: Mapping[str, Callable[[Path, Query], Answer]] = MappingProxyType(
@@ -25,9 +36,10 @@ ANSWERS: Mapping[str, Callable[[Path, Query], Answer]] = MappingProxyType(
         "/api/recurring": played.recurring,
         "/api/level": played.level,
         "/api/tokens": tokens.tokens,
-        "/api/phrases": collapse.phrases,
+        "/api/phrases": phrases.phrases,
         "/api/collapse": collapse.collapse,
         "/api/matrix": collapse.matrix,
+        "/api/gains": gains.gains,
         "/api/compare": contests.compare,
     }
 )
