@@ -21,11 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ragen.config import Config
+from ragen.database import CONFIG
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluated, Evaluation, evaluations_of
 from ragen.plots import Curve, Series, draw_signals, draw_success, draw_time
 from ragen.progress import clock, sparkline, thousands
-from ragen.recorder import CONFIG, read_attempts, read_events, read_metrics, standing
+from ragen.reader import read_attempts, read_events, read_metrics, standing
 from ragen.settings import differences, read_config
 from ragen.statistics import Interval, difference
 

@@ -23,6 +23,7 @@ from ragen.collection import (
 )
 from ragen.config import Config
 from ragen.credit import weighed
+from ragen.database import CONFIG, new_run_folder, refuse_existing
 from ragen.diagnosis import information
 from ragen.diagnostics import averaged, explained_variance, reference_kl, smooth, summarize
 from ragen.engine import Engine
@@ -35,7 +36,7 @@ from ragen.memory import refuse_too_large
 from ragen.metrics import Metrics, last, merge, values
 from ragen.outcomes import outcome_of
 from ragen.progress import Watcher
-from ragen.recorder import CONFIG, Recorder, new_run_folder, refuse_existing
+from ragen.recorder import Recorder
 from ragen.recovery import guarded, stalled
 from ragen.rollout import refuse_cramped, setup_of
 from ragen.running import (
