@@ -143,7 +143,7 @@ def branch(
         playing = replace(playing, chat=chat)
         episodes = run_async(_played(policy, playing, places, config.rollout.slots))
     exact = recorded.exact(turn)
-    write_branches(run, request, episodes, exact, lambda token: chat.decode((token,)))
+    write_branches(run, request, episodes, exact, chat.text_of)
     return Branched(run, request, recorded, exact, tuple(episodes))
 
 

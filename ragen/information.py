@@ -66,7 +66,8 @@ class Thoughts:
 
     Of thought i the tokens are ``thoughts[thought_N[i]]`` and the prompt ``prompts[prompt_N[i]]``:
     equal thoughts and equal prompts cost one forward, and what is equal is what repeats in a
-    collapse. `left_out` counts the drawn turns without a valid thought.
+    collapse. `left_out` counts the drawn turns without a valid thought. For people to read there
+    are the thoughts' `texts`, and `observations`, the last that a prompt shows of the world.
     """
 
     prompts: tuple[Tokens, ...]
@@ -74,6 +75,22 @@ class Thoughts:
     prompt_N: tuple[int, ...]
     thought_N: tuple[int, ...]
     left_out: int
+    observations: tuple[str, ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CrossScores:
+    """What `measure` was given, with every thought and every prompt as text.
+
+    `scores_NM` is the matrix of `measure` and `own_N` says which prompt is each thought's own.
+    """
+
+    sampling: Sampling
+    scores_NM: Tensor
+    own_N: tuple[int, ...]
+    thoughts: tuple[str, ...]
+    prompts: tuple[str, ...]
 
 
 def spoken(turn: Turn) -> tuple[Tokens, Tokens] | None:
@@ -107,20 +124,22 @@ def draw(groups: Sequence[Group], sampling: Sampling, count: int, seed: int) -> 
     generator = random.Random(seed)
     episodes = [e for group in groups for e in group.episodes if e.turns and not e.failed]
     turns = [e.turns[0] if sampling == "first" else generator.choice(e.turns) for e in episodes]
-    said = [pair for pair in map(spoken, turns) if pair is not None]
+    said = [(*pair, turn) for turn in turns if (pair := spoken(turn)) is not None]
     left_out = len(turns) - len(said)
     if len(said) > count:
         said = [said[index] for index in sorted(generator.sample(range(len(said)), count))]
-    prompts = {prompt: None for prompt, _ in said}
-    thoughts = {thought: None for _, thought in said}
+    prompts = {prompt: turn.observation for prompt, _, turn in said}
+    thoughts = {thought: turn.thought or "" for _, thought, turn in said}
     prompt_place = {prompt: place for place, prompt in enumerate(prompts)}
     thought_place = {thought: place for place, thought in enumerate(thoughts)}
     return Thoughts(
         tuple(prompts),
         tuple(thoughts),
-        tuple(prompt_place[prompt] for prompt, _ in said),
-        tuple(thought_place[thought] for _, thought in said),
+        tuple(prompt_place[prompt] for prompt, _, _ in said),
+        tuple(thought_place[thought] for _, thought, _ in said),
         left_out,
+        tuple(prompts.values()),
+        tuple(thoughts.values()),
     )
 
 

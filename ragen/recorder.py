@@ -140,7 +140,6 @@ class Recorder:
         kept: Sequence[bool] | None = None,
         phase: str = "train",
         scores: Sequence[float | None] | None = None,
-        entropies: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         """All episodes of a step with their turns.
 
@@ -150,16 +149,13 @@ class Recorder:
             kept: For each group, whether the filter kept it; None means all.
             phase: ``train``, ``eval`` or ``eval greedy``.
             scores: For each group, the filter's score; None means that none was taken.
-            entropies: Mean entropy of the trained tokens by (group, member), where it is known.
         """
         pending = self._step(step)
         flags = [True] * len(groups) if kept is None else kept
-        known = {} if entropies is None else entropies
         found = [None] * len(groups) if scores is None else scores
         for group, keep, score in zip(groups, flags, found, strict=True):
             for episode in group.episodes:
-                entropy = known.get((episode.group, episode.member))
-                rows = episode_rows(episode, phase, keep, score, entropy)
+                rows = episode_rows(episode, phase, keep, score)
                 pending.episodes.append(rows)
                 pending.token_ids |= rows.token_ids
 

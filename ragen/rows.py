@@ -10,6 +10,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from ragen.schema import compress
@@ -32,19 +33,21 @@ def episode_rows(
     phase: str,
     kept: bool = True,
     group_score: float | None = None,
-    entropy: float | None = None,
 ) -> EpisodeRows:
     """All that is kept of an episode.
+
+    Its ``entropy`` is the estimate of `ragen.filters.surprise`: the mean of −logprob over its
+    sampled tokens, which every episode has that was sampled here, kept and trained on or not.
 
     Args:
         episode: The episode.
         phase: What it was played for: ``train``, ``eval`` or ``eval greedy``.
         kept: Whether the filter kept its group.
         group_score: The filter's score of its group, if there is one.
-        entropy: Mean entropy of its trained tokens in nats, if they were scored.
     """
     turns = episode.turns
     sampled = [turn.completion.token_ids for turn in turns]
+    logprobs = [each for turn in turns for each in turn.completion.logprobs or ()]
     countable = None not in sampled
     spans = [turn.thought_span or (0, 0) for turn in turns]
     row = (
@@ -65,7 +68,7 @@ def episode_rows(
         len(turns),
         sum(len(ids or ()) for ids in sampled) if countable else None,
         sum(end - start for start, end in spans) if countable else None,
-        entropy,
+        -fmean(logprobs) if logprobs else None,
         group_score,
         optional_text(episode.error),
         optional_text(episode.final_observation),

@@ -143,7 +143,7 @@ class Episode:
     ``"context"`` means that the next turn alone was too long for the model. So it writes false.
     `error` is the traceback of a world that failed, or the last complaint of a server.
     `final_observation` and `final_picture` are what the world showed after the last action, and
-    ``None`` where the episode failed.
+    ``None`` where the world failed.
 
     Example:
         >>> ends = {"terminated": False, "truncated": True, "bootstrap": False, "success": False}
