@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ from ragen.schema import SCHEMA, SCHEMA_VERSION
 
 DATABASE = "run.sqlite"
 CONFIG = "config.toml"
+
+READERS_S = 0.5
+"""How long a writer that ends waits for readers; an answer of the viewer takes a tenth of it."""
+
+ASKED_S = 0.1
+"""How long a claim is tried for: who only asks whether a run is claimed (`is_claimed`) holds the
+lock for some microseconds."""
 
 
 def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
@@ -136,9 +144,17 @@ def open_database(
 
 def close_database(connection: sqlite3.Connection) -> None:
     """Leave one plain file, unless others are still at it."""
-    # A reader that is still looking keeps the WAL alive; the last one to leave removes it.
-    with contextlib.suppress(sqlite3.OperationalError):
-        connection.execute("PRAGMA journal_mode = DELETE")
+    # A reader keeps the log alive and cannot fold it back itself: who writes waits until it has
+    # seen what it came for. Another writer may stay for long; the last one to leave folds it.
+    end = time.monotonic() + READERS_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = DELETE")
+            break
+        except sqlite3.OperationalError:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.01)
     connection.close()
 
 
@@ -156,10 +172,24 @@ def connect(database: Path) -> sqlite3.Connection:
 def connect_to_read(database: Path) -> sqlite3.Connection:
     """A connection that can change nothing, also while a run writes the database.
 
+    It leaves no file behind, either. A database that nobody writes may still announce a log (a copy
+    of a living run's does): SQLite would make the log's files only to find it empty.
+
     Raises:
         sqlite3.OperationalError: There is no such file.
     """
-    return sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)
+    log = database.with_name(f"{database.name}-wal")
+    how = "immutable=1" if _announces_log(database) and not log.exists() else "mode=ro"
+    return sqlite3.connect(f"{database.absolute().as_uri()}?{how}", uri=True)
+
+
+def _announces_log(database: Path) -> bool:
+    """Whether the header says so: bytes 18 and 19 of SQLite's file format are 2."""
+    try:
+        with database.open("rb") as file:
+            return file.read(20)[18:] == b"\x02\x02"
+    except OSError:
+        return False
 
 
 def read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -217,16 +247,44 @@ def claim(folder: Path) -> int | None:
     if fcntl is None:
         return None
     handle = os.open(folder, os.O_RDONLY)
+    end = time.monotonic() + ASKED_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(handle)
+                raise RagenError(
+                    f"{folder} is being written by another process; stop that run first, or let "
+                    "it end"
+                ) from None
+            time.sleep(0.005)
+        except OSError:  # a file system without locks
+            return handle
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process writes this run; asking takes its claim from nobody.
+
+    The lock that is tried is a shared one, given back at once: two that ask do not take each other
+    for a writer.
+    """
+    if fcntl is None:
+        return (folder / f"{DATABASE}-wal").exists()
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(handle)
-        raise RagenError(
-            f"{folder} is being written by another process; stop that run first, or let it end"
-        ) from None
+        return True
     except OSError:  # a file system without locks
-        pass
-    return handle
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
 def cannot_write(folder: Path, error: sqlite3.Error | OSError, file: str = DATABASE) -> RagenError:

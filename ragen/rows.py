@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ragen.schema import compress
+from ragen.schema import compress, turn_id
 from ragen.types import Episode, Turn
 
 Row = tuple[Any, ...]
@@ -125,7 +125,8 @@ def write_episodes(
     (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM episodes").fetchone()
     numbered = list(enumerate(episodes, last + 1))
     insert(connection, "episodes", [(key, attempt, step, *e.episode) for key, e in numbered])
-    insert(connection, "turns", [(None, key, *turn) for key, e in numbered for turn in e.turns])
+    turns = [(turn_id(key, turn[0]), key, *turn) for key, e in numbered for turn in e.turns]
+    insert(connection, "turns", turns)
     connection.execute(
         "INSERT INTO thoughts_fts (rowid, thought) SELECT id, thought FROM turns"
         " WHERE episode_id > ? AND thought IS NOT NULL",

@@ -35,6 +35,9 @@ SAMPLE_ARRAYS: Mapping[str, str] = MappingProxyType(
 the zlib-compressed little-endian bytes, or NULL where a run has no such array (without a critic no
 values)."""
 
+TURNS_AN_EPISODE = 4096
+"""Ids that each episode keeps for its turns."""
+
 ARRAYS: Mapping[str, str] = MappingProxyType(
     {
         **SAMPLE_ARRAYS,
@@ -59,6 +62,10 @@ CREATE TABLE episodes (
     error TEXT, final_observation TEXT, final_picture TEXT
 );
 CREATE INDEX episodes_by_step ON episodes (attempt, step);
+CREATE INDEX episodes_listed ON episodes (
+    phase, world, stop_reason, step, attempt, success, kept, reward, num_turns, num_tokens,
+    entropy, group_score, "group", level_seed
+);
 CREATE TABLE turns (
     id INTEGER PRIMARY KEY, episode_id INTEGER NOT NULL, turn INTEGER NOT NULL,
     observation TEXT NOT NULL, picture TEXT, reply TEXT NOT NULL, thought TEXT,
@@ -75,6 +82,8 @@ CREATE VIRTUAL TABLE thoughts_fts USING fts5 (thought, content='turns', content_
 """
 """What was played: episodes, their turns, the text of each token in them, a search in thoughts.
 
+`episodes_listed` holds all that lists are filtered and sorted by, so that none of them reads the
+table itself. A turn's id is `turn_id`: what the search finds knows its episode.
 A turn's `prompt_ids` are all of its prompt where `prompt_joins` is 0; where it is 1, the prompt
 goes on from the prompt and completion of the turn before, and only what follows those is kept."""
 
@@ -120,6 +129,17 @@ CREATE TABLE outcomes (
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 """The whole database, empty."""
+
+
+def turn_id(episode: int, turn: int) -> int:
+    """The id of an episode's turn, from which both follow.
+
+    Example:
+        >>> divmod(turn_id(7, 2), TURNS_AN_EPISODE)
+        (7, 2)
+    """
+    assert 0 <= turn < TURNS_AN_EPISODE
+    return episode * TURNS_AN_EPISODE + turn
 
 
 def compress(name: str, array: npt.ArrayLike) -> bytes:

@@ -56,7 +56,7 @@ ORDER: dict[str, list[str]] = {
         *["evaluation", "progress", "plots", "report", "card", "scores", "compare", "base", "sft"],
         *["diagnosis", "running", "collection", "recovery", "trainer", "export", "branch"],
         *["measures", "study", "studies", "viewer", "play", "doctor"],
-        *["arguments", "command", "cli_runs", "cli_evaluations", "cli_tools", "cli"],
+        *["arguments", "command", "cli_runs", "cli_evaluations", "cli_viewer", "cli_tools", "cli"],
     ],
 }
 PLACE = {module: place for place, module in enumerate(chain(*ORDER.values()))}
