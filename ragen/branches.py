@@ -13,11 +13,12 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragen.database import close_database, open_database, read, transaction
+from ragen.database import close_database, connect_to_read, open_database, read, transaction
 from ragen.errors import RagenError
 from ragen.rows import episode_rows, write_episodes, write_tokens
 from ragen.schema import PLAYED, SCHEMA_VERSION, decompress
@@ -178,6 +179,15 @@ def _rows_of(picture: str | None) -> tuple[str, ...] | None:
 
 def _ids(name: str, row: dict[str, Any]) -> tuple[int, ...] | None:
     return None if row[name] is None else tuple(decompress(name, row[name]).tolist())
+
+
+def has_branches(run: Path) -> bool:
+    """Whether there is a database of branches to read; one that is just being made is none yet."""
+    if not (run / FILE).exists():
+        return False
+    with suppress(sqlite3.Error), closing(connect_to_read(run / FILE)) as connection:
+        return bool(connection.execute("PRAGMA user_version").fetchone() != (0,))
+    return True  # who reads it will say what is wrong with it
 
 
 def write_branches(

@@ -220,12 +220,12 @@ def test_many_may_write_at_once(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for episode, turn, rewards in rows(
+    for episode, turn, member, reward in rows(
         tmp_path,
-        "SELECT b.episode, b.turn, group_concat(e.reward) FROM branches b JOIN episodes e"
-        ' ON e."group" = b.number GROUP BY b.number',
+        "SELECT b.episode, b.turn, e.member, e.reward FROM branches b JOIN episodes e"
+        ' ON e."group" = b.number',
     ):
-        assert [float(reward) for reward in rewards.split(",")] == [episode, turn]
+        assert reward == (episode, turn)[member]
     assert rows(tmp_path, "SELECT count(*) FROM branches") == [(20,)]
     assert [path.name for path in tmp_path.iterdir()] == [FILE]  # one plain file
 
@@ -392,6 +392,14 @@ def test_the_command(run: Path, capsys: Capture) -> None:
     shown = capsys.readouterr().out
     assert "Episode 1 from turn 0 on, checkpoint 1" in shown and "same coming noise" in shown
     assert [line.split()[0] for line in shown.splitlines()[-4:]].count("original") <= 1
+
+
+def test_spoilt_weights_are_one_line(run: Path, capsys: Capture) -> None:
+    (run / "checkpoints" / "step-2" / "model.safetensors").write_bytes(b"spoilt")
+    assert main(["branch", str(run), "1", "--turn", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "step-2" in said and said.count("\n") == 1
+    assert not (run / FILE).exists()
 
 
 @pytest.mark.parametrize(
