@@ -13,8 +13,9 @@ from ragen.batch import Batch
 from ragen.diagnostics import std_buckets
 from ragen.engine import Engine
 from ragen.filters import reward_std
-from ragen.information import SAMPLINGS, CrossScores, draw, measure
+from ragen.information import CrossScores, draw, measure
 from ragen.metrics import Metrics, last, total
+from ragen.regimes import SAMPLINGS
 from ragen.seeding import derive
 from ragen.types import Group
 

@@ -18,44 +18,18 @@ Axes: **N** thoughts, **M** distinct prompts.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ragen.metrics import Metrics, last, mean
+from ragen.regimes import INFORMED, MIN_PROMPTS, REGIMES, UNDECIDED, Regime, Sampling
 from ragen.types import Group, Turn
 
 Tokens = tuple[int, ...]
-Sampling = Literal["first", "any"]
-
-SAMPLINGS: tuple[Sampling, ...] = ("first", "any")
-"""Which turn of an episode speaks: its first (prompts are levels), or one drawn uniformly."""
-
-Regime = Literal[
-    "undecidable", "diverse", "template collapse", "compressed", "low-entropy collapse"
-]
-REGIMES: tuple[Regime, ...] = (
-    "undecidable",
-    "diverse",
-    "template collapse",
-    "compressed",
-    "low-entropy collapse",
-)
-"""The labels; a metric holds a label's place in this row."""
-
-MIN_PROMPTS = 4
-"""Prompts below which no regime is told: of fewer, H(w) is at most log 3, one lucky word."""
-INFORMED = 0.5
-"""Share of H(w) from which on I counts as high: with less, a thought leaves more than √M of M
-equally likely prompts possible."""
-UNDECIDED = math.log(2)
-"""H(Z|X) in nats a thought from which on it counts as high: less is less than two equally likely
-thoughts a prompt."""
 SPREAD = 1e-3
 """Added to the deviation that the z-score divides by (arXiv:2604.06268), in nats a token."""
 

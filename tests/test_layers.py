@@ -24,7 +24,7 @@ ORDER: dict[str, list[str]] = {
     "L2 worlds": ["boundary", "env", "envs"],
     "L3 experience": [
         *["policy", "players", "references", "endpoint", "context", "isolated", "reasoning"],
-        *["rollout", "samples", "transcripts", "statistics", "demonstrations"],
+        *["rollout", "samples", "transcripts", "statistics", "regimes", "demonstrations"],
         "demonstrations_lake",
         "demonstrations_sokoban",
     ],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from ragen.viewer import course, run_page, runs
+from ragen.viewer import collapse, contests, course, lists, played, run_page, runs, tokens
 from ragen.viewer.reading import Answer, Query
 
 ANSWERS: Mapping[str, Callable[[Path, Query], Answer]] = MappingProxyType(
@@ -19,6 +19,30 @@ ANSWERS: Mapping[str, Callable[[Path, Query], Answer]] = MappingProxyType(
         "/api/run": run_page.run,
         "/api/metrics": course.metrics,
         "/api/difference": run_page.difference,
+        "/api/episodes": lists.episodes,
+        "/api/episode": played.episode,
+        "/api/group": played.group,
+        "/api/recurring": played.recurring,
+        "/api/level": played.level,
+        "/api/tokens": tokens.tokens,
+        "/api/phrases": collapse.phrases,
+        "/api/collapse": collapse.collapse,
+        "/api/matrix": collapse.matrix,
+        "/api/compare": contests.compare,
     }
 )
-"""By path: a function of the runs' folder and the parameters; it raises `reading.Unanswered`."""
+"""By path: a function of the runs' folder and the parameters."""
+
+
+def answer(root: Path, path: str, query: Query) -> Answer:
+    """The answer to one question, as the server gives it.
+
+    Args:
+        root: The folder of the runs, or one run.
+        path: One of `ANSWERS`.
+        query: The parameters.
+
+    Raises:
+        Unanswered: There is no such run or thing, it cannot be read, or a parameter is wrong.
+    """
+    return ANSWERS[path](root, query)

@@ -39,7 +39,7 @@ def run(root: Path, query: Query) -> Answer:
         evaluated = evaluations(connection, attempts)
         evaluating = math.fsum(each["seconds"] for each in evaluated if each["step"] is not None)
         steps = {
-            name: distinct(connection, table, "step")
+            name: steps_of(connection, table)
             for name, table in (("episode", "episodes"), ("token", "samples"))
         }
         matrices = matrix_steps(connection)
@@ -86,14 +86,20 @@ def events(connection: sqlite3.Connection, after: int = 0) -> list[Answer]:
     return [dict(row) | {"data": row["data"] and json.loads(row["data"])} for row in rows]
 
 
-def distinct(connection: sqlite3.Connection, table: str, column: str) -> list[Any]:
-    """The values of an indexed column: each is one descent, where DISTINCT would scan the index."""
+def steps_of(connection: sqlite3.Connection, table: str, phase: str | None = None) -> list[int]:
+    """The steps that a table has rows of: each is one descent, where DISTINCT scans an index."""
+    condition, values = ("AND phase = ?", (phase,)) if phase else ("", ())
+    first = f"SELECT rowid FROM {table} WHERE (attempt, step) > ({{}}) {condition}"
+    first += " ORDER BY attempt, step LIMIT 1"
     rows = connection.execute(
-        f"WITH RECURSIVE found (value) AS (SELECT min({column}) FROM {table} UNION ALL"
-        f" SELECT (SELECT min({column}) FROM {table} WHERE {column} > value) FROM found"
-        " WHERE value IS NOT NULL) SELECT value FROM found WHERE value IS NOT NULL"
+        "WITH RECURSIVE found (attempt, step) AS ("
+        f" SELECT attempt, step FROM {table} WHERE rowid = ({first.format('-1, -1')})"
+        f" UNION ALL SELECT t.attempt, t.step FROM found JOIN {table} AS t"
+        f" ON t.rowid = ({first.format('found.attempt, found.step')})"
+        ") SELECT DISTINCT step FROM found ORDER BY step",
+        values * 2,
     )
-    return [value for (value,) in rows]
+    return [step for (step,) in rows]
 
 
 def matrix_steps(connection: sqlite3.Connection) -> list[Answer]:
