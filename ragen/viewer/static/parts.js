@@ -1,5 +1,6 @@
 // The small pieces that all pages are made of, and how numbers, times and links are written.
 
+import { reachable } from "./api.js";
 import { Component, html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const CUT = 20000; // Characters of a text that are shown at once: a megabyte would stall the page.
@@ -66,7 +67,10 @@ export function plural(count, noun) {
 
 // ---- addresses
 
-/** The address of a page: `link("episode", {run, id}, {turn: 2})`. Absent values are left out. */
+/**
+ * The address of a page: `link("episode", {run, id}, {turn: 2})`. Absent values are left out. Of a
+ * page that a shared file does not hold it is undefined: an `<a>` without href is plain text.
+ */
 export function link(page, params = {}, query = {}) {
   const path = page === "runs" ? [] : [page, params.run, params.id];
   const there = path.filter((part) => part !== undefined && part !== null);
@@ -74,6 +78,7 @@ export function link(page, params = {}, query = {}) {
     .filter(([, value]) => value !== null && value !== undefined && value !== "")
     .map(([name, value]) => `${name}=${readable(value)}`);
   const address = `#/${there.map(encodeURIComponent).join("/")}`;
+  if (!reachable(address)) return undefined;
   return pairs.length ? `${address}?${pairs.join("&")}` : address;
 }
 
