@@ -16,9 +16,11 @@ export const start = embedded?.dataset.start ?? "";
 
 const pages = new Set(embedded?.dataset.pages.split(" "));
 
-/** Whether there is a page for an address: a shared file holds a few, a server has all. */
-export function reachable(address) {
-  return !shared || pages.has(address.split("?")[0]);
+/** Whether there is such a page: a shared file holds a few, and of groups one; a server has all. */
+export function reachable(page, address, { run }, { attempt, step, phase, group }) {
+  if (!shared) return true;
+  const question = keyOf("/api/group", { run, attempt, step, phase, group });
+  return pages.has(address) && (page !== "group" || Object.hasOwn(snapshot, question));
 }
 
 /** What went wrong, in a line for people; `status` is 0 where the server did not answer at all. */

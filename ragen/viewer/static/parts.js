@@ -78,7 +78,7 @@ export function link(page, params = {}, query = {}) {
     .filter(([, value]) => value !== null && value !== undefined && value !== "")
     .map(([name, value]) => `${name}=${readable(value)}`);
   const address = `#/${there.map(encodeURIComponent).join("/")}`;
-  if (!reachable(address)) return undefined;
+  if (!reachable(page, address, params, query)) return undefined;
   return pairs.length ? `${address}?${pairs.join("&")}` : address;
 }
 
