@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen import exactness, learner, sampler
-from ragen.recorder import read_metrics
+from ragen.reader import read_metrics
 from ragen.settings import resolve
 from ragen.trainer import train
 

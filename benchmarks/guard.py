@@ -36,7 +36,7 @@ from typing import Any
 import ragen
 from ragen.errors import GuardStop
 from ragen.guard import read_alarms
-from ragen.recorder import read_evaluations, read_events, standing
+from ragen.reader import read_evaluations, read_events, standing
 from ragen.statistics import difference, wilson
 
 ACTS = ("reward_std_cliff", "entropy_cliff", "entropy_blowup", "reward_drop", "format_loss")

@@ -32,9 +32,9 @@ from typing import Any
 from ragen import running, trainer
 from ragen.checkpoint import newest_whole
 from ragen.config import Config
+from ragen.database import DATABASE
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
-from ragen.recorder import DATABASE
 from ragen.settings import resolve
 from ragen.trainer import resume, train
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ragen
-from ragen.recorder import read_metrics
+from ragen.reader import read_metrics
 from ragen.settings import canonical_key, parse_value
 
 WORLDS = ("bandit", "frozen-lake-still", "frozen-lake", "sokoban")

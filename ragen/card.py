@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ragen.config import Config
-from ragen.recorder import CONFIG
+from ragen.database import CONFIG
 from ragen.report import Facts, Section, exactness, happened, learnt, markdown, settings
 from ragen.settings import read_config
 from ragen.types import Message

@@ -210,6 +210,15 @@ class Chat:
         """Text of sampled ids, without the end-of-turn token; other special tokens are kept."""
         return self._text(self._without_end(ids))
 
+    def text_of(self, token: int) -> str:
+        """A token's text behind another token: at the start it may lose a leading space.
+
+        Of a token that spells a part of a character only, U+FFFD.
+        """
+        if token not in self._pieces:
+            self._pieces[token] = self._text((token, token))[len(self._text((token,))) :]
+        return self._pieces[token]
+
     def token_span(self, ids: Sequence[int], text: str, start: int, end: int) -> tuple[int, int]:
         """The tokens that spell some characters of a decoded text.
 
@@ -253,17 +262,11 @@ class Chat:
 
     def _reach(self, ids: Sequence[int], text: str) -> Callable[[int], int]:
         """A function of k: how many characters of `text` the first k ids spell completely."""
-        pieces = [self._text(ids[:1]), *map(self._piece, ids[1:])]
+        pieces = [self._text(ids[:1]), *map(self.text_of, ids[1:])]
         if "".join(pieces) == text:
             return list(accumulate(map(len, pieces), initial=0)).__getitem__
         # Some character's bytes are spread over tokens, which alone decode to nothing readable.
         return lambda k: len(commonprefix((self._text(ids[:k]), text)))  # noqa: RUF071 (characters)
-
-    def _piece(self, token: int) -> str:
-        """A token's text behind another token: at the start it may lose a leading space."""
-        if token not in self._pieces:
-            self._pieces[token] = self._text((token, token))[len(self._text((token,))) :]
-        return self._pieces[token]
 
     def _behind(self, before: str, text: str) -> Ids:
         """Ids of `text` as they are when it stands behind `before`."""

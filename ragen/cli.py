@@ -13,14 +13,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ragen import cli_evaluations, cli_runs, cli_tools
+from ragen import cli_evaluations, cli_runs, cli_tools, cli_viewer
 from ragen.command import complain
 from ragen.errors import RagenError
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes: 128 + the signal's number, as shells have it; an error brings its own."""
 
-COMMANDS = cli_runs.COMMANDS | cli_evaluations.COMMANDS | cli_tools.COMMANDS
+COMMANDS = cli_runs.COMMANDS | cli_evaluations.COMMANDS | cli_viewer.COMMANDS | cli_tools.COMMANDS
 """All commands, by name."""
 
 

@@ -48,7 +48,7 @@ def _train(options: Namespace, overrides: Overrides) -> int:
             complain(advice)
         _show_config(config)
         return 0
-    from ragen.recorder import refuse_existing
+    from ragen.database import refuse_existing
 
     refuse_existing(options.out)
     from ragen.trainer import train
@@ -66,7 +66,7 @@ def _resume_options(parser: Parser) -> None:
 
 
 def _resume(options: Namespace, _: Overrides) -> int:
-    from ragen.recorder import CONFIG
+    from ragen.database import CONFIG
 
     if not (options.run / CONFIG).is_file():
         raise RagenError(f"{options.run} is no run folder ({CONFIG} is missing)")
@@ -176,7 +176,7 @@ def _collapse(result: Result) -> list[str]:
     before, after = result.before, result.after
     if before is None or after is None or after.success >= before.success:
         return []
-    from ragen.recorder import read_metrics
+    from ragen.reader import read_metrics
 
     metrics = read_metrics(result.run)
     spread = list(metrics.get("reward/std_in_group", {0: 0.0}).values())

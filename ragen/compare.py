@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from ragen.config import Config
+from ragen.database import CONFIG
 from ragen.env import make
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation
 from ragen.outcomes import Outcome
 from ragen.players import PLAYERS
-from ragen.recorder import CONFIG
 from ragen.report import Section
 from ragen.scores import failures
 from ragen.settings import flatten, read_config

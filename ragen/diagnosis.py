@@ -13,15 +13,16 @@ from ragen.batch import Batch
 from ragen.diagnostics import std_buckets
 from ragen.engine import Engine
 from ragen.filters import reward_std
-from ragen.information import SAMPLINGS, draw, measure
+from ragen.information import CrossScores, draw, measure
 from ragen.metrics import Metrics, last, total
+from ragen.regimes import SAMPLINGS
 from ragen.seeding import derive
 from ragen.types import Group
 
 
 async def information(
     engine: Engine, groups: Sequence[Group], count: int, path: tuple[int, int]
-) -> Metrics:
+) -> tuple[Metrics, list[CrossScores]]:
     """What the groups' thoughts tell of their prompts, as ``information/<sampling>/…``.
 
     Args:
@@ -32,19 +33,26 @@ async def information(
 
     Returns:
         ``left_out`` (turns without a valid thought) and, where there are thoughts, the fields of
-        `ragen.information.Information` and the regime, for each of `SAMPLINGS`.
+        `ragen.information.Information` and the regime, for each of `SAMPLINGS`; and the scores that
+        they were read from.
     """
     metrics: Metrics = {}
+    matrices: list[CrossScores] = []
     seed, step = path
     for sampling in SAMPLINGS:
         drawn = draw(groups, sampling, count, derive(seed, "information", step, sampling))
         metrics[f"information/{sampling}/left_out"] = total(drawn.left_out)
         if drawn.thoughts:
             scores = await engine.cross_scores(drawn.prompts, drawn.thoughts)
+            scores_NM = scores[list(drawn.thought_N)]
             lengths = [len(drawn.thoughts[index]) for index in drawn.thought_N]
-            found = measure(scores[list(drawn.thought_N)], drawn.prompt_N, lengths)
+            found = measure(scores_NM, drawn.prompt_N, lengths)
             metrics |= found.metrics(f"information/{sampling}")
-    return metrics
+            texts = tuple(drawn.texts[index] for index in drawn.thought_N)
+            matrices.append(
+                CrossScores(sampling, scores_NM, drawn.prompt_N, texts, drawn.observations)
+            )
+    return metrics, matrices
 
 
 async def gradients_by_std(engine: Engine, batch: Batch, groups: Sequence[Group]) -> Metrics:

@@ -20,6 +20,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, get_type_hints
+from unicodedata import category
 
 import gymnasium
 import numpy as np
@@ -160,6 +161,21 @@ class Env(gymnasium.Env[str, str], ABC):
         """
         return None
 
+    def picture(self) -> list[str] | None:
+        """The present state drawn as a board, for people to look at; ``None`` draws nothing.
+
+        Rows of one length, a character a cell, whatever symbols the observation is written in. The
+        viewer draws ``#`` wall, ``_`` floor, ``P`` player, ``X`` box, ``O`` target, ``√`` box on
+        target, ``S`` player on target, ``H`` hole, ``G`` goal, ``@`` player in a hole and ``*``
+        player on the goal as such, and any other character as itself in a plain cell.
+        """
+        return None
+
+    @property
+    def draws(self) -> bool:
+        """Whether this world has a `picture` of its own."""
+        return type(self).picture is not Env.picture
+
     @property
     def reads_thoughts(self) -> bool:
         """Whether this world has a `read_thought` of its own."""
@@ -175,6 +191,22 @@ class Env(gymnasium.Env[str, str], ABC):
         if action not in names:
             raise ValueError(f"{self.name} knows no action {action!r}; it knows {', '.join(names)}")
         return names.index(action)
+
+
+def is_picture(value: Any) -> bool:
+    """Whether a value is what `Env.picture` may return.
+
+    Example:
+        >>> is_picture(None), is_picture(["P_", "_G"]), is_picture(["P_", "G"]), is_picture([])
+        (True, True, False, False)
+    """
+    if value is None:
+        return True
+    if not isinstance(value, list) or not all(isinstance(row, str) for row in value):
+        return False
+    cells = "".join(value)
+    alone = cells.isprintable() and not any(category(cell)[0] == "M" for cell in cells)
+    return cells != "" and alone and len({len(row) for row in value}) == 1
 
 
 def generators(
@@ -484,7 +516,7 @@ def _play(env: Env, level: int, noise_seed: int, steps: int) -> list[tuple[Any, 
     observation, info = env.reset(seed=level, options={"noise_seed": noise_seed})
     _require(env, isinstance(observation, str), "reset must return its observation as a text")
     _require(env, isinstance(info, dict), "reset must return (observation, info), info a dict")
-    history: list[tuple[Any, ...]] = [(observation, _key(env), env.actions)]
+    history: list[tuple[Any, ...]] = [(observation, _key(env), env.actions, _picture(env))]
     chooser = np.random.Generator(np.random.PCG64([2, level]))
     for _ in range(steps):
         history.append(_step(env, _choose(env, chooser)))
@@ -551,7 +583,18 @@ def _step(env: Env, action: str) -> tuple[Any, ...]:
         after == before or info["effective"],
         "info['effective'] must be true where state_key changed",
     )
-    return observation, reward, terminated, truncated, info, after
+    return observation, reward, terminated, truncated, info, after, _picture(env)
+
+
+def _picture(env: Env) -> Any:
+    """The picture, after making sure that it is one and that drawing it changes nothing."""
+    if not env.draws:
+        return None
+    state, picture = _json(env), env.picture()
+    rule = "picture must return None or a list of rows: texts of one length, printable characters"
+    _require(env, is_picture(picture), rule)
+    _require(env, state == _json(env), "picture must not change the world")
+    return picture
 
 
 def _key(env: Env) -> str:

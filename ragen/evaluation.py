@@ -18,7 +18,7 @@ from ragen.errors import RagenError
 from ragen.outcomes import Outcome, Store, key_of, outcome_of
 from ragen.players import PlayerPolicy
 from ragen.policy import Closable, Policy
-from ragen.recorder import read_evaluations
+from ragen.reader import read_evaluations
 from ragen.references import Budget, reference
 from ragen.rollout import Place, Setup, play, run_groups, run_places, setup_of
 from ragen.seeding import EVAL_LEVELS, TRAIN_LEVELS, eval_level

@@ -102,6 +102,11 @@ SCORES: dict[str, Callable[[Group], float]] = {
 """What a group is ranked by, by its name in the config. Only `mean` and `sum` may be negative."""
 
 
+def scores_of(groups: Sequence[Group], score: Score) -> list[float | None]:
+    """What each group is ranked by; ``None`` where all its episodes failed."""
+    return [SCORES[score](group) if _played(group) else None for group in groups]
+
+
 def keep_all(merits: Sequence[float], value: float, num_groups: int) -> list[int]:
     """All of them."""
     return list(range(len(merits)))

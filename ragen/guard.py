@@ -42,8 +42,8 @@ from pydantic import ValidationError
 from ragen.config import Config, DetectorName
 from ragen.diagnostics import WINDOW, Series, baseline_of, spike, trailing_means
 from ragen.errors import RagenError
-from ragen.information import MIN_PROMPTS
-from ragen.recorder import read_evaluations, read_events, read_metrics, standing
+from ragen.reader import read_evaluations, read_events, read_metrics, standing
+from ragen.regimes import MIN_PROMPTS
 from ragen.seeding import derive
 from ragen.statistics import difference, wilson
 

@@ -18,44 +18,18 @@ Axes: **N** thoughts, **M** distinct prompts.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ragen.metrics import Metrics, last, mean
+from ragen.regimes import INFORMED, MIN_PROMPTS, REGIMES, UNDECIDED, Regime, Sampling
 from ragen.types import Group, Turn
 
 Tokens = tuple[int, ...]
-Sampling = Literal["first", "any"]
-
-SAMPLINGS: tuple[Sampling, ...] = ("first", "any")
-"""Which turn of an episode speaks: its first (prompts are levels), or one drawn uniformly."""
-
-Regime = Literal[
-    "undecidable", "diverse", "template collapse", "compressed", "low-entropy collapse"
-]
-REGIMES: tuple[Regime, ...] = (
-    "undecidable",
-    "diverse",
-    "template collapse",
-    "compressed",
-    "low-entropy collapse",
-)
-"""The labels; a metric holds a label's place in this row."""
-
-MIN_PROMPTS = 4
-"""Prompts below which no regime is told: of fewer, H(w) is at most log 3, one lucky word."""
-INFORMED = 0.5
-"""Share of H(w) from which on I counts as high: with less, a thought leaves more than √M of M
-equally likely prompts possible."""
-UNDECIDED = math.log(2)
-"""H(Z|X) in nats a thought from which on it counts as high: less is less than two equally likely
-thoughts a prompt."""
 SPREAD = 1e-3
 """Added to the deviation that the z-score divides by (arXiv:2604.06268), in nats a token."""
 
@@ -66,7 +40,8 @@ class Thoughts:
 
     Of thought i the tokens are ``thoughts[thought_N[i]]`` and the prompt ``prompts[prompt_N[i]]``:
     equal thoughts and equal prompts cost one forward, and what is equal is what repeats in a
-    collapse. `left_out` counts the drawn turns without a valid thought.
+    collapse. `left_out` counts the drawn turns without a valid thought. For people to read there
+    are the thoughts' `texts`, and `observations`, the last that a prompt shows of the world.
     """
 
     prompts: tuple[Tokens, ...]
@@ -74,6 +49,22 @@ class Thoughts:
     prompt_N: tuple[int, ...]
     thought_N: tuple[int, ...]
     left_out: int
+    observations: tuple[str, ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CrossScores:
+    """What `measure` was given, with every thought and every prompt as text.
+
+    `scores_NM` is the matrix of `measure` and `own_N` says which prompt is each thought's own.
+    """
+
+    sampling: Sampling
+    scores_NM: Tensor
+    own_N: tuple[int, ...]
+    thoughts: tuple[str, ...]
+    prompts: tuple[str, ...]
 
 
 def spoken(turn: Turn) -> tuple[Tokens, Tokens] | None:
@@ -107,20 +98,22 @@ def draw(groups: Sequence[Group], sampling: Sampling, count: int, seed: int) -> 
     generator = random.Random(seed)
     episodes = [e for group in groups for e in group.episodes if e.turns and not e.failed]
     turns = [e.turns[0] if sampling == "first" else generator.choice(e.turns) for e in episodes]
-    said = [pair for pair in map(spoken, turns) if pair is not None]
+    said = [(*pair, turn) for turn in turns if (pair := spoken(turn)) is not None]
     left_out = len(turns) - len(said)
     if len(said) > count:
         said = [said[index] for index in sorted(generator.sample(range(len(said)), count))]
-    prompts = {prompt: None for prompt, _ in said}
-    thoughts = {thought: None for _, thought in said}
+    prompts = {prompt: turn.observation for prompt, _, turn in said}
+    thoughts = {thought: turn.thought or "" for _, thought, turn in said}
     prompt_place = {prompt: place for place, prompt in enumerate(prompts)}
     thought_place = {thought: place for place, thought in enumerate(thoughts)}
     return Thoughts(
         tuple(prompts),
         tuple(thoughts),
-        tuple(prompt_place[prompt] for prompt, _ in said),
-        tuple(thought_place[thought] for _, thought in said),
+        tuple(prompt_place[prompt] for prompt, _, _ in said),
+        tuple(thought_place[thought] for _, thought, _ in said),
         left_out,
+        tuple(prompts.values()),
+        tuple(thoughts.values()),
     )
 
 

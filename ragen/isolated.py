@@ -158,6 +158,7 @@ class IsolatedEnv(Env):
         self._rules: str = words["rules"]
         self._actions = None if words["actions"] is None else tuple(words["actions"])
         self._reads_thoughts: bool = words["reads_thoughts"]
+        self._draws: bool = words["draws"]
 
     @property
     def rules(self) -> str:
@@ -220,6 +221,16 @@ class IsolatedEnv(Env):
     def reads_thoughts(self) -> bool:
         """See `Env.reads_thoughts`."""
         return self._reads_thoughts
+
+    def picture(self) -> list[str] | None:
+        """See `Env.picture`."""
+        rows: list[str] | None = self._worker.ask("picture")
+        return rows
+
+    @property
+    def draws(self) -> bool:
+        """See `Env.draws`."""
+        return self._draws
 
     def __deepcopy__(self, _: dict[int, Any]) -> IsolatedEnv:
         raise TypeError("a world in a process of its own cannot be copied; use get_state")
@@ -296,4 +307,5 @@ class _Served:
             "rules": env.rules,
             "actions": env.actions,
             "reads_thoughts": env.reads_thoughts,
+            "draws": env.draws,
         }

@@ -30,7 +30,7 @@ from types import MappingProxyType
 from ragen.diagnostics import WINDOW
 from ragen.errors import RagenError
 from ragen.evaluation import evaluations_of
-from ragen.recorder import read_metrics
+from ragen.reader import read_metrics
 
 Series = Mapping[int, float]
 

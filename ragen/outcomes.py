@@ -17,8 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ragen.database import DATABASE, cannot_write, close_database, open_database
 from ragen.errors import RagenError
-from ragen.recorder import DATABASE, cannot_write, close_database, open_database, storable
+from ragen.rows import storable
 from ragen.types import Episode, StopReason, Turn, Usage
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from ragen.config import Config
-from ragen.recorder import CONFIG
+from ragen.database import CONFIG
 from ragen.settings import recipes
 from ragen.types import Episode
 

@@ -21,11 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ragen.config import Config
+from ragen.database import CONFIG
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluated, Evaluation, evaluations_of
 from ragen.plots import Curve, Series, draw_signals, draw_success, draw_time
 from ragen.progress import clock, sparkline, thousands
-from ragen.recorder import CONFIG, read_attempts, read_events, read_metrics, standing
+from ragen.reader import read_attempts, read_events, read_metrics, standing
 from ragen.settings import differences, read_config
 from ragen.statistics import Interval, difference
 
@@ -330,19 +331,26 @@ def times(facts: Facts) -> Section:
 
 
 def phases(facts: Facts) -> dict[str, float]:
-    """Seconds of each phase over all attempts, and of the evaluations that stand.
+    """Seconds of each phase over all attempts, and of the evaluations that stand."""
+    evaluating = math.fsum(each.evaluation.seconds for each in facts.evaluations)
+    return seconds_by_phase(facts.attempts, evaluating)
+
+
+def seconds_by_phase(
+    attempts: Mapping[int, Mapping[str, Series]], evaluating: float
+) -> dict[str, float]:
+    """Seconds of each phase over all attempts, those of evaluations beside them.
 
     A sum of others (a step; a rollout, where its parts are told) is left out, and so is a rate.
     """
     found: dict[str, float] = {}
-    for history in facts.attempts.values():
+    for history in attempts.values():
         sums = {"time/step_s", "time/tokens_per_s"}
         sums |= {"time/rollout_s"} if "time/generate_s" in history else set()
         for name, series in history.items():
             if name.startswith("time/") and name not in sums:
                 phase = name.removeprefix("time/").removesuffix("_s")
                 found[phase] = found.get(phase, 0.0) + math.fsum(series.values())
-    evaluating = math.fsum(each.evaluation.seconds for each in facts.evaluations)
     return found | ({"evaluations": evaluating} if evaluating else {})
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from reprlib import repr as shortened
 from typing import Any, Literal
 
 from ragen.actions import Parsed, parse
@@ -21,7 +22,7 @@ from ragen.boundary import WorldError, boundary
 from ragen.chat import Chat
 from ragen.config import Config
 from ragen.context import Conversation, View
-from ragen.env import Env, Reading, construct, maker
+from ragen.env import Env, Reading, construct, is_picture, maker
 from ragen.errors import RagenError
 from ragen.isolated import Workers
 from ragen.players import PlayerPolicy
@@ -254,13 +255,16 @@ async def play(policy: Policy | PlayerPolicy, setup: Setup, place: Place) -> Epi
     timeout_s = None if setup.workers else setup.timeout_s
     try:
         with closing(Guarded(setup.make, timeout_s, setup.world_time)) as world:
-            await running.play(world, policy)
+            try:
+                await running.play(world, policy)
+            except NoCompletion as failure:
+                running.stop_reason = failure.stop_reason
+                running.error = str(failure) if failure.stop_reason == "request" else None
+            running.final = world.observation, world.picture()
     except WorldError as failure:
-        return running.episode("timeout" if failure.timed_out else "error", error=str(failure))
-    except NoCompletion as failure:
-        error = str(failure) if failure.stop_reason == "request" else None
-        return running.episode(failure.stop_reason, error)
-    return running.episode(running.stop_reason)
+        running.stop_reason = "timeout" if failure.timed_out else "error"
+        running.error, running.success = str(failure), False
+    return running.episode()
 
 
 def refuse_cramped(setup: Setup, level: int) -> None:
@@ -294,6 +298,8 @@ class _Running:
         self.actions_left = setup.actions
         self.stop_reason: StopReason = "max_turns"
         self.success = False
+        self.error: str | None = None
+        self.final: tuple[str | None, tuple[str, ...] | None] = (None, None)
 
     async def play(self, world: Guarded, policy: Policy | PlayerPolicy) -> None:
         setup = self.setup
@@ -357,7 +363,7 @@ class _Running:
     ) -> tuple[Turn, str | None]:
         """Carry out what the completion asks for."""
         setup = self.setup
-        key, snapshot = world.state()
+        (key, snapshot), picture = world.state(), world.picture()
         parsed = parse(
             setup.prefill + completion.text,
             think=setup.think,
@@ -393,12 +399,13 @@ class _Running:
             key,
             {**(world.info if executed else {}), "effective": effective, **read},
             snapshot,
+            picture,
         )
         return charged(turn, setup.terms), parsed.problem
 
-    def episode(self, stop_reason: StopReason, error: str | None = None) -> Episode:
+    def episode(self) -> Episode:
         place = self.place
-        terminated = stop_reason in ("solved", "failed")
+        terminated = self.stop_reason in ("solved", "failed")
         return Episode(
             self.setup.world,
             place.level_seed,
@@ -406,12 +413,13 @@ class _Running:
             place.group,
             place.member,
             tuple(self.turns),
-            stop_reason,
+            self.stop_reason,
             terminated,
             not terminated,
             False,
             self.success,
-            error,
+            self.error,
+            *self.final,
         )
 
 
@@ -478,6 +486,19 @@ class Guarded:
         with self._calling("get_state"):
             # A copy: the world may go on with what it returned. And what is no JSON shows here.
             return key, json.loads(json.dumps(self.env.get_state()))
+
+    def picture(self) -> tuple[str, ...] | None:
+        """What the world draws of its present state; ``None`` where it draws nothing."""
+        if not self.env.draws:
+            return None
+        with self._calling("picture"):
+            rows = self.env.picture()
+        if not is_picture(rows):
+            raise WorldError(
+                f"picture returned {shortened(rows)}: rows of one length are expected, of single "
+                "printable characters"
+            )
+        return None if rows is None else tuple(rows)
 
     @contextmanager
     def _calling(self, call: str) -> Iterator[None]:

@@ -24,7 +24,8 @@ from ragen.evaluation import Evaluation, evaluate_policy, evaluations_of
 from ragen.guard import REACH, Alarm, GuardState, read_alarms
 from ragen.metrics import Metrics, last, total
 from ragen.progress import Watcher
-from ragen.recorder import Recorder, read_evaluations, read_metrics
+from ragen.reader import read_evaluations, read_metrics
+from ragen.recorder import Recorder
 from ragen.rollout import Setup
 from ragen.stopping import Stop
 from ragen.watchdog import Watchdog

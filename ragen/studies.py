@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragen.config import Config
+from ragen.database import CONFIG
 from ragen.errors import GuardStop, RagenError
 from ragen.evaluation import evaluations_of
 from ragen.measures import measure_of, read_run
 from ragen.plots import COLOURS, figure_of
-from ragen.recorder import CONFIG, read_events
+from ragen.reader import read_events
 from ragen.settings import differences, read_config
 from ragen.sft import sft
 from ragen.statistics import mean_interval

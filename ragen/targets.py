@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ragen.config import Config
+from ragen.database import CONFIG
 from ragen.endpoint import ChatEndpoint, Server
 from ragen.env import make, parameters
 from ragen.errors import RagenError
 from ragen.players import PLAYERS, PlayerPolicy
 from ragen.policy import Policy
-from ragen.recorder import CONFIG
 from ragen.references import sources
 from ragen.rollout import Setup, setup_of
 from ragen.settings import canonical_key, flatten, read_config, recipes, resolve

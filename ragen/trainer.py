@@ -23,19 +23,21 @@ from ragen.collection import (
 )
 from ragen.config import Config
 from ragen.credit import weighed
+from ragen.database import CONFIG, new_run_folder, refuse_existing
 from ragen.diagnosis import information
 from ragen.diagnostics import averaged, explained_variance, reference_kl, smooth, summarize
 from ragen.engine import Engine
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
 from ragen.evaluation import refuse_unplayable
-from ragen.filters import select
+from ragen.filters import scores_of, select
 from ragen.guard import REMEDIES, GuardState, changed
+from ragen.information import CrossScores
 from ragen.memory import refuse_too_large
 from ragen.metrics import Metrics, last, merge, values
 from ragen.outcomes import outcome_of
 from ragen.progress import Watcher
-from ragen.recorder import CONFIG, Recorder, new_run_folder, refuse_existing
+from ragen.recorder import Recorder
 from ragen.recovery import guarded, stalled
 from ragen.rollout import refuse_cramped, setup_of
 from ragen.running import (
@@ -68,7 +70,7 @@ async def loop(run: Run) -> None:
             groups = await run.stop.or_finish(play(run))
         kept = select(groups, **chosen_by(config))
         chosen = [groups[index] for index in kept]
-        diagnosis = await diagnose(run, groups, clock)
+        diagnosis, matrices = await diagnose(run, groups, clock)
         updates: list[Metrics] = []
         if trainable(chosen):
             with clock("score"):
@@ -83,6 +85,7 @@ async def loop(run: Run) -> None:
         advance(state, groups, updates)
         with clock("record"):
             await record(run, groups, kept, chosen, batch if updates else None)
+            record_scores(run, matrices)
         counted = counters(state) | refilled(groups, config) | engine.metrics()
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counted])
         metrics |= judged(batch) if updates else {}
@@ -112,17 +115,20 @@ async def play(run: Run) -> list[Group]:
     return groups
 
 
-async def diagnose(run: Run, groups: Sequence[Group], clock: Clock) -> Metrics:
+async def diagnose(
+    run: Run, groups: Sequence[Group], clock: Clock
+) -> tuple[Metrics, list[CrossScores]]:
     """What is looked at closer in this step, by the weights that the groups were played with."""
-    config, step, metrics = run.config, run.state.step, Metrics()
+    config, step = run.config, run.state.step
+    metrics, matrices = Metrics(), list[CrossScores]()
     if config.prompt.think and due(step, config.diagnose.information_every):
         with clock("information"):
-            path = (config.seed, step)
-            metrics |= await information(run.engine, groups, config.diagnose.thoughts, path)
+            count, path = config.diagnose.thoughts, (config.seed, step)
+            metrics, matrices = await information(run.engine, groups, count, path)
     if due(step, config.diagnose.gradients_every):
         with clock("gradients"):
             metrics |= await gradients(run.engine, groups, config)
-    return metrics
+    return metrics, matrices
 
 
 def advance(state: LoopState, groups: Sequence[Group], updates: Sequence[Metrics]) -> None:
@@ -152,12 +158,22 @@ async def record(
     if due(step, wanted.episodes_every):
         chosen_ones = set(kept)
         flags = [index in chosen_ones for index in range(len(groups))]
-        run.recorder.episodes(step, groups, flags)
+        scores = scores_of(groups, run.config.filter.score)
+        run.recorder.episodes(step, groups, flags, scores=scores)
     if batch is not None and due(step, wanted.tokens_every):
         after = await run.engine.score(batch, "policy")
         episodes = [episode for _, episode in trainable(chosen)]
         rows = [tokens_of(batch, after, row, episodes) for row in range(batch.num_rows)]
         run.recorder.samples(step, rows)
+
+
+def record_scores(run: Run, matrices: Sequence[CrossScores]) -> None:
+    """Write what the step's thoughts were measured by."""
+    for found in matrices:
+        scores, own = found.scores_NM.numpy(), found.own_N
+        run.recorder.cross_scores(
+            run.state.step, found.sampling, scores, own, found.thoughts, found.prompts
+        )
 
 
 def judged(batch: Batch) -> Metrics:
@@ -227,7 +243,7 @@ def train(
     setup = setup_of(config, engine.chat)
     refuse_cramped(setup, train_level(0, 0, config.rollout.prompts))
     folder = new_run_folder(root, config.recipe, out)
-    recorder = Recorder.create(folder, dump(config))
+    recorder = Recorder.create(folder, dump(config), engine.chat.text_of)
     if engine.chat.warning is not None:
         seen.note(engine.chat.warning)
     return run_async(
@@ -278,7 +294,7 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
 
     async def go_on() -> Result:
         await engine.load(checkpoint, engine_state)
-        recorder = Recorder.open(folder, state.attempt)
+        recorder = Recorder.open(folder, state.attempt, engine.chat.text_of)
         recorder.forget_after(state.attempt, state.step)
         recorder.event(state.step, "resume", f"resumed after step {state.step}")
         run = Run(folder, asked, config, local_engine, engine, setup, recorder, state, seen, guard)
@@ -321,7 +337,7 @@ def examine(folder: Path) -> dict[str, float]:
             await engine.load(checkpoint, saved["engine"])
             groups = await groups_of(engine, setup, config, step)
             path = (config.seed, step)
-            told = await information(engine, groups, config.diagnose.thoughts, path)
+            told, _ = await information(engine, groups, config.diagnose.thoughts, path)
             return told | await gradients(engine, groups, config)
         finally:
             setup.close()

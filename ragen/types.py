@@ -106,7 +106,8 @@ class Turn:
     the reward terms are the `penalty`, which is kept apart from the world's `reward`. `state_key`
     is the observable state before the turn. `info` holds the world's last info, in ``effective``
     how many actions changed the state, and what `ragen.reasoning` notes of the thought.
-    `snapshot` is the world before the turn, from which it can be played on.
+    `snapshot` is the world before the turn, from which it can be played on, and `picture` the rows
+    of what it draws of itself (`Env.picture`), ``None`` where it draws nothing.
 
     Example:
         >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
@@ -129,6 +130,7 @@ class Turn:
     state_key: str
     info: Mapping[str, Any] = field(default_factory=dict)
     snapshot: Mapping[str, Any] | None = None
+    picture: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Episode:
     and actions are budgets of the task, a failed world's episode is not trained on, and
     ``"context"`` means that the next turn alone was too long for the model. So it writes false.
     `error` is the traceback of a world that failed, or the last complaint of a server.
+    `final_observation` and `final_picture` are what the world showed after the last action, and
+    ``None`` where the world failed.
 
     Example:
         >>> ends = {"terminated": False, "truncated": True, "bootstrap": False, "success": False}
@@ -160,6 +164,8 @@ class Episode:
     bootstrap: bool
     success: bool
     error: str | None = None
+    final_observation: str | None = None
+    final_picture: tuple[str, ...] | None = None
 
     @property
     def total_reward(self) -> float:

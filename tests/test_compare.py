@@ -20,11 +20,11 @@ from ragen.compare import (
     same_game,
     table,
 )
+from ragen.database import CONFIG
 from ragen.env import Reference, make
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation, outcomes_of, summarised
 from ragen.outcomes import Outcome
-from ragen.recorder import CONFIG
 from ragen.report import markdown
 from ragen.settings import dump, resolve
 from ragen.statistics import mcnemar, smallest_detectable

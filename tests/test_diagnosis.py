@@ -19,12 +19,12 @@ from ragen import checkpoint, guard
 from ragen.batch import Batch
 from ragen.checkpoint import optimizer_tensors
 from ragen.config import Config
+from ragen.database import DATABASE
 from ragen.diagnosis import gradients_by_std
 from ragen.diagnostics import averaged, smooth, std_buckets
-from ragen.information import REGIMES
 from ragen.learner import Learner
 from ragen.metrics import largest, last, mean, total, values
-from ragen.recorder import DATABASE
+from ragen.regimes import REGIMES
 from ragen.settings import resolve
 from ragen.trainer import examine, train
 

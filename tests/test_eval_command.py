@@ -20,11 +20,12 @@ import pytest
 from ragen import endpoint, evaluation
 from ragen.checkpoint import weights_hash
 from ragen.cli import main
+from ragen.database import DATABASE
 from ragen.endpoint import Server
 from ragen.errors import RagenError
 from ragen.evaluation import outcomes_of
 from ragen.outcomes import Outcome
-from ragen.recorder import DATABASE, read_evaluations
+from ragen.reader import read_evaluations
 from ragen.scores import Prices, failures, scores
 from ragen.settings import resolve
 from ragen.targets import config_for, run_of, settings_of

@@ -12,11 +12,11 @@ import pytest
 from ragen import references
 from ragen.boundary import WorldError
 from ragen.checkpoint import resolve_model
+from ragen.database import CONFIG
 from ragen.env import make
 from ragen.errors import RagenError
 from ragen.evaluation import Evaluation, evaluate_policy, evaluate_target, play_target
 from ragen.policy import ScriptedPolicy
-from ragen.recorder import CONFIG
 from ragen.references import Budget
 from ragen.rollout import setup_of
 from ragen.seeding import EVAL_LEVELS
@@ -146,7 +146,7 @@ def test_sampling_follows_the_seed(run: Path) -> None:
 
 def test_the_run_s_own_evaluation_is_repeated_exactly(run: Path) -> None:
     """What `ragen eval RUN` says is what the run wrote down after its last step."""
-    from ragen.recorder import read_evaluations
+    from ragen.reader import read_evaluations
 
     (written,) = [
         each for each in read_evaluations(run) if (each["step"], each["temperature"]) == (1, 1.0)

@@ -16,10 +16,11 @@ from ragen import collection
 from ragen.batch import Batch, collate, minibatches, take
 from ragen.checkpoint import folders
 from ragen.config import Config
+from ragen.database import DATABASE
 from ragen.errors import RagenError
 from ragen.exactness import verify, with_births
 from ragen.policy import fingerprint
-from ragen.recorder import DATABASE, read_metrics
+from ragen.reader import read_metrics
 from ragen.rollout import run_groups
 from ragen.samples import to_samples, trainable
 from ragen.settings import resolve

@@ -23,7 +23,7 @@ from ragen.config import LossConfig, UpdateConfig
 from ragen.decoder import HFDecoder, make_decoder
 from ragen.learner import Learner
 from ragen.model import recompute_layers
-from ragen.recorder import read_metrics
+from ragen.reader import read_metrics
 from ragen.sampler import Sampler
 from ragen.settings import resolve
 from ragen.trainer import resume, train

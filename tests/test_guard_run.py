@@ -25,7 +25,8 @@ from ragen.errors import GuardStop
 from ragen.guard import EVALUATED, GRACE, LEVELS, Alarm, GuardState, read_history
 from ragen.metrics import Metrics
 from ragen.progress import Watcher
-from ragen.recorder import Recorder, read_events, read_metrics
+from ragen.reader import read_events, read_metrics
+from ragen.recorder import Recorder
 from ragen.running import LoopState, kept_checkpoints
 from ragen.settings import dump, resolve
 from ragen.stopping import StopRequested

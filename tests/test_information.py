@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from ragen.cross_scores import cross_scores, rectangles
 from ragen.diagnosis import information
 from ragen.information import (
-    REGIMES,
     Information,
     Thoughts,
     draw,
@@ -30,6 +29,7 @@ from ragen.information import (
     spoken,
 )
 from ragen.metrics import values
+from ragen.regimes import REGIMES
 from ragen.types import Group, Turn
 
 NEVER = -math.inf
@@ -199,8 +199,10 @@ def test_metrics_hold_every_field_and_the_regime() -> None:
 
 def thinking(prompt: Sequence[int], thought: Sequence[int], opened: Sequence[int] = ()) -> Turn:
     """A turn that samples `opened`, its thought and a closing token 99."""
-    made = turn(prompt=prompt, sampled=(*opened, *thought, 99), thought="…")
-    return replace(made, thought_span=(len(opened), len(opened) + len(thought)))
+    text = " ".join(map(str, thought))
+    made = turn(prompt=prompt, sampled=(*opened, *thought, 99), thought=text)
+    span = (len(opened), len(opened) + len(thought))
+    return replace(made, observation=f"sees {prompt[-1]}", thought_span=span)
 
 
 def test_x_reaches_up_to_the_thought() -> None:
@@ -223,6 +225,8 @@ def test_equal_prompts_and_thoughts_are_scored_once() -> None:
         prompt_N=(0, 0, 1, 1),
         thought_N=(0, 0, 0, 1),
         left_out=0,
+        observations=("sees 1", "sees 2"),
+        texts=("7 8", "9"),
     )
 
 
@@ -323,12 +327,17 @@ def test_constructed_policies_through_the_groups(copies: float) -> None:
         for prompt in range(4)
     ]
     engine: Any = Scorer(lambda x, z: log(probability(copies, z[0], x[1])))
-    found = values(asyncio.run(information(engine, groups, 64, (0, 3))))
+    metrics, matrices = asyncio.run(information(engine, groups, 64, (0, 3)))
+    found = values(metrics)
     assert found["information/first/mi"] == pytest.approx(expected_mi(copies), abs=1e-6)
     assert found["information/first/left_out"] == 0
     spoken_later = found["information/any/thoughts"]
     assert spoken_later + found["information/any/left_out"] == 64
     assert 16 < spoken_later < 48
+    for matrix in matrices:  # what is kept of it gives the same measures
+        path, one_word = f"information/{matrix.sampling}", [1] * len(matrix.thoughts)
+        again = measure(matrix.scores_NM, matrix.own_N, one_word)
+        assert values(again.metrics(path)).items() <= found.items()
 
 
 def test_a_model_that_does_not_look_back_tells_nothing() -> None:
@@ -346,5 +355,6 @@ def test_a_model_that_does_not_look_back_tells_nothing() -> None:
 
 def test_no_thought_no_measure() -> None:
     engine: Any = Scorer(lambda x, z: 0.0)
-    found = values(asyncio.run(information(engine, [Group((episode(turn()),))], 64, (0, 0))))
-    assert found == {"information/first/left_out": 1, "information/any/left_out": 1}
+    metrics, matrices = asyncio.run(information(engine, [Group((episode(turn()),))], 64, (0, 0)))
+    assert values(metrics) == {"information/first/left_out": 1, "information/any/left_out": 1}
+    assert matrices == []

@@ -24,7 +24,7 @@ ORDER: dict[str, list[str]] = {
     "L2 worlds": ["boundary", "env", "envs"],
     "L3 experience": [
         *["policy", "players", "references", "endpoint", "context", "isolated", "reasoning"],
-        *["rollout", "samples", "transcripts", "statistics", "demonstrations"],
+        *["rollout", "samples", "transcripts", "statistics", "regimes", "demonstrations"],
         "demonstrations_lake",
         "demonstrations_sokoban",
     ],
@@ -51,18 +51,19 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "parity", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["threads", "stopping", "watchdog", "recorder", "guard", "memory", "outcomes", "targets"],
+        *["schema", "database", "rows", "recorder", "reader"],
+        *["threads", "stopping", "watchdog", "guard", "memory", "outcomes", "targets"],
         *["evaluation", "progress", "plots", "report", "card", "scores", "compare", "base", "sft"],
         *["diagnosis", "running", "collection", "recovery", "trainer", "export"],
         *["measures", "study", "studies", "viewer", "play", "doctor"],
-        *["arguments", "command", "cli_runs", "cli_evaluations", "cli_tools", "cli"],
+        *["arguments", "command", "cli_runs", "cli_evaluations", "cli_viewer", "cli_tools", "cli"],
     ],
 }
 PLACE = {module: place for place, module in enumerate(chain(*ORDER.values()))}
 NO_TORCH = ["L0 words", "L1 text", "L2 worlds", "L3 experience"]
 LIGHT = [
     *(module for layer in NO_TORCH for module in ORDER[layer]),
-    "recorder",
+    *["schema", "database", "rows", "recorder", "reader"],
     "outcomes",
     "targets",
     "evaluation",

@@ -19,9 +19,10 @@ from torch import Tensor
 from ragen.batch import Batch, collate, take
 from ragen.checkpoint import optimizer_tensors, restore_optimizer
 from ragen.config import LossConfig, UpdateConfig
+from ragen.database import DATABASE
 from ragen.learner import Learner, optimizers
 from ragen.model import Critic, load_policy
-from ragen.recorder import DATABASE, SAMPLE_ARRAYS, decompress
+from ragen.schema import SAMPLE_ARRAYS, decompress
 from ragen.settings import resolve
 from ragen.trainer import train
 from ragen.types import Sample

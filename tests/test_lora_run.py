@@ -24,7 +24,7 @@ from ragen.engine_local import LocalEngine, loaded, policy_of
 from ragen.errors import RagenError
 from ragen.evaluation import evaluate_target, evaluations_of
 from ragen.export import export
-from ragen.recorder import read_metrics
+from ragen.reader import read_metrics
 from ragen.settings import resolve
 from ragen.stopping import StopRequested
 from ragen.targets import config_for

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ragen.database import DATABASE, new_run_folder
 from ragen.errors import RagenError
 from ragen.outcomes import Outcome, Store, key_of, outcome_of
-from ragen.recorder import DATABASE, Recorder, new_run_folder, read_evaluations
+from ragen.reader import read_evaluations
+from ragen.recorder import Recorder
 from ragen.types import Episode, Usage
 from tests import made
 

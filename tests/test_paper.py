@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 
 from ragen.cli import main
+from ragen.database import new_run_folder
 from ragen.errors import RagenError
 from ragen.model import save_model
 from ragen.progress import hint, watcher_for
-from ragen.recorder import new_run_folder, read_metrics
+from ragen.reader import read_metrics
 from ragen.settings import recipes, resolve
 from ragen.trainer import train
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -314,7 +314,7 @@ def test_a_term_that_the_world_could_never_charge_is_refused() -> None:
 
 
 def test_a_trained_step_logs_the_measures(tmp_path: Path) -> None:
-    from ragen.recorder import read_metrics
+    from ragen.reader import read_metrics
     from ragen.trainer import train
 
     config = resolve(

@@ -11,21 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ragen.database import DATABASE, new_run_folder
 from ragen.errors import RagenError
 from ragen.metrics import largest, mean, total
-from ragen.recorder import (
-    DATABASE,
-    SAMPLE_ARRAYS,
-    SCHEMA_VERSION,
-    Recorder,
-    append_event,
-    decompress,
-    new_run_folder,
-    read_evaluations,
-    read_events,
-    read_metrics,
-    standing,
-)
+from ragen.reader import read_evaluations, read_events, read_metrics, standing
+from ragen.recorder import Recorder, append_event
+from ragen.schema import SAMPLE_ARRAYS, SCHEMA_VERSION, decompress
 from ragen.types import Completion, Episode, Group, Prompt, Turn
 
 
@@ -128,7 +119,7 @@ def test_episodes_and_turns(recorder: Recorder) -> None:
     assert found == [(g, m, g, 1.0, -0.2, 2) for g in range(2) for m in range(2)]
     assert rows(
         recorder,
-        'SELECT e."group", member, turn, actions_asked, num_tokens, state_key, snapshot '
+        'SELECT e."group", member, turn, actions_asked, t.num_tokens, state_key, snapshot '
         "FROM turns t JOIN episodes e ON e.id = t.episode_id WHERE state_key = 'k1'",
     )[2] == (1, 0, 1, '["Right","Up"]', 2, "k1", '{"grid":["P_"]}')
 

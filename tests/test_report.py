@@ -9,10 +9,11 @@ from rich.console import Console
 from test_cli import evaluation
 
 from ragen.cli import main
+from ragen.database import DATABASE
 from ragen.errors import RagenError
 from ragen.metrics import last
 from ragen.plots import Curve, draw_signals, draw_success, draw_time, smoothed
-from ragen.recorder import DATABASE, Recorder
+from ragen.recorder import Recorder
 from ragen.report import Facts, markdown, page, phases, plots, read_facts, show, write_report
 from ragen.settings import dump, resolve
 

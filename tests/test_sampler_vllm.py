@@ -21,7 +21,7 @@ from ragen.evaluation import evaluate_target, play_target
 from ragen.lora import attach
 from ragen.model import save_model
 from ragen.parity import compared
-from ragen.recorder import read_metrics
+from ragen.reader import read_metrics
 from ragen.sampler_vllm import TESTED, Vllm, VllmSampler
 from ragen.settings import resolve
 from ragen.trainer import examine, train

@@ -27,11 +27,12 @@ from ragen import checkpoint, engine_local, running
 from ragen.advantages import ADVANTAGES, NEEDS_VALUES
 from ragen.batch import Batch
 from ragen.config import Config
+from ragen.database import DATABASE
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
 from ragen.learner import Learner
 from ragen.progress import Watcher
-from ragen.recorder import DATABASE, Recorder
+from ragen.recorder import Recorder
 from ragen.sampler import Sampler
 from ragen.settings import resolve
 from ragen.stopping import StopRequested

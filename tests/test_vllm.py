@@ -22,7 +22,7 @@ from ragen.chat import Chat
 from ragen.errors import RagenError
 from ragen.lora import adapter_of, attach
 from ragen.model import hidden_states, save_model, token_logprobs
-from ragen.recorder import read_metrics
+from ragen.reader import read_metrics
 from ragen.sampler_server import VllmServer
 from ragen.sampler_vllm import Vllm, VllmSampler
 from ragen.settings import resolve

@@ -12,7 +12,7 @@ from ragen.checkpoint import resolve_model
 from ragen.engine_local import LocalEngine
 from ragen.errors import RagenError
 from ragen.evaluation import evaluate_target
-from ragen.recorder import read_metrics
+from ragen.reader import read_metrics
 from ragen.sampler_vllm import Vllm
 from ragen.settings import resolve
 from ragen.trainer import resume, train

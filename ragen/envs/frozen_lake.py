@@ -19,6 +19,8 @@ from ragen.errors import RagenError
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 """Row and column change, in an order in which neighbours are perpendicular (slipping adds ±1)."""
 DELTAS = tuple(MOVES.values())
+DRAWN = str.maketrans("OX√", "H@*")
+"""From the map's symbols to those of `Env.picture`, where a hole is no target."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -336,6 +338,9 @@ class FrozenLake(Env):
         places = self._places()
         seen = {"P": places["Player"], "G": places["Goal"], "O": places["Holes"]}
         return read_notes(thought, self._rows(), seen, self.actions)
+
+    def picture(self) -> list[str]:
+        return [row.translate(DRAWN) for row in self._rows()]
 
     @property
     def lake(self) -> Lake:

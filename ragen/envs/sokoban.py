@@ -370,6 +370,10 @@ class Sokoban(Env):
         seen = {"P": places["Player"], "X": places["Boxes"], "O": places["Targets"]}
         return read_notes(thought, self._rows(), seen, ACTIONS)
 
+    def picture(self) -> list[str]:
+        drawn = str.maketrans(dict(zip(self._symbols, SYMBOLS["standard"], strict=True)))
+        return [row.translate(drawn) for row in self._rows()]
+
     @property
     def room(self) -> Room:
         """What stays on this level."""

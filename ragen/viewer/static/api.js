@@ -11,6 +11,18 @@ const snapshot = embedded && JSON.parse(embedded.textContent);
 /** Whether this page is a shared file: nothing can be asked but what it holds. */
 export const shared = snapshot !== null;
 
+/** The address with which a shared file opens. */
+export const start = embedded?.dataset.start ?? "";
+
+const pages = new Set(embedded?.dataset.pages.split(" "));
+
+/** Whether there is such a page: a shared file holds a few, and of groups one; a server has all. */
+export function reachable(page, address, { run }, { attempt, step, phase, group }) {
+  if (!shared) return true;
+  const question = keyOf("/api/group", { run, attempt, step, phase, group });
+  return pages.has(address) && (page !== "group" || Object.hasOwn(snapshot, question));
+}
+
 /** What went wrong, in a line for people; `status` is 0 where the server did not answer at all. */
 export class ApiError extends Error {
   constructor(message, status) {
@@ -33,12 +45,15 @@ export function keyOf(path, params = {}) {
 
 /** The answer to a question; throws an `ApiError`, or an `AbortError` where `signal` ended it. */
 export async function get(path, params, signal) {
-  const key = keyOf(path, params);
-  if (shared) {
-    if (!(key in snapshot)) throw new ApiError("This is not part of the shared file.", 404);
-    return snapshot[key];
-  }
-  return answer(key, { signal });
+  if (shared) return held(path, params);
+  return answer(keyOf(path, params), { signal });
+}
+
+/** An answer that the shared file holds; of curves it holds all, whichever are asked for. */
+function held(path, params) {
+  const key = keyOf(path, path === "/api/metrics" ? { run: params.run } : params);
+  if (!Object.hasOwn(snapshot, key)) throw new ApiError("This is not part of the shared file.", 404);
+  return snapshot[key];
 }
 
 /** Send a command; throws an `ApiError`. */

@@ -1,6 +1,6 @@
 // The frame around all pages: it reads the address, loads the page and draws the head.
 
-import { shared } from "./api.js";
+import { shared, start } from "./api.js";
 import { activeKeys, useKeys } from "./keys.js";
 import { Loading, Problem, link, useReady, useStored } from "./parts.js";
 import { html, render, useEffect, useErrorBoundary, useState } from "./vendor/preact-htm.js";
@@ -28,7 +28,7 @@ const PLACES = [
 
 /** The address `#/PAGE/RUN/ID?name=value` in its parts. */
 function route() {
-  const [path, search = ""] = location.hash.replace(/^#\/?/, "").split(/\?(.*)/s);
+  const [path, search = ""] = (location.hash || start).replace(/^#\/?/, "").split(/\?(.*)/s);
   const [page, run, id] = path.split("/").map(decoded);
   return { page: page || "runs", params: { run, id }, query: queryOf(search) };
 }
@@ -49,7 +49,7 @@ function queryOf(search) {
 function setQuery(changes, { push = false } = {}) {
   const { page, params, query } = route();
   const address = link(page, params, { ...query, ...changes });
-  if (address === location.hash) return;
+  if (!address || address === location.hash) return;
   history[push ? "pushState" : "replaceState"](null, "", address);
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
@@ -64,14 +64,16 @@ function App() {
   }, []);
   const go = (name) => () => {
     if (name !== "runs" && !params.run) return false;
-    location.hash = link(name, name === "runs" ? {} : { run: params.run });
-    return true;
+    const address = link(name, name === "runs" ? {} : { run: params.run });
+    if (address) location.hash = address;
+    return Boolean(address);
   };
   const jumps = Object.fromEntries(PLACES.map(([name, , key]) => [`g ${key}`, go(name)]));
-  const lines = params.run ? PLACES.map(([, title, key]) => [`g ${key}`, title]) : [];
+  const there = params.run ? PLACES.filter(([name]) => link(name, params)) : [];
+  const lines = there.map(([, title, key]) => [`g ${key}`, title]);
   useKeys(
     { "?": () => setHelp(!help), Escape: () => help && setHelp(false), "g l": go("runs"), ...jumps },
-    { "?": "these keys", "g l": "List of runs", ...Object.fromEntries(lines) },
+    { "?": "these keys", ...(!shared && { "g l": "List of runs" }), ...Object.fromEntries(lines) },
   );
   return html`<${Head} page=${page} run=${params.run} onHelp=${() => setHelp(!help)} />
     <${Place} key=${[page, params.run, params.id].join("\n")} ...${{ page, params, query }} />
@@ -81,13 +83,10 @@ function App() {
 function Head({ page, run, onHelp }) {
   const current = (name) => (name === page ? "page" : undefined);
   return html`<header class="head">
-    ${shared
-      ? html`<strong class="brand">RAGEN</strong>`
-      : html`<a class="brand" href=${link("runs")} aria-current=${current("runs")}>RAGEN</a>`}
+    <a class="brand" href=${link("runs")} aria-current=${current("runs")}>RAGEN</a>
     ${run &&
-    !shared &&
     html`<nav aria-label="Pages of the run">
-      ${PLACES.map(
+      ${PLACES.filter(([name]) => link(name, { run })).map(
         ([name, title]) =>
           html`<a href=${link(name, { run })} aria-current=${current(name)}>${title}</a>`,
       )}

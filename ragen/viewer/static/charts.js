@@ -347,8 +347,8 @@ export function shade(colours, share) {
 }
 
 /**
- * A matrix as a heat map: rows downwards, columns rightwards; null is left empty. `outlined` cells
- * `[[row, column], …]` get a frame. `onHover(row, column)` follows the pointer or the arrow keys
+ * A matrix as a heat map: rows downwards, columns rightwards; null is left empty. `outlined`
+ * blocks `[[row, column, rows, columns], …]` get a frame. `onHover(row, column)` follows the pointer or the arrow keys
  * (null, null on leaving); `onPick(row, column)` is a click or Enter.
  */
 export function Heat({ matrix, label, low, high, scale = "s", outlined = [], height, onHover, onPick }) {
@@ -412,7 +412,8 @@ function drawHeat(canvas, { matrix, low, high, scale, outlined, cell }) {
   const to = high ?? known.reduce((a, b) => Math.max(a, b), -Infinity);
   const colours = scaleOf(scale);
   const [tall, wide] = [canvas.height / matrix.length, canvas.width / (matrix[0]?.length ?? 1)];
-  const box = (i, j) => [j * wide, i * tall, Math.ceil(wide), Math.ceil(tall)];
+  const box = (i, j, rows = 1, columns = 1) =>
+    [j * wide, i * tall, Math.ceil(columns * wide), Math.ceil(rows * tall)];
   matrix.forEach((row, i) =>
     row.forEach((x, j) => {
       if (x === null) return;
@@ -422,7 +423,7 @@ function drawHeat(canvas, { matrix, low, high, scale, outlined, cell }) {
   );
   context.lineWidth = 1.5 * ratio;
   context.strokeStyle = css("--c1");
-  for (const [i, j] of outlined) context.strokeRect(...box(i, j));
+  for (const block of outlined) context.strokeRect(...box(...block));
   context.strokeStyle = css("--ink");
   if (cell) context.strokeRect(...box(...cell));
 }

@@ -1,6 +1,7 @@
 // The small pieces that all pages are made of, and how numbers, times and links are written.
 
-import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+import { reachable } from "./api.js";
+import { Component, html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const CUT = 20000; // Characters of a text that are shown at once: a megabyte would stall the page.
 
@@ -16,7 +17,7 @@ export function percent(x, digits = 1) {
 /** A number in three significant digits, large ones grouped: 0.01234 → "0.0123". */
 export function number(x) {
   if (x === null || x === undefined) return "–";
-  if (Number.isInteger(x)) return x.toLocaleString("en-GB");
+  if (Number.isInteger(x)) return x.toLocaleString("en-GB").replace("-", "−");
   const size = Math.abs(x);
   if (size >= 1e5 || size < 1e-3) return x.toExponential(1).replace("e+", "e").replace("-", "−");
   if (size >= 1000) return Math.round(x).toLocaleString("en-GB");
@@ -68,7 +69,10 @@ export function plural(count, noun) {
 
 // ---- addresses
 
-/** The address of a page: `link("episode", {run, id}, {turn: 2})`. Absent values are left out. */
+/**
+ * The address of a page: `link("episode", {run, id}, {turn: 2})`. Absent values are left out. Of a
+ * page that a shared file does not hold it is undefined: an `<a>` without href is plain text.
+ */
 export function link(page, params = {}, query = {}) {
   const path = page === "runs" ? [] : [page, params.run, params.id];
   const there = path.filter((part) => part !== undefined && part !== null);
@@ -76,7 +80,13 @@ export function link(page, params = {}, query = {}) {
     .filter(([, value]) => value !== null && value !== undefined && value !== "")
     .map(([name, value]) => `${name}=${readable(value)}`);
   const address = `#/${there.map(encodeURIComponent).join("/")}`;
+  if (!reachable(page, address, params, query)) return undefined;
   return pairs.length ? `${address}?${pairs.join("&")}` : address;
+}
+
+/** Go to a page; nowhere where there is none. */
+export function visit(address) {
+  if (address) location.hash = address;
 }
 
 function readable(value) {
@@ -280,22 +290,35 @@ export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey, la
       </thead>
       <tbody ref=${body}>
         ${by.rows.map(
-          (row, index) => html`<tr
-            key=${rowKey ? rowKey(row) : (row.id ?? index)}
-            class=${[onRow && "opens", index === selected && "selected"].filter(Boolean).join(" ")}
-            aria-current=${index === selected ? "true" : undefined}
-            onClick=${onRow && ((event) => fromControl(event) || onRow(row, index))}
-          >
-            ${columns.map(
-              (column) => html`<td class=${`${column.align ?? ""} col-${column.key}`}>
-                ${column.render ? column.render(row, index) : row[column.key]}
-              </td>`,
-            )}
-          </tr>`,
+          (row, index) => html`<${Row}
+            key=${rowKey ? rowKey(row) : (row.id ?? index)} ...${{ row, index, columns, onRow }}
+            selected=${index === selected}
+          />`,
         )}
       </tbody>
     </table>
   </div>`;
+}
+
+/** A row is drawn again only if it, the columns or the mark changed: lists grow to thousands. */
+class Row extends Component {
+  shouldComponentUpdate(next) {
+    return ["row", "index", "columns", "selected"].some((name) => next[name] !== this.props[name]);
+  }
+
+  render({ row, index, columns, selected, onRow }) {
+    return html`<tr
+      class=${[onRow && "opens", selected && "selected"].filter(Boolean).join(" ")}
+      aria-current=${selected ? "true" : undefined}
+      onClick=${onRow && ((event) => fromControl(event) || onRow(row, index))}
+    >
+      ${columns.map(
+        (column) => html`<td class=${`${column.align ?? ""} col-${column.key}`}>
+          ${column.render ? column.render(row, index) : row[column.key]}
+        </td>`,
+      )}
+    </tr>`;
+  }
 }
 
 const fromControl = (event) => event.target.closest("a, button, input, label, select") !== null;

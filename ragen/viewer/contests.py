@@ -1,0 +1,175 @@
+"""Two runs against each other, on what they have played already: nothing is played for it.
+
+Where both played the same levels of the same game they are compared level by level, which tells
+smaller differences than two rates side by side.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ragen.compare import AS_SHOWN
+from ragen.statistics import (
+    Interval,
+    difference,
+    mcnemar,
+    paired_difference,
+    smallest_detectable,
+    success_rate,
+)
+from ragen.viewer.course import attempts_of
+from ragen.viewer.reading import Answer, Query, folder_of, loaded, reading, run_folder, text_of
+from ragen.viewer.run_page import flat_settings
+from ragen.viewer.runs import evaluations
+
+Levels = Mapping[int, float]
+"""Share of successes by level."""
+
+PHASES = {"eval": "sampled", "eval greedy": "greedy"}
+"""The phases of a run's own evaluations, and how tokens were chosen in them."""
+
+
+def compare(root: Path, query: Query) -> Answer:
+    """``/api/compare``: the difference of two runs in each place where both were evaluated.
+
+    Raises:
+        Unanswered: There is no such run, or it cannot be read.
+    """
+    folders = folder_of(root, query), run_folder(root, text_of(query, "other"))
+    one, other = (_Side(folder) for folder in folders)
+    found = [*_stored(one, other)]
+    differing = _differing(one.game, other.game)
+    for phase, how in PHASES.items():
+        if differing is None and one.played(phase) and other.played(phase):
+            a, b = one.played(phase), other.played(phase)
+            note = f"last evaluation of each, {how}, level by level"
+            found.append(_paired(one.world, one.how(phase), a, b, 1, note))
+    seen = {(each["world"], each["how"]) for each in found}
+    for key in one.evaluated.keys() & other.evaluated.keys():
+        if key not in seen:
+            found.append(_unpaired(one.evaluated[key], other.evaluated[key], differing))
+    return {"contests": sorted(found, key=lambda each: (each["world"], each["how"]))}
+
+
+class _Side:
+    """What one run has played that can be compared."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = flat_settings(folder)
+        self.game = {
+            key: value
+            for key, value in settings.items()
+            if key.startswith("world.") and key not in AS_SHOWN
+        }
+        self.world = str(settings.get("world.name"))
+        self.temperature = settings.get("eval.temperature", 1.0)
+        with reading(folder) as connection:
+            made = evaluations(connection, attempts_of(connection))
+            self.evaluated = {(str(each["world"]), str(each["how"])): each for each in made}
+            self._last = {phase: _last_played(connection, phase) for phase in PHASES}
+            self.stored = list(_outcomes(connection))
+
+    def played(self, phase: str) -> Levels:
+        """Success by level in the last evaluation whose episodes are recorded."""
+        return self._last[phase]
+
+    def how(self, phase: str) -> str:
+        """As an evaluation says it."""
+        return "greedy" if phase == "eval greedy" else f"T={self.temperature:g}"
+
+
+def _last_played(connection: sqlite3.Connection, phase: str) -> Levels:
+    rows = connection.execute(
+        "SELECT level_seed, avg(success) FROM episodes WHERE phase = ? AND (attempt, step) ="
+        " (SELECT attempt, step FROM episodes WHERE phase = ? ORDER BY attempt DESC, step DESC"
+        " LIMIT 1) GROUP BY level_seed",
+        (phase, phase),
+    )
+    return dict(rows.fetchall())
+
+
+def _outcomes(connection: sqlite3.Connection) -> Iterator[tuple[dict[str, Any], str, Levels, int]]:
+    """What was asked for by hand: its settings without the agent's, how, levels, episodes each."""
+    for key, world, settings in connection.execute(
+        "SELECT key, world, settings FROM evaluations WHERE key IS NOT NULL"
+        " AND id IN (SELECT max(id) FROM evaluations GROUP BY key) ORDER BY id"
+    ):
+        said = loaded(settings)
+        game = {
+            name: value
+            for name, value in said.items()
+            if name in ("seed", "temperature", "sources")
+            or (name.startswith("world.") and name not in AS_SHOWN)
+        }
+        rows = connection.execute(
+            "SELECT level_seed, avg(success), count(*) FROM outcomes WHERE key = ?"
+            " GROUP BY level_seed",
+            (key,),
+        ).fetchall()
+        samples = {count for _, _, count in rows}
+        if len(samples) == 1:
+            yield game, world, {row[0]: row[1] for row in rows}, samples.pop()
+
+
+def _stored(one: _Side, other: _Side) -> Iterator[Answer]:
+    for game, world, a, samples in one.stored:
+        for their_game, _, b, their_samples in other.stored:
+            if game == their_game and samples == their_samples and a.keys() & b.keys():
+                temperature = game.get("temperature")
+                how = "greedy" if temperature == 0 else f"T={temperature:g}"
+                note = "outcomes that ragen eval stored, level by level"
+                yield _paired(world, how, a, b, samples, note)
+
+
+def _paired(world: str, how: str, a: Levels, b: Levels, samples: int, note: str) -> Answer:
+    levels = sorted(a.keys() & b.keys())
+    ones, others = [a[level] for level in levels], [b[level] for level in levels]
+    found = paired_difference([ones], [others], samples)
+    gains = [round((x - y) * samples) for x, y in zip(ones, others, strict=True)]
+    return {
+        "world": world,
+        "how": how,
+        "a": asdict(_rate(ones, samples)),
+        "b": asdict(_rate(others, samples)),
+        "difference": asdict(found),
+        "mcnemar_p": mcnemar(gains),
+        "smallest_detectable": smallest_detectable(found),
+        "levels": len(levels),
+        "note": note,
+    }
+
+
+def _rate(shares: list[float], samples: int) -> Interval:
+    successes, levels = list[bool](), list[int]()
+    for level, share in enumerate(shares):
+        won = round(share * samples)
+        successes += [True] * won + [False] * (samples - won)
+        levels += [level] * samples
+    return success_rate(successes, levels)
+
+
+def _unpaired(a: Answer, b: Answer, differing: str | None) -> Answer:
+    one, other = (Interval(**each["success"]) for each in (a, b))
+    found = difference(one, other)
+    why = f"the games differ in {differing}" if differing else "the episodes are not recorded"
+    return {
+        "world": a["world"],
+        "how": a["how"],
+        "a": a["success"],
+        "b": b["success"],
+        "difference": asdict(found),
+        "mcnemar_p": None,
+        "smallest_detectable": smallest_detectable(found),
+        "levels": min(a["episodes"], b["episodes"]),
+        "note": f"two rates, not level by level: {why}",
+    }
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first key in which two games differ."""
+    keys = sorted(one.keys() | other.keys(), key=lambda key: (key != "world.name", key))
+    return next((key for key in keys if one.get(key) != other.get(key)), None)

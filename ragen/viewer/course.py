@@ -1,0 +1,149 @@
+"""A run's metrics as they stand: which attempt counts at which step, and what was rolled back."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from ragen.viewer.reading import Answer, Query, folder_of, reading, text_of
+
+Series = dict[int, float]
+"""Step to value."""
+
+COUNTED = {"updates": "progress/updates", "episodes": "progress/episodes"}
+COUNTED |= {"tokens": "progress/tokens"}
+"""What a curve may be drawn against, and the metric that counts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A stretch of steps; it counts up to `end`, where a later attempt went on instead."""
+
+    number: int
+    first: int
+    last: int
+    end: float
+
+    def stands(self, step: int) -> bool:
+        """Whether what it did at a step still counts."""
+        return step < self.end
+
+
+def attempts_of(connection: sqlite3.Connection) -> list[Attempt]:
+    """A run's attempts in order; each lookup is one descent into the table's own order."""
+    found: list[tuple[int, int, int]] = []
+    number = -1
+    while True:
+        (following,) = connection.execute(
+            "SELECT min(attempt) FROM metrics WHERE attempt > ?", (number,)
+        ).fetchone()
+        if following is None:
+            break
+        number = following
+        first, last = (
+            connection.execute(
+                f"SELECT {bound}(step) FROM metrics WHERE attempt = ?", (number,)
+            ).fetchone()[0]
+            for bound in ("min", "max")
+        )
+        found.append((number, first, last))
+    begun = [first for _, first, _ in found]
+    return [
+        Attempt(number, first, last, min(begun[place + 1 :], default=float("inf")))
+        for place, (number, first, last) in enumerate(found)
+    ]
+
+
+def histories(
+    connection: sqlite3.Connection, attempts: Collection[Attempt], names: Collection[str]
+) -> dict[int, dict[str, Series]]:
+    """Metrics by attempt, name and step.
+
+    The table lies in the order of attempt, step and name, so that each value is looked up by
+    itself: of a long run with a hundred metrics, a few names cost a few hundredths of a scan.
+    """
+    found: dict[int, dict[str, Series]] = {}
+    for attempt in attempts:
+        rows = connection.execute(
+            "WITH RECURSIVE steps (step) AS"
+            " (SELECT ? UNION ALL SELECT step + 1 FROM steps WHERE step < ?)"
+            " SELECT m.step, m.name, m.value FROM steps CROSS JOIN json_each(?) AS wanted"
+            " CROSS JOIN metrics AS m ON m.attempt = ? AND m.step = steps.step"
+            " AND m.name = wanted.value WHERE m.value IS NOT NULL",
+            (attempt.first, attempt.last, json.dumps(list(names)), attempt.number),
+        )
+        of_attempt = found.setdefault(attempt.number, {})
+        for step, name, value in rows:
+            of_attempt.setdefault(name, {})[step] = value
+    return found
+
+
+def standing(
+    attempts: Collection[Attempt], found: Mapping[int, Mapping[str, Series]]
+) -> dict[str, Series]:
+    """The metrics of the course that counts."""
+    course: dict[str, Series] = {}
+    for attempt in attempts:
+        for name, series in found.get(attempt.number, {}).items():
+            kept = {step: value for step, value in series.items() if attempt.stands(step)}
+            course.setdefault(name, {}).update(kept)
+    return course
+
+
+def metrics(root: Path, query: Query) -> Answer:
+    """``/api/metrics``: curves against any axis, with what rollbacks left behind.
+
+    Raises:
+        Unanswered: No run or no names are given, or the run cannot be read.
+    """
+    folder = folder_of(root, query)
+    names = [name for name in text_of(query, "names").split(",") if name]
+    with reading(folder) as connection:
+        attempts = attempts_of(connection)
+        found = histories(connection, attempts, {*names, *COUNTED.values(), "time/step_s"})
+    course = standing(attempts, found)
+    axes = _axes(course)
+    place = {step: index for index, step in enumerate(axes["step"])}
+    return {
+        "run": query["run"],
+        "axes": axes,
+        "names": {
+            name: {
+                "at": [place[step] for step in course.get(name, {})],
+                "values": list(course.get(name, {}).values()),
+                "left": _left(name, attempts, found),
+            }
+            for name in names
+        },
+    }
+
+
+def _axes(course: Mapping[str, Series]) -> dict[str, list[Any]]:
+    """How far the run was at each step that counts, in each unit."""
+    steps = sorted({step for series in course.values() for step in series})
+    axes: dict[str, list[Any]] = {"step": steps}
+    for axis, name in COUNTED.items():
+        # A count is never smaller than before it: a step without one has that of the step before.
+        axes[axis] = list(accumulate((course.get(name, {}).get(step, 0.0) for step in steps), max))
+    seconds = course.get("time/step_s", {})
+    axes["seconds"] = list(accumulate(seconds.get(step, 0.0) for step in steps))
+    return axes
+
+
+def _left(
+    name: str, attempts: Collection[Attempt], found: Mapping[int, Mapping[str, Series]]
+) -> list[dict[str, Any]]:
+    """What was rolled back of a curve, from the last point that it shares with the course on."""
+    stretches = []
+    for attempt in attempts:
+        series = found.get(attempt.number, {}).get(name, {})
+        steps = [step for step in series if step >= attempt.end - 1]
+        if len(steps) > 1:
+            values = [series[step] for step in steps]
+            stretches.append({"attempt": attempt.number, "steps": steps, "values": values})
+    return stretches

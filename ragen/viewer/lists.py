@@ -1,0 +1,300 @@
+"""The list of episodes: any filter, any order, page by page.
+
+All that a list needs stands in the index `episodes_listed`, so that the widest question is one scan
+of some megabytes; the table itself is read for the rows of one page. A page goes on after the last
+row of the one before (its value and id), not after a count of rows, which would have to be walked.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragen.report import ALARM
+from ragen.schema import TURNS_AN_EPISODE
+from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
+
+SORTS = {
+    "step": "step",
+    "reward": "reward",
+    "length": "num_tokens",
+    "entropy": "entropy",
+    "turns": "num_turns",
+    "score": "group_score",
+}
+"""What a list may be ordered by, and the column that holds it; rows without a value come last."""
+
+MOST, USUAL = 200, 50
+"""Episodes of a page."""
+
+COMMON = 20_000
+"""Episodes found by a search from which on they are not counted to the last one."""
+
+PREFIX = 3
+"""Letters from which on the last word of a search may still go on."""
+
+SNIPPET = 160
+"""Characters of a thought in a list."""
+
+COLUMNS = (
+    *("id", "attempt", "step", "phase", "group", "member", "kept", "group_score", "world"),
+    *("level_seed", "noise_seed", "stop_reason", "terminated", "truncated", "success", "reward"),
+    *("penalty", "num_turns", "num_tokens", "thought_tokens", "entropy", "error"),
+)
+"""What is said of an episode in a list."""
+
+STATEMENTS = ("kept", "terminated", "truncated", "success", "well_formed")
+"""Columns that are true or false."""
+
+NAMED = ", ".join(f'"{column}"' for column in COLUMNS)
+
+_EQUAL = {"phase": "phase", "world": "world", "stop_reason": "stop_reason"}
+_WHOLE = {
+    "step_from": "step >= ?",
+    "step_to": "step <= ?",
+    "group": '"group" = ?',
+    "level_seed": "level_seed = ?",
+    "success": "success = ?",
+    "kept": "kept = ?",
+}
+_REAL = {"reward_min": "reward >= ?", "reward_max": "reward <= ?"}
+
+
+class Place(NamedTuple):
+    """Where a page ended: the last row's value and id."""
+
+    value: float | None
+    id: int
+
+
+class Filter(NamedTuple):
+    """What the rows of a list have in common, as SQL."""
+
+    where: list[str]
+    values: list[Any]
+
+
+def episodes(root: Path, query: Query) -> Answer:
+    """``/api/episodes``: one page of the list.
+
+    Raises:
+        Unanswered: There is no such run, it cannot be read, or a parameter is not what it must be.
+    """
+    folder = folder_of(root, query)
+    sort, order = query.get("sort", "step"), query.get("order", "asc")
+    if sort not in SORTS or order not in ("asc", "desc"):
+        raise Unanswered(f"sort by {', '.join(SORTS)}, in the order asc or desc")
+    limit = min(MOST, max(1, whole_number(query, "limit"))) if "limit" in query else USUAL
+    start = _place(query["cursor"]) if query.get("cursor") else None
+    wanted, words = filter_of(query), match_of(query.get("q", ""))
+    with reading(folder) as connection:
+        counted = words is None or _add_search(connection, wanted, words)
+        total = _total(connection, wanted) if counted else None
+        page = list(_page(connection, wanted, SORTS[sort], order, start, limit + 1))
+        rows = [as_said(row) for row in rows_of(connection, [place.id for place in page[:limit]])]
+        for row in rows:
+            row["snippet"] = snippet(connection, row["id"], words)
+        found = facets(connection)
+    following = _cursor(page[limit - 1]) if len(page) > limit else None
+    return {"episodes": rows, "next": following, "total": total, "facets": found}
+
+
+def filter_of(query: Query) -> Filter:
+    """The conditions that a question sets.
+
+    Raises:
+        Unanswered: A value is no number.
+    """
+    found = Filter([], [])
+    for name, column in _EQUAL.items():
+        if query.get(name):
+            found.where.append(f"{column} = ?")
+            found.values.append(query[name])
+    for name, condition in _WHOLE.items():
+        if query.get(name):
+            found.where.append(condition)
+            found.values.append(whole_number(query, name))
+    for name, condition in _REAL.items():
+        if query.get(name):
+            found.where.append(condition)
+            found.values.append(_real(query[name], name))
+    if query.get("alarm") == "1":
+        found.where.append("(attempt, step) IN (SELECT attempt, step FROM events WHERE kind = ?)")
+        found.values.append(ALARM)
+    return found
+
+
+def _real(text: str, name: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise Unanswered(f"{name} = {text[:40]!r}: expected a number")
+    return number
+
+
+def match_of(text: str) -> str | None:
+    """A search as FTS5 reads it: every word, and phrases in quotation marks; none where none is.
+
+    Each word is quoted, so that no sign in it means anything; the last may go on.
+
+    Example:
+        >>> print(match_of('the "red box" OR wal'))
+        "the" "red box" "OR" "wal"*
+    """
+    clean = text.encode("utf-8", "replace").decode().replace("\0", " ")
+    parts = [phrase or word for phrase, word in re.findall(r'"([^"]*)"|([^\s"]+)', clean)]
+    parts = [part for part in parts if re.search(r"\w", part)]
+    if not parts:
+        return None
+    goes_on = len(parts[-1]) >= PREFIX and clean[-1] not in ' "'
+    return " ".join(f'"{part}"' for part in parts) + ("*" if goes_on else "")
+
+
+def _page(
+    connection: sqlite3.Connection,
+    wanted: Filter,
+    column: str,
+    order: str,
+    start: Place | None,
+    count: int,
+) -> Iterator[Place]:
+    """The next rows in order: those that have a value, then those that have none."""
+    beyond = ">" if order == "asc" else "<"
+    if start is None or start.value is not None:
+        where, values = [*wanted.where, f"{column} IS NOT NULL"], list(wanted.values)
+        if start is not None:
+            where.append(f"({column}, id) {beyond} (?, ?)")
+            values += [start.value, start.id]
+        for row in connection.execute(
+            f"SELECT {column}, id FROM episodes WHERE {' AND '.join(where)}"
+            f" ORDER BY {column} {order}, id {order} LIMIT ?",
+            (*values, count),
+        ):
+            count -= 1
+            yield Place(*row)
+        start = None
+    if count and column in ("num_tokens", "entropy", "group_score"):
+        where, values = [*wanted.where, f"{column} IS NULL"], list(wanted.values)
+        if start is not None:
+            where.append(f"id {beyond} ?")
+            values.append(start.id)
+        for row in connection.execute(
+            f"SELECT NULL, id FROM episodes WHERE {' AND '.join(where)}"
+            f" ORDER BY id {order} LIMIT ?",
+            (*values, count),
+        ):
+            yield Place(*row)
+
+
+def _cursor(place: Place) -> str:
+    return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
+
+
+def _place(cursor: str) -> Place:
+    try:
+        value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    except (ValueError, TypeError, binascii.Error):
+        raise Unanswered("this cursor is none of this list") from None
+    if not isinstance(number, int) or not (value is None or isinstance(value, int | float)):
+        raise Unanswered("this cursor is none of this list")
+    return Place(value, number)
+
+
+def _add_search(connection: sqlite3.Connection, wanted: Filter, words: str) -> bool:
+    """Narrow a list to episodes with a thought that is found; whether they are few enough to count.
+
+    Hits come in the order of their turns' ids, so that an episode's stand together.
+    """
+    hits = (
+        f"SELECT DISTINCT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoughts_fts MATCH ?"
+    )
+    found = connection.execute(f"{hits} LIMIT {COMMON}", (words,)).fetchall()
+    rare = len(found) < COMMON
+    if rare:
+        hits, words = "SELECT value FROM json_each(?)", json.dumps([number for (number,) in found])
+    wanted.where.append(f"id IN ({hits})")
+    wanted.values.append(words)
+    return rare
+
+
+def _total(connection: sqlite3.Connection, wanted: Filter) -> int:
+    condition = f" WHERE {' AND '.join(wanted.where)}" if wanted.where else ""
+    query = f"SELECT count(*) FROM episodes{condition}"
+    return int(connection.execute(query, wanted.values).fetchone()[0])
+
+
+def rows_of(connection: sqlite3.Connection, ids: list[int]) -> list[sqlite3.Row]:
+    """Episodes by their ids, in that order."""
+    rows = connection.execute(
+        f"SELECT {NAMED} FROM episodes WHERE id IN (SELECT value FROM json_each(?))",
+        (json.dumps(ids),),
+    )
+    found = {row["id"]: row for row in rows}
+    return [found[number] for number in ids if number in found]
+
+
+def as_said(row: sqlite3.Row) -> Answer:
+    """A row as JSON has it: SQLite knows no true and false."""
+    return {name: bool(value) if name in STATEMENTS else value for name, value in dict(row).items()}
+
+
+def snippet(connection: sqlite3.Connection, episode: int, words: str | None) -> str | None:
+    """A piece of the first thought that has one of the words searched for, or of the first one."""
+    thoughts = connection.execute(
+        "SELECT thought FROM turns WHERE id BETWEEN ? AND ? AND thought IS NOT NULL ORDER BY id",
+        (episode * TURNS_AN_EPISODE, (episode + 1) * TURNS_AN_EPISODE - 1),
+    )
+    wanted = re.findall(r'"([^"]*)"', words or "")
+    first = None
+    for (thought,) in thoughts:
+        first = thought if first is None else first
+        for word in wanted:
+            # Where the index folds an accent, this finds nothing, and the first thought is shown.
+            at = thought.casefold().find(word.casefold())
+            if at >= 0:
+                return _cut(thought, max(0, at - SNIPPET // 3))
+        if not wanted:
+            break
+    return None if first is None else _cut(first, 0)
+
+
+def _cut(text: str, start: int) -> str:
+    """At most `SNIPPET` characters from there on, with an ellipsis where something is left out."""
+    before = "…" if start else ""
+    piece = before + " ".join(text[start : start + 2 * SNIPPET].split())
+    return piece if len(piece) <= SNIPPET else piece[: SNIPPET - 1] + "…"
+
+
+def facets(connection: sqlite3.Connection) -> Answer:
+    """What there is to choose from, by a descent for each combination instead of a scan."""
+    found: list[tuple[str, str, str]] = []
+    steps: list[int] = []
+    last = ("", "", "")
+    while row := connection.execute(
+        "SELECT phase, world, stop_reason FROM episodes"
+        " WHERE (phase, world, stop_reason) > (?, ?, ?)"
+        " ORDER BY phase, world, stop_reason LIMIT 1",
+        last,
+    ).fetchone():
+        last = tuple(row)
+        found.append(last)
+        for bound in ("min", "max"):
+            same = "phase = ? AND world = ? AND stop_reason = ?"
+            steps += connection.execute(
+                f"SELECT {bound}(step) FROM episodes WHERE {same}", last
+            ).fetchone()
+    return {
+        "phases": sorted({phase for phase, _, _ in found}),
+        "worlds": sorted({world for _, world, _ in found}),
+        "stop_reasons": sorted({reason for _, _, reason in found}),
+        "steps": [min(steps), max(steps)] if steps else None,
+    }

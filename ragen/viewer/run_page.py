@@ -1,0 +1,174 @@
+"""One run's page: its config beside the recipe's, its events and evaluations, what was recorded."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from ragen.database import CONFIG
+from ragen.errors import RagenError
+from ragen.report import EXACT, SIGNALS, seconds_by_phase
+from ragen.settings import flatten, read_config, resolve
+from ragen.viewer.course import attempts_of, histories, standing
+from ragen.viewer.reading import (
+    Answer,
+    Query,
+    Unreadable,
+    folder_of,
+    loaded,
+    reading,
+    run_folder,
+    text_of,
+)
+from ragen.viewer.runs import evaluations, read_settings, run_summary
+
+BRANCHES = "branches.sqlite"
+"""Where what was played again from the middle lies, beside the run."""
+
+
+def run(root: Path, query: Query) -> Answer:
+    """``/api/run``: all about one run but its curves and episodes.
+
+    Raises:
+        Unanswered: There is no such run, or it cannot be read.
+    """
+    folder = folder_of(root, query)
+    summary = run_summary(root, query["run"])
+    if summary["state"] == "unreadable":
+        raise Unreadable(summary["problem"])
+    with reading(folder) as connection:
+        attempts = attempts_of(connection)
+        names = [name for (name,) in connection.execute("SELECT DISTINCT name FROM metrics")]
+        measured = [name for name in names if name.startswith(("time/", *EXACT))]
+        found = histories(connection, attempts, measured)
+        course = standing(attempts, found)
+        evaluated = evaluations(connection, attempts)
+        evaluating = math.fsum(each["seconds"] for each in evaluated if each["step"] is not None)
+        steps = {
+            name: steps_of(connection, table)
+            for name, table in (("episode", "episodes"), ("token", "samples"))
+        }
+        matrices = matrix_steps(connection)
+        (outcomes,) = connection.execute("SELECT EXISTS (SELECT 1 FROM outcomes)").fetchone()
+        found_events = events(connection)
+    return summary | {
+        "config": flat_settings(folder),
+        "differences": differences(folder),
+        "events": found_events,
+        "evaluations": evaluated,
+        "names": sorted(names),
+        "labels": dict(SIGNALS),
+        "phases": seconds_by_phase(found, evaluating),
+        "exactness": [
+            {
+                "name": name,
+                "last": list(series.values())[-1],
+                "largest": max(series.values()),
+                "total": math.fsum(series.values()),
+            }
+            for name, series in sorted(course.items())
+            if name.startswith(EXACT) and series
+        ],
+        "episode_steps": steps["episode"],
+        "token_steps": steps["token"],
+        "matrix_steps": sorted({each["step"] for each in matrices}),
+        "has": {
+            "episodes": bool(steps["episode"]),
+            "tokens": bool(steps["token"]),
+            "matrices": bool(matrices),
+            "evaluations": bool(evaluated),
+            "outcomes": bool(outcomes),
+            "branches": (folder / BRANCHES).is_file(),
+        },
+    }
+
+
+def events(connection: sqlite3.Connection, after: int = 0) -> list[Answer]:
+    """A run's events that came after one of them, in order."""
+    rows = connection.execute(
+        "SELECT id, attempt, step, time, kind, text, data FROM events WHERE id > ? ORDER BY id",
+        (after,),
+    )
+    return [dict(row) | {"data": loaded(row["data"])} for row in rows]
+
+
+def steps_of(connection: sqlite3.Connection, table: str) -> list[int]:
+    """The steps that a table has rows of: each is one descent, where DISTINCT scans an index."""
+    found: set[int] = set()
+    attempt = -1
+    while True:
+        (following,) = connection.execute(
+            f"SELECT min(attempt) FROM {table} WHERE attempt > ?", (attempt,)
+        ).fetchone()
+        if following is None:
+            return sorted(found)
+        attempt = following
+        rows = connection.execute(
+            "WITH RECURSIVE steps (step) AS ("
+            f"SELECT min(step) FROM {table} WHERE attempt = ?1 UNION ALL"
+            f" SELECT (SELECT min(step) FROM {table} WHERE attempt = ?1 AND step > steps.step)"
+            " FROM steps WHERE step IS NOT NULL) SELECT step FROM steps WHERE step IS NOT NULL",
+            (attempt,),
+        )
+        found.update(step for (step,) in rows)
+
+
+def matrix_steps(connection: sqlite3.Connection) -> list[Answer]:
+    """At which steps there is a matrix of cross-scores, and of which sampling."""
+    rows = connection.execute("SELECT DISTINCT step, path FROM cross_scores ORDER BY step, path")
+    return [dict(row) for row in rows]
+
+
+def flat_settings(folder: Path) -> dict[str, Any]:
+    """A run's config by dotted key, as it stands in the file."""
+    flat: dict[str, Any] = {}
+
+    def lay(table: dict[str, Any], prefix: str) -> None:
+        for name, value in table.items():
+            if isinstance(value, dict):
+                lay(value, f"{prefix}{name}.")
+            else:
+                flat[f"{prefix}{name}"] = value
+
+    lay(read_settings(folder), "")
+    return flat
+
+
+def differences(folder: Path) -> list[Answer]:
+    """What a run's config changes of its recipe, or of its preset where that recipe is not here."""
+    try:
+        config = read_config(folder / CONFIG)
+    except RagenError:
+        return []  # of another version; the values themselves are shown all the same
+    source = f"recipe {config.recipe}"
+    try:
+        base = resolve(config.recipe, {"algorithm": config.algorithm})
+    except RagenError:  # the recipe was a file of somebody's own
+        source = f"preset {config.algorithm}"
+        base = resolve(None, {"algorithm": config.algorithm})
+    standard = flatten(base)
+    return [
+        {"key": key, "value": value, "base": standard.get(key), "source": source}
+        for key, value in flatten(config).items()
+        if key not in ("recipe", "algorithm") and standard.get(key) != value
+    ]
+
+
+def difference(root: Path, query: Query) -> Answer:
+    """``/api/difference``: the keys in which two runs' configs differ.
+
+    Raises:
+        Unanswered: There is no such run, or its config cannot be read.
+    """
+    a = flat_settings(folder_of(root, query))
+    b = flat_settings(run_folder(root, text_of(query, "other")))
+    keys = [*a, *(key for key in b if key not in a)]
+    return {
+        "differences": [
+            {"key": key, "a": a.get(key), "b": b.get(key)}
+            for key in keys
+            if a.get(key) != b.get(key)
+        ]
+    }

@@ -1,0 +1,155 @@
+"""Who may ask: the page that this server itself sent, on this machine or with its token.
+
+What a run holds is private, and any web site that is open beside the viewer can send requests to
+it. The check of Host keeps a name from being pointed here (DNS rebinding); those of Origin and
+Sec-Fetch-Site keep other pages, also those of another port of this machine, from asking.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from types import MappingProxyType
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+METHODS = ("GET", "HEAD", "POST")
+
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+"""Names of this machine that no other can take."""
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "font-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+
+HEADERS: Mapping[str, str] = MappingProxyType(
+    {
+        "content-security-policy": POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cross-origin-resource-policy": "same-origin",
+        "cross-origin-opener-policy": "same-origin",
+    }
+)
+"""What every answer says, errors too."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0"), is_loopback("localhost")
+        (True, False, True)
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """An application behind the checks.
+
+    Attributes:
+        app: What is asked, if all is right.
+        port: The one that is listened to.
+        token: What a request has to know; none where only this machine can ask.
+    """
+
+    app: ASGIApp
+    port: int
+    token: str | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or say why not."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # no web sockets here; the server closes them
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                store = "no-cache" if scope["path"].startswith("/static/") else "no-store"
+                headers["cache-control"] = store
+            await send(message)
+
+        answer = self._refusal(scope) or self._admission(scope) or self.app
+        await answer(scope, receive, send_with_headers)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """Why a request is not answered, if so."""
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if scope["method"] not in METHODS:
+            return refusal(405, f"the method {scope['method']} is not known here")
+        if len(headers.getlist("host")) != 1 or not (self.token or self._is_ours(host)):
+            return refusal(403, "this viewer answers to localhost and its own port only")
+        origin = headers.get("origin")
+        if origin is not None and origin != f"http://{host}":
+            return refusal(403, "another page may not ask this viewer")
+        # A page of another port of this machine is of the same site, and still another page.
+        site = headers.get("sec-fetch-site", "none")
+        if scope["path"].startswith("/api/") and site not in ("same-origin", "none"):
+            return refusal(403, "another page may not ask this viewer")
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name, colon, port = host.lower().rpartition(":")
+        if not colon or host.endswith("]"):  # a browser leaves the port 80 out
+            name, port = host.lower(), "80"
+        return name in LOOPBACK and port == str(self.port)
+
+    def _admission(self, scope: Scope) -> Response | None:
+        """With a token: take it from the address into a cookie, or refuse who does not know it."""
+        if self.token is None:
+            return None
+        cookie = f"ragen-{self.port}"  # cookies know no ports
+        asked = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        if self._knows(dict(asked).get("token", "")) and scope["method"] == "GET":
+            rest = urlencode([(name, value) for name, value in asked if name != "token"])
+            # Only the path of this very server: a second slash would name another one.
+            path = "/" + scope["path"].lstrip("/\\")
+            answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
+            answer.set_cookie(cookie, self.token, httponly=True, samesite="strict", path="/")
+            return answer
+        if self._knows(_cookie(Headers(scope=scope).get("cookie", ""), cookie)):
+            return None
+        return refusal(403, "this viewer wants its token: open the address that it printed")
+
+    def _knows(self, said: str) -> bool:
+        assert self.token is not None
+        return hmac.compare_digest(said.encode(), self.token.encode())
+
+
+def _cookie(header: str, name: str) -> str:
+    try:
+        found = SimpleCookie(header).get(name)
+    except CookieError:
+        return ""
+    return found.value if found else ""
+
+
+def refusal(status: int, error: str) -> Response:
+    """An error as the API says it."""
+    return JSONResponse({"error": error}, status)
