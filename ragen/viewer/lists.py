@@ -1,8 +1,8 @@
 """The list of episodes: any filter, any order, page by page.
 
-All that a list needs stands in the index `episodes_listed`, so that the widest question is one scan
-of some megabytes; the table itself is read for the rows of one page. A page goes on after the last
-row of the one before (its value and id), not after a count of rows, which would have to be walked.
+All that a list needs stands in the index `episodes_for_lists`, so that the widest question is one
+scan of some megabytes; the table itself is read for the rows of one page. A page goes on after the
+last row of the one before (its value and id), not after a count of rows, which would be walked.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ STATEMENTS = ("kept", "terminated", "truncated", "success", "well_formed")
 """Columns that are true or false."""
 
 NAMED = ", ".join(f'"{column}"' for column in COLUMNS)
+
+LISTS = "INDEXED BY episodes_for_lists"
+"""A list names none but the columns of that index (`schema.LISTED`)."""
 
 _EQUAL = {"phase": "phase", "world": "world", "stop_reason": "stop_reason"}
 _WHOLE = {
@@ -175,7 +178,7 @@ def _page(
             where.append(f"({column}, id) {beyond} (?, ?)")
             values += [start.value, start.id]
         for row in connection.execute(
-            f"SELECT {column}, id FROM episodes WHERE {' AND '.join(where)}"
+            f"SELECT {column}, id FROM episodes {LISTS} WHERE {' AND '.join(where)}"
             f" ORDER BY {column} {order}, id {order} LIMIT ?",
             (*values, count),
         ):
@@ -188,7 +191,7 @@ def _page(
             where.append(f"id {beyond} ?")
             values.append(start.id)
         for row in connection.execute(
-            f"SELECT NULL, id FROM episodes WHERE {' AND '.join(where)}"
+            f"SELECT NULL, id FROM episodes {LISTS} WHERE {' AND '.join(where)}"
             f" ORDER BY id {order} LIMIT ?",
             (*values, count),
         ):
@@ -228,7 +231,7 @@ def _add_search(connection: sqlite3.Connection, wanted: Filter, words: str) -> b
 
 def _total(connection: sqlite3.Connection, wanted: Filter) -> int:
     condition = f" WHERE {' AND '.join(wanted.where)}" if wanted.where else ""
-    query = f"SELECT count(*) FROM episodes{condition}"
+    query = f"SELECT count(*) FROM episodes {LISTS}{condition}"
     return int(connection.execute(query, wanted.values).fetchone()[0])
 
 
