@@ -6,6 +6,7 @@ import uPlot from "./vendor/uplot.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const NEAR = 6; // Pixels from a mark or a click's beginning that still count as on it.
+const DOUBLE_MS = 250; // A click waits so long for being the first of two.
 const FAINT = 0.28; // Opacity of what stands behind: raw values, what a rollback left.
 const FONT = "11px system-ui, sans-serif";
 const COLOURS = 8;
@@ -277,22 +278,30 @@ function follow(u, place) {
   };
 }
 
-/** Clicks on events and steps; a drag zooms and is no click. */
+/** Clicks on events and steps. A drag zooms and is no click, nor is a double click, which ends that. */
 function clicks(u, now) {
   let down = null;
+  let waiting = null;
   const press = (event) => (down = event.clientX);
   const click = (event) => {
     if (down !== null && Math.abs(event.clientX - down) > NEAR) return;
     const { series, marks, onPick, onMark } = now.current;
     const left = event.clientX - u.over.getBoundingClientRect().left;
     const mark = marks.find(({ x }) => Math.abs(u.valToPos(x, "x") - left) <= NEAR);
-    if (mark && onMark) return onMark(mark);
+    if (mark && onMark) {
+      onMark(mark);
+      return;
+    }
     const x = series[0]?.x ?? [];
-    if (onPick && x.length) onPick(x[nearest(x, u.posToVal(left, "x"))]);
+    clearTimeout(waiting);
+    if (!onPick || x.length === 0 || event.detail > 1) return;
+    const step = x[nearest(x, u.posToVal(left, "x"))];
+    waiting = setTimeout(() => onPick(step), DOUBLE_MS);
   };
   u.over.addEventListener("pointerdown", press);
   u.over.addEventListener("click", click);
   return () => {
+    clearTimeout(waiting);
     u.over.removeEventListener("pointerdown", press);
     u.over.removeEventListener("click", click);
   };

@@ -5,6 +5,8 @@ import { Component, html, useEffect, useMemo, useRef, useState } from "./vendor/
 
 const CUT = 20000; // Characters of a text that are shown at once: a megabyte would stall the page.
 
+const SPARK = 100; // Points of a small course, which is about as many pixels wide.
+
 // ---- words and numbers
 
 /** A share as per cent: 0.5 → "50.0 %". */
@@ -202,7 +204,8 @@ export function Interval({
 }
 
 /** A course in the height of a line of text; `min` and `max` make several comparable. */
-export function Spark({ values, min, max, label = "course" }) {
+export function Spark({ values: all, min, max, label = "course" }) {
+  const values = thinned(all, SPARK);
   const known = values.filter((y) => y !== null);
   if (known.length < 2) return html`<span class="spark"></span>`;
   const low = min ?? Math.min(...known);
@@ -217,6 +220,12 @@ export function Spark({ values, min, max, label = "course" }) {
   >
     <polyline points=${points} vector-effect="non-scaling-stroke" />
   </svg>`;
+}
+
+/** At most `count` of the values, evenly apart, the last one among them. */
+function thinned(values, count) {
+  const every = Math.ceil(values.length / count);
+  return values.filter((_, i) => (values.length - 1 - i) % every === 0);
 }
 
 const STATES = {
