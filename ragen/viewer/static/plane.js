@@ -4,6 +4,7 @@ import { number, percent } from "./parts.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const HEIGHT = 340;
+const NARROW = 560; // Pixels below which two names do not fit beside each other.
 const BOX = { left: 54, right: 14, top: 14, bottom: 42 };
 const TICKS = [0, 0.1, 0.3, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
 const COLOURS = { first: 0, any: 5 };
@@ -74,16 +75,17 @@ function pointsOf(path, { steps, mi, conditional_entropy: entropies, prompt_entr
     .filter(({ mi: told, entropy }) => told !== null && entropy !== null);
 }
 
-function Regimes({ x, y, most, edge, middle, top, low }) {
+function Regimes({ width, x, y, most, edge, middle, top, low }) {
   const box = (name, x0, x1, y0, y1, kind, anchor, at) => html`
     <rect class=${`regime ${kind}`} x=${x(x0)} y=${y(y1)} width=${x(x1) - x(x0)} height=${y(y0) - y(y1)} />
     <text class="regime-name" x=${anchor === "start" ? x(x0) + 8 : x(x1) - 8} y=${at} text-anchor=${anchor}>${name}</text>`;
   const [above, below] = [y(middle) - 9, y(middle) + 19]; // Courses keep to the outer edges.
+  const lower = width < NARROW ? below + 18 : below;
   return html`<g>
     ${box("compressed", 0, edge, middle, top, "warn", "start", above)}
     ${box("diverse", edge, most, middle, top, "good", "end", above)}
     ${box("low-entropy collapse", 0, edge, low, middle, "bad", "start", below)}
-    ${box("template collapse", edge, most, low, middle, "bad", "end", below)}
+    ${box("template collapse", edge, most, low, middle, "bad", "end", lower)}
   </g>`;
 }
 
