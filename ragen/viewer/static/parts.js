@@ -1,7 +1,7 @@
 // The small pieces that all pages are made of, and how numbers, times and links are written.
 
 import { reachable } from "./api.js";
-import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+import { Component, html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const CUT = 20000; // Characters of a text that are shown at once: a megabyte would stall the page.
 
@@ -15,7 +15,7 @@ export function percent(x, digits = 1) {
 /** A number in three significant digits, large ones grouped: 0.01234 → "0.0123". */
 export function number(x) {
   if (x === null || x === undefined) return "–";
-  if (Number.isInteger(x)) return x.toLocaleString("en-GB");
+  if (Number.isInteger(x)) return x.toLocaleString("en-GB").replace("-", "−");
   const size = Math.abs(x);
   if (size >= 1e5 || size < 1e-3) return x.toExponential(1).replace("e+", "e").replace("-", "−");
   if (size >= 1000) return Math.round(x).toLocaleString("en-GB");
@@ -281,22 +281,35 @@ export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey, la
       </thead>
       <tbody ref=${body}>
         ${by.rows.map(
-          (row, index) => html`<tr
-            key=${rowKey ? rowKey(row) : (row.id ?? index)}
-            class=${[onRow && "opens", index === selected && "selected"].filter(Boolean).join(" ")}
-            aria-current=${index === selected ? "true" : undefined}
-            onClick=${onRow && ((event) => fromControl(event) || onRow(row, index))}
-          >
-            ${columns.map(
-              (column) => html`<td class=${`${column.align ?? ""} col-${column.key}`}>
-                ${column.render ? column.render(row, index) : row[column.key]}
-              </td>`,
-            )}
-          </tr>`,
+          (row, index) => html`<${Row}
+            key=${rowKey ? rowKey(row) : (row.id ?? index)} ...${{ row, index, columns, onRow }}
+            selected=${index === selected}
+          />`,
         )}
       </tbody>
     </table>
   </div>`;
+}
+
+/** A row is drawn again only if it, the columns or the mark changed: lists grow to thousands. */
+class Row extends Component {
+  shouldComponentUpdate(next) {
+    return ["row", "index", "columns", "selected"].some((name) => next[name] !== this.props[name]);
+  }
+
+  render({ row, index, columns, selected, onRow }) {
+    return html`<tr
+      class=${[onRow && "opens", selected && "selected"].filter(Boolean).join(" ")}
+      aria-current=${selected ? "true" : undefined}
+      onClick=${onRow && ((event) => fromControl(event) || onRow(row, index))}
+    >
+      ${columns.map(
+        (column) => html`<td class=${`${column.align ?? ""} col-${column.key}`}>
+          ${column.render ? column.render(row, index) : row[column.key]}
+        </td>`,
+      )}
+    </tr>`;
+  }
 }
 
 const fromControl = (event) => event.target.closest("a, button, input, label, select") !== null;
