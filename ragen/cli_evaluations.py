@@ -1,4 +1,4 @@
-"""The commands that measure and watch: eval, compare, play."""
+"""The commands that measure and watch: eval, compare, play, branch."""
 
 from __future__ import annotations
 
@@ -228,10 +228,48 @@ def _play(options: Namespace, overrides: Overrides) -> int:
     return 0
 
 
+def _branch_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    add("episode", metavar="EPISODE", type=int, help="an episode's id, as ragen view shows it")
+    add("--turn", type=int, required=True, metavar="K", help="the turn to play anew, from 0")
+    add("--n", type=int, default=4, metavar="N", help="branches [4]")
+    add("--checkpoint", type=int, metavar="STEP", help="whose weights play [the newest]")
+    add("--temperature", type=float, metavar="T", help="0: greedy [the run's]")
+    add("--seed", type=int, default=0, metavar="S", help="another one gives other branches [0]")
+    add("--json", action="store_true", help="print the result as one JSON line")
+    parser.epilog = (
+        "The world goes back to its snapshot of that turn, with the noise that lay before it, and "
+        "the\npolicy plays on from the very tokens it saw. Kept in RUN/branches.sqlite, whole "
+        "episodes each."
+    )
+
+
+def _branch(options: Namespace, _: Overrides) -> int:
+    from ragen.branch import branch, page
+    from ragen.report import show
+
+    found = branch(
+        options.run,
+        options.episode,
+        options.turn,
+        options.n,
+        checkpoint=options.checkpoint,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+    if options.json:
+        print(json.dumps(found.record()))
+    else:
+        show(terminal(), page(found))
+    return 0
+
+
 COMMANDS: dict[str, Command] = {
     "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
     "compare": Command(
         "which of two is better, on the same levels", _compare_options, _compare, True
     ),
     "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
+    "branch": Command("play a recorded episode on from one of its turns", _branch_options, _branch),
 }

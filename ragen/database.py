@@ -104,17 +104,21 @@ def create_database(folder: Path, config_text: str) -> sqlite3.Connection:
     return connection
 
 
-def open_database(folder: Path, make: bool = False) -> sqlite3.Connection:
+def open_database(
+    folder: Path, make: bool = False, file: str = DATABASE, schema: str = SCHEMA
+) -> sqlite3.Connection:
     """Open a database to write it; who writes a run's metrics has to `claim` it, too.
 
     Args:
         folder: Where it lies.
         make: Make an empty one where there is none.
+        file: Its name there.
+        schema: What an empty one is filled with.
 
     Raises:
         RagenError: There is none, it is damaged, of another version, or cannot be made.
     """
-    database = folder / DATABASE
+    database = folder / file
     if not make:
         _must_exist(folder)
     connection: sqlite3.Connection | None = None
@@ -123,7 +127,7 @@ def open_database(folder: Path, make: bool = False) -> sqlite3.Connection:
             folder.mkdir(parents=True, exist_ok=True)
         connection = connect(database)
         if make and _version(connection) == 0:
-            fill(connection)
+            fill(connection, schema)
         version = _version(connection)
     except (sqlite3.DatabaseError, OSError) as error:
         if connection is not None:
@@ -214,7 +218,9 @@ def fill(connection: sqlite3.Connection, schema: str = SCHEMA) -> None:
 
 
 @contextlib.contextmanager
-def transaction(connection: sqlite3.Connection, folder: Path) -> Iterator[None]:
+def transaction(
+    connection: sqlite3.Connection, folder: Path, file: str = DATABASE
+) -> Iterator[None]:
     """All that is written inside, or nothing of it.
 
     Raises:
@@ -228,7 +234,7 @@ def transaction(connection: sqlite3.Connection, folder: Path) -> Iterator[None]:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         if isinstance(error, sqlite3.OperationalError):
-            raise cannot_write(folder, error) from None
+            raise cannot_write(folder, error, file) from None
         raise
 
 
@@ -281,11 +287,11 @@ def is_claimed(folder: Path) -> bool:
     return False
 
 
-def cannot_write(folder: Path, error: sqlite3.Error | OSError) -> RagenError:
+def cannot_write(folder: Path, error: sqlite3.Error | OSError, file: str = DATABASE) -> RagenError:
     """What to tell the user of a database that takes no more."""
     reason = _reason(error) if isinstance(error, OSError) else str(error)
     return RagenError(
-        f"cannot write {folder / DATABASE}: {reason}; free space there or choose another place "
+        f"cannot write {folder / file}: {reason}; free space there or choose another place "
         "with --out"
     )
 

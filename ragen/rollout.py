@@ -8,12 +8,14 @@ traceback, which is data. Anything else that goes wrong here is a bug and crashe
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from reprlib import repr as shortened
 from typing import Any, Literal
 
@@ -26,7 +28,7 @@ from ragen.env import Env, Reading, construct, is_picture, maker
 from ragen.errors import RagenError
 from ragen.isolated import Workers
 from ragen.players import PlayerPolicy
-from ragen.policy import NoCompletion, Policy
+from ragen.policy import NoCompletion, Policy, spoken
 from ragen.prompt import Limits, PromptBuilder, prefill
 from ragen.reasoning import NEED_READING, charged, notes
 from ragen.seeding import derive
@@ -175,6 +177,30 @@ class Place:
         return _derive(self.path, "sample", self.group, self.member, turn)
 
 
+@dataclass(frozen=True, slots=True)
+class Branch(Place):
+    """A recorded episode that is played anew from one of its turns on.
+
+    `turns` are the recorded ones up to that turn, which comes last and of which only what went
+    before the reply counts. The world goes on from its snapshot, with the noise that lay before the
+    original: `noise` is that episode's seed, and `path` decides the sampling alone.
+
+    Raises:
+        RagenError: The last turn has no snapshot.
+    """
+
+    noise: int
+    turns: tuple[Turn, ...]
+
+    def __post_init__(self) -> None:
+        if self.turns[-1].snapshot is None:
+            raise RagenError(f"no snapshot of the world is kept of turn {len(self.turns) - 1}")
+
+    def noise_seed(self, common: bool) -> int:
+        """The original's."""
+        return self.noise
+
+
 def _derive(path: tuple[int | str, ...], *rest: int | str) -> int:
     run_seed, *above = path
     return derive(int(run_seed), *above, *rest)
@@ -288,6 +314,24 @@ def refuse_cramped(setup: Setup, level: int) -> None:
         )
 
 
+def refuse_changed(setup: Setup, branch: Branch) -> None:
+    """Make sure that a recorded turn comes back as it was, before anyone plays on from it.
+
+    Raises:
+        RagenError: The world, or what the policy is shown of it, is another one by now.
+    """
+    running = _Running(setup, branch)
+    try:
+        with closing(Guarded(setup.make, None if setup.workers else setup.timeout_s)) as world:
+            conversation, view = running.begin(world)
+            running.prompt(conversation, view, len(running.turns))
+    except WorldError as failure:
+        raise RagenError(
+            f"the world {setup.world!r} cannot go back to turn {len(branch.turns) - 1}: "
+            f"{failure.reason}; run `ragen check` on it"
+        ) from failure
+
+
 class _Running:
     """An episode while it is played: the turns so far and what is left of the budgets."""
 
@@ -304,8 +348,8 @@ class _Running:
     async def play(self, world: Guarded, policy: Policy | PlayerPolicy) -> None:
         setup = self.setup
         conversation, view = self.begin(world)
-        for number in range(setup.turns):
-            prompt = self._prompt(conversation, view, number)
+        for number in range(len(self.turns), setup.turns):
+            prompt = self.prompt(conversation, view, number)
             if prompt.token_ids and len(prompt.token_ids) + setup.max_tokens > setup.max_length:
                 self.stop_reason = "context"
                 return
@@ -326,7 +370,10 @@ class _Running:
             view = View(world.observation, self._limits(number + 1), turn.reward, problem)
 
     def begin(self, world: Guarded) -> tuple[Conversation, View]:
-        """Reset the world; what is talked about it, and the first thing that is seen."""
+        """Reset the world; what is talked about it, and the first thing that is seen.
+
+        A branch begins behind its earlier turns, with all of them already talked about.
+        """
         setup, place = self.setup, self.place
         observation = world.reset(place.level_seed, place.noise_seed(setup.common_noise))
         conversation = Conversation(
@@ -338,15 +385,53 @@ class _Running:
             setup.prefill,
             setup.drops_thoughts,
         )
+        if isinstance(place, Branch):
+            return conversation, self._replay(world, conversation, place)
         return conversation, View(observation, self._limits(0))
+
+    def _replay(self, world: Guarded, conversation: Conversation, branch: Branch) -> View:
+        """Talk through the earlier turns and put the world back; what is seen behind them."""
+        view = View(branch.turns[0].observation, self._limits(0))
+        for number, (turn, following) in enumerate(pairwise(branch.turns)):
+            prompt = self.prompt(conversation, view, number)
+            conversation.reply(self._said(turn.completion))
+            problem = self._read(world, turn.completion).problem
+            self.turns.append(replace(turn, prompt=prompt))
+            self.actions_left -= len(turn.actions_executed)
+            limits = self._limits(number + 1)
+            view = View(following.observation, limits, turn.reward, problem)
+        present = branch.turns[-1]
+        assert present.snapshot is not None
+        world.restore(present.snapshot, present.observation)
+        if world.state()[0] != present.state_key:
+            raise RagenError(
+                f"the world {self.setup.world!r} comes back to turn {len(branch.turns) - 1} in "
+                "another state than was recorded: its code or its parameters have changed since"
+            )
+        return view
+
+    def _said(self, completion: Completion) -> Completion:
+        """A recorded completion with its ids, those of its text where none were recorded."""
+        chat = self.setup.chat
+        if completion.token_ids is not None or chat is None:
+            return completion
+        end = (chat.end,) if completion.finish_reason == "stop" else ()
+        return spoken(completion.text, lambda text: (*chat.encode(text), *end))
 
     def _limits(self, number: int) -> Limits:
         setup = self.setup
         return Limits(number + 1, setup.turns - number, self.actions_left, setup.actions_per_turn)
 
-    def _prompt(self, conversation: Conversation, view: View, number: int) -> Prompt:
+    def prompt(self, conversation: Conversation, view: View, number: int) -> Prompt:
+        """What the policy is asked in a turn; a recorded one must be asked as it was.
+
+        Raises:
+            RagenError: It would be asked in other tokens.
+        """
         setup = self.setup
         messages, token_ids, num_prefill = conversation.ask(view)
+        if isinstance(self.place, Branch) and number < len(self.place.turns):
+            _refuse_other(token_ids, self.place.turns[number].prompt.token_ids, number)
         return Prompt(
             messages,
             token_ids,
@@ -364,15 +449,7 @@ class _Running:
         """Carry out what the completion asks for."""
         setup = self.setup
         (key, snapshot), picture = world.state(), world.picture()
-        parsed = parse(
-            setup.prefill + completion.text,
-            think=setup.think,
-            actions=world.actions,
-            max_actions=min(setup.actions_per_turn, self.actions_left),
-        )
-        if completion.finish_reason == "length":
-            problem = f"It was cut off after {setup.max_tokens} tokens, so nothing of it was done."
-            parsed = replace(parsed, actions=(), valid=False, problem=problem)
+        parsed = self._read(world, completion)
         read: dict[str, Any] = {}
         if parsed.thought is not None and world.env.reads_thoughts:
             read = notes(world.read_thought(parsed.thought), parsed.actions_asked)
@@ -403,6 +480,20 @@ class _Running:
         )
         return charged(turn, setup.terms), parsed.problem
 
+    def _read(self, world: Guarded, completion: Completion) -> Parsed:
+        """What a completion says, and what of it is to be done."""
+        setup = self.setup
+        parsed = parse(
+            setup.prefill + completion.text,
+            think=setup.think,
+            actions=world.actions,
+            max_actions=min(setup.actions_per_turn, self.actions_left),
+        )
+        if completion.finish_reason == "length":
+            problem = f"It was cut off after {setup.max_tokens} tokens, so nothing of it was done."
+            return replace(parsed, actions=(), valid=False, problem=problem)
+        return parsed
+
     def episode(self) -> Episode:
         place = self.place
         terminated = self.stop_reason in ("solved", "failed")
@@ -421,6 +512,24 @@ class _Running:
             self.error,
             *self.final,
         )
+
+
+def _refuse_other(
+    asked: tuple[int, ...] | None, recorded: tuple[int, ...] | None, number: int
+) -> None:
+    """Where a prompt's ids were recorded, they must be the ones that it is rebuilt as.
+
+    Raises:
+        RagenError: They are not.
+    """
+    if recorded is None or asked is None or asked == recorded:
+        return
+    pairs = enumerate(zip(asked, recorded, strict=False))
+    first = next((at for at, (one, other) in pairs if one != other), min(len(asked), len(recorded)))
+    raise RagenError(
+        f"the prompt of turn {number} cannot be rebuilt: its token {first} differs from what the "
+        "model saw; the tokenizer, its chat template, the world or RAGEN has changed since"
+    )
 
 
 def _thought_span(setup: Setup, completion: Completion, parsed: Parsed) -> tuple[int, int] | None:
@@ -469,6 +578,13 @@ class Guarded:
         self._answer("step", observation, info)
         self.terminated, self.truncated = bool(terminated), bool(truncated)
         return float(reward)
+
+    def restore(self, state: Mapping[str, Any], observation: str) -> None:
+        """Go back to a snapshot of the level that was begun, and to what was seen there."""
+        with self._calling("set_state"):
+            self.env.set_state(copy.deepcopy(dict(state)))  # a world may keep what it is given
+        self.observation, self.info = observation, {}
+        self.terminated, self.truncated = False, False
 
     def read_thought(self, thought: str) -> Reading | None:
         """What the thought says of the world as it is now."""
