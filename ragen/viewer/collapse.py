@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 from collections.abc import Iterable, Mapping
@@ -11,13 +10,14 @@ from typing import Any
 
 from ragen.regimes import INFORMED, MIN_PROMPTS, REGIMES, UNDECIDED
 from ragen.report import GRADIENTS
-from ragen.schema import decompress
 from ragen.viewer.course import Attempt, Series, attempts_of, histories, standing
 from ragen.viewer.reading import (
     Answer,
     NotFound,
     Query,
+    array_of,
     folder_of,
+    loaded,
     reading,
     text_of,
     whole_number,
@@ -123,15 +123,15 @@ def matrix(root: Path, query: Query) -> Answer:
         ).fetchone()
     if row is None:
         raise NotFound(f"no cross-scores of step {step}, path {path!r}, are recorded")
-    scores = decompress("scores", row["scores"]).reshape(-1, row["num_prompts"])
+    scores = array_of("scores", row["scores"]).reshape(-1, row["num_prompts"])
     return {
         "scores": [
             [round(score, DIGITS) if math.isfinite(score) else None for score in line]
             for line in scores.tolist()
         ],
-        "own": decompress("own", row["own"]).tolist(),
-        "thoughts": json.loads(row["thoughts"]),
-        "prompts": json.loads(row["prompts"]),
+        "own": array_of("own", row["own"]).tolist(),
+        "thoughts": loaded(row["thoughts"]),
+        "prompts": loaded(row["prompts"]),
     }
 
 

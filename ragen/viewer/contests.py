@@ -6,7 +6,6 @@ smaller differences than two rates side by side.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from ragen.statistics import (
     success_rate,
 )
 from ragen.viewer.course import attempts_of
-from ragen.viewer.reading import Answer, Query, folder_of, reading, run_folder, text_of
+from ragen.viewer.reading import Answer, Query, folder_of, loaded, reading, run_folder, text_of
 from ragen.viewer.run_page import flat_settings
 from ragen.viewer.runs import evaluations
 
@@ -99,7 +98,7 @@ def _outcomes(connection: sqlite3.Connection) -> Iterator[tuple[dict[str, Any], 
         "SELECT key, world, settings FROM evaluations WHERE key IS NOT NULL"
         " AND id IN (SELECT max(id) FROM evaluations GROUP BY key) ORDER BY id"
     ):
-        said = json.loads(settings)
+        said = loaded(settings)
         game = {
             name: value
             for name, value in said.items()

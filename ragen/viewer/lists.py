@@ -1,8 +1,8 @@
 """The list of episodes: any filter, any order, page by page.
 
-All that a list needs stands in the index `episodes_listed`, so that the widest question is one scan
-of some megabytes; the table itself is read for the rows of one page. A page goes on after the last
-row of the one before (its value and id), not after a count of rows, which would have to be walked.
+All that a list needs stands in the index `episodes_for_lists`, so that the widest question is one
+scan of some megabytes; the table itself is read for the rows of one page. A page goes on after the
+last row of the one before (its value and id), not after a count of rows, which would be walked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST, USUAL = 200, 50
 """Episodes of a page."""
 
 COMMON = 20_000
-"""Thoughts found from which on they are not counted to the last one."""
+"""Episodes found by a search from which on they are not counted to the last one."""
 
 PREFIX = 3
 """Letters from which on the last word of a search may still go on."""
@@ -54,6 +54,9 @@ STATEMENTS = ("kept", "terminated", "truncated", "success", "well_formed")
 """Columns that are true or false."""
 
 NAMED = ", ".join(f'"{column}"' for column in COLUMNS)
+
+LISTS = "INDEXED BY episodes_for_lists"
+"""A list names none but the columns of that index (`schema.LISTED`)."""
 
 _EQUAL = {"phase": "phase", "world": "world", "stop_reason": "stop_reason"}
 _WHOLE = {
@@ -95,13 +98,8 @@ def episodes(root: Path, query: Query) -> Answer:
     start = _place(query["cursor"]) if query.get("cursor") else None
     wanted, words = filter_of(query), match_of(query.get("q", ""))
     with reading(folder) as connection:
-        total = _total(connection, wanted, words, first=start is None)
-        if words is not None:
-            wanted.where.append(
-                f"id IN (SELECT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts"
-                " WHERE thoughts_fts MATCH ?)"
-            )
-            wanted.values.append(words)
+        counted = words is None or _add_search(connection, wanted, words)
+        total = _total(connection, wanted) if counted else None
         page = list(_page(connection, wanted, SORTS[sort], order, start, limit + 1))
         rows = [as_said(row) for row in rows_of(connection, [place.id for place in page[:limit]])]
         for row in rows:
@@ -180,7 +178,7 @@ def _page(
             where.append(f"({column}, id) {beyond} (?, ?)")
             values += [start.value, start.id]
         for row in connection.execute(
-            f"SELECT {column}, id FROM episodes WHERE {' AND '.join(where)}"
+            f"SELECT {column}, id FROM episodes {LISTS} WHERE {' AND '.join(where)}"
             f" ORDER BY {column} {order}, id {order} LIMIT ?",
             (*values, count),
         ):
@@ -193,7 +191,7 @@ def _page(
             where.append(f"id {beyond} ?")
             values.append(start.id)
         for row in connection.execute(
-            f"SELECT NULL, id FROM episodes WHERE {' AND '.join(where)}"
+            f"SELECT NULL, id FROM episodes {LISTS} WHERE {' AND '.join(where)}"
             f" ORDER BY id {order} LIMIT ?",
             (*values, count),
         ):
@@ -214,21 +212,27 @@ def _place(cursor: str) -> Place:
     return Place(value, number)
 
 
-def _total(
-    connection: sqlite3.Connection, wanted: Filter, words: str | None, first: bool
-) -> int | None:
-    """How many there are; of a search only on its first page, and not of a common word."""
-    where, values = list(wanted.where), list(wanted.values)
-    if words is not None:
-        hits = "SELECT rowid FROM thoughts_fts WHERE thoughts_fts MATCH ?"
-        capped = f"SELECT count(*) FROM ({hits} LIMIT {COMMON})"
-        if not first or connection.execute(capped, (words,)).fetchone()[0] == COMMON:
-            return None
-        where.append(f"id IN (SELECT rowid / {TURNS_AN_EPISODE} FROM ({hits}))")
-        values.append(words)
-    condition = f" WHERE {' AND '.join(where)}" if where else ""
-    (count,) = connection.execute(f"SELECT count(*) FROM episodes{condition}", values).fetchone()
-    return int(count)
+def _add_search(connection: sqlite3.Connection, wanted: Filter, words: str) -> bool:
+    """Narrow a list to episodes with a thought that is found; whether they are few enough to count.
+
+    Hits come in the order of their turns' ids, so that an episode's stand together.
+    """
+    hits = (
+        f"SELECT DISTINCT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoughts_fts MATCH ?"
+    )
+    found = connection.execute(f"{hits} LIMIT {COMMON}", (words,)).fetchall()
+    rare = len(found) < COMMON
+    if rare:
+        hits, words = "SELECT value FROM json_each(?)", json.dumps([number for (number,) in found])
+    wanted.where.append(f"id IN ({hits})")
+    wanted.values.append(words)
+    return rare
+
+
+def _total(connection: sqlite3.Connection, wanted: Filter) -> int:
+    condition = f" WHERE {' AND '.join(wanted.where)}" if wanted.where else ""
+    query = f"SELECT count(*) FROM episodes {LISTS}{condition}"
+    return int(connection.execute(query, wanted.values).fetchone()[0])
 
 
 def rows_of(connection: sqlite3.Connection, ids: list[int]) -> list[sqlite3.Row]:
@@ -247,24 +251,30 @@ def as_said(row: sqlite3.Row) -> Answer:
 
 
 def snippet(connection: sqlite3.Connection, episode: int, words: str | None) -> str | None:
-    """A piece of the first thought that was found, or of the first one."""
-    turns = (episode * TURNS_AN_EPISODE, (episode + 1) * TURNS_AN_EPISODE - 1)
-    if words is None:
-        row = connection.execute(
-            f"SELECT substr(thought, 1, {SNIPPET + 1}) FROM turns"
-            " WHERE id BETWEEN ? AND ? AND thought IS NOT NULL ORDER BY id LIMIT 1",
-            turns,
-        ).fetchone()
-    else:
-        row = connection.execute(
-            "SELECT snippet(thoughts_fts, 0, '', '', '…', 24) FROM thoughts_fts"
-            " WHERE thoughts_fts MATCH ? AND rowid BETWEEN ? AND ? ORDER BY rowid LIMIT 1",
-            (words, *turns),
-        ).fetchone()
-    if row is None:
-        return None
-    text = " ".join(row[0].split())
-    return text if len(text) <= SNIPPET else text[: SNIPPET - 1] + "…"
+    """A piece of the first thought that has one of the words searched for, or of the first one."""
+    thoughts = connection.execute(
+        "SELECT thought FROM turns WHERE id BETWEEN ? AND ? AND thought IS NOT NULL ORDER BY id",
+        (episode * TURNS_AN_EPISODE, (episode + 1) * TURNS_AN_EPISODE - 1),
+    )
+    wanted = re.findall(r'"([^"]*)"', words or "")
+    first = None
+    for (thought,) in thoughts:
+        first = thought if first is None else first
+        for word in wanted:
+            # Where the index folds an accent, this finds nothing, and the first thought is shown.
+            at = thought.casefold().find(word.casefold())
+            if at >= 0:
+                return _cut(thought, max(0, at - SNIPPET // 3))
+        if not wanted:
+            break
+    return None if first is None else _cut(first, 0)
+
+
+def _cut(text: str, start: int) -> str:
+    """At most `SNIPPET` characters from there on, with an ellipsis where something is left out."""
+    before = "…" if start else ""
+    piece = before + " ".join(text[start : start + 2 * SNIPPET].split())
+    return piece if len(piece) <= SNIPPET else piece[: SNIPPET - 1] + "…"
 
 
 def facets(connection: sqlite3.Connection) -> Answer:
@@ -285,12 +295,9 @@ def facets(connection: sqlite3.Connection) -> Answer:
             steps += connection.execute(
                 f"SELECT {bound}(step) FROM episodes WHERE {same}", last
             ).fetchone()
-    phases, worlds, reasons = (
-        (sorted(set(each)) for each in zip(*found, strict=True)) if found else ([], [], [])
-    )
     return {
-        "phases": phases,
-        "worlds": worlds,
-        "stop_reasons": reasons,
+        "phases": sorted({phase for phase, _, _ in found}),
+        "worlds": sorted({world for _, world, _ in found}),
+        "stop_reasons": sorted({reason for _, _, reason in found}),
         "steps": [min(steps), max(steps)] if steps else None,
     }

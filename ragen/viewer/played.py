@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from pathlib import Path
 from statistics import stdev
@@ -16,6 +15,7 @@ from ragen.viewer.reading import (
     NotFound,
     Query,
     folder_of,
+    loaded,
     reading,
     text_of,
     whole_number,
@@ -67,7 +67,7 @@ def detail(connection: sqlite3.Connection, row: sqlite3.Row) -> Answer:
     trained = has_samples(connection, row)
     return found | {
         "snippet": snippet(connection, number, None),
-        "final_picture": _loaded(found["final_picture"]),
+        "final_picture": loaded(found["final_picture"]),
         "turns": [_turn(turn) for turn in turns],
         "previous": around[0].fetchone()[0],
         "next": around[1].fetchone()[0],
@@ -103,15 +103,11 @@ def _turn(turn: dict[str, Any]) -> Answer:
     _, end, rest = reply.partition("</think>")
     return {
         **{name: value for name, value in turn.items() if name != "has_ids"},
-        "picture": _loaded(turn["picture"]),
+        "picture": loaded(turn["picture"]),
         "answer": rest.strip() if thought is not None and end else reply,
-        "actions_asked": json.loads(turn["actions_asked"]),
-        "actions_executed": json.loads(turn["actions_executed"]),
+        "actions_asked": loaded(turn["actions_asked"]),
+        "actions_executed": loaded(turn["actions_executed"]),
     }
-
-
-def _loaded(text: str | None) -> Any:
-    return None if text is None else json.loads(text)
 
 
 def group(root: Path, query: Query) -> Answer:

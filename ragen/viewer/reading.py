@@ -7,15 +7,19 @@ its write-ahead log back into one plain file, and opening costs a fraction of a 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from ragen.database import CONFIG, DATABASE, connect_to_read
 from ragen.errors import RagenError
-from ragen.schema import SCHEMA_VERSION
+from ragen.schema import SCHEMA_VERSION, decompress
 
 Query = Mapping[str, str]
 """The parameters of a question, as they stand in its address."""
@@ -150,6 +154,30 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
             yield connection
     except sqlite3.Error as error:
         raise Unreadable(f"{name} cannot be read: {error}") from None
+
+
+def loaded(text: str | None) -> Any:
+    """What JSON in a column stands for; none for NULL.
+
+    Raises:
+        Unreadable: It is no JSON.
+    """
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:
+        raise Unreadable(f"{DATABASE} is damaged: {text!r:.40} is no JSON") from None
+
+
+def array_of(column: str, data: bytes) -> NDArray[Any]:
+    """The array in a column.
+
+    Raises:
+        Unreadable: It is none.
+    """
+    try:
+        return decompress(column, data)
+    except (ValueError, zlib.error) as error:
+        raise Unreadable(f"{DATABASE} is damaged: {column} cannot be unpacked: {error}") from None
 
 
 def text_of(query: Query, name: str) -> str:

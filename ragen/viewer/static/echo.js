@@ -95,8 +95,8 @@ function Turn({ episode, place, list, marks, over, setOver }) {
     </div>
     <div class="turn-body">
       ${turn.picture && html`<${Board} picture=${turn.picture} world=${episode.world} turn=${turn} />`}
-      <p class="thought">${turn.thought === null
-        ? html`<span class="muted">no valid thought</span>`
+      <p class="thought">${!turn.thought?.trim()
+        ? html`<span class="muted">${turn.thought === null ? "no valid thought" : "an empty thought"}</span>`
         : marked(list.words, list.starts[place], end, marks).map(({ text, run }, i) =>
             run === null
               ? html`<${Text} key=${i} text=${text} />`

@@ -40,11 +40,11 @@ export function Phrases({ run, phase, query, setQuery }) {
     </div>
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${!data && !error && html`<${Loading} what="Counting phrases" />`}
-    ${data && html`<${HeatTable} data=${data} order=${order} words=${words} phase=${phase} />`}
+    ${data && html`<${HeatTable} data=${data} order=${order} words=${words} />`}
   </section>`;
 }
 
-function HeatTable({ data, order, words, phase }) {
+function HeatTable({ data, order, words }) {
   const [over, setOver] = useState(null);
   const { steps } = data;
   const rows = useMemo(() => {
@@ -52,8 +52,7 @@ function HeatTable({ data, order, words, phase }) {
     return [...data.phrases].sort((a, b) => value(b) - value(a));
   }, [data, order]);
   if (!rows.length) {
-    return html`<p class="muted">No ${words} words in a row occur in more than one thought of the
-      ${phase} episodes.</p>`;
+    return html`<p class="muted">No ${words} words in a row occur in more than one thought of a step.</p>`;
   }
   const said = over && `${percent(over.share, 0)} of the thoughts of step ${over.step}`;
   return html`<p class="readout" aria-live="polite">

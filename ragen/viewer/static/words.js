@@ -10,7 +10,7 @@ export const MAX_WORDS = 1000;
 
 /** The words of a text, each with the white space behind it, so that they join to the text again. */
 export function wordsOf(text) {
-  return (text ?? "").match(/\S+\s*|^\s+/g) ?? [];
+  return (text ?? "").trim().match(/\S+\s*/g) ?? [];
 }
 
 /**

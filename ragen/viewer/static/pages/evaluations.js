@@ -20,8 +20,8 @@ export default function Page({ params, query, setQuery }) {
     ${data && (data.evaluations.length > 0
       ? html`<${Gains} gains=${gains} evaluations=${data.evaluations} /><${All} evaluations=${data.evaluations} />`
       : html`<section class="panel"><p>The run was not evaluated yet. It is before its first step and
-          after its last one, and between them with <code>--eval.every 10</code>; <code>ragen eval</code>
-          plays any checkpoint.</p></section>`)}
+          after its last one, and between them with <code>--eval.every 10</code>; any
+          checkpoint can be evaluated by <code>ragen eval</code>.</p></section>`)}
     ${data && !shared && html`<${Contest} run=${run} other=${query.other} setQuery=${setQuery} />`}
   </main>`;
 }

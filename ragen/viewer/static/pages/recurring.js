@@ -8,6 +8,7 @@ import { useKeys } from "../keys.js";
 import { Loading, Problem, Tabs, percent, plural, useReady } from "../parts.js";
 import { Phrases, heat } from "../phrases.js";
 import { html, useEffect, useMemo, useRef } from "../vendor/preact-htm.js";
+import { MIN_RUN } from "../words.js";
 
 const MOST_STEPS = 12; // Columns of the table of pairs; of more steps so many are taken, evenly.
 
@@ -39,8 +40,8 @@ export default function Page({ params, query, setQuery }) {
 
 function Nothing() {
   return html`<div class="panel">
-    <p>No level was played at two steps. Evaluations play the same levels each time: train with
-      <code>--eval.every 5</code>, say, to see thoughts change. The first and the last evaluation
+    <p>No level was played at two steps. Evaluations play the same levels each time: train
+      with <code>--eval.every 5</code>, say, to see thoughts change. The first and the last evaluation
       are there when the run ends.</p>
   </div>`;
 }
@@ -192,13 +193,15 @@ function Pairs({ episodes, from, to, setSteps }) {
         onClick=${() => setSteps(a, b)}>${share === undefined ? "…" : share === null ? "–" : Math.round(100 * share)}</button>
     </td>`;
   };
-  return html`<div class="scroll"><table class="pair-table" data-testid="pairs">
+  return html`<div class="pairs-row"><div class="scroll"><table class="pair-table" data-testid="pairs">
     <tbody>${chosen.slice(1).map((episode, at) => html`<tr key=${episode.step}>
       <th scope="row">${episode.step}</th>
       ${chosen.slice(0, -1).map((_, j) => (j <= at ? cell(at + 1, j) : html`<td key=${j}></td>`))}
     </tr>`)}</tbody>
     <tfoot><tr><th></th>${chosen.slice(0, -1).map(({ step }) => html`<th scope="col" key=${step}>${step}</th>`)}</tr></tfoot>
   </table></div>
-  <p class="muted">Per cent of the words that stand in runs of three or more in both. Choose a pair to read
-    it. ${every > 1 && `Of ${plural(episodes.length, "step")} each ${every}th is in the table.`}</p>`;
+  <p class="muted">A cell is the share, in per cent, of the words of two steps' thoughts that stand in runs
+    of ${MIN_RUN} or more in both; choose one to read the two. In the Echo Trap late steps share nearly all
+    with each other, and so do two levels of one step: the thoughts say the same whatever the policy sees.${
+    every > 1 && ` Of ${plural(episodes.length, "step")} each ${every}th is in the table.`}</p></div>`;
 }
