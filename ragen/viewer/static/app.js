@@ -72,7 +72,7 @@ function App() {
   const there = params.run ? PLACES.filter(([name]) => link(name, params)) : [];
   const lines = there.map(([, title, key]) => [`g ${key}`, title]);
   useKeys(
-    { "?": () => setHelp(!help), Escape: () => help && setHelp(false), "g l": go("runs"), ...jumps },
+    { "?": () => setHelp(!help), Escape: () => setHelp(false), "g l": go("runs"), ...jumps },
     { "?": "these keys", ...(!shared && { "g l": "List of runs" }), ...Object.fromEntries(lines) },
   );
   return html`<${Head} page=${page} run=${params.run} onHelp=${() => setHelp(!help)} />
