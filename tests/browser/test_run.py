@@ -86,7 +86,7 @@ def test_another_run_is_drawn_over_it(visitor: Visitor) -> None:
 def test_a_click_on_a_curve_opens_the_episodes_of_that_step(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     curve(page, "reward").locator(".u-over").click(position={"x": 3, "y": 40})
-    expect(page).to_have_url(re.compile(r"#/episodes/lake\?step_from=0&step_to=0"))
+    expect(page).to_have_url(re.compile(r"#/episodes/lake\?step_from=1&step_to=1"))
 
 
 def test_alarms_are_listed_and_counted(visitor: Visitor) -> None:
