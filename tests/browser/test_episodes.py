@@ -54,14 +54,14 @@ def test_a_choice_filters_the_list(visitor: Visitor, label: str, value: str, hol
 
 def test_ranges_of_steps_and_rewards(visitor: Visitor) -> None:
     page = visitor.visit("#/episodes/lake")
-    page.get_by_label("steps", exact=True).fill("2")
-    page.get_by_label("to", exact=True).first.fill("3")
+    page.get_by_label("step from").fill("2")
+    page.get_by_label("step to").fill("3")
     expect(page).to_have_url(re.compile("step_from=2.*step_to=3"))
     expect(page.locator(".pager")).to_contain_text(
         f"of {len(listed(visitor, 'step_from=2&step_to=3'))} shown"
     )
     assert set(column(page, "step")) <= {"2", "3"}
-    page.get_by_label("reward", exact=True).fill("0.5")
+    page.get_by_label("reward min").fill("0.5")
     wanted = len(listed(visitor, "step_from=2&step_to=3&reward_min=0.5"))
     expect(page.locator(".pager")).to_contain_text(f"of {wanted} shown")
 
