@@ -72,9 +72,11 @@ async function answer(url, options) {
   }
   const data = await response.json().catch((error) => {
     if (error.name === "AbortError") throw error;
-    return { error: `The server's answer cannot be read (status ${response.status}).` };
+    const { status } = response;
+    throw new ApiError(`The server's answer cannot be read (status ${status}).`, status);
   });
-  if (!response.ok || data.error) throw new ApiError(data.error, response.status);
+  // Only the status tells: an episode that failed has an `error` of its own.
+  if (!response.ok) throw new ApiError(data.error, response.status);
   return data;
 }
 

@@ -2,7 +2,7 @@
 
 import { shared, start } from "./api.js";
 import { activeKeys, useKeys } from "./keys.js";
-import { Loading, Problem, link, useReady, useStored } from "./parts.js";
+import { Loading, Problem, Text, link, useReady, useStored } from "./parts.js";
 import { html, render, useEffect, useErrorBoundary, useState } from "./vendor/preact-htm.js";
 
 const PAGES = {
@@ -84,6 +84,7 @@ function Head({ page, run, onHelp }) {
   const current = (name) => (name === page ? "page" : undefined);
   return html`<header class="head">
     <a class="brand" href=${link("runs")} aria-current=${current("runs")}>RAGEN</a>
+    ${run && html`<span class="crumb" title=${run}><${Text} text=${run} /></span>`}
     ${run &&
     html`<nav aria-label="Pages of the run">
       ${PLACES.filter(([name]) => link(name, { run })).map(

@@ -135,6 +135,6 @@ function Progress({ run }) {
     <p class="muted">${clock(seconds)} · ${plural(run.num_episodes, "episode")} recorded</p>
     ${last !== undefined &&
     !shared &&
-    html`<p><a href=${now}>What it does: episodes of step ${last}</a></p>`}
+    html`<p><a href=${now}>What it does at step ${last}</a></p>`}
   <//>`;
 }
