@@ -18,6 +18,7 @@ from urllib.parse import quote
 from ragen.errors import RagenError
 from ragen.viewer.answers import answer
 from ragen.viewer.bundle import page
+from ragen.viewer.server import finite
 from ragen.viewer.phrases import spread
 
 MOST_MATRICES, MOST_LEVELS = 8, 12

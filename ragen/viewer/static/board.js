@@ -4,7 +4,7 @@
 // what the turn shows and does. A world with neither is shown as its text.
 
 import { html } from "./vendor/preact-htm.js";
-import { Text } from "./parts.js";
+import { mark, pieces, Text } from "./parts.js";
 
 /** What each character of the alphabet stands for: the ground, what lies on it, and its name. */
 const CELLS = {
@@ -86,11 +86,14 @@ function Grid({ rows, world }) {
   </svg>`;
 }
 
+/** A character that would not be seen, or would turn its neighbours round, by its mark. */
+const visible = (character) => (pieces(character)[0].hidden ? mark(character) : character);
+
 function Cell({ character }) {
   const cell = CELLS[character];
   if (!cell) {
     return html`<rect class="ground plain" width="1" height="1" />
-      <text class="letter" x=".5" y=".5">${character}</text>`;
+      <text class="letter" x=".5" y=".5">${visible(character)}</text>`;
   }
   return html`<rect class=${`ground ${cell.ground}`} width="1" height="1" />
     ${cell.ground === "wall" && html`<path class="joints" d="M0 0H1M0 .5H1M.5 0V.5M0 .5V1" />`}
