@@ -125,8 +125,8 @@ def serve(folder: Path, *options: str) -> Iterator[str]:
         process.wait(timeout=20)
 
 
-def ask(client: httpx.Client, path: str, **parameters: object) -> Any:
-    answer = client.get(path, params=parameters)
+def ask(client: httpx.Client, question: str, **parameters: object) -> Any:
+    answer = client.get(question, params=parameters)
     answer.raise_for_status()
     return answer.json()
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from fill import evaluation
+
+from ragen.metrics import mean
 from ragen.policy import fingerprint
 from ragen.recorder import Recorder
 from ragen.settings import dump, resolve
@@ -64,16 +67,19 @@ def turn(text: str, ids: tuple[int, ...] = (7, 8), prompt: tuple[int, ...] = (1,
 def episode(number: int, *turns: Turn, text: str) -> Episode:
     """The `number`-th group's only member."""
     return Episode(
-        **{
-            "world": ATTACKS["handler"],
-            "level_seed": 123,
-            "noise_seed": 0,
-            "group": number,
-            "member": 0,
-        },
-        **{"member": 0, "turns": turns, "stop_reason": "error", "terminated": False},
-        **{"truncated": True, "bootstrap": False, "success": False},
-        **{"error": text, "final_observation": text},
+        world=ATTACKS["handler"],
+        level_seed=123,
+        noise_seed=0,
+        group=number,
+        member=0,
+        turns=turns,
+        stop_reason="error",
+        terminated=False,
+        truncated=True,
+        bootstrap=False,
+        success=False,
+        error=text,
+        final_observation=text,
     )
 
 
@@ -88,6 +94,7 @@ def make_hostile(folder: Path) -> None:
     config = dump(resolve("bandit")).replace('recipe = "bandit"', f"recipe = {json.dumps(script)}")
     with Recorder.create(folder, config, lambda _: script) as recorder:
         for step in (0, 1):
+            recorder.log(step, {"success/mean": mean(0.5)})
             recorder.episodes(step, [*groups, Group((many,))], phase="eval")
             recorder.episodes(step, groups)
             recorder.commit()
@@ -99,4 +106,4 @@ def make_hostile(folder: Path) -> None:
             recorder.cross_scores(step, "first", scores, range(len(short)), short, short)
             sample = {"group": len(texts), "member": 0, "token_ids": ids}
             recorder.samples(step, [{**sample, "loss_mask": [True] * MANY}])
-            recorder.evaluation(step, {"world": script, "temperature": 1.0, "success": 0.5})
+            recorder.evaluation(step, evaluation(0.5) | {"world": script, "target": script})
