@@ -136,7 +136,10 @@ CREATE TABLE outcomes (
 ) WITHOUT ROWID;
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-"""The whole database, empty."""
+"""The whole database, empty.
+
+Of `cross_scores`, `scores` are num_thoughts × num_prompts, row by row, and `own` says which prompt
+is each thought's own. Thoughts and prompts (what these show of the world) are JSON lists of text."""
 
 
 def turn_id(episode: int, turn: int) -> int:

@@ -1,11 +1,10 @@
-// Heat maps on a canvas. Colours are read from the style sheet whenever something is drawn, so that
-// they follow the theme.
+// Heat maps on a canvas. Colours are read from the style sheet whenever one is drawn.
 
-import { css } from "./charts.js";
+import { css } from "./paint.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 /** A scale's colours as `[r, g, b]`: `s` from nothing to much, `d` from below to above. */
-export function scaleOf(kind) {
+function scaleOf(kind) {
   const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   return Array.from({ length: 9 }, (_, i) => {
     context.fillStyle = css(`--${kind}${i}`);
@@ -15,7 +14,7 @@ export function scaleOf(kind) {
 }
 
 /** The colour of `share` (0 to 1) on a scale of `scaleOf`. */
-export function shade(colours, share) {
+function shade(colours, share) {
   const at = Math.min(1, Math.max(0, share)) * (colours.length - 1);
   const low = Math.min(Math.floor(at), colours.length - 2);
   const mixed = colours[low].map((c, k) => Math.round(c + (at - low) * (colours[low + 1][k] - c)));
@@ -24,10 +23,12 @@ export function shade(colours, share) {
 
 /**
  * A matrix as a heat map: rows downwards, columns rightwards; null is left empty. `outlined`
- * blocks `[[row, column, rows, columns], …]` get a frame. `onHover(row, column)` follows the pointer
- * or the arrow keys (null, null on leaving); `onPick(row, column)` is a click or Enter.
+ * blocks `[[row, column, rows, columns], …]` get a frame. `onHover(row, column)` follows the
+ * pointer or the arrow keys (null, null on leaving); `onPick(row, column)` is a click or Enter.
  */
-export function Heat({ matrix, label, low, high, scale = "s", outlined = [], height, onHover, onPick }) {
+export function Heat({
+  matrix, label, low, high, scale = "s", outlined = [], height, onHover, onPick,
+}) {
   const canvas = useRef(null);
   const [cell, setCell] = useState(null);
   const [numRows, numColumns] = [matrix.length, matrix[0]?.length ?? 0];

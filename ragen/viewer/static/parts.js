@@ -27,7 +27,8 @@ export function number(x) {
 /** Seconds as a length of time: 75 → "1 min 15 s". */
 export function clock(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 60) return `${seconds < 10 ? Number(seconds.toPrecision(2)) : Math.round(seconds)} s`;
+  if (seconds < 10) return `${Number(seconds.toPrecision(2))} s`;
+  if (seconds < 59.5) return `${Math.round(seconds)} s`;
   const whole = Math.round(seconds);
   const [h, m, s] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60), whole % 60];
   if (h >= 48) return `${Math.floor(h / 24)} d ${h % 24} h`;
@@ -130,8 +131,13 @@ export function useStored(name, initial) {
 
 // What a reader would not see, or what would turn the order of what is seen: control characters
 // but tab and newline, soft hyphen, zero-width and bidi marks, invisible operators, tags.
-const HIDDEN =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\ufff9-\ufffb]|[\u{e0000}-\u{e007f}]/gu;
+const HIDDEN = new RegExp(
+  [
+    "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u115f\\u1160\\u180e\\u200b-\\u200f",
+    "\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]",
+  ].join(""),
+  "gu",
+);
 
 /** A text in pieces `{text, hidden}`; a hidden piece is one character that must be made visible. */
 export function pieces(text) {

@@ -85,9 +85,8 @@ const numberOrNull = (text) => (text === "" ? null : Number(text));
 /** One request: still running, failed with its reason, or its branches beside the original. */
 function Job({ job, episode }) {
   const { turn, checkpoint, n, temperature, state, problem, episodes } = job;
-  const title = html`<h3>${number(n)} from turn ${turn + 1}, ${
-    checkpoint === null ? "newest weights" : `weights of step ${checkpoint}`}${
-    temperature !== null && `, temperature ${number(temperature)}`}</h3>`;
+  const title = html`<h3>${number(n)} from turn ${turn + 1}, weights of step ${checkpoint},
+    temperature ${number(temperature)}</h3>`;
   if (state === "running") return html`${title}<p role="status" class="muted">Playing …</p>`;
   if (state === "failed") {
     const why = problem ?? "no reason was given";
@@ -103,7 +102,9 @@ function Job({ job, episode }) {
       <${Interval} ...${wilson(won, episodes.length)} />
       <span class="muted">[${percentRange(won, episodes.length)}]; the original ${
       episode.success ? "did" : "did not"}.${
-      turn > 0 && ` What came before turn ${turn + 1} they share.`}</span></p>
+      turn > 0 && ` What came before turn ${turn + 1} they share.`}${
+      job.exact === false && " The record has no tokens of it: its prompts are rebuilt from text."
+      }</span></p>
     <${SideBySide} columns=${columns} from=${turn} />`;
 }
 

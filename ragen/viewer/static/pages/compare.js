@@ -104,7 +104,9 @@ function Contests({ names }) {
   const asked = others.map((other) => ["/api/compare", { run: first, other }]);
   const { data, error, reload } = useApis(asked);
   const rows = (data ?? []).flatMap(({ contests }, i) =>
-    contests.map((contest) => ({ ...contest, other: others[i], index: i + 1 })),
+    contests.map((contest) => ({
+      ...contest, other: others[i], index: i + 1, difference: turned(contest.difference),
+    })),
   );
   const reach = Math.max(0.1, ...rows.flatMap(({ difference: d }) => [-d.low, d.high]));
   const columns = [
@@ -118,7 +120,17 @@ function Contests({ names }) {
       key: "how",
       title: "Contest",
       align: "run",
-      render: ({ world, how }) => html`<${Text} text="${world}, ${how}" />`,
+      render: ({ world, how }) => html`<div class="lines">
+        <${Text} text=${world} /><span class="muted"><${Text} text=${how} /></span>
+      </div>`,
+    },
+    {
+      key: "success",
+      title: "Success, and the first's",
+      align: "run",
+      render: ({ a, b }) => html`<div class="lines">
+        ${rate(b)}<span class="muted">${rate(a)}</span>
+      </div>`,
     },
     {
       key: "difference",
@@ -127,10 +139,8 @@ function Contests({ names }) {
         html`<${Interval} ...${difference} min=${-reach} max=${reach} zero format=${points} />`,
     },
     { key: "verdict", title: "", render: (contest) => html`<${Verdict} ...${contest} />` },
-    { key: "b", title: "Its success", render: ({ b }) => html`<${Interval} ...${b} />` },
-    { key: "a", title: "The first's", render: ({ a }) => html`<${Interval} ...${a} />` },
   ];
-  return html`<section class="panel" aria-label="Contests">
+  return html`<section class="panel contests" aria-label="Contests">
     <h2>Against ${named(first, 0)}</h2>
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${!data && !error && html`<${Loading} />`}
@@ -144,6 +154,12 @@ function Contests({ names }) {
   </section>`;
 }
 
+/** The API's difference is the first run's less the other's; the page tells of the other. */
+const turned = ({ value, low, high }) => ({ value: -value, low: -high, high: -low });
+
+const rate = ({ value, low, high }) =>
+  html`<span>${percent(value)} [${percent(low, 0)}, ${percent(high, 0)}]</span>`;
+
 function Verdict({ difference, mcnemar_p: p, smallest_detectable: smallest, levels, note }) {
   const known = (x) => x !== null && x !== undefined;
   const facts = [
@@ -155,7 +171,7 @@ function Verdict({ difference, mcnemar_p: p, smallest_detectable: smallest, leve
   let [kind, word] = ["muted", "no difference is shown"];
   if (difference.low > 0) [kind, word] = ["good", "better"];
   if (difference.high < 0) [kind, word] = ["bad", "worse"];
-  return html`<div class="verdict">
+  return html`<div class="lines verdict">
     <span class=${kind}>
       <b>${word}</b> [${points(difference.low)}, ${points(difference.high)}]
     </span>
