@@ -35,11 +35,15 @@ TOLD_BY_US = frozenset(
 """Keys under which this program or Python speaks, and may name places of this machine."""
 
 _PART = r"""[^\s\\/'"`:,;()<>|\[\]{}]+"""
+_ROOT = r"(?:~?/|[A-Za-z]:\\|\\\\)"
+_WHOLE = re.compile(rf"{_ROOT}[^\n]*")
+_QUOTED = re.compile(rf"""(?<=["'])(?={_ROOT})[^"'\n]*[/\\](?=[^"'\n/\\]*["'])""")
 _HOME = re.compile(rf"(?<![\w.~/])/(?:home|Users)/{_PART}")
 _FOLDERS = re.compile(
     rf"(?<![\w.~/])~?/(?:{_PART}/)+|(?<!\w)[A-Za-z]:\\(?:{_PART}\\)*"  # /usr/lib/, C:\Users\
 )
 _SERVER = re.compile(r"\b(https?|grpc|tcp)://[^\s/'\"`,;()<>]+")
+_PLACES = ((_SERVER, r"\1://…"), (_QUOTED, ""), (_HOME, "~"), (_FOLDERS, ""))
 
 Answers = dict[str, Any]
 
@@ -206,8 +210,10 @@ class Discreet:
             >>> discreet.text("Qwen/Qwen2.5 reward/mean C:\\Users\\me\\w.py:World /home/me")
             'Qwen/Qwen2.5 reward/mean w.py:World ~'
         """
+        if _WHOLE.fullmatch(text):  # may have blanks, where in a sentence one ends the path
+            return re.split(r"[/\\]", text.rstrip("/\\"))[-1]
         for place, name in self._known.items():
             text = text.replace(place, name)
-        text = _SERVER.sub(r"\1://…", text)
-        text = _FOLDERS.sub("", _HOME.sub("~", text))
+        for pattern, instead in _PLACES:
+            text = pattern.sub(instead, text)
         return self._host.sub("host", text)

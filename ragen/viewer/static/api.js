@@ -1,5 +1,5 @@
 // Talks to the server: answers to questions (`get`, `useApi`), one command (`post`) and what
-// happens meanwhile (`useEvents`). In a shared file there is no server: the answers are in the page.
+// happens meanwhile (`useEvents`). A shared file has no server: the answers are in the page.
 
 import { useCallback, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -16,9 +16,11 @@ export const start = embedded?.dataset.start ?? "";
 
 const pages = new Set(embedded?.dataset.pages.split(" "));
 
-/** Whether there is a page for an address: a shared file holds a few, a server has all. */
-export function reachable(address) {
-  return !shared || pages.has(address.split("?")[0]);
+/** Whether there is such a page: a shared file holds a few, and of groups one; a server has all. */
+export function reachable(page, address, { run }, { attempt, step, phase, group }) {
+  if (!shared) return true;
+  const question = keyOf("/api/group", { run, attempt, step, phase, group });
+  return pages.has(address) && (page !== "group" || Object.hasOwn(snapshot, question));
 }
 
 /** What went wrong, in a line for people; `status` is 0 where the server did not answer at all. */
@@ -50,8 +52,8 @@ export async function get(path, params, signal) {
 /** An answer that the shared file holds; of curves it holds all, whichever are asked for. */
 function held(path, params) {
   const key = keyOf(path, path === "/api/metrics" ? { run: params.run } : params);
-  if (!Object.hasOwn(snapshot, key)) throw new ApiError("This is not part of the shared file.", 404);
-  return snapshot[key];
+  if (Object.hasOwn(snapshot, key)) return snapshot[key];
+  throw new ApiError("This is not part of the shared file.", 404);
 }
 
 /** Send a command; throws an `ApiError`. */
@@ -70,9 +72,11 @@ async function answer(url, options) {
   }
   const data = await response.json().catch((error) => {
     if (error.name === "AbortError") throw error;
-    return { error: `The server's answer cannot be read (status ${response.status}).` };
+    const { status } = response;
+    throw new ApiError(`The server's answer cannot be read (status ${status}).`, status);
   });
-  if (!response.ok || data.error) throw new ApiError(data.error, response.status);
+  // Only the status tells: an episode that failed has an `error` of its own.
+  if (!response.ok) throw new ApiError(data.error, response.status);
   return data;
 }
 

@@ -1,21 +1,15 @@
-// Curves over a run (on uPlot) and heat maps (on a canvas). Colours are read from the style sheet
-// whenever something is drawn, so that both follow the theme.
+// Curves over a run, on uPlot: small charts that share a cursor and show the run's events.
 
+import { COLOURS, axis, bars, flags, levels, seriesOf } from "./paint.js";
 import { number } from "./parts.js";
 import uPlot from "./vendor/uplot.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const NEAR = 6; // Pixels from a mark or a click's beginning that still count as on it.
-const FAINT = 0.28; // Opacity of what stands behind: raw values, what a rollback left.
-const FONT = "11px system-ui, sans-serif";
-const COLOURS = 8;
-
-/** A colour of the style sheet: `css("--c0")`. */
-export function css(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
-
-const colour = (index) => css(`--c${index % COLOURS}`);
+const DOUBLE_MS = 250; // A click waits so long for being the first of two.
+const FAINT = 0.28; // Opacity of the raw values behind the smoothed ones.
+const LEFT = 0.5; // And of what a rollback left behind.
+const TOLD = 4; // Values of a title line; more would not fit.
 
 /** The exponential moving average of weight `w` for the past, started without bias; gaps stay. */
 export function smooth(values, w) {
@@ -46,10 +40,11 @@ function layersOf(series, smoothing) {
   series.forEach((one, index) => {
     const shade = one.colour ?? index;
     for (const part of one.left ?? []) {
-      behind.push({ ...part, colour: shade, alpha: FAINT + 0.2, dash: [3, 3], points: part.x.length < 2 });
+      behind.push({ ...part, colour: shade, alpha: LEFT, dash: [3, 3], alone: part.x.length < 2 });
     }
-    const plain = { x: one.x, y: one.y, colour: shade, alpha: 1, points: one.points, alone: one.x.length < 2 };
-    if (smoothing > 0 && !one.points && !plain.alone) {
+    const { x, y, points } = one;
+    const plain = { x, y, points, colour: shade, alpha: 1, alone: x.length < 2 };
+    if (smoothing > 0 && !points) {
       behind.push({ ...plain, alpha: FAINT });
       front.push({ ...plain, y: smooth(one.y, smoothing) });
     } else front.push(plain);
@@ -57,116 +52,19 @@ function layersOf(series, smoothing) {
   return [...behind, ...front];
 }
 
-function seriesOf(layer) {
-  return {
-    stroke: () => colour(layer.colour),
-    alpha: layer.alpha,
-    width: layer.points ? 0 : 1.6,
-    dash: layer.dash,
-    spanGaps: true,
-    points: {
-      show: Boolean(layer.points || layer.alone),
-      size: layer.points ? 6 : 4,
-      fill: () => colour(layer.colour),
-      stroke: () => colour(layer.colour),
-    },
-  };
-}
-
-/** One axis: short numbers and quiet lines. */
-function axis(side, label, format) {
-  return {
-    side,
-    label,
-    labelSize: label ? 16 : 0,
-    labelFont: FONT,
-    font: FONT,
-    stroke: () => css("--muted"),
-    grid: { stroke: () => css("--grid"), width: 1 },
-    ticks: { show: false },
-    gap: 4,
-    size: side === 2 ? 20 : 46,
-    space: side === 2 ? 52 : 30,
-    values: (_, splits) => splits.map(format),
-  };
-}
-
-function bars(u, series) {
-  series.forEach((one, index) => {
-    if (!one.low) return;
-    u.ctx.strokeStyle = colour(one.colour ?? index);
-    u.ctx.lineWidth = 1.5 * devicePixelRatio;
-    one.x.forEach((x, i) => {
-      if (one.low[i] === null) return;
-      const at = u.valToPos(x, "x", true);
-      u.ctx.beginPath();
-      u.ctx.moveTo(at, u.valToPos(one.low[i], "y", true));
-      u.ctx.lineTo(at, u.valToPos(one.high[i], "y", true));
-      u.ctx.stroke();
-    });
-  });
-}
-
-/** Floor and ceiling; a course begins low and ends high, so the high label stands left. */
-function levels(u, lines) {
-  const { ctx, bbox } = u;
-  ctx.lineWidth = devicePixelRatio;
-  ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-  for (const { y, label } of lines) {
-    const at = u.valToPos(y, "y", true);
-    if (at < bbox.top - 1 || at > bbox.top + bbox.height + 1) continue;
-    ctx.strokeStyle = ctx.fillStyle = css("--muted");
-    ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
-    ctx.beginPath();
-    ctx.moveTo(bbox.left, at);
-    ctx.lineTo(bbox.left + bbox.width, at);
-    ctx.stroke();
-    const high = at < bbox.top + bbox.height / 2;
-    ctx.textAlign = high ? "left" : "right";
-    const beside = high ? bbox.left + 4 : bbox.left + bbox.width - 4;
-    ctx.fillText(label, beside, at + (high ? 12 : -4) * devicePixelRatio);
-  }
-  ctx.setLineDash([]);
-}
-
-function flags(u, marks) {
-  const { ctx, bbox } = u;
-  const wide = 4 * devicePixelRatio;
-  for (const mark of marks) {
-    const at = Math.round(u.valToPos(mark.x, "x", true));
-    if (at < bbox.left || at > bbox.left + bbox.width) continue;
-    const kind = css(mark.kind === "alarm" ? "--bad" : "--warn");
-    ctx.strokeStyle = ctx.fillStyle = mark.colour === undefined ? kind : colour(mark.colour);
-    ctx.lineWidth = devicePixelRatio;
-    ctx.globalAlpha = 0.55;
-    ctx.beginPath();
-    ctx.moveTo(at, bbox.top);
-    ctx.lineTo(at, bbox.top + bbox.height);
-    ctx.stroke();
-    ctx.globalAlpha = 1;
-    ctx.beginPath(); // An alarm is a triangle on top, what was done about it a square below.
-    if (mark.kind === "alarm") {
-      ctx.moveTo(at - wide, bbox.top - wide);
-      ctx.lineTo(at + wide, bbox.top - wide);
-      ctx.lineTo(at, bbox.top + wide);
-    } else ctx.rect(at - wide, bbox.top + bbox.height - 2 * wide, 2 * wide, 2 * wide);
-    ctx.fill();
-  }
-}
-
 /**
  * Curves in one small chart.
  *
  * `series`: `[{name, x, y, colour, left: [{x, y}], points, low, high}]`; `left` is what a rollback
  * left behind, `points` draws dots with intervals. `marks`: events `[{x, kind, text}]`; `lines`:
- * levels `[{y, label}]`. `range` fixes the vertical axis, `most` is where it may end; `domain` widens the
- * horizontal one. Charts of one `sync` share the cursor and
- * the zoom (drag; double click for all). `onPick(x)`: a click on a step; `onMark(mark)`: on an
- * event; `onTitle()`: on the title, which makes it `large` or small again; `wide` takes two places.
+ * levels `[{y, label}]`. `range` fixes the vertical axis, `most` is where it may end; `domain`
+ * widens the horizontal one. Charts of one `sync` share the cursor and the zoom (drag; double click
+ * for all). `onPick(x)`: a click on a step; `onMark(mark)`: on an event; `onTitle()`: on the title,
+ * which makes it `large` or small again; `wide` takes two places.
  */
 export function Curves({
-  title, label, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0, range, most, domain,
-  format = number, formatX = number, onPick, onMark, onTitle, wide: broad, large,
+  title, label = title, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0,
+  range, most, domain, format = number, formatX = number, onPick, onMark, onTitle, wide, large,
 }) {
   const host = useRef(null);
   const chart = useRef(null);
@@ -192,8 +90,16 @@ export function Curves({
         height,
         padding: [8, 10, 0, 0],
         legend: { show: false },
-        cursor: { y: false, points: { show: false }, sync: sync && { key: sync }, drag: { x: true, y: false } },
-        scales: { x: { time: false, range: apart }, y: range ? { range: () => range } : { range: roomy(most) } },
+        cursor: {
+          y: false,
+          points: { show: false },
+          drag: { x: true, y: false },
+          sync: sync && { key: sync },
+        },
+        scales: {
+          x: { time: false, range: apart },
+          y: { range: range ? () => range : roomy(most) },
+        },
         axes: [axis(2, xLabel, (x) => formatX(x)), axis(3, undefined, (y) => format(y))],
         series: [{}, ...layers.map(seriesOf), ...(domain ? [{ show: false }] : [])],
         hooks: {
@@ -223,21 +129,35 @@ export function Curves({
   }, [data]);
   useEffect(() => chart.current?.redraw(false), [marks, lines]);
 
-  return html`<figure class=${["curve", broad && "wide", large && "large"].filter(Boolean).join(" ")} data-testid="curve">
+  const kinds = ["curve", wide && "wide", large && "large"].filter(Boolean).join(" ");
+  const said = series.map((one) => spoken(one, format)).join("; ");
+  return html`<figure class=${kinds} data-testid="curve">
     <figcaption>
-      ${onTitle
-        ? html`<button class="curve-title" title=${title} aria-expanded=${large ? "true" : "false"} onClick=${onTitle}>${label ?? title}</button>`
-        : html`<span class="curve-title" title=${title}>${label ?? title}</span>`}
-      <${Readout} series=${series} at=${at} format=${format} formatX=${formatX} />
+      ${!onTitle && html`<span class="curve-title" title=${title}>${label}</span>`}
+      ${onTitle &&
+      html`<button
+        class="curve-title" title=${title} aria-expanded=${large ? "true" : "false"}
+        onClick=${onTitle}
+      >
+        ${label}
+      </button>`}
+      <${Readout} ...${{ series, at, format, formatX }} />
     </figcaption>
-    <div class="curve-host ${onPick ? "pick" : ""}" ref=${host} style=${{ height: `${height}px` }}
-      role="img" aria-label=${`${label ?? title}: ${series.map((one) => spoken(one, format)).join("; ")}`}>
+    <div
+      class="curve-host ${onPick ? "pick" : ""}" ref=${host} style=${{ height: `${height}px` }}
+      role="img" aria-label="${label}: ${said}"
+    >
       ${data[0].length === 0 && html`<p class="muted">nothing recorded yet</p>`}
-      ${at?.marks.length > 0 && html`<div class="curve-tip ${at.turned ? "turned" : ""}" style=${{ left: `${at.left}px` }}>
-        ${at.marks.map((mark) => html`<p class="event-${mark.kind}">${mark.text}</p>`)}
-      </div>`}
+      ${at?.marks.length > 0 && html`<${Tip} ...${at} />`}
     </div>
   </figure>`;
+}
+
+/** The events under the pointer. */
+function Tip({ marks, left, turned }) {
+  return html`<div class="curve-tip ${turned ? "turned" : ""}" style=${{ left: `${left}px` }}>
+    ${marks.map(({ text }) => html`<p>${text}</p>`)}
+  </div>`;
 }
 
 // A course of one step still needs a width; a constant one a height.
@@ -263,7 +183,8 @@ function cursorOf(u, { marks }) {
 /** Keep a chart as wide as its place and in the theme's colours. */
 function follow(u, place) {
   const size = new ResizeObserver(() => {
-    if (place.clientWidth && place.clientWidth !== u.width) u.setSize({ width: place.clientWidth, height: u.height });
+    const width = place.clientWidth;
+    if (width && width !== u.width) u.setSize({ width, height: u.height });
   });
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const redraw = () => u.redraw(false);
@@ -277,22 +198,30 @@ function follow(u, place) {
   };
 }
 
-/** Clicks on events and steps; a drag zooms and is no click. */
+/** Clicks on events and steps. A drag zooms and is no click; a double click ends the zoom. */
 function clicks(u, now) {
   let down = null;
+  let waiting = null;
   const press = (event) => (down = event.clientX);
   const click = (event) => {
     if (down !== null && Math.abs(event.clientX - down) > NEAR) return;
     const { series, marks, onPick, onMark } = now.current;
     const left = event.clientX - u.over.getBoundingClientRect().left;
     const mark = marks.find(({ x }) => Math.abs(u.valToPos(x, "x") - left) <= NEAR);
-    if (mark && onMark) return onMark(mark);
+    if (mark && onMark) {
+      onMark(mark);
+      return;
+    }
     const x = series[0]?.x ?? [];
-    if (onPick && x.length) onPick(x[nearest(x, u.posToVal(left, "x"))]);
+    clearTimeout(waiting);
+    if (!onPick || x.length === 0 || event.detail > 1) return;
+    const step = x[nearest(x, u.posToVal(left, "x"))];
+    waiting = setTimeout(() => onPick(step), DOUBLE_MS);
   };
   u.over.addEventListener("pointerdown", press);
   u.over.addEventListener("click", click);
   return () => {
+    clearTimeout(waiting);
     u.over.removeEventListener("pointerdown", press);
     u.over.removeEventListener("click", click);
   };
@@ -300,121 +229,22 @@ function clicks(u, now) {
 
 /** The values under the cursor, or the last ones. */
 function Readout({ series, at, format, formatX }) {
-  const shown = series.filter(({ x }) => x.length).map((one, index) => {
-    const i = at ? nearest(one.x, at.x) : one.x.length - 1;
-    return { colour: one.colour ?? index, x: one.x[i], y: one.y[i], points: one.points, name: one.name };
+  const known = series.filter(({ x }) => x.length);
+  const shown = known.map(({ name, colour, x, y, points }, index) => {
+    const i = at ? nearest(x, at.x) : x.length - 1;
+    const text = `${points ? "● " : ""}${format(y[i])}`;
+    return { name, text, x: x[i], ink: `ink-${(colour ?? index) % COLOURS}` };
   });
   return html`<span class="curve-readout">
     ${at && shown.length > 0 && html`<span class="muted">${formatX(shown[0].x)}</span>`}
-    ${shown.slice(0, 4).map(
-      ({ colour: shade, y, points, name }) => html`<b class="ink-${shade % COLOURS}" title=${name}>${points ? "● " : ""}${format(y)}</b>`,
+    ${shown.slice(0, TOLD).map(
+      ({ name, text, ink }) => html`<b class=${ink} title=${name}>${text}</b>`,
     )}
   </span>`;
 }
 
 function spoken({ name, y }, format) {
   const known = y.filter((value) => value !== null);
-  return known.length ? `${name} from ${format(known[0])} to ${format(known.at(-1))}` : `${name} none`;
-}
-
-// ---- heat maps
-
-/** A scale's colours as `[r, g, b]`: `s` from nothing to much, `d` from below to above. */
-export function scaleOf(kind) {
-  const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  return Array.from({ length: 9 }, (_, i) => {
-    context.fillStyle = css(`--${kind}${i}`);
-    context.fillRect(0, 0, 1, 1);
-    return [...context.getImageData(0, 0, 1, 1).data.slice(0, 3)];
-  });
-}
-
-/** The colour of `share` (0 to 1) on a scale of `scaleOf`. */
-export function shade(colours, share) {
-  const at = Math.min(1, Math.max(0, share)) * (colours.length - 1);
-  const low = Math.min(Math.floor(at), colours.length - 2);
-  const mixed = colours[low].map((c, k) => Math.round(c + (at - low) * (colours[low + 1][k] - c)));
-  return `rgb(${mixed.join(" ")})`;
-}
-
-/**
- * A matrix as a heat map: rows downwards, columns rightwards; null is left empty. `outlined`
- * blocks `[[row, column, rows, columns], …]` get a frame. `onHover(row, column)` follows the pointer or the arrow keys
- * (null, null on leaving); `onPick(row, column)` is a click or Enter.
- */
-export function Heat({ matrix, label, low, high, scale = "s", outlined = [], height, onHover, onPick }) {
-  const canvas = useRef(null);
-  const [cell, setCell] = useState(null);
-  const [numRows, numColumns] = [matrix.length, matrix[0]?.length ?? 0];
-  const tall = height ?? Math.min(480, Math.max(120, numRows * 8));
-  const draw = () => drawHeat(canvas.current, { matrix, low, high, scale, outlined, cell });
-  useEffect(draw, [matrix, low, high, scale, outlined, cell]);
-  useEffect(() => {
-    const size = new ResizeObserver(draw);
-    size.observe(canvas.current);
-    addEventListener("theme", draw);
-    return () => {
-      size.disconnect();
-      removeEventListener("theme", draw);
-    };
-  }, [matrix, low, high, scale, outlined, cell]);
-
-  const go = (next) => {
-    setCell(next);
-    onHover?.(...(next ?? [null, null]));
-  };
-  const under = (event) => {
-    const box = canvas.current.getBoundingClientRect();
-    const row = Math.floor(((event.clientY - box.top) / box.height) * numRows);
-    const column = Math.floor(((event.clientX - box.left) / box.width) * numColumns);
-    const within = row >= 0 && row < numRows && column >= 0 && column < numColumns;
-    return within ? [row, column] : null;
-  };
-  const key = (event) => {
-    const [row, column] = cell ?? [0, 0];
-    const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-    const by = moves[event.key];
-    if (by) {
-      const clamp = (x, end) => Math.min(end - 1, Math.max(0, x));
-      go([clamp(row + by[0], numRows), clamp(column + by[1], numColumns)]);
-    } else if (event.key === "Enter") onPick?.(row, column);
-    else return;
-    event.preventDefault();
-    event.stopPropagation();
-  };
-  return html`<canvas
-    class="heat" ref=${canvas} tabindex="0" role="img" aria-label=${label} data-testid="matrix"
-    style=${{ height: `${tall}px` }}
-    onPointerMove=${(event) => go(under(event))}
-    onPointerLeave=${() => go(null)}
-    onClick=${(event) => under(event) && onPick?.(...under(event))}
-    onKeyDown=${key}
-  ></canvas>`;
-}
-
-function drawHeat(canvas, { matrix, low, high, scale, outlined, cell }) {
-  if (!canvas) return;
-  const ratio = devicePixelRatio;
-  canvas.width = canvas.clientWidth * ratio;
-  canvas.height = canvas.clientHeight * ratio;
-  const context = canvas.getContext("2d");
-  const known = matrix.flat().filter((x) => x !== null);
-  const from = low ?? known.reduce((a, b) => Math.min(a, b), Infinity);
-  const to = high ?? known.reduce((a, b) => Math.max(a, b), -Infinity);
-  const colours = scaleOf(scale);
-  const [tall, wide] = [canvas.height / matrix.length, canvas.width / (matrix[0]?.length ?? 1)];
-  const box = (i, j, rows = 1, columns = 1) =>
-    [j * wide, i * tall, Math.ceil(columns * wide), Math.ceil(rows * tall)];
-  matrix.forEach((row, i) =>
-    row.forEach((x, j) => {
-      if (x === null) return;
-      context.fillStyle = shade(colours, (x - from) / (to - from || 1));
-      context.fillRect(...box(i, j));
-    }),
-  );
-  context.lineWidth = 1.5 * ratio;
-  context.strokeStyle = css("--c1");
-  for (const block of outlined) context.strokeRect(...box(...block));
-  context.strokeStyle = css("--ink");
-  if (cell) context.strokeRect(...box(...cell));
+  if (known.length === 0) return `${name} none`;
+  return `${name} from ${format(known[0])} to ${format(known.at(-1))}`;
 }

@@ -4,7 +4,7 @@
 // about what the policy sees. Rows of one even colour: they would fit any prompt.
 
 import { useApi } from "./api.js";
-import { Heat } from "./charts.js";
+import { Heat } from "./heat.js";
 import { Loading, Problem, Tabs, Text, number, percent } from "./parts.js";
 import { PATHS, pathsIn } from "./plane.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";

@@ -1,9 +1,11 @@
 // The small pieces that all pages are made of, and how numbers, times and links are written.
 
 import { reachable } from "./api.js";
-import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+import { Component, html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const CUT = 20000; // Characters of a text that are shown at once: a megabyte would stall the page.
+
+const SPARK = 100; // Points of a small course, which is about as many pixels wide.
 
 // ---- words and numbers
 
@@ -15,7 +17,7 @@ export function percent(x, digits = 1) {
 /** A number in three significant digits, large ones grouped: 0.01234 → "0.0123". */
 export function number(x) {
   if (x === null || x === undefined) return "–";
-  if (Number.isInteger(x)) return x.toLocaleString("en-GB");
+  if (Number.isInteger(x)) return x.toLocaleString("en-GB").replace("-", "−");
   const size = Math.abs(x);
   if (size >= 1e5 || size < 1e-3) return x.toExponential(1).replace("e+", "e").replace("-", "−");
   if (size >= 1000) return Math.round(x).toLocaleString("en-GB");
@@ -25,7 +27,8 @@ export function number(x) {
 /** Seconds as a length of time: 75 → "1 min 15 s". */
 export function clock(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 60) return `${seconds < 10 ? Number(seconds.toPrecision(2)) : Math.round(seconds)} s`;
+  if (seconds < 10) return `${Number(seconds.toPrecision(2))} s`;
+  if (seconds < 59.5) return `${Math.round(seconds)} s`;
   const whole = Math.round(seconds);
   const [h, m, s] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60), whole % 60];
   if (h >= 48) return `${Math.floor(h / 24)} d ${h % 24} h`;
@@ -78,7 +81,7 @@ export function link(page, params = {}, query = {}) {
     .filter(([, value]) => value !== null && value !== undefined && value !== "")
     .map(([name, value]) => `${name}=${readable(value)}`);
   const address = `#/${there.map(encodeURIComponent).join("/")}`;
-  if (!reachable(address)) return undefined;
+  if (!reachable(page, address, params, query)) return undefined;
   return pairs.length ? `${address}?${pairs.join("&")}` : address;
 }
 
@@ -128,8 +131,13 @@ export function useStored(name, initial) {
 
 // What a reader would not see, or what would turn the order of what is seen: control characters
 // but tab and newline, soft hyphen, zero-width and bidi marks, invisible operators, tags.
-const HIDDEN =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\ufff9-\ufffb]|[\u{e0000}-\u{e007f}]/gu;
+const HIDDEN = new RegExp(
+  [
+    "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u115f\\u1160\\u180e\\u200b-\\u200f",
+    "\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]",
+  ].join(""),
+  "gu",
+);
 
 /** A text in pieces `{text, hidden}`; a hidden piece is one character that must be made visible. */
 export function pieces(text) {
@@ -202,7 +210,8 @@ export function Interval({
 }
 
 /** A course in the height of a line of text; `min` and `max` make several comparable. */
-export function Spark({ values, min, max, label = "course" }) {
+export function Spark({ values: all, min, max, label = "course" }) {
+  const values = thinned(all, SPARK);
   const known = values.filter((y) => y !== null);
   if (known.length < 2) return html`<span class="spark"></span>`;
   const low = min ?? Math.min(...known);
@@ -217,6 +226,12 @@ export function Spark({ values, min, max, label = "course" }) {
   >
     <polyline points=${points} vector-effect="non-scaling-stroke" />
   </svg>`;
+}
+
+/** At most `count` of the values, evenly apart, the last one among them. */
+function thinned(values, count) {
+  const every = Math.ceil(values.length / count);
+  return values.filter((_, i) => (values.length - 1 - i) % every === 0);
 }
 
 const STATES = {
@@ -281,22 +296,35 @@ export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey, la
       </thead>
       <tbody ref=${body}>
         ${by.rows.map(
-          (row, index) => html`<tr
-            key=${rowKey ? rowKey(row) : (row.id ?? index)}
-            class=${[onRow && "opens", index === selected && "selected"].filter(Boolean).join(" ")}
-            aria-current=${index === selected ? "true" : undefined}
-            onClick=${onRow && ((event) => fromControl(event) || onRow(row, index))}
-          >
-            ${columns.map(
-              (column) => html`<td class=${`${column.align ?? ""} col-${column.key}`}>
-                ${column.render ? column.render(row, index) : row[column.key]}
-              </td>`,
-            )}
-          </tr>`,
+          (row, index) => html`<${Row}
+            key=${rowKey ? rowKey(row) : (row.id ?? index)} ...${{ row, index, columns, onRow }}
+            selected=${index === selected}
+          />`,
         )}
       </tbody>
     </table>
   </div>`;
+}
+
+/** A row is drawn again only if it, the columns or the mark changed: lists grow to thousands. */
+class Row extends Component {
+  shouldComponentUpdate(next) {
+    return ["row", "index", "columns", "selected"].some((name) => next[name] !== this.props[name]);
+  }
+
+  render({ row, index, columns, selected, onRow }) {
+    return html`<tr
+      class=${[onRow && "opens", selected && "selected"].filter(Boolean).join(" ")}
+      aria-current=${selected ? "true" : undefined}
+      onClick=${onRow && ((event) => fromControl(event) || onRow(row, index))}
+    >
+      ${columns.map(
+        (column) => html`<td class=${`${column.align ?? ""} col-${column.key}`}>
+          ${column.render ? column.render(row, index) : row[column.key]}
+        </td>`,
+      )}
+    </tr>`;
+  }
 }
 
 const fromControl = (event) => event.target.closest("a, button, input, label, select") !== null;

@@ -1,9 +1,10 @@
 // The plane of H(Z|X) and I(X;Z) with its four regimes, and the path of a run through it.
 
 import { number, percent } from "./parts.js";
-import { html, useState } from "./vendor/preact-htm.js";
+import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
-const [WIDTH, HEIGHT] = [720, 340];
+const HEIGHT = 340;
+const NARROW = 560; // Pixels below which two names do not fit beside each other.
 const BOX = { left: 54, right: 14, top: 14, bottom: 42 };
 const TICKS = [0, 0.1, 0.3, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
 const COLOURS = { first: 0, any: 5 };
@@ -22,19 +23,20 @@ export function pathsIn(names) {
  */
 export function Plane({ paths, thresholds, path, step, onPick }) {
   const [over, setOver] = useState(null);
+  const [place, width] = useWidth();
   const named = Object.entries(paths).filter(([, { steps }]) => steps.length > 0);
   const points = named.map(([name, one]) => ({ name, points: pointsOf(name, one, thresholds) }));
   const all = points.flatMap((one) => one.points);
   const edge = thresholds.conditional_entropy;
   const most = Math.max(4 * edge, ...all.map(({ entropy }) => entropy)) * 1.15;
-  const x = (nats) => BOX.left + (WIDTH - BOX.left - BOX.right) * (bent(nats / edge) / bent(most / edge));
+  const x = (nats) => BOX.left + (width - BOX.left - BOX.right) * (bent(nats / edge) / bent(most / edge));
   const top = Math.max(1, ...all.map(({ share }) => share));
   const low = Math.min(0, ...all.map(({ share }) => share));
   const y = (share) => HEIGHT - BOX.bottom - (HEIGHT - BOX.top - BOX.bottom) * ((share - low) / (top - low));
-  const scale = { x, y, most, edge, middle: thresholds.mi_share, top, low };
+  const scale = { width, x, y, most, edge, middle: thresholds.mi_share, top, low };
   const shown = over ?? all.find((one) => one.path === path && one.step === step) ?? null;
-  return html`<div class="plane">
-    <svg viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img" aria-label=${spoken(points)} data-testid="plane">
+  return html`<div class="plane" ref=${place}>
+    <svg viewBox="0 0 ${width} ${HEIGHT}" role="img" aria-label=${spoken(points)} data-testid="plane">
       <${Regimes} ...${scale} />
       <${Axes} ...${scale} />
       ${points.map((one) => html`<${Course} key=${one.name} ...${one} ...${scale} shown=${shown}
@@ -45,6 +47,18 @@ export function Plane({ paths, thresholds, path, step, onPick }) {
         ${PATHS[name] ?? name}</span>`)}
       <span class="muted">Ring: first step; disc: last step. Hover or choose a point.</span></span>`}</p>
   </div>`;
+}
+
+/** The width that a place has, for pictures whose letters must not shrink with it. */
+function useWidth() {
+  const place = useRef(null);
+  const [width, setWidth] = useState(720);
+  useEffect(() => {
+    const size = new ResizeObserver(([{ contentRect }]) => setWidth(Math.max(280, Math.round(contentRect.width))));
+    size.observe(place.current);
+    return () => size.disconnect();
+  }, []);
+  return [place, width];
 }
 
 const colourOf = (name) => COLOURS[name] ?? 7;
@@ -61,11 +75,12 @@ function pointsOf(path, { steps, mi, conditional_entropy: entropies, prompt_entr
     .filter(({ mi: told, entropy }) => told !== null && entropy !== null);
 }
 
-function Regimes({ x, y, most, edge, middle, top, low }) {
+function Regimes({ width, x, y, most, edge, middle, top, low }) {
   const box = (name, x0, x1, y0, y1, kind, anchor, at) => html`
     <rect class=${`regime ${kind}`} x=${x(x0)} y=${y(y1)} width=${x(x1) - x(x0)} height=${y(y0) - y(y1)} />
-    <text class="regime-name" x=${anchor === "start" ? x(x0) + 8 : x(x1) - 8} y=${at} text-anchor=${anchor}>${name}</text>`;
-  const [above, below] = [y(top) + 16, y(low) - 8];
+    ${linesOf(name, width).map((line, i) => html`<text key=${i} class="regime-name"
+      x=${anchor === "start" ? x(x0) + 8 : x(x1) - 8} y=${at + 16 * i} text-anchor=${anchor}>${line}</text>`)}`;
+  const [above, below] = [y(middle) - 9, y(middle) + 19]; // Courses keep to the outer edges.
   return html`<g>
     ${box("compressed", 0, edge, middle, top, "warn", "start", above)}
     ${box("diverse", edge, most, middle, top, "good", "end", above)}
@@ -74,7 +89,9 @@ function Regimes({ x, y, most, edge, middle, top, low }) {
   </g>`;
 }
 
-function Axes({ x, y, most, edge, top, low, middle }) {
+const linesOf = (name, width) => (width < NARROW ? name.split(" ") : [name]);
+
+function Axes({ width, x, y, most, edge, top, low, middle }) {
   const steps = [0, 0.25, 0.5, 0.75, 1].filter((share) => share >= low && share <= top);
   const [bottom, left] = [HEIGHT - BOX.bottom, BOX.left];
   const ticks = TICKS.filter((nats) => nats <= most).reduce(
@@ -85,8 +102,8 @@ function Axes({ x, y, most, edge, top, low, middle }) {
     ${steps.map((share) => html`<g key=${share}><line x1=${left - 4} x2=${left} y1=${y(share)} y2=${y(share)} />
       <text x=${left - 7} y=${y(share) + 4} text-anchor="end">${100 * share} %</text></g>`)}
     <line class="threshold" x1=${x(edge)} x2=${x(edge)} y1=${BOX.top} y2=${bottom} />
-    <line class="threshold" x1=${left} x2=${WIDTH - BOX.right} y1=${y(middle)} y2=${y(middle)} />
-    <text class="axis-title" x=${(left + WIDTH - BOX.right) / 2} y=${HEIGHT - 6} text-anchor="middle">H(Z|X): how much thoughts vary given the prompt, nats</text>
+    <line class="threshold" x1=${left} x2=${width - BOX.right} y1=${y(middle)} y2=${y(middle)} />
+    <text class="axis-title" x=${(left + width - BOX.right) / 2} y=${HEIGHT - 6} text-anchor="middle">H(Z|X): how thoughts vary given the prompt, nats</text>
     <text class="axis-title" transform=${`translate(12 ${(BOX.top + bottom) / 2}) rotate(-90)`} text-anchor="middle">I(X;Z): share of the prompt that is told</text>
   </g>`;
 }

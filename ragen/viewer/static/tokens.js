@@ -6,8 +6,8 @@ import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.
 import { mark, number, pieces, Tabs, Text } from "./parts.js";
 
 const SHADES = 9; // As many as style.css has of --s… and --d….
-const RAREST = -6.9; // Below one in a thousand all logprobs look alike: one −20 would hide the rest.
-const CHUNK = 1000; // Tokens of a block that, in a long sample, is laid out when it comes into view.
+const RAREST = -6.9; // One in a thousand; rarer ones look alike, or one −20 would hide all else.
+const CHUNK = 1000; // Tokens of a block that, in a long sample, is laid out as it comes into view.
 const LONG = 4000; // A shorter sample is laid out at once, so that scrolling to a turn is exact.
 
 const identity = (x) => x;
@@ -20,11 +20,11 @@ export const COLOURS = {
   mask: { title: "mask", what: "Trained tokens are those that the policy sampled." },
   logprob: {
     title: "logprob", series: "logprob", fallback: "sampled_logprob", letter: "l", floor: RAREST,
-    flip: true, what: "The darker a token, the less likely it was (nats).",
+    flip: true, what: "The stronger the colour, the less likely the token was (nats).",
   },
   entropy: {
     title: "entropy", series: "entropy", letter: "e",
-    what: "The darker, the less decided the policy was here (nats).",
+    what: "The stronger the colour, the less decided the policy was (nats).",
   },
   advantage: {
     title: "advantage", series: "advantage", letter: "a", diverging: true,
@@ -72,8 +72,8 @@ export function Tokens({ data, turn = null, colour = "mask", onColour }) {
       <${Legend} colour=${shown} scale=${scales[shown]} />
     </div>
     ${data.source === "turns" &&
-    html`<p class="muted">This step's samples were not recorded (record.tokens_every says which are):
-      these are the turns' own tokens, with the logprobs they were sampled at.</p>`}
+    html`<p class="muted">This step's samples were not recorded (record.tokens_every says which
+      are): these are the turns' own tokens, with the logprobs they were sampled at.</p>`}
     <${Flow} samples=${data.samples} scales=${scales} colour=${shown} turn=${turn}
       onCurrent=${setCurrent} />
     <${Facts} samples=${data.samples} at=${current} />
@@ -121,7 +121,7 @@ function shadeOf(value, { axis = identity, flip, diverging }, { low, high }) {
 function Legend({ colour, scale }) {
   const { what, letter, flip, diverging, back = identity } = COLOURS[colour];
   if (!scale) {
-    return html`<p class="legend by-mask">
+    return html`<p class="token-legend by-mask">
       <span class="token trained">trained</span> <span class="token">not trained</span>
       <span class="muted">${what}</span>
     </p>`;
@@ -129,7 +129,7 @@ function Legend({ colour, scale }) {
   const ends = [scale.low, scale.high].map((x) => number(back(x)));
   if (flip) ends.reverse();
   const shades = Array.from({ length: SHADES }, (_, i) => i);
-  return html`<p class="legend by-${letter}">
+  return html`<p class="token-legend by-${letter}">
     <span class="number">${ends[0]}</span>
     <span class="shades" aria-hidden="true">${shades.map((i) =>
       html`<i key=${i} class="token trained ${letter}${i}"></i>`)}</span>
@@ -144,16 +144,20 @@ function Legend({ colour, scale }) {
 function Flow({ samples, scales, colour, turn, onCurrent }) {
   const root = useRef(null);
   const met = useRef(null);
+  const still = useRef(turn === 0); // A page that opens with the first turn begins at its top.
   useEffect(() => {
-    root.current.replaceChildren(...samples.map((sample, i) => sampleOf(sample, i, samples, scales)));
+    const made = samples.map((sample, i) => sampleOf(sample, i, samples, scales));
+    root.current.replaceChildren(...made);
     met.current = root.current.querySelector(".token");
     if (met.current) met.current.tabIndex = 0;
   }, [samples]);
   useEffect(() => {
-    for (const old of root.current.querySelectorAll(".this-turn")) old.classList.remove("this-turn");
-    const marked = root.current.querySelectorAll(`.stretch[data-turn="${turn}"]`);
-    for (const stretch of marked) stretch.classList.add("this-turn");
-    marked[0]?.scrollIntoView({ block: "nearest" });
+    for (const each of root.current.querySelectorAll(".stretch")) {
+      each.classList.toggle("this-turn", each.dataset.turn === String(turn));
+    }
+    const here = root.current.querySelector(".this-turn");
+    if (!still.current) here?.scrollIntoView({ block: "nearest" });
+    still.current = false;
   }, [samples, turn]);
   const meet = (event) => {
     const token = event.target.closest(".token");
@@ -227,7 +231,8 @@ function chunkOf(sample, start, end, shades) {
     if (sample.mask[i]) {
       classes.push("trained");
       for (const { series, scale, colour } of shades) {
-        if (series[i] !== null) classes.push(`${colour.letter}${shadeOf(series[i], colour, scale)}`);
+        if (series[i] === null) continue;
+        classes.push(`${colour.letter}${shadeOf(series[i], colour, scale)}`);
       }
     }
     const token = element("span", classes.join(" "), spelled(sample.texts[i]));
@@ -257,14 +262,14 @@ function spelled(text) {
 /** All numbers of the token under the pointer or the focus. */
 function Facts({ samples, at }) {
   if (at === null || !samples[at[0]]) {
-    return html`<div class="facts"><p class="muted">Point at a token for its numbers.</p></div>`;
+    return html`<div class="token-facts"><p class="muted">Point at a token for its numbers.</p></div>`;
   }
   const [sample, i] = [samples[at[0]], at[1]];
   const facts = FACTS.filter(([, series]) => sample[series] && sample[series][i] !== null);
   const trained = sample.mask[i];
   const sampled = sample.sampled_logprob[i];
   const old = sample.logprob?.[i] ?? null;
-  return html`<div class="facts" data-testid="token-facts">
+  return html`<div class="token-facts" data-testid="token-facts">
     <p><span class="token current">${spelled(sample.texts[i])}</span> <span class="muted">${[
       `token ${number(i)}`, `id ${sample.ids[i]}`,
       sample.turn[i] < 0 ? "prompt" : `turn ${sample.turn[i] + 1}`,
@@ -272,7 +277,8 @@ function Facts({ samples, at }) {
     ${trained ? html`<dl>
       ${facts.map(([name, series]) => html`<div key=${name}><dt>${name}</dt>
         <dd>${exact(sample[series][i])}</dd></div>`)}
-      ${sampled !== null && html`<div><dt>probability</dt><dd>${exact(Math.exp(sampled))}</dd></div>`}
+      ${sampled !== null && html`<div><dt>probability</dt>
+        <dd>${exact(Math.exp(sampled))}</dd></div>`}
       ${old !== null && sampled !== null && html`<div><dt>recomputed − sampled</dt>
         <dd>${exact(old - sampled)}</dd></div>`}
     </dl>` : ""}
@@ -295,7 +301,8 @@ export function RawPrompt({ data, turn }) {
     <p class="muted">${number(prompt.length)} tokens, exactly as the model saw them; tinted is what
       it had sampled itself.</p>
     <div class="prompt-text" data-testid="prompt">${prompt.parts.map((part, i) =>
-      html`<span key=${i} class=${part.sampled ? "sampled" : ""}><${Text} text=${part.text} /></span>`)}
+      html`<span key=${i} class=${part.sampled ? "sampled" : ""}
+        ><${Text} text=${part.text} /></span>`)}
     </div>
   </section>`;
 }

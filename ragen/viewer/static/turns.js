@@ -3,10 +3,13 @@
 
 import { html, useEffect, useMemo, useRef } from "./vendor/preact-htm.js";
 import { Board } from "./board.js";
-import { link, number, plural, Text } from "./parts.js";
+import { Chip, link, number, plural, Text } from "./parts.js";
 
 /** Cells of all small boards together, above which episodes side by side are shown without. */
 const MOST_SMALL_CELLS = 15000;
+
+/** Ways to act that are told where members part; the rest are counted. */
+const MOST_WAYS = 6;
 
 /** Characters of an observation beside others: enough to tell two apart. */
 const SHORT = 300;
@@ -35,7 +38,7 @@ export function returnsOf(episode) {
 
 /** A number with its sign: what is earned and what is lost must not look alike. */
 export function signed(x) {
-  return x > 0 ? `+${number(x)}` : number(x).replace("-", "−");
+  return x > 0 ? `+${number(x)}` : number(x);
 }
 
 /** What a turn asked for; what the world did not execute is struck through. */
@@ -63,7 +66,8 @@ function matched(asked, executed) {
 
 /** Reward and, where one is due, penalty. */
 export function Earned({ reward, penalty }) {
-  return html`<span class="earned"><span class=${tone(reward)} title="reward">${signed(reward)}</span>
+  return html`<span class="earned"
+    ><span class=${tone(reward)} title="reward">${signed(reward)}</span>
     ${penalty !== 0 && html`<span class="lost" title="penalty"> ${signed(penalty)}</span>`}</span>`;
 }
 
@@ -91,20 +95,23 @@ const ENDS = {
 /** One turn in full: thought, actions, what they earned. */
 export function TurnCard({ turn, sum, current, onChoose }) {
   const card = useRef(null);
+  const still = useRef(turn.turn === 0); // A page that opens with the first turn begins at its top.
   useEffect(() => {
-    if (current) card.current.scrollIntoView({ block: "nearest" });
+    if (current && !still.current) card.current.scrollIntoView({ block: "nearest" });
+    still.current = false;
   }, [current]);
   return html`<article ref=${card} class="turn ${current ? "current" : ""}"
     aria-current=${current ? "true" : undefined} data-testid="turn">
     <header>
       <button class="quiet" onClick=${onChoose}>turn ${turn.turn + 1}</button>
       <${Actions} asked=${turn.actions_asked} executed=${turn.actions_executed} />
-      ${!turn.well_formed && html`<span class="chip bad" title="the reply was not valid">format</span>`}
-      ${turn.finish_reason === "length" && html`<span class="chip warn"
-        title="the reply reached rollout.max_tokens">cut off</span>`}
+      ${!turn.well_formed && html`<${Chip} kind="bad" title="the reply was not valid">format<//>`}
+      ${turn.finish_reason === "length" && html`<${Chip} kind="warn"
+        title="the reply reached rollout.max_tokens">cut off<//>`}
       <span class="grow"></span>
-      ${turn.num_tokens !== null && html`<span class="muted small" title=${
-        `sampled by policy version ${turn.policy_version}`}>${plural(turn.num_tokens, "token")}</span>`}
+      ${turn.num_tokens !== null && html`<span class="muted small"
+        title=${`sampled by policy version ${turn.policy_version}`}>${
+        plural(turn.num_tokens, "token")}</span>`}
       <${Earned} ...${turn} />
       <span class="muted sum" title="return so far">Σ ${number(sum)}</span>
     </header>
@@ -131,7 +138,7 @@ export function Thought({ turn }) {
 export function SideBySide({ columns, from = 0, selected = null }) {
   const episodes = columns.map(({ episode }) => episode);
   const last = Math.max(0, ...episodes.map(({ turns }) => turns.length));
-  const parting = useMemo(() => partingOf(episodes), [columns]);
+  const parting = partingOf(episodes);
   const boards = smallBoards(episodes);
   const box = useRef(null);
   useEffect(() => {
@@ -161,12 +168,14 @@ export function SideBySide({ columns, from = 0, selected = null }) {
 function ColumnHead({ title, episode, href }) {
   return html`${href ? html`<a href=${href}>${title}</a>` : title}
     <div><${Outcome} episode=${episode} /></div>
-    <div class="muted"><${Earned} ...${episode} /> in ${plural(episode.turns.length, "turn")}</div>`;
+    <div class="muted"><${Earned} ...${episode} />${" "}
+      in ${plural(episode.turns.length, "turn")}</div>`;
 }
 
 function SmallTurn({ turn, world, board }) {
   return html`<div class="small-turn">
-    ${board && turn.picture && html`<${Board} picture=${turn.picture} world=${world} turn=${turn} />`}
+    ${board && turn.picture && html`<${Board} picture=${turn.picture} world=${world}
+      turn=${turn} />`}
     <div>
       <p class="small-acts"><${Actions} asked=${turn.actions_asked}
         executed=${turn.actions_executed} /> <${Earned} ...${turn} /></p>
@@ -210,7 +219,8 @@ function saidOf({ by, counts }) {
   if (by === "world") {
     return `Here they part: the same actions led to ${plural(counts.length, "different state")}.`;
   }
-  const said = counts.slice(0, 6).map(([acts, count], i) => html`${i ? " · " : " "}<b>${count}</b> did${" "}
-    <${Text} text=${acts} limit=${80} />`);
-  return html`Here they part:${said}${counts.length > 6 && ` · and ${plural(counts.length - 6, "other way")}`}`;
+  const said = counts.slice(0, MOST_WAYS).map(([acts, count], i) => html`${i ? " · " : " "}
+    <b>${count}</b> did${" "}<${Text} text=${acts} limit=${80} />`);
+  const others = counts.length - MOST_WAYS;
+  return html`Here they part:${said}${others > 0 && ` · and ${plural(others, "other way")}`}`;
 }

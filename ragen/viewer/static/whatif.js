@@ -25,13 +25,12 @@ function Panel({ run, episode, turn }) {
     const timer = setInterval(reload, POLL_MS);
     return () => clearInterval(timer);
   }, [busy, reload]);
-  const possible = data ?? episode.can_branch;
   const over = turn >= episode.turns.length;
-  const reason = !possible.possible ? possible.reason : over ? "the episode is over here" : null;
+  const reason = !data ? null : !data.possible ? data.reason : over ? "it is over here" : null;
   return html`<section class="panel what-if" data-testid="branches">
     <h2>What if?</h2>
     <${Ask} run=${run} episode=${episode} turn=${turn} over=${over} reason=${reason}
-      checkpoints=${data?.checkpoints ?? []} onAsked=${reload} />
+      known=${data !== null} checkpoints=${data?.checkpoints ?? []} onAsked=${reload} />
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${[...jobs].sort((a, b) => b.time - a.time).map((job) => html`<${Job} key=${job.id} job=${job}
       episode=${episode} />`)}
@@ -39,7 +38,7 @@ function Panel({ run, episode, turn }) {
 }
 
 /** How many, with which weights, how hot; the button says why it cannot be pressed. */
-function Ask({ run, episode, turn, over, reason, checkpoints, onAsked }) {
+function Ask({ run, episode, turn, over, reason, known, checkpoints, onAsked }) {
   const [n, setN] = useState(4);
   const [checkpoint, setCheckpoint] = useState("");
   const [temperature, setTemperature] = useState("");
@@ -61,6 +60,7 @@ function Ask({ run, episode, turn, over, reason, checkpoints, onAsked }) {
       setSending(false);
     }
   };
+  const idle = !known || reason !== null || sending || !valid(n);
   const typed = (set) => (event) => set(event.target.value);
   return html`<form class="ask" onSubmit=${ask}>
     <p>Let the policy play on from ${over ? "a turn" : `turn ${turn + 1}`}: the same world, put back
@@ -73,8 +73,7 @@ function Ask({ run, episode, turn, over, reason, checkpoints, onAsked }) {
     </select></label>
     <label>temperature <input type="number" min="0" max="5" step="any" placeholder="as in the run"
       value=${temperature} onInput=${typed(setTemperature)} /></label>
-    <button class="primary" type="submit" disabled=${reason !== null || sending || !valid(n)}
-      title=${reason ?? ""}>${over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
+    <button class="primary" type="submit" disabled=${idle} title=${reason ?? ""}>${over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
     ${reason && html`<p class="warn">Not possible: <${Text} text=${reason} /></p>`}
     ${problem && html`<p class="bad" role="alert"><${Text} text=${problem} /></p>`}
   </form>`;
@@ -86,12 +85,12 @@ const numberOrNull = (text) => (text === "" ? null : Number(text));
 /** One request: still running, failed with its reason, or its branches beside the original. */
 function Job({ job, episode }) {
   const { turn, checkpoint, n, temperature, state, problem, episodes } = job;
-  const title = html`<h3>${number(n)} from turn ${turn + 1}, ${
-    checkpoint === null ? "newest weights" : `weights of step ${checkpoint}`}${
-    temperature !== null && `, temperature ${number(temperature)}`}</h3>`;
+  const title = html`<h3>${number(n)} from turn ${turn + 1}, weights of step ${checkpoint},
+    temperature ${number(temperature)}</h3>`;
   if (state === "running") return html`${title}<p role="status" class="muted">Playing …</p>`;
   if (state === "failed") {
-    return html`${title}<p class="bad">It failed: <${Text} text=${problem ?? "no reason given"} /></p>`;
+    const why = problem ?? "no reason was given";
+    return html`${title}<p class="bad">It failed: <${Text} text=${why} /></p>`;
   }
   const won = episodes.filter(({ success }) => success).length;
   const columns = [
@@ -103,7 +102,9 @@ function Job({ job, episode }) {
       <${Interval} ...${wilson(won, episodes.length)} />
       <span class="muted">[${percentRange(won, episodes.length)}]; the original ${
       episode.success ? "did" : "did not"}.${
-      turn > 0 && ` What came before turn ${turn + 1} they share.`}</span></p>
+      turn > 0 && ` What came before turn ${turn + 1} they share.`}${
+      job.exact === false && " The record has no tokens of it: its prompts are rebuilt from text."
+      }</span></p>
     <${SideBySide} columns=${columns} from=${turn} />`;
 }
 
@@ -118,5 +119,5 @@ export function wilson(won, of) {
   const [p, zz] = [won / of, (Z * Z) / of];
   const middle = (p + zz / 2) / (1 + zz);
   const half = (Z * Math.sqrt((p * (1 - p)) / of + zz / (4 * of))) / (1 + zz);
-  return { value: p, low: middle - half, high: middle + half };
+  return { value: p, low: Math.max(0, middle - half), high: Math.min(1, middle + half) };
 }

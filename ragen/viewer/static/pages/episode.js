@@ -22,16 +22,16 @@ const VIEWS = [
 
 export default function Page({ params, query, setQuery }) {
   const { run, id } = params;
-  const { data, error, loading, reload } = useApi("/api/episode", { run, episode: id });
+  const { data, error, reload } = useApi("/api/episode", { run, episode: id });
   useReady(data !== null || error !== null);
-  if (error && !data) return html`<${Frame} id=${id}><${Problem} error=${error} reload=${reload} /><//>`;
-  if (!data) return html`<${Frame} id=${id}>${loading && html`<${Loading} />`}<//>`;
+  if (!data) {
+    return html`<main class="page page-episode">
+      <h1>Episode ${id}</h1>
+      ${error ? html`<${Problem} error=${error} reload=${reload} />` : html`<${Loading} />`}
+    </main>`;
+  }
   return html`<${Episode} run=${run} episode=${data} query=${query} setQuery=${setQuery} />`;
 }
-
-const Frame = ({ id, children }) => html`<main class="page page-episode">
-  <h1>Episode ${id}</h1>${children}
-</main>`;
 
 function Episode({ run, episode, query, setQuery }) {
   const last = episode.turns.length;
@@ -44,7 +44,8 @@ function Episode({ run, episode, query, setQuery }) {
     {
       ArrowLeft: () => go(at - 1), ArrowRight: () => go(at + 1), Home: () => go(0),
       End: () => go(last), " ": play.toggle,
-      "[": () => visit(neighbour(run, episode.previous, view)), "]": () => visit(neighbour(run, episode.next, view)),
+      "[": () => visit(neighbour(run, episode.previous, view)),
+      "]": () => visit(neighbour(run, episode.next, view)),
       t: () => setQuery({ view: following(view) }),
       o: () => visit(groupLink(run, episode)),
     },
@@ -90,8 +91,8 @@ function Headline({ run, episode, view }) {
       <h1>Episode ${episode.id} <${Outcome} episode=${episode} /></h1>
       <p class="muted"><${Text} text=${world} />, level ${level} · ${phase}, step ${step}${
         episode.attempt > 0 && `, attempt ${episode.attempt}`} · <a href=${groupLink(run, episode)}>
-        group ${group}</a>, member ${member}${phase === "train" && (episode.kept ? ", kept by the filter"
-          : ", dropped by the filter")}</p>
+        group ${group}</a>, member ${member}${
+        phase === "train" && `, ${episode.kept ? "kept" : "dropped"} by the filter`}</p>
     </div>
     <dl class="figures">
       <div><dt>reward</dt><dd><${Earned} reward=${episode.reward} penalty=${0} /></dd></div>
@@ -99,7 +100,8 @@ function Headline({ run, episode, view }) {
         penalty=${0} /></dd></div>`}
       <div><dt>turns</dt><dd>${number(episode.num_turns)}</dd></div>
       <div><dt>tokens</dt><dd>${number(episode.num_tokens)}</dd></div>
-      ${episode.entropy !== null && html`<div><dt>entropy</dt><dd>${number(episode.entropy)}</dd></div>`}
+      ${episode.entropy !== null && html`<div><dt>entropy</dt>
+        <dd>${number(episode.entropy)}</dd></div>`}
     </dl>
     <nav class="neighbours" aria-label="neighbouring episodes">
       <a href=${neighbour(run, previous, view)} aria-label="previous episode"
@@ -163,7 +165,8 @@ function Returns({ episode, at, go }) {
   const each = episode.turns.map(({ reward, penalty }) => reward + penalty);
   const most = Math.max(...each.map(Math.abs)) || 1;
   return html`<div class="returns">
-    <p>Return so far <b>${number(shown)}</b><span class="muted"> of ${number(sums.at(-1) ?? 0)}</span></p>
+    <p>Return so far <b>${number(shown)}</b>
+      <span class="muted"> of ${number(sums.at(-1) ?? 0)}</span></p>
     ${each.length > 1 && html`<div class="bars" aria-hidden="true">${each.map((x, i) => html`
       <i key=${i} class=${`${x < 0 ? "down" : x > 0 ? "up" : ""} ${i < at ? "past" : ""}`}
         title=${`turn ${i + 1}: ${signed(x)}`} onClick=${() => go(i)}><b style=${{
@@ -177,9 +180,9 @@ function Turns({ episode, at, go }) {
   return html`<div class="turns">
     ${episode.turns.map((turn, k) => html`<${TurnCard} key=${k} turn=${turn} sum=${sums[k]}
       current=${k === at} onChoose=${() => go(k)} />`)}
-    <p class="muted">${plural(episode.turns.length, "turn")}; it ended: <${Outcome}
-      episode=${episode} />${!episode.final_picture && episode.final_observation && html`. The world's last words: <span
-      class="text last-words"><${Text} text=${episode.final_observation} /></span>`}</p>
+    <p class="muted">It ended: <${Outcome} episode=${episode} /></p>
+    ${!episode.final_picture && episode.final_observation && html`<p class="muted">The world's last
+      words: <span class="last-words"><${Text} text=${episode.final_observation} /></span></p>`}
   </div>`;
 }
 

@@ -1,5 +1,5 @@
-// The episodes of a run as one long list: filtered, searched and sorted by the server, page by page.
-// Every filter is in the address, so that a list can be sent to a colleague.
+// The episodes of a run as one long list: filtered, searched and sorted by the server, page by
+// page. Every filter is in the address, so that a list can be sent to a colleague.
 
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 import { get, useEvents } from "../api.js";
@@ -10,19 +10,21 @@ import { Earned, groupLink, Outcome } from "../turns.js";
 
 const PAUSE_MS = 250; // After the last key, before what is typed is looked for.
 const PAGE_SIZE = 50;
+const AHEAD = 5; // Rows before the end at which j asks for the next page.
 
 /** The filters' names in the address; the API has the same. */
 const FILTERS = [
-  "q", "phase", "step_from", "step_to", "world", "success", "reward_min", "reward_max", "stop_reason",
-  "kept", "alarm", "group", "level_seed",
+  "q", "phase", "step_from", "step_to", "world", "success", "reward_min", "reward_max",
+  "stop_reason", "kept", "alarm", "group", "level_seed",
 ];
 
 const ANY = ["", "any"];
 
 export default function Page({ params, query, setQuery }) {
   const { run } = params;
-  const asked = useMemo(() => Object.fromEntries(
-    [...FILTERS, "sort", "order"].map((name) => [name, query[name]])), [query]);
+  const { sort = "step", order = "desc" } = query;
+  const filters = Object.fromEntries(FILTERS.map((name) => [name, query[name]]));
+  const asked = { ...filters, sort, order };
   const list = useList(run, asked);
   const [at, setAt] = useState(0);
   const [fresh, setFresh] = useState(0);
@@ -33,8 +35,8 @@ export default function Page({ params, query, setQuery }) {
   const episodes = list.episodes ?? [];
   const open = (episode) => visit(link("episode", { run, id: episode.id }));
   const move = (by) => () => {
-    setAt(Math.max(0, Math.min(episodes.length - 1, at + by)));
-    if (at + by >= episodes.length - 5) list.more();
+    setAt((row) => Math.max(0, Math.min(episodes.length - 1, row + by)));
+    if (at + by >= episodes.length - AHEAD) list.more();
   };
   useKeys(
     {
@@ -48,9 +50,9 @@ export default function Page({ params, query, setQuery }) {
       "/": "search in thoughts",
     },
   );
-  const sort = { key: query.sort ?? "step", descending: query.order !== "asc" };
+  const columns = useMemo(() => columnsOf(run, list.facets), [run, JSON.stringify(list.facets)]);
   const onSort = (key) => setQuery({
-    sort: key === "step" ? null : key, order: key === sort.key && sort.descending ? "asc" : null,
+    sort: key === "step" ? null : key, order: key === sort && order === "desc" ? "asc" : null,
   });
   const refresh = () => {
     setFresh(0);
@@ -60,12 +62,13 @@ export default function Page({ params, query, setQuery }) {
     <h1>Episodes</h1>
     <${Filters} query=${query} setQuery=${setQuery} facets=${list.facets} search=${search} />
     ${list.error && html`<${Problem} error=${list.error} reload=${list.reload} />`}
-    ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">${plural(fresh, "new step")}: show the
-      episodes</button></p>`}
+    ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">
+      ${plural(fresh, "new step")}: show the episodes</button></p>`}
     ${list.episodes === null ? !list.error && html`<${Loading} />`
-      : html`<div class=${list.loading ? "stale" : ""}>
-        <${Table} label="episodes" columns=${columnsOf(run, list.facets)} rows=${episodes}
-          selected=${at} sort=${sort} onSort=${onSort} onRow=${open} />
+      : html`<div class=${list.stale ? "stale" : ""}>
+        <${Table} label="episodes" columns=${columns} rows=${episodes}
+          selected=${at} onRow=${open} sort=${{ key: sort, descending: order === "desc" }}
+          onSort=${onSort} />
         ${!episodes.length && html`<p class="muted">No episode is like this.</p>`}
         <${Pager} shown=${episodes.length} total=${list.total} more=${list.cursor !== null}
           loading=${list.loading} onMore=${list.more} />
@@ -73,7 +76,7 @@ export default function Page({ params, query, setQuery }) {
   </main>`;
 }
 
-/** The pages of the list so far; another question begins anew, and an answer too late is dropped. */
+/** The pages of the list so far; another question begins anew, late answers are dropped. */
 function useList(run, asked) {
   const key = JSON.stringify([run, asked]);
   const [state, setState] = useState({ episodes: null, cursor: null, loading: true, error: null });
@@ -87,7 +90,8 @@ function useList(run, asked) {
         controller.signal);
       if (controller.signal.aborted) return;
       setState((old) => ({
-        key, loading: false, error: null, cursor: page.next, total: page.total, facets: page.facets,
+        key, loading: false, error: null, cursor: page.next, facets: page.facets,
+        total: page.total ?? (cursor ? old.total : null),
         episodes: cursor ? [...old.episodes, ...page.episodes] : page.episodes,
       }));
     } catch (error) {
@@ -101,10 +105,10 @@ function useList(run, asked) {
   const more = useCallback(() => {
     if (state.cursor && !state.loading) load(state.cursor);
   }, [state.cursor, state.loading, load]);
-  return { ...state, more, reload: () => load(null) };
+  return { ...state, stale: state.key !== key, more, reload: () => load(null) };
 }
 
-function columnsOf(run, facets) {
+function columnsOf(run, facets = { phases: [], worlds: [] }) {
   const right = "right";
   return [
     {
@@ -126,7 +130,7 @@ function columnsOf(run, facets) {
     },
     {
       key: "turns", title: "turns", align: right, sort: true,
-      render: (row) => html`${row.num_turns}<${Unit} of=${row.num_turns === 1 ? "turn" : "turns"} />`,
+      render: ({ num_turns: n }) => html`${n}<${Unit} of=${n === 1 ? "turn" : "turns"} />`,
     },
     {
       key: "length", title: "tokens", align: right, sort: true, hint: "sampled tokens",
@@ -161,7 +165,8 @@ function Filters({ query, setQuery, facets, search }) {
   const clear = () => setQuery(Object.fromEntries(FILTERS.map((name) => [name, null])));
   const common = { query, setQuery };
   const named = (names = []) => [ANY, ...names.map((name) => [name, name.replaceAll("_", " ")])];
-  return html`<form class="filters ${open ? "open" : ""}" role="search" onSubmit=${(event) => event.preventDefault()}>
+  return html`<form class="filters ${open ? "open" : ""}" role="search"
+    onSubmit=${(event) => event.preventDefault()}>
     <${Typed} ...${common} name="q" type="search" title="search" field=${search}
       placeholder="words in thoughts  ( / )" />
     <button type="button" class="fold" aria-expanded=${open ? "true" : "false"}
@@ -198,7 +203,7 @@ function Choice({ query, setQuery, name, title = name, options }) {
   </select></label>`;
 }
 
-/** A field that is looked at when the reader pauses; what the address says from elsewhere enters. */
+/** A field that acts when the reader pauses; what the address says from elsewhere enters it. */
 function Typed({ query, setQuery, name, title, type = "number", placeholder, field }) {
   const given = query[name] ?? "";
   const [text, setText] = useState(given);
@@ -208,7 +213,7 @@ function Typed({ query, setQuery, name, title, type = "number", placeholder, fie
     const timer = setTimeout(() => setQuery({ [name]: text || null }), PAUSE_MS);
     return () => clearTimeout(timer);
   }, [text]);
-  return html`<label class=${type}><span>${title}</span> <input ref=${field} type=${type} value=${text}
-    step="any" placeholder=${placeholder} aria-label=${name.replace("_", " ")}
+  return html`<label class=${type}><span>${title}</span> <input ref=${field} type=${type}
+    value=${text} step="any" placeholder=${placeholder} aria-label=${name.replace("_", " ")}
     onInput=${(event) => setText(event.target.value)} /></label>`;
 }

@@ -56,12 +56,18 @@ function Gains({ gains, evaluations }) {
     ${gains.data.gains.map((gain) => html`<div key=${`${gain.phase} ${gain.world}`} class="contest" data-testid="gain">
       <${Sides} title=${`${gain.world}, ${PHASES[gain.phase] ?? gain.phase}`} ...${gain}
         a=${[`step ${gain.from_step}`, gain.before]} b=${[`step ${gain.to_step}`, gain.after]}
-        floor=${evaluations[0].random} ceiling=${evaluations[0].best} />
+        ...${boundsIn(evaluations, gain.world)} />
       <p>${verdict(gain, "Training helped", "Training harmed")}${" "}
         Of ${plural(gain.levels, "level")} it won ${number(gain.won)} and lost${" "}
         ${number(gain.lost)} (McNemar's p ${small(gain.mcnemar_p)}).</p>
     </div>`)}
   </section>`;
+}
+
+/** Random and best play in a world. */
+function boundsIn(evaluations, world) {
+  const one = evaluations.find((each) => each.world === world);
+  return { floor: one?.random, ceiling: one?.best };
 }
 
 /** Two rates and their difference, one under the other on the same line of length. */
@@ -125,7 +131,7 @@ function columnsOf(rows) {
     { key: "success", title: "success", sort: (row) => row.success.value,
       render: (row) => html`<${Interval} ...${row.success} floor=${row.random} ceiling=${row.best} />` },
     { key: "bounds", title: "95 % interval", align: "right",
-      render: ({ success }) => html`<span class="muted">${percent(success.low)} to ${percent(success.high)}</span>` },
+      render: ({ success }) => html`<span class="muted number">${percent(success.low)} to ${percent(success.high)}</span>` },
     { key: "mean_return", title: "mean return", sort: true,
       render: (row) => html`<${Interval} value=${row.mean_return} low=${row.mean_return_low} high=${row.mean_return_high}
         floor=${row.random_return} ceiling=${row.best_return} min=${min} max=${max} format=${number} />` },
@@ -133,7 +139,7 @@ function columnsOf(rows) {
     { key: "valid_fraction", title: "valid replies", align: "right", sort: true, render: (row) => percent(row.valid_fraction, 0) },
     { key: "thought_words", title: "words a thought", align: "right", sort: true, render: (row) => number(row.thought_words) },
     { key: "episodes", title: "levels", align: "right", render: (row) => number(row.episodes) },
-    { key: "time", title: "when", render: (row) => html`<span class="muted">${moment(row.time)}</span>` },
+    { key: "time", title: "when", render: (row) => html`<span class="muted number">${moment(row.time)}</span>` },
   ];
 }
 

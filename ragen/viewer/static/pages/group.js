@@ -15,6 +15,7 @@ export default function Page({ params, query }) {
   const count = data?.episodes.length ?? 0;
   const other = (number) => number === null || number === undefined ? undefined
     : link("group", { run }, { attempt, step, phase, group: number });
+  const inList = { phase, step_from: step, step_to: step, group };
   const move = (by) => () => setSelected(Math.max(0, Math.min(count - 1, selected + by)));
   useKeys(
     {
@@ -30,19 +31,20 @@ export default function Page({ params, query }) {
   return html`<main class="page page-group">
     <header class="headline">
       <div><h1>Group ${group} of step ${step}</h1>
-        <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html` · <${Text} text=${data.episodes[0]?.world ?? ""} />, level ${data.level_seed}`} · <a
-          href=${link("episodes", { run }, { phase, step_from: step, step_to: step, group })}>as a
-          list</a></p></div>
+        <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html`
+          ${" "}· <${Text} text=${data.episodes[0]?.world ?? ""} />, level ${data.level_seed}`}
+          ${" "}· <a href=${link("episodes", { run }, inList)}>as a list</a></p></div>
       ${data && html`<${Figures} group=${data} />`}
       <nav class="neighbours" aria-label="neighbouring groups">
-        <a href=${other(data?.previous)} aria-label="previous group" title="previous group ([)">‹</a>
+        <a href=${other(data?.previous)} aria-label="previous group"
+          title="previous group ([)">‹</a>
         <a href=${other(data?.next)} aria-label="next group" title="next group (])">›</a>
       </nav>
     </header>
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${!data && !error && html`<${Loading} />`}
     ${data && html`
-      <p class="verdict"><${Verdict} group=${data} phase=${phase} /></p>
+      <p class="ruling"><${Ruling} group=${data} phase=${phase} /></p>
       <${SideBySide} selected=${selected} columns=${data.episodes.map((episode) => ({
         title: `member ${episode.member}`, episode, href: link("episode", { run, id: episode.id }),
       }))} />`}
@@ -78,11 +80,12 @@ const RULES = {
     number(100 * value)} % of the scores' sum`,
   top_p_softmax: (value, end) => `groups are kept from the ${end} score on, until they hold ${
     number(100 * value)} % of the scores' softmax`,
-  min_p: (value, end) => `groups are kept whose score comes to ${number(100 * value)} % of the ${end}`,
+  min_p: (value, end) =>
+    `groups are kept whose score comes to ${number(100 * value)} % of the ${end}`,
 };
 
 /** In a sentence: kept or dropped, by which rule, with which score. */
-function Verdict({ group, phase }) {
+function Ruling({ group, phase }) {
   if (phase !== "train") return "Evaluations are not filtered.";
   const { kept, rule, value, keep, score_name: name, group_score: score, reward_std: std } = group;
   const told = RULES[rule]?.(value ?? 1, keep ?? "largest") ?? "this run keeps every group";
