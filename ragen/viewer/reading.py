@@ -176,7 +176,7 @@ def array_of(column: str, data: bytes) -> NDArray[Any]:
     """
     try:
         return decompress(column, data)
-    except (ValueError, zlib.error) as error:
+    except (ValueError, TypeError, zlib.error) as error:
         raise Unreadable(f"{DATABASE} is damaged: {column} cannot be unpacked: {error}") from None
 
 
