@@ -51,7 +51,8 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "parity", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["schema", "database", "rows", "recorder", "reader", "branches"],
+        *["schema", "database", "rows", "recorder", "reader", "recorded", "branches"],
+        "export_episodes",
         *["threads", "stopping", "watchdog", "guard", "memory", "outcomes", "targets"],
         *["evaluation", "progress", "plots", "report", "card", "scores", "compare", "base", "sft"],
         *["diagnosis", "running", "collection", "recovery", "trainer", "export", "branch"],
@@ -63,7 +64,8 @@ PLACE = {module: place for place, module in enumerate(chain(*ORDER.values()))}
 NO_TORCH = ["L0 words", "L1 text", "L2 worlds", "L3 experience"]
 LIGHT = [
     *(module for layer in NO_TORCH for module in ORDER[layer]),
-    *["schema", "database", "rows", "recorder", "reader", "branches"],
+    *["schema", "database", "rows", "recorder", "reader", "recorded", "branches"],
+    "export_episodes",
     "outcomes",
     "targets",
     "evaluation",
