@@ -139,7 +139,7 @@ PRAGMA user_version = {SCHEMA_VERSION};
 """The whole database, empty.
 
 Of `cross_scores`, `scores` are num_thoughts × num_prompts, row by row, and `own` says which prompt
-is each thought's own. Thoughts and prompts (what these show of the world) are JSON lists of text."""
+is each thought's own. Thoughts, and what prompts show of the world, are JSON lists of texts."""
 
 
 def turn_id(episode: int, turn: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_a_sentence_that_all_repeat_is_told_once(recorder: Recorder) -> None:
     # Of its eight phrases of three words those that share two with one before are left out.
     told = list(phrases(recorder))
     assert told[0] == "the goal is" and len(told) < 5
-    pairs = [set(zip(words, words[1:], strict=False)) for words in map(str.split, told)]
+    pairs = [set(pairwise(words)) for words in map(str.split, told)]
     assert all(a.isdisjoint(b) for place, a in enumerate(pairs) for b in pairs[:place])
 
 

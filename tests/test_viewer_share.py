@@ -39,6 +39,11 @@ ATTACKS = (
 )
 
 
+each_kind = pytest.mark.parametrize(
+    "what", [{}, {"episode": 1}, {"group": 2}], ids=["run", "episode", "group"]
+)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run whose model writes attacks, under a folder with a blank in its path."""

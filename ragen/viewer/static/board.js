@@ -4,7 +4,7 @@
 // what the turn shows and does. A world with neither is shown as its text.
 
 import { html } from "./vendor/preact-htm.js";
-import { mark, pieces, Text } from "./parts.js";
+import { pieces, Text } from "./parts.js";
 
 /** What each character of the alphabet stands for: the ground, what lies on it, and its name. */
 const CELLS = {
@@ -86,20 +86,20 @@ function Grid({ rows, world }) {
   </svg>`;
 }
 
-/** A character that would not be seen, or would turn its neighbours round, by its mark. */
-const visible = (character) => (pieces(character)[0].hidden ? mark(character) : character);
-
 function Cell({ character }) {
   const cell = CELLS[character];
   if (!cell) {
     return html`<rect class="ground plain" width="1" height="1" />
-      <text class="letter" x=".5" y=".5">${visible(character)}</text>`;
+      <text class="letter" x=".5" y=".5">${seen(character)}</text>`;
   }
   return html`<rect class=${`ground ${cell.ground}`} width="1" height="1" />
     ${cell.ground === "wall" && html`<path class="joints" d="M0 0H1M0 .5H1M.5 0V.5M0 .5V1" />`}
     ${cell.ground === "hole" && html`<ellipse class="water" cx=".5" cy=".53" rx=".39" ry=".34" />`}
     ${(cell.on ?? []).map((what) => html`<g class=${`piece ${what}`}>${SHAPES[what]()}</g>`)}`;
 }
+
+/** A character as itself; "�" where it would not be seen or would turn the order of others. */
+const seen = (character) => (pieces(character)[0].hidden ? "\ufffd" : character);
 
 /** The board in words, for those who do not see it: `4 rows of 4; player at a3, hole at b1, …`. */
 function described(cells) {

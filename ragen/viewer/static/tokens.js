@@ -144,6 +144,7 @@ function Legend({ colour, scale }) {
 function Flow({ samples, scales, colour, turn, onCurrent }) {
   const root = useRef(null);
   const met = useRef(null);
+  const still = useRef(turn === 0); // A page that opens with the first turn begins at its top.
   useEffect(() => {
     const made = samples.map((sample, i) => sampleOf(sample, i, samples, scales));
     root.current.replaceChildren(...made);
@@ -154,7 +155,9 @@ function Flow({ samples, scales, colour, turn, onCurrent }) {
     for (const each of root.current.querySelectorAll(".stretch")) {
       each.classList.toggle("this-turn", each.dataset.turn === String(turn));
     }
-    root.current.querySelector(".this-turn")?.scrollIntoView({ block: "nearest" });
+    const here = root.current.querySelector(".this-turn");
+    if (!still.current) here?.scrollIntoView({ block: "nearest" });
+    still.current = false;
   }, [samples, turn]);
   const meet = (event) => {
     const token = event.target.closest(".token");

@@ -95,8 +95,10 @@ const ENDS = {
 /** One turn in full: thought, actions, what they earned. */
 export function TurnCard({ turn, sum, current, onChoose }) {
   const card = useRef(null);
+  const still = useRef(turn.turn === 0); // A page that opens with the first turn begins at its top.
   useEffect(() => {
-    if (current) card.current.scrollIntoView({ block: "nearest" });
+    if (current && !still.current) card.current.scrollIntoView({ block: "nearest" });
+    still.current = false;
   }, [current]);
   return html`<article ref=${card} class="turn ${current ? "current" : ""}"
     aria-current=${current ? "true" : undefined} data-testid="turn">
@@ -136,7 +138,7 @@ export function Thought({ turn }) {
 export function SideBySide({ columns, from = 0, selected = null }) {
   const episodes = columns.map(({ episode }) => episode);
   const last = Math.max(0, ...episodes.map(({ turns }) => turns.length));
-  const parting = useMemo(() => partingOf(episodes), [columns]);
+  const parting = partingOf(episodes);
   const boards = smallBoards(episodes);
   const box = useRef(null);
   useEffect(() => {

@@ -119,5 +119,5 @@ export function wilson(won, of) {
   const [p, zz] = [won / of, (Z * Z) / of];
   const middle = (p + zz / 2) / (1 + zz);
   const half = (Z * Math.sqrt((p * (1 - p)) / of + zz / (4 * of))) / (1 + zz);
-  return { value: p, low: middle - half, high: middle + half };
+  return { value: p, low: Math.max(0, middle - half), high: Math.min(1, middle + half) };
 }
