@@ -26,7 +26,7 @@ export default function Page({ params, query, setQuery }) {
   useReady(data !== null || error !== null);
   if (!data) {
     return html`<main class="page page-episode">
-      <h1>Episode ${id}</h1>
+      <h1>Episode ${error && id}</h1>
       ${error ? html`<${Problem} error=${error} reload=${reload} />` : html`<${Loading} />`}
     </main>`;
   }
