@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragen.branches import MOST, Recorded, Request, read_episode, write_branches
+from ragen.branches import MOST, Request, write_branches
 from ragen.checkpoint import checkpoint_of, folders, read_state, resolve_model, step_of
 from ragen.config import Config, vllm_refuses
 from ragen.database import CONFIG
@@ -23,6 +23,7 @@ from ragen.engine_local import policy_of
 from ragen.errors import RagenError
 from ragen.export import chosen
 from ragen.guard import changed
+from ragen.recorded import Recorded, read_episode
 from ragen.report import Section
 from ragen.rollout import Branch, Setup, refuse_changed, run_places, setup_of
 from ragen.settings import read_config

@@ -1,4 +1,4 @@
-"""What is branched from a run's episodes: the originals read back, and `branches.sqlite`.
+"""What is branched from a run's episodes, kept in `branches.sqlite`.
 
 A branch begins where a recorded episode stood at one of its turns and is played to its end by a
 checkpoint of the run. Those of one request are a group: the same prompt, several members. They lie
@@ -9,20 +9,17 @@ never written to by anybody else.
 from __future__ import annotations
 
 import hashlib
-import json
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ragen.database import close_database, connect_to_read, open_database, read, transaction
-from ragen.errors import RagenError
+from ragen.database import close_database, connect_to_read, open_database, transaction
 from ragen.rows import episode_rows, write_episodes, write_tokens
-from ragen.schema import PLAYED, SCHEMA_VERSION, decompress
-from ragen.types import Completion, Episode, Prompt, Turn
+from ragen.schema import PLAYED, SCHEMA_VERSION
+from ragen.types import Episode
 
 FILE = "branches.sqlite"
 """The branches' database in a run's folder."""
@@ -75,110 +72,6 @@ class Request:
     def path(self) -> tuple[int | str, ...]:
         """What the branches' sampling seeds are derived from, behind the run's seed."""
         return ("branch", self.seed, self.episode, self.turn, self.checkpoint)
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """An episode as a run's database keeps it, and what it was played for.
-
-    Of its prompts only the ids are known, and where a policy gives no ids not even those.
-    """
-
-    id: int
-    attempt: int
-    step: int
-    phase: str
-    episode: Episode
-
-    @property
-    def path(self) -> tuple[int | str, ...]:
-        """What its own sampling seeds were derived from, behind the run's seed."""
-        # A training episode is recorded when its step is finished, and played before.
-        return ("train", self.step - 1) if self.phase == "train" else ("eval",)
-
-    def exact(self, turn: int) -> bool:
-        """Whether the tokens of its prompts up to a turn are known."""
-        return all(each.prompt.token_ids is not None for each in self.episode.turns[: turn + 1])
-
-
-def read_episode(run: Path, episode: int) -> Recorded:
-    """An episode of a run's database, which is opened to read alone.
-
-    Raises:
-        RagenError: There is no run or no such episode, or the database cannot be read.
-    """
-    names = ("attempt", "step", "phase", *_EPISODE)
-    quoted = ", ".join(f'"{name}"' for name in names)
-    rows = read(run, f"SELECT {quoted} FROM episodes WHERE id = ?", (episode,))
-    if not rows:
-        ((most,),) = read(run, "SELECT coalesce(max(id), 0) FROM episodes")
-        known = f"its last one is {most}" if most else "it recorded none"
-        raise RagenError(f"{run} has no episode {episode}; {known}")
-    attempt, step, phase, *values = rows[0]
-    turns = read(
-        run, f"SELECT {', '.join(_TURN)} FROM turns WHERE episode_id = ? ORDER BY turn", (episode,)
-    )
-    found = dict(zip(_EPISODE, values, strict=True))
-    for name in ("terminated", "truncated", "bootstrap", "success"):
-        found[name] = bool(found[name])
-    found["final_picture"] = _rows_of(found["final_picture"])
-    return Recorded(episode, attempt, step, phase, Episode(turns=_turns(turns), **found))
-
-
-_EPISODE = (
-    *("group", "member", "world", "level_seed", "noise_seed", "stop_reason"),
-    *("terminated", "truncated", "bootstrap", "success", "error"),
-    *("final_observation", "final_picture"),
-)
-_TURN = (
-    *("observation", "picture", "reply", "thought", "actions_asked", "actions_executed"),
-    *("reward", "penalty", "well_formed", "finish_reason", "policy_version", "state_key"),
-    *("snapshot", "prompt_ids", "prompt_joins", "completion_ids", "logprobs"),
-    *("thought_start", "thought_end"),
-)
-
-
-def _turns(rows: Sequence[tuple[Any, ...]]) -> tuple[Turn, ...]:
-    turns: list[Turn] = []
-    before: tuple[int, ...] = ()
-    for values in rows:
-        row = dict(zip(_TURN, values, strict=True))
-        prompt_ids, ids = _ids("prompt_ids", row), _ids("completion_ids", row)
-        if prompt_ids is not None:
-            prompt_ids = (*before, *prompt_ids) if row["prompt_joins"] else prompt_ids
-            before = (*prompt_ids, *(ids or ()))
-        logprobs = None
-        if row["logprobs"] is not None:
-            logprobs = tuple(decompress("logprobs", row["logprobs"]).tolist())
-        start, end = row["thought_start"], row["thought_end"]
-        turns.append(
-            Turn(
-                observation=row["observation"],
-                prompt=Prompt((), prompt_ids, 0, 0, 0.0, 0),
-                completion=Completion(
-                    ids, logprobs, row["reply"], row["finish_reason"], row["policy_version"]
-                ),
-                thought=row["thought"],
-                thought_span=None if start is None else (start, end),
-                actions_asked=tuple(json.loads(row["actions_asked"])),
-                actions_executed=tuple(json.loads(row["actions_executed"])),
-                reward=row["reward"],
-                penalty=row["penalty"],
-                well_formed=bool(row["well_formed"]),
-                state_key=row["state_key"],
-                snapshot=None if row["snapshot"] is None else json.loads(row["snapshot"]),
-                picture=_rows_of(row["picture"]),
-            )
-        )
-    return tuple(turns)
-
-
-def _rows_of(picture: str | None) -> tuple[str, ...] | None:
-    return None if picture is None else tuple(json.loads(picture))
-
-
-def _ids(name: str, row: dict[str, Any]) -> tuple[int, ...] | None:
-    return None if row[name] is None else tuple(decompress(name, row[name]).tolist())
 
 
 def has_branches(run: Path) -> bool:

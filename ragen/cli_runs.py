@@ -237,15 +237,33 @@ def _export_options(parser: Parser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="add a LoRA adapter to its base: whole weights"
     )
+    parser.add_argument(
+        "--episodes",
+        type=Path,
+        metavar="FILE",
+        help="write all recorded episodes instead, a row each: FILE.jsonl or FILE.parquet",
+    )
 
 
 def _export(options: Namespace, _: Overrides) -> int:
+    if options.episodes is not None:
+        return _export_episodes(options)
     from ragen.export import export
 
     folder = export(
         options.run, options.out, step=options.step, best=options.best, merge=options.merge
     )
     print(f"the policy is in {folder}; its README.md says how well it plays and how to use it")
+    return 0
+
+
+def _export_episodes(options: Namespace) -> int:
+    if options.out or options.step is not None or options.best or options.merge:
+        raise RagenError("--episodes writes no policy: leave --out, --step, --best and --merge out")
+    from ragen.export_episodes import export_episodes
+
+    count = export_episodes(options.run, options.episodes)
+    print(f"{count} episodes are in {options.episodes}")
     return 0
 
 

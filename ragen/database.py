@@ -120,7 +120,7 @@ def open_database(
     """
     database = folder / file
     if not make:
-        _must_exist(folder)
+        must_exist(folder)
     connection: sqlite3.Connection | None = None
     try:
         if make:
@@ -198,7 +198,7 @@ def read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
-    _must_exist(folder)
+    must_exist(folder)
     try:
         with contextlib.closing(connect_to_read(folder / DATABASE)) as connection:
             return connection.execute(query, parameters).fetchall()
@@ -296,7 +296,12 @@ def cannot_write(folder: Path, error: sqlite3.Error | OSError, file: str = DATAB
     )
 
 
-def _must_exist(folder: Path) -> None:
+def must_exist(folder: Path) -> None:
+    """Make sure that a folder holds a run's database.
+
+    Raises:
+        RagenError: It does not.
+    """
     if not (folder / DATABASE).is_file():
         raise RagenError(f"{folder} is no run folder ({DATABASE} is missing)")
 

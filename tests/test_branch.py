@@ -19,13 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.branch import branch
-from ragen.branches import FILE, Request, read_episode, write_branches
+from ragen.branches import FILE, Request, write_branches
 from ragen.chat import Chat
 from ragen.cli import main
 from ragen.database import DATABASE
 from ragen.errors import RagenError
 from ragen.model import save_model
 from ragen.policy import fingerprint
+from ragen.recorded import read_episode
 from ragen.recorder import Recorder
 from ragen.rollout import Branch, Place, Setup, play, refuse_changed
 from ragen.settings import resolve
@@ -366,7 +367,8 @@ def test_step_0_is_the_model_that_the_run_began_with(run: Path) -> None:
 def test_a_record_without_ids_is_branched_from_its_text(run: Path, capsys: Capture) -> None:
     episode = long_one(run, "eval greedy", 2)
     connection = sqlite3.connect(run / DATABASE)
-    connection.execute("UPDATE turns SET prompt_ids = NULL, completion_ids = NULL, logprobs = NULL")
+    ids = ("prompt_ids", "prompt_joins", "completion_ids", "logprobs")
+    connection.execute(f"UPDATE turns SET {', '.join(f'{name} = NULL' for name in ids)}")
     connection.commit()
     connection.close()
     found = branch(run, episode, 1, n=1, checkpoint=2, temperature=0)
@@ -406,7 +408,7 @@ def test_spoilt_weights_are_one_line(run: Path, capsys: Capture) -> None:
     ("arguments", "words"),
     [
         ("nowhere 1 --turn 0", "nowhere is no run folder"),
-        ("RUN 100000 --turn 0", "has no episode 100000; its last one is"),
+        ("RUN 100000 --turn 0", "has no episode 100000 in its run.sqlite"),
         ("RUN 1 --turn 9", "turn = 9: episode 1 has the turns 0 to"),
         ("RUN 1 --turn -1", "turn = -1: episode 1 has the turns 0 to"),
         ("RUN 1 --turn 0 --checkpoint 7", "has no checkpoint of step 7: it keeps those of 0, 1, 2"),

@@ -51,7 +51,8 @@ ORDER: dict[str, list[str]] = {
     ],
     "L6 engines": ["engine", "parity", "engine_local", "engine_ray"],
     "L7 programs": [
-        *["schema", "database", "rows", "recorder", "reader", "branches"],
+        *["schema", "database", "rows", "recorder", "reader", "recorded", "branches"],
+        "export_episodes",
         *["threads", "stopping", "watchdog", "guard", "memory", "outcomes", "targets"],
         *["evaluation", "progress", "plots", "report", "card", "scores", "compare", "base", "sft"],
         *["diagnosis", "running", "collection", "recovery", "trainer", "export", "branch"],
@@ -63,7 +64,8 @@ PLACE = {module: place for place, module in enumerate(chain(*ORDER.values()))}
 NO_TORCH = ["L0 words", "L1 text", "L2 worlds", "L3 experience"]
 LIGHT = [
     *(module for layer in NO_TORCH for module in ORDER[layer]),
-    *["schema", "database", "rows", "recorder", "reader", "branches"],
+    *["schema", "database", "rows", "recorder", "reader", "recorded", "branches"],
+    "export_episodes",
     "outcomes",
     "targets",
     "evaluation",
@@ -139,7 +141,11 @@ HEAVY = "print([name for name in ('torch', 'transformers') if name in sys.module
 def test_light_modules_load_neither_torch_nor_transformers() -> None:
     present = sorted(
         {f"ragen.{module}" for module in LIGHT if (PACKAGE / f"{module}.py").exists()}
-        | {f"ragen.envs.{path.stem}" for path in (PACKAGE / "envs").glob("[!_]*.py")}
+        | {
+            f"ragen.{folder}.{path.stem}"
+            for folder in ("envs", "viewer")
+            for path in (PACKAGE / folder).glob("[!_]*.py")
+        }
     )
     lines = [f"import {module}; print({module!r}, end=' '); {HEAVY}" for module in present]
     out = python("\n".join(["import sys", "import ragen", *lines]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -109,7 +110,8 @@ def _table(thoughts: dict[int, list[list[str]]], words: int) -> Answer:
     """The phrases that stood in the largest share of some step's thoughts."""
     shares: dict[str, dict[int, float]] = defaultdict(dict)
     for step, said in thoughts.items():
-        counts = Counter(phrase for thought in said for phrase in set(_in(thought, words)))
+        held = (dict.fromkeys(_in(thought, words)) for thought in said)  # in order, unlike a set
+        counts = Counter(chain.from_iterable(held))
         for phrase, count in counts.items():
             if count > 1:
                 shares[phrase][step] = count / len(said)

@@ -45,7 +45,9 @@ def run(root: Path, query: Query) -> Answer:
         found = histories(connection, attempts, measured)
         course = standing(attempts, found)
         evaluated = evaluations(connection, attempts)
-        evaluating = math.fsum(each["seconds"] for each in evaluated if each["step"] is not None)
+        evaluating = math.fsum(
+            each.get("seconds", 0) for each in evaluated if each["step"] is not None
+        )
         steps = {
             name: steps_of(connection, table)
             for name, table in (("episode", "episodes"), ("token", "samples"))

@@ -18,6 +18,7 @@ from urllib.parse import quote
 from ragen.errors import RagenError
 from ragen.viewer.answers import answer
 from ragen.viewer.bundle import page
+from ragen.viewer.server import finite
 from ragen.viewer.phrases import spread
 
 MOST_MATRICES, MOST_LEVELS = 8, 12
@@ -35,11 +36,15 @@ TOLD_BY_US = frozenset(
 """Keys under which this program or Python speaks, and may name places of this machine."""
 
 _PART = r"""[^\s\\/'"`:,;()<>|\[\]{}]+"""
+_ROOT = r"(?:~?/|[A-Za-z]:\\|\\\\)"
+_WHOLE = re.compile(rf"{_ROOT}[^\n]*")
+_QUOTED = re.compile(rf"""(?<=["'])(?={_ROOT})[^"'\n]*[/\\](?=[^"'\n/\\]*["'])""")
 _HOME = re.compile(rf"(?<![\w.~/])/(?:home|Users)/{_PART}")
 _FOLDERS = re.compile(
     rf"(?<![\w.~/])~?/(?:{_PART}/)+|(?<!\w)[A-Za-z]:\\(?:{_PART}\\)*"  # /usr/lib/, C:\Users\
 )
 _SERVER = re.compile(r"\b(https?|grpc|tcp)://[^\s/'\"`,;()<>]+")
+_PLACES = ((_SERVER, r"\1://…"), (_QUOTED, ""), (_HOME, "~"), (_FOLDERS, ""))
 
 Answers = dict[str, Any]
 
@@ -99,7 +104,7 @@ class _Held:
     def ask(self, question: str, /, **params: Any) -> Any:
         """The answer to a question about the run, which the file then holds."""
         query = {"run": self.run} | {name: str(value) for name, value in params.items()}
-        found = self._discreet.without_places(answer(self.root, question, query))
+        found = self._discreet.without_places(finite(answer(self.root, question, query)))
         # Of curves the file holds all under one key, whichever a page asks for (`static/api.js`).
         held = {"run": self.run} if question == "/api/metrics" else query
         self.answers[key_of(question, held)] = found
@@ -206,8 +211,10 @@ class Discreet:
             >>> discreet.text("Qwen/Qwen2.5 reward/mean C:\\Users\\me\\w.py:World /home/me")
             'Qwen/Qwen2.5 reward/mean w.py:World ~'
         """
+        if _WHOLE.fullmatch(text):  # may have blanks, where in a sentence one ends the path
+            return re.split(r"[/\\]", text.rstrip("/\\"))[-1]
         for place, name in self._known.items():
             text = text.replace(place, name)
-        text = _SERVER.sub(r"\1://…", text)
-        text = _FOLDERS.sub("", _HOME.sub("~", text))
+        for pattern, instead in _PLACES:
+            text = pattern.sub(instead, text)
         return self._host.sub("host", text)

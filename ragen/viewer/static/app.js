@@ -2,7 +2,7 @@
 
 import { shared, start } from "./api.js";
 import { activeKeys, useKeys } from "./keys.js";
-import { Loading, Problem, link, useReady, useStored } from "./parts.js";
+import { Loading, Problem, Text, link, useReady, useStored } from "./parts.js";
 import { html, render, useEffect, useErrorBoundary, useState } from "./vendor/preact-htm.js";
 
 const PAGES = {
@@ -82,11 +82,13 @@ function App() {
 
 function Head({ page, run, onHelp }) {
   const current = (name) => (name === page ? "page" : undefined);
+  const places = run ? PLACES.filter(([name]) => link(name, { run })) : [];
   return html`<header class="head">
     <a class="brand" href=${link("runs")} aria-current=${current("runs")}>RAGEN</a>
-    ${run &&
+    ${run && html`<span class="crumb" title=${run}><${Text} text=${run} /></span>`}
+    ${places.length > 0 &&
     html`<nav aria-label="Pages of the run">
-      ${PLACES.filter(([name]) => link(name, { run })).map(
+      ${places.map(
         ([name, title]) =>
           html`<a href=${link(name, { run })} aria-current=${current(name)}>${title}</a>`,
       )}

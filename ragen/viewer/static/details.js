@@ -1,6 +1,5 @@
 // What stands under a run's curves: events, evaluations, time by phase and exactness.
 
-import { shared } from "./api.js";
 import { Chip, Interval, Table, Text, clock, link, moment, number, percent } from "./parts.js";
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 
@@ -33,9 +32,8 @@ export function Events({ run, picked }) {
 
 /** A step as a link to its episodes. */
 function Step({ run, step }) {
-  if (shared) return number(step);
   const address = link("episodes", { run }, { step_from: step, step_to: step });
-  return html`<a href=${address} title="episodes of this step">${number(step)}</a>`;
+  return html`<a href=${address}>${number(step)}</a>`;
 }
 
 /** All evaluations, the latest on top. */
@@ -58,10 +56,9 @@ export function Evaluations({ run }) {
     { key: "episodes", title: "Levels", align: "right", render: (row) => number(row.episodes) },
   ];
   const rows = [...run.evaluations].reverse();
+  const more = link("evaluations", { run: run.run });
   return html`<section class="panel" aria-label="Evaluations">
-    <h2>
-      Evaluations ${!shared && html`<a href=${link("evaluations", { run: run.run })}>more</a>`}
-    </h2>
+    <h2>Evaluations ${more && html`<a href=${more}>more</a>`}</h2>
     ${rows.length === 0 && html`<p class="muted">It was not evaluated yet.</p>`}
     ${rows.length > 0 &&
     html`<div class="tall">

@@ -1,7 +1,6 @@
 // The answers of the first seconds about a run: what it is, how well it does, how much better than
 // before, whether it collapses, how far it is.
 
-import { shared } from "./api.js";
 import {
   Interval, Spark, State, Text, ago, clock, link, moment, number, percent, plural, points,
 } from "./parts.js";
@@ -89,8 +88,8 @@ function Gain({ success, before }) {
 function Collapse({ run, answer, signs }) {
   const alarms = run.events.filter(({ kind }) => kind === "alarm");
   const action = run.events.findLast(({ kind }) => kind === "guard");
-  const more = !shared && html`<a href=${link("collapse", { run: run.run })}>more</a>`;
-  return html`<${Tile} title="Collapse" kind="broad" note=${more}>
+  const more = link("collapse", { run: run.run });
+  return html`<${Tile} title="Collapse" kind="broad" note=${more && html`<a href=${more}>more</a>`}>
     ${alarms.length === 0 && html`<p class="good"><b>✓ No alarm</b></p>`}
     ${alarms.length > 0 &&
     html`<p class="bad">
@@ -133,8 +132,6 @@ function Progress({ run }) {
     </p>
     ${of && html`<progress max=${of} value=${run.step} aria-label="steps done"></progress>`}
     <p class="muted">${clock(seconds)} · ${plural(run.num_episodes, "episode")} recorded</p>
-    ${last !== undefined &&
-    !shared &&
-    html`<p><a href=${now}>What it does: episodes of step ${last}</a></p>`}
+    ${last !== undefined && now && html`<p><a href=${now}>What it does at step ${last}</a></p>`}
   <//>`;
 }

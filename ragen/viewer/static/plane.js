@@ -78,16 +78,18 @@ function pointsOf(path, { steps, mi, conditional_entropy: entropies, prompt_entr
 function Regimes({ width, x, y, most, edge, middle, top, low }) {
   const box = (name, x0, x1, y0, y1, kind, anchor, at) => html`
     <rect class=${`regime ${kind}`} x=${x(x0)} y=${y(y1)} width=${x(x1) - x(x0)} height=${y(y0) - y(y1)} />
-    <text class="regime-name" x=${anchor === "start" ? x(x0) + 8 : x(x1) - 8} y=${at} text-anchor=${anchor}>${name}</text>`;
+    ${linesOf(name, width).map((line, i) => html`<text key=${i} class="regime-name"
+      x=${anchor === "start" ? x(x0) + 8 : x(x1) - 8} y=${at + 16 * i} text-anchor=${anchor}>${line}</text>`)}`;
   const [above, below] = [y(middle) - 9, y(middle) + 19]; // Courses keep to the outer edges.
-  const lower = width < NARROW ? below + 18 : below;
   return html`<g>
     ${box("compressed", 0, edge, middle, top, "warn", "start", above)}
     ${box("diverse", edge, most, middle, top, "good", "end", above)}
     ${box("low-entropy collapse", 0, edge, low, middle, "bad", "start", below)}
-    ${box("template collapse", edge, most, low, middle, "bad", "end", lower)}
+    ${box("template collapse", edge, most, low, middle, "bad", "end", below)}
   </g>`;
 }
+
+const linesOf = (name, width) => (width < NARROW ? name.split(" ") : [name]);
 
 function Axes({ width, x, y, most, edge, top, low, middle }) {
   const steps = [0, 0.25, 0.5, 0.75, 1].filter((share) => share >= low && share <= top);

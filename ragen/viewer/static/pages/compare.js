@@ -104,7 +104,9 @@ function Contests({ names }) {
   const asked = others.map((other) => ["/api/compare", { run: first, other }]);
   const { data, error, reload } = useApis(asked);
   const rows = (data ?? []).flatMap(({ contests }, i) =>
-    contests.map((contest) => ({ ...contest, other: others[i], index: i + 1 })),
+    contests.map((contest) => ({
+      ...contest, other: others[i], index: i + 1, difference: turned(contest.difference),
+    })),
   );
   const reach = Math.max(0.1, ...rows.flatMap(({ difference: d }) => [-d.low, d.high]));
   const columns = [
@@ -151,6 +153,9 @@ function Contests({ names }) {
     ${rows.length > 0 && html`<${Table} label="Contests" columns=${columns} rows=${rows} />`}
   </section>`;
 }
+
+/** The API's difference is the first run's less the other's; the page tells of the other. */
+const turned = ({ value, low, high }) => ({ value: -value, low: -high, high: -low });
 
 const rate = ({ value, low, high }) =>
   html`<span>${percent(value)} [${percent(low, 0)}, ${percent(high, 0)}]</span>`;

@@ -91,16 +91,18 @@ function Fates({ levels, fate, onChange }) {
 /** Levels downwards, steps rightwards: solved or not. */
 function LevelTable({ levels, chosen, onChoose }) {
   const steps = [...new Set(levels.flatMap((level) => level.steps))].sort((a, b) => a - b);
-  const body = useRef(null);
+  const box = useRef(null);
   useEffect(() => {
-    const row = body.current?.querySelector(".selected");
-    row?.scrollIntoView({ block: "nearest" });
+    const row = box.current.querySelector(".selected"); // Kept in sight, without moving the page.
+    if (!row) return;
+    const [least, most] = [row.offsetTop + row.offsetHeight - box.current.clientHeight, row.offsetTop - row.offsetHeight];
+    box.current.scrollTop = Math.max(least, Math.min(most, box.current.scrollTop));
   }, [chosen]);
-  return html`<div class="scroll level-box">
+  return html`<div class="scroll level-box" ref=${box}>
     <table class="level-table" aria-label="Levels by step">
       <thead><tr><th scope="col">level</th>
         ${steps.map((step) => html`<th scope="col" key=${step}>${step}</th>`)}</tr></thead>
-      <tbody ref=${body}>${levels.map((level) => {
+      <tbody>${levels.map((level) => {
         const on = level === chosen;
         return html`<tr key=${level.level_seed} class=${on ? "opens selected" : "opens"}
           aria-current=${on ? "true" : undefined} onClick=${() => onChoose(level)}>
@@ -178,7 +180,7 @@ function Choice({ episodes, from, to, setSteps, others, otherSeed, setQuery }) {
 }
 
 /** The share of shared words for each pair of steps; a cell chooses its pair. */
-function Pairs({ episodes, from, to, setSteps }) {
+function Pairs({ episodes, from, to, otherSeed, setSteps }) {
   const every = Math.ceil(episodes.length / MOST_STEPS);
   const chosen = episodes.filter((_, i) => i % every === 0 || i === episodes.length - 1);
   const shares = useShares(chosen);
@@ -186,7 +188,7 @@ function Pairs({ episodes, from, to, setSteps }) {
   const cell = (i, j) => {
     const share = shares[`${i},${j}`];
     const [a, b] = [chosen[j].step, chosen[i].step];
-    const on = (a === from && b === to) || (a === to && b === from);
+    const on = otherSeed === undefined && [from, to].includes(a) && [from, to].includes(b);
     const said = `steps ${a} and ${b} share ${percent(share, 0)} of their words`;
     return html`<td key=${j} class=${heat(share)}>
       <button aria-label=${said} title=${said} aria-pressed=${on ? "true" : "false"}
