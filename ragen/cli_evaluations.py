@@ -102,6 +102,8 @@ def _compare(options: Namespace, overrides: Overrides) -> int:
 
     arms = options.one.split(","), options.other.split(",")
     for target in (*arms[0], *arms[1]):
+        if not target:
+            raise RagenError("an arm is one target, or several with a comma between: A1,A2,A3")
         refuse_absent(target, server)
     found = []
     for comparison in contests(*arms, places, overrides, measure, server is not None):

@@ -335,10 +335,13 @@ def success_rate(
 ) -> Interval:
     """A success rate with the interval that its levels allow.
 
-    Wilson's, where each level was played once; else levels are drawn (`bootstrap_mean`). Where all
-    levels agree (a single one does), drawing shows no spread: then each counts as one trial, in
-    Wilson's. Coverage with 4 episodes a level 93.5–96.5 % from 32 levels on at rates of a fifth to
-    four fifths; 92–95 % with 16.
+    Wilson's, where each level was played once; else levels are drawn (`bootstrap_mean`), two more
+    among them: one that is always solved and one that never is. Without these a sample that shows
+    no hard level would rule out that there are any. Where all levels agree (a single one does),
+    each counts as one trial, in Wilson's.
+
+    Coverage with several episodes a level 93.5–97 % from 128 levels on, at any rate; with fewer it
+    holds the truth more often than it says, 94–99.5 %. Without the two levels 80–96 % with 32.
 
     Raises:
         ValueError: No episodes, or lengths that differ.
@@ -355,9 +358,16 @@ def success_rate(
         )
     _, index = np.unique(np.asarray(levels), return_inverse=True)
     won, played = np.bincount(index, weights=successes), np.bincount(index)
+    rate = sum(successes) / len(successes)
     if len(won) == len(successes) or len(set(won / played)) == 1:
-        return _wilson(sum(successes) / len(successes), len(won), confidence)
-    return bootstrap_mean([float(s) for s in successes], levels, confidence=confidence)
+        return _wilson(rate, len(won), confidence)
+    most = int(played.max())
+    drawn = bootstrap_mean(
+        [*map(float, successes), *[0.0] * most, *[1.0] * most],
+        [*index, *[len(won)] * most, *[len(won) + 1] * most],
+        confidence=confidence,
+    )
+    return Interval(rate, min(drawn.low, rate), max(drawn.high, rate))
 
 
 def pass_at_k(solved: Sequence[int], samples: int, k: int, confidence: float = 0.95) -> Interval:
@@ -366,8 +376,8 @@ def pass_at_k(solved: Sequence[int], samples: int, k: int, confidence: float = 0
     1 − C(n−c, k) / C(n, k) of a level with c successes in n samples, averaged: unbiased, where
     1 − (1 − c/n)ᵏ is not (Chen et al. 2021, arXiv:2107.03374, eq. 1). With k = 1 it is the success
     rate. With k = n it is the share of levels that were solved at all, a rate of one trial a level,
-    and has Wilson's interval; else levels are drawn, as in `success_rate`.
-    Coverage 93.5–96.5 % from 32 levels on at chances of a half to four fifths.
+    and has Wilson's interval; else levels are drawn, with the two more of `success_rate`, whose
+    coverage it has. Without these, 66–96 % with 32 levels: near 1 too few of them show a spread.
 
     Args:
         solved: Successes of each level, c.
@@ -388,9 +398,11 @@ def pass_at_k(solved: Sequence[int], samples: int, k: int, confidence: float = 0
             "or more, and 0 ≤ c ≤ n"
         )
     chances = [1 - math.comb(samples - c, k) / math.comb(samples, k) for c in solved]
+    mean = math.fsum(chances) / len(chances)
     if k == samples or len(set(chances)) == 1:
-        return _wilson(math.fsum(chances) / len(chances), len(chances), confidence)
-    return bootstrap_mean(chances, range(len(chances)), confidence=confidence)
+        return _wilson(mean, len(chances), confidence)
+    drawn = bootstrap_mean([*chances, 0.0, 1.0], range(len(chances) + 2), confidence=confidence)
+    return Interval(mean, min(drawn.low, mean), max(drawn.high, mean))
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:

@@ -301,6 +301,7 @@ def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixtur
     ("other", "message"),
     [
         ("no-such-run", "there is no model or run 'no-such-run'"),
+        ("solver,", "with a comma between: A1,A2,A3"),
         ("solver,human", "a person plays with `ragen play WORLD`"),
         ("base", "no embedded model"),
         (".", "config.json"),

@@ -327,14 +327,14 @@ def test_a_table_by_hand() -> None:
     reference = evaluation.reference("bandit", {}, evaluation.Budget(1, 1, 1), [123, 124])
     made = evaluation.summarised(outcomes, reference, "m", 0.0, 1.0)
     assert (made.success, made.pass_at_k, made.mean_return) == (0.25, 0.5, 0.25)
-    assert made.pass_at["1"] == pytest.approx([0.25, 0.0, 0.5]) and made.pass_at["2"][0] == 0.5
+    assert made.pass_at["1"] == pytest.approx([0.25, 0.0, 1.0]) and made.pass_at["2"][0] == 0.5
     assert (made.valid_fraction, made.effective_fraction) == (2 / 3, 2 / 4)
     assert (made.thought_words, made.completion_tokens, made.mean_turns) == (3.0, 5.0, 0.75)
     section = scores(made, outcomes, Prices(1000.0, 2000.0))
     assert section.rows[1][:2] == ("m, greedy", "25.0%") and section.columns[4] == "pass@2"
     assert section.rows[0][:2] == ("random play", "50.0%")
-    # Of two levels half of one: k = 1 draws 0, .25 or .5; k = 2 is Wilson's of 1 of 2.
-    passed = "pass@1 25.0% [0.0%, 50.0%], pass@2 50.0% [9.5%, 90.5%]"
+    # Half of one of two levels, drawn beside a 0 and a 1; k = 2 is Wilson's of 1 of 2.
+    passed = "pass@1 25.0% [0.0%, 100.0%], pass@2 50.0% [9.5%, 90.5%]"
     assert section.lines[2] == f"One of k episodes of a level: {passed}."
     # 30 tokens at 1000 and 15 at 2000 a million: 0.03 + 0.03.
     assert section.lines[3] == "Tokens: 30 read, 15 written; at the prices given they cost 0.06."
