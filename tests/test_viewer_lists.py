@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import sqlite3
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +15,9 @@ from viewed import THOUGHTS, make_run
 
 from ragen.database import DATABASE
 from ragen.viewer.answers import answer
-from ragen.viewer.lists import SORTS, facets, filter_of, match_of
+from ragen.viewer.lists import SORTS, facets, filter_of
 from ragen.viewer.reading import Unanswered, reading
+from ragen.viewer.search import match_of
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +182,13 @@ def test_facets_of_no_episode(tmp_path: Path) -> None:
 
 
 def test_cursors_of_others_are_refused(root: Path) -> None:
-    for cursor in ("x", "bnVsbA", "WzEsICJhIl0", "W1tdLCAxXQ"):
+    for cursor in ("x", "bnVsbA", "WzEsICJhIl0", "W1tdLCAxXQ", HUGE):
         with pytest.raises(Unanswered, match="none of this list"):
             listed(root, cursor=cursor)
+
+
+HUGE = base64.urlsafe_b64encode(b"[1, 1" + b"0" * 400 + b"]").decode()
+"""An id that no database holds."""
 
 
 def test_by_step_is_by_step_over_attempts(root: Path) -> None:

@@ -74,7 +74,7 @@ def histories(
             " (SELECT ? UNION ALL SELECT step + 1 FROM steps WHERE step < ?)"
             " SELECT m.step, m.name, m.value FROM steps CROSS JOIN json_each(?) AS wanted"
             " CROSS JOIN metrics AS m ON m.attempt = ? AND m.step = steps.step"
-            " AND m.name = wanted.value WHERE m.value IS NOT NULL",
+            " AND m.name = wanted.value WHERE abs(m.value) < 9e999",  # finite, and not NULL
             (attempt.first, attempt.last, json.dumps(list(names)), attempt.number),
         )
         of_attempt = found.setdefault(attempt.number, {})

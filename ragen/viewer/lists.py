@@ -11,15 +11,14 @@ import base64
 import binascii
 import json
 import math
-import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragen.report import ALARM
-from ragen.schema import TURNS_AN_EPISODE
 from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
+from ragen.viewer.search import found_by, match_of, snippet
 
 SORTS = {
     "step": "step",
@@ -33,15 +32,6 @@ SORTS = {
 
 MOST, USUAL = 200, 50
 """Episodes of a page."""
-
-COMMON = 20_000
-"""Episodes found by a search from which on they are not counted to the last one."""
-
-PREFIX = 3
-"""Letters from which on the last word of a search may still go on."""
-
-SNIPPET = 160
-"""Characters of a thought in a list."""
 
 COLUMNS = (
     *("id", "attempt", "step", "phase", "group", "member", "kept", "group_score", "world"),
@@ -98,8 +88,12 @@ def episodes(root: Path, query: Query) -> Answer:
     start = _place(query["cursor"]) if query.get("cursor") else None
     wanted, words = filter_of(query), match_of(query.get("q", ""))
     with reading(folder) as connection:
-        counted = words is None or _add_search(connection, wanted, words)
-        total = _total(connection, wanted) if counted else None
+        countable = True
+        if words is not None:
+            inside, value, countable = found_by(connection, words)
+            wanted.where.append(f"id IN ({inside})")
+            wanted.values.append(value)
+        total = _total(connection, wanted) if countable else None
         page = list(_page(connection, wanted, SORTS[sort], order, start, limit + 1))
         rows = [as_said(row) for row in rows_of(connection, [place.id for place in page[:limit]])]
         for row in rows:
@@ -142,24 +136,6 @@ def _real(text: str, name: str) -> float:
     if not math.isfinite(number):
         raise Unanswered(f"{name} = {text[:40]!r}: expected a number")
     return number
-
-
-def match_of(text: str) -> str | None:
-    """A search as FTS5 reads it: every word, and phrases in quotation marks; none where none is.
-
-    Each word is quoted, so that no sign in it means anything; the last may go on.
-
-    Example:
-        >>> print(match_of('the "red box" OR wal'))
-        "the" "red box" "OR" "wal"*
-    """
-    clean = text.encode("utf-8", "replace").decode().replace("\0", " ")
-    parts = [phrase or word for phrase, word in re.findall(r'"([^"]*)"|([^\s"]+)', clean)]
-    parts = [part for part in parts if re.search(r"\w", part)]
-    if not parts:
-        return None
-    goes_on = len(parts[-1]) >= PREFIX and clean[-1] not in ' "'
-    return " ".join(f'"{part}"' for part in parts) + ("*" if goes_on else "")
 
 
 def _page(
@@ -205,28 +181,12 @@ def _cursor(place: Place) -> str:
 def _place(cursor: str) -> Place:
     try:
         value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    except (ValueError, TypeError, binascii.Error):
+        value = None if value is None else float(value)
+    except (ValueError, TypeError, OverflowError, RecursionError, binascii.Error):
         raise Unanswered("this cursor is none of this list") from None
-    if not isinstance(number, int) or not (value is None or isinstance(value, int | float)):
+    if not (isinstance(number, int) and 0 <= number < 2**63):
         raise Unanswered("this cursor is none of this list")
     return Place(value, number)
-
-
-def _add_search(connection: sqlite3.Connection, wanted: Filter, words: str) -> bool:
-    """Narrow a list to episodes with a thought that is found; whether they are few enough to count.
-
-    Hits come in the order of their turns' ids, so that an episode's stand together.
-    """
-    hits = (
-        f"SELECT DISTINCT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoughts_fts MATCH ?"
-    )
-    found = connection.execute(f"{hits} LIMIT {COMMON}", (words,)).fetchall()
-    rare = len(found) < COMMON
-    if rare:
-        hits, words = "SELECT value FROM json_each(?)", json.dumps([number for (number,) in found])
-    wanted.where.append(f"id IN ({hits})")
-    wanted.values.append(words)
-    return rare
 
 
 def _total(connection: sqlite3.Connection, wanted: Filter) -> int:
@@ -246,35 +206,12 @@ def rows_of(connection: sqlite3.Connection, ids: list[int]) -> list[sqlite3.Row]
 
 
 def as_said(row: sqlite3.Row) -> Answer:
-    """A row as JSON has it: SQLite knows no true and false."""
-    return {name: bool(value) if name in STATEMENTS else value for name, value in dict(row).items()}
+    """A row as a page can read it: with true and false, and a seed of 64 bits as text.
 
-
-def snippet(connection: sqlite3.Connection, episode: int, words: str | None) -> str | None:
-    """A piece of the first thought that has one of the words searched for, or of the first one."""
-    thoughts = connection.execute(
-        "SELECT thought FROM turns WHERE id BETWEEN ? AND ? AND thought IS NOT NULL ORDER BY id",
-        (episode * TURNS_AN_EPISODE, (episode + 1) * TURNS_AN_EPISODE - 1),
-    )
-    wanted = re.findall(r'"([^"]*)"', words or "")
-    first = None
-    for (thought,) in thoughts:
-        first = thought if first is None else first
-        for word in wanted:
-            # Where the index folds an accent, this finds nothing, and the first thought is shown.
-            at = thought.casefold().find(word.casefold())
-            if at >= 0:
-                return _cut(thought, max(0, at - SNIPPET // 3))
-        if not wanted:
-            break
-    return None if first is None else _cut(first, 0)
-
-
-def _cut(text: str, start: int) -> str:
-    """At most `SNIPPET` characters from there on, with an ellipsis where something is left out."""
-    before = "…" if start else ""
-    piece = before + " ".join(text[start : start + 2 * SNIPPET].split())
-    return piece if len(piece) <= SNIPPET else piece[: SNIPPET - 1] + "…"
+    JavaScript's numbers are exact up to 53 bits.
+    """
+    said = {name: bool(value) if name in STATEMENTS else value for name, value in dict(row).items()}
+    return said | ({"noise_seed": str(said["noise_seed"])} if "noise_seed" in said else {})
 
 
 def facets(connection: sqlite3.Connection) -> Answer:

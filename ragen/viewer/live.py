@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
@@ -46,7 +47,10 @@ class WatchedRun:
         self._folder = folder
         self._written = is_claimed(folder)
         self._stamps = signature(folder)
-        self._step, self._seen = self._place()
+        self._step: tuple[int, int] | None = None
+        self._seen = 0
+        with contextlib.suppress(Unreadable), reading(folder) as connection:
+            self._step, self._seen = _place(connection)
 
     def news(self) -> list[Event]:
         """See `Watched.news`."""
@@ -59,28 +63,25 @@ class WatchedRun:
         return [*found, ("end", {})] if ended else found
 
     def _since(self) -> list[Event]:
-        step, seen = self._step, self._seen
-        self._step, self._seen = self._place()
-        found: list[Event] = []
-        if self._seen > seen:
-            with contextlib.suppress(Unreadable), reading(self._folder) as connection:
-                told = [event for event in events(connection, seen) if event["kind"] in TOLD]
-                found = [("alarm", event) for event in told]
-        if self._step not in (None, step):
+        step, seen, found = self._step, self._seen, list[Event]()
+        with contextlib.suppress(Unreadable), reading(self._folder) as connection:
+            self._step, self._seen = _place(connection)
+            told = [event for event in events(connection, seen) if event["kind"] in TOLD]
+            found = [("alarm", event) for event in told]
+        if self._step is not None and self._step != step:
             attempt, number = self._step
             changed = max((stamp[2] for stamp in self._stamps[:2] if stamp), default=0)
             found.append(("step", {"attempt": attempt, "step": number, "time": changed / 1e9}))
         return found
 
-    def _place(self) -> tuple[tuple[int, int] | None, int]:
-        """The last step that is written, and the last event."""
-        with contextlib.suppress(Unreadable), reading(self._folder) as connection:
-            step = connection.execute(
-                "SELECT attempt, step FROM metrics ORDER BY attempt DESC, step DESC LIMIT 1"
-            ).fetchone()
-            (event,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
-            return (None if step is None else (step[0], step[1])), event
-        return None, 0
+
+def _place(connection: sqlite3.Connection) -> tuple[tuple[int, int] | None, int]:
+    """The last step that is written, and the last event."""
+    step = connection.execute(
+        "SELECT attempt, step FROM metrics ORDER BY attempt DESC, step DESC LIMIT 1"
+    ).fetchone()
+    (event,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
+    return (None if step is None else (step[0], step[1])), event
 
 
 class WatchedFolder:

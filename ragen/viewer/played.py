@@ -9,7 +9,7 @@ from typing import Any
 
 from ragen.schema import TURNS_AN_EPISODE
 from ragen.viewer.course import attempts_of
-from ragen.viewer.lists import NAMED, as_said, snippet
+from ragen.viewer.lists import NAMED, as_said
 from ragen.viewer.reading import (
     Answer,
     NotFound,
@@ -21,6 +21,7 @@ from ragen.viewer.reading import (
     whole_number,
 )
 from ragen.viewer.runs import read_settings
+from ragen.viewer.search import snippet
 
 FAILED = ("error", "timeout", "request")
 """Stop reasons of episodes in which a world or a server failed (`Episode.failed`)."""

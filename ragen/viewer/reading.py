@@ -33,8 +33,8 @@ DEEPEST = 4
 NO_RUNS_INSIDE = ("checkpoints", "__pycache__", "node_modules")
 """Folders that may hold thousands of files and never a run."""
 
-MOST_RUNS = 2000
-"""Runs beyond which a folder is somebody's whole disk: the rest is left out."""
+MOST_FOLDERS = 5000
+"""Folders that are looked into at most: more are somebody's whole disk."""
 
 
 class Unanswered(RagenError):
@@ -60,7 +60,7 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 def signature(folder: Path) -> Signature:
-    """What changes with each commit of a run; two `stat` calls more than nothing."""
+    """What changes with each commit of a run; asking costs some microseconds."""
     return tuple(_stamp(folder / name) for name in (DATABASE, f"{DATABASE}-wal", CONFIG))
 
 
@@ -77,14 +77,12 @@ def find_runs(root: Path) -> list[str]:
     found: list[str] = []
     if _is_run(root):
         return ["."]
-    waiting = [(root, 0)]
-    while waiting and len(found) < MOST_RUNS:
-        folder, depth = waiting.pop()
-        for path in _folders(folder):
-            if _is_run(path):
-                found.append(path.relative_to(root).as_posix())
-            elif depth + 1 < DEEPEST:
-                waiting.append((path, depth + 1))
+    level, left = [root], MOST_FOLDERS
+    for _ in range(DEEPEST):
+        inside = [path for folder in level[:left] for path in _folders(folder)]
+        left = max(0, left - len(level))
+        found += [path.relative_to(root).as_posix() for path in inside if _is_run(path)]
+        level = [path for path in inside if not _is_run(path)]
     return found
 
 
@@ -157,13 +155,13 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
 
 
 def loaded(text: str | None) -> Any:
-    """What JSON in a column stands for; none for NULL.
+    """What JSON in a column stands for; none for NULL, and for numbers that are not finite.
 
     Raises:
         Unreadable: It is no JSON.
     """
     try:
-        return None if text is None else json.loads(text)
+        return None if text is None else json.loads(text, parse_constant=lambda _: None)
     except ValueError:
         raise Unreadable(f"{DATABASE} is damaged: {text!r:.40} is no JSON") from None
 

@@ -115,7 +115,7 @@ def _facts(connection: sqlite3.Connection, config: Mapping[str, Any]) -> Answer:
     )
     evaluated = evaluations(connection, attempts)
     temperature = _inside(config, "eval", "temperature")
-    trained = [each for each in evaluated if each["temperature"] == temperature]
+    trained = [each for each in evaluated if each.get("temperature") == temperature]
     step = attempts[-1].last if attempts else 0
     alarms = connection.execute("SELECT count(*) FROM events WHERE kind = ?", (ALARM,)).fetchone()
     last = connection.execute(

@@ -38,7 +38,6 @@ PATIENCE_S = 2
 COMPRESSED = 2000
 """Bytes from which on an answer is worth compressing."""
 
-
 LARGEST_BODY = 10_000
 """Bytes of what may be posted: a handful of numbers."""
 
@@ -86,7 +85,7 @@ def application(root: Path, port: int, token: str | None = None) -> Viewer:
         Route("/api/branch", _branch(root), methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
-    handlers = {HTTPException: _http_error, Unanswered: _unanswered, Exception: _bug}
+    handlers = {HTTPException: _http_error, RagenError: _unanswered, Exception: _bug}
     compressing = Middleware(GZipMiddleware, minimum_size=COMPRESSED, compresslevel=1)
     app = Starlette(
         routes=routes,
@@ -168,8 +167,9 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return refusal(error.status_code, error.detail)
 
 
-async def _unanswered(request: Request, error: Unanswered) -> Response:
-    return refusal(error.status, " ".join(str(error).split()))
+async def _unanswered(request: Request, error: RagenError) -> Response:
+    status = error.status if isinstance(error, Unanswered) else 409
+    return refusal(status, " ".join(str(error).split()))
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -18,6 +18,7 @@ from urllib.parse import quote
 from ragen.errors import RagenError
 from ragen.viewer.answers import answer
 from ragen.viewer.bundle import page
+from ragen.viewer.server import finite
 from ragen.viewer.phrases import spread
 
 MOST_MATRICES, MOST_LEVELS = 8, 12
@@ -103,7 +104,7 @@ class _Held:
     def ask(self, question: str, /, **params: Any) -> Any:
         """The answer to a question about the run, which the file then holds."""
         query = {"run": self.run} | {name: str(value) for name, value in params.items()}
-        found = self._discreet.without_places(answer(self.root, question, query))
+        found = self._discreet.without_places(finite(answer(self.root, question, query)))
         # Of curves the file holds all under one key, whichever a page asks for (`static/api.js`).
         held = {"run": self.run} if question == "/api/metrics" else query
         self.answers[key_of(question, held)] = found

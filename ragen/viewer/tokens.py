@@ -88,14 +88,15 @@ def _of_turns(connection: sqlite3.Connection, episode: int) -> list[Answer]:
             array_of(name, row[name]).tolist() for name in ("prompt_ids", "completion_ids")
         )
         given = row["logprobs"]
-        logprobs = [None] * len(said) if given is None else array_of("logprobs", given).tolist()
+        known = [math.nan] * len(said) if given is None else array_of("logprobs", given).tolist()
         if not (row["prompt_joins"] and found):
             found.append({"ids": [], "mask": [], "turn": [], "sampled_logprob": []} | UNTRAINED)
         last = found[-1]
         last["ids"] += prompt + said
         last["mask"] += [0] * len(prompt) + [1] * len(said)
         last["turn"] += [-1] * len(prompt) + [row["turn"]] * len(said)
-        last["sampled_logprob"] += [None] * len(prompt) + logprobs
+        last["sampled_logprob"] += [None] * len(prompt)
+        last["sampled_logprob"] += [value if math.isfinite(value) else None for value in known]
     return found
 
 

@@ -22,8 +22,11 @@ const SHORT = 300;
  */
 export function framesOf(episode) {
   const before = episode.turns.map((turn) => ({ turn, picture: turn.picture, after: null }));
+  const turn = episode.turns.at(-1) ?? null;
   const after = { observation: episode.final_observation ?? "" };
-  return [...before, { turn: episode.turns.at(-1) ?? null, picture: episode.final_picture, after }];
+  // A world that failed told nothing of its end: what it showed last stays.
+  const last = episode.final_observation === null ? (turn?.picture ?? null) : episode.final_picture;
+  return [...before, { turn, picture: last, after }];
 }
 
 /** The address of an episode's group. */
