@@ -87,8 +87,8 @@ function Head({ episode, run }) {
 }
 
 function Turn({ episode, place, list, marks, over, setOver }) {
-  const turn = episode.turns[place];
   const { turns } = episode;
+  const turn = turns[place];
   if (!turn) return html`<article class="muted ended">${place === turns.length && "ended"}</article>`;
   const end = place + 1 < list.starts.length ? list.starts[place + 1] - 1 : list.words.length;
   return html`<article>
