@@ -219,6 +219,6 @@ function Pairs({ episodes, from, to, otherSeed, setSteps }) {
     in runs of ${MIN_RUN} or more in both; choose one to read the two. In the Echo Trap late steps
     share nearly all with each other, and so do two levels of one step: the thoughts say the same
     whatever the policy sees.${
-    every > 1 && ` Of ${plural(episodes.length, "step")} each ${every}th is in the table.`}</p>
+    every > 1 && ` The table has ${chosen.length} of ${plural(episodes.length, "step")}.`}</p>
   </div>`;
 }
