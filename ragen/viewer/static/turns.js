@@ -58,7 +58,7 @@ export function Actions({ asked, executed }) {
  * Which of the asked actions were executed. Those are a part of the asked ones in their order, in
  * the world's own spelling: unknown names and what no budget was left for are missing.
  */
-function matched(asked, executed) {
+export function matched(asked, executed) {
   let done = 0;
   return asked.map((action) => {
     const same = done < executed.length && action.toLowerCase() === executed[done].toLowerCase();
@@ -84,7 +84,8 @@ export function Outcome({ episode }) {
     ><span aria-hidden="true">${sign}</span> ${episode.stop_reason.replace("_", " ")}</span>`;
 }
 
-const ENDS = {
+/** What each stop reason means. */
+export const ENDS = {
   solved: "the world ended it with success",
   failed: "the world ended it without success",
   max_turns: "no turns were left",
