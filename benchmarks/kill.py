@@ -170,7 +170,9 @@ def contents(run: Path) -> dict[str, Any]:
         "metrics": "SELECT * FROM metrics WHERE name NOT LIKE 'time/%'",
         "episodes": "SELECT * FROM episodes",
         "turns": "SELECT * FROM turns",
+        "tokens": "SELECT * FROM tokens",
         "samples": "SELECT * FROM samples",
+        "cross-scores": "SELECT * FROM cross_scores",
     }
     with closing(sqlite3.connect(run / DATABASE)) as connection:
         rows = {name: connection.execute(query).fetchall() for name, query in tables.items()}

@@ -39,9 +39,23 @@ def _view_options(parser: Parser) -> None:
         help="beyond this machine, whoever looks needs the token in the printed URL [127.0.0.1]",
     )
     parser.add_argument("--no-browser", action="store_true", help="only print the URL")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write the run FOLDER into one HTML file that needs no server, and serve nothing",
+    )
+    parser.add_argument("--episode", type=int, metavar="ID", help="export this episode alone")
+    parser.add_argument(
+        "--group", type=int, metavar="ID", help="export the group that the episode ID belongs to"
+    )
 
 
 def _view(options: Namespace, _: Overrides) -> int:
+    if options.export is not None:
+        return _export(options)
+    if options.episode is not None or options.group is not None:
+        raise RagenError("--episode and --group say what is exported: name a file with --export")
     if not 0 <= options.port <= 65535:
         raise RagenError(f"--port {options.port}: expected a whole number from 0 to 65535")
     from ragen.viewer.server import serve
@@ -53,6 +67,14 @@ def _view(options: Namespace, _: Overrides) -> int:
 
     with suppress(KeyboardInterrupt):  # the usual end
         serve(options.folder, options.host, options.port, say)
+    return 0
+
+
+def _export(options: Namespace) -> int:
+    from ragen.viewer.share import share
+
+    file = share(options.folder, options.export, episode=options.episode, group=options.group)
+    print(f"{file} holds it ({file.stat().st_size / 1e6:.1f} MB) and opens in any browser")
     return 0
 
 

@@ -81,9 +81,9 @@ class Env(gymnasium.Env[str, str], ABC):
 
     The level (what is shown and what is hidden) follows from `seed` alone, random events while
     playing from ``options["noise_seed"]`` alone, so that a group can share the one and not the
-    other. A world gives `rules`, `goal` and `actions`, the five abstract methods, and `solve` and
-    `reference` if it knows the answer. Read `rules` and `actions` after `reset`: they may depend
-    on the level.
+    other. A world gives `rules`, `goal` and `actions`, the five abstract methods, `solve` and
+    `reference` if it knows the answer, and `picture` if it has a board. Read `rules` and `actions`
+    after `reset`: they may depend on the level.
     """
 
     name: str

@@ -151,6 +151,7 @@ class IsolatedEnv(Env):
     def __init__(self, workers: Workers, worker: _Worker) -> None:
         self._workers, self._worker = workers, worker
         self._closed = False
+        self._picture: list[str] | None = None
         self._read(worker.ask("make"))
 
     def _read(self, words: dict[str, Any]) -> None:
@@ -174,14 +175,15 @@ class IsolatedEnv(Env):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
         """See `Env.reset`."""
-        answer, words = self._worker.ask("reset", seed, options)
+        answer, words, self._picture = self._worker.ask("reset", seed, options)
         self._read(words)
         observation, info = answer
         return observation, info
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         """See `Env.step`."""
-        observation, reward, terminated, truncated, info = self._worker.ask("step", action)
+        answer, self._picture = self._worker.ask("step", action)
+        observation, reward, terminated, truncated, info = answer
         return observation, reward, terminated, truncated, info
 
     def get_state(self) -> State:
@@ -191,7 +193,8 @@ class IsolatedEnv(Env):
 
     def set_state(self, state: State) -> None:
         """See `Env.set_state`."""
-        self._read(self._worker.ask("set_state", state))
+        words, self._picture = self._worker.ask("set_state", state)
+        self._read(words)
 
     def state_key(self) -> str:
         """See `Env.state_key`."""
@@ -223,9 +226,8 @@ class IsolatedEnv(Env):
         return self._reads_thoughts
 
     def picture(self) -> list[str] | None:
-        """See `Env.picture`."""
-        rows: list[str] | None = self._worker.ask("picture")
-        return rows
+        """See `Env.picture`; it comes with each answer, since a call of its own costs a message."""
+        return self._picture
 
     @property
     def draws(self) -> bool:
@@ -291,10 +293,12 @@ class _Served:
         assert env is not None
         if call == "reset":
             seed, options = arguments
-            return env.reset(seed=seed, options=options), self._words()
+            return env.reset(seed=seed, options=options), self._words(), env.picture()
         if call == "set_state":
             env.set_state(*arguments)
-            return self._words()
+            return self._words(), env.picture()
+        if call == "step":
+            return env.step(*arguments), env.picture()
         found = getattr(env, call)(*arguments)
         return astuple(found) if isinstance(found, Reading | Reference) else found
 

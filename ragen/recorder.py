@@ -193,7 +193,7 @@ class Recorder:
         thoughts: Sequence[str],
         prompts: Sequence[str],
     ) -> None:
-        """How likely thoughts are under each other's prompts, as the information metrics read it.
+        """How likely thoughts are under each other's prompts: what information metrics go by.
 
         Args:
             step: The step whose episodes were measured.
@@ -230,7 +230,7 @@ class Recorder:
         pending, self._pending = self._pending, _Step(self.attempt, self._pending.step)
         if pending.empty:
             return
-        new = pending.token_ids - self._known_tokens if self._text_of else set()
+        new = pending.token_ids - self._known_tokens
         with transaction(self._connection, self.folder):
             pending.write(self._connection)
             if self._text_of is not None:

@@ -350,6 +350,15 @@ def test_decode_leaves_only_the_end_out() -> None:
     assert found.decode((end("chatml"),)) == found.decode(()) == ""
 
 
+def test_the_text_of_one_token() -> None:
+    """Spaces stay, special tokens are told, and a part of a character is marked as such."""
+    chat = Chat(tiny_tokenizer())
+    ids = chat.encode("<|im_start|>user\nP  a1 <think>")
+    assert "".join(map(chat.text_of, ids)) == "<|im_start|>user\nP  a1 <think>"
+    assert set(map(chat.text_of, chat.encode("🙂"))) == {"\ufffd"}, "four tokens of a byte each"
+    assert chat.text_of(chat.end) == "<|im_end|>"
+
+
 def test_token_span_by_hand() -> None:
     found = chat("chatml")
     pieces = ["go", " now", "</", "think", ">"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +21,16 @@ from ragen import checkpoint, guard
 from ragen.batch import Batch
 from ragen.checkpoint import optimizer_tensors
 from ragen.config import Config
-from ragen.database import DATABASE
+from ragen.database import DATABASE, read
 from ragen.diagnosis import gradients_by_std
 from ragen.diagnostics import averaged, smooth, std_buckets
-from ragen.information import REGIMES
+from ragen.information import measure
 from ragen.learner import Learner
 from ragen.metrics import largest, last, mean, total, values
+from ragen.regimes import REGIMES
+from ragen.schema import decompress
 from ragen.settings import resolve
-from ragen.trainer import examine, train
+from ragen.trainer import examine, resume, train
 
 
 def norms(one: Learner, part: Batch, buckets: list[int]) -> dict[str, float]:
@@ -197,6 +201,9 @@ def metrics(run: Path) -> dict[tuple[int, str], float]:
     return {(step, name): value for step, name, value in found if not name.startswith("time/")}
 
 
+EPISODES = "SELECT id FROM episodes WHERE phase = 'train' AND step = ?"
+
+
 def closer(found: dict[tuple[int, str], float]) -> set[tuple[int, str]]:
     starts = ("information/", "gradient_by_std/")
     return {key for key in found if key[1].removeprefix("ema/").startswith(starts)}
@@ -249,6 +256,42 @@ def test_what_a_run_says_of_its_thoughts_and_gradients(looked: Path) -> None:
     assert found[1, "gradient_by_std/0/kl_per_token"] == pytest.approx(0, abs=1e-6)
     assert (2, "ema/information/first/mi_zscore") in found
     assert (2, "ema/information/first/prompts") not in found
+
+
+def test_the_scores_behind_the_measures_are_kept(looked: Path) -> None:
+    """One word a thought: what follows from the scores alone is what the run says of them."""
+    found, rows = metrics(looked), read(looked, "SELECT * FROM cross_scores")
+    assert {(step, path) for _, step, path, *_ in rows} == {
+        (step, sampling) for step in (1, 2) for sampling in ("first", "any")
+    }
+    for _, step, path, blob, owners, num_thoughts, num_prompts, thoughts, prompts in rows:
+        scores = decompress("scores", blob).reshape(num_thoughts, num_prompts).copy()
+        own = decompress("own", owners).tolist()
+        told = measure(torch.from_numpy(scores), own, [1] * num_thoughts)
+        name = f"information/{path}"
+        assert told.mi == pytest.approx(found[step, f"{name}/mi"], abs=1e-5)
+        assert told.regime == REGIMES[int(found[step, f"{name}/regime"])]
+        said = f"SELECT observation, thought FROM turns WHERE episode_id IN ({EPISODES})"
+        pairs = read(looked, said, (step,))
+        shown = [json.loads(prompts)[prompt] for prompt in own]
+        assert set(zip(shown, json.loads(thoughts), strict=True)) <= set(pairs)
+        assert num_thoughts == found[step, f"{name}/thoughts"]
+
+
+def test_a_resumed_run_ends_with_the_same_rows(tmp_path: Path) -> None:
+    """Its last checkpoint is lost, so that its last step is forgotten and done again."""
+    run = tmp_path / "run"
+    more = {"checkpoint.every": 1, "record.tokens_every": 1, "eval.episodes": 4}
+    train(asked(**LOOKS | more), run)
+    tables = ("episodes", "turns", "tokens", "samples", "cross_scores", "evaluations")
+    whole = {name: read(run, f"SELECT * FROM {name}") for name in tables}
+    whole |= {"metrics": sorted(metrics(run).items())}
+    shutil.rmtree(checkpoint.newest(run))
+    resume(run)
+    for name in tables[:-1]:
+        assert read(run, f"SELECT * FROM {name}") == whole[name], name
+    assert len(read(run, "SELECT * FROM evaluations")) == len(whole["evaluations"])
+    assert sorted(metrics(run).items()) == whole["metrics"]
 
 
 def test_every_fifth_step_from_the_first(tmp_path: Path) -> None:

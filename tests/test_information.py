@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from ragen.cross_scores import cross_scores, rectangles
 from ragen.diagnosis import information
 from ragen.information import (
-    REGIMES,
     Information,
     Thoughts,
     draw,
@@ -30,6 +29,7 @@ from ragen.information import (
     spoken,
 )
 from ragen.metrics import values
+from ragen.regimes import REGIMES
 from ragen.types import Group, Turn
 
 NEVER = -math.inf

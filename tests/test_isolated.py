@@ -62,10 +62,12 @@ def test_the_proxy_is_the_world(opened: Any, world: str) -> None:
         for action in player.act(plain, 1, 5, 5):
             shown = plain.step(action)
             assert (proxy.step(action), proxy.state_key()) == (shown, plain.state_key())
+            assert proxy.picture() == plain.picture()
             if shown[2]:
                 break
         for env in (proxy, plain):
             env.set_state(start)
+        assert proxy.picture() == plain.picture()
     with pytest.raises(WorldError, match="knows no action 'fly'"):
         proxy.step("fly")
     with pytest.raises(TypeError, match="cannot be copied"):

@@ -142,7 +142,11 @@ HEAVY = "print([name for name in ('torch', 'transformers') if name in sys.module
 def test_light_modules_load_neither_torch_nor_transformers() -> None:
     present = sorted(
         {f"ragen.{module}" for module in LIGHT if (PACKAGE / f"{module}.py").exists()}
-        | {f"ragen.envs.{path.stem}" for path in (PACKAGE / "envs").glob("[!_]*.py")}
+        | {
+            f"ragen.{folder}.{path.stem}"
+            for folder in ("envs", "viewer")
+            for path in (PACKAGE / folder).glob("[!_]*.py")
+        }
     )
     lines = [f"import {module}; print({module!r}, end=' '); {HEAVY}" for module in present]
     out = python("\n".join(["import sys", "import ragen", *lines]))

@@ -86,11 +86,18 @@ def numbers(run: Path) -> dict[str, Any]:
         "episodes": rows(
             run,
             'SELECT step, phase, "group", member, level_seed, noise_seed, reward, success,'
-            " num_turns FROM episodes ORDER BY step, phase, level_seed, member, noise_seed, reward",
+            " num_turns, num_tokens, thought_tokens, entropy, group_score, final_observation"
+            " FROM episodes ORDER BY step, phase, level_seed, member, noise_seed, reward",
         ),
         "replies": rows(
             run, "SELECT count(*), sum(length(reply)), sum(reward), sum(num_tokens) FROM turns"
         ),
+        "turns": rows(
+            run,
+            "SELECT prompt_ids, prompt_joins, completion_ids, logprobs, thought_start FROM turns"
+            " ORDER BY prompt_ids, completion_ids, logprobs",
+        ),
+        "tokens": rows(run, "SELECT * FROM tokens"),
         "thoughts": rows(run, "SELECT count(*) FROM thoughts_fts"),
         "samples": rows(
             run,

@@ -10,8 +10,40 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from ragen.viewer import collapse, contests, course, lists, played, run_page, runs, tokens
-from ragen.viewer.reading import Answer, Query
+from ragen.viewer import (
+    branching,
+    collapse,
+    contests,
+    course,
+    gains,
+    lists,
+    phrases,
+    played,
+    run_page,
+    runs,
+    tokens,
+)
+from ragen.viewer.reading import Answer, Query, folder_of, whole_number
+
+
+def _episode(root: Path, query: Query) -> Answer:
+    """``/api/episode``: one episode, turn by turn, and whether it can be played on from the middle.
+
+    Raises:
+        Unanswered: There is no such run or episode, or the run cannot be read.
+    """
+    can_branch = branching.possible(folder_of(root, query), whole_number(query, "episode"))
+    return played.episode(root, query) | {"can_branch": can_branch}
+
+
+def _branches(root: Path, query: Query) -> Answer:
+    """``/api/branches``: what was played on from an episode's turns.
+
+    Raises:
+        Unanswered: There is no such run or episode, or one cannot be read.
+    """
+    return branching.branches_of(folder_of(root, query), whole_number(query, "episode"))
+
 
 ANSWERS: Mapping[str, Callable[[Path, Query], Answer]] = MappingProxyType(
     {
@@ -20,15 +52,17 @@ ANSWERS: Mapping[str, Callable[[Path, Query], Answer]] = MappingProxyType(
         "/api/metrics": course.metrics,
         "/api/difference": run_page.difference,
         "/api/episodes": lists.episodes,
-        "/api/episode": played.episode,
+        "/api/episode": _episode,
         "/api/group": played.group,
         "/api/recurring": played.recurring,
         "/api/level": played.level,
         "/api/tokens": tokens.tokens,
-        "/api/phrases": collapse.phrases,
+        "/api/phrases": phrases.phrases,
         "/api/collapse": collapse.collapse,
         "/api/matrix": collapse.matrix,
+        "/api/gains": gains.gains,
         "/api/compare": contests.compare,
+        "/api/branches": _branches,
     }
 )
 """By path: a function of the runs' folder and the parameters."""

@@ -6,7 +6,6 @@ smaller differences than two rates side by side.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -23,12 +22,15 @@ from ragen.statistics import (
     success_rate,
 )
 from ragen.viewer.course import attempts_of
-from ragen.viewer.reading import Answer, Query, folder_of, reading, run_folder, text_of
+from ragen.viewer.reading import Answer, Query, folder_of, loaded, reading, run_folder, text_of
 from ragen.viewer.run_page import flat_settings
 from ragen.viewer.runs import evaluations
 
 Levels = Mapping[int, float]
 """Share of successes by level."""
+
+Shares = tuple[Levels, int]
+"""The same, and how many episodes each level was played."""
 
 PHASES = {"eval": "sampled", "eval greedy": "greedy"}
 """The phases of a run's own evaluations, and how tokens were chosen in them."""
@@ -45,10 +47,10 @@ def compare(root: Path, query: Query) -> Answer:
     found = [*_stored(one, other)]
     differing = _differing(one.game, other.game)
     for phase, how in PHASES.items():
-        if differing is None and one.played(phase) and other.played(phase):
-            a, b = one.played(phase), other.played(phase)
+        a, b = one.played[phase], other.played[phase]
+        if differing is None and a is not None and b is not None and a[1] == b[1]:
             note = f"last evaluation of each, {how}, level by level"
-            found.append(_paired(one.world, one.how(phase), a, b, 1, note))
+            found += _paired(one.world, one.how(phase), a[0], b[0], a[1], note)
     seen = {(each["world"], each["how"]) for each in found}
     for key in one.evaluated.keys() & other.evaluated.keys():
         if key not in seen:
@@ -71,67 +73,78 @@ class _Side:
         with reading(folder) as connection:
             made = evaluations(connection, attempts_of(connection))
             self.evaluated = {(str(each["world"]), str(each["how"])): each for each in made}
-            self._last = {phase: _last_played(connection, phase) for phase in PHASES}
+            self.played = {phase: _last_played(connection, phase) for phase in PHASES}
             self.stored = list(_outcomes(connection))
-
-    def played(self, phase: str) -> Levels:
-        """Success by level in the last evaluation whose episodes are recorded."""
-        return self._last[phase]
 
     def how(self, phase: str) -> str:
         """As an evaluation says it."""
         return "greedy" if phase == "eval greedy" else f"T={self.temperature:g}"
 
 
-def _last_played(connection: sqlite3.Connection, phase: str) -> Levels:
-    rows = connection.execute(
-        "SELECT level_seed, avg(success) FROM episodes WHERE phase = ? AND (attempt, step) ="
-        " (SELECT attempt, step FROM episodes WHERE phase = ? ORDER BY attempt DESC, step DESC"
-        " LIMIT 1) GROUP BY level_seed",
-        (phase, phase),
+def _last_played(connection: sqlite3.Connection, phase: str) -> Shares | None:
+    """Success by level in the last evaluation whose episodes are recorded."""
+    return _shares(
+        connection.execute(
+            "SELECT level_seed, avg(success), count(*) FROM episodes WHERE phase = ?"
+            " AND (attempt, step) = (SELECT attempt, step FROM episodes WHERE phase = ?"
+            " ORDER BY attempt DESC, step DESC LIMIT 1) GROUP BY level_seed",
+            (phase, phase),
+        ).fetchall()
     )
-    return dict(rows.fetchall())
 
 
-def _outcomes(connection: sqlite3.Connection) -> Iterator[tuple[dict[str, Any], str, Levels, int]]:
-    """What was asked for by hand: its settings without the agent's, how, levels, episodes each."""
+def _shares(rows: list[sqlite3.Row]) -> Shares | None:
+    """None where levels were not played equally often, or none was."""
+    samples = {count for _, _, count in rows}
+    if len(samples) != 1:
+        return None
+    return {level: share for level, share, _ in rows}, samples.pop()
+
+
+def _outcomes(connection: sqlite3.Connection) -> Iterator[tuple[dict[str, Any], str, Shares]]:
+    """What was asked for by hand: its settings without the agent's, the world, the successes."""
     for key, world, settings in connection.execute(
         "SELECT key, world, settings FROM evaluations WHERE key IS NOT NULL"
         " AND id IN (SELECT max(id) FROM evaluations GROUP BY key) ORDER BY id"
     ):
-        said = json.loads(settings)
         game = {
             name: value
-            for name, value in said.items()
+            for name, value in loaded(settings).items()
             if name in ("seed", "temperature", "sources")
             or (name.startswith("world.") and name not in AS_SHOWN)
         }
-        rows = connection.execute(
-            "SELECT level_seed, avg(success), count(*) FROM outcomes WHERE key = ?"
-            " GROUP BY level_seed",
-            (key,),
-        ).fetchall()
-        samples = {count for _, _, count in rows}
-        if len(samples) == 1:
-            yield game, world, {row[0]: row[1] for row in rows}, samples.pop()
+        shares = _shares(
+            connection.execute(
+                "SELECT level_seed, avg(success), count(*) FROM outcomes WHERE key = ?"
+                " GROUP BY level_seed",
+                (key,),
+            ).fetchall()
+        )
+        if shares is not None:
+            yield game, world, shares
 
 
 def _stored(one: _Side, other: _Side) -> Iterator[Answer]:
-    for game, world, a, samples in one.stored:
-        for their_game, _, b, their_samples in other.stored:
-            if game == their_game and samples == their_samples and a.keys() & b.keys():
-                temperature = game.get("temperature")
+    for game, world, (a, samples) in one.stored:
+        for their_game, _, (b, their_samples) in other.stored:
+            if game == their_game and samples == their_samples:
+                temperature = game.get("temperature", 1.0)
                 how = "greedy" if temperature == 0 else f"T={temperature:g}"
                 note = "outcomes that ragen eval stored, level by level"
-                yield _paired(world, how, a, b, samples, note)
+                yield from _paired(world, how, a, b, samples, note)
 
 
-def _paired(world: str, how: str, a: Levels, b: Levels, samples: int, note: str) -> Answer:
+def _paired(
+    world: str, how: str, a: Levels, b: Levels, samples: int, note: str
+) -> Iterator[Answer]:
+    """The contest on the levels that both played, if there are any."""
     levels = sorted(a.keys() & b.keys())
+    if not levels:
+        return
     ones, others = [a[level] for level in levels], [b[level] for level in levels]
     found = paired_difference([ones], [others], samples)
     gains = [round((x - y) * samples) for x, y in zip(ones, others, strict=True)]
-    return {
+    yield {
         "world": world,
         "how": how,
         "a": asdict(_rate(ones, samples)),

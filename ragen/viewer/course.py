@@ -74,7 +74,7 @@ def histories(
             " (SELECT ? UNION ALL SELECT step + 1 FROM steps WHERE step < ?)"
             " SELECT m.step, m.name, m.value FROM steps CROSS JOIN json_each(?) AS wanted"
             " CROSS JOIN metrics AS m ON m.attempt = ? AND m.step = steps.step"
-            " AND m.name = wanted.value WHERE m.value IS NOT NULL",
+            " AND m.name = wanted.value WHERE abs(m.value) < 9e999",  # finite, and not NULL
             (attempt.first, attempt.last, json.dumps(list(names)), attempt.number),
         )
         of_attempt = found.setdefault(attempt.number, {})
@@ -108,7 +108,7 @@ def metrics(root: Path, query: Query) -> Answer:
         found = histories(connection, attempts, {*names, *COUNTED.values(), "time/step_s"})
     course = standing(attempts, found)
     axes = _axes(course)
-    place = {step: index for index, step in enumerate(axes["steps"])}
+    place = {step: index for index, step in enumerate(axes["step"])}
     return {
         "run": query["run"],
         "axes": axes,
@@ -126,7 +126,7 @@ def metrics(root: Path, query: Query) -> Answer:
 def _axes(course: Mapping[str, Series]) -> dict[str, list[Any]]:
     """How far the run was at each step that counts, in each unit."""
     steps = sorted({step for series in course.values() for step in series})
-    axes: dict[str, list[Any]] = {"steps": steps}
+    axes: dict[str, list[Any]] = {"step": steps}
     for axis, name in COUNTED.items():
         # A count is never smaller than before it: a step without one has that of the step before.
         axes[axis] = list(accumulate((course.get(name, {}).get(step, 0.0) for step in steps), max))

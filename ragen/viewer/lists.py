@@ -1,8 +1,8 @@
 """The list of episodes: any filter, any order, page by page.
 
-All that a list needs stands in the index `episodes_listed`, so that the widest question is one scan
-of some megabytes; the table itself is read for the rows of one page. A page goes on after the last
-row of the one before (its value and id), not after a count of rows, which would have to be walked.
+All that a list needs stands in the index `episodes_for_lists`, so that the widest question is one
+scan of some megabytes; the table itself is read for the rows of one page. A page goes on after the
+last row of the one before (its value and id), not after a count of rows, which would be walked.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import base64
 import binascii
 import json
 import math
-import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragen.report import ALARM
-from ragen.schema import TURNS_AN_EPISODE
 from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
+from ragen.viewer.search import found_by, match_of, snippet
 
 SORTS = {
     "step": "step",
@@ -34,15 +33,6 @@ SORTS = {
 MOST, USUAL = 200, 50
 """Episodes of a page."""
 
-COMMON = 20_000
-"""Thoughts found from which on they are not counted to the last one."""
-
-PREFIX = 3
-"""Letters from which on the last word of a search may still go on."""
-
-SNIPPET = 160
-"""Characters of a thought in a list."""
-
 COLUMNS = (
     *("id", "attempt", "step", "phase", "group", "member", "kept", "group_score", "world"),
     *("level_seed", "noise_seed", "stop_reason", "terminated", "truncated", "success", "reward"),
@@ -54,6 +44,9 @@ STATEMENTS = ("kept", "terminated", "truncated", "success", "well_formed")
 """Columns that are true or false."""
 
 NAMED = ", ".join(f'"{column}"' for column in COLUMNS)
+
+LISTS = "INDEXED BY episodes_for_lists"
+"""A list names none but the columns of that index (`schema.LISTED`)."""
 
 _EQUAL = {"phase": "phase", "world": "world", "stop_reason": "stop_reason"}
 _WHOLE = {
@@ -95,13 +88,12 @@ def episodes(root: Path, query: Query) -> Answer:
     start = _place(query["cursor"]) if query.get("cursor") else None
     wanted, words = filter_of(query), match_of(query.get("q", ""))
     with reading(folder) as connection:
-        total = _total(connection, wanted, words, first=start is None)
+        countable = True
         if words is not None:
-            wanted.where.append(
-                f"id IN (SELECT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts"
-                " WHERE thoughts_fts MATCH ?)"
-            )
-            wanted.values.append(words)
+            inside, value, countable = found_by(connection, words)
+            wanted.where.append(f"id IN ({inside})")
+            wanted.values.append(value)
+        total = _total(connection, wanted) if countable else None
         page = list(_page(connection, wanted, SORTS[sort], order, start, limit + 1))
         rows = [as_said(row) for row in rows_of(connection, [place.id for place in page[:limit]])]
         for row in rows:
@@ -146,24 +138,6 @@ def _real(text: str, name: str) -> float:
     return number
 
 
-def match_of(text: str) -> str | None:
-    """A search as FTS5 reads it: every word, and phrases in quotation marks; none where none is.
-
-    Each word is quoted, so that no sign in it means anything; the last may go on.
-
-    Example:
-        >>> print(match_of('the "red box" OR wal'))
-        "the" "red box" "OR" "wal"*
-    """
-    clean = text.encode("utf-8", "replace").decode().replace("\0", " ")
-    parts = [phrase or word for phrase, word in re.findall(r'"([^"]*)"|([^\s"]+)', clean)]
-    parts = [part for part in parts if re.search(r"\w", part)]
-    if not parts:
-        return None
-    goes_on = len(parts[-1]) >= PREFIX and clean[-1] not in ' "'
-    return " ".join(f'"{part}"' for part in parts) + ("*" if goes_on else "")
-
-
 def _page(
     connection: sqlite3.Connection,
     wanted: Filter,
@@ -180,7 +154,7 @@ def _page(
             where.append(f"({column}, id) {beyond} (?, ?)")
             values += [start.value, start.id]
         for row in connection.execute(
-            f"SELECT {column}, id FROM episodes WHERE {' AND '.join(where)}"
+            f"SELECT {column}, id FROM episodes {LISTS} WHERE {' AND '.join(where)}"
             f" ORDER BY {column} {order}, id {order} LIMIT ?",
             (*values, count),
         ):
@@ -193,7 +167,7 @@ def _page(
             where.append(f"id {beyond} ?")
             values.append(start.id)
         for row in connection.execute(
-            f"SELECT NULL, id FROM episodes WHERE {' AND '.join(where)}"
+            f"SELECT NULL, id FROM episodes {LISTS} WHERE {' AND '.join(where)}"
             f" ORDER BY id {order} LIMIT ?",
             (*values, count),
         ):
@@ -207,28 +181,18 @@ def _cursor(place: Place) -> str:
 def _place(cursor: str) -> Place:
     try:
         value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    except (ValueError, TypeError, binascii.Error):
+        value = None if value is None else float(value)
+    except (ValueError, TypeError, OverflowError, RecursionError, binascii.Error):
         raise Unanswered("this cursor is none of this list") from None
-    if not isinstance(number, int) or not (value is None or isinstance(value, int | float)):
+    if not (isinstance(number, int) and 0 <= number < 2**63):
         raise Unanswered("this cursor is none of this list")
     return Place(value, number)
 
 
-def _total(
-    connection: sqlite3.Connection, wanted: Filter, words: str | None, first: bool
-) -> int | None:
-    """How many there are; of a search only on its first page, and not of a common word."""
-    where, values = list(wanted.where), list(wanted.values)
-    if words is not None:
-        hits = "SELECT rowid FROM thoughts_fts WHERE thoughts_fts MATCH ?"
-        capped = f"SELECT count(*) FROM ({hits} LIMIT {COMMON})"
-        if not first or connection.execute(capped, (words,)).fetchone()[0] == COMMON:
-            return None
-        where.append(f"id IN (SELECT rowid / {TURNS_AN_EPISODE} FROM ({hits}))")
-        values.append(words)
-    condition = f" WHERE {' AND '.join(where)}" if where else ""
-    (count,) = connection.execute(f"SELECT count(*) FROM episodes{condition}", values).fetchone()
-    return int(count)
+def _total(connection: sqlite3.Connection, wanted: Filter) -> int:
+    condition = f" WHERE {' AND '.join(wanted.where)}" if wanted.where else ""
+    query = f"SELECT count(*) FROM episodes {LISTS}{condition}"
+    return int(connection.execute(query, wanted.values).fetchone()[0])
 
 
 def rows_of(connection: sqlite3.Connection, ids: list[int]) -> list[sqlite3.Row]:
@@ -242,29 +206,12 @@ def rows_of(connection: sqlite3.Connection, ids: list[int]) -> list[sqlite3.Row]
 
 
 def as_said(row: sqlite3.Row) -> Answer:
-    """A row as JSON has it: SQLite knows no true and false."""
-    return {name: bool(value) if name in STATEMENTS else value for name, value in dict(row).items()}
+    """A row as a page can read it: with true and false, and a seed of 64 bits as text.
 
-
-def snippet(connection: sqlite3.Connection, episode: int, words: str | None) -> str | None:
-    """A piece of the first thought that was found, or of the first one."""
-    turns = (episode * TURNS_AN_EPISODE, (episode + 1) * TURNS_AN_EPISODE - 1)
-    if words is None:
-        row = connection.execute(
-            f"SELECT substr(thought, 1, {SNIPPET + 1}) FROM turns"
-            " WHERE id BETWEEN ? AND ? AND thought IS NOT NULL ORDER BY id LIMIT 1",
-            turns,
-        ).fetchone()
-    else:
-        row = connection.execute(
-            "SELECT snippet(thoughts_fts, 0, '', '', '…', 24) FROM thoughts_fts"
-            " WHERE thoughts_fts MATCH ? AND rowid BETWEEN ? AND ? ORDER BY rowid LIMIT 1",
-            (words, *turns),
-        ).fetchone()
-    if row is None:
-        return None
-    text = " ".join(row[0].split())
-    return text if len(text) <= SNIPPET else text[: SNIPPET - 1] + "…"
+    JavaScript's numbers are exact up to 53 bits.
+    """
+    said = {name: bool(value) if name in STATEMENTS else value for name, value in dict(row).items()}
+    return said | ({"noise_seed": str(said["noise_seed"])} if "noise_seed" in said else {})
 
 
 def facets(connection: sqlite3.Connection) -> Answer:
@@ -285,12 +232,9 @@ def facets(connection: sqlite3.Connection) -> Answer:
             steps += connection.execute(
                 f"SELECT {bound}(step) FROM episodes WHERE {same}", last
             ).fetchone()
-    phases, worlds, reasons = (
-        (sorted(set(each)) for each in zip(*found, strict=True)) if found else ([], [], [])
-    )
     return {
-        "phases": phases,
-        "worlds": worlds,
-        "stop_reasons": reasons,
+        "phases": sorted({phase for phase, _, _ in found}),
+        "worlds": sorted({world for _, world, _ in found}),
+        "stop_reasons": sorted({reason for _, _, reason in found}),
         "steps": [min(steps), max(steps)] if steps else None,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from pathlib import Path
 from statistics import stdev
@@ -10,17 +9,19 @@ from typing import Any
 
 from ragen.schema import TURNS_AN_EPISODE
 from ragen.viewer.course import attempts_of
-from ragen.viewer.lists import NAMED, as_said, snippet
+from ragen.viewer.lists import NAMED, as_said
 from ragen.viewer.reading import (
     Answer,
     NotFound,
     Query,
     folder_of,
+    loaded,
     reading,
     text_of,
     whole_number,
 )
 from ragen.viewer.runs import read_settings
+from ragen.viewer.search import snippet
 
 FAILED = ("error", "timeout", "request")
 """Stop reasons of episodes in which a world or a server failed (`Episode.failed`)."""
@@ -67,7 +68,7 @@ def detail(connection: sqlite3.Connection, row: sqlite3.Row) -> Answer:
     trained = has_samples(connection, row)
     return found | {
         "snippet": snippet(connection, number, None),
-        "final_picture": _loaded(found["final_picture"]),
+        "final_picture": loaded(found["final_picture"]),
         "turns": [_turn(turn) for turn in turns],
         "previous": around[0].fetchone()[0],
         "next": around[1].fetchone()[0],
@@ -103,15 +104,11 @@ def _turn(turn: dict[str, Any]) -> Answer:
     _, end, rest = reply.partition("</think>")
     return {
         **{name: value for name, value in turn.items() if name != "has_ids"},
-        "picture": _loaded(turn["picture"]),
+        "picture": loaded(turn["picture"]),
         "answer": rest.strip() if thought is not None and end else reply,
-        "actions_asked": json.loads(turn["actions_asked"]),
-        "actions_executed": json.loads(turn["actions_executed"]),
+        "actions_asked": loaded(turn["actions_asked"]),
+        "actions_executed": loaded(turn["actions_executed"]),
     }
-
-
-def _loaded(text: str | None) -> Any:
-    return None if text is None else json.loads(text)
 
 
 def group(root: Path, query: Query) -> Answer:

@@ -7,15 +7,19 @@ its write-ahead log back into one plain file, and opening costs a fraction of a 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from ragen.database import CONFIG, DATABASE, connect_to_read
 from ragen.errors import RagenError
-from ragen.schema import SCHEMA_VERSION
+from ragen.schema import SCHEMA_VERSION, decompress
 
 Query = Mapping[str, str]
 """The parameters of a question, as they stand in its address."""
@@ -29,8 +33,8 @@ DEEPEST = 4
 NO_RUNS_INSIDE = ("checkpoints", "__pycache__", "node_modules")
 """Folders that may hold thousands of files and never a run."""
 
-MOST_RUNS = 2000
-"""Runs beyond which a folder is somebody's whole disk: the rest is left out."""
+MOST_FOLDERS = 5000
+"""Folders that are looked into at most: more are somebody's whole disk."""
 
 
 class Unanswered(RagenError):
@@ -56,7 +60,7 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 def signature(folder: Path) -> Signature:
-    """What changes with each commit of a run; two `stat` calls more than nothing."""
+    """What changes with each commit of a run; asking costs some microseconds."""
     return tuple(_stamp(folder / name) for name in (DATABASE, f"{DATABASE}-wal", CONFIG))
 
 
@@ -73,14 +77,12 @@ def find_runs(root: Path) -> list[str]:
     found: list[str] = []
     if _is_run(root):
         return ["."]
-    waiting = [(root, 0)]
-    while waiting and len(found) < MOST_RUNS:
-        folder, depth = waiting.pop()
-        for path in _folders(folder):
-            if _is_run(path):
-                found.append(path.relative_to(root).as_posix())
-            elif depth + 1 < DEEPEST:
-                waiting.append((path, depth + 1))
+    level, left = [root], MOST_FOLDERS
+    for _ in range(DEEPEST):
+        inside = [path for folder in level[:left] for path in _folders(folder)]
+        left = max(0, left - len(level))
+        found += [path.relative_to(root).as_posix() for path in inside if _is_run(path)]
+        level = [path for path in inside if not _is_run(path)]
     return found
 
 
@@ -150,6 +152,30 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
             yield connection
     except sqlite3.Error as error:
         raise Unreadable(f"{name} cannot be read: {error}") from None
+
+
+def loaded(text: str | None) -> Any:
+    """What JSON in a column stands for; none for NULL, and for numbers that are not finite.
+
+    Raises:
+        Unreadable: It is no JSON.
+    """
+    try:
+        return None if text is None else json.loads(text, parse_constant=lambda _: None)
+    except ValueError:
+        raise Unreadable(f"{DATABASE} is damaged: {text!r:.40} is no JSON") from None
+
+
+def array_of(column: str, data: bytes) -> NDArray[Any]:
+    """The array in a column.
+
+    Raises:
+        Unreadable: It is none.
+    """
+    try:
+        return decompress(column, data)
+    except (ValueError, TypeError, zlib.error) as error:
+        raise Unreadable(f"{DATABASE} is damaged: {column} cannot be unpacked: {error}") from None
 
 
 def text_of(query: Query, name: str) -> str:

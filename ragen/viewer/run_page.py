@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 from pathlib import Path
@@ -13,7 +12,16 @@ from ragen.errors import RagenError
 from ragen.report import EXACT, SIGNALS, seconds_by_phase
 from ragen.settings import flatten, read_config, resolve
 from ragen.viewer.course import attempts_of, histories, standing
-from ragen.viewer.reading import Answer, Query, Unreadable, folder_of, reading, run_folder, text_of
+from ragen.viewer.reading import (
+    Answer,
+    Query,
+    Unreadable,
+    folder_of,
+    loaded,
+    reading,
+    run_folder,
+    text_of,
+)
 from ragen.viewer.runs import evaluations, read_settings, run_summary
 
 BRANCHES = "branches.sqlite"
@@ -37,7 +45,9 @@ def run(root: Path, query: Query) -> Answer:
         found = histories(connection, attempts, measured)
         course = standing(attempts, found)
         evaluated = evaluations(connection, attempts)
-        evaluating = math.fsum(each["seconds"] for each in evaluated if each["step"] is not None)
+        evaluating = math.fsum(
+            each.get("seconds", 0) for each in evaluated if each["step"] is not None
+        )
         steps = {
             name: steps_of(connection, table)
             for name, table in (("episode", "episodes"), ("token", "samples"))
@@ -83,23 +93,28 @@ def events(connection: sqlite3.Connection, after: int = 0) -> list[Answer]:
         "SELECT id, attempt, step, time, kind, text, data FROM events WHERE id > ? ORDER BY id",
         (after,),
     )
-    return [dict(row) | {"data": row["data"] and json.loads(row["data"])} for row in rows]
+    return [dict(row) | {"data": loaded(row["data"])} for row in rows]
 
 
-def steps_of(connection: sqlite3.Connection, table: str, phase: str | None = None) -> list[int]:
+def steps_of(connection: sqlite3.Connection, table: str) -> list[int]:
     """The steps that a table has rows of: each is one descent, where DISTINCT scans an index."""
-    condition, values = ("AND phase = ?", (phase,)) if phase else ("", ())
-    first = f"SELECT rowid FROM {table} WHERE (attempt, step) > ({{}}) {condition}"
-    first += " ORDER BY attempt, step LIMIT 1"
-    rows = connection.execute(
-        "WITH RECURSIVE found (attempt, step) AS ("
-        f" SELECT attempt, step FROM {table} WHERE rowid = ({first.format('-1, -1')})"
-        f" UNION ALL SELECT t.attempt, t.step FROM found JOIN {table} AS t"
-        f" ON t.rowid = ({first.format('found.attempt, found.step')})"
-        ") SELECT DISTINCT step FROM found ORDER BY step",
-        values * 2,
-    )
-    return [step for (step,) in rows]
+    found: set[int] = set()
+    attempt = -1
+    while True:
+        (following,) = connection.execute(
+            f"SELECT min(attempt) FROM {table} WHERE attempt > ?", (attempt,)
+        ).fetchone()
+        if following is None:
+            return sorted(found)
+        attempt = following
+        rows = connection.execute(
+            "WITH RECURSIVE steps (step) AS ("
+            f"SELECT min(step) FROM {table} WHERE attempt = ?1 UNION ALL"
+            f" SELECT (SELECT min(step) FROM {table} WHERE attempt = ?1 AND step > steps.step)"
+            " FROM steps WHERE step IS NOT NULL) SELECT step FROM steps WHERE step IS NOT NULL",
+            (attempt,),
+        )
+        found.update(step for (step,) in rows)
 
 
 def matrix_steps(connection: sqlite3.Connection) -> list[Answer]:

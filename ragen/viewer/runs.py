@@ -6,7 +6,6 @@ is asked anew each time.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import tomllib
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from ragen.viewer.reading import (
     Signature,
     Unreadable,
     find_runs,
+    loaded,
     reading,
     signature,
 )
@@ -115,7 +115,7 @@ def _facts(connection: sqlite3.Connection, config: Mapping[str, Any]) -> Answer:
     )
     evaluated = evaluations(connection, attempts)
     temperature = _inside(config, "eval", "temperature")
-    trained = [each for each in evaluated if each["temperature"] == temperature]
+    trained = [each for each in evaluated if each.get("temperature") == temperature]
     step = attempts[-1].last if attempts else 0
     alarms = connection.execute("SELECT count(*) FROM events WHERE kind = ?", (ALARM,)).fetchone()
     last = connection.execute(
@@ -167,7 +167,7 @@ def evaluations(connection: sqlite3.Connection, attempts: list[Attempt]) -> list
         own = counts.get(attempt)
         if own is not None and not own.stands(step):
             continue
-        said = json.loads(record)
+        said = loaded(record)
         success = interval(said, "success")
         how = "greedy" if said.get("temperature") == 0 else f"T={said.get('temperature', 1):g}"
         when = {"attempt": attempt, "step": step, "time": time, "how": how}

@@ -44,7 +44,6 @@ HEADERS: Mapping[str, str] = MappingProxyType(
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cross-origin-resource-policy": "same-origin",
-        "cross-origin-opener-policy": "same-origin",
     }
 )
 """What every answer says, errors too."""

@@ -7,9 +7,10 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,13 +19,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ragen.errors import RagenError
 from ragen.viewer.answers import ANSWERS
-from ragen.viewer.reading import Answer, Query, Unanswered
+from ragen.viewer.branching import start_branch, stop_all
+from ragen.viewer.live import Live
+from ragen.viewer.reading import Answer, Query, Unanswered, run_folder
 from ragen.viewer.security import Guarded, is_loopback, refusal
 
 STATIC = Path(__file__).parent / "static"
@@ -34,6 +37,11 @@ PATIENCE_S = 2
 
 COMPRESSED = 2000
 """Bytes from which on an answer is worth compressing."""
+
+LARGEST_BODY = 10_000
+"""Bytes of what may be posted: a handful of numbers."""
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Json(JSONResponse):
@@ -61,7 +69,7 @@ def finite(value: Any) -> Any:
     return [finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def application(root: Path, port: int, token: str | None = None) -> Guarded:
+def application(root: Path, port: int, token: str | None = None) -> Viewer:
     """The viewer of the runs below a folder.
 
     Args:
@@ -69,22 +77,36 @@ def application(root: Path, port: int, token: str | None = None) -> Guarded:
         port: The one that the server listens to; a Host header has to name it.
         token: What every request has to know; none where only this machine can ask.
     """
+    live = Live(root)
     routes = [
         Route("/", _front_page),
         *(Route(path, _asked(root, answer)) for path, answer in ANSWERS.items()),
+        Route("/api/events", _events(root, live)),
+        Route("/api/branch", _branch(root), methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
-    handlers = {HTTPException: _http_error, Unanswered: _unanswered, Exception: _bug}
+    handlers = {HTTPException: _http_error, RagenError: _unanswered, Exception: _bug}
     compressing = Middleware(GZipMiddleware, minimum_size=COMPRESSED, compresslevel=1)
-    app = Starlette(routes=routes, middleware=[compressing], exception_handlers=handlers)  # type: ignore[arg-type]
-    return Guarded(app, port, token)
+    app = Starlette(
+        routes=routes,
+        middleware=[compressing],
+        exception_handlers=handlers,  # type: ignore[arg-type]
+    )
+    return Viewer(Guarded(app, port, token), live)
+
+
+class Viewer(NamedTuple):
+    """What is served, and the streams that have to end with it."""
+
+    app: Guarded
+    live: Live
 
 
 async def _front_page(request: Request) -> Response:
     return FileResponse(STATIC / "index.html")
 
 
-def _asked(root: Path, answer: Callable[[Path, Query], Answer]) -> Callable[[Request], Any]:
+def _asked(root: Path, answer: Callable[[Path, Query], Answer]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         # Reading waits for the disk, and building JSON for the processor: neither in the loop.
         return await run_in_threadpool(lambda: Json(answer(root, dict(request.query_params))))
@@ -92,12 +114,62 @@ def _asked(root: Path, answer: Callable[[Path, Query], Answer]) -> Callable[[Req
     return endpoint
 
 
+def _events(root: Path, live: Live) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        run = request.query_params.get("run")
+        folder = None if run is None else await run_in_threadpool(run_folder, root, run)
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        return StreamingResponse(live.stream(folder), media_type="text/event-stream")
+
+    return endpoint
+
+
+def _branch(root: Path) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        asked = await _body(request)
+        if not isinstance(asked.get("run"), str):
+            raise Unanswered("the key 'run' is missing")
+
+        def start() -> Response:
+            return Json({"id": start_branch(run_folder(root, asked["run"]), asked)})
+
+        return await run_in_threadpool(start)
+
+    return endpoint
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """What was posted.
+
+    Raises:
+        Unanswered: It is no JSON object.
+        HTTPException: A form of another page may have sent it, or it is too large.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.headers.get("x-ragen") != "1" or kind != "application/json":
+        raise HTTPException(403, "a request of the viewer's own pages has X-Ragen: 1 and is JSON")
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_BODY:
+            raise HTTPException(413, f"at most {LARGEST_BODY} bytes")
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Unanswered("what was sent is no JSON") from None
+    if not isinstance(asked, dict):
+        raise Unanswered("what was sent is no JSON object")
+    return asked
+
+
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return refusal(error.status_code, error.detail.lower())
+    return refusal(error.status_code, error.detail)
 
 
-async def _unanswered(request: Request, error: Unanswered) -> Response:
-    return refusal(error.status, " ".join(str(error).split()))
+async def _unanswered(request: Request, error: RagenError) -> Response:
+    status = error.status if isinstance(error, Unanswered) else 409
+    return refusal(status, " ".join(str(error).split()))
 
 
 async def _bug(request: Request, error: Exception) -> Response:
@@ -143,8 +215,9 @@ def serve(root: Path, host: str, port: int, say: Callable[[str], None]) -> None:
     with listen(host, port) as listening:
         port = listening.getsockname()[1]
         token = None if is_loopback(host) else secrets.token_urlsafe(24)
+        viewer = application(root, port, token)
         config = uvicorn.Config(
-            application(root, port, token),
+            viewer.app,
             log_level="error",
             access_log=False,
             proxy_headers=False,
@@ -152,7 +225,22 @@ def serve(root: Path, host: str, port: int, say: Callable[[str], None]) -> None:
             timeout_graceful_shutdown=PATIENCE_S,
         )
         say(_address(host, port, token))
-        uvicorn.Server(config).run(sockets=[listening])
+        try:
+            _Server(config, viewer.live).run(sockets=[listening])
+        finally:
+            stop_all()
+
+
+class _Server(uvicorn.Server):
+    """A server that does not wait for streams without an end."""
+
+    def __init__(self, config: uvicorn.Config, live: Live) -> None:
+        super().__init__(config)
+        self._live = live
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._live.ending = True
+        super().handle_exit(sig, frame)
 
 
 def _address(host: str, port: int, token: str | None) -> str:

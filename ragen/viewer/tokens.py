@@ -10,9 +10,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ragen.schema import TURNS_AN_EPISODE, decompress
+from ragen.schema import TURNS_AN_EPISODE
 from ragen.viewer.played import episode_row
-from ragen.viewer.reading import Answer, Query, folder_of, reading, whole_number
+from ragen.viewer.reading import Answer, Query, array_of, folder_of, reading, whole_number
 
 TRAINED = {
     "logprob": "old_logprobs",
@@ -55,15 +55,15 @@ def _trained(connection: sqlite3.Connection, row: sqlite3.Row) -> list[Answer]:
         " ORDER BY id",
         [row[name] for name in ("attempt", "step", "group", "member")],
     ):
-        mask = decompress("loss_mask", sample["loss_mask"])
+        mask = array_of("loss_mask", sample["loss_mask"])
         arrays: Answer = {
-            name: _masked(decompress(column, sample[column]), mask)
+            name: _masked(array_of(column, sample[column]), mask)
             if sample[column] is not None
             else None
             for name, column in ({"sampled_logprob": "sampled_logprobs"} | TRAINED).items()
         }
-        ids = decompress("token_ids", sample["token_ids"])
-        turn = decompress("turn_index", sample["turn_index"])
+        ids = array_of("token_ids", sample["token_ids"])
+        turn = array_of("turn_index", sample["turn_index"])
         flat = {"ids": ids.tolist(), "mask": mask.astype(int).tolist(), "turn": turn.tolist()}
         found.append(flat | arrays)
     return found
@@ -85,17 +85,18 @@ def _of_turns(connection: sqlite3.Connection, episode: int) -> list[Answer]:
         (episode * TURNS_AN_EPISODE, (episode + 1) * TURNS_AN_EPISODE - 1),
     ):
         prompt, said = (
-            decompress(name, row[name]).tolist() for name in ("prompt_ids", "completion_ids")
+            array_of(name, row[name]).tolist() for name in ("prompt_ids", "completion_ids")
         )
         given = row["logprobs"]
-        logprobs = [None] * len(said) if given is None else decompress("logprobs", given).tolist()
+        known = [math.nan] * len(said) if given is None else array_of("logprobs", given).tolist()
         if not (row["prompt_joins"] and found):
             found.append({"ids": [], "mask": [], "turn": [], "sampled_logprob": []} | UNTRAINED)
         last = found[-1]
         last["ids"] += prompt + said
         last["mask"] += [0] * len(prompt) + [1] * len(said)
         last["turn"] += [-1] * len(prompt) + [row["turn"]] * len(said)
-        last["sampled_logprob"] += [None] * len(prompt) + logprobs
+        last["sampled_logprob"] += [None] * len(prompt)
+        last["sampled_logprob"] += [value if math.isfinite(value) else None for value in known]
     return found
 
 

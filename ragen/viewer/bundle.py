@@ -1,0 +1,196 @@
+"""The front end as one page without a server: modules, styles and data in a single HTML file.
+
+A page that is opened as a file may import no module, so that all of them become one script: each
+turns into a function that is called once, in the order in which they import one another, and what
+it exports into the object that this function returns. The forms of ``import`` and ``export`` that
+the front end keeps to are few; any other is a mistake of ours and stops here.
+
+The page carries a content security policy that names its scripts and styles by their hashes:
+nothing else is executed, and nothing is fetched, whatever the data say.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+STATIC = Path(__file__).parent / "static"
+"""The front end, as `ragen view` serves it."""
+
+_COMMENT = re.compile(r"(^/\*.*?\*/)", re.MULTILINE | re.DOTALL)
+_IMPORT = re.compile(
+    r'^import\s+(?:(?P<names>\{[^}]*\}|\*\s*as\s+\w+|\w+)\s+from\s+)?"(?P<source>[^"]+)";',
+    re.MULTILINE,
+)
+_EXPORT = re.compile(
+    r"^export\s+(?P<default>default\s+)?(?P<kind>async\s+function|function|class|const)\s+"
+    r"(?P<name>\w+)",
+    re.MULTILINE,
+)
+_EXPORTED = re.compile(r"(?:^|(?<=;))export\s*\{(?P<names>[^}]*)\};?\s*$", re.MULTILINE)
+_LATER = re.compile(r'\bimport\("(?P<source>[^"]+)"\)')
+_LEFT = re.compile(r"^\s*(?:import|export)\b|\bimport\s*\(|\bimport\.meta\b", re.MULTILINE)
+_LINK = re.compile(r'[ \t]*<link\b[^>]*\brel="stylesheet"[^>]*\bhref="(?P<source>[^"]+)"[^>]*>')
+_SCRIPT = re.compile(r'[ \t]*<script\b(?P<kind>[^>]*)\bsrc="(?P<source>[^"]+)"[^>]*></script>')
+
+
+def page(title: str, data: Mapping[str, Any], start: str, pages: str) -> str:
+    """The whole front end with the answers that it will ask for.
+
+    Args:
+        title: What the browser's tab is called.
+        data: Answers of the API by their keys (`ragen.viewer.share.key_of`).
+        start: The hash of the page that is shown first.
+        pages: The hashes of the pages that `data` is enough for, separated by spaces.
+
+    Returns:
+        HTML that opens from a disk, asks the network for nothing and executes nothing of `data`.
+    """
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+
+    def inlined(kind: str, text: str, attributes: str = "") -> str:
+        assert f"</{kind}" not in text.lower(), f"a {kind} of ours would end too early"
+        assert "<!--" not in text, f"a {kind} of ours would hide what follows"
+        text = f"\n{text}\n"
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[kind].append(f"'sha256-{digest}'")
+        return f"<{kind}{attributes}>{text}</{kind}>"
+
+    def script(found: re.Match[str]) -> str:
+        file = STATIC / _relative(found["source"])
+        if "module" in found["kind"]:
+            return inlined("script", bundle(file), ' type="module"')
+        return inlined("script", file.read_text("utf-8"))
+
+    def style(found: re.Match[str]) -> str:
+        return inlined("style", _sheet(STATIC / _relative(found["source"])))
+
+    text = (STATIC / "index.html").read_text("utf-8")
+    text = _SCRIPT.sub(script, _LINK.sub(style, text))
+    text = re.sub(r"<title>.*?</title>", lambda _: f"<title>{html.escape(title)}</title>", text)
+    policy = (
+        f"default-src 'none'; script-src {' '.join(hashes['script'])}; "
+        f"style-src {' '.join(hashes['style'])}; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="referrer" content="no-referrer">'
+    )
+    body = (
+        f'<script type="application/json" id="ragen-data" data-start="{html.escape(start)}" '
+        f'data-pages="{html.escape(pages)}">{embedded(data)}</script>\n'
+        f'<script type="text/plain" id="licences">\n{_licences()}</script>'
+    )
+    charset = '<meta charset="utf-8">'
+    assert text.count(charset) == 1 and text.count("</body>") == 1, "index.html lost its frame"
+    return text.replace(charset, f"{charset}\n{head}").replace("</body>", f"{body}\n</body>")
+
+
+def embedded(data: Any) -> str:
+    r"""JSON that stays data inside of an HTML script element, whatever texts it holds.
+
+    Example:
+        >>> print(embedded(["</script><!-- & \u2028\u202e"]))
+        ["\u003c/script\u003e\u003c!-- \u0026 \u2028\u202e"]
+    """
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: no U+2028, no bidi
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def bundle(entry: Path) -> str:
+    """A module and all that it imports as one script.
+
+    Args:
+        entry: The module with which the front end begins.
+    """
+    order: dict[Path, str] = {}
+    for file in _imported(entry.resolve(), ()):
+        order.setdefault(file, f"module_{len(order)}")
+    parts = [f"// {file.name}\n{_function(file, order)}" for file in order]
+    return '"use strict";\n' + "\n".join(parts)
+
+
+def _imported(file: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """The modules in the order in which they can be called: what is imported comes first."""
+    assert file not in above, f"{file.name} imports itself by way of {above[-1].name}"
+    code = _COMMENT.sub("", file.read_text("utf-8"))
+    for found in (*_IMPORT.finditer(code), *_LATER.finditer(code)):
+        yield from _imported((file.parent / found["source"]).resolve(), (*above, file))
+    yield file
+
+
+def _function(file: Path, names: Mapping[Path, str]) -> str:
+    """A module as a function that is called at once and returns what it exports."""
+    exported: dict[str, str] = {}
+    parts = _COMMENT.split(file.read_text("utf-8"))
+    for place in range(0, len(parts), 2):  # comments stand at odd places, and stay: licences
+        code = _bound(parts[place], file, names)
+        code = _EXPORT.sub(lambda found: _declared(found, exported), code)
+        code = _EXPORTED.sub(lambda found: _listed(found, exported), code)
+        left = _LEFT.search(code)
+        assert left is None, f"{file.name}: {left[0]!r} has a form that a shared file cannot have"
+        parts[place] = code
+    result = ", ".join(f"{public}: {local}" for public, local in exported.items())
+    body = "".join(parts).strip()
+    return f"const {names[file]} = (() => {{\n{body}\nreturn {{ {result} }};\n}})();"
+
+
+def _bound(code: str, file: Path, names: Mapping[Path, str]) -> str:
+    """Code that takes what it imports from the objects of the modules before it."""
+
+    def module(found: re.Match[str]) -> str:
+        return names[(file.parent / found["source"]).resolve()]
+
+    def imports(found: re.Match[str]) -> str:
+        wanted = found["names"]
+        if wanted is None:
+            return ""
+        if wanted.startswith("{"):
+            return f"const {wanted.replace(' as ', ': ')} = {module(found)};"
+        if wanted.startswith("*"):
+            return f"const {wanted.split()[-1]} = {module(found)};"
+        return f"const {{ default: {wanted} }} = {module(found)};"
+
+    code = _IMPORT.sub(imports, code)
+    return _LATER.sub(lambda found: f"Promise.resolve({module(found)})", code)
+
+
+def _declared(found: re.Match[str], exported: dict[str, str]) -> str:
+    """A declaration without its ``export``, which is noted."""
+    exported["default" if found["default"] else found["name"]] = found["name"]
+    return f"{found['kind']} {found['name']}"
+
+
+def _listed(found: re.Match[str], exported: dict[str, str]) -> str:
+    """A list of exports, which is noted and leaves nothing behind."""
+    for item in filter(None, map(str.strip, found["names"].split(","))):
+        local, _, public = item.partition(" as ")
+        exported[public.strip() or local] = local.strip()
+    return ""
+
+
+def _sheet(file: Path) -> str:
+    text = file.read_text("utf-8")
+    assert "@import" not in text, f"{file.name}: a shared file cannot import a sheet"
+    assert not re.search(r"url\((?!\s*['\"]?data:)", text), f"{file.name}: it would fetch an image"
+    return text.strip()
+
+
+def _relative(source: str) -> str:
+    """A file of the front end by the address under which it is served."""
+    return source.removeprefix("/").removeprefix("static/").removeprefix("./")
+
+
+def _licences() -> str:
+    """The licences of what is not ours in the page, which have to go with every copy."""
+    texts = [
+        f"{file.name}\n\n{file.read_text('utf-8').strip()}\n"
+        for file in sorted((STATIC / "vendor").glob("*.LICENSE"))
+    ]
+    return html.escape("\n\n".join(texts), quote=False)

@@ -1,0 +1,139 @@
+// A world's board as SVG, from the picture that the world drew of itself: rows of one character a
+// cell, in one alphabet for all worlds. Sokoban and FrozenLake have a look of their own; any other
+// character is shown as itself in a plain cell. Bandit has no picture: its two arms are drawn from
+// what the turn shows and does. A world with neither is shown as its text.
+
+import { html } from "./vendor/preact-htm.js";
+import { pieces, Text } from "./parts.js";
+
+/** What each character of the alphabet stands for: the ground, what lies on it, and its name. */
+const CELLS = {
+  "#": { ground: "wall", name: "wall" },
+  _: { ground: "floor" },
+  P: { ground: "floor", on: ["player"], name: "player" },
+  X: { ground: "floor", on: ["box"], name: "box" },
+  O: { ground: "floor", on: ["target"], name: "target" },
+  H: { ground: "hole", name: "hole" },
+  G: { ground: "floor", on: ["goal"], name: "goal" },
+  "√": { ground: "floor", on: ["target", "box-home"], name: "box on its target" },
+  S: { ground: "floor", on: ["target", "player"], name: "player on a target" },
+  "@": { ground: "hole", on: ["player-lost"], name: "player in a hole" },
+  "*": { ground: "floor", on: ["goal", "player"], name: "player on the goal" },
+};
+
+/** Ice has a goal or a hole; Sokoban's floor has neither. */
+const ICE = /[HG@*]/;
+
+/** Boards above this many cells are shown as text: each cell is several nodes of the page. */
+const MOST_CELLS = 4096;
+
+/** What lies on a cell, drawn in the unit square. */
+const SHAPES = {
+  player: () => html`
+    <circle cx=".5" cy=".31" r=".15" />
+    <path d="M.22 .84a.28 .33 0 0 1 .56 0z" />`,
+  "player-lost": () => html`
+    <circle cx=".5" cy=".42" r=".13" />
+    <path d="M.3 .74a.2 .16 0 0 1 .4 0z" />
+    <path class="ripple" d="M.2 .8q.15 -.08 .3 0t.3 0" />`,
+  box: () => html`
+    <rect x=".15" y=".15" width=".7" height=".7" rx=".05" />
+    <path class="planks" d="M.15 .38H.85M.15 .62H.85M.22 .82L.78 .18" />`,
+  "box-home": () => html`
+    <rect x=".15" y=".15" width=".7" height=".7" rx=".05" />
+    <path class="tick" d="M.31 .52L.45 .66L.7 .36" />`,
+  target: () => html`
+    <circle class="ring" cx=".5" cy=".5" r=".27" />
+    <circle cx=".5" cy=".5" r=".09" />`,
+  goal: () => html`
+    <path class="pole" d="M.34 .16V.86" />
+    <path d="M.34 .17L.8 .32L.34 .48z" />
+    <path class="pole" d="M.22 .86H.5" />`,
+};
+
+/**
+ * The world as the policy met it before a turn, or as it was left after the last one.
+ *
+ * @param picture Rows of the board, or null where the world draws none.
+ * @param world The world's name.
+ * @param turn The turn that is shown, or null.
+ * @param after What the world showed after the turn, where that is to be drawn: `{observation}`.
+ */
+export function Board({ picture, world, turn = null, after = null }) {
+  if (picture?.length && picture.length * picture[0].length <= MOST_CELLS) {
+    return html`<${Grid} rows=${picture} world=${world} />`;
+  }
+  const arms = world.startsWith("bandit") && turn ? armsOf(turn.observation) : null;
+  if (arms) return html`<${Arms} arms=${arms} turn=${turn} after=${after} />`;
+  const text = picture ? picture.join("\n") : (after ?? turn)?.observation;
+  return html`<div class="board board-text" data-testid="board" tabindex="0">
+    <${Text} text=${text ?? ""} />
+  </div>`;
+}
+
+function Grid({ rows, world }) {
+  const cells = rows.map((row) => Array.from(row));
+  const height = cells.length;
+  const width = Math.max(...cells.map((row) => row.length));
+  const ice = rows.some((row) => ICE.test(row));
+  return html`<svg class=${`board board-grid ${ice ? "on-ice" : "on-floor"}`} data-testid="board"
+    viewBox=${`-0.03 -0.03 ${width + 0.06} ${height + 0.06}`} role="img"
+    aria-label=${`${world}: ${described(cells)}`}>
+    ${cells.map((row, y) => row.map((character, x) => html`
+      <g key=${`${x},${y}`} transform=${`translate(${x} ${y})`}>
+        <${Cell} character=${character} />
+      </g>`))}
+  </svg>`;
+}
+
+function Cell({ character }) {
+  const cell = CELLS[character];
+  if (!cell) {
+    return html`<rect class="ground plain" width="1" height="1" />
+      <text class="letter" x=".5" y=".5">${seen(character)}</text>`;
+  }
+  return html`<rect class=${`ground ${cell.ground}`} width="1" height="1" />
+    ${cell.ground === "wall" && html`<path class="joints" d="M0 0H1M0 .5H1M.5 0V.5M0 .5V1" />`}
+    ${cell.ground === "hole" && html`<ellipse class="water" cx=".5" cy=".53" rx=".39" ry=".34" />`}
+    ${(cell.on ?? []).map((what) => html`<g class=${`piece ${what}`}>${SHAPES[what]()}</g>`)}`;
+}
+
+/** A character as itself; "�" where it would not be seen or would turn the order of others. */
+const seen = (character) => (pieces(character)[0].hidden ? "\ufffd" : character);
+
+/** The board in words, for those who do not see it: `4 rows of 4; player at a3, hole at b1, …`. */
+function described(cells) {
+  const named = cells.flatMap((row, y) => row.map((character, x) => {
+    const name = CELLS[character]?.name;
+    return name && name !== "wall" ? `${name} at ${place(y, x)}` : null;
+  }));
+  return [`${cells.length} rows of ${cells[0].length}`, ...named.filter(Boolean)].join(", ");
+}
+
+/** Row letter and column number, as the worlds themselves name cells. */
+const place = (y, x) => `${String.fromCharCode(97 + y)}${x}`;
+
+/** The arms that Bandit offers: `Arms: Dragon, Phoenix`; null where the text is another. */
+function armsOf(observation) {
+  const list = /^Arms: (.+)$/.exec(observation);
+  return list ? list[1].split(", ") : null;
+}
+
+/** Two buttons that are no buttons: the arm that was pulled is pressed, with what it paid. */
+function Arms({ arms, turn, after }) {
+  const pulled = after ? turn.actions_executed[0] : null;
+  const said = pulled ? `; ${pulled} was pulled and paid ${turn.reward}` : "";
+  return html`<div class="board board-arms" data-testid="board" role="img"
+    aria-label=${`arms ${arms.join(" and ")}${said}`}>
+    ${arms.map((arm) => html`<div key=${arm} class=${`arm ${arm === pulled ? "pulled" : ""}`}>
+      <svg viewBox="0 0 1 1" aria-hidden="true">
+        <rect class="machine" x=".12" y=".2" width=".56" height=".7" rx=".08" />
+        <rect class="window" x=".2" y=".32" width=".4" height=".2" rx=".03" />
+        <path class="lever" d=${arm === pulled ? "M.68 .56L.86 .78" : "M.68 .56L.86 .24"} />
+        <circle class="knob" cx=".86" cy=${arm === pulled ? ".8" : ".22"} r=".08" />
+      </svg>
+      <span class="arm-name"><${Text} text=${arm} /></span>
+      <span class="arm-paid">${arm === pulled ? `paid ${turn.reward}` : "\u00a0"}</span>
+    </div>`)}
+  </div>`;
+}

@@ -1,0 +1,250 @@
+// Curves over a run, on uPlot: small charts that share a cursor and show the run's events.
+
+import { COLOURS, axis, bars, flags, levels, seriesOf } from "./paint.js";
+import { number } from "./parts.js";
+import uPlot from "./vendor/uplot.js";
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+
+const NEAR = 6; // Pixels from a mark or a click's beginning that still count as on it.
+const DOUBLE_MS = 250; // A click waits so long for being the first of two.
+const FAINT = 0.28; // Opacity of the raw values behind the smoothed ones.
+const LEFT = 0.5; // And of what a rollback left behind.
+const TOLD = 4; // Values of a title line; more would not fit.
+
+/** The exponential moving average of weight `w` for the past, started without bias; gaps stay. */
+export function smooth(values, w) {
+  let [sum, weight] = [0, 0];
+  return values.map((y) => {
+    if (y === null) return null;
+    sum = w * sum + (1 - w) * y;
+    weight = w * weight + (1 - w);
+    return sum / weight;
+  });
+}
+
+/** The index of the value in ascending `x` that is nearest to `at`. */
+export function nearest(x, at) {
+  let [low, high] = [0, x.length - 1];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (x[middle] < at) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && at - x[low - 1] < x[low] - at ? low - 1 : low;
+}
+
+/** What is drawn of the series, from back to front: `{x, y, colour, alpha, points, dash}`. */
+function layersOf(series, smoothing) {
+  const behind = [];
+  const front = [];
+  series.forEach((one, index) => {
+    const shade = one.colour ?? index;
+    for (const part of one.left ?? []) {
+      behind.push({ ...part, colour: shade, alpha: LEFT, dash: [3, 3], alone: part.x.length < 2 });
+    }
+    const { x, y, points } = one;
+    const plain = { x, y, points, colour: shade, alpha: 1, alone: x.length < 2 };
+    if (smoothing > 0 && !points) {
+      behind.push({ ...plain, alpha: FAINT });
+      front.push({ ...plain, y: smooth(one.y, smoothing) });
+    } else front.push(plain);
+  });
+  return [...behind, ...front];
+}
+
+/**
+ * Curves in one small chart.
+ *
+ * `series`: `[{name, x, y, colour, left: [{x, y}], points, low, high}]`; `left` is what a rollback
+ * left behind, `points` draws dots with intervals. `marks`: events `[{x, kind, text}]`; `lines`:
+ * levels `[{y, label}]`. `range` fixes the vertical axis, `most` is where it may end; `domain`
+ * widens the horizontal one. Charts of one `sync` share the cursor and the zoom (drag; double click
+ * for all). `onPick(x)`: a click on a step; `onMark(mark)`: on an event; `onTitle()`: on the title,
+ * which makes it `large` or small again; `wide` takes two places.
+ */
+export function Curves({
+  title, label = title, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0,
+  range, most, domain, format = number, formatX = number, onPick, onMark, onTitle, wide, large,
+}) {
+  const host = useRef(null);
+  const chart = useRef(null);
+  const now = useRef(null);
+  const [at, setAt] = useState(null);
+  now.current = { series, marks, lines, onPick, onMark };
+  const layers = useMemo(() => layersOf(series, smoothing), [series, smoothing]);
+  const data = useMemo(() => {
+    if (layers.every(({ x }) => x.length === 0)) return [[]];
+    const ends = domain ? [[domain, [null, null]]] : []; // A series of nothing holds the width.
+    return uPlot.join([...layers.map(({ x, y }) => [x, y]), ...ends]);
+  }, [layers, domain?.join()]);
+  const shape = JSON.stringify([
+    layers.map(({ colour, alpha, points, alone }) => [colour, alpha, points, alone]),
+    range, most, xLabel, height, sync, domain !== undefined,
+  ]);
+
+  useEffect(() => {
+    if (data[0].length === 0) return undefined;
+    const u = (chart.current = new uPlot(
+      {
+        width: host.current.clientWidth,
+        height,
+        padding: [8, 10, 0, 0],
+        legend: { show: false },
+        cursor: {
+          y: false,
+          points: { show: false },
+          drag: { x: true, y: false },
+          sync: sync && { key: sync },
+        },
+        scales: {
+          x: { time: false, range: apart },
+          y: { range: range ? () => range : roomy(most) },
+        },
+        axes: [axis(2, xLabel, (x) => formatX(x)), axis(3, undefined, (y) => format(y))],
+        series: [{}, ...layers.map(seriesOf), ...(domain ? [{ show: false }] : [])],
+        hooks: {
+          drawClear: [(u) => levels(u, now.current.lines)],
+          draw: [(u) => bars(u, now.current.series), (u) => flags(u, now.current.marks)],
+          setCursor: [(u) => setAt(u.cursor.left < 0 ? null : cursorOf(u, now.current))],
+        },
+      },
+      data,
+      host.current,
+    ));
+    const stop = [follow(u, host.current), clicks(u, now)];
+    return () => {
+      stop.forEach((end) => end());
+      u.destroy();
+      chart.current = null;
+    };
+  }, [shape, data[0].length === 0]);
+
+  useEffect(() => {
+    const u = chart.current;
+    if (!u || u.data === data) return;
+    const { min, max } = u.scales.x;
+    const zoomed = min > u.data[0][0] || max < u.data[0].at(-1);
+    u.setData(data, !zoomed); // A new step must not throw the reader out of a zoom.
+    if (zoomed) u.redraw();
+  }, [data]);
+  useEffect(() => chart.current?.redraw(false), [marks, lines]);
+
+  const kinds = ["curve", wide && "wide", large && "large"].filter(Boolean).join(" ");
+  const said = series.map((one) => spoken(one, format)).join("; ");
+  return html`<figure class=${kinds} data-testid="curve">
+    <figcaption>
+      ${!onTitle && html`<span class="curve-title" title=${title}>${label}</span>`}
+      ${onTitle &&
+      html`<button
+        class="curve-title" title=${title} aria-expanded=${large ? "true" : "false"}
+        onClick=${onTitle}
+      >
+        ${label}
+      </button>`}
+      <${Readout} ...${{ series, at, format, formatX }} />
+    </figcaption>
+    <div
+      class="curve-host ${onPick ? "pick" : ""}" ref=${host} style=${{ height: `${height}px` }}
+      role="img" aria-label="${label}: ${said}"
+    >
+      ${data[0].length === 0 && html`<p class="muted">nothing recorded yet</p>`}
+      ${at?.marks.length > 0 && html`<${Tip} ...${at} />`}
+    </div>
+  </figure>`;
+}
+
+/** The events under the pointer. */
+function Tip({ marks, left, turned }) {
+  return html`<div class="curve-tip ${turned ? "turned" : ""}" style=${{ left: `${left}px` }}>
+    ${marks.map(({ text }) => html`<p>${text}</p>`)}
+  </div>`;
+}
+
+// A course of one step still needs a width; a constant one a height.
+const apart = (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
+const roomy = (most) => (_, low, high) => {
+  if (low === null) return [0, 1];
+  const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
+  const top = high <= most ? Math.min(high + room, 1.02 * most) : high + room;
+  return [low >= 0 && low - room < 0 ? 0 : low - room, top];
+};
+
+function cursorOf(u, { marks }) {
+  const hovered = u.over.matches(":hover");
+  const on = (mark) => Math.abs(u.valToPos(mark.x, "x") - u.cursor.left) <= NEAR;
+  return {
+    x: u.posToVal(u.cursor.left, "x"),
+    left: u.cursor.left + u.over.offsetLeft,
+    turned: u.cursor.left > u.over.clientWidth / 2,
+    marks: hovered ? marks.filter(on).slice(0, 6) : [],
+  };
+}
+
+/** Keep a chart as wide as its place and in the theme's colours. */
+function follow(u, place) {
+  const size = new ResizeObserver(() => {
+    const width = place.clientWidth;
+    if (width && width !== u.width) u.setSize({ width, height: u.height });
+  });
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const redraw = () => u.redraw(false);
+  size.observe(place);
+  dark.addEventListener("change", redraw);
+  addEventListener("theme", redraw);
+  return () => {
+    size.disconnect();
+    dark.removeEventListener("change", redraw);
+    removeEventListener("theme", redraw);
+  };
+}
+
+/** Clicks on events and steps. A drag zooms and is no click; a double click ends the zoom. */
+function clicks(u, now) {
+  let down = null;
+  let waiting = null;
+  const press = (event) => (down = event.clientX);
+  const click = (event) => {
+    if (down !== null && Math.abs(event.clientX - down) > NEAR) return;
+    const { series, marks, onPick, onMark } = now.current;
+    const left = event.clientX - u.over.getBoundingClientRect().left;
+    const mark = marks.find(({ x }) => Math.abs(u.valToPos(x, "x") - left) <= NEAR);
+    if (mark && onMark) {
+      onMark(mark);
+      return;
+    }
+    const x = series[0]?.x ?? [];
+    clearTimeout(waiting);
+    if (!onPick || x.length === 0 || event.detail > 1) return;
+    const step = x[nearest(x, u.posToVal(left, "x"))];
+    waiting = setTimeout(() => onPick(step), DOUBLE_MS);
+  };
+  u.over.addEventListener("pointerdown", press);
+  u.over.addEventListener("click", click);
+  return () => {
+    clearTimeout(waiting);
+    u.over.removeEventListener("pointerdown", press);
+    u.over.removeEventListener("click", click);
+  };
+}
+
+/** The values under the cursor, or the last ones. */
+function Readout({ series, at, format, formatX }) {
+  const known = series.filter(({ x }) => x.length);
+  const shown = known.map(({ name, colour, x, y, points }, index) => {
+    const i = at ? nearest(x, at.x) : x.length - 1;
+    const text = `${points ? "● " : ""}${format(y[i])}`;
+    return { name, text, x: x[i], ink: `ink-${(colour ?? index) % COLOURS}` };
+  });
+  return html`<span class="curve-readout">
+    ${at && shown.length > 0 && html`<span class="muted">${formatX(shown[0].x)}</span>`}
+    ${shown.slice(0, TOLD).map(
+      ({ name, text, ink }) => html`<b class=${ink} title=${name}>${text}</b>`,
+    )}
+  </span>`;
+}
+
+function spoken({ name, y }, format) {
+  const known = y.filter((value) => value !== null);
+  if (known.length === 0) return `${name} none`;
+  return `${name} from ${format(known[0])} to ${format(known.at(-1))}`;
+}

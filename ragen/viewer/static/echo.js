@@ -1,0 +1,124 @@
+// Two episodes side by side, turn by turn, with what their thoughts share marked in both.
+
+import { Board } from "./board.js";
+import { Text, link, percent, plural } from "./parts.js";
+import { Actions, Earned, Outcome } from "./turns.js";
+import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
+import { MAX_WORDS, joined, sharedRuns, sharedShare } from "./words.js";
+
+const SLICE_MS = 12; // Work between two breaths of the page.
+
+const spoken = (episode, side) => joined(episode.turns.map(({ thought }) => thought ?? ""), side);
+
+/** The shared runs of two episodes' thoughts, and the share of the words that stand in them. */
+function compared(one, other) {
+  const [a, b] = [spoken(one, "a"), spoken(other, "b")];
+  const runs = sharedRuns(a.words, b.words);
+  return { a, b, runs, share: sharedShare(runs, a, b) };
+}
+
+/**
+ * The share of shared words of each pair of episodes, by `"i,j"` with i > j. Pairs come one after
+ * the other, so that long thoughts do not hold up the page.
+ */
+export function useShares(episodes) {
+  const [shares, setShares] = useState({});
+  const key = episodes.map(({ id }) => id).join(",");
+  useEffect(() => {
+    const pairs = episodes.flatMap((_, i) => episodes.slice(0, i).map((__, j) => [i, j]));
+    const found = {};
+    let timer = null;
+    const go = () => {
+      const until = performance.now() + SLICE_MS;
+      while (pairs.length && performance.now() < until) {
+        const [i, j] = pairs.shift();
+        found[`${i},${j}`] = compared(episodes[i], episodes[j]).share;
+      }
+      setShares({ ...found });
+      if (pairs.length) timer = setTimeout(go);
+    };
+    go();
+    return () => clearTimeout(timer);
+  }, [key]);
+  return shares;
+}
+
+/** The two episodes; `left` is the earlier one, or another level's. */
+export function Compared({ left, right, run }) {
+  const found = useMemo(() => compared(left, right), [left.id, right.id]);
+  const [over, setOver] = useState(null);
+  const turns = Math.max(left.turns.length, right.turns.length);
+  const side = (episode, list, from) => ({
+    episode, list, over, setOver,
+    marks: found.runs.map((one, index) => ({ start: one[from], length: one.length, index })),
+  });
+  const sides = [side(left, found.a, "a"), side(right, found.b, "b")];
+  return html`<p class="said">${saidOf(found, left, right)}</p>
+    <div class="beside-two" data-testid="beside" onPointerLeave=${() => setOver(null)}>
+      ${sides.map((one, i) => html`<${Head} key=${`head ${i}`} episode=${one.episode} run=${run} />`)}
+      ${Array.from({ length: turns }, (_, k) => sides.map((one, i) =>
+        html`<${Turn} key=${`${k} ${i}`} place=${k} ...${one} />`))}
+    </div>`;
+}
+
+function saidOf({ a, b, runs, share }, left, right) {
+  if (share === null) return "Neither of the two has a thought.";
+  const one = left.level_seed === right.level_seed
+    ? `Steps ${left.step} and ${right.step}`
+    : `In step ${right.step}, levels ${left.level_seed} and ${right.level_seed}`;
+  if (!runs.length) return `${one} share no three words in a row.`;
+  const longest = runs.reduce((x, y) => (y.length > x.length ? y : x));
+  const words = a.words.slice(longest.a, longest.a + longest.length).join("").trim();
+  return html`${one} share <b>${percent(share, 0)}</b> of their words, in ${plural(runs.length, "run")};
+    the longest has ${longest.length}: “<${Text} text=${words} limit=${300} />”.
+    ${Math.max(a.words.length, b.words.length) > MAX_WORDS && ` Words beyond the first ${MAX_WORDS} were not compared.`}`;
+}
+
+function Head({ episode, run }) {
+  const { id, step, level_seed, turns } = episode;
+  return html`<header>
+    <a href=${link("episode", { run, id })}><b>step ${step}</b>, level ${level_seed}</a>
+    <${Outcome} episode=${episode} />
+    <span class="muted"><${Earned} ...${episode} /> in ${plural(turns.length, "turn")}</span>
+  </header>`;
+}
+
+function Turn({ episode, place, list, marks, over, setOver }) {
+  const turn = episode.turns[place];
+  if (!turn) return html`<article class="muted ended">${place === episode.turns.length && "ended"}</article>`;
+  const end = place + 1 < list.starts.length ? list.starts[place + 1] - 1 : list.words.length;
+  return html`<article>
+    <div class="turn-line">
+      <span class="muted">${place + 1}</span>
+      <${Actions} asked=${turn.actions_asked} executed=${turn.actions_executed} />
+      <${Earned} ...${turn} />
+    </div>
+    <div class="turn-body">
+      ${turn.picture && html`<${Board} picture=${turn.picture} world=${episode.world} turn=${turn} />`}
+      <p class="thought">${!turn.thought?.trim()
+        ? html`<span class="muted">${turn.thought === null ? "no valid thought" : "an empty thought"}</span>`
+        : marked(list.words, list.starts[place], end, marks).map(({ text, run }, i) =>
+            run === null
+              ? html`<${Text} key=${i} text=${text} />`
+              : html`<mark key=${i} class=${run === over ? "shared twin" : "shared"}
+                  onPointerEnter=${() => setOver(run)}><${Text} text=${text} /></mark>`)}</p>
+    </div>
+  </article>`;
+}
+
+/** Words `start` to `end` as pieces `{text, run}`; `run` is the shared run that they are of, or null. */
+function marked(words, start, end, marks) {
+  const pieces = [];
+  let at = start;
+  const push = (to, run) => {
+    if (to > at) pieces.push({ text: words.slice(at, to).join(""), run });
+    at = Math.max(at, to);
+  };
+  for (const { start: from, length, index } of marks) {
+    if (from + length <= start || from >= end) continue;
+    push(from, null);
+    push(from + length, index);
+  }
+  push(end, null);
+  return pieces;
+}

@@ -1,0 +1,72 @@
+// Gradient norms of task, entropy and KL by bucket of in-group reward std (arXiv:2604.06268): the
+// task's should grow with what there is to learn, the regularisers' should not.
+
+import { number } from "./parts.js";
+import { html } from "./vendor/preact-htm.js";
+
+const ALIKE = 1.2; // A factor of the reward std below which all buckets are one.
+const FLAT = 2; // The factor within which a norm is flat where the lowest reward std is 0.
+const TALL = 76; // Pixels of the highest bar.
+
+const TERMS = [
+  { key: "task_per_token", title: "task", colour: 0 },
+  { key: "entropy_per_token", title: "entropy bonus", colour: 1 },
+  { key: "kl_per_token", title: "KL to reference", colour: 3 },
+];
+
+const known = (x) => x !== null && x !== undefined;
+
+/** `gradients` as `/api/collapse` has them; `step` is the chosen one, or not a number. */
+export function Gradients({ gradients, step, onStep }) {
+  const { steps } = gradients;
+  const at = steps.includes(step) ? steps.indexOf(step) : steps.length - 1;
+  const buckets = gradients.buckets.filter((bucket) => known(bucket.reward_std[at]));
+  const norms = TERMS.map((term) => ({ ...term, values: buckets.map((bucket) => bucket[term.key]?.[at] ?? null) }))
+    .filter(({ values }) => values.some(known));
+  const labels = buckets.map((bucket) => number(bucket.reward_std[at]));
+  return html`<p>${shape(norms, buckets.map((bucket) => bucket.reward_std[at]))}</p>
+    ${steps.length > 1 && html`<label class="step-slider">step
+      <input type="range" min="0" max=${steps.length - 1} value=${at}
+        onInput=${(event) => onStep(steps[event.target.value])} /> <b>${steps[at]}</b></label>`}
+    <div class="gradients">${norms.map((one) => html`<${Bars} key=${one.key} ...${one} labels=${labels} />`)}</div>
+    <p class="muted">A bar is a bucket of groups: the gradient's norm a token above it, the groups' mean reward
+      std below it. Each panel has its own scale.</p>`;
+}
+
+/**
+ * How each gradient changes from the lowest bucket to the highest, in a sentence. A term grows with
+ * the reward std if its norm's factor is at least the root of the std's; it is flat if it is not.
+ */
+function shape(norms, stds) {
+  const std = factorOf(stds);
+  if (stds.length < 2 || std < ALIKE) return "The groups' reward std hardly differ: there is nothing to compare in this step.";
+  const factors = norms.map(({ title, values }) => ({ title, factor: factorOf(values) }));
+  const limit = Number.isFinite(std) ? Math.sqrt(std) : FLAT;
+  const task = factors.find(({ title }) => title === "task");
+  const unsteady = factors.filter((one) => one !== task && (one.factor > limit || one.factor < 1 / limit));
+  const faults = [
+    !(task?.factor >= limit) && "the task's gradient does not grow with it",
+    ...unsteady.map(({ title }) => `that of the ${title} is not flat`),
+  ].filter(Boolean);
+  const said = factors.map(({ title, factor }) => `${title} ${times(factor)}`).join(", ");
+  return html`From the lowest bucket to the highest the reward std grows ${times(std)}; the gradients: ${said}.${" "}
+    ${faults.length
+      ? html`<b class="warn">Not the healthy shape</b>: ${faults.join(", and ")}.`
+      : html`<b class="good">The healthy shape</b>: the task's gradient grows with what there is to learn, the regularisers' stay flat.`}`;
+}
+
+const factorOf = (values) => (values[0] > 0 ? values.at(-1) / values[0] : Infinity);
+const times = (factor) => (Number.isFinite(factor) ? `× ${number(factor)}` : "from nothing");
+
+function Bars({ title, values, labels, colour }) {
+  const most = Math.max(...values.filter(known));
+  const tall = (value) => (most > 0 ? Math.max(1, (TALL * (value ?? 0)) / most) : 1);
+  return html`<figure class="norms"><figcaption>${title}</figcaption>
+    <div class="norms-row" role="img" aria-label=${`${title}: ${values.map(number).join(", ")}`}>
+      ${values.map((value, i) => html`<div key=${i} class="norm">
+        <span>${number(value)}</span>
+        <i class=${`fill-${colour}`} style=${{ height: `${tall(value)}px` }}></i>
+        <span class="muted">${labels[i]}</span>
+      </div>`)}
+    </div></figure>`;
+}

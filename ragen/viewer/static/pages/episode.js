@@ -1,0 +1,201 @@
+// One episode, turn by turn: the board as it was before the turn that is shown, what was thought,
+// asked and earned; the tokens that were trained; the prompt as the model saw it; and what would
+// have happened otherwise. The turn and the view are in the address.
+
+import { html, useCallback, useEffect, useMemo, useState } from "../vendor/preact-htm.js";
+import { useApi } from "../api.js";
+import { Board } from "../board.js";
+import { useKeys } from "../keys.js";
+import { Loading, Problem, Tabs, Text } from "../parts.js";
+import { link, number, plural, useReady, visit } from "../parts.js";
+import { RawPrompt, Tokens } from "../tokens.js";
+import { Earned, framesOf, groupLink, Outcome, returnsOf, signed, TurnCard } from "../turns.js";
+import { WhatIf } from "../whatif.js";
+
+const SPEEDS = [0.5, 1, 2, 4]; // Turns a second: one is slow enough to read along a short thought.
+
+const VIEWS = [
+  { key: "turns", title: "Turns" },
+  { key: "tokens", title: "Tokens", hint: "every token with mask, logprob, advantage, ratio" },
+  { key: "prompt", title: "Raw prompt", hint: "exactly what the model saw before this turn" },
+];
+
+export default function Page({ params, query, setQuery }) {
+  const { run, id } = params;
+  const { data, error, reload } = useApi("/api/episode", { run, episode: id });
+  useReady(data !== null || error !== null);
+  if (!data) {
+    return html`<main class="page page-episode">
+      <h1>Episode ${id}</h1>
+      ${error ? html`<${Problem} error=${error} reload=${reload} />` : html`<${Loading} />`}
+    </main>`;
+  }
+  return html`<${Episode} run=${run} episode=${data} query=${query} setQuery=${setQuery} />`;
+}
+
+function Episode({ run, episode, query, setQuery }) {
+  const last = episode.turns.length;
+  const view = VIEWS.some(({ key }) => key === query.view) ? query.view : "turns";
+  const at = inRange(Number.parseInt(query.turn ?? "0", 10), last);
+  const go = useCallback((turn) => setQuery({ turn: inRange(turn, last) }), [setQuery, last]);
+  const play = usePlay(at, last, go);
+  const turn = Math.min(at, last - 1);
+  useKeys(
+    {
+      ArrowLeft: () => go(at - 1), ArrowRight: () => go(at + 1), Home: () => go(0),
+      End: () => go(last), " ": play.toggle,
+      "[": () => visit(neighbour(run, episode.previous, view)),
+      "]": () => visit(neighbour(run, episode.next, view)),
+      t: () => setQuery({ view: following(view) }),
+      o: () => visit(groupLink(run, episode)),
+    },
+    {
+      ArrowLeft: "turn before", ArrowRight: "next turn", " ": "play or pause",
+      "[": "episode before", "]": "next episode", t: "next view: turns, tokens, raw prompt",
+      o: "the episode's group",
+    },
+  );
+  return html`<main class="page page-episode">
+    <${Headline} run=${run} episode=${episode} view=${view} />
+    <div class="episode">
+      <aside class="stage panel">
+        <${Stage} episode=${episode} at=${at} />
+        <${Player} at=${at} last=${last} go=${go} play=${play} />
+        <${Returns} episode=${episode} at=${at} go=${go} />
+      </aside>
+      <div class="telling">
+        <${Tabs} tabs=${VIEWS} value=${view} onChange=${(key) => setQuery({ view: key })}
+          label="view" />
+        ${view === "turns" ? html`<${Turns} episode=${episode} at=${at} go=${go} />`
+          : html`<${TokenViews} run=${run} episode=${episode} turn=${turn} view=${view}
+              colour=${query.colour} onColour=${(colour) => setQuery({ colour })} />`}
+        <${WhatIf} run=${run} episode=${episode} turn=${at} />
+      </div>
+    </div>
+  </main>`;
+}
+
+const inRange = (turn, last) => Math.min(last, Math.max(0, Number.isNaN(turn) ? 0 : turn));
+const following = (view) =>
+  VIEWS[(VIEWS.findIndex(({ key }) => key === view) + 1) % VIEWS.length].key;
+
+/** The address of a neighbour, in the view that is open. */
+const neighbour = (run, id, view) => id === null ? undefined
+  : link("episode", { run, id }, { view: view === "turns" ? null : view });
+
+/** Which episode this is, how it ended, and the way to its neighbours and its group. */
+function Headline({ run, episode, view }) {
+  const { step, phase, group, member, world, level_seed: level, previous, next } = episode;
+  return html`<header class="headline">
+    <div>
+      <h1>Episode ${episode.id} <${Outcome} episode=${episode} /></h1>
+      <p class="muted"><${Text} text=${world} />, level ${level} · ${phase}, step ${step}${
+        episode.attempt > 0 && `, attempt ${episode.attempt}`} · <a href=${groupLink(run, episode)}>
+        group ${group}</a>, member ${member}${
+        phase === "train" && `, ${episode.kept ? "kept" : "dropped"} by the filter`}</p>
+    </div>
+    <dl class="figures">
+      <div><dt>reward</dt><dd><${Earned} reward=${episode.reward} penalty=${0} /></dd></div>
+      ${episode.penalty !== 0 && html`<div><dt>penalty</dt><dd><${Earned} reward=${episode.penalty}
+        penalty=${0} /></dd></div>`}
+      <div><dt>turns</dt><dd>${number(episode.num_turns)}</dd></div>
+      <div><dt>tokens</dt><dd>${number(episode.num_tokens)}</dd></div>
+      ${episode.entropy !== null && html`<div><dt>entropy</dt>
+        <dd>${number(episode.entropy)}</dd></div>`}
+    </dl>
+    <nav class="neighbours" aria-label="neighbouring episodes">
+      <a href=${neighbour(run, previous, view)} aria-label="previous episode"
+        title="previous episode ([)">‹</a>
+      <a href=${neighbour(run, next, view)} aria-label="next episode"
+        title="next episode (])">›</a>
+    </nav>
+  </header>
+  ${episode.error && html`<details class="panel"><summary class="bad">The episode failed</summary>
+    <pre><${Text} text=${episode.error} /></pre></details>`}`;
+}
+
+/** The board before turn `at`, or after the last one, with what was asked there. */
+function Stage({ episode, at }) {
+  const frames = useMemo(() => framesOf(episode), [episode]);
+  const { turn, picture, after } = frames[at];
+  return html`<${Board} picture=${picture} world=${episode.world} turn=${turn} after=${after} />
+    <p class="caption">${after ? html`After the last turn: <${Outcome} episode=${episode} />`
+      : html`Before turn ${at + 1} of ${frames.length - 1}`}</p>`;
+}
+
+/** Playing: a clock that goes on turn by turn until the end; at the end it begins anew. */
+function usePlay(at, last, go) {
+  const [playing, setPlaying] = useState(false);
+  const [speed, setSpeed] = useState(1);
+  useEffect(() => {
+    if (!playing) return undefined;
+    if (at >= last) return setPlaying(false);
+    const timer = setTimeout(() => go(at + 1), 1000 / speed);
+    return () => clearTimeout(timer);
+  }, [playing, at, last, speed, go]);
+  const toggle = () => {
+    if (!playing && at >= last) go(0);
+    setPlaying(!playing);
+  };
+  return { playing, toggle, speed, setSpeed };
+}
+
+function Player({ at, last, go, play }) {
+  const step = (label, sign, turn) => html`<button class="quiet" aria-label=${label} title=${label}
+    disabled=${turn < 0 || turn > last || turn === at} onClick=${() => go(turn)}>${sign}</button>`;
+  return html`<div class="controls">
+    ${step("first turn", "|◂", 0)} ${step("turn before", "◂", at - 1)}
+    <button class="primary" onClick=${play.toggle} aria-label=${play.playing ? "pause" : "play"}
+      title="play or pause (space)">${play.playing ? "❚❚" : "▶"}</button>
+    ${step("turn after", "▸", at + 1)} ${step("the end", "▸|", last)}
+    <select aria-label="speed" value=${play.speed}
+      onChange=${(event) => play.setSpeed(Number(event.target.value))}>
+      ${SPEEDS.map((speed) => html`<option key=${speed} value=${speed}>${speed}×</option>`)}
+    </select>
+    <input type="range" min="0" max=${last} value=${at} aria-label="turn"
+      aria-valuetext=${at < last ? `turn ${at + 1}` : "the end"}
+      onInput=${(event) => go(Number(event.target.value))} />
+  </div>`;
+}
+
+/** The return so far, turn by turn: a bar for each turn, up for what was earned. */
+function Returns({ episode, at, go }) {
+  const sums = useMemo(() => returnsOf(episode), [episode]);
+  const shown = at > 0 ? sums[at - 1] : 0;
+  const each = episode.turns.map(({ reward, penalty }) => reward + penalty);
+  const most = Math.max(...each.map(Math.abs)) || 1;
+  return html`<div class="returns">
+    <p>Return so far <b>${number(shown)}</b>
+      <span class="muted"> of ${number(sums.at(-1) ?? 0)}</span></p>
+    ${each.length > 1 && html`<div class="bars" aria-hidden="true">${each.map((x, i) => html`
+      <i key=${i} class=${`${x < 0 ? "down" : x > 0 ? "up" : ""} ${i < at ? "past" : ""}`}
+        title=${`turn ${i + 1}: ${signed(x)}`} onClick=${() => go(i)}><b style=${{
+          height: `${(50 * Math.abs(x)) / most}%` }}></b></i>`)}</div>`}
+  </div>`;
+}
+
+function Turns({ episode, at, go }) {
+  const sums = returnsOf(episode);
+  if (!episode.turns.length) return html`<p class="muted">It ended before its first turn.</p>`;
+  return html`<div class="turns">
+    ${episode.turns.map((turn, k) => html`<${TurnCard} key=${k} turn=${turn} sum=${sums[k]}
+      current=${k === at} onChoose=${() => go(k)} />`)}
+    <p class="muted">It ended: <${Outcome} episode=${episode} /></p>
+    ${!episode.final_picture && episode.final_observation && html`<p class="muted">The world's last
+      words: <span class="last-words"><${Text} text=${episode.final_observation} /></span></p>`}
+  </div>`;
+}
+
+/** The two views that need the tokens, which are asked for only here. */
+function TokenViews({ run, episode, turn, view, colour, onColour }) {
+  const { data, error, reload } = useApi(episode.has_tokens ? "/api/tokens" : null,
+    { run, episode: episode.id });
+  if (!episode.has_tokens) {
+    return html`<p class="muted">This episode's tokens were not recorded: endpoints give none, and
+      the others are kept every record.tokens_every steps.</p>`;
+  }
+  if (error) return html`<${Problem} error=${error} reload=${reload} />`;
+  if (!data) return html`<${Loading} what="Loading the tokens" />`;
+  if (view === "prompt") return html`<${RawPrompt} data=${data} turn=${turn} />`;
+  return html`<${Tokens} data=${data} turn=${turn} colour=${colour} onColour=${onColour} />`;
+}

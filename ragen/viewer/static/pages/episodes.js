@@ -1,0 +1,219 @@
+// The episodes of a run as one long list: filtered, searched and sorted by the server, page by
+// page. Every filter is in the address, so that a list can be sent to a colleague.
+
+import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
+import { get, useEvents } from "../api.js";
+import { useKeys } from "../keys.js";
+import { Chip, Loading, Pager, Problem, Table, Text } from "../parts.js";
+import { link, number, plural, useReady, visit } from "../parts.js";
+import { Earned, groupLink, Outcome } from "../turns.js";
+
+const PAUSE_MS = 250; // After the last key, before what is typed is looked for.
+const PAGE_SIZE = 50;
+const AHEAD = 5; // Rows before the end at which j asks for the next page.
+
+/** The filters' names in the address; the API has the same. */
+const FILTERS = [
+  "q", "phase", "step_from", "step_to", "world", "success", "reward_min", "reward_max",
+  "stop_reason", "kept", "alarm", "group", "level_seed",
+];
+
+const ANY = ["", "any"];
+
+export default function Page({ params, query, setQuery }) {
+  const { run } = params;
+  const { sort = "step", order = "desc" } = query;
+  const filters = Object.fromEntries(FILTERS.map((name) => [name, query[name]]));
+  const asked = { ...filters, sort, order };
+  const list = useList(run, asked);
+  const [at, setAt] = useState(0);
+  const [fresh, setFresh] = useState(0);
+  const search = useRef(null);
+  useReady(list.episodes !== null || list.error !== null);
+  useEffect(() => setAt(0), [list.key]);
+  useEvents({ run }, { step: () => setFresh((n) => n + 1), again: () => setFresh((n) => n + 1) });
+  const episodes = list.episodes ?? [];
+  const open = (episode) => visit(link("episode", { run, id: episode.id }));
+  const move = (by) => () => {
+    setAt((row) => Math.max(0, Math.min(episodes.length - 1, row + by)));
+    if (at + by >= episodes.length - AHEAD) list.more();
+  };
+  useKeys(
+    {
+      j: move(1), k: move(-1), ArrowDown: move(1), ArrowUp: move(-1),
+      Enter: () => episodes[at] && open(episodes[at]),
+      o: () => episodes[at] && visit(groupLink(run, episodes[at])),
+      "/": () => search.current.focus(),
+    },
+    {
+      j: "next episode", k: "episode before", Enter: "open the episode", o: "open its group",
+      "/": "search in thoughts",
+    },
+  );
+  const columns = useMemo(() => columnsOf(run, list.facets), [run, JSON.stringify(list.facets)]);
+  const onSort = (key) => setQuery({
+    sort: key === "step" ? null : key, order: key === sort && order === "desc" ? "asc" : null,
+  });
+  const refresh = () => {
+    setFresh(0);
+    list.reload();
+  };
+  return html`<main class="page page-episodes">
+    <h1>Episodes</h1>
+    <${Filters} query=${query} setQuery=${setQuery} facets=${list.facets} search=${search} />
+    ${list.error && html`<${Problem} error=${list.error} reload=${list.reload} />`}
+    ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">
+      ${plural(fresh, "new step")}: show the episodes</button></p>`}
+    ${list.episodes === null ? !list.error && html`<${Loading} />`
+      : html`<div class=${list.stale ? "stale" : ""}>
+        <${Table} label="episodes" columns=${columns} rows=${episodes}
+          selected=${at} onRow=${open} sort=${{ key: sort, descending: order === "desc" }}
+          onSort=${onSort} />
+        ${!episodes.length && html`<p class="muted">No episode is like this.</p>`}
+        <${Pager} shown=${episodes.length} total=${list.total} more=${list.cursor !== null}
+          loading=${list.loading} onMore=${list.more} />
+      </div>`}
+  </main>`;
+}
+
+/** The pages of the list so far; another question begins anew, late answers are dropped. */
+function useList(run, asked) {
+  const key = JSON.stringify([run, asked]);
+  const [state, setState] = useState({ episodes: null, cursor: null, loading: true, error: null });
+  const running = useRef(null);
+  const load = useCallback(async (cursor) => {
+    running.current?.abort();
+    const controller = (running.current = new AbortController());
+    setState((old) => ({ ...old, loading: true, error: null }));
+    try {
+      const page = await get("/api/episodes", { run, ...asked, cursor, limit: PAGE_SIZE },
+        controller.signal);
+      if (controller.signal.aborted) return;
+      setState((old) => ({
+        key, loading: false, error: null, cursor: page.next, facets: page.facets,
+        total: page.total ?? (cursor ? old.total : null),
+        episodes: cursor ? [...old.episodes, ...page.episodes] : page.episodes,
+      }));
+    } catch (error) {
+      if (!controller.signal.aborted) setState((old) => ({ ...old, loading: false, error }));
+    }
+  }, [key]);
+  useEffect(() => {
+    load(null);
+    return () => running.current?.abort();
+  }, [load]);
+  const more = useCallback(() => {
+    if (state.cursor && !state.loading) load(state.cursor);
+  }, [state.cursor, state.loading, load]);
+  return { ...state, stale: state.key !== key, more, reload: () => load(null) };
+}
+
+function columnsOf(run, facets = { phases: [], worlds: [] }) {
+  const right = "right";
+  return [
+    {
+      key: "step", title: "step", align: right, sort: true,
+      render: (row) => html`<span class="unit">step </span>${row.step}`,
+    },
+    facets.phases.length > 1 && { key: "phase", title: "phase" },
+    facets.worlds.length > 1 && {
+      key: "world", title: "world", render: ({ world }) => html`<${Text} text=${world} />`,
+    },
+    {
+      key: "group", title: "group", align: right, hint: "group and member",
+      render: (row) => html`<a href=${groupLink(run, row)}>${row.group}</a>·${row.member}`,
+    },
+    { key: "outcome", title: "outcome", render: (row) => html`<${Outcome} episode=${row} />` },
+    {
+      key: "reward", title: "reward", align: right, sort: true,
+      render: (row) => html`<${Earned} ...${row} />`,
+    },
+    {
+      key: "turns", title: "turns", align: right, sort: true,
+      render: ({ num_turns: n }) => html`${n}<${Unit} of=${n === 1 ? "turn" : "turns"} />`,
+    },
+    {
+      key: "length", title: "tokens", align: right, sort: true, hint: "sampled tokens",
+      render: (row) => html`${number(row.num_tokens)}<${Unit} of="tokens" />`,
+    },
+    {
+      key: "entropy", title: "entropy", align: right, sort: true,
+      hint: "mean of −logprob over its sampled tokens, in nats",
+      render: (row) => row.entropy !== null && html`${number(row.entropy)}<${Unit} of="nats" />`,
+    },
+    {
+      key: "score", title: "filter", align: right, sort: true,
+      hint: "the filter's score of its group, and whether it was kept",
+      render: ({ phase, kept, group_score: score }) => phase !== "train" ? "" : html`
+        <span class=${kept ? "" : "muted"}>${number(score)} ${kept ? "kept" : "dropped"}</span>`,
+    },
+    {
+      key: "snippet", title: "thought", align: "snippet",
+      render: (row) => html`<a class="plain" href=${link("episode", { run, id: row.id })}
+        ><${Text} text=${row.snippet ?? ""} /></a>`,
+    },
+  ].filter(Boolean);
+}
+
+/** What a number counts, where a narrow screen has no room for the table's head. */
+const Unit = ({ of }) => html`<span class="unit"> ${of}</span>`;
+
+/** The bar of filters; a control shows what the address says, and changes the address only. */
+function Filters({ query, setQuery, facets, search }) {
+  const [open, setOpen] = useState(false);
+  const chosen = FILTERS.filter((name) => query[name]);
+  const clear = () => setQuery(Object.fromEntries(FILTERS.map((name) => [name, null])));
+  const common = { query, setQuery };
+  const named = (names = []) => [ANY, ...names.map((name) => [name, name.replaceAll("_", " ")])];
+  return html`<form class="filters ${open ? "open" : ""}" role="search"
+    onSubmit=${(event) => event.preventDefault()}>
+    <${Typed} ...${common} name="q" type="search" title="search" field=${search}
+      placeholder="words in thoughts  ( / )" />
+    <button type="button" class="fold" aria-expanded=${open ? "true" : "false"}
+      onClick=${() => setOpen(!open)}>filters${chosen.length > 0 && ` (${chosen.length})`}</button>
+    <${Typed} ...${common} name="step_from" title="steps" placeholder=${facets?.steps?.[0] ?? ""} />
+    <${Typed} ...${common} name="step_to" title="to" placeholder=${facets?.steps?.[1] ?? ""} />
+    <${Choice} ...${common} name="phase" options=${named(facets?.phases)} />
+    ${facets?.worlds?.length > 1 && html`<${Choice} ...${common} name="world"
+      options=${named(facets.worlds)} />`}
+    <${Choice} ...${common} name="success" options=${[ANY, ["1", "yes"], ["0", "no"]]} />
+    <${Choice} ...${common} name="stop_reason" title="ended by"
+      options=${named(facets?.stop_reasons)} />
+    <${Typed} ...${common} name="reward_min" title="reward" placeholder="from" />
+    <${Typed} ...${common} name="reward_max" title="to" placeholder="to" />
+    <${Choice} ...${common} name="kept" title="filter"
+      options=${[ANY, ["1", "kept"], ["0", "dropped"]]} />
+    <label title="only steps at which an alarm was raised"><input type="checkbox"
+      checked=${query.alarm === "1"}
+      onChange=${(event) => setQuery({ alarm: event.target.checked ? "1" : null })} /> alarm</label>
+    ${["group", "level_seed"].filter((name) => query[name]).map((name) => html`
+      <${Chip} key=${name} onRemove=${() => setQuery({ [name]: null })}>${
+        name.replace("_seed", "")} ${query[name]}<//>`)}
+    ${chosen.length > 0 && html`<button type="button" class="quiet" onClick=${clear}>clear all
+      </button>`}
+  </form>`;
+}
+
+function Choice({ query, setQuery, name, title = name, options }) {
+  const value = query[name] ?? "";
+  const known = options.some(([key]) => key === value) ? options : [...options, [value, value]];
+  return html`<label>${title} <select value=${value} aria-label=${title}
+    onChange=${(event) => setQuery({ [name]: event.target.value || null })}>
+    ${known.map(([key, text]) => html`<option key=${key} value=${key}>${text}</option>`)}
+  </select></label>`;
+}
+
+/** A field that acts when the reader pauses; what the address says from elsewhere enters it. */
+function Typed({ query, setQuery, name, title, type = "number", placeholder, field }) {
+  const given = query[name] ?? "";
+  const [text, setText] = useState(given);
+  useEffect(() => setText(given), [given]);
+  useEffect(() => {
+    if (text === given) return undefined;
+    const timer = setTimeout(() => setQuery({ [name]: text || null }), PAUSE_MS);
+    return () => clearTimeout(timer);
+  }, [text]);
+  return html`<label class=${type}><span>${title}</span> <input ref=${field} type=${type}
+    value=${text} step="any" placeholder=${placeholder} aria-label=${name.replace("_", " ")}
+    onInput=${(event) => setText(event.target.value)} /></label>`;
+}

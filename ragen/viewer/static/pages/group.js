@@ -1,0 +1,95 @@
+// A group: the episodes of one prompt side by side, and what the filter made of them.
+
+import { html, useState } from "../vendor/preact-htm.js";
+import { useApi } from "../api.js";
+import { useKeys } from "../keys.js";
+import { link, Loading, number, Problem, Text, useReady, visit } from "../parts.js";
+import { SideBySide } from "../turns.js";
+
+export default function Page({ params, query }) {
+  const { run } = params;
+  const { attempt = "0", step, phase = "train", group } = query;
+  const { data, error, reload } = useApi("/api/group", { run, attempt, step, phase, group });
+  const [selected, setSelected] = useState(0);
+  useReady(data !== null || error !== null);
+  const count = data?.episodes.length ?? 0;
+  const other = (number) => number === null || number === undefined ? undefined
+    : link("group", { run }, { attempt, step, phase, group: number });
+  const inList = { phase, step_from: step, step_to: step, group };
+  const move = (by) => () => setSelected(Math.max(0, Math.min(count - 1, selected + by)));
+  useKeys(
+    {
+      j: move(1), k: move(-1), ArrowRight: move(1), ArrowLeft: move(-1),
+      Enter: () => count && visit(link("episode", { run, id: data.episodes[selected].id })),
+      "[": () => visit(other(data?.previous)), "]": () => visit(other(data?.next)),
+    },
+    {
+      j: "next member", k: "member before", Enter: "open the member's episode",
+      "[": "group before", "]": "next group",
+    },
+  );
+  return html`<main class="page page-group">
+    <header class="headline">
+      <div><h1>Group ${group} of step ${step}</h1>
+        <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html`
+          ${" "}· <${Text} text=${data.episodes[0]?.world ?? ""} />, level ${data.level_seed}`}
+          ${" "}· <a href=${link("episodes", { run }, inList)}>as a list</a></p></div>
+      ${data && html`<${Figures} group=${data} />`}
+      <nav class="neighbours" aria-label="neighbouring groups">
+        <a href=${other(data?.previous)} aria-label="previous group"
+          title="previous group ([)">‹</a>
+        <a href=${other(data?.next)} aria-label="next group" title="next group (])">›</a>
+      </nav>
+    </header>
+    ${error && html`<${Problem} error=${error} reload=${reload} />`}
+    ${!data && !error && html`<${Loading} />`}
+    ${data && html`
+      <p class="ruling"><${Ruling} group=${data} phase=${phase} /></p>
+      <${SideBySide} selected=${selected} columns=${data.episodes.map((episode) => ({
+        title: `member ${episode.member}`, episode, href: link("episode", { run, id: episode.id }),
+      }))} />`}
+  </main>`;
+}
+
+function Figures({ group }) {
+  const { episodes } = group;
+  const won = episodes.filter(({ success }) => success).length;
+  const mean = episodes.reduce((sum, { reward }) => sum + reward, 0) / (episodes.length || 1);
+  return html`<dl class="figures">
+    <div><dt>succeeded</dt><dd>${won} of ${episodes.length}</dd></div>
+    <div><dt>mean reward</dt><dd>${number(mean)}</dd></div>
+    <div><dt>reward std</dt><dd>${number(group.reward_std)}</dd></div>
+  </dl>`;
+}
+
+const SCORES = {
+  reward_std: "the spread (std) of its rewards",
+  variance: "the variance of its rewards",
+  mean: "its mean reward",
+  sum: "the sum of its rewards",
+  entropy: "how undecided the policy was (entropy, nats a token)",
+  entropy_variance: "the variance of its episodes' entropy",
+  length: "its mean number of sampled tokens",
+};
+
+/** What a rule of the filter keeps, from its number and the end of the ranking it begins at. */
+const RULES = {
+  top_k: (value, end) => value > 1 ? `the ${number(value)} groups with the ${end} scores are kept`
+    : `the ${number(100 * value)} % of the step's groups with the ${end} scores are kept`,
+  top_p: (value, end) => `groups are kept from the ${end} score on, until they hold ${
+    number(100 * value)} % of the scores' sum`,
+  top_p_softmax: (value, end) => `groups are kept from the ${end} score on, until they hold ${
+    number(100 * value)} % of the scores' softmax`,
+  min_p: (value, end) =>
+    `groups are kept whose score comes to ${number(100 * value)} % of the ${end}`,
+};
+
+/** In a sentence: kept or dropped, by which rule, with which score. */
+function Ruling({ group, phase }) {
+  if (phase !== "train") return "Evaluations are not filtered.";
+  const { kept, rule, value, keep, score_name: name, group_score: score, reward_std: std } = group;
+  const told = RULES[rule]?.(value ?? 1, keep ?? "largest") ?? "this run keeps every group";
+  return html`<b class=${kept ? "good" : "warn"}>${kept ? "Kept" : "Dropped"} by the filter</b>:
+    ${" "}${told}.${score !== null && ` Its score is ${number(score)}: ${SCORES[name] ?? name}.`}${
+    std === 0 && " All members earned the same: nothing tells them apart."}`;
+}

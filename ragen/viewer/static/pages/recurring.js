@@ -1,0 +1,209 @@
+// Then and now: evaluations play the same levels again and again, so that what the policy thought
+// of a level at one step stands beside what it thinks at another, and what both share is marked.
+// Beside another level's thought of the same step the same marks show the Echo Trap.
+
+import { useApi } from "../api.js";
+import { Compared, useShares } from "../echo.js";
+import { useKeys } from "../keys.js";
+import { Loading, Problem, Tabs, percent, plural, useReady } from "../parts.js";
+import { Phrases, heat } from "../phrases.js";
+import { html, useEffect, useMemo, useRef } from "../vendor/preact-htm.js";
+import { MIN_RUN } from "../words.js";
+
+const MOST_STEPS = 12; // Columns of the table of pairs; of more steps so many are taken, evenly.
+
+/** What became of a level between the first and the last time that it was played. */
+const FATES = {
+  all: { title: "all", hint: "every level", holds: () => true },
+  learnt: { title: "learnt", hint: "failed at first, solved at last", holds: (a, b) => !a && b },
+  lost: { title: "lost", hint: "solved at first, failed at last", holds: (a, b) => a && !b },
+  solved: { title: "solved", hint: "solved at first and at last", holds: (a, b) => a && b },
+  failed: { title: "failed", hint: "failed at first and at last", holds: (a, b) => !a && !b },
+};
+
+const fits = (fate, { successes }) => FATES[fate].holds(successes[0], successes.at(-1));
+
+export default function Page({ params, query, setQuery }) {
+  const { run } = params;
+  const { data, error, reload } = useApi("/api/recurring", { run });
+  useReady(Boolean(error) || data?.levels.length === 0);
+  return html`<main class="page page-recurring">
+    <h1>Then and now</h1>
+    ${error && html`<${Problem} error=${error} reload=${reload} />`}
+    ${!data && !error && html`<${Loading} />`}
+    ${data && data.levels.length === 0 && html`<${Nothing} />`}
+    ${data && data.levels.length > 0 &&
+    html`<${Levels} levels=${data.levels} ...${{ run, query, setQuery }} />`}
+    <${Phrases} run=${run} phase="train" query=${query} setQuery=${setQuery} />
+  </main>`;
+}
+
+function Nothing() {
+  return html`<div class="panel">
+    <p>No level was played at two steps. Evaluations play the same levels each time: train
+      with <code>--eval.every 5</code>, say, to see thoughts change. The first and the last evaluation
+      are there when the run ends.</p>
+  </div>`;
+}
+
+function Levels({ run, levels, query, setQuery }) {
+  const phases = useMemo(() => [...new Set(levels.map((level) => level.phase))], [levels]);
+  const phase = phases.includes(query.phase) ? query.phase : phases[0];
+  const fate = Object.hasOwn(FATES, query.fate ?? "") ? query.fate : "all";
+  const here = levels.filter((level) => level.phase === phase);
+  const shown = here.filter((level) => fits(fate, level));
+  const named = here.find((level) => String(level.level_seed) === query.level_seed);
+  const level = named ?? shown.find((one) => fits("learnt", one)) ?? shown[0] ?? here[0];
+  const place = shown.indexOf(level);
+  const choose = (one) => setQuery({ level_seed: one.level_seed, other: null });
+  const move = (by) => () => {
+    const next = shown[place + by] ?? (place < 0 ? shown[0] : undefined);
+    if (next) choose(next);
+  };
+  useKeys(
+    { j: move(1), ArrowDown: move(1), k: move(-1), ArrowUp: move(-1) },
+    { j: "next level", k: "previous level" },
+  );
+  return html`<div class="then-now">
+    <section class="panel levels">
+      <div class="row choices">
+        ${phases.length > 1 && html`<${Tabs} label="Evaluations" value=${phase}
+          tabs=${phases.map((key) => ({ key, title: key === "eval" ? "sampled" : "greedy" }))}
+          onChange=${(key) => setQuery({ phase: key, level_seed: null })} />`}
+        <${Fates} levels=${here} fate=${fate} onChange=${(key) => setQuery({ fate: key })} />
+      </div>
+      ${shown.length === 0 && html`<p class="muted">There is no such level.</p>`}
+      <${LevelTable} levels=${shown} chosen=${level} onChoose=${choose} />
+    </section>
+    <${Level} key=${`${phase} ${level.level_seed}`}
+      ...${{ run, level, others: here.filter((one) => one !== level), query, setQuery }} />
+  </div>`;
+}
+
+function Fates({ levels, fate, onChange }) {
+  const tabs = Object.entries(FATES).map(([key, { title, hint }]) => {
+    const count = levels.filter((level) => fits(key, level)).length;
+    return { key, title: `${title} ${count}`, hint };
+  });
+  return html`<${Tabs} label="Levels" value=${fate} tabs=${tabs} onChange=${onChange} />`;
+}
+
+/** Levels downwards, steps rightwards: solved or not. */
+function LevelTable({ levels, chosen, onChoose }) {
+  const steps = [...new Set(levels.flatMap((level) => level.steps))].sort((a, b) => a - b);
+  const box = useRef(null);
+  useEffect(() => {
+    const row = box.current.querySelector(".selected"); // Kept in sight, without moving the page.
+    if (!row) return;
+    const [least, most] = [row.offsetTop + row.offsetHeight - box.current.clientHeight, row.offsetTop - row.offsetHeight];
+    box.current.scrollTop = Math.max(least, Math.min(most, box.current.scrollTop));
+  }, [chosen]);
+  return html`<div class="scroll level-box" ref=${box}>
+    <table class="level-table" aria-label="Levels by step">
+      <thead><tr><th scope="col">level</th>
+        ${steps.map((step) => html`<th scope="col" key=${step}>${step}</th>`)}</tr></thead>
+      <tbody>${levels.map((level) => {
+        const on = level === chosen;
+        return html`<tr key=${level.level_seed} class=${on ? "opens selected" : "opens"}
+          aria-current=${on ? "true" : undefined} onClick=${() => onChoose(level)}>
+          <th scope="row"><button class="quiet">${level.level_seed}</button></th>
+          ${steps.map((step) => html`<td key=${step}>
+            <${Sign} success=${level.successes[level.steps.indexOf(step)]} /></td>`)}
+        </tr>`;
+      })}</tbody>
+    </table>
+  </div>`;
+}
+
+function Sign({ success }) {
+  if (success === undefined) return null;
+  return success
+    ? html`<span class="good" title="solved">✓</span>`
+    : html`<span class="muted" title="not solved">·</span>`;
+}
+
+/** One level: its pairs of steps, and two of its episodes side by side. */
+function Level({ run, level, others, query, setQuery }) {
+  const { phase, level_seed } = level;
+  const { data, error, reload } = useApi("/api/level", { run, phase, level_seed });
+  const otherSeed = others.find((one) => String(one.level_seed) === query.other)?.level_seed;
+  const another = useApi(otherSeed === undefined ? null : "/api/level", { run, phase, level_seed: otherSeed });
+  const episodes = data?.episodes ?? [];
+  const steps = episodes.map(({ step }) => step);
+  const wanted = (query.steps ?? "").split(",").map(Number);
+  const [from, to] = wanted.every((step) => steps.includes(step)) && wanted.length === 2
+    ? wanted : [steps[0], steps.at(-1)];
+  const setSteps = (a, b) => setQuery({ steps: `${a},${b}`, other: null });
+  const now = episodes.find(({ step }) => step === to);
+  const left = otherSeed === undefined
+    ? episodes.find(({ step }) => step === from)
+    : another.data?.episodes.find(({ step }) => step === to);
+  useReady(Boolean(left && now) || Boolean(error));
+  if (error) return html`<div><${Problem} error=${error} reload=${reload} /></div>`;
+  if (!data) return html`<div><${Loading} /></div>`;
+  const compare = { episodes, from, to, setSteps, run, others, otherSeed, setQuery };
+  return html`<div class="level-view">
+    <section class="panel">
+      <h2>Level ${level_seed}: words that two steps share</h2>
+      <${Pairs} ...${compare} />
+    </section>
+    <section class="panel">
+      <${Choice} ...${compare} />
+      ${left && now
+        ? html`<${Compared} left=${left} right=${now} run=${run} />`
+        : html`<${Loading} />`}
+    </section>
+  </div>`;
+}
+
+/** What stands side by side: two steps of a level, or two levels of a step. */
+function Choice({ episodes, from, to, setSteps, others, otherSeed, setQuery }) {
+  const steps = episodes.map(({ step }) => step);
+  const mode = otherSeed === undefined ? "steps" : "levels";
+  const modes = [
+    { key: "steps", title: "two steps of the level" },
+    { key: "levels", title: "two levels of a step", hint: "what does not depend on the level?" },
+  ];
+  const swap = (key) => setQuery({ other: key === "steps" ? null : others[0].level_seed, steps: `${from},${to}` });
+  const choice = (label, value, values, onChange) => html`<label>${label}
+    <select value=${value} onChange=${(event) => onChange(Number(event.target.value))}>
+      ${values.map((one) => html`<option key=${one} value=${one} selected=${one === value}>${one}</option>`)}
+    </select></label>`;
+  return html`<div class="row choices">
+    ${others.length > 0 && html`<${Tabs} label="Compare" tabs=${modes} value=${mode} onChange=${swap} />`}
+    ${mode === "steps"
+      ? choice("then: step", from, steps, (step) => setSteps(step, to))
+      : choice("other level", otherSeed, others.map((one) => one.level_seed), (seed) => setQuery({ other: seed }))}
+    ${choice("now: step", to, steps, (step) =>
+      mode === "steps" ? setSteps(from, step) : setQuery({ steps: `${from},${step}` }))}
+  </div>`;
+}
+
+/** The share of shared words for each pair of steps; a cell chooses its pair. */
+function Pairs({ episodes, from, to, otherSeed, setSteps }) {
+  const every = Math.ceil(episodes.length / MOST_STEPS);
+  const chosen = episodes.filter((_, i) => i % every === 0 || i === episodes.length - 1);
+  const shares = useShares(chosen);
+  if (chosen.length < 2) return html`<p class="muted">It was played at one step only.</p>`;
+  const cell = (i, j) => {
+    const share = shares[`${i},${j}`];
+    const [a, b] = [chosen[j].step, chosen[i].step];
+    const on = otherSeed === undefined && [from, to].includes(a) && [from, to].includes(b);
+    const said = `steps ${a} and ${b} share ${percent(share, 0)} of their words`;
+    return html`<td key=${j} class=${heat(share)}>
+      <button aria-label=${said} title=${said} aria-pressed=${on ? "true" : "false"}
+        onClick=${() => setSteps(a, b)}>${share === undefined ? "…" : share === null ? "–" : Math.round(100 * share)}</button>
+    </td>`;
+  };
+  return html`<div class="pairs-row"><div class="scroll"><table class="pair-table" data-testid="pairs">
+    <tbody>${chosen.slice(1).map((episode, at) => html`<tr key=${episode.step}>
+      <th scope="row">${episode.step}</th>
+      ${chosen.slice(0, -1).map((_, j) => (j <= at ? cell(at + 1, j) : html`<td key=${j}></td>`))}
+    </tr>`)}</tbody>
+    <tfoot><tr><th></th>${chosen.slice(0, -1).map(({ step }) => html`<th scope="col" key=${step}>${step}</th>`)}</tr></tfoot>
+  </table></div>
+  <p class="muted">A cell is the share, in per cent, of the words of two steps' thoughts that stand in runs
+    of ${MIN_RUN} or more in both; choose one to read the two. In the Echo Trap late steps share nearly all
+    with each other, and so do two levels of one step: the thoughts say the same whatever the policy sees.${
+    every > 1 && ` Of ${plural(episodes.length, "step")} each ${every}th is in the table.`}</p></div>`;
+}

@@ -1,0 +1,98 @@
+// One run: how well it does, whether it collapses and why, live while it trains.
+
+import { shared, useApi, useApis, useEvents } from "../api.js";
+import { Evaluations, Events, Exactness, Phases } from "../details.js";
+import { Headline, Tiles } from "../headline.js";
+import { useKeys } from "../keys.js";
+import { Loading, Problem, Text, joinRuns, link, splitRuns, useReady } from "../parts.js";
+import { RunChoice, Settings } from "../settings.js";
+import {
+  Found, Legend, Signals, Toolbar, axisOf, chosen, smoothingOf, useMetrics,
+} from "../signals.js";
+import { html, useMemo, useRef } from "../vendor/preact-htm.js";
+
+// The three whose order tells an Echo Trap (arXiv:2504.20073), as in the report.
+const COLLAPSE = ["reward/std_in_group", "entropy/mean", "gradient/policy_norm"];
+
+export default function Run({ params, query, setQuery }) {
+  const { run } = params;
+  const others = splitRuns(query.with).filter((other) => other !== run);
+  const { data, error, reload } = useApi("/api/run", { run });
+  const beside = useApis(others.map((other) => ["/api/run", { run: other }]));
+  const shown = useMemo(
+    () => (data ? chosen(data.names, data.labels, query.m) : []),
+    [data, query.m],
+  );
+  const asked = [...new Set([...shown, ...COLLAPSE.filter((name) => data?.names.includes(name))])];
+  const metrics = useMetrics([run, ...others], asked);
+  const runs = useMemo(() => (data ? [data, ...(beside.data ?? [])] : []), [data, beside.data]);
+  const search = useRef(null);
+  const refresh = () => {
+    reload();
+    metrics.reload();
+  };
+  useEvents({ run }, { step: refresh, alarm: reload, end: refresh, again: refresh });
+  useKeys({ "/": () => search.current?.focus() }, { "/": "find a metric" });
+  const drawn = data && (asked.length === 0 || metrics.answers[run]);
+  useReady(drawn || error !== null);
+
+  if (!data) return html`<${Missing} ...${{ run, error, reload }} />`;
+  const trouble = error ?? beside.error ?? metrics.error;
+  const overlay = (next) => setQuery({ with: joinRuns(next) || null });
+  const open = (step) => (location.hash = link("episodes", { run }, stepsNear(data, step)));
+  return html`<main class="page page-run">
+    <${Headline} run=${data} />
+    ${trouble && html`<${Problem} error=${trouble} reload=${refresh} />`}
+    <${Tiles} run=${data} answer=${metrics.answers[run]} signs=${COLLAPSE} />
+    <section aria-label="Signals">
+      <${Toolbar} ...${{ query, setQuery, names: data.names, search }}>
+        ${!shared &&
+        html`<${RunChoice}
+          label="Draw another run over it" prompt="Draw over it …" value=""
+          without=${[run, ...others]}
+          onChoose=${(other) => overlay([...others, other])}
+        />`}
+        <span class="muted hint">drag zooms, double click ends it</span>
+      <//>
+      ${others.length > 0 &&
+      html`<${Legend}
+        runs=${[run, ...others]}
+        onRemove=${(gone) => overlay(others.filter((other) => other !== gone))}
+      />`}
+      <${Signals}
+        ...${{ runs, answers: metrics.answers, names: shown, large: query.large }}
+        axis=${axisOf(query)}
+        smoothing=${smoothingOf(query)}
+        onLarge=${(name) => setQuery({ large: name })}
+        onPick=${data.has.episodes && link("episodes", { run }) ? open : undefined}
+        onMark=${({ id }) => setQuery({ event: id })}
+      />
+      <${Found} names=${shown} sought=${query.m} />
+    </section>
+    <div class="details">
+      <${Events} run=${data} picked=${query.event} />
+      <${Evaluations} run=${data} />
+      <${Phases} phases=${data.phases} />
+      <${Exactness} rows=${data.exactness} />
+      <${Settings} run=${data} ...${{ query, setQuery }} />
+    </div>
+  </main>`;
+}
+
+function Missing({ run, error, reload }) {
+  return html`<main class="page page-run">
+    <h1><${Text} text=${run} /></h1>
+    ${!error && html`<${Loading} />`}
+    ${error &&
+    html`<${Problem} error=${error} reload=${reload}>
+      <p><a href=${link("runs")}>All runs</a></p>
+    <//>`}
+  </main>`;
+}
+
+/** The filter for a step's episodes, or those of the nearest step whose episodes are recorded. */
+function stepsNear({ episode_steps: steps }, step) {
+  const nearer = (best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best);
+  const near = steps.reduce(nearer, steps[0] ?? step);
+  return { step_from: near, step_to: near };
+}

@@ -1,0 +1,194 @@
+// All runs of the folder: what each trains, how far it is, what was learnt and what went wrong.
+
+import { useApi, useEvents } from "../api.js";
+import { useKeys, useRowKeys } from "../keys.js";
+import {
+  Chip, Interval, Loading, Problem, Spark, State, Table, Text, ago, joinRuns, link, moment, number,
+  percent, plural, useReady, useSorted,
+} from "../parts.js";
+import { html, useRef, useState } from "../vendor/preact-htm.js";
+
+const COLUMNS = [
+  { key: "run", title: "Run", sort: true, render: (run) => html`<${Name} ...${run} />` },
+  { key: "state", title: "State", sort: true, render: (run) => html`<${State} ...${run} />` },
+  {
+    key: "step",
+    title: "Step",
+    align: "right",
+    sort: true,
+    render: (run) => html`<${Steps} ...${run} />`,
+  },
+  {
+    key: "success",
+    title: "Success",
+    hint: "latest evaluation, 95 % interval, between random play and best play",
+    sort: ({ success }) => success?.value,
+    render: ({ success, random, best }) =>
+      html`<${Interval} ...${success ?? {}} floor=${random} ceiling=${best} />`,
+  },
+  {
+    key: "gain",
+    title: "Before → now",
+    align: "right wide",
+    hint: "first and latest evaluation",
+    sort: gain,
+    render: (run) => html`<${Gain} run=${run} />`,
+  },
+  {
+    key: "spark",
+    title: "In training",
+    align: "wide",
+    hint: "success of the training episodes, 0 to 1",
+    render: ({ spark }) =>
+      html`<${Spark} values=${spark} min=${0} max=${1} label="success in training" />`,
+  },
+  {
+    key: "alarms",
+    title: "Alarms",
+    align: "right",
+    sort: true,
+    render: (run) => html`<${Alarms} ...${run} />`,
+  },
+  {
+    key: "recipe",
+    title: "Recipe",
+    align: "wide",
+    sort: true,
+    render: ({ recipe, algorithm }) => html`<div class="run-name">
+      <${Text} text=${recipe} /><span class="muted"><${Text} text=${algorithm} /></span>
+    </div>`,
+  },
+  {
+    key: "updated",
+    title: "Changed",
+    align: "right wide",
+    sort: true,
+    render: ({ updated: at }) =>
+      at && html`<span class="muted" title=${moment(at)}>${ago(at)}</span>`,
+  },
+];
+
+/** How much success grew between the first and the latest evaluation. */
+function gain({ success, before }) {
+  return success && before.step !== success.step ? success.value - before.value : null;
+}
+
+function Gain({ run }) {
+  if (gain(run) === null) return html`<span class="muted">–</span>`;
+  return html`<span class="number">
+    <span class="muted">${percent(run.before.value, 0)} →</span> ${percent(run.success.value, 0)}
+  </span>`;
+}
+
+function Name({ run, name, problem, world, model, seed }) {
+  const short = model?.replace(/\/+$/, "").split("/").at(-1);
+  const facts = [world, short, seed !== null && `seed ${seed}`].filter(Boolean).join(" · ");
+  return html`<div class="run-name">
+    <a href=${link("run", { run })}><${Text} text=${run === "." ? name : run} /></a>
+    <span class="muted"><${Text} text=${problem ?? facts} /></span>
+  </div>`;
+}
+
+function Steps({ step, steps, budget }) {
+  if (step === null) return html`<span class="muted">–</span>`;
+  const of = budget === "steps" ? steps : null;
+  return html`<span class="steps">
+    <span>${number(step)}${of && html`<span class="muted"> / ${number(of)}</span>`}</span>
+    ${of && html`<progress max=${of} value=${step} aria-label="steps done"></progress>`}
+  </span>`;
+}
+
+function Alarms({ alarms, last_event: last }) {
+  if (!alarms) return html`<span class="muted">0</span>`;
+  return html`<${Chip} kind="bad" title="latest event: ${last.text}">▲ ${alarms}<//>`;
+}
+
+/** Whether all words of the filter occur in what the row says. */
+function holds({ run, state, world, model, recipe, algorithm, seed }, words) {
+  const said = [run, state, world, model, recipe, algorithm, `seed ${seed}`].join(" ");
+  return words.every((word) => said.toLowerCase().includes(word));
+}
+
+export default function Runs({ query, setQuery }) {
+  const { data, error, reload } = useApi("/api/runs");
+  const [picked, setPicked] = useState([]);
+  const search = useRef(null);
+  useEvents({}, { runs: reload, again: reload });
+  useReady(data !== null || error !== null);
+
+  const words = (query.q ?? "").toLowerCase().split(/\s+/).filter(Boolean);
+  const found = (data?.runs ?? []).filter((run) => holds(run, words));
+  const { rows, sort, onSort } = useSorted(found, COLUMNS);
+  const pick = ({ run, state }) => {
+    if (state === "unreadable") return;
+    const rest = picked.filter((other) => other !== run);
+    setPicked(rest.length < picked.length ? rest : [...picked, run]);
+  };
+  const compare = () => {
+    const [run, ...others] = picked;
+    if (others.length) location.hash = link("compare", { run }, { other: joinRuns(others) });
+  };
+  const open = (row) => (location.hash = link("run", { run: rows[row].run }));
+  const selected = useRowKeys(rows.length, open);
+  useKeys(
+    {
+      "/": () => search.current?.focus(),
+      x: () => rows[selected] && pick(rows[selected]),
+      c: compare,
+      Escape: () => picked.length > 0 && setPicked([]),
+    },
+    { "/": "filter", x: "mark the run for comparison", c: "compare the marked runs" },
+  );
+  const mark = {
+    key: "pick",
+    title: "",
+    render: (row) =>
+      row.state !== "unreadable" &&
+      html`<input
+        type="checkbox" aria-label="compare ${row.run}" checked=${picked.includes(row.run)}
+        onChange=${() => pick(row)}
+      />`,
+  };
+  return html`<main class="page page-runs">
+    <div class="row title-row">
+      <h1>Runs</h1>
+      ${data &&
+      html`<span class="muted"><${Text} text=${data.folder} /> · ${counted(data.runs)}</span>`}
+      <span class="grow"></span>
+      <input
+        type="search" ref=${search} aria-label="Filter runs" value=${query.q ?? ""}
+        placeholder="Filter: world, recipe, state …  ( / )"
+        onInput=${(event) => setQuery({ q: event.target.value || null })}
+      />
+      <button class="primary" disabled=${picked.length < 2} onClick=${compare}>
+        ${picked.length < 2 ? "Compare: mark two" : `Compare ${picked.length} runs`}
+      </button>
+    </div>
+    ${error && html`<${Problem} error=${error} reload=${reload} />`}
+    ${!data && !error && html`<${Loading} />`}
+    ${data && rows.length === 0 && html`<${Nothing} filtered=${words.length > 0} />`}
+    ${rows.length > 0 &&
+    html`<div class="panel flush">
+      <${Table}
+        label="Runs"
+        columns=${[mark, ...COLUMNS]}
+        rowKey=${({ run }) => run}
+        onRow=${(_, row) => open(row)}
+        ...${{ rows, selected, sort, onSort }}
+      />
+    </div>`}
+  </main>`;
+}
+
+function counted(runs) {
+  const running = runs.filter(({ state }) => state === "running").length;
+  return `${plural(runs.length, "run")}${running ? `, ${running} running` : ""}`;
+}
+
+function Nothing({ filtered }) {
+  if (filtered) return html`<p class="muted">No run matches the filter.</p>`;
+  return html`<div class="panel">
+    <p>There is no run in this folder yet. Train one, and it appears here as it starts:</p>
+    <pre>ragen train bandit</pre>
+  </div>`;
+}

@@ -1,0 +1,115 @@
+// What is painted of a chart beside its axes' numbers: lines, intervals, levels and events. Colours
+// are read from the style sheet whenever something is drawn, so that they follow the theme.
+
+const FONT = "11px system-ui, sans-serif";
+
+/** As many as the style sheet has, from --c0 on. */
+export const COLOURS = 8;
+
+/** A colour of the style sheet: `css("--c0")`. */
+export function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** One of the eight colours, by any number. */
+export const colour = (index) => css(`--c${index % COLOURS}`);
+
+/** How uPlot draws a layer of `charts.js`. */
+export function seriesOf(layer) {
+  return {
+    stroke: () => colour(layer.colour),
+    alpha: layer.alpha,
+    width: layer.points ? 0 : 1.6,
+    dash: layer.dash,
+    spanGaps: true,
+    points: {
+      show: Boolean(layer.points || layer.alone),
+      size: layer.points ? 6 : 4,
+      fill: () => colour(layer.colour),
+      stroke: () => colour(layer.colour),
+    },
+  };
+}
+
+/** One axis: short numbers and quiet lines. */
+export function axis(side, label, format) {
+  return {
+    side,
+    label,
+    labelSize: label ? 16 : 0,
+    labelFont: FONT,
+    font: FONT,
+    stroke: () => css("--muted"),
+    grid: { stroke: () => css("--grid"), width: 1 },
+    ticks: { show: false },
+    gap: 4,
+    size: side === 2 ? 20 : 46,
+    space: side === 2 ? 52 : 30,
+    values: (_, splits) => splits.map(format),
+  };
+}
+
+/** The intervals of dots. */
+export function bars(u, series) {
+  series.forEach((one, index) => {
+    if (!one.low) return;
+    u.ctx.strokeStyle = colour(one.colour ?? index);
+    u.ctx.lineWidth = 1.5 * devicePixelRatio;
+    one.x.forEach((x, i) => {
+      if (one.low[i] === null) return;
+      const at = u.valToPos(x, "x", true);
+      u.ctx.beginPath();
+      u.ctx.moveTo(at, u.valToPos(one.low[i], "y", true));
+      u.ctx.lineTo(at, u.valToPos(one.high[i], "y", true));
+      u.ctx.stroke();
+    });
+  });
+}
+
+/** Floor and ceiling; a course begins low and ends high, so the high label stands left. */
+export function levels(u, lines) {
+  const { ctx, bbox } = u;
+  ctx.lineWidth = devicePixelRatio;
+  ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+  for (const { y, label } of lines) {
+    const at = u.valToPos(y, "y", true);
+    if (at < bbox.top - 1 || at > bbox.top + bbox.height + 1) continue;
+    ctx.strokeStyle = ctx.fillStyle = css("--muted");
+    ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
+    ctx.beginPath();
+    ctx.moveTo(bbox.left, at);
+    ctx.lineTo(bbox.left + bbox.width, at);
+    ctx.stroke();
+    const high = at < bbox.top + bbox.height / 2;
+    ctx.textAlign = high ? "left" : "right";
+    const beside = high ? bbox.left + 4 : bbox.left + bbox.width - 4;
+    ctx.fillText(label, beside, at + (high ? 12 : -4) * devicePixelRatio);
+  }
+  ctx.setLineDash([]);
+}
+
+/** Events as vertical lines. */
+export function flags(u, marks) {
+  const { ctx, bbox } = u;
+  const wide = 4 * devicePixelRatio;
+  for (const mark of marks) {
+    const at = Math.round(u.valToPos(mark.x, "x", true));
+    if (at < bbox.left || at > bbox.left + bbox.width) continue;
+    const kind = css(mark.kind === "alarm" ? "--bad" : "--warn");
+    ctx.strokeStyle = ctx.fillStyle = mark.colour === undefined ? kind : colour(mark.colour);
+    ctx.lineWidth = devicePixelRatio;
+    ctx.globalAlpha = 0.55;
+    ctx.beginPath();
+    ctx.moveTo(at, bbox.top);
+    ctx.lineTo(at, bbox.top + bbox.height);
+    ctx.stroke();
+    ctx.globalAlpha = 1;
+    ctx.beginPath(); // An alarm is a triangle on top, what was done about it a square below.
+    if (mark.kind === "alarm") {
+      ctx.moveTo(at - wide, bbox.top - wide);
+      ctx.lineTo(at + wide, bbox.top - wide);
+      ctx.lineTo(at, bbox.top + wide);
+    } else ctx.rect(at - wide, bbox.top + bbox.height - 2 * wide, 2 * wide, 2 * wide);
+    ctx.fill();
+  }
+}

@@ -1,0 +1,401 @@
+// The small pieces that all pages are made of, and how numbers, times and links are written.
+
+import { reachable } from "./api.js";
+import { Component, html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+
+const CUT = 20000; // Characters of a text that are shown at once: a megabyte would stall the page.
+
+const SPARK = 100; // Points of a small course, which is about as many pixels wide.
+
+// ---- words and numbers
+
+/** A share as per cent: 0.5 → "50.0 %". */
+export function percent(x, digits = 1) {
+  return x === null || x === undefined ? "–" : `${(100 * x).toFixed(digits)} %`;
+}
+
+/** A number in three significant digits, large ones grouped: 0.01234 → "0.0123". */
+export function number(x) {
+  if (x === null || x === undefined) return "–";
+  if (Number.isInteger(x)) return x.toLocaleString("en-GB").replace("-", "−");
+  const size = Math.abs(x);
+  if (size >= 1e5 || size < 1e-3) return x.toExponential(1).replace("e+", "e").replace("-", "−");
+  if (size >= 1000) return Math.round(x).toLocaleString("en-GB");
+  return String(Number(x.toPrecision(3))).replace("-", "−");
+}
+
+/** Seconds as a length of time: 75 → "1 min 15 s". */
+export function clock(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 10) return `${Number(seconds.toPrecision(2))} s`;
+  if (seconds < 59.5) return `${Math.round(seconds)} s`;
+  const whole = Math.round(seconds);
+  const [h, m, s] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60), whole % 60];
+  if (h >= 48) return `${Math.floor(h / 24)} d ${h % 24} h`;
+  return h ? `${h} h ${m} min` : s ? `${m} min ${s} s` : `${m} min`;
+}
+
+/** A share in three digits: 0.00021 → "0.021 %". */
+export function share(x) {
+  return x === null || x === undefined ? "–" : `${number(100 * x)} %`;
+}
+
+/** A difference of shares in points, signed: 0.1 → "+10.0". */
+export function points(x, digits = 1) {
+  if (x === null || x === undefined) return "–";
+  return `${x > 0 ? "+" : x < 0 ? "−" : "±"}${Math.abs(100 * x).toFixed(digits)}`;
+}
+
+/** How long ago a time (unix seconds) was: "3 min ago". */
+export function ago(time) {
+  const seconds = Math.max(0, Date.now() / 1000 - time);
+  if (seconds < 60) return "now";
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ago`;
+  if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ago`;
+  return `${Math.floor(seconds / 86400)} d ago`;
+}
+
+/** A time (unix seconds) in the reader's own zone: "2026-11-21 18:05:09". */
+export function moment(time) {
+  const date = new Date(1000 * time);
+  const two = (n) => String(n).padStart(2, "0");
+  const day = [date.getFullYear(), two(date.getMonth() + 1), two(date.getDate())].join("-");
+  return `${day} ${[date.getHours(), date.getMinutes(), date.getSeconds()].map(two).join(":")}`;
+}
+
+/** A count and its noun: (1, "alarm") → "1 alarm". */
+export function plural(count, noun) {
+  return `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+// ---- addresses
+
+/**
+ * The address of a page: `link("episode", {run, id}, {turn: 2})`. Absent values are left out. Of a
+ * page that a shared file does not hold it is undefined: an `<a>` without href is plain text.
+ */
+export function link(page, params = {}, query = {}) {
+  const path = page === "runs" ? [] : [page, params.run, params.id];
+  const there = path.filter((part) => part !== undefined && part !== null);
+  const pairs = Object.entries(query)
+    .filter(([, value]) => value !== null && value !== undefined && value !== "")
+    .map(([name, value]) => `${name}=${readable(value)}`);
+  const address = `#/${there.map(encodeURIComponent).join("/")}`;
+  if (!reachable(page, address, params, query)) return undefined;
+  return pairs.length ? `${address}?${pairs.join("&")}` : address;
+}
+
+/** Go to a page; nowhere where there is none. */
+export function visit(address) {
+  if (address) location.hash = address;
+}
+
+function readable(value) {
+  return encodeURIComponent(value).replaceAll("%2F", "/").replaceAll("%2C", ",");
+}
+
+/** Several runs in one parameter, by commas; a comma of a run's own name is written as %2C. */
+export function joinRuns(runs) {
+  return runs.map((run) => run.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");
+}
+
+/** The runs that `joinRuns` wrote. */
+export function splitRuns(text) {
+  const names = (text ?? "").split(",").filter(Boolean);
+  return names.map((name) => name.replaceAll("%2C", ",").replaceAll("%25", "%"));
+}
+
+/** A page says that its first complete picture is there; tests and screenshots wait for it. */
+export function ready() {
+  document.body.dataset.ready = "1";
+}
+
+/** Call `ready` once `done` is true. */
+export function useReady(done) {
+  useEffect(() => {
+    if (done) ready();
+  }, [done]);
+}
+
+/** A value that is remembered between visits, such as how much curves are smoothed. */
+export function useStored(name, initial) {
+  const [value, setValue] = useState(() => localStorage.getItem(name) ?? initial);
+  const set = (next) => {
+    localStorage.setItem(name, next);
+    setValue(next);
+  };
+  return [value, set];
+}
+
+// ---- text of models
+
+// What a reader would not see, or what would turn the order of what is seen: control characters
+// but tab and newline, soft hyphen, zero-width and bidi marks, invisible operators, tags.
+const HIDDEN = new RegExp(
+  [
+    "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u115f\\u1160\\u180e\\u200b-\\u200f",
+    "\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]",
+  ].join(""),
+  "gu",
+);
+
+/** A text in pieces `{text, hidden}`; a hidden piece is one character that must be made visible. */
+export function pieces(text) {
+  const found = [];
+  let end = 0;
+  for (const match of text.matchAll(HIDDEN)) {
+    if (match.index > end) found.push({ text: text.slice(end, match.index), hidden: false });
+    found.push({ text: match[0], hidden: true });
+    end = match.index + match[0].length;
+  }
+  if (end < text.length) found.push({ text: text.slice(end), hidden: false });
+  return found;
+}
+
+/** The visible form of a hidden character: ␛ for a control character, its number for others. */
+export function mark(character) {
+  const code = character.codePointAt(0);
+  if (code < 0x20) return String.fromCodePoint(0x2400 + code);
+  return code === 0x7f ? "␡" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
+}
+
+/** Whatever a model, a world or an error wrote: shown as it is, never acted upon. */
+export function Text({ text, limit = CUT }) {
+  const [shown, setShown] = useState(limit);
+  const whole = String(text ?? "");
+  const part = useMemo(() => pieces(whole.slice(0, shown)), [whole, shown]);
+  const rest = whole.length - shown;
+  return html`<span class="text"
+    >${part.map((piece) =>
+      piece.hidden ? html`<span class="mark">${mark(piece.text)}</span>` : piece.text,
+    )}${rest > 0 &&
+    html`… <button class="quiet" onClick=${() => setShown(shown + CUT)}>
+        show more (${number(rest)} characters left)
+      </button>`}</span
+  >`;
+}
+
+// ---- pictures
+
+const inside = (x) => Math.min(1, Math.max(0, x));
+
+/**
+ * An estimate with its interval, on a line from `min` to `max`; floor (random play) and ceiling
+ * (best play) bound the shaded part. `zero` draws a line at 0, for differences.
+ */
+export function Interval({
+  value, low, high, floor, ceiling, min = 0, max = 1, zero, text = true, format = percent,
+}) {
+  if (value === null || value === undefined) return html`<span class="muted">–</span>`;
+  const at = (x) => `${(100 * inside((x - min) / (max - min))).toFixed(2)}%`;
+  const span = (a, b) => ({ left: at(a), width: `calc(${at(b)} - ${at(a)})` });
+  const bounds = low === null || low === undefined ? "" : ` [${format(low)}, ${format(high)}]`;
+  const known = (x) => x !== null && x !== undefined;
+  const label =
+    `${format(value)}${bounds}` +
+    (known(floor) ? `, random play ${format(floor)}` : "") +
+    (known(ceiling) ? `, best play ${format(ceiling)}` : "");
+  return html`<span class="interval" title=${label}>
+    <span class="interval-bar" role="img" aria-label=${label}>
+      ${known(floor) &&
+      html`<i class="interval-room" style=${span(floor, known(ceiling) ? ceiling : max)}></i>`}
+      ${zero && html`<i class="interval-tick" style=${{ left: at(0) }}></i>`}
+      ${known(floor) && html`<i class="interval-tick" style=${{ left: at(floor) }}></i>`}
+      ${known(ceiling) && html`<i class="interval-tick" style=${{ left: at(ceiling) }}></i>`}
+      ${bounds && html`<i class="interval-range" style=${span(low, high)}></i>`}
+      <i class="interval-dot" style=${{ left: at(value) }}></i>
+    </span>
+    ${text && html`<span class="number">${format(value)}</span>`}
+  </span>`;
+}
+
+/** A course in the height of a line of text; `min` and `max` make several comparable. */
+export function Spark({ values: all, min, max, label = "course" }) {
+  const values = thinned(all, SPARK);
+  const known = values.filter((y) => y !== null);
+  if (known.length < 2) return html`<span class="spark"></span>`;
+  const low = min ?? Math.min(...known);
+  const high = max ?? Math.max(...known);
+  const y = (value) => 19 - (18 * (value - low)) / (high - low || 1);
+  const points = values
+    .map((value, i) => value !== null && `${(100 * i) / (values.length - 1)},${y(value)}`)
+    .filter(Boolean)
+    .join(" ");
+  return html`<svg
+    class="spark" viewBox="0 0 100 20" preserveAspectRatio="none" role="img" aria-label=${label}
+  >
+    <polyline points=${points} vector-effect="non-scaling-stroke" />
+  </svg>`;
+}
+
+/** At most `count` of the values, evenly apart, the last one among them. */
+function thinned(values, count) {
+  const every = Math.ceil(values.length / count);
+  return values.filter((_, i) => (values.length - 1 - i) % every === 0);
+}
+
+const STATES = {
+  running: ["●", "running", "a process writes it"],
+  finished: ["✓", "finished", "it came to its end"],
+  stopped: ["■", "stopped", "stopped by the guard"],
+  interrupted: ["◐", "interrupted", "it ended early and nobody writes it; ragen resume goes on"],
+  unreadable: ["!", "unreadable", "its database cannot be read"],
+};
+
+/** A run's state, told by shape and word as well as by colour. */
+export function State({ state, problem }) {
+  const [sign, word, why] = STATES[state] ?? ["?", state, ""];
+  return html`<span class="state state-${state}" title=${problem ?? why}
+    ><span aria-hidden="true">${sign}</span> ${word}</span
+  >`;
+}
+
+// ---- controls
+
+/** Rows sorted by a column that the reader chose: `{rows, sort: {key, descending}, onSort}`. */
+export function useSorted(rows, columns) {
+  const [sort, setSort] = useState(null);
+  const onSort = (key) =>
+    setSort(sort?.key !== key ? { key, descending: true }
+      : sort.descending ? { key, descending: false } : null);
+  const sorted = useMemo(() => {
+    const column = sort && columns.find(({ key }) => key === sort.key);
+    if (!column) return rows;
+    const value = typeof column.sort === "function" ? column.sort : (row) => row[column.key];
+    const sign = sort.descending ? -1 : 1;
+    return [...rows].sort((a, b) => sign * ordered(value(a), value(b)));
+  }, [rows, sort]);
+  return { rows: sorted, sort, onSort };
+}
+
+function ordered(a, b) {
+  if (a === b) return 0;
+  if (a === null || a === undefined) return -1;
+  if (b === null || b === undefined) return 1;
+  return a < b ? -1 : 1;
+}
+
+/**
+ * A table: `columns` of `{key, title, align, render(row, index), sort, hint}`. A column with `sort`
+ * (true, or a function of the row) can be sorted by; with `onSort` the page does it, as where the
+ * server sorts. `selected` is the row under the keyboard, `onRow(row, index)` opens one.
+ */
+export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey, label }) {
+  const own = useSorted(rows, columns);
+  const by = onSort ? { rows, sort, onSort } : own;
+  const body = useRef(null);
+  useEffect(() => {
+    body.current?.querySelector(".selected")?.scrollIntoView({ block: "nearest" });
+  }, [selected]);
+  return html`<div class="table">
+    <table aria-label=${label}>
+      <thead>
+        <tr>
+          ${columns.map((column) => html`<${Head} column=${column} by=${by} />`)}
+        </tr>
+      </thead>
+      <tbody ref=${body}>
+        ${by.rows.map(
+          (row, index) => html`<${Row}
+            key=${rowKey ? rowKey(row) : (row.id ?? index)} ...${{ row, index, columns, onRow }}
+            selected=${index === selected}
+          />`,
+        )}
+      </tbody>
+    </table>
+  </div>`;
+}
+
+/** A row is drawn again only if it, the columns or the mark changed: lists grow to thousands. */
+class Row extends Component {
+  shouldComponentUpdate(next) {
+    return ["row", "index", "columns", "selected"].some((name) => next[name] !== this.props[name]);
+  }
+
+  render({ row, index, columns, selected, onRow }) {
+    return html`<tr
+      class=${[onRow && "opens", selected && "selected"].filter(Boolean).join(" ")}
+      aria-current=${selected ? "true" : undefined}
+      onClick=${onRow && ((event) => fromControl(event) || onRow(row, index))}
+    >
+      ${columns.map(
+        (column) => html`<td class=${`${column.align ?? ""} col-${column.key}`}>
+          ${column.render ? column.render(row, index) : row[column.key]}
+        </td>`,
+      )}
+    </tr>`;
+  }
+}
+
+const fromControl = (event) => event.target.closest("a, button, input, label, select") !== null;
+
+function Head({ column, by }) {
+  const { key, title, align = "", sort, hint } = column;
+  if (!sort) return html`<th class=${align} title=${hint}>${title}</th>`;
+  const on = by.sort?.key === key;
+  const direction = !on ? "none" : by.sort.descending ? "descending" : "ascending";
+  return html`<th class=${align} aria-sort=${direction} title=${hint}>
+    <button class="sort" onClick=${() => by.onSort(key)}>
+      ${title}<span aria-hidden="true">${on ? (by.sort.descending ? " ↓" : " ↑") : ""}</span>
+    </button>
+  </th>`;
+}
+
+/** What is shown of a long list, and the next page of it, which comes by itself at the end. */
+export function Pager({ shown, total, more, loading, onMore }) {
+  const button = useRef(null);
+  useEffect(() => {
+    if (!more || loading || !button.current) return undefined;
+    const watch = new IntersectionObserver(([entry]) => entry.isIntersecting && onMore());
+    watch.observe(button.current);
+    return () => watch.disconnect();
+  }, [more, loading, onMore]);
+  const of = total === null || total === undefined ? "" : ` of ${number(total)}`;
+  return html`<p class="pager">
+    <span class="muted">${number(shown)}${of} shown</span>
+    ${more &&
+    html`<button ref=${button} disabled=${loading} onClick=${onMore}>
+      ${loading ? "Loading …" : "Show more"}
+    </button>`}
+  </p>`;
+}
+
+/** Something is on its way. */
+export function Loading({ what = "Loading" }) {
+  return html`<p class="loading" role="status">${what} …</p>`;
+}
+
+/** Something went wrong: what, and that it is tried again. */
+export function Problem({ error, reload, children }) {
+  const text = typeof error === "string" ? error : error.message;
+  return html`<div class="problem" role="alert">
+    <p><${Text} text=${text} /></p>
+    ${children}
+    <p>
+      ${error.status === 0 && html`<span class="muted">Trying again every two seconds. </span>`}
+      ${reload && html`<button onClick=${reload}>Try again</button>`}
+    </p>
+  </div>`;
+}
+
+/** One of several: `tabs` of `{key, title}`. */
+export function Tabs({ tabs, value, onChange, label }) {
+  return html`<div class="tabs" role="group" aria-label=${label}>
+    ${tabs.map(
+      ({ key, title, hint }) => html`<button
+        key=${key} aria-pressed=${key === value ? "true" : "false"} title=${hint}
+        onClick=${() => onChange(key)}
+      >
+        ${title}
+      </button>`,
+    )}
+  </div>`;
+}
+
+/** A small labelled fact; with `onRemove` it can be taken away. */
+export function Chip({ kind = "", title, onRemove, children }) {
+  return html`<span class="chip ${kind}" title=${title}
+    >${children}${onRemove &&
+    html`<button class="quiet" aria-label="remove" onClick=${onRemove}>×</button>`}</span
+  >`;
+}

@@ -1,0 +1,93 @@
+// A run's most frequent phrases over its steps: a row each, a cell a step, darker where more of the
+// step's thoughts hold the phrase. A row that turns dark from some step on is a template.
+
+import { useApi } from "./api.js";
+import { Loading, Problem, Tabs, Text, percent, plural } from "./parts.js";
+import { html, useMemo, useState } from "./vendor/preact-htm.js";
+
+const LENGTHS = [3, 5, 8];
+const SHADES = 9; // Colours of the sequential scale in style.css.
+
+/** What the rows may be sorted by: how much of a step's thoughts hold the phrase, and when. */
+const ORDERS = {
+  now: { title: "now", value: ({ counts }) => counts.at(-1) },
+  peak: { title: "peak", value: ({ counts }) => Math.max(...counts) },
+  grown: { title: "grown", value: ({ counts }) => counts.at(-1) - counts[0] },
+};
+
+/** The class that colours a cell by a share from 0 to 1. */
+export function heat(share) {
+  if (share === null || share === undefined) return "heat-none";
+  return `heat-${Math.round(Math.min(1, Math.max(0, share)) * (SHADES - 1))}`;
+}
+
+/** The table, in a panel with its controls; `query` has `words` and `order`. */
+export function Phrases({ run, phase, query, setQuery }) {
+  const words = LENGTHS.includes(Number(query.words)) ? Number(query.words) : 5;
+  const order = Object.hasOwn(ORDERS, query.order ?? "") ? query.order : "now";
+  const { data, error, reload } = useApi("/api/phrases", { run, words, phase });
+  return html`<section class="panel">
+    <h2>Repeated phrases</h2>
+    <div class="row choices">
+      <span class="row tight"><span class="muted">words</span>
+        <${Tabs} label="Words of a phrase" value=${words}
+          tabs=${LENGTHS.map((key) => ({ key, title: String(key) }))}
+          onChange=${(key) => setQuery({ words: key })} /></span>
+      <span class="row tight"><span class="muted">most frequent</span>
+        <${Tabs} label="Sort phrases by" value=${order}
+          tabs=${Object.entries(ORDERS).map(([key, { title }]) => ({ key, title }))}
+          onChange=${(key) => setQuery({ order: key })} /></span>
+    </div>
+    ${error && html`<${Problem} error=${error} reload=${reload} />`}
+    ${!data && !error && html`<${Loading} what="Counting phrases" />`}
+    ${data && html`<${HeatTable} data=${data} order=${order} words=${words} />`}
+  </section>`;
+}
+
+function HeatTable({ data, order, words }) {
+  const [over, setOver] = useState(null);
+  const { steps } = data;
+  const rows = useMemo(() => {
+    const { value } = ORDERS[order];
+    return [...data.phrases].sort((a, b) => value(b) - value(a));
+  }, [data, order]);
+  if (!rows.length) {
+    return html`<p class="muted">No ${words} words in a row occur in more than one thought of a step.</p>`;
+  }
+  const said = over && `${percent(over.share, 0)} of the thoughts of step ${over.step}`;
+  return html`<p class="readout" aria-live="polite">
+      ${over ? html`<b>${said}</b> hold “<${Text} text=${over.phrase} limit=${200} />”` : summary(rows, steps)}
+    </p>
+    <div class="scroll" onPointerLeave=${() => setOver(null)}>
+      <table class="heat-table" data-testid="phrases">
+        <thead><tr><th scope="col">phrase</th>
+          ${steps.map((step, i) => html`<th scope="col" key=${step}>${shown(i, steps) ? step : ""}</th>`)}
+        </tr></thead>
+        <tbody>${rows.map(({ phrase, counts }) => html`<tr key=${phrase}>
+          <th scope="row"><${Text} text=${phrase} limit=${200} /></th>
+          ${counts.map((share, i) => html`<td key=${i} class=${heat(share)}
+            title=${`step ${steps[i]}: ${percent(share, 0)}`}
+            onPointerEnter=${() => setOver({ share, step: steps[i], phrase })}></td>`)}
+        </tr>`)}</tbody>
+      </table>
+    </div>
+    <${Scale} />`;
+}
+
+/** Every so many steps get a number, so that numbers do not touch. */
+const shown = (index, steps) => index % Math.ceil(steps.length / 12) === 0;
+
+function summary(rows, steps) {
+  const most = rows.reduce((a, b) => (ORDERS.now.value(b) > ORDERS.now.value(a) ? b : a));
+  const half = rows.filter(({ counts }) => counts.at(-1) >= 0.5).length;
+  const [first, last] = [most.counts[0], most.counts.at(-1)].map((share) => percent(share, 0));
+  return html`${`In step ${steps.at(-1)}, ${half} of these ${plural(rows.length, "phrase")} stood in half of the thoughts or more. The most frequent, “`}<${Text}
+    text=${most.phrase} limit=${200} />${`”, stood in ${last} (${first} in step ${steps[0]}).`}`;
+}
+
+/** What the colours mean. */
+export function Scale({ low = "none", high = "all" }) {
+  return html`<p class="scale muted" aria-hidden="true"><span>${low}</span>
+    ${Array.from({ length: SHADES }, (_, i) => html`<i key=${i} class=${`heat-${i}`}></i>`)}
+    <span>${high} of the thoughts</span></p>`;
+}

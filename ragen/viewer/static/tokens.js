@@ -1,0 +1,319 @@
+// The tokens of an episode in order, as the model saw them and the optimiser trained them, coloured
+// by one of their numbers. Ten thousand tokens stay fluent because their elements are made once,
+// with a class for each colouring; choosing another changes one class of the element around them.
+
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+import { mark, number, pieces, Tabs, Text } from "./parts.js";
+
+const SHADES = 9; // As many as style.css has of --s… and --d….
+const RAREST = -6.9; // One in a thousand; rarer ones look alike, or one −20 would hide all else.
+const CHUNK = 1000; // Tokens of a block that, in a long sample, is laid out as it comes into view.
+const LONG = 4000; // A shorter sample is laid out at once, so that scrolling to a turn is exact.
+
+const identity = (x) => x;
+
+/**
+ * What tokens can be coloured by. `series` names the array of the API; `letter` begins the classes;
+ * `diverging` scales are as wide on both sides of `centre`, on the axis that `axis` makes.
+ */
+export const COLOURS = {
+  mask: { title: "mask", what: "Trained tokens are those that the policy sampled." },
+  logprob: {
+    title: "logprob", series: "logprob", fallback: "sampled_logprob", letter: "l", floor: RAREST,
+    flip: true, what: "The stronger the colour, the less likely the token was (nats).",
+  },
+  entropy: {
+    title: "entropy", series: "entropy", letter: "e",
+    what: "The stronger the colour, the less decided the policy was (nats).",
+  },
+  advantage: {
+    title: "advantage", series: "advantage", letter: "a", diverging: true,
+    what: "Above 0 the update makes the token likelier, below 0 less likely.",
+  },
+  ratio: {
+    title: "importance ratio", series: "ratio", letter: "r", diverging: true, axis: Math.log,
+    back: Math.exp, what: "Probability now ÷ at the start of the update; 1 is unchanged.",
+  },
+  value: {
+    title: "value", series: "value", letter: "v", diverging: true,
+    what: "The critic's estimate of the return from here on.",
+  },
+};
+
+/** A token's numbers, in the order in which they are told. */
+const FACTS = [
+  ["sampled logprob", "sampled_logprob"],
+  ["logprob", "logprob"],
+  ["entropy", "entropy"],
+  ["advantage", "advantage"],
+  ["return", "return"],
+  ["importance ratio", "ratio"],
+  ["value", "value"],
+];
+
+/**
+ * An episode's token sequences.
+ *
+ * @param data The answer of `/api/tokens`.
+ * @param turn The turn whose tokens are marked, or null.
+ * @param colour A name of `COLOURS`.
+ * @param onColour Called with the colouring that the reader chose.
+ */
+export function Tokens({ data, turn = null, colour = "mask", onColour }) {
+  const [current, setCurrent] = useState(null);
+  const scales = useMemo(() => scalesOf(data.samples), [data]);
+  const shown = colour === "mask" || scales[colour] ? colour : "mask";
+  const tabs = Object.entries(COLOURS)
+    .filter(([name]) => name === "mask" || scales[name])
+    .map(([key, { title, what }]) => ({ key, title, hint: what }));
+  return html`<section class="tokens">
+    <div class="tokens-head">
+      <${Tabs} tabs=${tabs} value=${shown} onChange=${onColour} label="colour tokens by" />
+      <${Legend} colour=${shown} scale=${scales[shown]} />
+    </div>
+    ${data.source === "turns" &&
+    html`<p class="muted">This step's samples were not recorded (record.tokens_every says which
+      are): these are the turns' own tokens, with the logprobs they were sampled at.</p>`}
+    <${Flow} samples=${data.samples} scales=${scales} colour=${shown} turn=${turn}
+      onCurrent=${setCurrent} />
+    <${Facts} samples=${data.samples} at=${current} />
+  </section>`;
+}
+
+/** The number's array in a sample: the one it is named after, or the nearest that was recorded. */
+const seriesOf = (sample, { series, fallback }) => sample[series] ?? sample[fallback] ?? null;
+
+/** For each colouring that has numbers the axis from its lowest to its highest trained token. */
+function scalesOf(samples) {
+  const scales = {};
+  for (const [name, colour] of Object.entries(COLOURS)) {
+    const scale = colour.series && scaleOf(samples, colour);
+    if (scale) scales[name] = scale;
+  }
+  return scales;
+}
+
+function scaleOf(samples, colour) {
+  const { axis = identity, floor = -Infinity, diverging } = colour;
+  let [low, high] = [Infinity, -Infinity];
+  for (const sample of samples) {
+    const series = seriesOf(sample, colour) ?? [];
+    for (const [i, value] of series.entries()) {
+      if (!sample.mask[i] || value === null) continue;
+      low = Math.min(low, axis(value));
+      high = Math.max(high, axis(value));
+    }
+  }
+  if (low > high) return null;
+  if (colour.flip) high = 0;
+  if (!diverging) return { low: Math.max(low, floor), high: Math.max(high, floor) };
+  const width = Math.max(Math.abs(low), Math.abs(high));
+  return { low: -width, high: width };
+}
+
+/** The shade of a value, 0 … 8; of a flipped axis the low end is the dark one. */
+function shadeOf(value, { axis = identity, flip, diverging }, { low, high }) {
+  if (high === low) return diverging ? (SHADES - 1) / 2 : 0;
+  const share = Math.min(1, Math.max(0, (axis(value) - low) / (high - low)));
+  return Math.round((SHADES - 1) * (flip ? 1 - share : share));
+}
+
+function Legend({ colour, scale }) {
+  const { what, letter, flip, diverging, back = identity } = COLOURS[colour];
+  if (!scale) {
+    return html`<p class="token-legend by-mask">
+      <span class="token trained">trained</span> <span class="token">not trained</span>
+      <span class="muted">${what}</span>
+    </p>`;
+  }
+  const ends = [scale.low, scale.high].map((x) => number(back(x)));
+  if (flip) ends.reverse();
+  const shades = Array.from({ length: SHADES }, (_, i) => i);
+  return html`<p class="token-legend by-${letter}">
+    <span class="number">${ends[0]}</span>
+    <span class="shades" aria-hidden="true">${shades.map((i) =>
+      html`<i key=${i} class="token trained ${letter}${i}"></i>`)}</span>
+    <span class="number">${ends[1]}</span>
+    ${diverging && html`<span class="muted">middle ${number(back(0))}</span>`}
+    <span class="token">not trained</span>
+    <span class="muted">${what}</span>
+  </p>`;
+}
+
+/** The elements of the tokens; they are Preact's no more once they are made. */
+function Flow({ samples, scales, colour, turn, onCurrent }) {
+  const root = useRef(null);
+  const met = useRef(null);
+  const still = useRef(turn === 0); // A page that opens with the first turn begins at its top.
+  useEffect(() => {
+    const made = samples.map((sample, i) => sampleOf(sample, i, samples, scales));
+    root.current.replaceChildren(...made);
+    met.current = root.current.querySelector(".token");
+    if (met.current) met.current.tabIndex = 0;
+  }, [samples]);
+  useEffect(() => {
+    for (const each of root.current.querySelectorAll(".stretch")) {
+      each.classList.toggle("this-turn", each.dataset.turn === String(turn));
+    }
+    const here = root.current.querySelector(".this-turn");
+    if (!still.current) here?.scrollIntoView({ block: "nearest" });
+    still.current = false;
+  }, [samples, turn]);
+  const meet = (event) => {
+    const token = event.target.closest(".token");
+    if (!token) return;
+    move(met.current, token);
+    met.current = token;
+    onCurrent([Number(token.closest(".sample").dataset.sample), Number(token.dataset.at)]);
+  };
+  return html`<div ref=${root} class="flow by-${COLOURS[colour].letter ?? "mask"}" role="group"
+    aria-label="tokens" onMouseOver=${meet} onfocusin=${meet} onClick=${meet}
+    onKeyDown=${step}></div>`;
+}
+
+/** The one token that the Tab key stops at is the one that was met last. */
+function move(old, token) {
+  old.tabIndex = -1;
+  old.classList.remove("current");
+  token.tabIndex = 0;
+  token.classList.add("current");
+}
+
+/** Arrows go from token to token while one has the focus; the page's own keys rest meanwhile. */
+function step(event) {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  const token = event.target.closest(".token");
+  if (!by || !token) return;
+  event.stopPropagation();
+  event.preventDefault();
+  const all = [...event.currentTarget.querySelectorAll(".token")];
+  all[all.indexOf(token) + by]?.focus();
+}
+
+/** A sample as stretches of tokens: what came before a turn, its completion, and so on. */
+function sampleOf(sample, index, samples, scales) {
+  const section = element("div", sample.ids.length > LONG ? "sample long" : "sample");
+  section.dataset.sample = index;
+  if (samples.length > 1) {
+    section.append(element("h3", "", `Sample ${index + 1} of ${samples.length}`));
+  }
+  const shades = Object.entries(scales).flatMap(([name, scale]) => {
+    const series = seriesOf(sample, COLOURS[name]);
+    return series ? [{ series, scale, colour: COLOURS[name] }] : [];
+  });
+  for (const { start, end, turn } of stretchesOf(sample)) {
+    const stretch = element("div", turn < 0 ? "stretch" : "stretch sampled");
+    stretch.dataset.turn = turn;
+    stretch.append(element("span", "stretch-name", turn < 0 ? "prompt" : `turn ${turn + 1}`));
+    for (let from = start; from < end; from += CHUNK) {
+      stretch.append(chunkOf(sample, from, Math.min(end, from + CHUNK), shades));
+    }
+    section.append(stretch);
+  }
+  return section;
+}
+
+/** Half-open ranges of tokens that belong to one turn, or to what was put before it (−1). */
+function stretchesOf(sample) {
+  const stretches = [];
+  for (const [i, turn] of sample.turn.entries()) {
+    const last = stretches.at(-1);
+    if (last && last.turn === turn) last.end = i + 1;
+    else stretches.push({ start: i, end: i + 1, turn });
+  }
+  return stretches;
+}
+
+function chunkOf(sample, start, end, shades) {
+  const chunk = element("div", "chunk");
+  for (let i = start; i < end; i += 1) {
+    const classes = ["token"];
+    if (sample.mask[i]) {
+      classes.push("trained");
+      for (const { series, scale, colour } of shades) {
+        if (series[i] === null) continue;
+        classes.push(`${colour.letter}${shadeOf(series[i], colour, scale)}`);
+      }
+    }
+    const token = element("span", classes.join(" "), spelled(sample.texts[i]));
+    token.dataset.at = i;
+    token.dataset.testid = "token";
+    token.tabIndex = -1;
+    chunk.append(token);
+    if (sample.texts[i].endsWith("\n")) chunk.append(element("br"));
+  }
+  return chunk;
+}
+
+function element(name, className = "", text = null) {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text !== null) made.textContent = text;
+  return made;
+}
+
+/** A token's text with its blanks, breaks and hidden characters to be seen. */
+function spelled(text) {
+  if (text === "") return "∅";
+  const seen = pieces(text).map((piece) => (piece.hidden ? mark(piece.text) : piece.text)).join("");
+  return seen.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥");
+}
+
+/** All numbers of the token under the pointer or the focus. */
+function Facts({ samples, at }) {
+  if (at === null || !samples[at[0]]) {
+    return html`<div class="token-facts"><p class="muted">Point at a token for its numbers.</p></div>`;
+  }
+  const [sample, i] = [samples[at[0]], at[1]];
+  const facts = FACTS.filter(([, series]) => sample[series] && sample[series][i] !== null);
+  const trained = sample.mask[i];
+  const sampled = sample.sampled_logprob[i];
+  const old = sample.logprob?.[i] ?? null;
+  return html`<div class="token-facts" data-testid="token-facts">
+    <p><span class="token current">${spelled(sample.texts[i])}</span> <span class="muted">${[
+      `token ${number(i)}`, `id ${sample.ids[i]}`,
+      sample.turn[i] < 0 ? "prompt" : `turn ${sample.turn[i] + 1}`,
+      trained ? "trained" : "not trained"].join(", ")}</span></p>
+    ${trained ? html`<dl>
+      ${facts.map(([name, series]) => html`<div key=${name}><dt>${name}</dt>
+        <dd>${exact(sample[series][i])}</dd></div>`)}
+      ${sampled !== null && html`<div><dt>probability</dt>
+        <dd>${exact(Math.exp(sampled))}</dd></div>`}
+      ${old !== null && sampled !== null && html`<div><dt>recomputed − sampled</dt>
+        <dd>${exact(old - sampled)}</dd></div>`}
+    </dl>` : ""}
+  </div>`;
+}
+
+/** Five significant digits: what tells two logprobs apart. */
+const exact = (x) => (Number.isInteger(x) ? String(x) : x.toPrecision(5)).replace("-", "−");
+
+/**
+ * What the model saw before a turn: the tokens before its completion, as text. What it had written
+ * itself in earlier turns is tinted.
+ */
+export function RawPrompt({ data, turn }) {
+  const prompt = useMemo(() => promptOf(data.samples, turn), [data, turn]);
+  if (prompt === null) {
+    return html`<p class="muted">The tokens of this turn's prompt were not recorded.</p>`;
+  }
+  return html`<section class="prompt">
+    <p class="muted">${number(prompt.length)} tokens, exactly as the model saw them; tinted is what
+      it had sampled itself.</p>
+    <div class="prompt-text" data-testid="prompt">${prompt.parts.map((part, i) =>
+      html`<span key=${i} class=${part.sampled ? "sampled" : ""}
+        ><${Text} text=${part.text} /></span>`)}
+    </div>
+  </section>`;
+}
+
+/** The tokens before a turn's completion, joined to texts: `{length, parts: [{text, sampled}]}`. */
+function promptOf(samples, turn) {
+  const sample = samples.find((each) => each.turn.includes(turn));
+  if (!sample) return null;
+  const length = sample.turn.indexOf(turn);
+  const parts = stretchesOf(sample).filter(({ start }) => start < length).map((each) => ({
+    text: sample.texts.slice(each.start, each.end).join(""), sampled: each.turn >= 0,
+  }));
+  return { length, parts };
+}

@@ -1,0 +1,226 @@
+// What pages show of a turn: its actions, what it earned, its thought; an episode's outcome; and
+// episodes side by side, their turns in the same row.
+
+import { html, useEffect, useMemo, useRef } from "./vendor/preact-htm.js";
+import { Board } from "./board.js";
+import { Chip, link, number, plural, Text } from "./parts.js";
+
+/** Cells of all small boards together, above which episodes side by side are shown without. */
+const MOST_SMALL_CELLS = 15000;
+
+/** Ways to act that are told where members part; the rest are counted. */
+const MOST_WAYS = 6;
+
+/** Characters of an observation beside others: enough to tell two apart. */
+const SHORT = 300;
+
+/**
+ * What an episode looked like before each turn and after the last one, in order.
+ *
+ * @returns `[{turn, picture, after}]`, one more than turns: the last has `after`, what the world
+ *     showed in the end, beside the last turn.
+ */
+export function framesOf(episode) {
+  const before = episode.turns.map((turn) => ({ turn, picture: turn.picture, after: null }));
+  const after = { observation: episode.final_observation ?? "" };
+  return [...before, { turn: episode.turns.at(-1) ?? null, picture: episode.final_picture, after }];
+}
+
+/** The address of an episode's group. */
+export const groupLink = (run, { attempt, step, phase, group }) =>
+  link("group", { run }, { attempt, step, phase, group });
+
+/** The return after each turn, penalties included: rewards and penalties so far. */
+export function returnsOf(episode) {
+  let sum = 0;
+  return episode.turns.map((turn) => (sum += turn.reward + turn.penalty));
+}
+
+/** A number with its sign: what is earned and what is lost must not look alike. */
+export function signed(x) {
+  return x > 0 ? `+${number(x)}` : number(x);
+}
+
+/** What a turn asked for; what the world did not execute is struck through. */
+export function Actions({ asked, executed }) {
+  const marked = useMemo(() => matched(asked, executed), [asked, executed]);
+  if (!asked.length) return html`<span class="muted">no action</span>`;
+  return html`<span class="actions">${marked.map(({ action, done }, i) => done
+    ? html`<span key=${i} class="action"><${Text} text=${action} limit=${80} /></span>`
+    : html`<s key=${i} class="action undone" title="asked, not executed"
+        ><${Text} text=${action} limit=${80} /></s>`)}</span>`;
+}
+
+/**
+ * Which of the asked actions were executed. Those are a part of the asked ones in their order, in
+ * the world's own spelling: unknown names and what no budget was left for are missing.
+ */
+function matched(asked, executed) {
+  let done = 0;
+  return asked.map((action) => {
+    const same = done < executed.length && action.toLowerCase() === executed[done].toLowerCase();
+    if (same) done += 1;
+    return { action, done: same };
+  });
+}
+
+/** Reward and, where one is due, penalty. */
+export function Earned({ reward, penalty }) {
+  return html`<span class="earned"
+    ><span class=${tone(reward)} title="reward">${signed(reward)}</span>
+    ${penalty !== 0 && html`<span class="lost" title="penalty"> ${signed(penalty)}</span>`}</span>`;
+}
+
+const tone = (x) => (x > 0 ? "won" : x < 0 ? "lost" : "muted");
+
+/** How an episode ended: by sign, word and colour. */
+export function Outcome({ episode }) {
+  const failed = episode.error !== null && episode.error !== undefined;
+  const [sign, kind] = failed ? ["!", "failed"] : episode.success ? ["✓", "won"] : ["✗", "lost"];
+  return html`<span class="outcome ${kind}" title=${ENDS[episode.stop_reason]}
+    ><span aria-hidden="true">${sign}</span> ${episode.stop_reason.replace("_", " ")}</span>`;
+}
+
+const ENDS = {
+  solved: "the world ended it with success",
+  failed: "the world ended it without success",
+  max_turns: "no turns were left",
+  max_actions: "no actions were left",
+  context: "the next prompt had no room in the model's context",
+  error: "the world raised an error",
+  timeout: "the world did not answer in time",
+  request: "the server gave no completion",
+};
+
+/** One turn in full: thought, actions, what they earned. */
+export function TurnCard({ turn, sum, current, onChoose }) {
+  const card = useRef(null);
+  const still = useRef(turn.turn === 0); // A page that opens with the first turn begins at its top.
+  useEffect(() => {
+    if (current && !still.current) card.current.scrollIntoView({ block: "nearest" });
+    still.current = false;
+  }, [current]);
+  return html`<article ref=${card} class="turn ${current ? "current" : ""}"
+    aria-current=${current ? "true" : undefined} data-testid="turn">
+    <header>
+      <button class="quiet" onClick=${onChoose}>turn ${turn.turn + 1}</button>
+      <${Actions} asked=${turn.actions_asked} executed=${turn.actions_executed} />
+      ${!turn.well_formed && html`<${Chip} kind="bad" title="the reply was not valid">format<//>`}
+      ${turn.finish_reason === "length" && html`<${Chip} kind="warn"
+        title="the reply reached rollout.max_tokens">cut off<//>`}
+      <span class="grow"></span>
+      ${turn.num_tokens !== null && html`<span class="muted small"
+        title=${`sampled by policy version ${turn.policy_version}`}>${
+        plural(turn.num_tokens, "token")}</span>`}
+      <${Earned} ...${turn} />
+      <span class="muted sum" title="return so far">Σ ${number(sum)}</span>
+    </header>
+    <${Thought} turn=${turn} />
+  </article>`;
+}
+
+/** The thought, or the whole reply where it has none. */
+export function Thought({ turn }) {
+  if (turn.thought === null) {
+    return html`<p class="thought unthought"><span class="muted">no valid thought; the reply: </span
+      ><${Text} text=${turn.reply.trim()} /></p>`;
+  }
+  return html`<p class="thought"><${Text} text=${turn.thought.trim()} /></p>`;
+}
+
+/**
+ * Episodes side by side: a column each, a row for each turn.
+ *
+ * @param columns `[{title, episode, href}]`; without `href` the title is no link.
+ * @param from The first turn that is shown.
+ * @param selected The column under the keyboard, or null.
+ */
+export function SideBySide({ columns, from = 0, selected = null }) {
+  const episodes = columns.map(({ episode }) => episode);
+  const last = Math.max(0, ...episodes.map(({ turns }) => turns.length));
+  const parting = partingOf(episodes);
+  const boards = smallBoards(episodes);
+  const box = useRef(null);
+  useEffect(() => {
+    const chosen = box.current.querySelector(".selected");
+    chosen?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  }, [selected]);
+  const rows = Array.from({ length: last - from }, (_, i) => from + i);
+  return html`<div class="beside" ref=${box} tabindex="0" role="region" aria-label="side by side">
+    <table>
+      <thead><tr><th></th>${columns.map((column, i) => html`
+        <th key=${i} scope="col" class=${i === selected ? "selected" : ""}>
+          <${ColumnHead} ...${column} />
+        </th>`)}</tr></thead>
+      <tbody>${rows.map((k) => html`
+        ${parting?.turn === k && html`<tr class="parting" data-testid="parting">
+          <td colspan=${columns.length + 1}><p>${saidOf(parting)}</p></td></tr>`}
+        <tr key=${k}><th scope="row">${k + 1}</th>${episodes.map((episode, i) => html`
+          <td key=${i} class=${i === selected ? "selected" : ""}>
+            ${episode.turns[k] && html`<${SmallTurn} turn=${episode.turns[k]} world=${episode.world}
+              board=${boards} />`}
+          </td>`)}</tr>`)}
+      </tbody>
+    </table>
+  </div>`;
+}
+
+function ColumnHead({ title, episode, href }) {
+  return html`${href ? html`<a href=${href}>${title}</a>` : title}
+    <div><${Outcome} episode=${episode} /></div>
+    <div class="muted"><${Earned} ...${episode} />${" "}
+      in ${plural(episode.turns.length, "turn")}</div>`;
+}
+
+function SmallTurn({ turn, world, board }) {
+  return html`<div class="small-turn">
+    ${board && turn.picture && html`<${Board} picture=${turn.picture} world=${world}
+      turn=${turn} />`}
+    <div>
+      <p class="small-acts"><${Actions} asked=${turn.actions_asked}
+        executed=${turn.actions_executed} /> <${Earned} ...${turn} /></p>
+      ${!turn.picture && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
+        limit=${SHORT} /></p>`}
+      <${Thought} turn=${turn} />
+    </div>
+  </div>`;
+}
+
+function smallBoards(episodes) {
+  const cells = episodes.flatMap(({ turns }) =>
+    turns.map(({ picture }) => (picture ? picture.length * picture[0].length : 0)));
+  return cells.reduce((a, b) => a + b, 0) <= MOST_SMALL_CELLS;
+}
+
+/**
+ * The first turn at which episodes of one level are no longer alike, and whether the world parted
+ * them (another state after the same actions) or they did (other actions): `{turn, by, counts}`.
+ */
+export function partingOf(episodes) {
+  const last = Math.max(0, ...episodes.map(({ turns }) => turns.length));
+  for (let turn = 0; turn < last; turn += 1) {
+    const here = episodes.map(({ turns }) => turns[turn]);
+    const states = tally(here.map((each) => each?.state_key ?? "over"));
+    if (states.length > 1) return { turn, by: "world", counts: states };
+    const acts = tally(here.map((each) => each.actions_executed.join(", ") || "nothing"));
+    if (acts.length > 1) return { turn, by: "actions", counts: acts };
+  }
+  return null;
+}
+
+/** How often each word occurs, the most frequent first. */
+function tally(words) {
+  const counts = new Map();
+  for (const word of words) counts.set(word, (counts.get(word) ?? 0) + 1);
+  return [...counts].sort((a, b) => b[1] - a[1]);
+}
+
+function saidOf({ by, counts }) {
+  if (by === "world") {
+    return `Here they part: the same actions led to ${plural(counts.length, "different state")}.`;
+  }
+  const said = counts.slice(0, MOST_WAYS).map(([acts, count], i) => html`${i ? " · " : " "}
+    <b>${count}</b> did${" "}<${Text} text=${acts} limit=${80} />`);
+  const others = counts.length - MOST_WAYS;
+  return html`Here they part:${said}${others > 0 && ` · and ${plural(others, "other way")}`}`;
+}

@@ -1,0 +1,114 @@
+"""A small made-up run for the viewer: four steps, a rollback to step 2, four more of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from made import turn
+from test_cli import evaluation
+
+from ragen.metrics import last
+from ragen.recorder import Recorder
+from ragen.settings import dump, resolve
+from ragen.types import Episode, Group
+
+THOUGHTS = ("the box is left", "Ünder the wall", 'she said "go" & <b>left</b>', "push it")
+
+
+def episode(group: int, member: int, reward: float, level: int, thought: str) -> Episode:
+    """Two turns; the second prompt goes on from the tokens of the first."""
+    first = turn(0.0, prompt=(1, 2), sampled=(7, 8), thought=thought, executed=1)
+    after = turn(reward, prompt=(1, 2, 7, 8, 3), sampled=(9,), penalty=-0.1, state="s")
+    turns = (
+        replace(first, observation="P_", picture=("P_", "_G")),
+        replace(after, observation="_P"),
+    )
+    ended: dict[str, Any] = {"terminated": reward > 0, "truncated": reward == 0}
+    return Episode(
+        world="frozen-lake",
+        level_seed=level,
+        noise_seed=2**60 + 1,
+        group=group,
+        member=member,
+        turns=turns,
+        stop_reason="solved" if reward > 0 else "max_turns",
+        bootstrap=False,
+        success=reward > 0,
+        final_observation="_*",
+        **ended,
+    )
+
+
+def groups(step: int, levels: tuple[int, int]) -> list[Group]:
+    """Two groups of two: the first is won once, the second never."""
+    return [
+        Group(
+            tuple(
+                episode(number, member, float(number == member == 0), level, thought)
+                for member, thought in enumerate(THOUGHTS[2 * number : 2 * number + 2])
+            )
+        )
+        for number, level in enumerate(levels)
+    ]
+
+
+def log_step(recorder: Recorder, step: int, success: float) -> None:
+    """A step's metrics and episodes."""
+    metrics = {
+        "success/mean": success,
+        "progress/updates": 2.0 * step,
+        "progress/episodes": 4.0 * step,
+        "progress/tokens": 10.0 * step,
+        "time/step_s": 4.0,
+        "time/update_s": 1.0,
+        "mismatch/max_abs": step * 1e-6,
+        "information/first/mi": 1.0,
+        "information/first/regime": 1.0,
+    }
+    recorder.log(step, {name: last(value) for name, value in metrics.items()})
+    seen = (10000 + 2 * step, 10001 + 2 * step)
+    recorder.episodes(step, groups(step, seen), [True, False], scores=[0.5, None])
+
+
+def evaluate(recorder: Recorder, step: int, success: float) -> None:
+    """An evaluation of two levels, twice each, and its episodes."""
+    recorder.evaluation(step, evaluation(success).record() | {"world": "frozen-lake"})
+    recorder.episodes(step, groups(step, (123, 124)), phase="eval")
+
+
+def steps(recorder: Recorder) -> Iterator[int]:
+    """Log the run; what is yielded is the step that was just committed."""
+    evaluate(recorder, 0, 0.5)
+    for step in (1, 2, 3, 4):
+        log_step(recorder, step, 0.5 + step / 10)
+        recorder.commit()
+        yield step
+    evaluate(recorder, 4, 0.2)
+    recorder.event(4, "alarm", "grad_spike: 30", {"detector": "grad_spike"})
+    recorder.event(4, "guard", "rolled back to step 2, attempt 1")
+    recorder.commit()
+    recorder.attempt = 1
+    for step in (3, 4, 5, 6):
+        log_step(recorder, step, 0.9)
+        recorder.commit()
+        yield step
+    arrays = {"token_ids": [1, 2, 7, 8], "loss_mask": [False, False, True, True]}
+    arrays |= {"turn_index": [-1, -1, 0, 0], "sampled_logprobs": [0.0, 0.0, -0.5, -0.1]}
+    arrays |= {"old_logprobs": [0.0, 0.0, -0.5, -0.1], "advantages": [9.0, 9.0, 1.0, float("nan")]}
+    recorder.samples(6, [{"group": 0, "member": 0, **arrays}])
+    recorder.cross_scores(6, "first", [[-1.0, -2.0], [-3.0, -1.5]], [0, 1], ["a", "b"], ["P", "Q"])
+    evaluate(recorder, 6, 0.9)
+
+
+def make_run(folder: Path, finish: bool = True) -> Path:
+    """Write the run; one that is not finished lacks its last two steps."""
+    folder.mkdir(parents=True)
+    config = dump(resolve("frozen-lake", {"steps": 6, "seed": 7}))
+    with Recorder.create(folder, config, text_of=lambda token: f"<{token}>") as recorder:
+        for step in steps(recorder):
+            if not finish and (recorder.attempt, step) == (1, 4):
+                break
+    return folder
