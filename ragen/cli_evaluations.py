@@ -36,6 +36,7 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     from ragen.targets import config_for
 
     server = _server(options)
+    _refuse_unwritable(options.markdown)
     prices = Prices(options.price_in, options.price_out)
     named = [name for each in options.world or [] for name in each.split(",")]
     asked_in = [overrides | {"world": name} for name in named] or [overrides]
@@ -79,9 +80,10 @@ def _compare(options: Namespace, overrides: Overrides) -> int:
     from ragen.compare import contests, in_all, table
     from ragen.evaluation import outcomes_of
     from ragen.report import markdown, show
-    from ragen.targets import is_local
+    from ragen.targets import is_local, refuse_absent
 
     server, places = _server(options), _places(options)
+    _refuse_unwritable(options.markdown)
 
     def measure(target: str, settings: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
         with _counting(target, options.episodes * options.samples) as count:
@@ -99,6 +101,10 @@ def _compare(options: Namespace, overrides: Overrides) -> int:
             )
 
     arms = options.one.split(","), options.other.split(",")
+    for target in (*arms[0], *arms[1]):
+        if not target:
+            raise RagenError("an arm is one target, or several with a comma between: A1,A2,A3")
+        refuse_absent(target, server)
     found = []
     for comparison in contests(*arms, places, overrides, measure, server is not None):
         found.append(comparison)
@@ -181,6 +187,14 @@ def _counting(name: str, total: int) -> Iterator[Callable[[Outcome, int], None]]
             yield lambda _, left: bar.update(task, completed=total - left)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
+
+
+def _refuse_unwritable(path: Path | None) -> None:
+    """A page that cannot be written is known of before anything is played."""
+    if path is not None:
+        folder = "is a folder" if path.is_dir() else ""
+        if reason := folder or ("" if path.parent.is_dir() else "there is no such folder"):
+            raise RagenError(f"cannot write {path}: {reason}; name a file with --markdown FILE")
 
 
 def _write(path: Path, text: str) -> None:

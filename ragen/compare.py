@@ -168,14 +168,16 @@ def contests(
                 raise RagenError(f"{target} is named twice: a training seed counts once")
     for settings in places.values():  # nothing is played before all of it is known to be possible
         same_game([*ones, *others], {**overrides, **settings}, served)
-    home = _home([*ones, *others], {**overrides, **next(iter(places.values()))})
+    base = "base"
+    if base in (*ones, *others):
+        from ragen.checkpoint import base_folder  # torch is needed from here on
+
+        base = str(
+            base_folder(_home([*ones, *others], {**overrides, **next(iter(places.values()))}))
+        )
 
     def at_home(target: str, settings: Overrides) -> tuple[Evaluation, list[Outcome]]:
-        if target == "base":
-            from ragen.checkpoint import base_folder  # torch is needed from here on
-
-            target = str(base_folder(home))
-        return measure(target, settings)
+        return measure(base if target == "base" else target, settings)
 
     for place, settings in places.items():
         yield compare(place, ones, others, {**overrides, **settings}, at_home, served)

@@ -52,6 +52,9 @@ PASSING = (408, 409, 425, 429)
 SHOWN = 300
 """Characters of a server's complaint that are shown."""
 
+MOST_TOKENS = 2**31
+"""Tokens of one completion from which on a server's count is none."""
+
 SECRET = 8
 """Characters from which on a key is one: shorter ones are the dummies that local servers take."""
 
@@ -251,19 +254,23 @@ class Pace:
 
     def __init__(self, requests_per_minute: float) -> None:
         self._gap_s = 60 / requests_per_minute if requests_per_minute else 0.0
-        self._next = 0.0
+        self._next = self._quiet_until = 0.0
 
     async def turn(self) -> None:
-        """Wait for a request's turn."""
-        now = time.monotonic()
-        at = max(now, self._next)
-        self._next = at + self._gap_s
-        if at > now:
-            await asyncio.sleep(at - now)
+        """Wait for a request's turn; who waited already when quiet was asked for waits anew."""
+        while True:
+            now = time.monotonic()
+            at = max(now, self._next)
+            self._next = at + self._gap_s
+            if at > now:
+                await asyncio.sleep(at - now)
+            if time.monotonic() >= self._quiet_until:
+                return
 
     def hold(self, seconds: float) -> None:
         """Let no further request begin for so long."""
-        self._next = max(self._next, time.monotonic() + seconds)
+        self._quiet_until = max(self._quiet_until, time.monotonic() + seconds)
+        self._next = max(self._next, self._quiet_until)
 
 
 class _Passing(Exception):
@@ -316,7 +323,7 @@ def complaint(text: str) -> tuple[str, str]:
     """
     said: Any = text
     code = ""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         said = json.loads(text)
     for _ in range(3):  # {"error": {"message": …}}, {"detail": {"error": …}}
         if isinstance(said, dict):
@@ -347,7 +354,7 @@ def read_reply(text: str, think: bool) -> Completion:
     """
     try:
         answer = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter of brackets by the thousand
         raise _Passing("an answer that is no JSON") from None
     if not isinstance(answer, dict) or answer.get("error"):
         said, _ = complaint(text)
@@ -386,6 +393,8 @@ def _untagged(reasoning: str) -> str:
 
 def _usage(counted: Any) -> Usage | None:
     match counted:
-        case {"prompt_tokens": int(read), "completion_tokens": int(written)}:
+        case {"prompt_tokens": int(read), "completion_tokens": int(written)} if (
+            min(read, written) >= 0 and max(read, written) < MOST_TOKENS
+        ):
             return Usage(read, written)
     return None

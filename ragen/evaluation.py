@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,11 @@ class Evaluation:
 
     `success` is a share of episodes with its 95 % interval (`statistics.success_rate`); failed
     episodes (a world or a server that broke) count as no success. `pass_at_k` is the chance that
-    one of k = `samples` episodes of a level succeeds. `random` and `best` are the success of
-    uniformly random and of best play on the same levels under the same budgets; `best` is ``None``
-    for worlds without a solver. Returns are sums of the world's rewards, format penalties left out.
+    one of k = `samples` episodes of a level succeeds, `pass_at` that of one of fewer: for k = 1, 2,
+    4, … up to `samples` the chance and its interval, where there are several. `random` and `best`
+    are the success of uniformly random and of best play on the same levels under the same budgets;
+    `best` is ``None`` for worlds without a solver. Returns are sums of the world's rewards, format
+    penalties left out.
 
     Of a turn: `valid_fraction` had a valid reply, `completion_tokens` and `thought_words` are means
     where they are known. `effective_fraction` is the share of actions that changed the world.
@@ -77,6 +79,7 @@ class Evaluation:
     effective_fraction: float = 0.0
     total_prompt_tokens: int = 0
     total_completion_tokens: int = 0
+    pass_at: dict[str, list[float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """One line: success with its interval, beside floor and ceiling."""
@@ -194,7 +197,11 @@ def summarised(
     (num_samples,) = set(samples.values())
     solved = Counter(outcome.level_seed for outcome in outcomes if outcome.success)
     success = success_rate([outcome.success for outcome in outcomes], levels)
-    passed = pass_at_k([solved[level] for level in samples], num_samples, num_samples)
+    passed = {
+        k: pass_at_k([solved[level] for level in samples], num_samples, k)
+        for k in tries(num_samples)
+    }
+    in_any = passed[num_samples]
     mean_return = bootstrap_mean([outcome.total_reward for outcome in outcomes], levels)
     turns = sum(outcome.num_turns for outcome in outcomes)
     actions = sum(outcome.num_actions for outcome in outcomes)
@@ -226,14 +233,25 @@ def summarised(
         first_level=min(levels),
         seconds=seconds,
         samples=num_samples,
-        pass_at_k=passed.value,
-        pass_at_k_low=passed.low,
-        pass_at_k_high=passed.high,
+        pass_at_k=in_any.value,
+        pass_at_k_low=in_any.low,
+        pass_at_k_high=in_any.high,
         thought_words=a_turn(sum(outcome.thought_words for outcome in outcomes)),
         effective_fraction=sum(outcome.effective_actions for outcome in outcomes) / max(1, actions),
         total_prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
         total_completion_tokens=completion_tokens,
+        pass_at={str(k): [p.value, p.low, p.high] for k, p in passed.items() if num_samples > 1},
     )
+
+
+def tries(samples: int) -> list[int]:
+    """The k of which pass@k is told: the powers of two below the samples of a level, and those.
+
+    Example:
+        >>> tries(6), tries(1)
+        ([1, 2, 4, 6], [1])
+    """
+    return [2**power for power in range((samples - 1).bit_length())] + [samples]
 
 
 def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
@@ -408,7 +426,8 @@ def _answered(
             floor = floor_and_ceiling(setup, config.world.params, ask.levels)
         seconds = time.monotonic() - start
         evaluation = summarised(outcomes, floor, ask.target, ask.temperature, seconds)
-        if store is not None and missing:
+        # Who was killed between its last episode and here left outcomes without a result.
+        if store is not None and (missing or not store.holds(key, ask.episodes, ask.samples)):
             store.finish(key, settings, evaluation.record())
     return evaluation, outcomes
 

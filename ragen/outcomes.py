@@ -166,12 +166,24 @@ class Store:
                 f"INSERT INTO evaluations ({names}) VALUES (?,?,?,?,?,?,?,?)", row
             )
 
+    def holds(self, key: str, episodes: int, samples: int) -> bool:
+        """Whether the result of so many levels and samples was kept under a key.
+
+        Raises:
+            RagenError: The database cannot be read.
+        """
+        query = "SELECT record FROM evaluations WHERE key = ? AND episodes = ?"
+        with self._errors():
+            rows = self._connection.execute(query, (key, episodes)).fetchall()
+        return any(json.loads(record).get("samples", 1) == samples for (record,) in rows)
+
     def close(self) -> None:
         """Leave one plain file, unless others are still at it."""
         played = "SELECT EXISTS (SELECT 1 FROM outcomes WHERE error IS NULL AND num_turns > 0)"
         useless = self._made and self._connection.execute(played).fetchone() == (0,)
         close_database(self._connection)
-        if useless:
+        # Another process that is at it keeps the write-ahead log, and needs the file.
+        if useless and not (self.folder / f"{DATABASE}-wal").exists():
             (self.folder / DATABASE).unlink(missing_ok=True)
             if self._made_folder and not any(self.folder.iterdir()):
                 self.folder.rmdir()

@@ -67,13 +67,20 @@ def scores(evaluation: Evaluation, outcomes: Sequence[Outcome], prices: Prices) 
 
 
 def _lines(e: Evaluation, outcomes: Sequence[Outcome], prices: Prices) -> list[str]:
+    # One level says nothing of how far others lie from it.
+    spread = f" [{e.mean_return_low:.3f}, {e.mean_return_high:.3f}]" if e.episodes > 1 else ""
     lines = [
-        f"An episode: return {e.mean_return:.3f} [{e.mean_return_low:.3f}, "
-        f"{e.mean_return_high:.3f}], {e.mean_turns:.2f} turns, {e.mean_actions:.2f} actions, "
-        f"{e.effective_fraction:.1%} of them effective.",
+        f"An episode: return {e.mean_return:.3f}{spread}, {e.mean_turns:.2f} turns, "
+        f"{e.mean_actions:.2f} actions, {e.effective_fraction:.1%} of them effective.",
         f"A turn: {e.valid_fraction:.1%} valid replies, {e.thought_words:.1f} words of thought, "
         f"{e.completion_tokens:.1f} tokens.",
     ]
+    if e.pass_at:
+        chances = (
+            f"pass@{k} {value:.1%} [{low:.1%}, {high:.1%}]"
+            for k, (value, low, high) in e.pass_at.items()
+        )
+        lines.append(f"One of k episodes of a level: {', '.join(chances)}.")
     if e.total_prompt_tokens:
         cost = prices.cost(e.total_prompt_tokens, e.total_completion_tokens)
         lines.append(

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,8 +82,10 @@ def grid(study: Study, scale: Scale, seeds: int, out: Path) -> list[Cell]:
     """All runs of a study, seed by seed, so that an early look sees every arm.
 
     Raises:
-        RagenError: The settings of one of them exclude each other.
+        RagenError: The settings of one of them exclude each other, or there are too few seeds.
     """
+    if seeds < 2:
+        raise RagenError(f"--seeds {seeds}: an interval over seeds takes 2 or more")
     cells = []
     for seed, recipe, arm in product(range(seeds), study.grid(scale).recipes, study.arms):
         folder = out.resolve() / _slug(recipe) / _slug(arm) / f"seed-{seed}"
@@ -132,14 +137,17 @@ def run_study(
         say: Told a line about each run that ends.
 
     Raises:
-        RagenError: Settings that exclude each other, a run of other settings in `out`, or one that
-            failed; those that are done stay.
+        RagenError: A number out of its range, settings that exclude each other, a run of other
+            settings in `out`, one that failed, or `out` cannot be written; those that are done
+            stay.
     """
-    if seeds < 2:
-        raise RagenError(f"--seeds {seeds}: an interval over seeds takes 2 or more")
+    if jobs < 0:
+        raise RagenError(f"--jobs {jobs}: expected a whole number ≥ 0")
     cells = grid(study, scale, seeds, out)
     for cell in cells:
         refuse_other_settings(cell)
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell in cells if not is_finished(cell)]
     say(f"{study.name}: {len(cells)} runs, {len(cells) - len(missing)} of them done")
     for number, cell in enumerate(carried_out(missing, jobs or usable_cpus()), 1):
@@ -155,7 +163,7 @@ def carried_out(cells: Sequence[Cell], jobs: int) -> Iterator[Cell]:
             yield cell
         return
     # Spawned: a fork of a process with torch's threads in it may hang.
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
         started = {pool.submit(carry_out, cell): cell for cell in cells}
         try:
             for future in as_completed(started):
@@ -166,6 +174,21 @@ def carried_out(cells: Sequence[Cell], jobs: int) -> Iterator[Cell]:
             for process in active_children():
                 process.terminate()  # each saves its run as of its last step
             raise
+
+
+def end_with_parent() -> None:
+    """In a process of the pool: be gone as soon as the study's own is, also where that is killed.
+
+    Left alone, it would go on with its run, beside the same command that is given again.
+    """
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def carry_out(cell: Cell) -> None:
@@ -181,7 +204,8 @@ def carry_out(cell: Cell) -> None:
             resume(cell.folder)
             return
         shutil.rmtree(cell.folder, ignore_errors=True)  # killed before its first checkpoint
-        cell.folder.parent.mkdir(parents=True, exist_ok=True)
+        with _writing(cell.folder.parent):
+            cell.folder.parent.mkdir(parents=True, exist_ok=True)
         train(cell.config, cell.folder)
     except GuardStop:
         return
@@ -225,7 +249,11 @@ def refuse_other_settings(cell: Cell) -> None:
 
 
 def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[Cell]) -> Findings:
-    """Measure the runs, judge, and write ``runs.csv``, ``study.svg`` and ``study.md``."""
+    """Measure the runs, judge, and write ``runs.csv``, ``study.svg`` and ``study.md``.
+
+    Raises:
+        RagenError: A run cannot be read, or `out` cannot be written.
+    """
     names = dict.fromkeys((*ALWAYS, *(p.measure for p in study.predictions)))
     numbers: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
     curves, rows = {}, []
@@ -238,13 +266,27 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
             numbers[name].setdefault((cell.recipe, cell.arm), []).append(value)
     decisions = decide(study, scale, numbers)
     found = Findings(study, scale, seeds, numbers, decisions, verdict(decisions))
-    with (out / "runs.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["recipe", "arm", "seed", *names])
-        writer.writerows(rows)
-    draw(found, curves).savefig(out / "study.svg")
-    (out / "study.md").write_text("\n".join(page(found)) + "\n", encoding="utf-8")
+    with _writing(out):
+        with (out / "runs.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["recipe", "arm", "seed", *names])
+            writer.writerows(rows)
+        draw(found, curves).savefig(out / "study.svg")
+        (out / "study.md").write_text("\n".join(page(found)) + "\n", encoding="utf-8")
     return found
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """A place that takes no files is the user's to mend; what is done stays done."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise RagenError(
+            f"cannot write {error.filename or folder}: {reason}; free space there or choose "
+            "another place with --out"
+        ) from None
 
 
 def page(found: Findings) -> Iterator[str]:

@@ -59,6 +59,26 @@ def is_local(target: str) -> bool:
     return target == "base" or target in PLAYERS or Path(target).exists()
 
 
+def refuse_absent(target: str, server: Server | None = None) -> None:
+    """What cannot play is known before anyone else has played; no weights are read.
+
+    A server's model is left to the server.
+
+    Raises:
+        RagenError: There is no such run or model, or it is not one.
+    """
+    if target == "human":
+        raise RagenError("a person plays with `ragen play WORLD`; random and solver are measured")
+    if target == "base" or target in PLAYERS or (server is not None and not is_local(target)):
+        return
+    from ragen.checkpoint import resolve_model  # torch is needed from here on
+    from ragen.lora import base_of
+    from ragen.pretrained import model_config, model_folder
+
+    model = base_of(resolve_model(target, ""))
+    model_config(model_folder(model, weights=False), target)
+
+
 def config_for(target: str, overrides: Mapping[str, Any], server: Server | None = None) -> Config:
     """The settings under which a target plays: its run's, or the recipe's of the world.
 
@@ -109,9 +129,8 @@ def opponent(
     """
     if server is not None:
         return ChatEndpoint(server, target, config.prompt.think), setup_of(config, None)
-    if target == "human":
-        raise RagenError("a person plays with `ragen play WORLD`; random and solver are measured")
     if target in PLAYERS:
+        refuse_absent(target)
         setup = setup_of(config, None)
         return PlayerPolicy(PLAYERS[target], setup.think, setup.prefill), setup
     from ragen.checkpoint import resolve_model  # torch is needed from here on

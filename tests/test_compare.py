@@ -288,9 +288,35 @@ def test_a_served_model_against_a_player(capsys: pytest.CaptureFixture[str]) -> 
         (["--world", "sokoban,bandti"], "did you mean 'bandit'"),
         (["--rpm", "3"], "add --base-url URL"),
         (["--episodes", "0"], "episodes = 0"),
+        (["--markdown", "no/such/page.md"], "there is no such folder"),
     ],
 )
 def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "random", "solver", *options]) == 2
     shown = capsys.readouterr()
     assert message in shown.err and not shown.out, "nothing is played before it is known"
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("no-such-run", "there is no model or run 'no-such-run'"),
+        ("solver,", "with a comma between: A1,A2,A3"),
+        ("solver,human", "a person plays with `ragen play WORLD`"),
+        ("base", "no embedded model"),
+        (".", "config.json"),
+    ],
+)
+def test_nobody_plays_before_both_are_there(
+    other: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rogue = f"{Path(__file__).parent / 'rogue.py'}:Rogue"
+    assert main(["compare", "random", other, "--world", rogue, "--episodes", "4"]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and shown.err.count("\n") == 1 and not shown.out
+    assert not list(tmp_path.iterdir()), "nothing was played"

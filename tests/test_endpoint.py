@@ -87,6 +87,7 @@ FAULTS = {
     "breaks off": Answer(said().body, length=10_000),
     "no JSON": Answer("OK"),
     "a list": Answer([1]),
+    "brackets without end": Answer("[" * 200_000),
     "empty choices": Answer({"choices": []}),
     "no choices": Answer({"object": "chat.completion"}),
     "no message": Answer({"choices": [{"text": "legacy"}]}),
@@ -251,6 +252,21 @@ def test_requests_begin_at_the_asked_rate() -> None:
     assert asyncio.run(four(quiet)) >= 0.19
 
 
+def test_who_waits_already_keeps_quiet_too() -> None:
+    """600 a minute: the second's turn would come after 0.1 s, and the server asks for 0.3."""
+
+    async def held() -> float:
+        pace, start = Pace(600), time.monotonic()
+        await pace.turn()
+        second = asyncio.create_task(pace.turn())
+        await asyncio.sleep(0)
+        pace.hold(0.3)
+        await second
+        return time.monotonic() - start
+
+    assert 0.3 <= asyncio.run(held()) < 2.0
+
+
 READINGS: dict[str, tuple[dict[str, Any], str, bool, str, str]] = {
     # message, finish reason, whether a thought is asked for, text, finish reason
     "plain": ({"content": "<answer>Up</answer>"}, "stop", False, "<answer>Up</answer>", "stop"),
@@ -339,6 +355,13 @@ def test_what_an_answer_says(name: str) -> None:
     message, finish, think, text, expected = READINGS[name]
     body = json.dumps({"choices": [{"message": message, "finish_reason": finish}]})
     assert read_reply(body, think) == Completion(None, None, text, expected, 0)  # type: ignore[arg-type]
+
+
+def test_counts_that_are_none_are_not_believed() -> None:
+    for count in (-1, 10**30, "7", None, 1.5):
+        usage = {"prompt_tokens": count, "completion_tokens": 1}
+        choice = {"message": {"content": "go"}, "finish_reason": "stop"}
+        assert read_reply(json.dumps({"choices": [choice], "usage": usage}), False).usage is None
 
 
 @pytest.mark.parametrize(

@@ -328,14 +328,18 @@ def test_a_table_by_hand() -> None:
     reference = evaluation.reference("bandit", {}, evaluation.Budget(1, 1, 1), [123, 124])
     made = evaluation.summarised(outcomes, reference, "m", 0.0, 1.0)
     assert (made.success, made.pass_at_k, made.mean_return) == (0.25, 0.5, 0.25)
+    assert made.pass_at["1"] == pytest.approx([0.25, 0.0, 1.0]) and made.pass_at["2"][0] == 0.5
     assert (made.valid_fraction, made.effective_fraction) == (2 / 3, 2 / 4)
     assert (made.thought_words, made.completion_tokens, made.mean_turns) == (3.0, 5.0, 0.75)
     section = scores(made, outcomes, Prices(1000.0, 2000.0))
     assert section.rows[1][:2] == ("m, greedy", "25.0%") and section.columns[4] == "pass@2"
     assert section.rows[0][:2] == ("random play", "50.0%")
+    # Half of one of two levels, drawn beside a 0 and a 1; k = 2 is Wilson's of 1 of 2.
+    passed = "pass@1 25.0% [0.0%, 100.0%], pass@2 50.0% [9.5%, 90.5%]"
+    assert section.lines[2] == f"One of k episodes of a level: {passed}."
     # 30 tokens at 1000 and 15 at 2000 a million: 0.03 + 0.03.
-    assert section.lines[2] == "Tokens: 30 read, 15 written; at the prices given they cost 0.06."
-    assert section.lines[3:] == tuple(failures(outcomes)) and len(failures(outcomes)) == 1
+    assert section.lines[3] == "Tokens: 30 read, 15 written; at the prices given they cost 0.06."
+    assert section.lines[4:] == tuple(failures(outcomes)) and len(failures(outcomes)) == 1
     assert found.samples == 2
 
 
@@ -351,11 +355,36 @@ def test_a_table_by_hand() -> None:
         ("--rpm 5", "are about an endpoint: add --base-url URL"),
         ("--price-in=-1", "--price-in and --price-out: expected numbers ≥ 0"),
         ("--slip 5", "unknown key 'slip'"),
-        ("--markdown no/such/folder.md", "cannot write no/such/folder.md: no such file"),
+        ("--markdown no/such/folder.md", "cannot write no/such/folder.md: there is no such folder"),
+        ("--markdown .", "cannot write .: is a folder; name a file with --markdown FILE"),
     ],
 )
 def test_mistakes_are_one_line(arguments: str, words: str, capsys: Capture) -> None:
     assert main(["eval", "random", "--world", "bandit", "--episodes", "2", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
-    assert os.listdir() == ([] if "--markdown" not in arguments else ["evals"])
+    assert os.listdir() == []
+
+
+def test_a_page_that_cannot_be_written_in_the_end_is_one_line(capsys: Capture) -> None:
+    """What was played is kept all the same."""
+    line = "eval random --world bandit --episodes 2 --markdown /dev/full"
+    assert main(line.split()) == 2
+    output = capsys.readouterr()
+    assert output.err == "ragen: cannot write /dev/full: no space left on device\n"
+    assert "random play" in output.out and os.listdir() == ["evals"]
+
+
+def test_killed_before_its_result_was_kept(capsys: Capture) -> None:
+    command = shlex.split("eval random --world bandit --episodes 4 --samples 2 --json")
+    assert main(command) == 0
+    with closing(sqlite3.connect(Path("evals", DATABASE))) as connection, connection:
+        connection.execute("DELETE FROM evaluations")  # as if it had come to the last episode
+    for _ in range(2):
+        assert main(command) == 0
+    first, *others = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [without_seconds(each) for each in others] == [without_seconds(first)] * 2
+    assert list(first["pass_at"]) == ["1", "2"]
+    with closing(sqlite3.connect(Path("evals", DATABASE))) as connection:
+        ((record,),) = connection.execute("SELECT record FROM evaluations").fetchall()
+    assert json.loads(record)["pass_at"] == first["pass_at"]

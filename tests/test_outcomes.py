@@ -76,6 +76,26 @@ def test_two_write_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [DATABASE]
 
 
+def test_a_database_that_another_process_is_at_stays(tmp_path: Path) -> None:
+    """The one made it and played nothing; the other came later, and has yet to play."""
+    one = Store(tmp_path)
+    with Store(tmp_path) as other:
+        assert other.outcomes("a") == []
+        one.close()
+        other.add("a", LOST)
+    with Store(tmp_path) as store:
+        assert store.outcomes("a") == [LOST]
+
+
+def test_a_result_is_known_by_its_levels_and_samples(tmp_path: Path) -> None:
+    record = {"world": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "samples": 2}
+    with Store(tmp_path) as store:
+        assert not store.holds("a", 4, 2)
+        store.finish("a", {}, record)
+        found = [store.holds("a", 4, 2), store.holds("a", 4, 1), store.holds("a", 8, 2)]
+        assert [*found, store.holds("b", 4, 2)] == [True, False, False, False]
+
+
 def test_a_run_s_own_evaluations_stay_apart(tmp_path: Path) -> None:
     """Also while the run is being written; and a resume forgets none that were asked for."""
     folder = new_run_folder(tmp_path, "bandit")

@@ -79,6 +79,15 @@ def test_pass_at_k_by_hand():
     assert pass_at_k([1, 3, 0], 4, 4) == wilson(2, 3), "the share of levels that were solved at all"
 
 
+def test_pass_at_1_is_the_success_rate():
+    for solved in ([1, 3, 0, 4], [0, 0], [4, 4, 4], [2], [1, 1]):
+        won = [sample < count for count in solved for sample in range(4)]
+        levels = [level for level in range(len(solved)) for _ in range(4)]
+        one, rate = pass_at_k(solved, 4, 1), success_rate(won, levels)
+        assert (one.value, one.low, one.high) == pytest.approx((rate.value, rate.low, rate.high))
+    assert pass_at_k([3, 4], 4, 2) == wilson(2, 2), "no spread is not certainty"
+
+
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
 def test_pass_at_k_is_unbiased(chance):
     """Over all counts of n = 5 tries, its mean is the true 1 − (1 − p)ᵏ; the plug-in's is not."""
@@ -94,7 +103,7 @@ def test_pass_at_k_is_unbiased(chance):
     ("solved", "samples", "k"), [([1], 2, 3), ([1], 2, 0), ([3], 2, 1), ([], 2, 1)]
 )
 def test_no_pass_at_k(solved, samples, k):
-    with pytest.raises(ValueError, match=r"expected 1 ≤ k ≤ n|need as many"):
+    with pytest.raises(ValueError, match="expected 1 ≤ k ≤ n, one level"):
         pass_at_k(solved, samples, k)
 
 
@@ -104,8 +113,14 @@ def test_success_rate_counts_levels():
     # Twice as many episodes on the same levels that always agree are no surer.
     twice = success_rate([True, True, False, False, True, True], [1, 1, 2, 2, 3, 3])
     assert twice.value == pytest.approx(2 / 3)
-    assert twice == bootstrap_mean([1.0, 1.0, 0.0, 0.0, 1.0, 1.0], [1, 1, 2, 2, 3, 3])
+    # A level that is always solved and one that never is are drawn among them.
+    drawn = bootstrap_mean([1.0, 0.0, 1.0, 0.0, 1.0], range(5))
+    assert (twice.low, twice.high) == (drawn.low, drawn.high)
     assert success_rate([False] * 4, [1, 1, 2, 2]) == wilson(0, 2), "no spread is not certainty"
+    assert success_rate([True, False] * 2, [1, 1, 2, 2]) == wilson(1, 2), "nor between levels"
+    # A single level, p = .25, n = 1: (.25 + 1.9207 ∓ 1.96·√(.1875 + .9604)) / 4.8415.
+    alone = success_rate([True, False, False, False], [1] * 4)
+    assert (alone.low, alone.high) == pytest.approx((0.0146, 0.8820), abs=1e-4)
     with pytest.raises(ValueError, match="need as many"):
         success_rate([], [])
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +162,43 @@ def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path, jobs: int) 
         studies.run_study(other, seeds=2, out=tmp_path)
 
 
+def test_a_killed_study_leaves_no_process_behind(tmp_path: Path) -> None:
+    """One that went on would write into the run that the same command goes on with."""
+    script = tmp_path / "pool.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\n"
+        "from ragen.studies import end_with_parent\n"
+        "if __name__ == '__main__':\n"
+        "    pool = ProcessPoolExecutor(1, get_context('spawn'), end_with_parent)\n"
+        "    print(pool.submit(os.getpid).result(), flush=True)\n"
+        "    pool.submit(time.sleep, 600)\n"
+        "    time.sleep(600)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    study = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert study.stdout is not None
+    worker = int(study.stdout.readline())
+    os.kill(worker, 0)
+    study.kill()
+    study.wait()
+    study.stdout.close()
+    for _ in range(500):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        stat = Path(f"/proc/{worker}/stat")
+        if stat.exists() and ") Z " in stat.read_text():  # nobody may be there to reap it
+            return
+        time.sleep(0.02)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("it outlived the study")
+
+
 def test_an_arm_may_begin_with_a_lesson(tmp_path: Path) -> None:
     taught = TINY | {
         "arms": {"base": {"steps": 0}, "taught": {"steps": 0}},
@@ -182,12 +224,31 @@ def test_a_stop_is_an_interruption_that_the_same_command_mends(
         studies.run_study(tiny, seeds=2, out=tmp_path, jobs=1)
 
 
-def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_cannot_be_written_are_one_line(tiny: Study, tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").mkdir()
+    with pytest.raises(RagenError, match=r"cannot write .*runs\.csv: is a directory; .*--out"):
+        studies.conclude(tiny.model_copy(update={"predictions": []}), "laptop", 2, tmp_path, [])
+
+
+def test_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["study"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(names())
     assert main(["study", names()[0], "--dry-run"]) == 0
     assert "predicts " in capsys.readouterr().out
     assert main(["study", "filterin"]) == 2
     assert "did you mean 'filtering'?" in capsys.readouterr().err
-    assert main(["study", "filtering", "--seeds", "1"]) == 2
-    assert "takes 2 or more" in capsys.readouterr().err
+    Path("file").write_text("")
+    for options, message in (
+        (["--seeds", "1"], "--seeds 1: an interval over seeds takes 2 or more"),
+        (["--seeds", "0", "--dry-run"], "--seeds 0: an interval"),
+        (["--jobs", "-2"], "--jobs -2: expected a whole number"),
+        (["--out", "file"], "cannot write file: file exists; free space there or choose another"),
+        (["--out", "file/x"], "cannot write file/x: not a directory"),
+    ):
+        assert main(["study", "filtering", *options]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

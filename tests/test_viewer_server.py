@@ -245,7 +245,7 @@ def test_news_reach_a_page_within_two_seconds_of_the_step(tmp_path: Path) -> Non
         assert (step[1]["attempt"], step[1]["step"]) == (0, 2) and step[2] - committed < 2
         (alarm,) = (event for event in of_run if event[0] == "alarm")
         assert alarm[1]["text"] == "grad_spike: 30" and alarm[1]["data"]["detector"] == "grad_spike"
-        assert "runs" in {name for name, _, _ in of_all}
+        wait(lambda: "runs" in {name for name, _, _ in of_all})
         recorder.close()
         wait(lambda: bool(of_run) and of_run[-1][0] == "end")
         assert not (runs / "a" / "run.sqlite-wal").exists()
