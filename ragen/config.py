@@ -24,6 +24,9 @@ paper (arXiv:2507.18071) clips at 3e-4 and 4e-4: PPO's .2, left standing, would 
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Temperatures above 0 that vLLM takes as they are (``vllm.sampling_params``)."""
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""What `RecordConfig.trackers` may name; `trackers.TRACKERS` defines them."""
+
 REWARD_TERMS = ("grounding", "consistency", "length", "repetition")
 """What `RewardConfig.terms` may charge for; `reasoning.TERMS` defines them."""
 
@@ -299,6 +302,8 @@ class RecordConfig(Section):
     """Steps between recorded episodes (texts, rewards, states); 0 records none."""
     tokens_every: int = Field(10, ge=0)
     """Steps between recorded samples (ids, masks, logprobs, advantages); 0 records none."""
+    trackers: str = ""
+    """Trackers that get the metrics, too: names among tensorboard, wandb and trackio, or none."""
 
 
 class DiagnoseConfig(Section):
@@ -401,11 +406,7 @@ class Config(Section):
                 f"rollout.sampler = {self.rollout.sampler!r}: expected local, vllm, or the URL of "
                 "a vLLM server, such as http://127.0.0.1:8000"
             )
-        if not all(name.strip() for name in self.lora.targets.split(",")):
-            raise ValueError(
-                f"lora.targets = {self.lora.targets!r}: expected all-linear, or names of layers "
-                "with commas in between, such as q_proj,v_proj"
-            )
+        self._lists()
         if self.rollout.min_tokens > self.rollout.max_tokens:
             raise ValueError("rollout.min_tokens must not exceed rollout.max_tokens")
         if self.rollout.max_tokens >= self.model.max_length:
@@ -422,6 +423,20 @@ class Config(Section):
             if reason := vllm_refuses(temperature):
                 greedy = ", or greedily at 0" if section == "eval" else ""
                 raise ValueError(f"{section}.temperature = {temperature:g}: {reason}{greedy}")
+
+    def _lists(self) -> None:
+        """Keys that hold names with commas in between."""
+        if not all(name.strip() for name in self.lora.targets.split(",")):
+            raise ValueError(
+                f"lora.targets = {self.lora.targets!r}: expected all-linear, or names of layers "
+                "with commas in between, such as q_proj,v_proj"
+            )
+        named = {name.strip() for name in self.record.trackers.split(",")}
+        if not named <= {"", *TRACKERS}:
+            raise ValueError(
+                f"record.trackers = {self.record.trackers!r}: expected nothing, or of "
+                f"{', '.join(TRACKERS)} those that are wanted, with commas in between"
+            )
 
     def _normalised_once(self, compares: bool) -> None:
         """Refuse a normalisation that the estimator does again, or undoes."""

@@ -57,6 +57,7 @@ from ragen.seeding import train_level
 from ragen.settings import dump, read_config
 from ragen.stopping import StopRequested, run_async
 from ragen.threads import use_threads
+from ragen.trackers import tracked
 from ragen.types import Episode, Group
 from ragen.watchdog import Watchdog
 
@@ -237,7 +238,7 @@ def train(
     config = rooted(config)
     changed(config, REMEDIES[config.guard.remedy](config, 1))  # it is known to work
     state = LoopState(threads=use_threads(config.threads))
-    seen = watcher or Watcher()
+    seen = tracked(watcher or Watcher(), config)
     refuse_too_large(config, seen.note)
     engine = local_engine(config)
     setup = setup_of(config, engine.chat)
@@ -287,7 +288,7 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
         ) from error
     use_threads(state.threads)
     config = changed(asked, guard.changes)
-    seen = watcher or Watcher()
+    seen = tracked(watcher or Watcher(), config)
     refuse_too_large(config, seen.note)
     engine = local_engine(config)
     setup = setup_of(config, engine.chat)
@@ -352,9 +353,9 @@ async def whole(run: Run) -> Result:
     guard = run.asked.guard
     limit = 0.0 if guard.response("stalled") == "off" else guard.stalled_s
     run.watchdog = Watchdog(limit, partial(stalled, run))
-    run.watcher.begin(run.folder, run.config, run.state.step)
     try:
         with run.recorder, run.stop.listening(), run.watchdog:
+            run.watcher.begin(run.folder, run.config, run.state.step)
             try:
                 if run.state.step == 0:
                     await evaluate_missing(run, *both)

@@ -55,6 +55,7 @@ ORDER: dict[str, list[str]] = {
         "export_episodes",
         *["threads", "stopping", "watchdog", "guard", "memory", "outcomes", "targets"],
         *["evaluation", "progress", "plots", "report", "card", "scores", "compare", "base", "sft"],
+        "trackers",
         *["diagnosis", "running", "collection", "recovery", "trainer", "export", "branch"],
         *["measures", "study", "studies", "viewer", "play", "doctor"],
         *["arguments", "command", "cli_runs", "cli_evaluations", "cli_viewer", "cli_tools", "cli"],

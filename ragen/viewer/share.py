@@ -18,8 +18,8 @@ from urllib.parse import quote
 from ragen.errors import RagenError
 from ragen.viewer.answers import answer
 from ragen.viewer.bundle import page
-from ragen.viewer.server import finite
 from ragen.viewer.phrases import spread
+from ragen.viewer.server import finite
 
 MOST_MATRICES, MOST_LEVELS = 8, 12
 """Steps of cross-scores a path, and levels a phase, that a run's file holds, evenly over all."""
