@@ -43,8 +43,8 @@ from ragen.recorder import Recorder
 LIST_S, PAGE_S, LIVE_S = 0.1, 1.0, 2.0
 """What the viewer promises: a list query, the start of a page, a step on the screen."""
 
-REPEAT = 5
-LATER_PAGES = 3
+REPEAT = 3
+LATER_PAGES = 2
 LIVE_STEPS = 8
 
 BROWSER_OPTIONS = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
