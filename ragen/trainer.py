@@ -5,7 +5,8 @@ It knows neither algorithm nor machine: the config names the one, the engine hid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from ragen.outcomes import outcome_of
 from ragen.progress import Watcher
 from ragen.recorder import Recorder
 from ragen.recovery import guarded, stalled
-from ragen.rollout import refuse_cramped, setup_of
+from ragen.rollout import Setup, refuse_cramped, setup_of
 from ragen.running import (
     Clock,
     LoopState,
@@ -241,15 +242,34 @@ def train(
     seen = tracked(watcher or Watcher(), config)
     refuse_too_large(config, seen.note)
     engine = local_engine(config)
-    setup = setup_of(config, engine.chat)
-    refuse_cramped(setup, train_level(0, 0, config.rollout.prompts))
-    folder = new_run_folder(root, config.recipe, out)
-    recorder = Recorder.create(folder, dump(config), engine.chat.text_of)
-    if engine.chat.warning is not None:
-        seen.note(engine.chat.warning)
-    return run_async(
-        whole(Run(folder, config, config, local_engine, engine, setup, recorder, state, seen))
-    )
+
+    async def begin() -> Result:
+        async with opened(engine, config) as (setup, stack):
+            refuse_cramped(setup, train_level(0, 0, config.rollout.prompts))
+            folder = new_run_folder(root, config.recipe, out)
+            recorder = Recorder.create(folder, dump(config), engine.chat.text_of)
+            stack.callback(recorder.close)
+            if engine.chat.warning is not None:
+                seen.note(engine.chat.warning)
+        run = Run(folder, config, config, local_engine, engine, setup, recorder, state, seen)
+        return await whole(run)
+
+    return run_async(begin())
+
+
+@asynccontextmanager
+async def opened(engine: Engine, config: Config) -> AsyncIterator[tuple[Setup, AsyncExitStack]]:
+    """The set-up of a run that is about to begin, and what is closed again if it does not.
+
+    Once it has begun, `whole` closes all of it. An engine may hold processes and a GPU, which a
+    notebook would keep to its end.
+    """
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(engine.close)
+        setup = setup_of(config, engine.chat)
+        stack.callback(setup.close)
+        yield setup, stack
+        stack.pop_all()
 
 
 def rooted(config: Config) -> Config:
@@ -291,18 +311,19 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
     seen = tracked(watcher or Watcher(), config)
     refuse_too_large(config, seen.note)
     engine = local_engine(config)
-    setup = setup_of(config, engine.chat)
 
     async def go_on() -> Result:
-        await engine.load(checkpoint, engine_state)
-        recorder = Recorder.open(folder, state.attempt, engine.chat.text_of)
-        recorder.forget_after(state.attempt, state.step)
-        recorder.event(state.step, "resume", f"resumed after step {state.step}")
+        async with opened(engine, config) as (setup, stack):
+            await engine.load(checkpoint, engine_state)
+            recorder = Recorder.open(folder, state.attempt, engine.chat.text_of)
+            stack.callback(recorder.close)
+            recorder.forget_after(state.attempt, state.step)
+            recorder.event(state.step, "resume", f"resumed after step {state.step}")
+            for later, reason in damaged.items():
+                text = f"going on from {checkpoint.name}: in {set_aside(later)}, {reason}"
+                recorder.event(state.step, "damaged checkpoint", text)
+                seen.alarm(state.step, text)
         run = Run(folder, asked, config, local_engine, engine, setup, recorder, state, seen, guard)
-        for later, reason in damaged.items():
-            text = f"going on from {checkpoint.name}: in {set_aside(later)}, {reason}"
-            recorder.event(state.step, "damaged checkpoint", text)
-            run.watcher.alarm(state.step, text)
         return await whole(run)
 
     return run_async(go_on())

@@ -58,6 +58,33 @@ def config(**more: Any) -> Config:
     return resolve("bandit", settings(**more))
 
 
+def test_a_run_that_does_not_begin_closes_what_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    async def close(engine: LocalEngine) -> None:
+        closed.append("engine")
+
+    monkeypatch.setattr(LocalEngine, "close", close)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RagenError, match="cannot make the run folder"):
+        train(config(), out=tmp_path / "file" / "run")
+    assert closed == ["engine"]
+    train(config(steps=1), out=tmp_path / "run")
+    assert closed == ["engine"] * 2  # once, by the run itself
+
+    def full(recorder: Recorder, attempt: int, step: int) -> None:
+        raise RagenError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "forget_after", full)
+        with pytest.raises(RagenError, match="no space left"):
+            resume(tmp_path / "run")
+    assert closed == ["engine"] * 3
+    Recorder.open(tmp_path / "run").close()  # nobody claims it any more
+
+
 def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
     connection = sqlite3.connect(run / DATABASE)
     try:
