@@ -14,12 +14,14 @@ import pytest
 from test_cli import evaluation
 from viewed import THOUGHTS, log_step, make_run
 
+from ragen.branches import FILE
 from ragen.database import CONFIG, DATABASE, is_claimed
 from ragen.errors import RagenError
 from ragen.outcomes import Outcome, Store
 from ragen.recorder import Recorder
 from ragen.report import read_facts
 from ragen.settings import dump, resolve
+from ragen.viewer import reading as viewer_reading
 from ragen.viewer.answers import ANSWERS, answer
 from ragen.viewer.reading import NotFound, Unanswered, Unreadable
 from ragen.viewer.server import Json
@@ -134,6 +136,51 @@ def test_what_cannot_be_read_says_why_in_one_line(root: Path, tmp_path: Path) ->
         assert words in said[name]["problem"] and "\n" not in said[name]["problem"]
         with pytest.raises(Unreadable, match=r"run\.sqlite|config\.toml"):
             ask(tmp_path, "run", run=name)
+
+
+def test_a_run_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "a")
+
+    def locked(path: Path) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("database is locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(viewer_reading, "connect_to_read", locked)
+        assert run_of(tmp_path, "a")["state"] == "unreadable"
+    assert run_of(tmp_path, "a")["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE evaluations SET record = '[]'",
+        """UPDATE evaluations SET record = '{"temperature": "hot"}'""",
+        "UPDATE metrics SET value = 'high' WHERE name = 'success/mean'",
+        "UPDATE metrics SET value = x'00' WHERE name = 'progress/updates'",
+        "UPDATE events SET text = x'ff', kind = 'guard'",
+    ],
+)
+def test_values_of_another_kind_hide_no_other_run(tmp_path: Path, change: str) -> None:
+    make_run(tmp_path / "good")
+    make_run(tmp_path / "odd")
+    with sqlite3.connect(tmp_path / "odd" / DATABASE) as connection:
+        connection.execute(change)
+    odd = run_of(tmp_path, "odd")
+    assert odd["state"] in ("finished", "unreadable")
+    assert (odd["state"] == "unreadable") == (odd["problem"] is not None)
+    assert run_of(tmp_path, "good")["state"] == "finished"
+
+
+def test_no_database_keeps_its_reader_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "endless")
+    make_run(tmp_path / "good")
+    with sqlite3.connect(tmp_path / "endless" / DATABASE) as connection:
+        connection.execute("UPDATE metrics SET step = 1 << 60 WHERE attempt = 1 AND step = 6")
+    monkeypatch.setattr(viewer_reading, "LONGEST_S", 0.3)
+    assert run_of(tmp_path, "endless")["problem"].endswith("it takes longer than 0.3 s")
+    assert run_of(tmp_path, "good")["state"] == "finished"
 
 
 def test_a_run_may_vanish_at_any_time(tmp_path: Path) -> None:
@@ -311,7 +358,7 @@ def test_levels_recur_where_they_were_evaluated_twice(root: Path) -> None:
         (124, [0, 6]),
     ]
     found = ask(root, "level", run="lake", phase="eval", level_seed=124)["episodes"]
-    assert [each["step"] for each in found] == [0, 0, 4, 4, 6, 6]
+    assert [each["step"] for each in found] == [0, 0, 6, 6]  # step 4 was rolled back
 
 
 def test_tokens_are_those_that_were_trained(root: Path) -> None:
@@ -358,6 +405,25 @@ def test_two_runs_are_compared_level_by_level(root: Path, tmp_path: Path) -> Non
     assert (found["a"]["value"], found["b"]["value"]) == (0.25, 1.0)
     assert found["difference"]["value"] == -0.75 and found["mcnemar_p"] == 0.5
     assert "level by level" in found["note"]
+
+
+def test_what_was_rolled_back_is_compared_with_nothing(tmp_path: Path) -> None:
+    """Attempt 1 goes on from step 2; what was evaluated last, at step 4, counts no more."""
+    for name in ("a", "b"):
+        make_run(tmp_path / name, finish=False)
+    with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
+        connection.execute("UPDATE episodes SET success = step = 4 WHERE phase = 'eval'")
+    (found,) = ask(tmp_path, "compare", run="a", other="b")["contests"]
+    assert found["a"]["value"] == 0.0 and "level by level" in found["note"]
+
+
+def test_an_evaluation_without_its_interval_is_compared_with_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name)
+        with sqlite3.connect(tmp_path / name / DATABASE) as connection:
+            connection.execute('UPDATE evaluations SET record = \'{"world": "frozen-lake"}\'')
+            connection.execute("DELETE FROM episodes")
+    assert ask(tmp_path, "compare", run="a", other="b")["contests"] == []
 
 
 def test_other_games_are_compared_by_their_rates(tmp_path: Path) -> None:
@@ -414,7 +480,7 @@ def test_a_wrong_question_is_one_line(
     "name",
     [
         *["..", "../runs", "lake/..", "lake/../lake", "/etc", "", "a\0b", "lake\\x", "./lake"],
-        *["lake/", "out", "x" * 5000, "study", "C:/x", "linked-file", "ring"],
+        *["lake/", "out", "x" * 5000, "study", "C:/x", "linked-file", "linked-branches", "ring"],
     ],
 )
 def test_no_run_is_found_outside_the_folder(tmp_path: Path, name: str) -> None:
@@ -427,9 +493,32 @@ def test_no_run_is_found_outside_the_folder(tmp_path: Path, name: str) -> None:
     (runs / "linked-file").mkdir()
     for file in (CONFIG, DATABASE):
         (runs / "linked-file" / file).symlink_to(tmp_path / "elsewhere" / file)
+    make_run(runs / "linked-branches")
+    (runs / "linked-branches" / FILE).symlink_to(tmp_path / "elsewhere" / DATABASE)
     with pytest.raises(NotFound, match="there is no run"):
         ask(runs, "run", run=name)
-    assert "out" not in [run["run"] for run in ask(runs, "runs")["runs"]]
+    assert [run["run"] for run in ask(runs, "runs")["runs"]] == ["lake"]
+
+
+def test_a_run_may_be_named_by_its_time(tmp_path: Path) -> None:
+    make_run(tmp_path / "2026-11-21T22:59:48")
+    assert ask(tmp_path, "run", run="2026-11-21T22:59:48")["step"] == 6
+
+
+def test_a_folder_that_is_not_ours_to_see_hides_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "lake")
+    (tmp_path / "secret").mkdir()
+    stat = os.stat
+
+    def refused(path: Any, *rest: Any, **more: Any) -> os.stat_result:
+        if "secret" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, *rest, **more)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert [run["run"] for run in ask(tmp_path, "runs")["runs"]] == ["lake"]
 
 
 def test_unanswered_is_a_users_mistake() -> None:

@@ -107,7 +107,7 @@ def test_a_bug_is_no_stack_trace(client: TestClient, monkeypatch: pytest.MonkeyP
 # Who is let in
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "LOCALHOST"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "LOCALHOST", "127.0.0.2"])
 def test_this_machine_is_let_in(client: TestClient, host: str) -> None:
     assert client.get("/api/runs", headers={"host": f"{host}:7246"}).status_code == 200
 

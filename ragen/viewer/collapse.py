@@ -10,7 +10,7 @@ from typing import Any
 
 from ragen.regimes import INFORMED, MIN_PROMPTS, REGIMES, UNDECIDED
 from ragen.report import GRADIENTS
-from ragen.viewer.course import Attempt, Series, attempts_of, histories, standing
+from ragen.viewer.course import Series, attempts_of, histories, standing, standing_in
 from ragen.viewer.reading import (
     Answer,
     NotFound,
@@ -57,7 +57,7 @@ def collapse(root: Path, query: Query) -> Answer:
             if name.startswith((INFORMATION, GRADIENTS))
         ]
         course = standing(attempts, histories(connection, attempts, names))
-        matrices = _matrices(connection, attempts)
+        matrices = _matrices(connection)
     paths = sorted({name.split("/")[1] for name in names if name.startswith(INFORMATION)})
     return {
         "paths": {path: _path(course, path) for path in sorted(paths, key="first".__ne__)},
@@ -115,7 +115,7 @@ def matrix(root: Path, query: Query) -> Answer:
     """
     step, path = whole_number(query, "step"), text_of(query, "path")
     with reading(folder_of(root, query)) as connection:
-        attempt = _matrices(connection, attempts_of(connection)).get((step, path))
+        attempt = _matrices(connection).get((step, path))
         row = connection.execute(
             "SELECT scores, own, num_prompts, thoughts, prompts FROM cross_scores"
             " WHERE attempt = ? AND step = ? AND path = ?",
@@ -135,14 +135,8 @@ def matrix(root: Path, query: Query) -> Answer:
     }
 
 
-def _matrices(
-    connection: sqlite3.Connection, attempts: Iterable[Attempt]
-) -> dict[tuple[int, str], int]:
+def _matrices(connection: sqlite3.Connection) -> dict[tuple[int, str], int]:
     """The attempt whose matrix counts, by step and path."""
-    known = {attempt.number: attempt for attempt in attempts}
-    rows = connection.execute("SELECT attempt, step, path FROM cross_scores")
-    return {
-        (step, path): number
-        for number, step, path in rows
-        if number in known and known[number].stands(step)
-    }
+    stands = standing_in(connection)
+    rows = connection.execute("SELECT attempt, step, path FROM cross_scores ORDER BY attempt")
+    return {(step, path): number for number, step, path in rows if stands(number, step)}

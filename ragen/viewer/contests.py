@@ -21,7 +21,7 @@ from ragen.statistics import (
     smallest_detectable,
     success_rate,
 )
-from ragen.viewer.course import attempts_of
+from ragen.viewer.course import Stands, standing_in
 from ragen.viewer.reading import Answer, Query, folder_of, loaded, reading, run_folder, text_of
 from ragen.viewer.run_page import flat_settings
 from ragen.viewer.runs import evaluations
@@ -71,9 +71,10 @@ class _Side:
         self.world = str(settings.get("world.name"))
         self.temperature = settings.get("eval.temperature", 1.0)
         with reading(folder) as connection:
-            made = evaluations(connection, attempts_of(connection))
+            stands = standing_in(connection)
+            made = (each for each in evaluations(connection, stands) if _measured(each))
             self.evaluated = {(str(each["world"]), str(each["how"])): each for each in made}
-            self.played = {phase: _last_played(connection, phase) for phase in PHASES}
+            self.played = {phase: _last_played(connection, phase, stands) for phase in PHASES}
             self.stored = list(_outcomes(connection))
 
     def how(self, phase: str) -> str:
@@ -81,14 +82,25 @@ class _Side:
         return "greedy" if phase == "eval greedy" else f"T={self.temperature:g}"
 
 
-def _last_played(connection: sqlite3.Connection, phase: str) -> Shares | None:
-    """Success by level in the last evaluation whose episodes are recorded."""
+def _measured(evaluation: Answer) -> bool:
+    """Whether its interval and its levels are known; a record of another version may lack them."""
+    said = (*evaluation["success"].values(), evaluation.get("episodes"))
+    return all(isinstance(each, int | float) for each in said)
+
+
+def _last_played(connection: sqlite3.Connection, phase: str, stands: Stands) -> Shares | None:
+    """Success by level in the last evaluation that stands and whose episodes are recorded."""
+    rows = connection.execute(
+        "SELECT DISTINCT attempt, step FROM episodes WHERE phase = ?", (phase,)
+    )
+    last = max((tuple(row) for row in rows if stands(*row)), default=None)
+    if last is None:
+        return None
     return _shares(
         connection.execute(
             "SELECT level_seed, avg(success), count(*) FROM episodes WHERE phase = ?"
-            " AND (attempt, step) = (SELECT attempt, step FROM episodes WHERE phase = ?"
-            " ORDER BY attempt DESC, step DESC LIMIT 1) GROUP BY level_seed",
-            (phase, phase),
+            " AND attempt = ? AND step = ? GROUP BY level_seed",
+            (phase, *last),
         ).fetchall()
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +15,9 @@ from ragen.viewer.reading import Answer, Query, folder_of, reading, text_of
 
 Series = dict[int, float]
 """Step to value."""
+
+Stands = Callable[[int, int], bool]
+"""Whether what an attempt did at a step still counts."""
 
 COUNTED = {"updates": "progress/updates", "episodes": "progress/episodes"}
 COUNTED |= {"tokens": "progress/tokens"}
@@ -54,9 +58,15 @@ def attempts_of(connection: sqlite3.Connection) -> list[Attempt]:
         found.append((number, first, last))
     begun = [first for _, first, _ in found]
     return [
-        Attempt(number, first, last, min(begun[place + 1 :], default=float("inf")))
+        Attempt(number, first, last, min(begun[place + 1 :], default=math.inf))
         for place, (number, first, last) in enumerate(found)
     ]
+
+
+def standing_in(connection: sqlite3.Connection) -> Stands:
+    """What counts of a run; an attempt that has no metrics so far does."""
+    ends = {attempt.number: attempt.end for attempt in attempts_of(connection)}
+    return lambda attempt, step: step < ends.get(attempt, math.inf)
 
 
 def histories(

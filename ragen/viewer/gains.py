@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.statistics import mcnemar, paired_difference, smallest_detectable, success_rate
-from ragen.viewer.course import attempts_of
+from ragen.viewer.course import standing_in
 from ragen.viewer.reading import Answer, Query, folder_of, reading
 
 PHASES = ("eval", "eval greedy")
@@ -63,7 +63,7 @@ def _gain(levels: dict[int, Course]) -> dict[str, Any] | None:
 
 def _played(connection: sqlite3.Connection) -> dict[tuple[str, str], dict[int, Course]]:
     """By phase and world, and by level, how the level went at each step that counts."""
-    attempts = {attempt.number: attempt for attempt in attempts_of(connection)}
+    stands = standing_in(connection)
     found: dict[tuple[str, str], dict[int, Course]] = {}
     rows = connection.execute(
         "SELECT phase, world, level_seed, step, attempt, success FROM episodes"
@@ -71,6 +71,6 @@ def _played(connection: sqlite3.Connection) -> dict[tuple[str, str], dict[int, C
         PHASES,
     )
     for phase, world, level, step, number, success in rows:
-        if number not in attempts or attempts[number].stands(step):
+        if stands(number, step):
             found.setdefault((phase, world), defaultdict(dict))[level][step] = bool(success)
     return found

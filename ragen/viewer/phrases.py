@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ragen.schema import TURNS_AN_EPISODE
-from ragen.viewer.course import attempts_of
+from ragen.viewer.course import standing_in
 from ragen.viewer.reading import (
     Answer,
     Query,
@@ -64,13 +64,13 @@ def phrases(root: Path, query: Query) -> Answer:
 
 def _steps(connection: sqlite3.Connection, phase: str) -> list[tuple[int, int]]:
     """The steps that are looked at, each with the attempt that counts there."""
-    attempts = {attempt.number: attempt for attempt in attempts_of(connection)}
+    stands = standing_in(connection)
     found = {
         step: attempt
         for step, attempt in connection.execute(
             "SELECT DISTINCT step, attempt FROM episodes WHERE phase = ?", (phase,)
         )
-        if attempt not in attempts or attempts[attempt].stands(step)
+        if stands(attempt, step)
     }
     return [(step, found[step]) for step in spread(sorted(found), MOST_STEPS)]
 

@@ -8,7 +8,7 @@ from statistics import stdev
 from typing import Any
 
 from ragen.schema import TURNS_AN_EPISODE
-from ragen.viewer.course import attempts_of
+from ragen.viewer.course import standing_in
 from ragen.viewer.lists import NAMED, as_said
 from ragen.viewer.reading import (
     Answer,
@@ -163,15 +163,14 @@ def recurring(root: Path, query: Query) -> Answer:
     folder = folder_of(root, query)
     levels: dict[tuple[str, str, int], dict[int, int]] = {}
     with reading(folder) as connection:
-        counts = {attempt.number: attempt for attempt in attempts_of(connection)}
+        stands = standing_in(connection)
         for row in connection.execute(
             "SELECT phase, world, level_seed, attempt, step, success FROM episodes"
             " WHERE phase = coalesce(?, phase) AND (? IS NOT NULL OR phase <> 'train')"
             " ORDER BY phase, world, level_seed, attempt, step",
             (query.get("phase"), query.get("phase")),
         ):
-            own = counts.get(row["attempt"])
-            if own is None or own.stands(row["step"]):
+            if stands(row["attempt"], row["step"]):
                 level = levels.setdefault((row["phase"], row["world"], row["level_seed"]), {})
                 level[row["step"]] = row["success"]
     return {
@@ -190,16 +189,18 @@ def recurring(root: Path, query: Query) -> Answer:
 
 
 def level(root: Path, query: Query) -> Answer:
-    """``/api/level``: the episodes of one level, by step.
+    """``/api/level``: the episodes of one level that stand, by step.
 
     Raises:
         Unanswered: There is no such run, or it cannot be read.
     """
     folder = folder_of(root, query)
     with reading(folder) as connection:
-        ids = connection.execute(
-            "SELECT id FROM episodes WHERE phase = ? AND level_seed = ?"
-            f" ORDER BY step, id LIMIT {MOST_OF_LEVEL}",
+        stands = standing_in(connection)
+        rows = connection.execute(
+            "SELECT id, attempt, step FROM episodes WHERE phase = ? AND level_seed = ?"
+            " ORDER BY step, id",
             (text_of(query, "phase"), whole_number(query, "level_seed")),
         ).fetchall()
-        return {"episodes": [detail(connection, episode_row(connection, n)) for (n,) in ids]}
+        ids = [number for number, attempt, step in rows if stands(attempt, step)][:MOST_OF_LEVEL]
+        return {"episodes": [detail(connection, episode_row(connection, each)) for each in ids]}

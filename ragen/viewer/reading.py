@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sqlite3
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ragen.branches import FILE as BRANCHES
 from ragen.database import CONFIG, DATABASE, connect_to_read
 from ragen.errors import RagenError
 from ragen.schema import SCHEMA_VERSION, decompress
@@ -35,6 +37,20 @@ NO_RUNS_INSIDE = ("checkpoints", "__pycache__", "node_modules")
 
 MOST_FOLDERS = 5000
 """Folders that are looked into at most: more are somebody's whole disk."""
+
+
+FILES = (DATABASE, CONFIG, BRANCHES)
+"""What is read of a run; the last only where something was branched. None of them may be a link: it
+could lead to anything that the viewer's user may read."""
+
+
+LONGEST_S = 30.0
+"""How long one answer may read: a hundred times what the longest takes, and what it may cost to ask
+a database that is made to keep its readers busy."""
+
+
+BETWEEN_LOOKS = 100_000
+"""Steps of SQLite's machine between two looks at the clock: about a millisecond."""
 
 
 class Unanswered(RagenError):
@@ -101,7 +117,10 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / DATABASE).is_file() and (folder / CONFIG).is_file()
+    """Whether a folder holds a run, whose files lie in it and nowhere else."""
+    files = [os.path.join(folder, name) for name in FILES]
+    # Not Path.is_file, which raises where the folder is not ours to see.
+    return all(map(os.path.isfile, files[:2])) and not any(map(os.path.islink, files))
 
 
 def run_folder(root: Path, run: str) -> Path:
@@ -114,13 +133,11 @@ def run_folder(root: Path, run: str) -> Path:
     parts = run.split("/")
     if run != "." and any(part in ("", ".", "..") for part in parts):
         raise absent
-    if "\0" in run or "\\" in run or ":" in parts[0]:
+    if "\0" in run or "\\" in run:
         raise absent
     try:
         folder, home = (root / run).resolve(), root.resolve()
-        files = [(folder / name).resolve() for name in (DATABASE, CONFIG)]
-        outside = not all(path.is_relative_to(home) for path in (folder, *files))
-        if outside or not _is_run(folder):
+        if not folder.is_relative_to(home) or not _is_run(folder):
             raise absent
     except (OSError, RuntimeError, ValueError):  # too long a name, links in a circle
         raise absent from None
@@ -136,13 +153,15 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
         name: Which of its databases.
 
     Raises:
-        Unreadable: It is damaged, locked, gone, or of another schema.
+        Unreadable: It is damaged, locked, gone, of another schema, or takes too long.
     """
     path = folder / name
     try:
         with contextlib.closing(connect_to_read(path)) as connection:
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA query_only = ON")
+            end = time.monotonic() + LONGEST_S
+            connection.set_progress_handler(lambda: time.monotonic() > end, BETWEEN_LOOKS)
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version != SCHEMA_VERSION:
                 raise Unreadable(
@@ -151,7 +170,9 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
                 )
             yield connection
     except sqlite3.Error as error:
-        raise Unreadable(f"{name} cannot be read: {error}") from None
+        late = str(error) == "interrupted"
+        reason = f"it takes longer than {LONGEST_S:g} s" if late else error
+        raise Unreadable(f"{name} cannot be read: {reason}") from None
 
 
 def loaded(text: str | None) -> Any:

@@ -7,11 +7,12 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from ragen.branches import has_branches
 from ragen.database import CONFIG
 from ragen.errors import RagenError
 from ragen.report import EXACT, SIGNALS, seconds_by_phase
 from ragen.settings import flatten, read_config, resolve
-from ragen.viewer.course import attempts_of, histories, standing
+from ragen.viewer.course import attempts_of, histories, standing, standing_in
 from ragen.viewer.reading import (
     Answer,
     Query,
@@ -23,9 +24,6 @@ from ragen.viewer.reading import (
     text_of,
 )
 from ragen.viewer.runs import evaluations, read_settings, run_summary
-
-BRANCHES = "branches.sqlite"
-"""Where what was played again from the middle lies, beside the run."""
 
 
 def run(root: Path, query: Query) -> Answer:
@@ -44,7 +42,7 @@ def run(root: Path, query: Query) -> Answer:
         measured = [name for name in names if name.startswith(("time/", *EXACT))]
         found = histories(connection, attempts, measured)
         course = standing(attempts, found)
-        evaluated = evaluations(connection, attempts)
+        evaluated = evaluations(connection, standing_in(connection))
         evaluating = math.fsum(
             each.get("seconds", 0) for each in evaluated if each["step"] is not None
         )
@@ -82,7 +80,7 @@ def run(root: Path, query: Query) -> Answer:
             "matrices": bool(matrices),
             "evaluations": bool(evaluated),
             "outcomes": bool(outcomes),
-            "branches": (folder / BRANCHES).is_file(),
+            "branches": has_branches(folder),
         },
     }
 

@@ -1,7 +1,8 @@
 """All runs of a folder at a glance: how each stands, and how far it got.
 
 A summary is made once and kept until the run's files change; only whether somebody writes the run
-is asked anew each time.
+is asked anew each time. A run that could not be read is tried again: it may have been locked, or
+out of reach, which no stamp of a file tells.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ragen.config import Config
 from ragen.database import CONFIG, is_claimed
 from ragen.errors import RagenError
 from ragen.report import ALARM
-from ragen.viewer.course import Attempt, attempts_of, histories, standing
+from ragen.viewer.course import Stands, attempts_of, histories, standing, standing_in
 from ragen.viewer.reading import (
     Answer,
     Query,
@@ -52,7 +53,8 @@ def run_summary(root: Path, run: str) -> Answer:
     before, summary = _SUMMARIES.get(folder, (None, {}))
     if before != now:
         summary = _summarise(folder, now)
-        _SUMMARIES[folder] = now, summary
+        if summary["state"] != "unreadable":
+            _SUMMARIES[folder] = now, summary
     if summary["state"] != "unreadable" and is_claimed(folder):
         summary = summary | {"state": "running"}
     return {"run": run, "name": folder.name} | summary
@@ -67,7 +69,10 @@ def _summarise(folder: Path, stamps: Signature) -> Answer:
         with reading(folder) as connection:
             return _NOTHING | times | config_facts(config) | _facts(connection, config)
     except RagenError as error:
-        return _NOTHING | times | {"state": "unreadable", "problem": str(error)}
+        problem = str(error)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # SQLite checks no types
+        problem = f"the run holds a value that RAGEN does not write: {error}"
+    return _NOTHING | times | {"state": "unreadable", "problem": problem}
 
 
 _NOTHING: Answer = {
@@ -113,7 +118,7 @@ def _facts(connection: sqlite3.Connection, config: Mapping[str, Any]) -> Answer:
     course = standing(
         attempts, histories(connection, attempts, ("success/mean", "progress/updates"))
     )
-    evaluated = evaluations(connection, attempts)
+    evaluated = evaluations(connection, standing_in(connection))
     temperature = _inside(config, "eval", "temperature")
     trained = [each for each in evaluated if each.get("temperature") == temperature]
     step = attempts[-1].last if attempts else 0
@@ -154,18 +159,16 @@ def _end(
     return "stopped" if stopped else "interrupted"
 
 
-def evaluations(connection: sqlite3.Connection, attempts: list[Attempt]) -> list[Answer]:
+def evaluations(connection: sqlite3.Connection, stands: Stands) -> list[Answer]:
     """The evaluations of a run that stand, in order; those that somebody asked for have no step.
 
     Each is its record, with when and how it was made, and its success as an interval.
     """
-    counts = {attempt.number: attempt for attempt in attempts}
     found = []
     for attempt, step, time, record in connection.execute(
         "SELECT attempt, step, time, record FROM evaluations ORDER BY id"
     ):
-        own = counts.get(attempt)
-        if own is not None and not own.stands(step):
+        if step is not None and not stands(attempt, step):
             continue
         said = loaded(record)
         success = interval(said, "success")

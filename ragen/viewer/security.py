@@ -21,9 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 METHODS = ("GET", "HEAD", "POST")
 
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-"""Names of this machine that no other can take."""
-
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -50,7 +47,7 @@ HEADERS: Mapping[str, str] = MappingProxyType(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address.
+    """Whether only this machine can reach an address; no other can take one of these names.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0"), is_loopback("localhost")
@@ -117,7 +114,7 @@ class Guarded:
         name, colon, port = host.lower().rpartition(":")
         if not colon or host.endswith("]"):  # a browser leaves the port 80 out
             name, port = host.lower(), "80"
-        return name in LOOPBACK and port == str(self.port)
+        return is_loopback(name) and port == str(self.port)
 
     def _admission(self, scope: Scope) -> Response | None:
         """With a token: take it from the address into a cookie, or refuse who does not know it."""

@@ -51,12 +51,14 @@ class Json(JSONResponse):
         """The bytes; a surrogate alone, which UTF-8 cannot hold, is written as its escape."""
         try:
             return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
-        except ValueError:
+        except (ValueError, TypeError):
             return json.dumps(finite(content), allow_nan=False, separators=(",", ":")).encode()
 
 
 def finite(value: Any) -> Any:
-    """The value with null in the place of what is no finite number.
+    """The value with null in the place of what is no finite number, and text for stray bytes.
+
+    SQLite checks no types: a database that something else wrote may have them in any column.
 
     Example:
         >>> finite({"a": [1.0, math.nan], "b": math.inf})
@@ -64,6 +66,8 @@ def finite(value: Any) -> Any:
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     return [finite(each) for each in value] if isinstance(value, list | tuple) else value
