@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from viewed import THOUGHTS, make_run
 
 from ragen.database import DATABASE
+from ragen.viewer import lists, search
 from ragen.viewer.answers import answer
 from ragen.viewer.lists import SORTS, facets, filter_of
 from ragen.viewer.reading import Unanswered, reading
@@ -111,6 +112,28 @@ def test_the_search_finds_words_their_beginnings_and_phrases(root: Path) -> None
     assert len(ids(root, q="  ")) == len(ids(root, q='"')) == 44
     snippet = listed(root, q="left", group=1)["episodes"][0]["snippet"]
     assert snippet == THOUGHTS[2]
+
+
+@pytest.mark.parametrize("following", [1, 3, 500])
+@pytest.mark.parametrize("filters", [{}, {"phase": "eval"}, {"sort": "reward", "order": "desc"}])
+def test_what_is_common_is_found_as_what_is_rare_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch, following: int, filters: dict[str, Any]
+) -> None:
+    query: dict[str, Any] = {"q": "she said", "limit": 2, **filters}
+
+    def pages() -> tuple[list[int], int | None]:
+        ids, cursor, total = list[int](), "", None
+        while cursor is not None:
+            found = listed(root, **query, cursor=cursor)
+            ids += [each["id"] for each in found["episodes"]]
+            cursor, total = found["next"], found["total"]
+        return ids, total
+
+    rare, total = pages()
+    assert len(rare) == total >= 3
+    monkeypatch.setattr(search, "COMMON", 2)
+    monkeypatch.setattr(lists, "FOLLOWING", following)
+    assert pages() == (rare, None)
 
 
 def test_a_snippet_is_cut_around_what_was_found(tmp_path: Path) -> None:

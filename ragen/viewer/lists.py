@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ragen.report import ALARM
 from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
-from ragen.viewer.search import found_by, match_of, snippet
+from ragen.viewer.search import FOUND, found_among, found_by, match_of, snippet
 
 SORTS = {
     "step": "step",
@@ -32,6 +32,10 @@ SORTS = {
 
 MOST, USUAL = 200, 50
 """Episodes of a page."""
+
+FOLLOWING = 500
+"""Rows among which a page of something common is looked for first; to sort more of them out takes
+as long as to look through all that is found."""
 
 COLUMNS = (
     *("id", "attempt", "step", "phase", "group", "member", "kept", "group_score", "world"),
@@ -73,6 +77,10 @@ class Filter(NamedTuple):
     where: list[str]
     values: list[Any]
 
+    def also(self, condition: str, value: Any) -> Filter:
+        """The same with one condition more."""
+        return Filter([*self.where, condition], [*self.values, value])
+
 
 def episodes(root: Path, query: Query) -> Answer:
     """``/api/episodes``: one page of the list.
@@ -87,14 +95,15 @@ def episodes(root: Path, query: Query) -> Answer:
     limit = min(MOST, max(1, whole_number(query, "limit"))) if "limit" in query else USUAL
     start = _place(query["cursor"]) if query.get("cursor") else None
     wanted, words = filter_of(query), match_of(query.get("q", ""))
+    asked = SORTS[sort], order, start, limit + 1
     with reading(folder) as connection:
-        countable = True
-        if words is not None:
-            inside, value, countable = found_by(connection, words)
-            wanted.where.append(f"id IN ({inside})")
-            wanted.values.append(value)
-        total = _total(connection, wanted) if countable else None
-        page = list(_page(connection, wanted, SORTS[sort], order, start, limit + 1))
+        hits = None if words is None else found_by(connection, words)
+        if words is not None and hits is None:
+            page, total = _page_of_many(connection, wanted, words, *asked), None
+        else:
+            if hits is not None:
+                wanted = wanted.also("id IN (SELECT value FROM json_each(?))", json.dumps(hits))
+            page, total = list(_page(connection, wanted, *asked)), _total(connection, wanted)
         rows = [as_said(row) for row in rows_of(connection, [place.id for place in page[:limit]])]
         for row in rows:
             row["snippet"] = snippet(connection, row["id"], words)
@@ -172,6 +181,28 @@ def _page(
             (*values, count),
         ):
             yield Place(*row)
+
+
+def _page_of_many(
+    connection: sqlite3.Connection,
+    wanted: Filter,
+    words: str,
+    column: str,
+    order: str,
+    start: Place | None,
+    count: int,
+) -> list[Place]:
+    """The same of a search that finds much: those of the next rows that are found.
+
+    To look through all that is found takes longer than a list may. The next rows hold a page of it,
+    unless the filters leave out what the search finds; only then are all looked through.
+    """
+    following = list(_page(connection, wanted, column, order, start, FOLLOWING))
+    found = found_among(connection, words, [place.id for place in following])
+    page = [place for place in following if place.id in found][:count]
+    if len(page) < count and len(following) == FOLLOWING:
+        return list(_page(connection, wanted.also(FOUND, words), column, order, start, count))
+    return page
 
 
 def _cursor(place: Place) -> str:

@@ -43,11 +43,9 @@ FILES = (DATABASE, CONFIG, BRANCHES)
 """What is read of a run; the last only where something was branched. None of them may be a link: it
 could lead to anything that the viewer's user may read."""
 
-
 LONGEST_S = 30.0
 """How long one answer may read: a hundred times what the longest takes, and what it may cost to ask
 a database that is made to keep its readers busy."""
-
 
 BETWEEN_LOOKS = 100_000
 """Steps of SQLite's machine between two looks at the clock: about a millisecond."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+from collections.abc import Sequence
 
 from ragen.schema import TURNS_AN_EPISODE
 
 COMMON = 5000
 """Episodes found by a search from which on they are not counted to the last one."""
+
+FOUND = f"id IN (SELECT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoughts_fts MATCH ?)"
+"""The condition that an episode is found, which looks through all that is."""
 
 PREFIX = 3
 """Letters from which on the last word of a search may still go on."""
@@ -36,21 +40,33 @@ def match_of(text: str) -> str | None:
     return " ".join(f'"{part}"' for part in parts) + ("*" if goes_on else "")
 
 
-def found_by(connection: sqlite3.Connection, words: str) -> tuple[str, str, bool]:
-    """The episodes with a thought that is found.
-
-    Returns:
-        A query for their ids, its parameter, and whether they are few enough to be counted. Few are
-        looked for once, however often the query is used.
-    """
-    hits = (
+def found_by(connection: sqlite3.Connection, words: str) -> list[int] | None:
+    """The episodes with a thought that is found; none where they are too many to be looked up."""
+    rows = connection.execute(
         f"SELECT DISTINCT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoughts_fts MATCH ?"
+        " LIMIT ?",
+        (words, COMMON),
     )
-    found = connection.execute(f"{hits} LIMIT {COMMON}", (words,)).fetchall()
-    rare = len(found) < COMMON
-    if rare:
-        hits, words = "SELECT value FROM json_each(?)", json.dumps([number for (number,) in found])
-    return hits, words, rare
+    found = [number for (number,) in rows]
+    return found if len(found) < COMMON else None
+
+
+def found_among(connection: sqlite3.Connection, words: str, episodes: Sequence[int]) -> set[int]:
+    """Which of some episodes are found; the closer together they lie, the quicker."""
+    if not episodes:
+        return set()
+    rows = connection.execute(
+        f"SELECT DISTINCT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoughts_fts MATCH ?"
+        f" AND rowid BETWEEN ? AND ? AND rowid / {TURNS_AN_EPISODE} IN"
+        " (SELECT value FROM json_each(?))",
+        (
+            words,
+            min(episodes) * TURNS_AN_EPISODE,
+            (max(episodes) + 1) * TURNS_AN_EPISODE - 1,
+            json.dumps(episodes),
+        ),
+    )
+    return {number for (number,) in rows}
 
 
 def snippet(connection: sqlite3.Connection, episode: int, words: str | None) -> str | None:
