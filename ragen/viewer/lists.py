@@ -52,7 +52,9 @@ NAMED = ", ".join(f'"{column}"' for column in COLUMNS)
 LISTS = "INDEXED BY episodes_for_lists"
 """A list names none but the columns of that index (`schema.LISTED`)."""
 
-_EQUAL = {"phase": "phase", "world": "world", "stop_reason": "stop_reason"}
+FACETS = ("phase", "world", "stop_reason")
+"""Columns whose values one may choose from, the first of that index."""
+
 _WHOLE = {
     "step_from": "step >= ?",
     "step_to": "step <= ?",
@@ -119,9 +121,9 @@ def filter_of(query: Query) -> Filter:
         Unanswered: A value is no number.
     """
     found = Filter([], [])
-    for name, column in _EQUAL.items():
+    for name in FACETS:
         if query.get(name):
-            found.where.append(f"{column} = ?")
+            found.where.append(f"{name} = ?")
             found.values.append(query[name])
     for name, condition in _WHOLE.items():
         if query.get(name):
@@ -247,21 +249,13 @@ def as_said(row: sqlite3.Row) -> Answer:
 
 def facets(connection: sqlite3.Connection) -> Answer:
     """What there is to choose from, by a descent for each combination instead of a scan."""
-    found: list[tuple[str, str, str]] = []
+    found = list(_combinations(connection))
     steps: list[int] = []
-    last = ("", "", "")
-    while row := connection.execute(
-        "SELECT phase, world, stop_reason FROM episodes"
-        " WHERE (phase, world, stop_reason) > (?, ?, ?)"
-        " ORDER BY phase, world, stop_reason LIMIT 1",
-        last,
-    ).fetchone():
-        last = tuple(row)
-        found.append(last)
+    for each in found:
         for bound in ("min", "max"):
-            same = "phase = ? AND world = ? AND stop_reason = ?"
+            same = " AND ".join(f"{name} = ?" for name in FACETS)
             steps += connection.execute(
-                f"SELECT {bound}(step) FROM episodes WHERE {same}", last
+                f"SELECT {bound}(step) FROM episodes WHERE {same}", each
             ).fetchone()
     return {
         "phases": sorted({phase for phase, _, _ in found}),
@@ -269,3 +263,22 @@ def facets(connection: sqlite3.Connection) -> Answer:
         "stop_reasons": sorted({reason for _, _, reason in found}),
         "steps": [min(steps), max(steps)] if steps else None,
     }
+
+
+def _combinations(
+    connection: sqlite3.Connection, before: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
+    """What stands together in the columns of `FACETS`.
+
+    Column by column: a comparison of all three at once would seek by the first alone, and scan.
+    """
+    if len(before) == len(FACETS):
+        yield before
+        return
+    column = FACETS[len(before)]
+    same = "".join(f"{name} = ? AND " for name in FACETS[: len(before)])
+    query = f"SELECT min({column}) FROM episodes WHERE {same}{column} > ?"
+    last = ""
+    while (following := connection.execute(query, (*before, last)).fetchone()[0]) is not None:
+        last = following
+        yield from _combinations(connection, (*before, last))
