@@ -19,6 +19,7 @@ from ragen.errors import RagenError
 from ragen.viewer.answers import answer
 from ragen.viewer.bundle import page
 from ragen.viewer.phrases import spread
+from ragen.viewer.server import finite
 
 MOST_MATRICES, MOST_LEVELS = 8, 12
 """Steps of cross-scores a path, and levels a phase, that a run's file holds, evenly over all."""
@@ -103,7 +104,7 @@ class _Held:
     def ask(self, question: str, /, **params: Any) -> Any:
         """The answer to a question about the run, which the file then holds."""
         query = {"run": self.run} | {name: str(value) for name, value in params.items()}
-        found = self._discreet.without_places(answer(self.root, question, query))
+        found = self._discreet.without_places(finite(answer(self.root, question, query)))
         # Of curves the file holds all under one key, whichever a page asks for (`static/api.js`).
         held = {"run": self.run} if question == "/api/metrics" else query
         self.answers[key_of(question, held)] = found

@@ -7,7 +7,7 @@ import { html } from "./vendor/preact-htm.js";
 import { pieces, Text } from "./parts.js";
 
 /** What each character of the alphabet stands for: the ground, what lies on it, and its name. */
-const CELLS = {
+export const CELLS = {
   "#": { ground: "wall", name: "wall" },
   _: { ground: "floor" },
   P: { ground: "floor", on: ["player"], name: "player" },

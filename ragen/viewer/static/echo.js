@@ -55,7 +55,8 @@ export function Compared({ left, right, run }) {
   const sides = [side(left, found.a, "a"), side(right, found.b, "b")];
   return html`<p class="said">${saidOf(found, left, right)}</p>
     <div class="beside-two" data-testid="beside" onPointerLeave=${() => setOver(null)}>
-      ${sides.map((one, i) => html`<${Head} key=${`head ${i}`} episode=${one.episode} run=${run} />`)}
+      ${sides.map(({ episode }, i) =>
+        html`<${Head} key=${`head ${i}`} episode=${episode} run=${run} />`)}
       ${Array.from({ length: turns }, (_, k) => sides.map((one, i) =>
         html`<${Turn} key=${`${k} ${i}`} place=${k} ...${one} />`))}
     </div>`;
@@ -69,9 +70,11 @@ function saidOf({ a, b, runs, share }, left, right) {
   if (!runs.length) return `${one} share no three words in a row.`;
   const longest = runs.reduce((x, y) => (y.length > x.length ? y : x));
   const words = a.words.slice(longest.a, longest.a + longest.length).join("").trim();
-  return html`${one} share <b>${percent(share, 0)}</b> of their words, in ${plural(runs.length, "run")};
-    the longest has ${longest.length}: “<${Text} text=${words} limit=${300} />”.
-    ${Math.max(a.words.length, b.words.length) > MAX_WORDS && ` Words beyond the first ${MAX_WORDS} were not compared.`}`;
+  const cut = Math.max(a.words.length, b.words.length) > MAX_WORDS;
+  return html`${one} share <b>${percent(share, 0)}</b> of their words,
+    in ${plural(runs.length, "run")}; the longest has
+    ${` ${longest.length}: “`}<${Text} text=${words} limit=${300} />”.
+    ${cut && ` Words beyond the first ${MAX_WORDS} were not compared.`}`;
 }
 
 function Head({ episode, run }) {
@@ -84,8 +87,9 @@ function Head({ episode, run }) {
 }
 
 function Turn({ episode, place, list, marks, over, setOver }) {
-  const turn = episode.turns[place];
-  if (!turn) return html`<article class="muted ended">${place === episode.turns.length && "ended"}</article>`;
+  const { turns } = episode;
+  const turn = turns[place];
+  if (!turn) return html`<article class="muted ended">${place === turns.length && "ended"}</article>`;
   const end = place + 1 < list.starts.length ? list.starts[place + 1] - 1 : list.words.length;
   return html`<article>
     <div class="turn-line">
@@ -94,9 +98,10 @@ function Turn({ episode, place, list, marks, over, setOver }) {
       <${Earned} ...${turn} />
     </div>
     <div class="turn-body">
-      ${turn.picture && html`<${Board} picture=${turn.picture} world=${episode.world} turn=${turn} />`}
+      ${turn.picture &&
+      html`<${Board} picture=${turn.picture} world=${episode.world} turn=${turn} />`}
       <p class="thought">${!turn.thought?.trim()
-        ? html`<span class="muted">${turn.thought === null ? "no valid thought" : "an empty thought"}</span>`
+        ? html`<span class="muted">${turn.thought === null ? "not a valid" : "empty"} thought</span>`
         : marked(list.words, list.starts[place], end, marks).map(({ text, run }, i) =>
             run === null
               ? html`<${Text} key=${i} text=${text} />`
@@ -106,7 +111,7 @@ function Turn({ episode, place, list, marks, over, setOver }) {
   </article>`;
 }
 
-/** Words `start` to `end` as pieces `{text, run}`; `run` is the shared run that they are of, or null. */
+/** Words `start` to `end` as pieces `{text, run}`; `run` is the shared run they are of, or null. */
 function marked(words, start, end, marks) {
   const pieces = [];
   let at = start;

@@ -21,38 +21,50 @@ export function Gradients({ gradients, step, onStep }) {
   const { steps } = gradients;
   const at = steps.includes(step) ? steps.indexOf(step) : steps.length - 1;
   const buckets = gradients.buckets.filter((bucket) => known(bucket.reward_std[at]));
-  const norms = TERMS.map((term) => ({ ...term, values: buckets.map((bucket) => bucket[term.key]?.[at] ?? null) }))
-    .filter(({ values }) => values.some(known));
+  const of = (key) => buckets.map((bucket) => bucket[key]?.[at] ?? null);
+  const terms = TERMS.map((term) => ({ ...term, values: of(term.key) }));
+  const norms = terms.filter(({ values }) => values.some(known));
   const labels = buckets.map((bucket) => number(bucket.reward_std[at]));
   return html`<p>${shape(norms, buckets.map((bucket) => bucket.reward_std[at]))}</p>
     ${steps.length > 1 && html`<label class="step-slider">step
       <input type="range" min="0" max=${steps.length - 1} value=${at}
         onInput=${(event) => onStep(steps[event.target.value])} /> <b>${steps[at]}</b></label>`}
-    <div class="gradients">${norms.map((one) => html`<${Bars} key=${one.key} ...${one} labels=${labels} />`)}</div>
-    <p class="muted">A bar is a bucket of groups: the gradient's norm a token above it, the groups' mean reward
-      std below it. Each panel has its own scale.</p>`;
+    <div class="gradients">${norms.map(({ key, ...one }) =>
+      html`<${Bars} key=${key} ...${one} labels=${labels} />`)}</div>
+    <p class="muted">A bar is a bucket of groups: above it the gradient's norm a token, below it the
+      groups' mean reward std. Each panel has its own scale.</p>`;
 }
 
 /**
  * How each gradient changes from the lowest bucket to the highest, in a sentence. A term grows with
  * the reward std if its norm's factor is at least the root of the std's; it is flat if it is not.
+ * Without spread the task has no gradient: such a bucket counts only beside a single other one.
  */
-function shape(norms, stds) {
+function shape(allNorms, allStds) {
+  const spread = allStds.filter((each) => each > 0).length;
+  const from = spread > 1 ? allStds.length - spread : 0;
+  const stds = allStds.slice(from);
+  const norms = allNorms.map((one) => ({ ...one, values: one.values.slice(from) }));
   const std = factorOf(stds);
-  if (stds.length < 2 || std < ALIKE) return "The groups' reward std hardly differ: there is nothing to compare in this step.";
+  if (stds.length < 2 || std < ALIKE) {
+    return "The groups' reward std hardly differ: there is nothing to compare in this step.";
+  }
   const factors = norms.map(({ title, values }) => ({ title, factor: factorOf(values) }));
   const limit = Number.isFinite(std) ? Math.sqrt(std) : FLAT;
   const task = factors.find(({ title }) => title === "task");
-  const unsteady = factors.filter((one) => one !== task && (one.factor > limit || one.factor < 1 / limit));
+  const steep = ({ factor }) => factor > limit || factor < 1 / limit;
+  const unsteady = factors.filter((one) => one !== task && steep(one));
   const faults = [
     !(task?.factor >= limit) && "the task's gradient does not grow with it",
     ...unsteady.map(({ title }) => `that of the ${title} is not flat`),
   ].filter(Boolean);
   const said = factors.map(({ title, factor }) => `${title} ${times(factor)}`).join(", ");
-  return html`From the lowest bucket to the highest the reward std grows ${times(std)}; the gradients: ${said}.${" "}
+  return html`From the lowest bucket${from > 0 && " with any spread"} to the highest the reward std
+    grows ${times(std)}; the gradients: ${said}.${" "}
     ${faults.length
       ? html`<b class="warn">Not the healthy shape</b>: ${faults.join(", and ")}.`
-      : html`<b class="good">The healthy shape</b>: the task's gradient grows with what there is to learn, the regularisers' stay flat.`}`;
+      : html`<b class="good">The healthy shape</b>: the task's gradient grows with what there is to
+          learn, the regularisers' stay flat.`}`;
 }
 
 const factorOf = (values) => (values[0] > 0 ? values.at(-1) / values[0] : Infinity);

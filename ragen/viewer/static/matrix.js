@@ -13,7 +13,8 @@ import { html, useMemo, useState } from "./vendor/preact-htm.js";
 export function Matrix({ run, steps, query, setQuery }) {
   const paths = pathsIn(steps.map(({ path }) => path));
   const path = paths.includes(query.path) ? query.path : paths[0];
-  const here = steps.filter((one) => one.path === path).map(({ step }) => step).sort((a, b) => a - b);
+  const chosen = steps.filter((one) => one.path === path);
+  const here = chosen.map(({ step }) => step).sort((a, b) => a - b);
   const at = nearestBefore(here, query.step);
   const { data, error, reload } = useApi("/api/matrix", { run, step: here[at], path });
   return html`<div class="row choices">
@@ -22,14 +23,15 @@ export function Matrix({ run, steps, query, setQuery }) {
         onChange=${(key) => setQuery({ path: key })} />`}
       <label class="step-slider">step
         <input type="range" min="0" max=${here.length - 1} value=${at} disabled=${here.length < 2}
-          onInput=${(event) => setQuery({ step: here[event.target.value], path })} /> <b>${here[at]}</b></label>
+          onInput=${(event) => setQuery({ step: here[event.target.value], path })} />
+        <b>${here[at]}</b></label>
     </div>
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${!data && !error && html`<${Loading} />`}
     ${data && html`<${Picture} key=${`${path} ${here[at]}`} data=${data} />`}`;
 }
 
-/** The place of the last step that is not later than the wanted one; without one the last of all. */
+/** The place of the last step not later than the wanted one; without one the last of all. */
 function nearestBefore(steps, wanted) {
   const later = wanted ? steps.findIndex((step) => step > Number(wanted)) : -1;
   return later < 0 ? steps.length - 1 : Math.max(0, later - 1);
@@ -54,15 +56,17 @@ function Picture({ data }) {
           onHover=${(i, j) => setOver(i === null ? null : [i, j])}
           onPick=${(i, j) => setPicked([i, j])} />
         <p class="muted scale"><span>p(prompt | thought): 0</span>
-          ${Array.from({ length: 9 }, (_, i) => html`<i key=${i} class=${`heat-${i}`}></i>`)}<span>1</span>
+          ${Array.from({ length: 9 }, (_, i) => html`<i key=${i} class=${`heat-${i}`}></i>`)}
+          <span>1</span>
           <span class="own-sign"></span><span>own prompt</span></p>
       </div>
       <div class="matrix-said">
         ${cell
           ? html`<${Cell} data=${data} row=${rows[cell[0]]} column=${columns[cell[1]]}
               share=${shares[cell[0]][cell[1]]} pinned=${!over && picked} />`
-          : html`<p class="muted">Point at a cell to read its thought and its prompt; click to keep them.
-              Rows are thoughts, sorted by their own prompt (framed); columns are prompts.</p>`}
+          : html`<p class="muted">Point at a cell to read its thought and its prompt; click to keep
+              them. Rows are thoughts, sorted by their own prompt (framed); columns are
+              prompts.</p>`}
       </div>
     </div>`;
 }
@@ -71,10 +75,11 @@ function Cell({ data, row, column, share }) {
   const own = data.own[row];
   const score = data.scores[row][column];
   const gap = data.scores[row][own] - score;
+  const side = gap >= 0 ? "below" : "above";
   return html`<dl>
     <dt>p(prompt | thought)</dt><dd><b>${percent(share)}</b></dd>
     <dt>log p(thought | prompt)</dt><dd>${number(score)} nats${
-      own === column ? ", its own prompt" : `, ${number(Math.abs(gap))} ${gap >= 0 ? "below" : "above"} its own prompt's`}</dd>
+      own === column ? ", its own prompt" : `, ${number(Math.abs(gap))} ${side} its own's`}</dd>
   </dl>
   <h3>Thought ${row + 1}</h3>
   <p class="quoted"><${Text} text=${data.thoughts[row]} limit=${1500} /></p>
@@ -90,7 +95,8 @@ export function sorted({ scores, own, prompts }) {
   const columns = prompts.map((_, j) => j).sort((a, b) => counts[b] - counts[a] || a - b);
   const place = columns.reduce((all, j, at) => Object.assign(all, { [j]: at }), {});
   const rows = own.map((_, i) => i).sort((a, b) => place[own[a]] - place[own[b]] || a - b);
-  const shares = rows.map((i) => posterior(columns.map((j) => scores[i][j]), columns.map((j) => counts[j])));
+  const inOrder = (list) => columns.map((j) => list[j]);
+  const shares = rows.map((i) => posterior(inOrder(scores[i]), inOrder(counts)));
   return { rows, columns, shares };
 }
 
@@ -103,7 +109,8 @@ function blocks(own) {
 /** Bayes' rule over the prompts: w_j e^S_j, summed to 1; a score of null is −∞. */
 function posterior(scores, counts) {
   const most = Math.max(...scores.filter((score) => score !== null));
-  const weights = scores.map((score, j) => (score === null ? 0 : counts[j] * Math.exp(score - most)));
+  const likelihood = (score) => (score === null ? 0 : Math.exp(score - most));
+  const weights = scores.map((score, j) => counts[j] * likelihood(score));
   const sum = weights.reduce((a, b) => a + b, 0);
   return weights.map((weight) => weight / sum);
 }

@@ -52,16 +52,19 @@ function HeatTable({ data, order, words }) {
     return [...data.phrases].sort((a, b) => value(b) - value(a));
   }, [data, order]);
   if (!rows.length) {
-    return html`<p class="muted">No ${words} words in a row occur in more than one thought of a step.</p>`;
+    return html`<p class="muted">No ${words} words in a row occur in two thoughts of a step.</p>`;
   }
   const said = over && `${percent(over.share, 0)} of the thoughts of step ${over.step}`;
   return html`<p class="readout" aria-live="polite">
-      ${over ? html`<b>${said}</b> hold “<${Text} text=${over.phrase} limit=${200} />”` : summary(rows, steps)}
+      ${over
+        ? html`<b>${said}</b> hold “<${Text} text=${over.phrase} limit=${200} />”`
+        : summary(rows, steps)}
     </p>
     <div class="scroll" onPointerLeave=${() => setOver(null)}>
       <table class="heat-table" data-testid="phrases">
         <thead><tr><th scope="col">phrase</th>
-          ${steps.map((step, i) => html`<th scope="col" key=${step}>${shown(i, steps) ? step : ""}</th>`)}
+          ${steps.map((step, i) => html`<th scope="col" key=${step}>
+            ${shown(i, steps) ? step : ""}</th>`)}
         </tr></thead>
         <tbody>${rows.map(({ phrase, counts }) => html`<tr key=${phrase}>
           <th scope="row"><${Text} text=${phrase} limit=${200} /></th>
@@ -81,8 +84,10 @@ function summary(rows, steps) {
   const most = rows.reduce((a, b) => (ORDERS.now.value(b) > ORDERS.now.value(a) ? b : a));
   const half = rows.filter(({ counts }) => counts.at(-1) >= 0.5).length;
   const [first, last] = [most.counts[0], most.counts.at(-1)].map((share) => percent(share, 0));
-  return html`${`In step ${steps.at(-1)}, ${half} of these ${plural(rows.length, "phrase")} stood in half of the thoughts or more. The most frequent, “`}<${Text}
-    text=${most.phrase} limit=${200} />${`”, stood in ${last} (${first} in step ${steps[0]}).`}`;
+  const these = `${half} of these ${plural(rows.length, "phrase")}`;
+  return html`${`In step ${steps.at(-1)}, ${these} stood in half of the thoughts or more.`}
+    ${" The most frequent, “"}<${Text} text=${most.phrase} limit=${200} />${
+    `”, stood in ${last} (${first} in step ${steps[0]}).`}`;
 }
 
 /** What the colours mean. */

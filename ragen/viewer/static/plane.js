@@ -6,6 +6,7 @@ import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 const HEIGHT = 340;
 const NARROW = 560; // Pixels below which two names do not fit beside each other.
 const BOX = { left: 54, right: 14, top: 14, bottom: 42 };
+const BOTTOM = HEIGHT - BOX.bottom;
 const TICKS = [0, 0.1, 0.3, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
 const COLOURS = { first: 0, any: 5 };
 
@@ -17,35 +18,25 @@ export function pathsIn(names) {
   return [...new Set(names)].sort((a, b) => (b === "first") - (a === "first"));
 }
 
-/**
- * The share of what could be told (I over H of the prompts, so that steps with other numbers of
- * prompts compare) against H(Z|X), whose axis is logarithmic around its threshold.
- */
+/** `paths` and `thresholds` as `/api/collapse` has them; `path` and `step` say which is chosen. */
 export function Plane({ paths, thresholds, path, step, onPick }) {
   const [over, setOver] = useState(null);
   const [place, width] = useWidth();
-  const named = Object.entries(paths).filter(([, { steps }]) => steps.length > 0);
-  const points = named.map(([name, one]) => ({ name, points: pointsOf(name, one, thresholds) }));
-  const all = points.flatMap((one) => one.points);
-  const edge = thresholds.conditional_entropy;
-  const most = Math.max(4 * edge, ...all.map(({ entropy }) => entropy)) * 1.15;
-  const x = (nats) => BOX.left + (width - BOX.left - BOX.right) * (bent(nats / edge) / bent(most / edge));
-  const top = Math.max(1, ...all.map(({ share }) => share));
-  const low = Math.min(0, ...all.map(({ share }) => share));
-  const y = (share) => HEIGHT - BOX.bottom - (HEIGHT - BOX.top - BOX.bottom) * ((share - low) / (top - low));
-  const scale = { width, x, y, most, edge, middle: thresholds.mi_share, top, low };
+  const measured = pathsIn(Object.keys(paths)).filter((name) => paths[name].steps.length > 0);
+  const courses = measured.map((name) => [name, pointsOf(name, paths[name], thresholds)]);
+  const all = courses.flatMap(([, points]) => points);
+  const scale = scaleOf(all, thresholds, width);
   const shown = over ?? all.find((one) => one.path === path && one.step === step) ?? null;
   return html`<div class="plane" ref=${place}>
-    <svg viewBox="0 0 ${width} ${HEIGHT}" role="img" aria-label=${spoken(points)} data-testid="plane">
+    <svg viewBox="0 0 ${width} ${HEIGHT}" data-testid="plane" role="img"
+      aria-label=${courses.map(spoken).join("; ")}>
       <${Regimes} ...${scale} />
       <${Axes} ...${scale} />
-      ${points.map((one) => html`<${Course} key=${one.name} ...${one} ...${scale} shown=${shown}
-        onOver=${setOver} onPick=${onPick} />`)}
+      ${courses.map(([name, points]) => html`<${Course} key=${name}
+        ...${{ name, points, scale, shown, onPick }} onOver=${setOver} />`)}
     </svg>
-    <p class="readout" aria-live="polite">${shown ? told(shown) : html`<span class="row tight">
-      ${points.map(({ name }) => html`<span key=${name} class="row tight"><i class=${`dot fill-${colourOf(name)}`}></i>
-        ${PATHS[name] ?? name}</span>`)}
-      <span class="muted">Ring: first step; disc: last step. Hover or choose a point.</span></span>`}</p>
+    <p class="readout" aria-live="polite">
+      ${shown ? html`<${Told} ...${shown} />` : html`<${Legend} names=${measured} />`}</p>
   </div>`;
 }
 
@@ -54,70 +45,106 @@ function useWidth() {
   const place = useRef(null);
   const [width, setWidth] = useState(720);
   useEffect(() => {
-    const size = new ResizeObserver(([{ contentRect }]) => setWidth(Math.max(280, Math.round(contentRect.width))));
+    const measure = ([{ contentRect }]) => setWidth(Math.max(280, Math.round(contentRect.width)));
+    const size = new ResizeObserver(measure);
     size.observe(place.current);
     return () => size.disconnect();
   }, []);
   return [place, width];
 }
 
-const colourOf = (name) => COLOURS[name] ?? 7;
-const bent = (ratio) => Math.log1p(Math.max(0, ratio));
+/** The colour of a path. */
+export const colourOf = (name) => COLOURS[name] ?? 7;
 
-function pointsOf(path, { steps, mi, conditional_entropy: entropies, prompt_entropy: ceilings, ...rest }, { min_prompts: least }) {
-  return steps
-    .map((step, i) => ({
-      path, step, mi: mi[i], entropy: entropies[i], ceiling: ceilings[i],
-      share: ceilings[i] ? mi[i] / ceilings[i] : 0,
-      regime: rest.regime[i], prompts: rest.num_prompts[i], decided: rest.num_prompts[i] >= least,
-      retrieval: rest.retrieval?.[i], chance: rest.chance?.[i], zscore: rest.zscore?.[i],
-    }))
-    .filter(({ mi: told, entropy }) => told !== null && entropy !== null);
+function pointsOf(path, course, { min_prompts: least }) {
+  const { steps, mi, conditional_entropy: entropies, prompt_entropy: ceilings } = course;
+  const points = steps.map((step, i) => ({
+    path, step, mi: mi[i], entropy: entropies[i], ceiling: ceilings[i],
+    share: ceilings[i] ? mi[i] / ceilings[i] : 0,
+    regime: course.regime[i], prompts: course.num_prompts[i],
+    decided: course.num_prompts[i] >= least,
+    retrieval: course.retrieval[i], chance: course.chance[i], zscore: course.zscore[i],
+  }));
+  return points.filter(({ mi: told, entropy }) => told !== null && entropy !== null);
+}
+
+/**
+ * Where nats and shares lie. Upwards goes the share of what could be told, I over H of the prompts,
+ * so that steps with other numbers of prompts compare; to the right H(Z|X), whose axis is
+ * logarithmic around its threshold.
+ */
+function scaleOf(points, thresholds, width) {
+  const edge = thresholds.conditional_entropy;
+  const shares = points.map(({ share }) => share);
+  const [low, top] = [Math.min(0, ...shares), Math.max(1, ...shares)];
+  const most = 1.15 * Math.max(4 * edge, ...points.map(({ entropy }) => entropy));
+  const bent = (nats) => Math.log1p(Math.max(0, nats / edge)) / Math.log1p(most / edge);
+  const [wide, tall] = [width - BOX.left - BOX.right, BOTTOM - BOX.top];
+  return {
+    width, edge, most, low, top, middle: thresholds.mi_share,
+    x: (nats) => BOX.left + wide * bent(nats),
+    y: (share) => BOTTOM - (tall * (share - low)) / (top - low),
+  };
 }
 
 function Regimes({ width, x, y, most, edge, middle, top, low }) {
-  const box = (name, x0, x1, y0, y1, kind, anchor, at) => html`
-    <rect class=${`regime ${kind}`} x=${x(x0)} y=${y(y1)} width=${x(x1) - x(x0)} height=${y(y0) - y(y1)} />
-    ${linesOf(name, width).map((line, i) => html`<text key=${i} class="regime-name"
-      x=${anchor === "start" ? x(x0) + 8 : x(x1) - 8} y=${at + 16 * i} text-anchor=${anchor}>${line}</text>`)}`;
-  const [above, below] = [y(middle) - 9, y(middle) + 19]; // Courses keep to the outer edges.
+  const [left, right] = [[0, edge, "start"], [edge, most, "end"]];
+  const [above, below] = [[top, middle, -9], [middle, low, 19]]; // Courses keep to outer edges.
+  const quarter = (name, kind, [from, to, anchor], [upper, lower, offset]) => {
+    const lines = width < NARROW ? name.split(" ") : [name];
+    const at = anchor === "start" ? x(from) + 8 : x(to) - 8;
+    return html`
+      <rect class=${`regime ${kind}`} x=${x(from)} y=${y(upper)} width=${x(to) - x(from)}
+        height=${y(lower) - y(upper)} />
+      ${lines.map((line, i) => html`<text key=${i} class="regime-name" x=${at}
+        y=${y(middle) + offset + 16 * i} text-anchor=${anchor}>${line}</text>`)}`;
+  };
   return html`<g>
-    ${box("compressed", 0, edge, middle, top, "warn", "start", above)}
-    ${box("diverse", edge, most, middle, top, "good", "end", above)}
-    ${box("low-entropy collapse", 0, edge, low, middle, "bad", "start", below)}
-    ${box("template collapse", edge, most, low, middle, "bad", "end", below)}
+    ${quarter("compressed", "warn", left, above)}
+    ${quarter("diverse", "good", right, above)}
+    ${quarter("low-entropy collapse", "bad", left, below)}
+    ${quarter("template collapse", "bad", right, below)}
   </g>`;
 }
-
-const linesOf = (name, width) => (width < NARROW ? name.split(" ") : [name]);
 
 function Axes({ width, x, y, most, edge, top, low, middle }) {
-  const steps = [0, 0.25, 0.5, 0.75, 1].filter((share) => share >= low && share <= top);
-  const [bottom, left] = [HEIGHT - BOX.bottom, BOX.left];
-  const ticks = TICKS.filter((nats) => nats <= most).reduce(
-    (kept, nats) => (kept.length && x(nats) - x(kept.at(-1)) < 34 ? kept : [...kept, nats]), []);
+  const [left, right] = [BOX.left, width - BOX.right];
+  const shares = [0, 0.25, 0.5, 0.75, 1].filter((share) => share >= low && share <= top);
+  const near = (nats, before) => before !== undefined && x(nats) - x(before) < 34;
+  const apart = (kept, nats) => (near(nats, kept.at(-1)) ? kept : [...kept, nats]);
+  const ticks = TICKS.filter((nats) => nats <= most).reduce(apart, []);
+  const middleX = (left + right) / 2;
+  const sideways = `translate(12 ${(BOX.top + BOTTOM) / 2}) rotate(-90)`;
   return html`<g class="axes">
-    ${ticks.map((nats) => html`<g key=${nats}><line x1=${x(nats)} x2=${x(nats)} y1=${bottom} y2=${bottom + 4} />
-      <text x=${x(nats)} y=${bottom + 16} text-anchor="middle">${nats}</text></g>`)}
-    ${steps.map((share) => html`<g key=${share}><line x1=${left - 4} x2=${left} y1=${y(share)} y2=${y(share)} />
+    ${ticks.map((nats) => html`<g key=${nats}>
+      <line x1=${x(nats)} x2=${x(nats)} y1=${BOTTOM} y2=${BOTTOM + 4} />
+      <text x=${x(nats)} y=${BOTTOM + 16} text-anchor="middle">${nats}</text></g>`)}
+    ${shares.map((share) => html`<g key=${share}>
+      <line x1=${left - 4} x2=${left} y1=${y(share)} y2=${y(share)} />
       <text x=${left - 7} y=${y(share) + 4} text-anchor="end">${100 * share} %</text></g>`)}
-    <line class="threshold" x1=${x(edge)} x2=${x(edge)} y1=${BOX.top} y2=${bottom} />
-    <line class="threshold" x1=${left} x2=${width - BOX.right} y1=${y(middle)} y2=${y(middle)} />
-    <text class="axis-title" x=${(left + width - BOX.right) / 2} y=${HEIGHT - 6} text-anchor="middle">H(Z|X): how thoughts vary given the prompt, nats</text>
-    <text class="axis-title" transform=${`translate(12 ${(BOX.top + bottom) / 2}) rotate(-90)`} text-anchor="middle">I(X;Z): share of the prompt that is told</text>
+    <line class="threshold" x1=${x(edge)} x2=${x(edge)} y1=${BOX.top} y2=${BOTTOM} />
+    <line class="threshold" x1=${left} x2=${right} y1=${y(middle)} y2=${y(middle)} />
+    <text class="axis-title" x=${middleX} y=${HEIGHT - 6} text-anchor="middle"
+      >H(Z|X): how thoughts vary given the prompt, nats</text>
+    <text class="axis-title" transform=${sideways} text-anchor="middle"
+      >I(X;Z): share of the prompt that is told</text>
   </g>`;
 }
 
-function Course({ name, points, x, y, shown, onOver, onPick }) {
+/** One path: a ring where it begins, a disc where it is now, hollow where nothing is decided. */
+function Course({ name, points, scale: { x, y }, shown, onOver, onPick }) {
   const colour = colourOf(name);
-  const line = points.map(({ entropy, share }) => `${x(entropy)},${y(share)}`).join(" ");
   const last = points.length - 1;
+  const same = (one) => shown !== null && one.path === shown.path && one.step === shown.step;
+  const classOf = (point, i) => [
+    i === 0 && "begin", i === last && "end", !point.decided && "undecided", same(point) && "on",
+  ].filter(Boolean).join(" ");
   return html`<g class=${`course stroke-${colour} fill-${colour}`}>
-    <polyline points=${line} />
+    <polyline points=${points.map(({ entropy, share }) => `${x(entropy)},${y(share)}`).join(" ")} />
     ${points.map((point, i) => html`<circle key=${point.step} tabindex="0" role="button"
       aria-label=${`step ${point.step}, ${PATHS[name] ?? name}: ${point.regime}`}
-      class=${[i === 0 && "begin", i === last && "end", !point.decided && "undecided", same(point, shown) && "on"].filter(Boolean).join(" ")}
-      cx=${x(point.entropy)} cy=${y(point.share)} r=${i === last ? 6 : i === 0 ? 5 : 3}
+      class=${classOf(point, i)} cx=${x(point.entropy)} cy=${y(point.share)}
+      r=${i === last ? 6 : i === 0 ? 5 : 3}
       onPointerEnter=${() => onOver(point)} onPointerLeave=${() => onOver(null)}
       onFocus=${() => onOver(point)} onBlur=${() => onOver(null)}
       onClick=${() => onPick(point.path, point.step)}
@@ -125,18 +152,31 @@ function Course({ name, points, x, y, shown, onOver, onPick }) {
   </g>`;
 }
 
-const same = (one, other) => other !== null && one.path === other.path && one.step === other.step;
-
-function told({ path, step, mi, entropy, share, ceiling, regime, prompts, retrieval, chance, zscore }) {
-  return html`<i class=${`dot fill-${colourOf(path)}`}></i> <b>step ${step}</b>, ${PATHS[path] ?? path}: ${regime};
-    H(Z|X) ${number(entropy)}, I(X;Z) ${number(mi)} of ${number(ceiling)} nats (${percent(share, 0)}), ${prompts} prompts${
-    retrieval === undefined || retrieval === null ? "" : `, own prompt found ${percent(retrieval, 0)} (chance ${percent(chance, 0)})`}${
-    zscore === undefined || zscore === null ? "" : `, z-score ${number(zscore)}`}`;
+function Legend({ names }) {
+  return html`<span class="row tight">
+    ${names.map((name) => html`<span key=${name} class="row tight">
+      <i class=${`dot fill-${colourOf(name)}`}></i> ${PATHS[name] ?? name}</span>`)}
+    <span class="muted">Ring: first step; disc: last step. Hover or choose a point.</span>
+  </span>`;
 }
 
-function spoken(points) {
-  return points.map(({ name, points: all }) => {
-    const [first, last] = [all[0], all.at(-1)];
-    return `${PATHS[name] ?? name}: from ${first.regime} in step ${first.step} to ${last.regime} in step ${last.step}`;
-  }).join("; ");
+/** One point in numbers. */
+function Told({ path, step, mi, entropy, share, ceiling, regime, prompts, ...rest }) {
+  const { retrieval, chance, zscore } = rest;
+  const facts = [
+    `${PATHS[path] ?? path}: ${regime}; H(Z|X) ${number(entropy)}`,
+    `I(X;Z) ${number(mi)} of ${number(ceiling)} nats (${percent(share, 0)})`,
+    `${prompts} prompts`,
+    retrieval !== null &&
+      `own prompt found ${percent(retrieval, 0)} (chance ${percent(chance, 0)})`,
+    zscore !== null && `z-score ${number(zscore)}`,
+  ];
+  return html`<i class=${`dot fill-${colourOf(path)}`}></i> <b>step ${step}</b>,${" "}
+    ${facts.filter(Boolean).join(", ")}`;
+}
+
+function spoken([name, points]) {
+  const said = ({ regime, step }) => `${regime} in step ${step}`;
+  const [first, last] = [points[0], points.at(-1)].map(said);
+  return `${PATHS[name] ?? name}: from ${first} to ${last}`;
 }

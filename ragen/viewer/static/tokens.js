@@ -3,7 +3,7 @@
 // with a class for each colouring; choosing another changes one class of the element around them.
 
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
-import { mark, number, pieces, Tabs, Text } from "./parts.js";
+import { mark, number, pieces, Tabs } from "./parts.js";
 
 const SHADES = 9; // As many as style.css has of --s… and --d….
 const RAREST = -6.9; // One in a thousand; rarer ones look alike, or one −20 would hide all else.
@@ -17,7 +17,7 @@ const identity = (x) => x;
  * `diverging` scales are as wide on both sides of `centre`, on the axis that `axis` makes.
  */
 export const COLOURS = {
-  mask: { title: "mask", what: "Trained tokens are those that the policy sampled." },
+  mask: { title: "mask", what: "Completions; what stands in prompts is never trained." },
   logprob: {
     title: "logprob", series: "logprob", fallback: "sampled_logprob", letter: "l", floor: RAREST,
     flip: true, what: "The stronger the colour, the less likely the token was (nats).",
@@ -57,26 +57,27 @@ const FACTS = [
  * @param data The answer of `/api/tokens`.
  * @param turn The turn whose tokens are marked, or null.
  * @param colour A name of `COLOURS`.
+ * @param untrained A sentence: why there is nothing of the optimiser's, where that is so.
  * @param onColour Called with the colouring that the reader chose.
  */
-export function Tokens({ data, turn = null, colour = "mask", onColour }) {
+export function Tokens({ data, turn = null, colour = "mask", untrained = "", onColour }) {
   const [current, setCurrent] = useState(null);
   const scales = useMemo(() => scalesOf(data.samples), [data]);
-  const shown = colour === "mask" || scales[colour] ? colour : "mask";
+  const shown = Object.hasOwn(scales, colour) ? colour : "mask";
+  const word = data.source === "turns" ? "sampled" : "trained";
   const tabs = Object.entries(COLOURS)
     .filter(([name]) => name === "mask" || scales[name])
     .map(([key, { title, what }]) => ({ key, title, hint: what }));
   return html`<section class="tokens">
     <div class="tokens-head">
       <${Tabs} tabs=${tabs} value=${shown} onChange=${onColour} label="colour tokens by" />
-      <${Legend} colour=${shown} scale=${scales[shown]} />
+      <${Legend} colour=${shown} scale=${scales[shown]} word=${word} />
     </div>
-    ${data.source === "turns" &&
-    html`<p class="muted">This step's samples were not recorded (record.tokens_every says which
-      are): these are the turns' own tokens, with the logprobs they were sampled at.</p>`}
+    ${data.source === "turns" && html`<p class="muted">${untrained} These are the turns' own tokens,
+      with the logprobs they were sampled at.</p>`}
     <${Flow} samples=${data.samples} scales=${scales} colour=${shown} turn=${turn}
       onCurrent=${setCurrent} />
-    <${Facts} samples=${data.samples} at=${current} />
+    <${Facts} samples=${data.samples} at=${current} word=${word} />
   </section>`;
 }
 
@@ -118,11 +119,11 @@ function shadeOf(value, { axis = identity, flip, diverging }, { low, high }) {
   return Math.round((SHADES - 1) * (flip ? 1 - share : share));
 }
 
-function Legend({ colour, scale }) {
+function Legend({ colour, scale, word }) {
   const { what, letter, flip, diverging, back = identity } = COLOURS[colour];
   if (!scale) {
     return html`<p class="token-legend by-mask">
-      <span class="token trained">trained</span> <span class="token">not trained</span>
+      <span class="token trained">${word}</span> <span class="token">not ${word}</span>
       <span class="muted">${what}</span>
     </p>`;
   }
@@ -135,7 +136,7 @@ function Legend({ colour, scale }) {
       html`<i key=${i} class="token trained ${letter}${i}"></i>`)}</span>
     <span class="number">${ends[1]}</span>
     ${diverging && html`<span class="muted">middle ${number(back(0))}</span>`}
-    <span class="token">not trained</span>
+    <span class="token">not ${word}</span>
     <span class="muted">${what}</span>
   </p>`;
 }
@@ -214,7 +215,7 @@ function sampleOf(sample, index, samples, scales) {
 }
 
 /** Half-open ranges of tokens that belong to one turn, or to what was put before it (−1). */
-function stretchesOf(sample) {
+export function stretchesOf(sample) {
   const stretches = [];
   for (const [i, turn] of sample.turn.entries()) {
     const last = stretches.at(-1);
@@ -260,7 +261,7 @@ function spelled(text) {
 }
 
 /** All numbers of the token under the pointer or the focus. */
-function Facts({ samples, at }) {
+function Facts({ samples, at, word }) {
   if (at === null || !samples[at[0]]) {
     return html`<div class="token-facts"><p class="muted">Point at a token for its numbers.</p></div>`;
   }
@@ -273,7 +274,7 @@ function Facts({ samples, at }) {
     <p><span class="token current">${spelled(sample.texts[i])}</span> <span class="muted">${[
       `token ${number(i)}`, `id ${sample.ids[i]}`,
       sample.turn[i] < 0 ? "prompt" : `turn ${sample.turn[i] + 1}`,
-      trained ? "trained" : "not trained"].join(", ")}</span></p>
+      trained ? word : `not ${word}`].join(", ")}</span></p>
     ${trained ? html`<dl>
       ${facts.map(([name, series]) => html`<div key=${name}><dt>${name}</dt>
         <dd>${exact(sample[series][i])}</dd></div>`)}
@@ -287,33 +288,3 @@ function Facts({ samples, at }) {
 
 /** Five significant digits: what tells two logprobs apart. */
 const exact = (x) => (Number.isInteger(x) ? String(x) : x.toPrecision(5)).replace("-", "−");
-
-/**
- * What the model saw before a turn: the tokens before its completion, as text. What it had written
- * itself in earlier turns is tinted.
- */
-export function RawPrompt({ data, turn }) {
-  const prompt = useMemo(() => promptOf(data.samples, turn), [data, turn]);
-  if (prompt === null) {
-    return html`<p class="muted">The tokens of this turn's prompt were not recorded.</p>`;
-  }
-  return html`<section class="prompt">
-    <p class="muted">${number(prompt.length)} tokens, exactly as the model saw them; tinted is what
-      it had sampled itself.</p>
-    <div class="prompt-text" data-testid="prompt">${prompt.parts.map((part, i) =>
-      html`<span key=${i} class=${part.sampled ? "sampled" : ""}
-        ><${Text} text=${part.text} /></span>`)}
-    </div>
-  </section>`;
-}
-
-/** The tokens before a turn's completion, joined to texts: `{length, parts: [{text, sampled}]}`. */
-function promptOf(samples, turn) {
-  const sample = samples.find((each) => each.turn.includes(turn));
-  if (!sample) return null;
-  const length = sample.turn.indexOf(turn);
-  const parts = stretchesOf(sample).filter(({ start }) => start < length).map((each) => ({
-    text: sample.texts.slice(each.start, each.end).join(""), sampled: each.turn >= 0,
-  }));
-  return { length, parts };
-}

@@ -22,8 +22,11 @@ const SHORT = 300;
  */
 export function framesOf(episode) {
   const before = episode.turns.map((turn) => ({ turn, picture: turn.picture, after: null }));
+  const turn = episode.turns.at(-1) ?? null;
   const after = { observation: episode.final_observation ?? "" };
-  return [...before, { turn: episode.turns.at(-1) ?? null, picture: episode.final_picture, after }];
+  // A world that failed told nothing of its end: what it showed last stays.
+  const last = episode.final_observation === null ? (turn?.picture ?? null) : episode.final_picture;
+  return [...before, { turn, picture: last, after }];
 }
 
 /** The address of an episode's group. */
@@ -55,7 +58,7 @@ export function Actions({ asked, executed }) {
  * Which of the asked actions were executed. Those are a part of the asked ones in their order, in
  * the world's own spelling: unknown names and what no budget was left for are missing.
  */
-function matched(asked, executed) {
+export function matched(asked, executed) {
   let done = 0;
   return asked.map((action) => {
     const same = done < executed.length && action.toLowerCase() === executed[done].toLowerCase();
@@ -81,7 +84,8 @@ export function Outcome({ episode }) {
     ><span aria-hidden="true">${sign}</span> ${episode.stop_reason.replace("_", " ")}</span>`;
 }
 
-const ENDS = {
+/** What each stop reason means. */
+export const ENDS = {
   solved: "the world ended it with success",
   failed: "the world ended it without success",
   max_turns: "no turns were left",

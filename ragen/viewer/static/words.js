@@ -8,7 +8,7 @@ export const MIN_RUN = 3;
 /** Words of a text that are compared: comparing takes time with the square of it. */
 export const MAX_WORDS = 1000;
 
-/** The words of a text, each with the white space behind it, so that they join to the text again. */
+/** The words of a text, each with the white space behind it: joined they are the text again. */
 export function wordsOf(text) {
   return (text ?? "").trim().match(/\S+\s*/g) ?? [];
 }
@@ -43,7 +43,7 @@ export function sharedRuns(ones, others) {
 /** The longest run of words in both stretches; of several the one that ends first in the first. */
 function longestRun(a, b, fromA, toA, fromB, toB) {
   let best = { a: fromA, b: fromB, length: 0 };
-  const lengths = new Uint16Array(toB - fromB + 1); // Of the run that ends before word j, at word i.
+  const lengths = new Uint16Array(toB - fromB + 1); // Of the run that ends at i, before word j.
   for (let i = fromA; i < toA; i += 1) {
     for (let j = toB - 1; j >= fromB; j -= 1) {
       const length = a[i] === b[j] ? lengths[j - fromB] + 1 : 0;
@@ -54,7 +54,7 @@ function longestRun(a, b, fromA, toA, fromB, toB) {
   return best;
 }
 
-/** The share of the words of two texts (`joined`) that stand in `runs`; null where both are empty. */
+/** The share of the words of two texts (`joined`) that stand in `runs`; null without words. */
 export function sharedShare(runs, one, other) {
   const words = one.count + other.count;
   return words ? (2 * runs.reduce((sum, { length }) => sum + length, 0)) / words : null;

@@ -5,8 +5,8 @@ import { useApi, useEvents } from "../api.js";
 import { Curves } from "../charts.js";
 import { Gradients } from "../gradients.js";
 import { Matrix } from "../matrix.js";
-import { Loading, Problem, number, percent, useReady } from "../parts.js";
-import { PATHS, Plane, pathsIn } from "../plane.js";
+import { Loading, Problem, number, percent, plural, useReady } from "../parts.js";
+import { PATHS, Plane, colourOf, pathsIn } from "../plane.js";
 import { html, useMemo } from "../vendor/preact-htm.js";
 
 export default function Page({ params, query, setQuery }) {
@@ -50,23 +50,25 @@ function Collapse({ run, data, query, setQuery }) {
 }
 
 function Unmeasured({ how, also }) {
-  return html`<p class="muted">This run did not measure it. Train with <code>${how}</code> to see it here. ${also}</p>`;
+  return html`<p class="muted">This run did not measure it. To see it here, train
+    with <code>${how}</code>. ${also}</p>`;
 }
 
 function Axes({ data, path, measured, query, setQuery }) {
   const { paths, thresholds } = data;
   const series = useMemo(() => coursesOf(paths, measured), [data]);
+  const look = { sync: "collapse", height: 92 };
   return html`
     <p class="lead">${standing(paths[path], path, thresholds)}</p>
     <div class="axes-row">
       <${Plane} paths=${paths} thresholds=${thresholds} path=${path} step=${Number(query.step)}
         onPick=${(name, step) => setQuery({ path: name, step })} />
       <div class="axes-curves">
-        <${Curves} title="own prompt found" series=${series.retrieval} range=${[0, 1]} sync="collapse"
-          height=${92} format=${(x) => percent(x, 0)} lines=${chanceOf(paths[path])} />
-        <${Curves} title="I(X;Z), nats" series=${series.mi} sync="collapse" height=${92} />
-        <${Curves} title="H(Z|X), nats" series=${series.conditional_entropy} sync="collapse" height=${92} />
-        <${Curves} title="MI z-score" series=${series.zscore} sync="collapse" height=${92} xLabel="step" />
+        <${Curves} ...${look} title="own prompt found" series=${series.retrieval} range=${[0, 1]}
+          format=${(x) => percent(x, 0)} lines=${chanceOf(paths[path])} />
+        <${Curves} ...${look} title="I(X;Z), nats" series=${series.mi} />
+        <${Curves} ...${look} title="H(Z|X), nats" series=${series.conditional_entropy} />
+        <${Curves} ...${look} title="MI z-score" series=${series.zscore} xLabel="step" />
       </div>
     </div>`;
 }
@@ -74,7 +76,7 @@ function Axes({ data, path, measured, query, setQuery }) {
 /** Each measure over steps, a curve for each path, in the colours of the plane. */
 function coursesOf(paths, measured) {
   const of = (name) => measured.map((path) => ({
-    name: PATHS[path] ?? path, colour: path === "first" ? 0 : 5, x: paths[path].steps, y: paths[path][name],
+    name: PATHS[path] ?? path, colour: colourOf(path), x: paths[path].steps, y: paths[path][name],
   }));
   const names = ["retrieval", "mi", "conditional_entropy", "zscore"];
   return Object.fromEntries(names.map((name) => [name, of(name)]));
@@ -96,16 +98,16 @@ const REGIMES = {
 /** Where the run is now, in words, and whether that can be decided. */
 function standing(path, name, { min_prompts: least }) {
   const last = path.steps.length - 1;
-  const [mi, entropy, ceiling] = [path.mi[last], path.conditional_entropy[last], path.prompt_entropy[last]];
-  const prompts = path.num_prompts[last];
+  const names = ["mi", "conditional_entropy", "prompt_entropy", "num_prompts"];
+  const [mi, entropy, ceiling, prompts] = names.map((each) => path[each][last]);
   const told = ceiling > 0 ? `${percent(mi / ceiling, 0)} of the ${number(ceiling)}` : "of the 0";
-  const where = html`Step ${path.steps[last]}, ${PATHS[name] ?? name}: given their prompt, thoughts vary
-    by <b>H(Z|X) = ${number(entropy)} nats</b>; of the prompt they tell${" "}
+  const where = html`Step ${path.steps[last]}, ${PATHS[name] ?? name}: given their prompt, thoughts
+    vary by <b>H(Z|X) = ${number(entropy)} nats</b>; of the prompt they tell${" "}
     <b>I(X;Z) = ${number(mi)} nats</b>, ${told} that there are to tell.`;
   if (prompts < least) {
-    return html`${where} <b>That is undecidable</b>: the thoughts came from ${prompts} different
-      prompt${prompts === 1 ? "" : "s"}, and a regime needs ${least} or more (more levels a step: rollout.prompts;
-      some worlds have fewer first prompts than that).`;
+    return html`${where} <b>That is undecidable</b>: the thoughts came
+      from ${plural(prompts, "different prompt")}, and a regime needs ${least} or more (more levels
+      a step: rollout.prompts; some worlds have fewer first prompts than that).`;
   }
   const [kind, words] = REGIMES[path.regime[last]];
   return html`${where} That is <b class=${kind}>${path.regime[last]}</b>: ${words}`;

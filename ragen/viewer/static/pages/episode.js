@@ -7,8 +7,9 @@ import { useApi } from "../api.js";
 import { Board } from "../board.js";
 import { useKeys } from "../keys.js";
 import { Loading, Problem, Tabs, Text } from "../parts.js";
-import { link, number, plural, useReady, visit } from "../parts.js";
-import { RawPrompt, Tokens } from "../tokens.js";
+import { link, number, useReady, visit } from "../parts.js";
+import { RawPrompt } from "../prompt.js";
+import { Tokens } from "../tokens.js";
 import { Earned, framesOf, groupLink, Outcome, returnsOf, signed, TurnCard } from "../turns.js";
 import { WhatIf } from "../whatif.js";
 
@@ -26,7 +27,7 @@ export default function Page({ params, query, setQuery }) {
   useReady(data !== null || error !== null);
   if (!data) {
     return html`<main class="page page-episode">
-      <h1>Episode ${id}</h1>
+      <h1>Episode ${error && id}</h1>
       ${error ? html`<${Problem} error=${error} reload=${reload} />` : html`<${Loading} />`}
     </main>`;
   }
@@ -191,11 +192,18 @@ function TokenViews({ run, episode, turn, view, colour, onColour }) {
   const { data, error, reload } = useApi(episode.has_tokens ? "/api/tokens" : null,
     { run, episode: episode.id });
   if (!episode.has_tokens) {
-    return html`<p class="muted">This episode's tokens were not recorded: endpoints give none, and
-      the others are kept every record.tokens_every steps.</p>`;
+    return html`<p class="muted">This episode has no tokens: its endpoint gave text alone.</p>`;
   }
   if (error) return html`<${Problem} error=${error} reload=${reload} />`;
   if (!data) return html`<${Loading} what="Loading the tokens" />`;
   if (view === "prompt") return html`<${RawPrompt} data=${data} turn=${turn} />`;
-  return html`<${Tokens} data=${data} turn=${turn} colour=${colour} onColour=${onColour} />`;
+  return html`<${Tokens} data=${data} turn=${turn} colour=${colour} onColour=${onColour}
+    untrained=${untrainedBecause(episode)} />`;
+}
+
+/** Why nothing of the optimiser's is recorded of an episode. */
+function untrainedBecause({ phase, kept }) {
+  if (phase !== "train") return "Evaluations are not trained on.";
+  if (!kept) return "The filter dropped its group, so it was not trained on.";
+  return "This step's samples were not recorded; record.tokens_every says which are.";
 }

@@ -3,33 +3,47 @@
 
 import { shared, useApi, useEvents } from "../api.js";
 import { Curves } from "../charts.js";
-import { Interval, Loading, Problem, Table, Text, link, moment, number, percent, plural, useReady } from "../parts.js";
+import {
+  Interval, Loading, Problem, Table, Text, link, moment, number, percent, plural, useReady,
+} from "../parts.js";
 import { html, useMemo } from "../vendor/preact-htm.js";
+
+const PHASES = { eval: "sampled", "eval greedy": "greedy" };
 
 export default function Page({ params, query, setQuery }) {
   const { run } = params;
   const { data, error, reload } = useApi("/api/run", { run });
   const gains = useApi("/api/gains", { run });
-  const again = () => { reload(); gains.reload(); };
+  const again = () => {
+    reload();
+    gains.reload();
+  };
   useEvents({ run }, { step: again, end: again, again });
   useReady(Boolean((data || error) && (gains.data || gains.error)));
+  const evaluations = data?.evaluations ?? [];
   return html`<main class="page page-evaluations">
     <h1>Evaluations</h1>
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${!data && !error && html`<${Loading} />`}
-    ${data && (data.evaluations.length > 0
-      ? html`<${Gains} gains=${gains} evaluations=${data.evaluations} /><${All} evaluations=${data.evaluations} />`
-      : html`<section class="panel"><p>The run was not evaluated yet. It is before its first step and
-          after its last one, and between them with <code>--eval.every 10</code>; any
-          checkpoint can be evaluated by <code>ragen eval</code>.</p></section>`)}
-    ${data && !shared && html`<${Contest} run=${run} other=${query.other} setQuery=${setQuery} />`}
+    ${data && evaluations.length === 0 && html`<${Nothing} />`}
+    ${evaluations.length > 0 && html`<${Gains} gains=${gains} evaluations=${evaluations} />`}
+    ${evaluations.length > 0 && html`<${All} evaluations=${evaluations} />`}
+    ${data && !shared && html`<${Contests} run=${run} other=${query.other} setQuery=${setQuery} />`}
   </main>`;
+}
+
+function Nothing() {
+  return html`<section class="panel">
+    <p>The run was not evaluated yet. It is before its first step and after its last one, and
+      between them with <code>--eval.every 10</code>, say; any checkpoint can be evaluated by the
+      command <code>ragen eval</code>.</p>
+  </section>`;
 }
 
 const known = (x) => x !== null && x !== undefined;
 
 /** A difference of shares in points, with its sign. */
-export function points(x) {
+function points(x) {
   if (!known(x)) return "–";
   return `${x > 0 ? "+" : x < 0 ? "−" : ""}${Math.abs(100 * x).toFixed(1)}`;
 }
@@ -40,34 +54,36 @@ function verdict({ difference, smallest_detectable: detectable }, better, worse)
   const said = html`<b>${points(value)} points</b> [${points(low)}, ${points(high)}]`;
   if (low > 0) return html`<span class="good">${better}</span>: ${said}.`;
   if (high < 0) return html`<span class="bad">${worse}</span>: ${said}.`;
-  const least = !known(detectable) ? ""
-    : ` A difference of less than ${(100 * detectable).toFixed(1)} points could not have been expected to show in this sample.`;
+  const least = known(detectable) &&
+    ` One of less than ${(100 * detectable).toFixed(1)} points could not have been expected to show
+      in this sample.`;
   return html`No difference is shown: ${said}.${least}`;
 }
 
-const PHASES = { eval: "sampled", "eval greedy": "greedy" };
+const small = (p) => (!known(p) ? "–" : p < 0.001 ? "< 0.001" : `= ${p.toPrecision(2)}`);
 
-function Gains({ gains, evaluations }) {
-  if (gains.error) return html`<${Problem} error=${gains.error} reload=${gains.reload} />`;
-  if (!gains.data) return html`<${Loading} />`;
-  if (!gains.data.gains.length) return null;
+// ---- before and after
+
+function Gains({ gains: { data, error, reload }, evaluations }) {
+  if (error) return html`<${Problem} error=${error} reload=${reload} />`;
+  if (!data) return html`<${Loading} />`;
+  if (!data.gains.length) return null;
   return html`<section class="panel">
     <h2>Before and after, level by level</h2>
-    ${gains.data.gains.map((gain) => html`<div key=${`${gain.phase} ${gain.world}`} class="contest" data-testid="gain">
-      <${Sides} title=${`${gain.world}, ${PHASES[gain.phase] ?? gain.phase}`} ...${gain}
-        a=${[`step ${gain.from_step}`, gain.before]} b=${[`step ${gain.to_step}`, gain.after]}
-        ...${boundsIn(evaluations, gain.world)} />
-      <p>${verdict(gain, "Training helped", "Training harmed")}${" "}
-        Of ${plural(gain.levels, "level")} it won ${number(gain.won)} and lost${" "}
-        ${number(gain.lost)} (McNemar's p ${small(gain.mcnemar_p)}).</p>
-    </div>`)}
+    ${data.gains.map((gain) => html`<${Gain} key=${`${gain.phase} ${gain.world}`} gain=${gain}
+      evaluation=${evaluations.find(({ world }) => world === gain.world)} />`)}
   </section>`;
 }
 
-/** Random and best play in a world. */
-function boundsIn(evaluations, world) {
-  const one = evaluations.find((each) => each.world === world);
-  return { floor: one?.random, ceiling: one?.best };
+function Gain({ gain, evaluation }) {
+  const { phase, world, levels, won, lost, mcnemar_p: p } = gain;
+  return html`<div class="contest" data-testid="gain">
+    <${Sides} title=${`${world}, ${PHASES[phase] ?? phase}`} difference=${gain.difference}
+      a=${[`step ${gain.from_step}`, gain.before]} b=${[`step ${gain.to_step}`, gain.after]}
+      floor=${evaluation?.random} ceiling=${evaluation?.best} />
+    <p>${verdict(gain, "Training helped", "Training harmed")}${` Of ${plural(levels, "level")} it
+      won ${won} and lost ${lost} (McNemar's p ${small(p)}).`}</p>
+  </div>`;
 }
 
 /** Two rates and their difference, one under the other on the same line of length. */
@@ -81,95 +97,117 @@ function Sides({ title, a, b, difference, floor, ceiling }) {
     </dl>`;
 }
 
-const small = (p) => (!known(p) ? "–" : p < 0.001 ? "< 0.001" : `= ${p.toPrecision(2)}`);
+// ---- all of them
 
-/** Every evaluation, the latest first, in groups of one world and one way of choosing tokens. */
+/** Every evaluation, the latest first, by world and way of choosing tokens. */
 function All({ evaluations }) {
-  const groups = useMemo(() => grouped(evaluations), [evaluations]);
-  return groups.map(({ name, rows }) => html`<section class="panel" key=${name}>
+  const kinds = useMemo(() => kindsOf(evaluations), [evaluations]);
+  return kinds.map(([name, rows]) => html`<section class="panel" key=${name}>
     <h2>${name}</h2>
     <${Course} rows=${rows} />
-    <${Table} label=${`Evaluations: ${name}`} rows=${rows} rowKey=${(row) => `${row.attempt} ${row.step} ${row.time}`}
-      columns=${columnsOf(rows)} />
-    <p class="muted">The shaded part lies between random play (${percent(rows[0].random)}) and best play
-      (${percent(rows[0].best)}) on the same levels; bars are 95 % intervals.</p>
+    <${Table} label=${`Evaluations: ${name}`} rows=${rows} columns=${columnsOf(rows)}
+      rowKey=${({ attempt, step, time }) => `${attempt} ${step} ${time}`} />
+    <p class="muted">The shaded part lies between random play (${percent(rows[0].random)}) and best
+      play (${percent(rows[0].best)}) on the same levels; bars are 95 % intervals.</p>
   </section>`);
 }
 
-/** Success over steps between floor and ceiling. */
-function Course({ rows }) {
-  const series = useMemo(() => {
-    const steps = [...rows].sort((a, b) => a.step - b.step);
-    const of = (name) => steps.map(({ success }) => success[name]);
-    return [{ name: "success", x: steps.map(({ step }) => step), y: of("value"), low: of("low"), high: of("high"), points: true }];
-  }, [rows]);
-  const lines = [{ y: rows[0].random, label: "random play" }, { y: rows[0].best, label: "best play" }];
-  if (series[0].x.length < 3) return null;
-  return html`<${Curves} title="success" series=${series} lines=${lines.filter(({ y }) => known(y))}
-    range=${[0, 1]} height=${150} format=${(x) => percent(x, 0)} xLabel="step" />`;
-}
-
-function grouped(evaluations) {
+/** `[[name, rows], …]`; where tokens were sampled comes first, for so the policy was trained. */
+function kindsOf(evaluations) {
   const found = new Map();
   for (const one of [...evaluations].sort((a, b) => b.step - a.step || b.time - a.time)) {
     const name = `${one.world}, ${one.how}`;
     found.set(name, [...(found.get(name) ?? []), one]);
   }
-  // Where tokens were sampled comes first: that is how the policy was trained.
-  const greedy = ({ rows }) => rows[0].how === "greedy";
-  return [...found].map(([name, rows]) => ({ name, rows })).sort((a, b) => greedy(a) - greedy(b));
+  const greedy = ([, rows]) => rows[0].how === "greedy";
+  return [...found].sort((a, b) => greedy(a) - greedy(b));
+}
+
+/** Success over steps between floor and ceiling. */
+function Course({ rows }) {
+  const series = useMemo(() => {
+    const inOrder = rows.filter(({ step }) => step !== null).reverse();
+    const of = (name) => inOrder.map(({ success }) => success[name]);
+    const x = inOrder.map(({ step }) => step);
+    return [{ name: "success", x, y: of("value"), low: of("low"), high: of("high"), points: true }];
+  }, [rows]);
+  const { random, best } = rows[0];
+  const lines = [{ y: random, label: "random play" }, { y: best, label: "best play" }];
+  if (series[0].x.length < 3) return null;
+  return html`<${Curves} title="success" series=${series} lines=${lines.filter(({ y }) => known(y))}
+    range=${[0, 1]} height=${150} format=${(x) => percent(x, 0)} xLabel="step" />`;
 }
 
 function columnsOf(rows) {
-  const returns = rows.flatMap((row) => [row.mean_return_low, row.mean_return_high, row.random_return, row.best_return]);
-  const knownReturns = returns.filter(known);
-  const [min, max] = [Math.min(...knownReturns), Math.max(...knownReturns)];
-  const many = rows.some(({ attempt }) => attempt !== rows[0].attempt);
+  const ends = ["mean_return_low", "mean_return_high", "random_return", "best_return"];
+  const returns = rows.flatMap((row) => ends.map((name) => row[name])).filter(known);
+  const [min, max] = [Math.min(...returns), Math.max(...returns)];
+  const attempts = new Set(rows.map(({ attempt }) => attempt)).size;
+  const plain = (key, title, format = number) => (
+    { key, title, align: "right", sort: true, render: (row) => format(row[key]) }
+  );
+  const quiet = (text) => html`<span class="muted number">${text}</span>`;
+  const success = (row) => html`<${Interval} ...${row.success}
+    floor=${row.random} ceiling=${row.best} />`;
+  const mean = (row) => html`<${Interval} value=${row.mean_return}
+    low=${row.mean_return_low} high=${row.mean_return_high} min=${min} max=${max}
+    floor=${row.random_return} ceiling=${row.best_return} format=${number} />`;
+  const bounds = ({ success: { low, high } }) => quiet(`${percent(low)} to ${percent(high)}`);
   return [
-    { key: "step", title: "step", align: "right", sort: true },
-    ...(many ? [{ key: "attempt", title: "attempt", align: "right", sort: true }] : []),
-    { key: "success", title: "success", sort: (row) => row.success.value,
-      render: (row) => html`<${Interval} ...${row.success} floor=${row.random} ceiling=${row.best} />` },
-    { key: "bounds", title: "95 % interval", align: "right",
-      render: ({ success }) => html`<span class="muted number">${percent(success.low)} to ${percent(success.high)}</span>` },
-    { key: "mean_return", title: "mean return", sort: true,
-      render: (row) => html`<${Interval} value=${row.mean_return} low=${row.mean_return_low} high=${row.mean_return_high}
-        floor=${row.random_return} ceiling=${row.best_return} min=${min} max=${max} format=${number} />` },
-    { key: "mean_turns", title: "turns", align: "right", sort: true, render: (row) => number(row.mean_turns) },
-    { key: "valid_fraction", title: "valid replies", align: "right", sort: true, render: (row) => percent(row.valid_fraction, 0) },
-    { key: "thought_words", title: "words a thought", align: "right", sort: true, render: (row) => number(row.thought_words) },
-    { key: "episodes", title: "levels", align: "right", render: (row) => number(row.episodes) },
-    { key: "time", title: "when", render: (row) => html`<span class="muted number">${moment(row.time)}</span>` },
+    plain("step", "step"),
+    ...(attempts > 1 ? [plain("attempt", "attempt")] : []),
+    { key: "success", title: "success", sort: (row) => row.success.value, render: success },
+    { key: "bounds", title: "95 % interval", align: "right", render: bounds },
+    { key: "mean_return", title: "mean return", sort: true, render: mean },
+    plain("mean_turns", "turns"),
+    plain("valid_fraction", "valid replies", (x) => percent(x, 0)),
+    plain("thought_words", "words a thought"),
+    plain("episodes", "levels"),
+    { key: "time", title: "when", render: (row) => quiet(moment(row.time)) },
   ];
 }
 
-/** This run beside another one that the reader chooses. */
-function Contest({ run, other, setQuery }) {
+// ---- beside another run
+
+function Contests({ run, other, setQuery }) {
   const runs = useApi("/api/runs");
   const { data, error, reload } = useApi(other ? "/api/compare" : null, { run, other });
-  const others = (runs.data?.runs ?? []).filter((one) => one.run !== run && one.state !== "unreadable");
+  const fit = (one) => one.run !== run && one.state !== "unreadable";
+  const others = (runs.data?.runs ?? []).filter(fit);
+  const choose = (event) => setQuery({ other: event.target.value || null });
   return html`<section class="panel">
     <h2>Beside another run</h2>
-    <label>compare with
-      <select value=${other ?? ""} onChange=${(event) => setQuery({ other: event.target.value || null })}>
-        <option value="">choose a run</option>
-        ${others.map((one) => html`<option key=${one.run} value=${one.run} selected=${one.run === other}>${one.run} (${one.world})</option>`)}
-      </select></label>
-    ${other && html`${" "}<a href=${link("compare", { run }, { other })}>curves and settings of both</a>`}
+    <div class="row choices">
+      <label>compare with
+        <select value=${other ?? ""} onChange=${choose}>
+          <option value="">choose a run</option>
+          ${others.map((one) => html`<option key=${one.run} value=${one.run}
+            selected=${one.run === other}>${one.run} (${one.world})</option>`)}
+        </select></label>
+      ${other &&
+      html`<a href=${link("compare", { run }, { other })}>curves and settings of both</a>`}
+    </div>
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${other && !data && !error && html`<${Loading} />`}
-    ${other && data && (data.contests.length
-      ? data.contests.map((contest, i) => html`<${One} key=${i} run=${run} other=${other} ...${contest} />`)
-      : html`<p class="muted">The two were evaluated in no world alike: nothing can be compared.</p>`)}
+    ${other && data?.contests.length === 0 &&
+    html`<p class="muted">The two were evaluated in no world alike: nothing can be compared.</p>`}
+    ${other && data?.contests.map((contest, i) =>
+      html`<${Contest} key=${i} run=${run} other=${other} contest=${contest} />`)}
   </section>`;
 }
 
-function One({ run, other, world, how, a, b, difference, mcnemar_p: p, smallest_detectable: detectable, levels, note }) {
-  const size = levels ? ` On ${plural(levels, "level")}${known(p) ? `, McNemar's p ${small(p)}` : ""}.` : "";
+function Contest({ run, other, contest }) {
+  const { world, how, a, b, levels, mcnemar_p: p, smallest_detectable: detectable, note } = contest;
+  const tested = known(p) ? `, McNemar's p ${small(p)}` : "";
+  const shows = contest.difference.low > 0 || contest.difference.high < 0;
+  const effect = `${(100 * detectable).toFixed(1)} points`;
   return html`<div class="contest" data-testid="contest">
-    <${Sides} title=${`${world}, ${how}`} a=${[run, a]} b=${[other, b]} difference=${difference} />
-    <p>${verdict({ difference, smallest_detectable: detectable }, `${run} is better`, `${run} is worse than ${other}`)}${size}
-      ${known(detectable) && ` In four of five such comparisons, a true difference of ${(100 * detectable).toFixed(1)} points would show.`}
+    <${Sides} title=${`${world}, ${how}`} a=${[run, a]} b=${[other, b]}
+      difference=${contest.difference} />
+    <p>${verdict(contest, `${run} is better`, `${run} is worse than ${other}`)}
+      ${levels > 0 && ` On ${plural(levels, "level")}${tested}.`}
+      ${shows && known(detectable) && ` The smallest difference that this many levels show in four
+        of five cases is ${effect}.`}
       ${note && html` <span class="muted"><${Text} text=${note} /></span>`}</p>
   </div>`;
 }

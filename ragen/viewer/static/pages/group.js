@@ -62,7 +62,8 @@ function Figures({ group }) {
   </dl>`;
 }
 
-const SCORES = {
+/** What each score of the filter is of a group. */
+export const SCORES = {
   reward_std: "the spread (std) of its rewards",
   variance: "the variance of its rewards",
   mean: "its mean reward",
@@ -73,7 +74,7 @@ const SCORES = {
 };
 
 /** What a rule of the filter keeps, from its number and the end of the ranking it begins at. */
-const RULES = {
+export const RULES = {
   top_k: (value, end) => value > 1 ? `the ${number(value)} groups with the ${end} scores are kept`
     : `the ${number(100 * value)} % of the step's groups with the ${end} scores are kept`,
   top_p: (value, end) => `groups are kept from the ${end} score on, until they hold ${

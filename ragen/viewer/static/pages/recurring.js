@@ -41,8 +41,8 @@ export default function Page({ params, query, setQuery }) {
 function Nothing() {
   return html`<div class="panel">
     <p>No level was played at two steps. Evaluations play the same levels each time: train
-      with <code>--eval.every 5</code>, say, to see thoughts change. The first and the last evaluation
-      are there when the run ends.</p>
+      with <code>--eval.every 5</code>, say, to see thoughts change. The first and the last
+      evaluation are there when the run ends.</p>
   </div>`;
 }
 
@@ -95,7 +95,8 @@ function LevelTable({ levels, chosen, onChoose }) {
   useEffect(() => {
     const row = box.current.querySelector(".selected"); // Kept in sight, without moving the page.
     if (!row) return;
-    const [least, most] = [row.offsetTop + row.offsetHeight - box.current.clientHeight, row.offsetTop - row.offsetHeight];
+    const most = row.offsetTop - row.offsetHeight; // Below the head, which is as high as a row.
+    const least = row.offsetTop + row.offsetHeight - box.current.clientHeight;
     box.current.scrollTop = Math.max(least, Math.min(most, box.current.scrollTop));
   }, [chosen]);
   return html`<div class="scroll level-box" ref=${box}>
@@ -127,7 +128,8 @@ function Level({ run, level, others, query, setQuery }) {
   const { phase, level_seed } = level;
   const { data, error, reload } = useApi("/api/level", { run, phase, level_seed });
   const otherSeed = others.find((one) => String(one.level_seed) === query.other)?.level_seed;
-  const another = useApi(otherSeed === undefined ? null : "/api/level", { run, phase, level_seed: otherSeed });
+  const asked = { run, phase, level_seed: otherSeed };
+  const another = useApi(otherSeed === undefined ? null : "/api/level", asked);
   const episodes = data?.episodes ?? [];
   const steps = episodes.map(({ step }) => step);
   const wanted = (query.steps ?? "").split(",").map(Number);
@@ -164,20 +166,28 @@ function Choice({ episodes, from, to, setSteps, others, otherSeed, setQuery }) {
     { key: "steps", title: "two steps of the level" },
     { key: "levels", title: "two levels of a step", hint: "what does not depend on the level?" },
   ];
-  const swap = (key) => setQuery({ other: key === "steps" ? null : others[0].level_seed, steps: `${from},${to}` });
+  const seeds = others.map(({ level_seed: seed }) => seed);
+  const swap = (key) =>
+    setQuery({ other: key === "steps" ? null : others[0].level_seed, steps: `${from},${to}` });
   const choice = (label, value, values, onChange) => html`<label>${label}
     <select value=${value} onChange=${(event) => onChange(Number(event.target.value))}>
-      ${values.map((one) => html`<option key=${one} value=${one} selected=${one === value}>${one}</option>`)}
+      ${values.map((one) =>
+        html`<option key=${one} value=${one} selected=${one === value}>${one}</option>`)}
     </select></label>`;
   return html`<div class="row choices">
-    ${others.length > 0 && html`<${Tabs} label="Compare" tabs=${modes} value=${mode} onChange=${swap} />`}
+    ${others.length > 0 &&
+    html`<${Tabs} label="Compare" tabs=${modes} value=${mode} onChange=${swap} />`}
     ${mode === "steps"
       ? choice("then: step", from, steps, (step) => setSteps(step, to))
-      : choice("other level", otherSeed, others.map((one) => one.level_seed), (seed) => setQuery({ other: seed }))}
+      : choice("other level", otherSeed, seeds, (seed) => setQuery({ other: seed }))}
     ${choice("now: step", to, steps, (step) =>
       mode === "steps" ? setSteps(from, step) : setQuery({ steps: `${from},${step}` }))}
   </div>`;
 }
+
+/** A share that is being counted, of no words at all, or in per cent. */
+const shown = (share) =>
+  share === undefined ? "…" : share === null ? "–" : Math.round(100 * share);
 
 /** The share of shared words for each pair of steps; a cell chooses its pair. */
 function Pairs({ episodes, from, to, otherSeed, setSteps }) {
@@ -192,18 +202,23 @@ function Pairs({ episodes, from, to, otherSeed, setSteps }) {
     const said = `steps ${a} and ${b} share ${percent(share, 0)} of their words`;
     return html`<td key=${j} class=${heat(share)}>
       <button aria-label=${said} title=${said} aria-pressed=${on ? "true" : "false"}
-        onClick=${() => setSteps(a, b)}>${share === undefined ? "…" : share === null ? "–" : Math.round(100 * share)}</button>
+        onClick=${() => setSteps(a, b)}>${shown(share)}</button>
     </td>`;
   };
-  return html`<div class="pairs-row"><div class="scroll"><table class="pair-table" data-testid="pairs">
+  const columns = chosen.slice(0, -1);
+  return html`<div class="pairs-row"><div class="scroll"><table class="pair-table"
+    data-testid="pairs">
     <tbody>${chosen.slice(1).map((episode, at) => html`<tr key=${episode.step}>
       <th scope="row">${episode.step}</th>
-      ${chosen.slice(0, -1).map((_, j) => (j <= at ? cell(at + 1, j) : html`<td key=${j}></td>`))}
+      ${columns.map((_, j) => (j <= at ? cell(at + 1, j) : html`<td key=${j}></td>`))}
     </tr>`)}</tbody>
-    <tfoot><tr><th></th>${chosen.slice(0, -1).map(({ step }) => html`<th scope="col" key=${step}>${step}</th>`)}</tr></tfoot>
+    <tfoot><tr><th></th>${columns.map(({ step }) =>
+      html`<th scope="col" key=${step}>${step}</th>`)}</tr></tfoot>
   </table></div>
-  <p class="muted">A cell is the share, in per cent, of the words of two steps' thoughts that stand in runs
-    of ${MIN_RUN} or more in both; choose one to read the two. In the Echo Trap late steps share nearly all
-    with each other, and so do two levels of one step: the thoughts say the same whatever the policy sees.${
-    every > 1 && ` Of ${plural(episodes.length, "step")} each ${every}th is in the table.`}</p></div>`;
+  <p class="muted">A cell is the share, in per cent, of the words of two steps' thoughts that stand
+    in runs of ${MIN_RUN} or more in both; choose one to read the two. In the Echo Trap late steps
+    share nearly all with each other, and so do two levels of one step: the thoughts say the same
+    whatever the policy sees.${
+    every > 1 && ` The table has ${chosen.length} of ${plural(episodes.length, "step")}.`}</p>
+  </div>`;
 }

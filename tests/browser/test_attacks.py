@@ -1,0 +1,202 @@
+"""What a model, a world or a folder's name writes is shown and never obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from playwright.sync_api import expect
+from viewer import serve
+
+from tests.browser.hostile import ATTACKS, MANY, make_hostile
+from tests.browser.visitor import Visitor, ragen, succeed
+
+NAME = "<img src=x onerror=alert(1)>"
+RUN = quote(NAME, safe="")
+"""The run's folder, which is hostile, too, and its name in an address."""
+
+GROUPS = len(ATTACKS) + 2
+PATIENCE_MS = 3_000
+"""How long a page with megabytes of text may take to answer."""
+
+FOREIGN = """
+() => {
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const name = node.localName;
+    if (["script", "iframe", "object", "embed", "base", "meta", "style", "img"].includes(name)) {
+      found.push(node.outerHTML.slice(0, 100));
+    }
+    for (const { name: attribute, value } of node.attributes) {
+      const isUrl = ["href", "src", "action", "formaction", "xlink:href"].includes(attribute);
+      if (/^on/.test(attribute) || (isUrl && !/^(#|data:)/.test(value))) {
+        found.push(`${name} ${attribute}=${value.slice(0, 100)}`);
+      }
+    }
+  }
+  return found;
+}
+"""
+"""Elements and attributes that the viewer itself never makes."""
+
+RAW = r"""
+() => {
+  const control = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f]/;
+  const turning = /[\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069]/;
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const found = new Set();
+  while (walk.nextNode()) {
+    const { data, parentElement: parent } = walk.currentNode;
+    if (control.test(data) || turning.test(data)) found.add(parent.outerHTML.slice(0, 100));
+  }
+  return [...found];
+}
+"""
+"""Elements that hold a control character other than tab and newline, or one that turns a text."""
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A viewer of the hostile run, and the run."""
+    folder = tmp_path_factory.mktemp("attack")
+    make_hostile(folder / NAME)
+    with serve(folder) as address:
+        yield address, folder / NAME
+
+
+@pytest.fixture
+def victim(visitors: Any, attacked: tuple[str, Path]) -> Visitor:
+    """Who looks at the hostile run."""
+    return visitors(address=attacked[0])
+
+
+def unharmed(page: Any) -> None:
+    """Nothing was executed, and nothing was made of the text but text."""
+    assert page.evaluate("window.hit") is None
+    assert page.evaluate(FOREIGN) == []
+    assert page.title().isprintable()
+    assert page.evaluate(RAW) == [], "a control or bidi character is shown as it is"
+
+
+def number_of(group: int, step: int = 0) -> int:
+    """The episode of a group; a step has those of its evaluation, then those it trained on."""
+    return 1 + group + step * (2 * GROUPS - 1)
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_an_episode_is_text(victim: Visitor, kind: str) -> None:
+    number = number_of(list(ATTACKS).index(kind))
+    page = victim.visit(f"#/episode/{RUN}/{number}")
+    start = ATTACKS[kind][:20]
+    if start.isprintable() and start.isascii():
+        expect(page.get_by_test_id("turn").first).to_contain_text(start)
+    for summary in page.locator("summary").all():
+        summary.click()
+    for view in ("turns", "token", "prompt"):
+        expect(page.get_by_test_id(view.removesuffix("s")).first).to_be_visible()
+        for key in ("ArrowRight", "ArrowRight", "Home"):
+            page.keyboard.press(key)
+        unharmed(page)
+        page.keyboard.press("t")  # the next view
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        "#/",
+        f"#/run/{RUN}",
+        f"#/run/{RUN}?settings=all",
+        f"#/compare/{RUN}?other={RUN}",
+        f"#/episodes/{RUN}",
+        f"#/episodes/{RUN}?q={quote(ATTACKS['script'])}",
+        f"#/group/{RUN}?attempt=0&step=0&phase=train&group=1",
+        f"#/recurring/{RUN}",
+        f"#/recurring/{RUN}?words=3",
+        f"#/collapse/{RUN}?step=1&path=first",
+        f"#/evaluations/{RUN}",
+    ],
+)
+def test_every_page_is_text(victim: Visitor, route: str) -> None:
+    page = victim.visit(route)
+    page.wait_for_timeout(200)
+    page.mouse.move(400, 300)
+    page.keyboard.press("j")
+    page.keyboard.press("?")
+    unharmed(page)
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        f"#/{quote('<script>window.hit=1</script>')}",
+        "#/run/%00%0a..%2f..%2fetc",
+        "#/run/%",
+        "#/episode/x/javascript:window.hit=1",
+        f"#/run/{RUN}?axis=__proto__&m=constructor&large=<svg onload=window.hit=1>",
+        f"#/episode/{RUN}/1?turn=1e99&view=constructor&colour=__proto__",
+        f"#/recurring/{RUN}?phase=__proto__&fate=constructor&order=toString",
+        f"#/collapse/{RUN}?path=__proto__&step=NaN",
+    ],
+)
+def test_a_link_is_no_weapon(victim: Visitor, route: str) -> None:
+    """Links are sent by others; a page says that it finds nothing, or shows what there is."""
+    page = victim.visit(route)
+    unharmed(page)
+    expect(page.locator("main h1")).to_be_visible()
+    found = [each for each in victim.complaints if "status of 4" not in each]
+    assert found == []
+    victim.complaints.clear()
+
+
+def test_the_matrix_shows_hostile_thoughts(victim: Visitor) -> None:
+    page = victim.visit(f"#/collapse/{RUN}")
+    heat = page.get_by_test_id("matrix")
+    heat.scroll_into_view_if_needed()
+    heat.click(position={"x": 3, "y": 3})
+    unharmed(page)
+
+
+@pytest.mark.parametrize("view", ["turns", "tokens", "prompt"])
+def test_a_line_of_a_megabyte_leaves_the_page_quick(victim: Visitor, view: str) -> None:
+    page = victim.visit(f"#/episode/{RUN}/{number_of(len(ATTACKS))}?view={view}")
+    assert_quick(page)
+    too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert too_wide <= 0
+
+
+def test_a_hundred_thousand_tokens_leave_the_page_quick(victim: Visitor) -> None:
+    number = number_of(GROUPS - 1)
+    page = victim.visit(f"#/episode/{RUN}/{number}?view=tokens")
+    expect(page.get_by_test_id("token").first).to_be_visible(timeout=20_000)
+    assert page.get_by_test_id("token").count() >= MANY
+    assert_quick(page)
+
+
+def assert_quick(page: Any) -> None:
+    """A key and a scroll are answered soon."""
+    took = page.evaluate(
+        """async () => {
+          const start = performance.now();
+          document.dispatchEvent(new KeyboardEvent("keydown", { key: "?", bubbles: true }));
+          scrollBy(0, 400);
+          await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+          return performance.now() - start;
+        }"""
+    )
+    assert took < PATIENCE_MS
+
+
+def test_a_shared_file_of_it_is_text(
+    visitors: Any, attacked: tuple[str, Path], tmp_path: Path
+) -> None:
+    for kind, options in {"episode": ["--episode", number_of(9)], "run": []}.items():
+        file = tmp_path / f"{kind}.html"
+        succeed(ragen("view", attacked[1], "--export", file, *options))
+        victim = visitors(address=file.as_uri())
+        victim.page.goto(file.as_uri())
+        victim.wait()
+        assert victim.page.evaluate("window.hit") is None
+        assert [each for each in victim.page.evaluate(FOREIGN) if "<script" not in each] == []

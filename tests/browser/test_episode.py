@@ -1,0 +1,196 @@
+"""The pages of one group and of one episode: boards, turns, tokens, and what the model saw."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.visitor import Visitor
+
+
+@pytest.fixture
+def episode(visitor: Visitor) -> dict[str, Any]:
+    """A trained episode of several turns, kept by the filter."""
+    found = visitor.api("/api/episodes?run=lake&phase=train&kept=1&sort=turns&order=desc&limit=1")
+    (first,) = found["episodes"]
+    detail = visitor.api(f"/api/episode?run=lake&episode={first['id']}")
+    assert len(detail["turns"]) >= 3
+    return detail
+
+
+def squares(picture: list[str]) -> str:
+    """What a drawn board is called: its size and where the player stands."""
+    for y, row in enumerate(picture):
+        for x, character in enumerate(row):
+            if character in "P*@S":
+                return f"{len(picture)} rows of {len(row)}.*player[^,]* at {'abcdefgh'[y]}{x}"
+    raise AssertionError(picture)
+
+
+def test_the_board_follows_the_turn(visitor: Visitor, episode: dict[str, Any]) -> None:
+    page = visitor.visit(f"#/episode/lake/{episode['id']}")
+    board = page.get_by_test_id("board").first
+    for turn in episode["turns"]:
+        expect(board).to_have_attribute("aria-label", re.compile(squares(turn["picture"])))
+        page.keyboard.press("ArrowRight")
+    named = re.compile(f"{len(episode['final_picture'])} rows of")
+    expect(board).to_have_attribute("aria-label", named)
+    page.keyboard.press("ArrowLeft")
+    before = episode["turns"][-1]["picture"]
+    expect(board).to_have_attribute("aria-label", re.compile(squares(before)))
+
+
+def test_each_turn_shows_thought_actions_and_reward(
+    visitor: Visitor, episode: dict[str, Any]
+) -> None:
+    page = visitor.visit(f"#/episode/lake/{episode['id']}")
+    turns = page.get_by_test_id("turn")
+    expect(turns).to_have_count(len(episode["turns"]))
+    for number, turn in enumerate(episode["turns"]):
+        expect(turns.nth(number)).to_contain_text((turn["thought"] or turn["reply"]).strip()[:200])
+        for action in turn["actions_executed"]:
+            expect(turns.nth(number)).to_contain_text(action)
+
+
+def test_what_was_asked_and_not_executed_is_struck_through(visitor: Visitor) -> None:
+    found = visitor.api("/api/episodes?run=lake&stop_reason=max_actions&limit=200")["episodes"]
+    for each in found:
+        detail = visitor.api(f"/api/episode?run=lake&episode={each['id']}")
+        for turn in detail["turns"]:
+            if len(turn["actions_asked"]) > len(turn["actions_executed"]):
+                page = visitor.visit(f"#/episode/lake/{each['id']}?turn={turn['turn']}")
+                struck = page.get_by_test_id("turn").nth(turn["turn"]).locator("s")
+                expect(struck).to_have_count(
+                    len(turn["actions_asked"]) - len(turn["actions_executed"])
+                )
+                return
+    pytest.fail("no episode was cut off in the middle of its actions")
+
+
+def test_it_plays_by_itself_and_pauses(visitor: Visitor, episode: dict[str, Any]) -> None:
+    page = visitor.visit(f"#/episode/lake/{episode['id']}")
+    page.get_by_label("speed").select_option("4")
+    page.get_by_role("button", name="play").click()
+    end = len(episode["turns"])
+    expect(page.get_by_role("slider", name="turn")).to_have_value(str(end))
+    page.get_by_role("button", name="first turn").click()
+    expect(page.get_by_role("slider", name="turn")).to_have_value("0")
+    page.locator("h1").click()  # the focus leaves the button, so that space is a key of the page
+    page.keyboard.press(" ")
+    expect(page.get_by_role("button", name="pause")).to_be_visible()
+    page.keyboard.press(" ")
+    expect(page.get_by_role("button", name="play")).to_be_visible()
+
+
+def test_a_turn_is_a_link_that_survives_a_reload(visitor: Visitor, episode: dict[str, Any]) -> None:
+    page = visitor.visit(f"#/episode/lake/{episode['id']}")
+    page.get_by_role("slider", name="turn").fill("2")
+    expect(page).to_have_url(re.compile("turn=2"))
+    page.reload()
+    visitor.wait()
+    expect(page.get_by_role("slider", name="turn")).to_have_value("2")
+
+
+def test_brackets_go_to_the_neighbours(visitor: Visitor, episode: dict[str, Any]) -> None:
+    page = visitor.visit(f"#/episode/lake/{episode['id']}")
+    page.keyboard.press("]")
+    expect(page).to_have_url(re.compile(f"/{episode['next']}$"))
+    expect(page.get_by_role("heading", level=1)).to_contain_text(str(episode["next"]))
+    page.keyboard.press("[")
+    expect(page).to_have_url(re.compile(f"/{episode['id']}$"))
+
+
+def test_every_token_is_there_in_order(visitor: Visitor, episode: dict[str, Any]) -> None:
+    page = visitor.visit(f"#/episode/lake/{episode['id']}?view=tokens")
+    samples = visitor.api(f"/api/tokens?run=lake&episode={episode['id']}")["samples"]
+    tokens = page.get_by_test_id("token")
+    expect(tokens).to_have_count(sum(len(sample["ids"]) for sample in samples))
+    trained = page.locator("[data-testid=token].trained")
+    expect(trained).to_have_count(sum(sum(sample["mask"]) for sample in samples))
+    shown = "".join(tokens.all_text_contents())
+    spoken = "".join(text for sample in samples for text in sample["texts"])
+    assert shown.replace("·", " ").replace("↵", "\n") == spoken.replace("\t", "⇥")
+
+
+@pytest.mark.parametrize("colour", ["logprob", "entropy", "advantage", "importance ratio"])
+def test_tokens_are_coloured_by_what_one_asks(
+    visitor: Visitor, episode: dict[str, Any], colour: str
+) -> None:
+    page = visitor.visit(f"#/episode/lake/{episode['id']}?view=tokens")
+    trained = page.locator("[data-testid=token].trained")
+    grey = page.locator("[data-testid=token]:not(.trained)").first
+
+    def paints() -> set[str]:
+        script = "all => all.map(each => getComputedStyle(each).backgroundColor)"
+        return set(trained.evaluate_all(script))
+
+    expect(trained.first).to_be_visible()
+    assert len(paints()) == 1  # by mask, all trained tokens are alike
+    plain = grey.evaluate("each => getComputedStyle(each).backgroundColor")
+    page.get_by_role("button", name=colour, exact=True).click()
+    expect(page).to_have_url(re.compile("colour="))
+    if colour in ("logprob", "entropy"):  # GRPO's advantage is one of the whole episode
+        assert len(paints()) > 1
+    assert grey.evaluate("each => getComputedStyle(each).backgroundColor") == plain
+
+
+def test_a_token_tells_its_numbers(visitor: Visitor, episode: dict[str, Any]) -> None:
+    page = visitor.visit(f"#/episode/lake/{episode['id']}?view=tokens")
+    sample = visitor.api(f"/api/tokens?run=lake&episode={episode['id']}")["samples"][0]
+    at = sample["mask"].index(1)
+    page.get_by_test_id("token").nth(at).hover()
+    facts = page.get_by_test_id("token-facts")
+    expect(facts).to_contain_text(f"id {sample['ids'][at]}")
+    for name in ("logprob", "entropy", "advantage"):
+        shown = facts.locator("div", has=page.locator(f"dt:text-is('{name}')")).locator("dd")
+        assert float(shown.inner_text().replace("−", "-")) == pytest.approx(
+            sample[name][at], rel=1e-3
+        )
+
+
+def test_the_raw_prompt_is_what_the_model_saw(visitor: Visitor, episode: dict[str, Any]) -> None:
+    page = visitor.visit(f"#/episode/lake/{episode['id']}?view=prompt&turn=1")
+    (sample, *_) = visitor.api(f"/api/tokens?run=lake&episode={episode['id']}")["samples"]
+    before = "".join(sample["texts"][: sample["turn"].index(1)])
+    prompt = page.get_by_test_id("prompt")
+    assert prompt.text_content() == before
+    assert episode["turns"][0]["thought"] in before and episode["turns"][1]["observation"] in before
+
+
+def test_bandit_draws_its_arms(visitor: Visitor) -> None:
+    (first,) = visitor.api("/api/episodes?run=collapse&phase=train&limit=1")["episodes"]
+    detail = visitor.api(f"/api/episode?run=collapse&episode={first['id']}")
+    page = visitor.visit(f"#/episode/collapse/{first['id']}?turn=1")
+    (pulled,) = detail["turns"][0]["actions_executed"]
+    expect(page.get_by_test_id("board").first).to_have_attribute(
+        "aria-label", re.compile(rf"{pulled} was pulled")
+    )
+
+
+def test_a_group_stands_side_by_side_with_the_filters_word(
+    visitor: Visitor, episode: dict[str, Any]
+) -> None:
+    group = {key: episode[key] for key in ("attempt", "step", "phase", "group")}
+    page = visitor.visit(f"#/group/lake?{urlencode(group)}")
+    detail = visitor.api(f"/api/group?run=lake&{urlencode(group)}")
+    assert len(detail["episodes"]) == 4
+    main = page.get_by_role("main")
+    expect(main).to_contain_text(re.compile("kept", re.IGNORECASE))
+    expect(main).to_contain_text(f"{detail['group_score']:.3g}")
+    for member in detail["episodes"]:
+        link = main.get_by_role("link", name=f"member {member['member']}", exact=True)
+        expect(link).to_have_attribute("href", re.compile(f"/{member['id']}$"))
+    firsts = {tuple(member["turns"][0]["actions_executed"]) for member in detail["episodes"]}
+    if len(firsts) > 1:
+        expect(page.get_by_test_id("parting")).to_have_count(1)
+
+
+def test_a_dropped_group_says_so(visitor: Visitor) -> None:
+    found = visitor.api("/api/episodes?run=lake&phase=train&kept=0&limit=1")["episodes"]
+    group = {key: found[0][key] for key in ("attempt", "step", "phase", "group")}
+    page = visitor.visit(f"#/group/lake?{urlencode(group)}")
+    expect(page.get_by_role("main")).to_contain_text(re.compile("dropped", re.IGNORECASE))

@@ -1,0 +1,118 @@
+"""The pages that tell why: then and now, collapse, evaluations."""
+
+from __future__ import annotations
+
+import re
+
+from playwright.sync_api import expect
+
+from tests.browser.visitor import Visitor
+
+
+def test_the_same_level_stands_beside_itself_at_two_steps(visitor: Visitor) -> None:
+    page = visitor.visit("#/recurring/lake?phase=eval&level_seed=125")
+    level = visitor.api("/api/level?run=lake&phase=eval&level_seed=125")["episodes"]
+    assert [each["step"] for each in level] == [0, 3, 6]
+    beside = page.get_by_test_id("beside")
+    for episode in (level[0], level[-1]):
+        thought = episode["turns"][0]["thought"].split()
+        expect(beside).to_contain_text(thought[0])
+        expect(beside.locator("xpath=..")).to_contain_text(f"step {episode['step']}")
+    page.get_by_label("then: step").select_option("3")
+    expect(page).to_have_url(re.compile(r"steps=3,6"))
+    page.reload()
+    visitor.wait()
+    expect(page.get_by_label("then: step")).to_have_value("3")
+
+
+def test_what_two_thoughts_share_is_marked(visitor: Visitor) -> None:
+    """Bandit's policy gives in: at the end it thinks the same words at every level."""
+    page = visitor.visit("#/recurring/collapse?phase=eval&steps=8,12")
+    marks = page.get_by_test_id("beside").locator("mark")
+    expect(marks.first).to_be_visible()
+    left, right = marks.first.inner_text(), marks.last.inner_text()
+    assert left.split() and right.split()
+    shares = page.get_by_test_id("pairs").get_by_role("button")
+    expect(shares.last).to_have_attribute(
+        "aria-label", re.compile(r"steps \d+ and \d+ share \d+ % of their words")
+    )
+
+
+def test_a_level_is_chosen_by_key_and_by_click(visitor: Visitor) -> None:
+    page = visitor.visit("#/recurring/lake?phase=eval&level_seed=125")
+    rows = page.get_by_role("table", name="Levels by step").locator("tbody tr")
+    page.keyboard.press("j")
+    expect(page).to_have_url(re.compile("level_seed=126"))
+    rows.filter(has_text="130").get_by_role("button").click()
+    expect(page).to_have_url(re.compile("level_seed=130"))
+
+
+def test_repeated_phrases_are_counted_over_steps(visitor: Visitor) -> None:
+    page = visitor.visit("#/recurring/collapse?words=3")
+    found = visitor.api("/api/phrases?run=collapse&words=3&phase=train")
+    rows = page.get_by_test_id("phrases").locator("tbody tr")
+    expect(rows).to_have_count(len(found["phrases"]))
+    assert found["phrases"] and all(
+        0 <= share <= 1
+        for each in found["phrases"]
+        for share in each["counts"]
+        if share is not None
+    )
+    expect(rows.first.locator("td")).to_have_count(len(found["steps"]))
+
+
+def test_the_collapse_page_names_the_regime(visitor: Visitor) -> None:
+    page = visitor.visit("#/collapse/lake")
+    found = visitor.api("/api/collapse?run=lake")
+    expect(page.get_by_role("main")).to_contain_text(found["paths"]["first"]["regime"][-1])
+    expect(page.get_by_test_id("plane")).to_be_visible()
+    for regime in ("diverse", "compressed", "template collapse", "low-entropy collapse"):
+        expect(page.get_by_test_id("plane")).to_contain_text(regime)
+
+
+def test_the_matrix_tells_its_cells(visitor: Visitor) -> None:
+    page = visitor.visit("#/collapse/lake")
+    heat = page.get_by_test_id("matrix")
+    heat.scroll_into_view_if_needed()
+    box = heat.bounding_box()
+    heat.click(position={"x": 2, "y": 2})
+    page.mouse.move(0, 0)
+    said = page.locator(".matrix-said")
+    expect(said).to_contain_text("log p(thought | prompt)")
+    steps = [each["step"] for each in visitor.api("/api/collapse?run=lake")["matrix_steps"]]
+    matrix = visitor.api(f"/api/matrix?run=lake&step={steps[-1]}&path=first")
+    thought = next(each for each in matrix["thoughts"] if each.strip())
+    assert box["height"] > 100 and len(matrix["scores"][0]) == len(matrix["prompts"])
+    assert len(matrix["thoughts"]) == len(matrix["own"]) and thought
+
+
+def test_gradients_by_bucket_of_reward_std(visitor: Visitor) -> None:
+    page = visitor.visit("#/collapse/lake")
+    expect(page.get_by_role("heading", name=re.compile("^Gradient"))).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("^task"))).to_be_visible()
+
+
+def test_what_was_not_measured_says_how_it_would_be(visitor: Visitor) -> None:
+    page = visitor.visit("#/collapse/collapse")
+    expect(page.get_by_role("main")).to_contain_text("--diagnose.gradients_every")
+
+
+def test_evaluations_stand_between_floor_and_ceiling(visitor: Visitor) -> None:
+    page = visitor.visit("#/evaluations/lake")
+    evaluations = visitor.api("/api/run?run=lake")["evaluations"]
+    main = page.get_by_role("main")
+    expect(main).to_contain_text("16.2 %")  # random play
+    expect(main).to_contain_text("100.0 %")  # best play
+    for each in evaluations:
+        expect(main).to_contain_text(f"{100 * each['success']['value']:.1f} %")
+    expect(page.get_by_test_id("gain").first).to_contain_text("points")
+
+
+def test_another_run_is_chosen_for_a_contest(visitor: Visitor) -> None:
+    page = visitor.visit("#/evaluations/lake")
+    page.get_by_role("combobox").select_option("lake-again")
+    expect(page).to_have_url(re.compile("other=lake-again"))
+    contest = visitor.api("/api/compare?run=lake&other=lake-again")["contests"][0]
+    main = page.get_by_role("main")
+    expect(main).to_contain_text(f"{100 * contest['b']['value']:.1f} %")
+    assert contest["difference"]["low"] <= contest["difference"]["high"]

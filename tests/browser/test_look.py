@@ -1,0 +1,103 @@
+"""Every page fits a laptop and a phone, in both colour schemes, and can be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.browser.visitor import PHONE, WIDE, Visitor
+
+Visitors = Any
+
+ROUTES = {
+    "runs": "#/",
+    "run": "#/run/lake",
+    "compare": "#/compare/lake?other=lake-again",
+    "episodes": "#/episodes/lake",
+    "group": "#/group/lake?attempt=0&step=1&phase=train&group=1",
+    "episode": "#/episode/lake/40",
+    "tokens": "#/episode/lake/40?view=tokens&colour=advantage",
+    "prompt": "#/episode/lake/40?view=prompt&turn=1",
+    "recurring": "#/recurring/lake",
+    "collapse": "#/collapse/lake",
+    "evaluations": "#/evaluations/lake?other=lake-again",
+}
+LEAST_CONTRAST = 4.5
+"""Of text to what is behind it: level AA of the Web Content Accessibility Guidelines."""
+
+CONTRASTS = """
+() => {
+  const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const numbers = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const [r, g, b, a = 1] = numbers(getComputedStyle(at).backgroundColor);
+      if (a > 0.99) return [r, g, b];
+      if (a > 0) return null; // mixed colours are left to the eye
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll("main *, header *")) {
+    const text = (part) => part.nodeType === 3 ? part.textContent.trim() : "";
+    const words = [...node.childNodes].map(text).filter(Boolean);
+    const style = getComputedStyle(node);
+    if (!words.length || node.closest("svg, [disabled], option")) continue;
+    if (node.checkVisibility && !node.checkVisibility({ visibilityProperty: true })) continue;
+    const [ground, ink] = [behind(node), numbers(style.color)];
+    if (!ground || ink.length > 3) continue;
+    const [a, b] = [light(ground), light(ink)].sort((x, y) => y - x);
+    const contrast = (a + 0.05) / (b + 0.05);
+    const said = `${contrast.toFixed(2)} ${node.className}: ${words[0].slice(0, 40)}`;
+    if (contrast < LEAST) poor.push(said);
+  }
+  return [...new Set(poor)];
+}
+""".replace("LEAST", str(LEAST_CONTRAST))
+"""The texts of a page whose colour is too near to that of their ground."""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+def test_pages_fit_and_can_be_read(visitors: Visitors, size: tuple[int, int], scheme: str) -> None:
+    visitor: Visitor = visitors(size=size, color_scheme=scheme)
+    troubles = {}
+    for name, route in ROUTES.items():
+        page = visitor.visit(route)
+        too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        poor = page.evaluate(CONTRASTS)
+        if too_wide > 0 or poor:
+            troubles[name] = (too_wide, poor)
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        dark = sum(map(float, ground.strip("rgba()").split(",")[:3])) < 3 * 128
+        assert dark == (scheme == "dark"), name
+    assert not troubles, troubles
+
+
+def test_the_scheme_is_chosen_by_hand_and_kept(visitor: Visitor) -> None:
+    page = visitor.visit()
+    ground = "getComputedStyle(document.body).backgroundColor"
+    first = page.evaluate(ground)
+    button = page.get_by_role("button", name="Colours")
+    while button.get_attribute("aria-label").find("Colours: dark") < 0:
+        button.click()
+    assert page.evaluate(ground) != first
+    dark = page.evaluate(ground)
+    page.reload()
+    visitor.wait()
+    assert page.evaluate(ground) == dark
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_each_page_has_one_heading_and_names_for_its_controls(visitor: Visitor, name: str) -> None:
+    page = visitor.visit(ROUTES[name])
+    assert page.locator("h1").count() == 1
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll("button, a[href], input, select")]
+        .filter((node) => !(node.innerText?.trim() || node.getAttribute("aria-label") ||
+            node.title || node.labels?.length || node.placeholder))
+        .map((node) => node.outerHTML.slice(0, 100))"""
+    )
+    assert nameless == []

@@ -1,0 +1,164 @@
+"""The page of one run: what it reached, its curves, alarms, times and settings, also live."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from ragen.report import SIGNALS
+from tests.browser.visitor import Visitor, ragen, succeed
+
+
+def curve(page: Any, label: str) -> Any:
+    """The chart of a signal."""
+    title = page.locator(".curve-title", has_text=re.compile(f"^{re.escape(label)}$"))
+    return page.get_by_test_id("curve").filter(has=title)
+
+
+def test_the_headline_says_what_was_reached(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake")
+    run = visitor.api("/api/run?run=lake")
+    expect(page.get_by_role("heading", level=1)).to_have_text("lake")
+    expect(page.get_by_role("main")).to_contain_text("finished")
+    tile = page.get_by_role("region", name="Success")
+    expect(tile).to_contain_text(f"{100 * run['success']['value']:.1f} %")
+    expect(tile).to_contain_text("random 16 %")
+    expect(tile).to_contain_text("best 100 %")
+    gain = 100 * (run["success"]["value"] - run["before"]["value"])
+    expect(page.get_by_role("region", name="Gain")).to_contain_text(f"{abs(gain):.1f}")
+
+
+def test_every_signal_has_its_curve_with_the_recorded_numbers(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake")
+    run = visitor.api("/api/run?run=lake")
+    wanted = [SIGNALS[name] for name in SIGNALS if name in run["names"]]
+    assert len(wanted) > 10
+    titles = page.get_by_test_id("curve").locator(".curve-title").all_inner_texts()
+    assert titles == wanted
+    found = visitor.api("/api/metrics?run=lake&names=entropy/mean")["names"]["entropy/mean"]
+    label = curve(page, "entropy, nats").get_by_role("img").first.get_attribute("aria-label")
+    assert f"from {found['values'][0]:.3g} to {found['values'][-1]:.3g}" in label
+    assert curve(page, "reward").locator("canvas").count() == 1
+
+
+@pytest.mark.parametrize("axis", ["updates", "episodes", "tokens", "time"])
+def test_the_axis_changes(visitor: Visitor, axis: str) -> None:
+    page = visitor.visit("#/run/lake")
+    page.get_by_role("button", name=axis.capitalize(), exact=True).click()
+    key = {"time": "seconds"}.get(axis, axis)
+    expect(page).to_have_url(re.compile(f"axis={key}"))
+    page.reload()
+    visitor.wait()
+    pressed = page.get_by_role("button", name=axis.capitalize(), exact=True)
+    expect(pressed).to_have_attribute("aria-pressed", "true")
+
+
+def test_smoothing_is_drawn_and_remembered_in_the_address(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake?m=reward/mean")
+    canvas = curve(page, "reward").locator("canvas")
+    before = canvas.evaluate("each => each.toDataURL()")
+    page.get_by_role("slider", name=re.compile("^Smooth")).fill("0.9")
+    expect(page).to_have_url(re.compile(r"smooth=0\.9"))
+    page.wait_for_timeout(200)
+    assert canvas.evaluate("each => each.toDataURL()") != before
+
+
+def test_a_metric_is_found_by_its_name(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake")
+    page.keyboard.press("/")
+    page.keyboard.type("mismatch")
+    expect(page.get_by_test_id("curve")).to_have_count(2)  # mismatch/kl and mismatch/max_abs
+
+
+def test_another_run_is_drawn_over_it(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake")
+    page.get_by_label("Draw another run over it").select_option("lake-again")
+    expect(page).to_have_url(re.compile("with=lake-again"))
+    picture = curve(page, "reward").get_by_role("img").first
+    expect(picture).to_have_attribute("aria-label", re.compile("lake-again from"))
+
+
+def test_a_click_on_a_curve_opens_the_episodes_of_that_step(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake")
+    curve(page, "reward").locator(".u-over").click(position={"x": 3, "y": 40})
+    expect(page).to_have_url(re.compile(r"#/episodes/lake\?step_from=1&step_to=1"))
+
+
+def test_alarms_are_listed_and_counted(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/collapse")
+    events = visitor.api("/api/run?run=collapse")["events"]
+    listed = page.get_by_role("region", name="Alarms and actions")
+    expect(listed.get_by_role("listitem")).to_have_count(len(events))
+    for event in events:
+        expect(listed).to_contain_text(event["text"])
+
+
+def test_time_exactness_and_settings(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake")
+    run = visitor.api("/api/run?run=lake")
+    times = page.get_by_role("region", name="Time by phase")
+    for phase in run["phases"]:
+        expect(times).to_contain_text(phase)
+    exact = page.get_by_role("region", name="Exactness")
+    expect(exact).to_contain_text(run["exactness"][0]["name"])
+    settings = page.get_by_role("region", name="Settings")
+    expect(settings).to_contain_text("rollout.members")
+    settings.get_by_role("button", name="All").click()
+    settings.get_by_role("searchbox").fill("max_grad_norm")
+    expect(settings.locator("tbody tr")).to_have_count(1)
+    settings.get_by_role("searchbox").fill("")
+    settings.get_by_role("button", name="Beside another run").click()
+    settings.get_by_role("combobox").select_option("lake-again")
+    expect(settings).to_contain_text("seed")
+
+
+def test_a_run_that_is_not_there_is_a_clear_page(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/no-such-run")
+    expect(page.get_by_role("alert")).to_contain_text("no-such-run")
+    assert all("404" in each for each in visitor.complaints)
+    visitor.complaints.clear()  # the browser itself reports what was not found
+
+
+def test_a_run_of_another_schema_is_a_clear_page(visitor: Visitor, runs: Path) -> None:
+    import shutil
+    import sqlite3
+    from contextlib import closing
+
+    for version in (2, 99):
+        folder = runs / f"schema-{version}"
+        shutil.copytree(runs / "lake-again", folder)
+        with closing(sqlite3.connect(folder / "run.sqlite")) as connection:
+            connection.execute(f"PRAGMA user_version = {version}")
+            connection.commit()
+        page = visitor.visit()
+        row = page.get_by_role("row", name=re.compile(folder.name))
+        expect(row).to_contain_text("unreadable")
+        expect(row).to_contain_text(f"schema {version}")
+        visitor.visit(f"#/run/{folder.name}")
+        expect(page.get_by_role("alert")).to_contain_text(f"schema {version}")
+        shutil.rmtree(folder)
+    assert all("409" in each or "404" in each for each in visitor.complaints)
+    visitor.complaints.clear()
+
+
+def test_steps_appear_while_the_run_trains(visitor: Visitor, runs: Path) -> None:
+    """The whole way: a run in a process of its own, its database, the server, the open page."""
+    options = ["--steps", "8", "--eval.episodes", "4", "--rollout.prompts", "4"]
+    process = ragen("train", "collapse", *options, "--out", runs / "live", "--json", "--quiet")
+    page = visitor.visit()
+    row = page.get_by_role("row", name=re.compile("live"))
+    expect(row).to_be_visible(timeout=60_000)
+    row.get_by_role("link", name="live").click()
+    progress = page.get_by_role("region", name="Progress")
+    for step in (2, 4):
+        expect(progress).to_contain_text(re.compile(rf"\b[{step}-8]\b.*of 8"), timeout=60_000)
+    page.evaluate("window.sameDocument = true")
+    expect(page.get_by_role("main")).to_contain_text("finished", timeout=60_000)
+    assert page.evaluate("window.sameDocument")  # nothing was loaded anew
+    assert json.loads(succeed(process).splitlines()[-1])["world"] == "bandit"
+    expect(progress).to_contain_text(re.compile(r"8\s*of 8"))

@@ -1,0 +1,106 @@
+"""The page of all runs, and two of them beside each other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from tests.browser.visitor import RUNS, Visitor, ragen, succeed
+
+PERCENT = re.compile(r"\d+\.\d %")
+
+
+def test_each_run_has_its_row_with_state_success_and_course(visitor: Visitor) -> None:
+    page = visitor.visit()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Runs")
+    for name in RUNS:
+        row = page.get_by_role("row", name=re.compile(rf"{name}\b"))
+        expect(row.first).to_contain_text("finished")
+        expect(row.first).to_contain_text(PERCENT)
+    lake = page.get_by_role("row").filter(has=page.get_by_role("link", name="lake", exact=True))
+    label = lake.get_by_role("img").first.get_attribute("aria-label")
+    success = visitor.api("/api/run?run=lake")["success"]
+    for number in (success["value"], success["low"], success["high"]):
+        assert f"{100 * number:.1f} %" in label
+    assert "random play" in label and "best play 100.0 %" in label
+    expect(lake.locator("svg.spark polyline")).to_have_count(1)
+    expect(lake).to_contain_text("frozen-lake-still")
+
+
+def test_the_filter_narrows_the_list_and_stays_in_the_address(visitor: Visitor) -> None:
+    page = visitor.visit()
+    page.keyboard.press("/")
+    page.keyboard.type("bandit")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("tbody tr")).to_contain_text("collapse")
+    page.keyboard.press("Escape")  # leaves the field, so that keys are keys again
+    assert page.evaluate("document.activeElement.tagName") == "BODY"
+    page.reload()
+    visitor.wait()
+    expect(page.locator("tbody tr")).to_have_count(1)
+
+
+def test_keys_walk_the_rows_and_open_one(visitor: Visitor) -> None:
+    page = visitor.visit()
+    rows = page.locator("tbody tr")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("k")
+    expect(rows.first).to_have_attribute("aria-current", "true")
+    name = rows.first.get_by_role("link").first.inner_text()
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile(rf"#/run/{re.escape(name)}$"))
+    expect(page.get_by_role("heading", level=1)).to_contain_text(name)
+
+
+def test_the_question_mark_lists_the_keys(visitor: Visitor) -> None:
+    page = visitor.visit()
+    page.keyboard.press("?")
+    keys = page.get_by_role("dialog", name="Keys")
+    expect(keys).to_contain_text("next row")
+    page.keyboard.press("Escape")
+    expect(keys).to_have_count(0)
+
+
+def test_two_runs_are_marked_and_compared(visitor: Visitor) -> None:
+    page = visitor.visit()
+    button = page.get_by_role("button", name=re.compile("^Compare"))
+    expect(button).to_be_disabled()
+    page.get_by_role("checkbox", name="compare lake", exact=True).check()
+    page.get_by_role("checkbox", name="compare lake-again").check()
+    button.click()
+    expect(page).to_have_url(re.compile(r"#/compare/lake\?other=lake-again"))
+    visitor.wait()
+    main = page.get_by_role("main")
+    expect(main.get_by_test_id("curve").first).to_be_visible()
+    expect(main).to_contain_text("lake-again")
+    differences = {
+        each["key"]
+        for each in visitor.api("/api/difference?run=lake&other=lake-again")["differences"]
+    }
+    assert {"seed", "steps"} <= differences
+    for key in differences:
+        expect(main).to_contain_text(key)
+
+
+def test_a_comparison_has_intervals_and_what_it_could_have_seen(visitor: Visitor) -> None:
+    page = visitor.visit("#/compare/lake?other=lake-again")
+    contests = visitor.api("/api/compare?run=lake&other=lake-again")["contests"]
+    assert contests
+    difference = contests[0]["difference"]
+    assert difference["low"] <= difference["value"] <= difference["high"]
+    main = page.get_by_role("main")
+    expect(main).to_contain_text(re.compile(r"could have shown \d+\.\d points"))
+    expect(main).to_contain_text(contests[0]["world"])
+
+
+def test_a_run_that_begins_appears_by_itself(visitor: Visitor, runs: Path, tmp_path: Path) -> None:
+    page = visitor.visit()
+    options = ["--steps", "2", "--eval.episodes", "4", "--out", runs / "newcomer", "--quiet"]
+    process = ragen("train", "collapse", *options)
+    row = page.get_by_role("row", name=re.compile("newcomer"))
+    expect(row).to_be_visible(timeout=60_000)
+    succeed(process)
+    expect(row).to_contain_text("finished", timeout=5_000)

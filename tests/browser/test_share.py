@@ -1,0 +1,73 @@
+"""One file of an episode, a group or a run: opened from the disk, with no server behind it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.visitor import Visitor, ragen, succeed
+
+Visitors = Any
+
+
+@pytest.fixture(scope="module")
+def files(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The three kinds of shared files, of the run ``lake``."""
+    folder = tmp_path_factory.mktemp("shared")
+    kinds = {"episode": ["--episode", 40], "group": ["--group", 40], "run": []}
+    for kind, options in kinds.items():
+        succeed(ragen("view", runs / "lake", "--export", folder / f"{kind}.html", *options))
+    return {kind: folder / f"{kind}.html" for kind in kinds}
+
+
+def opened(visitors: Visitors, file: Path) -> Visitor:
+    """A visitor who got the file by mail."""
+    visitor = visitors(address=file.as_uri())
+    visitor.page.goto(file.as_uri())
+    visitor.wait()
+    return visitor
+
+
+def test_an_episode(visitors: Visitors, visitor: Visitor, files: dict[str, Path]) -> None:
+    original = visitor.api("/api/episode?run=lake&episode=40")
+    page = opened(visitors, files["episode"]).page
+    expect(page.get_by_test_id("board").first).to_be_visible()
+    expect(page.get_by_test_id("turn").first).to_contain_text(
+        original["turns"][0]["thought"].strip()
+    )
+    page.keyboard.press("ArrowRight")
+    page.get_by_role("button", name="Tokens").click()
+    expect(page.get_by_test_id("token").first).to_be_visible()
+    expect(page.get_by_test_id("branches")).to_have_count(0)  # nobody is there to branch
+
+
+def test_a_group_and_its_members(visitors: Visitors, files: dict[str, Path]) -> None:
+    page = opened(visitors, files["group"]).page
+    page.get_by_role("link", name="member 1", exact=True).click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Episode")
+
+
+def test_a_run(visitors: Visitors, files: dict[str, Path]) -> None:
+    page = opened(visitors, files["run"]).page
+    expect(page.get_by_role("heading", level=1)).to_have_text("lake")
+    assert page.get_by_test_id("curve").count() > 10
+    page.get_by_role("button", name="Tokens", exact=True).click()  # the axis
+
+
+def test_it_tells_nothing_of_this_machine(files: dict[str, Path], runs: Path) -> None:
+    for file in files.values():
+        text = file.read_text("utf-8")
+        assert str(runs.parent) not in text and str(Path.home()) + "/" not in text
+        assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", text)
+
+
+def test_a_file_that_exists_is_left_alone(files: dict[str, Path], runs: Path) -> None:
+    before = files["episode"].read_bytes()
+    again = ragen("view", runs / "lake", "--export", files["episode"], "--episode", 41)
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 2 and len(output.splitlines()) == 1 and "exists" in output
+    assert files["episode"].read_bytes() == before

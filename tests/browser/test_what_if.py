@@ -1,0 +1,65 @@
+"""What if: branches from a turn of a stored episode, played by a real process."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from tests.browser.visitor import Visitor
+
+JOB_MS = 60_000
+"""A branch loads torch, a model and a world before it plays."""
+
+
+def test_branches_appear_beside_the_original(visitor: Visitor, runs: Path) -> None:
+    (first,) = visitor.api("/api/episodes?run=lake&phase=train&sort=turns&limit=1")["episodes"]
+    page = visitor.visit(f"#/episode/lake/{first['id']}?turn=1")
+    panel = page.get_by_test_id("branches")
+    panel.get_by_label("times").fill("2")
+    panel.get_by_role("button", name=re.compile("^Branch")).click()
+    expect(panel.get_by_role("status")).to_be_visible()
+    expect(panel.get_by_role("columnheader", name=re.compile("^branch 2"))).to_be_visible(
+        timeout=JOB_MS
+    )
+    expect(panel.get_by_role("columnheader", name=re.compile("^original"))).to_be_visible()
+    expect(panel).to_contain_text(re.compile(r"\d of 2 succeed"))
+
+    found = visitor.api(f"/api/branches?run=lake&episode={first['id']}")
+    (job,) = found["jobs"]
+    original = visitor.api(f"/api/episode?run=lake&episode={first['id']}")
+    for branch in job["episodes"]:
+        assert branch["turns"][0]["reply"] == original["turns"][0]["reply"]
+        assert branch["turns"][1]["observation"] == original["turns"][1]["observation"]
+    with closing(sqlite3.connect(runs / "lake" / "branches.sqlite")) as connection:
+        assert connection.execute("SELECT count(*) FROM episodes").fetchone() == (2,)
+
+    page.reload()  # they are stored, not kept in the page
+    visitor.wait()
+    expect(panel.get_by_role("columnheader", name=re.compile("^branch 2"))).to_be_visible()
+
+
+def test_where_nothing_can_be_branched_the_button_says_why(visitor: Visitor) -> None:
+    (first,) = visitor.api("/api/episodes?run=lake&phase=train&limit=1")["episodes"]
+    page = visitor.visit(f"#/episode/lake/{first['id']}?turn={first['num_turns']}")
+    panel = page.get_by_test_id("branches")
+    expect(panel.get_by_role("button", name=re.compile("^Branch"))).to_be_disabled()
+    expect(panel).to_contain_text("Not possible")
+
+
+def test_another_page_cannot_start_a_process(viewer: str) -> None:
+    body = json.dumps({"run": "lake", "episode": 1, "turn": 0, "n": 1}).encode()
+    kind = {"Content-Type": "application/json"}
+    for headers in (kind, {"X-Ragen": "1"}, {**kind, "X-Ragen": "1", "Origin": "http://x.invalid"}):
+        request = urllib.request.Request(f"{viewer}/api/branch", body, headers)
+        try:
+            urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            assert error.code in (400, 403, 415)
+        else:
+            raise AssertionError(headers)

@@ -1,0 +1,92 @@
+"""Who looks at the viewer in the tests, and the runs that are looked at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+WIDE, PHONE = (1280, 720), (390, 844)
+
+LAKE = [
+    *["frozen-lake-still", "--rollout.prompts", "8", "--rollout.members", "4"],
+    *["--update.minibatch_episodes", "16", "--eval.episodes", "16", "--eval.every", "3"],
+    *["--record.tokens_every", "1", "--diagnose.information_every", "1"],
+]
+RUNS = {
+    "lake": [*LAKE, "--steps", "6", "--diagnose.gradients_every", "3"],
+    "lake-again": [*LAKE, "--steps", "3", "--seed", "1"],
+    "collapse": ["collapse", "--steps", "12", "--eval.every", "4", "--eval.episodes", "16"],
+}
+
+
+def ragen(*arguments: object) -> subprocess.Popen[str]:
+    """A command as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ragen", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def succeed(process: subprocess.Popen[str]) -> str:
+    """Its output, once it has ended well."""
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+class Visitor:
+    """A user at a page of the viewer.
+
+    `complaints` gathers what must never happen: a console error or warning (a violated content
+    security policy is one), an exception, a dialog, a request to anywhere but the viewer.
+    """
+
+    def __init__(self, browser: Any, address: str, **options: Any) -> None:
+        self.address = address
+        self.complaints: list[str] = []
+        self.context = browser.new_context(**options)
+        self.context.set_default_timeout(10_000)
+        self.page = self.context.new_page()
+        self.page.on("console", self._heard)
+        self.page.on("pageerror", lambda error: self.complaints.append(f"exception: {error}"))
+        self.page.on("dialog", self._asked)
+        self.page.on("request", self._requested)
+
+    def visit(self, route: str = "#/") -> Any:
+        """Open a page from nothing, as a link in a mail does, and wait until it stands."""
+        self.page.goto("about:blank")
+        self.page.goto(self.address + "/" + route)
+        self.wait()
+        return self.page
+
+    def wait(self) -> None:
+        """Wait until the page has drawn itself."""
+        self.page.wait_for_selector("body[data-ready='1']")
+
+    def api(self, path: str) -> Any:
+        """What the viewer's API answers."""
+        answer = self.context.request.get(self.address + path)
+        assert answer.ok, f"{answer.status} {answer.text()}"
+        return answer.json()
+
+    def close(self) -> None:
+        """Leave; whatever was complained about fails the test."""
+        self.context.close()
+        assert not self.complaints, "\n".join(self.complaints)
+
+    def _heard(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(f"console: {message.text}")
+
+    def _asked(self, dialog: Any) -> None:
+        self.complaints.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _requested(self, request: Any) -> None:
+        if not request.url.startswith((self.address, "data:", "blob:", "about:")):
+            self.complaints.append(f"request: {request.url}")
