@@ -352,18 +352,17 @@ def examine(folder: Path) -> dict[str, float]:
     step = int(saved["loop"]["step"])
     use_threads(int(saved["loop"]["threads"]))
     engine = local_engine(config)
-    setup = setup_of(config, engine.chat)
 
     async def look() -> Metrics:
-        try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(engine.close)
+            setup = setup_of(config, engine.chat)
+            stack.callback(setup.close)
             await engine.load(checkpoint, saved["engine"])
             groups = await groups_of(engine, setup, config, step)
             path = (config.seed, step)
             told, _ = await information(engine, groups, config.diagnose.thoughts, path)
             return told | await gradients(engine, groups, config)
-        finally:
-            setup.close()
-            await engine.close()
 
     return values(run_async(look()))
 

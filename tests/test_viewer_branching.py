@@ -19,7 +19,7 @@ from ragen.database import DATABASE
 from ragen.errors import RagenError
 from ragen.settings import resolve
 from ragen.trainer import train
-from ragen.viewer import branching
+from ragen.viewer import line
 from ragen.viewer.branching import branches_of, possible, start_branch, stop_all
 from tests.speaker import settings
 
@@ -52,7 +52,7 @@ def states(run: Path) -> list[str]:
 def pretend(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Let a few lines of Python stand for the command."""
     monkeypatch.setattr(
-        branching._Job,
+        line.Job,
         "arguments",
         lambda job: [sys.executable, "-c", code, str(job.folder), str(job.request.seed)],
     )
@@ -125,13 +125,13 @@ def test_two_play_and_the_others_wait(run: Path, monkeypatch: pytest.MonkeyPatch
     while "running" in states(run):
         most = max(most, len(list(here.iterdir())))
         time.sleep(0.01)
-    assert most == branching.AT_ONCE == 2
+    assert most == line.AT_ONCE == 2
     assert states(run) == ["failed"] * 5  # none of them left what it was started for
 
 
 def test_the_line_has_an_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "import time; time.sleep(60)")
-    for _ in range(branching.AT_ONCE + branching.MOST_WAITING):
+    for _ in range(line.AT_ONCE + line.MOST_WAITING):
         start_branch(run, ASKED)
     with pytest.raises(RagenError, match="wait already"):
         start_branch(run, ASKED)

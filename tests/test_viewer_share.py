@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import re
+import resource
 import socket
 import sqlite3
 from dataclasses import replace
@@ -255,6 +256,18 @@ def test_no_run_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "no run" in capsys.readouterr().err
     assert main(["view", "--episode", "3"]) == 2
     assert "--export" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_half_file(run: Path) -> None:
+    out = run.parent / "x.html"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        with pytest.raises(RagenError, match="cannot write"):
+            share(run, out, episode=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not out.exists()
 
 
 def test_a_run_of_another_schema_is_one_line(run: Path) -> None:

@@ -1,20 +1,14 @@
 """What if: branches of a run's episodes, played by ``ragen branch`` in processes of their own.
 
-The viewer itself loads no model. It keeps a line of requests, starts a process for each in turn,
-and reads what they leave in `branches.sqlite`; a request that fails is remembered with the last
-line that its process wrote.
+The viewer itself loads no model. It checks what is asked, puts it in line (`ragen.viewer.line`) and
+reads what the processes leave in `branches.sqlite`.
 """
 
 from __future__ import annotations
 
 import atexit
 import math
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,17 +19,9 @@ from ragen.database import CONFIG
 from ragen.env import worlds
 from ragen.errors import RagenError
 from ragen.settings import read_config
+from ragen.viewer.line import Job, Line
 from ragen.viewer.played import detail, episode_row
 from ragen.viewer.reading import Answer, NotFound, Unanswered, reading
-
-AT_ONCE = 2
-"""Processes that play at the same time: each holds a model."""
-
-MOST_WAITING = 16
-"""Requests that wait in line; more are somebody who leans on the button."""
-
-PATIENCE_S = 5.0
-"""How long a process may take to end before it is killed."""
 
 HOTTEST = 100.0
 """Temperature from which on all tokens are equally likely anyway."""
@@ -106,7 +92,7 @@ def start_branch(folder: Path, request: Mapping[str, Any]) -> str:
     asked = (episode, turn, checkpoint)
     before = [job["seed"] for job in branches_of(folder, episode)["jobs"] if _asked(job) == asked]
     seed = max(before, default=-1) + 1  # asked again, it is to show others
-    job = _Job(folder.resolve(), Request(*asked, n, float(temperature), seed))
+    job = Job(folder.resolve(), Request(*asked, n, float(temperature), seed))
     _LINE.put(job)
     return job.request.id
 
@@ -229,117 +215,5 @@ def _done(folder: Path, episode: int) -> list[Answer]:
         ]
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A request that waits, is played, or failed; one that is done is in the database."""
-
-    folder: Path
-    request: Request
-    time: float = field(default_factory=time.time)
-    problem: str | None = None
-    process: subprocess.Popen[str] | None = None
-    dropped: bool = False
-
-    def arguments(self) -> list[str]:
-        """The command: numbers, and a folder that begins with a slash or a drive."""
-        asked = self.request
-        return [
-            *(sys.executable, "-m", "ragen", "branch", str(self.folder), str(asked.episode)),
-            *("--turn", str(asked.turn), "--n", str(asked.n)),
-            *("--checkpoint", str(asked.checkpoint), "--temperature", repr(asked.temperature)),
-            *("--seed", str(asked.seed), "--json"),
-        ]
-
-    def answer(self) -> Answer:
-        """It as the API tells it."""
-        return {
-            "id": self.request.id,
-            **asdict(self.request),
-            "time": self.time,
-            "exact": None,
-            "state": "running" if self.problem is None else "failed",
-            "problem": self.problem,
-            "episodes": [],
-        }
-
-
-class _Line:
-    """All requests of this process: some play, the others wait."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: list[_Job] = []
-        self._places = threading.Semaphore(AT_ONCE)
-
-    def of(self, folder: Path, episode: int) -> list[_Job]:
-        """Those of an episode that are not done."""
-        home = folder.resolve()
-        with self._lock:
-            return [j for j in self._jobs if (j.folder, j.request.episode) == (home, episode)]
-
-    def put(self, job: _Job) -> None:
-        """Start it when its turn comes.
-
-        Raises:
-            Unanswered: Too many wait already.
-        """
-        with self._lock:
-            if sum(each.problem is None for each in self._jobs) >= AT_ONCE + MOST_WAITING:
-                raise Unanswered("many branches wait already; let some of them end")
-            self._jobs.append(job)
-        threading.Thread(target=self._work, args=(job,), daemon=True).start()
-
-    def stop(self) -> None:
-        """End what runs, and let nothing else begin."""
-        with self._lock:
-            jobs, self._jobs = self._jobs, []
-            for job in jobs:
-                job.dropped = True
-            running = [job.process for job in jobs if job.process is not None]
-        for process in running:
-            process.terminate()
-        for process in running:
-            try:
-                process.wait(PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-    def _work(self, job: _Job) -> None:
-        with self._places:
-            with self._lock:
-                if job.dropped:
-                    return
-                try:
-                    job.process = _started(job.arguments())
-                except OSError as error:
-                    job.problem = f"the process could not be started: {error}"
-                    return
-            _, said = job.process.communicate()
-            code = job.process.returncode
-        with self._lock:
-            if code == 0 and job in self._jobs:
-                self._jobs.remove(job)  # from now on the database tells of it
-            job.problem = _complaint(said, code) if code else None
-
-
-def _started(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        arguments,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-
-
-def _complaint(said: str, code: int) -> str:
-    """What a process says of its failure: its last line."""
-    lines = [line for line in said.splitlines() if line.strip()]
-    if code < 0:
-        return f"the process was ended by signal {-code}; perhaps the memory is too small"
-    return lines[-1].removeprefix("ragen: ") if lines else f"the process ended with code {code}"
-
-
-_LINE = _Line()
+_LINE = Line()
 atexit.register(stop_all)

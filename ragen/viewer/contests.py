@@ -181,7 +181,8 @@ def _rate(shares: list[float], samples: int) -> Interval:
 def _unpaired(a: Answer, b: Answer, differing: str | None) -> Answer:
     one, other = (Interval(**each["success"]) for each in (a, b))
     found = difference(one, other)
-    why = f"the games differ in {differing}" if differing else "the episodes are not recorded"
+    unpaired = "no levels that both played are recorded"
+    why = f"the games differ in {differing}" if differing else unpaired
     return {
         "world": a["world"],
         "how": a["how"],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -84,6 +85,8 @@ def share(run: Path, out: Path, *, episode: int | None = None, group: int | None
     except FileExistsError:
         raise RagenError(f"{out} exists already; give another --export") from None
     except OSError as error:
+        with suppress(OSError):
+            out.unlink(missing_ok=True)  # half of it, if anything
         raise RagenError(f"cannot write {out}: {error.strerror}; choose another place") from None
     return out
 
