@@ -438,19 +438,21 @@ def test_other_games_are_compared_by_their_rates(tmp_path: Path) -> None:
 
 
 def test_stored_outcomes_are_compared_where_the_game_is_one(tmp_path: Path) -> None:
-    for name, solved in (("a", 3), ("b", 1)):
-        with Store(make_run(tmp_path / name)) as store:
+    for name in ("a", "b"):
+        make_run(tmp_path / name)
+    for name, solved, agent in (("a", 0, "early"), ("a", 3, "late"), ("b", 1, "late")):
+        with Store(tmp_path / name) as store:
             for level in range(4):
                 played = Outcome("w", level, 0, level < solved, 0.0, 1, 1, 1, 1, 7, 9, 9, "failed")
-                store.add(name, played)
-            game = {"world.name": "w", "seed": 0, "temperature": 0.5, "target": name}
-            store.finish(name, game, evaluation(0.5, 0.5).record() | {"world": "w"})
+                store.add(agent, played)
+            game = {"world.name": "w", "seed": 0, "temperature": 0.5, "target": agent}
+            store.finish(agent, game, evaluation(0.5, 0.5).record() | {"world": "w"})
     found = ask(tmp_path, "compare", run="a", other="b")["contests"]
     (stored,) = (each for each in found if each["world"] == "w")
     assert (stored["how"], stored["levels"], stored["mcnemar_p"]) == ("T=0.5", 4, 0.5)
     assert (stored["a"]["value"], stored["b"]["value"]) == (0.75, 0.25)
     asked = [each for each in ask(tmp_path, "run", run="a")["evaluations"] if each["step"] is None]
-    assert [each["world"] for each in asked] == ["w"]
+    assert [each["world"] for each in asked] == ["w", "w"]
 
 
 # Mistakes

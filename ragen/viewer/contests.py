@@ -6,6 +6,7 @@ smaller differences than two rates side by side.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -75,7 +76,7 @@ class _Side:
             made = (each for each in evaluations(connection, stands) if _measured(each))
             self.evaluated = {(str(each["world"]), str(each["how"])): each for each in made}
             self.played = {phase: _last_played(connection, phase, stands) for phase in PHASES}
-            self.stored = list(_outcomes(connection))
+            self.stored = dict(_outcomes(connection))  # of several agents in one game the last
 
     def how(self, phase: str) -> str:
         """As an evaluation says it."""
@@ -113,8 +114,13 @@ def _shares(rows: list[sqlite3.Row]) -> Shares | None:
     return {level: share for level, share, _ in rows}, samples.pop()
 
 
-def _outcomes(connection: sqlite3.Connection) -> Iterator[tuple[dict[str, Any], str, Shares]]:
-    """What was asked for by hand: its settings without the agent's, the world, the successes."""
+def _outcomes(
+    connection: sqlite3.Connection,
+) -> Iterator[tuple[tuple[str, int], tuple[str, str, Levels]]]:
+    """What was asked for by hand, in order: in which game, how often a level; world, how, levels.
+
+    The game is all of the settings that is not the agent's.
+    """
     for key, world, settings in connection.execute(
         "SELECT key, world, settings FROM evaluations WHERE key IS NOT NULL"
         " AND id IN (SELECT max(id) FROM evaluations GROUP BY key) ORDER BY id"
@@ -133,17 +139,18 @@ def _outcomes(connection: sqlite3.Connection) -> Iterator[tuple[dict[str, Any], 
             ).fetchall()
         )
         if shares is not None:
-            yield game, world, shares
+            levels, samples = shares
+            temperature = game.get("temperature", 1.0)
+            how = "greedy" if temperature == 0 else f"T={temperature:g}"
+            yield (json.dumps(game, sort_keys=True), samples), (world, how, levels)
 
 
 def _stored(one: _Side, other: _Side) -> Iterator[Answer]:
-    for game, world, (a, samples) in one.stored:
-        for their_game, _, (b, their_samples) in other.stored:
-            if game == their_game and samples == their_samples:
-                temperature = game.get("temperature", 1.0)
-                how = "greedy" if temperature == 0 else f"T={temperature:g}"
-                note = "outcomes that ragen eval stored, level by level"
-                yield from _paired(world, how, a, b, samples, note)
+    for (game, samples), (world, how, a) in one.stored.items():
+        if (game, samples) in other.stored:
+            _, _, b = other.stored[game, samples]
+            note = "outcomes that ragen eval stored last, level by level"
+            yield from _paired(world, how, a, b, samples, note)
 
 
 def _paired(
