@@ -25,6 +25,9 @@ StopReason = Literal[
 limit of the world's own counts as the second), the others cuts from outside: no room for a prompt,
 a world that raised or hung, a server that gave no completion."""
 
+FAILED: tuple[StopReason, ...] = ("error", "timeout", "request")
+"""Stop reasons of episodes in which a world or a server failed."""
+
 Role = Literal["policy", "reference", "critic"]
 """What a model is asked as: who acts, what it is measured from, who says what a state is worth."""
 
@@ -175,7 +178,7 @@ class Episode:
     @property
     def failed(self) -> bool:
         """True where the world raised or hung, or a server failed: nothing to learn from."""
-        return self.stop_reason in ("error", "timeout", "request")
+        return self.stop_reason in FAILED
 
 
 @dataclass(frozen=True, slots=True)

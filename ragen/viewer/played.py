@@ -8,6 +8,7 @@ from statistics import stdev
 from typing import Any
 
 from ragen.schema import TURNS_AN_EPISODE
+from ragen.types import FAILED
 from ragen.viewer.course import standing_in
 from ragen.viewer.lists import NAMED, as_said
 from ragen.viewer.reading import (
@@ -22,9 +23,6 @@ from ragen.viewer.reading import (
 )
 from ragen.viewer.runs import read_settings
 from ragen.viewer.search import snippet
-
-FAILED = ("error", "timeout", "request")
-"""Stop reasons of episodes in which a world or a server failed (`Episode.failed`)."""
 
 MOST_OF_LEVEL = 400
 """Episodes of one level that are sent at once: more than a run evaluates it."""
