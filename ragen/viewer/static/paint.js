@@ -31,9 +31,13 @@ export function seriesOf(layer) {
   };
 }
 
+// Where numbers of a horizontal axis may stand: what it counts is whole, and so are its seconds.
+const WHOLE = Array.from({ length: 16 }, (_, i) => [1, 2, 5].map((n) => n * 10 ** i)).flat();
+
 /** One axis: short numbers and quiet lines. */
 export function axis(side, label, format) {
   return {
+    incrs: side === 2 ? WHOLE : undefined,
     side,
     label,
     labelSize: label ? 16 : 0,

@@ -51,6 +51,7 @@ function HeatTable({ data, order, words }) {
     const { value } = ORDERS[order];
     return [...data.phrases].sort((a, b) => value(b) - value(a));
   }, [data, order]);
+  if (!steps.length) return html`<p class="muted">No thought is recorded.</p>`;
   if (!rows.length) {
     return html`<p class="muted">No ${words} words in a row occur in two thoughts of a step.</p>`;
   }

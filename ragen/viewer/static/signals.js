@@ -145,8 +145,10 @@ function Signal({ name, runs, answers, axis, large, onLarge, ...rest }) {
       { y: own.random, label: "random play" },
       { y: own.best, label: "best play" },
     ];
-    return isSuccess ? levels.filter(({ y }) => y !== null) : [];
-  }, [own.random, own.best]);
+    // Runs in other worlds have another floor: a line would be wrong of all but one.
+    const alike = runs.every(({ world }) => world === own.world);
+    return isSuccess && alike ? levels.filter(({ y }) => y !== null) : [];
+  }, [runs]);
   return html`<${Curves}
     ...${{ ...rest, series, lines, large }}
     title=${name}

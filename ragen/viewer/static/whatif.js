@@ -71,7 +71,7 @@ function Ask({ run, episode, turn, over, reason, known, checkpoints, onAsked }) 
       <option value="">newest</option>
       ${checkpoints.map((step) => html`<option key=${step} value=${step}>step ${step}</option>`)}
     </select></label>
-    <label>temperature <input type="number" min="0" max="5" step="any" placeholder="as in the run"
+    <label>temperature <input type="number" min="0" max="5" step="any" placeholder="the run's"
       value=${temperature} onInput=${typed(setTemperature)} /></label>
     <button class="primary" type="submit" disabled=${idle} title=${reason ?? ""}>${over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
     ${reason && html`<p class="warn">Not possible: <${Text} text=${reason} /></p>`}

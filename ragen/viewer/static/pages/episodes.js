@@ -69,11 +69,18 @@ export default function Page({ params, query, setQuery }) {
         <${Table} label="episodes" columns=${columns} rows=${episodes}
           selected=${at} onRow=${open} sort=${{ key: sort, descending: order === "desc" }}
           onSort=${onSort} />
-        ${!episodes.length && html`<p class="muted">No episode is like this.</p>`}
+        ${!episodes.length && html`<${Nothing} facets=${list.facets} />`}
         <${Pager} shown=${episodes.length} total=${list.total} more=${list.cursor !== null}
           loading=${list.loading} onMore=${list.more} />
       </div>`}
   </main>`;
+}
+
+/** Why the list is empty: the filters leave nothing, or nothing is there. */
+function Nothing({ facets }) {
+  if (facets.phases.length) return html`<p class="muted">No episode is like this.</p>`;
+  return html`<p class="muted">No episode is recorded. A run records the episodes of each step
+    unless <code>record.episodes_every</code> says otherwise.</p>`;
 }
 
 /** The pages of the list so far; another question begins anew, late answers are dropped. */

@@ -34,9 +34,9 @@ export default function Page({ params, query, setQuery }) {
 
 function Nothing() {
   return html`<section class="panel">
-    <p>The run was not evaluated yet. It is before its first step and after its last one, and
-      between them with <code>--eval.every 10</code>, say; any checkpoint can be evaluated by the
-      command <code>ragen eval</code>.</p>
+    <p>The run was not evaluated yet. A run is before its first step and after its last one,
+      unless <code>eval.episodes</code> is 0, and between them with <code>--eval.every 10</code>, say; any
+      checkpoint can be evaluated by the command <code>ragen eval</code>.</p>
   </section>`;
 }
 
