@@ -138,9 +138,8 @@ def timed(row: Row, wording: str, work: Callable[[], Any]) -> Any:
     return result
 
 
-def measure_lists(client: httpx.Client) -> list[Row]:
+def measure_lists(client: httpx.Client) -> Iterator[Row]:
     """Every filter under every order: its first page, and the ones that follow."""
-    rows = []
     for name, parameters in FILTERS.items():
         row = Row(f"episodes: {name}", LIST_S)
         orders = itertools.product(ORDERS, ("asc", "desc"))
@@ -155,11 +154,10 @@ def measure_lists(client: httpx.Client) -> list[Row]:
                 if not found["next"]:
                     break
                 asked = asked | {"cursor": found["next"]}
-        rows.append(row)
-    return rows
+        yield row
 
 
-def measure_rest(client: httpx.Client) -> list[Row]:
+def measure_rest(client: httpx.Client) -> Iterator[Row]:
     """What the other pages ask for."""
     first = ask(client, "/api/episodes", run=LARGE, phase="train", sort="step", order="asc")
     episode = first["episodes"][0]
@@ -177,13 +175,11 @@ def measure_rest(client: httpx.Client) -> list[Row]:
         "/api/collapse": (PAGE_S, {}),
         "/api/matrix": (PAGE_S, {"step": 0, "path": "first"}),
     }
-    rows = []
     for path, (bound_s, parameters) in requests.items():
         row = Row(path, bound_s)
         for _ in range(REPEAT):
             timed(row, "", lambda p=path, q=parameters: ask(client, p, run=LARGE, **q))
-        rows.append(row)
-    return rows
+        yield row
 
 
 def routes(client: httpx.Client) -> dict[str, str]:
@@ -215,9 +211,8 @@ new MutationObserver((_, self) => {
 """Notes when a page stands, in milliseconds since the navigation to it began."""
 
 
-def measure_pages(browser: Any, address: str, pages: Mapping[str, str]) -> list[Row]:
+def measure_pages(browser: Any, address: str, pages: Mapping[str, str]) -> Iterator[Row]:
     """From navigation to a page that stands, with nothing cached."""
-    rows = []
     for name, route in pages.items():
         row = Row(f"page: {name}", PAGE_S)
         for _ in range(REPEAT):
@@ -225,11 +220,10 @@ def measure_pages(browser: Any, address: str, pages: Mapping[str, str]) -> list[
             context.add_init_script(WATCH_READY)
             page = context.new_page()
             page.goto(f"{address}/{route}")
-            page.wait_for_function("window.readyAt")
+            page.wait_for_function("() => window.readyAt")
             row.add("", page.evaluate("window.readyAt") / 1e3)
             context.close()
-        rows.append(row)
-    return rows
+        yield row
 
 
 def write_steps(folder: Path, pipe: Connection) -> None:
@@ -263,27 +257,29 @@ def measure_live(browser: Any, address: str, folder: Path, route: str, first: in
     return row
 
 
-def measure(folder: Path, with_browser: bool) -> list[Row]:
+def measure(folder: Path, with_browser: bool) -> Iterator[Row]:
     with serve(folder) as address, httpx.Client(base_url=address, timeout=60) as client:
         runs = Row("/api/runs", PAGE_S)
         timed(runs, "of a viewer that has just started", lambda: ask(client, "/api/runs"))
         for _ in range(REPEAT):
             timed(runs, "again", lambda: ask(client, "/api/runs"))
-        rows = [runs, *measure_rest(client), *measure_lists(client)]
+        yield runs
+        yield from measure_rest(client)
         if with_browser:
-            from playwright.sync_api import sync_playwright
+            yield from measure_in_browser(folder, address, client)
+        yield from measure_lists(client)
 
-            pages = routes(client)
-            last_step = int(ask(client, "/api/run", run=LARGE)["step"])
-            with sync_playwright() as playwright:
-                browser = playwright.chromium.launch(
-                    executable_path=chromium(), args=BROWSER_OPTIONS
-                )
-                rows += measure_pages(browser, address, pages)
-                live = (folder / LARGE, pages["run"], last_step + 1)
-                rows.append(measure_live(browser, address, *live))
-                browser.close()
-        return rows
+
+def measure_in_browser(folder: Path, address: str, client: httpx.Client) -> Iterator[Row]:
+    from playwright.sync_api import sync_playwright
+
+    pages = routes(client)
+    last_step = int(ask(client, "/api/run", run=LARGE)["step"])
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=BROWSER_OPTIONS)
+        yield from measure_pages(browser, address, pages)
+        yield measure_live(browser, address, folder / LARGE, pages["run"], last_step + 1)
+        browser.close()
 
 
 def main() -> int:
@@ -300,11 +296,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         fill(folder, options.episodes, options.runs)
-        rows = measure(folder, not options.no_browser)
-    print(f"{'milliseconds':<26} {'median':>9} {'slowest':>9} {'maximum':>9} {'bound':>7}")
-    for row in rows:
-        print(row.line())
-    return int(any(row.broken for row in rows))
+        print(f"{'milliseconds':<26} {'median':>9} {'slowest':>9} {'maximum':>9} {'bound':>7}")
+        broken = False
+        for row in measure(folder, not options.no_browser):
+            print(row.line(), flush=True)
+            broken |= row.broken
+    return int(broken)
 
 
 if __name__ == "__main__":

@@ -125,22 +125,13 @@ def branch(
     request = Request(episode, turn, step, n, heat, seed)
     _refuse(request, recorded, config)
     use_threads(int(saved["loop"]["threads"]) if saved else config.threads)
-    original, min_tokens = recorded.episode, config.rollout.min_tokens
-    path = (config.seed, *(recorded.path if _again else request.path))
-    members = [original.member] * n if _again else range(n)
-    turns = original.turns[: turn + 1]
-    places = [
-        Branch(original.level_seed, original.group, member, path, original.noise_seed, turns)
-        for member in members
-    ]
-    playing = replace(
-        setup_of(config, None),
-        temperature=heat,
-        min_tokens=min_tokens if recorded.phase == "train" else 0,
-    )
+    places = _places(request, recorded, config.seed, _again)
+    min_tokens = config.rollout.min_tokens if recorded.phase == "train" else 0
+    playing = replace(setup_of(config, None), temperature=heat, min_tokens=min_tokens)
     with closing(playing):
         refuse_changed(playing, places[0])  # the world, which is quicker to ask than the model
         policy, chat = policy_of(config, model)
+        policy.version = int(saved["engine"]["version"]) if saved else 0
         playing = replace(playing, chat=chat)
         episodes = run_async(_played(policy, playing, places, config.rollout.slots))
     exact = recorded.exact(turn)
@@ -184,6 +175,23 @@ def _refuse(request: Request, recorded: Recorded, config: Config) -> None:
         raise RagenError(f"seed = {request.seed}: expected a whole number ≥ 0")
     if config.rollout.sampler == "vllm" and (reason := vllm_refuses(request.temperature)):
         raise RagenError(f"temperature = {request.temperature:g}: {reason}, or greedily at 0")
+
+
+def _places(request: Request, recorded: Recorded, seed: int, again: bool) -> list[Branch]:
+    """Where each branch begins, its sampling a member's of its own, or all as the original's."""
+    episode, path = recorded.episode, recorded.path if again else request.path
+    turns = episode.turns[: request.turn + 1]
+    return [
+        Branch(
+            episode.level_seed,
+            episode.group,
+            episode.member if again else member,
+            (seed, *path),
+            episode.noise_seed,
+            turns,
+        )
+        for member in range(request.n)
+    ]
 
 
 async def _played(

@@ -35,6 +35,7 @@ from ragen.types import Completion, Episode, FinishReason, Group, Prompt, Turn
 from tests.made import episode as made_episode
 from tests.made import turn as made_turn
 from tests.rogue import Rogue
+from tests.speaker import settings
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]
@@ -317,6 +318,7 @@ def test_the_same_draws_by_the_same_weights_go_on_as_it_did(
     assert tokens(again) == tokens(original)
     assert again.total_reward == original.total_reward
     for one, other in zip(again.turns, original.turns, strict=True):
+        assert one.completion.policy_version == other.completion.policy_version == weights
         # Another batch around it: sums of other shapes, so the last bits may differ.
         assert one.completion.logprobs == pytest.approx(other.completion.logprobs, abs=1e-5)
         assert one.state_key == other.state_key
@@ -354,6 +356,31 @@ def test_a_run_that_goes_on_is_only_read(run: Path) -> None:
         assert found.request.checkpoint == 2  # the newest
         assert hashed() == before
         recorder.event(3, "note", "and it goes on")
+
+
+def test_worlds_in_processes_of_their_own_come_back(run: Path) -> None:
+    episode = long_one(run, "train", 1)
+    here = branch(run, episode, 1, n=3, checkpoint=1)
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("isolate = false", "isolate = true"))
+    assert branch(run, episode, 1, n=3, checkpoint=1).episodes == here.episodes
+
+
+def test_an_adapter_plays_on_what_it_played(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"lora__rank": 4, "steps": 2, "checkpoint__keep": 9}
+    run = train(resolve("bandit", settings(**more)), tmp_path / "bandit").run
+    for phase, step, weights in (("eval greedy", 2, 2), ("train", 2, 1)):
+        heat = 0.0 if phase == "eval greedy" else 1.0
+        found = branch(
+            run,
+            long_one(run, phase, step, 1),
+            0,
+            1,
+            checkpoint=weights,
+            temperature=heat,
+            _again=True,
+        )
+        assert tokens(found.episodes[0]) == tokens(found.original.episode)
 
 
 def test_step_0_is_the_model_that_the_run_began_with(run: Path) -> None:

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -144,16 +144,19 @@ async def _body(request: Request) -> dict[str, Any]:
 
     Raises:
         Unanswered: It is no JSON object.
-        HTTPException: A form of another page may have sent it, or it is too large.
+        HTTPException: A form of another page may have sent it, it is too large, or it broke off.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.headers.get("x-ragen") != "1" or kind != "application/json":
         raise HTTPException(403, "a request of the viewer's own pages has X-Ragen: 1 and is JSON")
     body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > LARGEST_BODY:
-            raise HTTPException(413, f"at most {LARGEST_BODY} bytes")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_BODY:
+                raise HTTPException(413, f"at most {LARGEST_BODY} bytes")
+    except ClientDisconnect:
+        raise HTTPException(400, "the request broke off") from None
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
@@ -182,7 +185,9 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         RagenError: The port is taken, or there is no such address.
     """
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends at once only where the protocol is named; else each answer waits 40 ms.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         if os.name == "posix":  # elsewhere it would let two servers share a port
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

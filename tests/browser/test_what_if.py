@@ -18,7 +18,9 @@ JOB_MS = 60_000
 
 
 def test_branches_appear_beside_the_original(visitor: Visitor, runs: Path) -> None:
-    (first,) = visitor.api("/api/episodes?run=lake&phase=train&sort=turns&limit=1")["episodes"]
+    longest = "/api/episodes?run=lake&phase=train&sort=turns&order=desc&limit=1"
+    (first,) = visitor.api(longest)["episodes"]
+    assert first["num_turns"] > 1
     page = visitor.visit(f"#/episode/lake/{first['id']}?turn=1")
     panel = page.get_by_test_id("branches")
     panel.get_by_label("times").fill("2")
