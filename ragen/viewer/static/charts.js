@@ -1,7 +1,7 @@
 // Curves over a run, on uPlot: small charts that share a cursor and show the run's events.
 
+import { number } from "./numbers.js";
 import { COLOURS, axis, bars, flags, levels, seriesOf } from "./paint.js";
-import { number } from "./parts.js";
 import uPlot from "./vendor/uplot.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 

@@ -1,9 +1,9 @@
 // The answers of the first seconds about a run: what it is, how well it does, how much better than
 // before, whether it collapses, how far it is.
 
-import {
-  Interval, Spark, State, Text, ago, clock, link, moment, number, percent, plural, points,
-} from "./parts.js";
+import { link } from "./addresses.js";
+import { ago, clock, moment, number, percent, plural, points } from "./numbers.js";
+import { Interval, Spark, State, Text } from "./parts.js";
 import { html } from "./vendor/preact-htm.js";
 
 export function Headline({ run }) {

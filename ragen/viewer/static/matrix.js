@@ -5,7 +5,8 @@
 
 import { useApi } from "./api.js";
 import { Heat } from "./heat.js";
-import { Loading, Problem, Tabs, Text, number, percent } from "./parts.js";
+import { number, percent } from "./numbers.js";
+import { Loading, Problem, Tabs, Text } from "./parts.js";
 import { PATHS, pathsIn } from "./plane.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
 

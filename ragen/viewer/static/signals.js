@@ -1,8 +1,10 @@
 // A run's metrics as a grid of small charts: which are shown, over which axis, of which runs.
 
+import { link } from "./addresses.js";
 import { useApis } from "./api.js";
 import { Curves } from "./charts.js";
-import { Tabs, Text, clock, link, number, plural, share } from "./parts.js";
+import { clock, number, plural, share } from "./numbers.js";
+import { Tabs, Text } from "./parts.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
 
 const MOST = 24; // Charts that a search shows at once.

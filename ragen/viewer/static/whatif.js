@@ -1,10 +1,11 @@
 // What if: the policy plays on from a turn of a stored episode, several times, and the branches
 // appear beside the original.
 
-import { html, useEffect, useState } from "./vendor/preact-htm.js";
 import { post, shared, useApi } from "./api.js";
-import { Interval, number, percent, Problem, Text } from "./parts.js";
+import { number, percent } from "./numbers.js";
+import { Interval, Problem, Text } from "./parts.js";
 import { SideBySide } from "./turns.js";
+import { html, useEffect, useState } from "./vendor/preact-htm.js";
 
 const POLL_MS = 1000; // A branch of the embedded model takes a few seconds.
 const MOST = 64; // What the server takes at most.
@@ -99,9 +100,9 @@ function Job({ job, episode }) {
   ];
   return html`${title}
     <p class="job">${won} of ${episodes.length} succeed
-      <${Interval} ...${wilson(won, episodes.length)} />
-      <span class="muted">[${percentRange(won, episodes.length)}]; the original ${
-      episode.success ? "did" : "did not"}.${
+      ${temperature > 0 && html`<${Interval} ...${wilson(won, episodes.length)} />`}
+      <span class="muted">${temperature > 0 ? `[${percentRange(won, episodes.length)}]`
+        : "(without sampling, all are one)"}; the original ${episode.success ? "did" : "did not"}.${
       turn > 0 && ` What came before turn ${turn + 1} they share.`}${
       job.exact === false && " The record has no tokens of it: its prompts are rebuilt from text."
       }</span></p>

@@ -1,11 +1,10 @@
 // Two runs or more beside each other: who is better and by how much, all curves, what differs.
 
+import { joinRuns, link, splitRuns } from "../addresses.js";
 import { useApis, useEvents } from "../api.js";
 import { useKeys } from "../keys.js";
-import {
-  Interval, Loading, Problem, Spark, State, Table, Text, joinRuns, link, number, percent, plural,
-  points, splitRuns, useReady,
-} from "../parts.js";
+import { number, percent, plural, points } from "../numbers.js";
+import { Interval, Loading, Problem, Spark, State, Table, Text, useReady } from "../parts.js";
 import { Values } from "../settings.js";
 import { Found, Signals, Toolbar, axisOf, chosen, smoothingOf, useMetrics } from "../signals.js";
 import { html, useMemo, useRef } from "../vendor/preact-htm.js";

@@ -1,11 +1,11 @@
 // All evaluations of a run between floor and ceiling, what training changed (level by level where
 // they can be paired), and how the run does beside another one.
 
+import { link } from "../addresses.js";
 import { shared, useApi, useEvents } from "../api.js";
 import { Curves } from "../charts.js";
-import {
-  Interval, Loading, Problem, Table, Text, link, moment, number, percent, plural, useReady,
-} from "../parts.js";
+import { moment, number, percent, plural, points } from "../numbers.js";
+import { Interval, Loading, Problem, Table, Text, useReady } from "../parts.js";
 import { html, useMemo } from "../vendor/preact-htm.js";
 
 const PHASES = { eval: "sampled", "eval greedy": "greedy" };
@@ -41,12 +41,6 @@ function Nothing() {
 }
 
 const known = (x) => x !== null && x !== undefined;
-
-/** A difference of shares in points, with its sign. */
-function points(x) {
-  if (!known(x)) return "–";
-  return `${x > 0 ? "+" : x < 0 ? "−" : ""}${Math.abs(100 * x).toFixed(1)}`;
-}
 
 /** What may be said of a difference, in a sentence. */
 function verdict({ difference, smallest_detectable: detectable }, better, worse) {
