@@ -100,7 +100,7 @@ export function Curves({
           x: { time: false, range: apart },
           y: { range: range ? () => range : roomy(most) },
         },
-        axes: [axis(2, xLabel, (x) => formatX(x)), axis(3, undefined, (y) => format(y))],
+        axes: [axis(2, xLabel, formatX), axis(3, undefined, format)],
         series: [{}, ...layers.map(seriesOf), ...(domain ? [{ show: false }] : [])],
         hooks: {
           drawClear: [(u) => levels(u, now.current.lines)],

@@ -74,7 +74,8 @@ function Ask({ run, episode, turn, over, reason, known, checkpoints, onAsked }) 
     </select></label>
     <label>temperature <input type="number" min="0" max="5" step="any" placeholder="the run's"
       value=${temperature} onInput=${typed(setTemperature)} /></label>
-    <button class="primary" type="submit" disabled=${idle} title=${reason ?? ""}>${over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
+    <button class="primary" type="submit" disabled=${idle} title=${reason ?? ""}>${
+      over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
     ${reason && html`<p class="warn">Not possible: <${Text} text=${reason} /></p>`}
     ${problem && html`<p class="bad" role="alert"><${Text} text=${problem} /></p>`}
   </form>`;

@@ -24,7 +24,7 @@ export default function Compare({ params, query, setQuery }) {
   return html`<main class="page page-compare">
     <div class="row title-row">
       <h1>Compare</h1>
-      <span class="muted">${number(names.length)} runs; the others are set against the first</span>
+      <span class="muted">${plural(names.length, "run")}; the others are set against the first</span>
     </div>
     ${error &&
     html`<${Problem} error=${error} reload=${reload}>
