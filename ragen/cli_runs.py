@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -161,12 +162,14 @@ def _show_result(console: Console, result: Result) -> None:
     ]
     if rows:
         _show_evaluations(console, rows)
+    run = shlex.quote(str(result.run))
     for line in (
         *_collapse(result),
         f"\n{result.seconds:.0f} s; everything is in {result.run}",
-        f"watch it play:  {program()} play {result.world} --player {result.run}",
-        f"evaluate it:    {program()} eval {result.run}",
-        f"read about it:  {program()} report {result.run}",
+        f"watch it play:  {program()} play {result.world} --player {run}",
+        f"evaluate it:    {program()} eval {run}",
+        f"look inside it: {program()} view {run}",
+        f"read about it:  {program()} report {run}",
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -78,6 +78,20 @@ def test_pages_fit_and_can_be_read(visitors: Visitors, size: tuple[int, int], sc
     assert not troubles, troubles
 
 
+@pytest.mark.parametrize("size", [WIDE, PHONE])
+@pytest.mark.parametrize("name", ["run", "evaluations"])
+def test_long_names_of_runs_widen_no_page(
+    visitors: Visitors, name: str, size: tuple[int, int]
+) -> None:
+    page = visitors(size=size).visit(ROUTES[name])
+    expect(page.get_by_role("option", name="lake-again").first).to_be_attached()
+    page.evaluate(
+        """() => document.querySelectorAll("select option, .crumb .text, h1 .text").forEach(
+            (node) => (node.textContent = "x".repeat(300)))"""
+    )
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
 def test_the_scheme_is_chosen_by_hand_and_kept(visitor: Visitor) -> None:
     page = visitor.visit()
     ground = "getComputedStyle(document.body).backgroundColor"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
+from torch import tensor
 
 from ragen.filters import FILTERS, SCORES
+from ragen.information import retrieval
 from ragen.statistics import wilson
 from ragen.types import StopReason
 from ragen.viewer.tokens import TRAINED
@@ -50,6 +52,15 @@ def test_a_share_has_its_wilson_interval(said: Any, won: int, of: int) -> None:
     assert shown == pytest.approx(
         {"value": interval.value, "low": interval.low, "high": interval.high}, abs=1e-6
     )
+
+
+def test_the_matrix_counts_what_the_metric_beside_it_counts(said: Any) -> None:
+    scores = [[-1.0, -2.0, -9.0], [-1.0, -1.5, -9.0], [-3.0, -3.0, -3.0], [-2.0, -1.0, -1.0]]
+    own = [0, 1, 2, 1]  # found, missed, one of three alike, one of two alike
+    shown = said("matrix.js", "return m.retrieved(given)", {"scores": scores, "own": own})
+    assert shown == pytest.approx(retrieval(tensor(scores), tensor(own), k=1))
+    never = {"scores": [[None, -5.0], [-5.0, None]], "own": [0, 0]}  # null is −∞
+    assert said("matrix.js", "return m.retrieved(given)", never) == 0.5
 
 
 @pytest.mark.parametrize(

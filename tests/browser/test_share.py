@@ -43,6 +43,11 @@ def test_an_episode(visitors: Visitors, visitor: Visitor, files: dict[str, Path]
     page.get_by_role("button", name="Tokens").click()
     expect(page.get_by_test_id("token").first).to_be_visible()
     expect(page.get_by_test_id("branches")).to_have_count(0)  # nobody is there to branch
+    page.keyboard.press("?")
+    keys = page.get_by_role("dialog", name="Keys")
+    expect(keys).to_contain_text("next turn")
+    expect(keys).not_to_contain_text("next episode")  # there is but the one
+    expect(keys).not_to_contain_text("group")
 
 
 def test_a_group_and_its_members(visitors: Visitors, files: dict[str, Path]) -> None:

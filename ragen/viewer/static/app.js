@@ -1,9 +1,12 @@
 // The frame around all pages: it reads the address, loads the page and draws the head.
 
+import { link } from "./addresses.js";
 import { shared, start } from "./api.js";
 import { activeKeys, useKeys } from "./keys.js";
-import { Loading, Problem, Text, link, useReady, useStored } from "./parts.js";
-import { html, render, useEffect, useErrorBoundary, useState } from "./vendor/preact-htm.js";
+import { Loading, Problem, Text, useReady, useStored } from "./parts.js";
+import {
+  html, render, useEffect, useErrorBoundary, useRef, useState,
+} from "./vendor/preact-htm.js";
 
 const PAGES = {
   runs: () => import("./pages/runs.js"),
@@ -126,7 +129,9 @@ function Place({ page, params, query }) {
   useEffect(() => {
     delete document.body.dataset.ready;
     scrollTo(0, 0);
-    document.title = [params.id && `episode ${params.id}`, params.run, "RAGEN"]
+    const place = PLACES.find(([name]) => name === page);
+    const what = params.id ? `${page} ${params.id}` : (place?.[1] ?? page);
+    document.title = [page === "runs" ? null : what, params.run, "RAGEN"]
       .filter(Boolean)
       .join(" · ");
     if (!Object.hasOwn(PAGES, page)) return setProblem(`There is no page “${page}”.`);
@@ -151,9 +156,16 @@ function Place({ page, params, query }) {
 
 const NAMES = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓", " ": "space" };
 
+/** It takes the focus, and gives it back to where it was. */
 function Help({ onClose }) {
+  const close = useRef(null);
+  useEffect(() => {
+    const before = document.activeElement;
+    close.current.focus();
+    return () => before?.focus();
+  }, []);
   return html`<div class="cover" onClick=${onClose}>
-    <section class="help" role="dialog" aria-label="Keys">
+    <section class="help" role="dialog" aria-modal="true" aria-label="Keys">
       <h2>Keys</h2>
       <dl>
         ${activeKeys().map(
@@ -162,7 +174,7 @@ function Help({ onClose }) {
               <dd>${line}</dd>`,
         )}
       </dl>
-      <button onClick=${onClose}>Close</button>
+      <button ref=${close} onClick=${onClose}>Close</button>
     </section>
   </div>`;
 }

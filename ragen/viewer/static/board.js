@@ -3,8 +3,8 @@
 // character is shown as itself in a plain cell. Bandit has no picture: its two arms are drawn from
 // what the turn shows and does. A world with neither is shown as its text.
 
-import { html } from "./vendor/preact-htm.js";
 import { pieces, Text } from "./parts.js";
+import { html } from "./vendor/preact-htm.js";
 
 /** What each character of the alphabet stands for: the ground, what lies on it, and its name. */
 export const CELLS = {

@@ -1,7 +1,7 @@
 // Curves over a run, on uPlot: small charts that share a cursor and show the run's events.
 
+import { number } from "./numbers.js";
 import { COLOURS, axis, bars, flags, levels, seriesOf } from "./paint.js";
-import { number } from "./parts.js";
 import uPlot from "./vendor/uplot.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -100,7 +100,7 @@ export function Curves({
           x: { time: false, range: apart },
           y: { range: range ? () => range : roomy(most) },
         },
-        axes: [axis(2, xLabel, (x) => formatX(x)), axis(3, undefined, (y) => format(y))],
+        axes: [axis(2, xLabel, formatX), axis(3, undefined, format)],
         series: [{}, ...layers.map(seriesOf), ...(domain ? [{ show: false }] : [])],
         hooks: {
           drawClear: [(u) => levels(u, now.current.lines)],

@@ -1,6 +1,8 @@
 // What stands under a run's curves: events, evaluations, time by phase and exactness.
 
-import { Chip, Interval, Table, Text, clock, link, moment, number, percent } from "./parts.js";
+import { link } from "./addresses.js";
+import { clock, moment, number, percent } from "./numbers.js";
+import { Chip, Interval, Table, Text } from "./parts.js";
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 
 const KINDS = { alarm: "bad", guard: "warn", "damaged checkpoint": "bad" };

@@ -1,10 +1,12 @@
 // Two episodes side by side, turn by turn, with what their thoughts share marked in both.
 
+import { link } from "./addresses.js";
 import { Board } from "./board.js";
-import { Text, link, percent, plural } from "./parts.js";
+import { percent, plural } from "./numbers.js";
+import { Text } from "./parts.js";
 import { Actions, Earned, Outcome } from "./turns.js";
-import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
 import { MAX_WORDS, joined, sharedRuns, sharedShare } from "./words.js";
+import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
 
 const SLICE_MS = 12; // Work between two breaths of the page.
 

@@ -1,7 +1,7 @@
 // Gradient norms of task, entropy and KL by bucket of in-group reward std (arXiv:2604.06268): the
 // task's should grow with what there is to learn, the regularisers' should not.
 
-import { number } from "./parts.js";
+import { number } from "./numbers.js";
 import { html } from "./vendor/preact-htm.js";
 
 const ALIKE = 1.2; // A factor of the reward std below which all buckets are one.

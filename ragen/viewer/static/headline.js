@@ -1,9 +1,9 @@
 // The answers of the first seconds about a run: what it is, how well it does, how much better than
 // before, whether it collapses, how far it is.
 
-import {
-  Interval, Spark, State, Text, ago, clock, link, moment, number, percent, plural, points,
-} from "./parts.js";
+import { link } from "./addresses.js";
+import { ago, clock, moment, number, percent, plural, points } from "./numbers.js";
+import { Interval, Spark, State, Text } from "./parts.js";
 import { html } from "./vendor/preact-htm.js";
 
 export function Headline({ run }) {
@@ -70,7 +70,7 @@ function gainOf(before, now) {
   };
 }
 
-function Gain({ success, before }) {
+function Gain({ run, success, before }) {
   if (!success || before.step === success.step) {
     return html`<${Tile} title="Gain"><p class="muted">Not two evaluations yet.</p><//>`;
   }
@@ -78,7 +78,10 @@ function Gain({ success, before }) {
   let [kind, words] = ["muted", "the interval holds 0: no change is shown"];
   if (gain.low > 0) [kind, words] = ["good", "better than before training"];
   if (gain.high < 0) [kind, words] = ["bad", "worse than before training"];
-  return html`<${Tile} title="Gain" note="since step ${before.step}">
+  const paired = link("evaluations", { run });
+  const note = html`since step ${before.step}${
+    paired && html` · <a href=${paired}>level by level</a>`}`;
+  return html`<${Tile} title="Gain" note=${note}>
     <p class="big">${points(gain.value)} <small>points ${range(gain, points)}</small></p>
     <${Interval} ...${gain} min=${-1} zero text=${false} format=${points} />
     <p class=${kind}>${words}</p>

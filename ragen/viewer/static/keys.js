@@ -22,13 +22,13 @@ export function useKeys(handlers, help = {}) {
   }, []);
 }
 
-/** All keys that act now and have a line of help: `[key, line]`. */
+/** All keys that act now and have a line of help: `[key, line]`; an empty line is of no use now. */
 export function activeKeys() {
   const lines = new Map();
   for (const { help } of layers) {
     for (const [key, line] of Object.entries(help)) if (!lines.has(key)) lines.set(key, line);
   }
-  return [...lines];
+  return [...lines].filter(([, line]) => line);
 }
 
 function typing(target) {

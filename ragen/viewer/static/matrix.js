@@ -5,7 +5,8 @@
 
 import { useApi } from "./api.js";
 import { Heat } from "./heat.js";
-import { Loading, Problem, Tabs, Text, number, percent } from "./parts.js";
+import { number, percent } from "./numbers.js";
+import { Loading, Problem, Tabs, Text } from "./parts.js";
 import { PATHS, pathsIn } from "./plane.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
 
@@ -44,10 +45,9 @@ function Picture({ data }) {
   const own = useMemo(() => rows.map((row) => columns.indexOf(data.own[row])), [rows, columns]);
   const outlined = useMemo(() => blocks(own), [own]);
   const cell = over ?? picked;
-  const found = own.filter((j, i) => shares[i][j] >= Math.max(...shares[i]) - 1e-9).length;
   return html`<p>${number(rows.length)} thoughts, ${number(columns.length)} prompts.
-      The own prompt is the likeliest of ${number(found)} (${percent(found / rows.length, 0)};
-      chance is ${percent(1 / columns.length, 0)}).</p>
+      The own prompt scores highest for ${percent(retrieved(data), 0)} of them (chance
+      is ${percent(1 / columns.length, 0)}).</p>
     <div class="matrix">
       <div class="matrix-map">
         <${Heat} matrix=${shares} low=${0} high=${1} outlined=${outlined}
@@ -87,6 +87,19 @@ function Cell({ data, row, column, share }) {
   <p class="quoted"><${Text} text=${data.prompts[column]} limit=${1500} /></p>
   ${own !== column && html`<h3>Its own prompt, ${own + 1}</h3>
     <p class="quoted"><${Text} text=${data.prompts[own]} limit=${1500} /></p>`}`;
+}
+
+/**
+ * The share of thoughts that score highest under their own prompt, ties broken by lot: the measure
+ * `ragen.information.retrieval`, which knows nothing of the prompts' shares.
+ */
+export function retrieved({ scores, own }) {
+  const found = scores.map((row, i) => {
+    const [least, ...all] = [row[own[i]], ...row].map((score) => score ?? -Infinity);
+    if (all.some((score) => score > least)) return 0;
+    return 1 / all.filter((score) => score === least).length;
+  });
+  return found.reduce((a, b) => a + b, 0) / found.length;
 }
 
 /** Prompts with the most thoughts first, thoughts by their own prompt, and p(prompt | thought). */

@@ -1,6 +1,8 @@
 // What is painted of a chart beside its axes' numbers: lines, intervals, levels and events. Colours
 // are read from the style sheet whenever something is drawn, so that they follow the theme.
 
+import { clock } from "./numbers.js";
+
 const FONT = "11px system-ui, sans-serif";
 
 /** As many as the style sheet has, from --c0 on. */
@@ -31,9 +33,21 @@ export function seriesOf(layer) {
   };
 }
 
+// How far apart the numbers of a horizontal axis may stand: what it counts is whole; of times whole
+// minutes, hours and days are read best.
+const WHOLE = Array.from({ length: 16 }, (_, i) => [1, 2, 5].map((n) => n * 10 ** i)).flat();
+const TIMES = [
+  ...[1, 2, 5, 10, 15, 30].flatMap((n) => [n, 60 * n]),
+  ...[1, 2, 3, 6, 12].map((n) => 3600 * n),
+  ...WHOLE.map((n) => 86400 * n),
+].sort((a, b) => a - b);
+
+const LETTER = 6; // Pixels of one in an axis's numbers.
+
 /** One axis: short numbers and quiet lines. */
 export function axis(side, label, format) {
   return {
+    incrs: side === 3 ? undefined : format === clock ? TIMES : WHOLE,
     side,
     label,
     labelSize: label ? 16 : 0,
@@ -44,8 +58,8 @@ export function axis(side, label, format) {
     ticks: { show: false },
     gap: 4,
     size: side === 2 ? 20 : 46,
-    space: side === 2 ? 52 : 30,
-    values: (_, splits) => splits.map(format),
+    space: side === 3 ? 30 : (_, at, low, high) => Math.max(52, LETTER * format(high).length + 16),
+    values: (_, splits) => splits.map((x) => format(x)),
   };
 }
 

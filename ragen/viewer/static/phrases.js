@@ -2,7 +2,8 @@
 // step's thoughts hold the phrase. A row that turns dark from some step on is a template.
 
 import { useApi } from "./api.js";
-import { Loading, Problem, Tabs, Text, percent, plural } from "./parts.js";
+import { percent, plural } from "./numbers.js";
+import { Loading, Problem, Tabs, Text } from "./parts.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
 
 const LENGTHS = [3, 5, 8];
@@ -51,6 +52,7 @@ function HeatTable({ data, order, words }) {
     const { value } = ORDERS[order];
     return [...data.phrases].sort((a, b) => value(b) - value(a));
   }, [data, order]);
+  if (!steps.length) return html`<p class="muted">No thought is recorded.</p>`;
   if (!rows.length) {
     return html`<p class="muted">No ${words} words in a row occur in two thoughts of a step.</p>`;
   }
@@ -61,7 +63,7 @@ function HeatTable({ data, order, words }) {
         : summary(rows, steps)}
     </p>
     <div class="scroll" onPointerLeave=${() => setOver(null)}>
-      <table class="heat-table" data-testid="phrases">
+      <table class="heat-table" aria-label="Phrases by step" data-testid="phrases">
         <thead><tr><th scope="col">phrase</th>
           ${steps.map((step, i) => html`<th scope="col" key=${step}>
             ${shown(i, steps) ? step : ""}</th>`)}

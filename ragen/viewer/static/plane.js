@@ -1,6 +1,6 @@
 // The plane of H(Z|X) and I(X;Z) with its four regimes, and the path of a run through it.
 
-import { number, percent } from "./parts.js";
+import { number, percent } from "./numbers.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const HEIGHT = 340;

@@ -1,8 +1,9 @@
 // The prompt of a turn exactly as the model saw it: the tokens before its completion, as text.
 
-import { html, useMemo } from "./vendor/preact-htm.js";
-import { number, Text } from "./parts.js";
+import { number } from "./numbers.js";
+import { Text } from "./parts.js";
 import { stretchesOf } from "./tokens.js";
+import { html, useMemo } from "./vendor/preact-htm.js";
 
 /**
  * What the model saw before a turn: the tokens before its completion, as text. What it had written

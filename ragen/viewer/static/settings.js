@@ -51,10 +51,9 @@ function Changed({ run, rows }) {
     },
     {
       key: "base",
-      title: "Otherwise",
+      title: `In ${rows[0]?.source ?? run.recipe}`,
       render: ({ base }) => html`<${Text} text=${written(base)} />`,
     },
-    { key: "source", title: "By", align: "muted" },
   ];
   return html`<div class="tall">
     <${Table} label="Changed settings" columns=${columns} rows=${rows} rowKey=${(row) => row.key} />

@@ -1,8 +1,10 @@
 // A run's metrics as a grid of small charts: which are shown, over which axis, of which runs.
 
+import { link } from "./addresses.js";
 import { useApis } from "./api.js";
 import { Curves } from "./charts.js";
-import { Tabs, Text, clock, link, number, plural, share } from "./parts.js";
+import { clock, number, plural, share } from "./numbers.js";
+import { Tabs, Text } from "./parts.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
 
 const MOST = 24; // Charts that a search shows at once.
@@ -145,8 +147,10 @@ function Signal({ name, runs, answers, axis, large, onLarge, ...rest }) {
       { y: own.random, label: "random play" },
       { y: own.best, label: "best play" },
     ];
-    return isSuccess ? levels.filter(({ y }) => y !== null) : [];
-  }, [own.random, own.best]);
+    // Runs in other worlds have another floor: a line would be wrong of all but one.
+    const alike = runs.every(({ world }) => world === own.world);
+    return isSuccess && alike ? levels.filter(({ y }) => y !== null) : [];
+  }, [runs]);
   return html`<${Curves}
     ...${{ ...rest, series, lines, large }}
     title=${name}

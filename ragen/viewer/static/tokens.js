@@ -2,8 +2,9 @@
 // by one of their numbers. Ten thousand tokens stay fluent because their elements are made once,
 // with a class for each colouring; choosing another changes one class of the element around them.
 
+import { number } from "./numbers.js";
+import { mark, pieces, Tabs } from "./parts.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
-import { mark, number, pieces, Tabs } from "./parts.js";
 
 const SHADES = 9; // As many as style.css has of --s… and --d….
 const RAREST = -6.9; // One in a thousand; rarer ones look alike, or one −20 would hide all else.

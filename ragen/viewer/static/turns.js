@@ -1,9 +1,11 @@
 // What pages show of a turn: its actions, what it earned, its thought; an episode's outcome; and
 // episodes side by side, their turns in the same row.
 
-import { html, useEffect, useMemo, useRef } from "./vendor/preact-htm.js";
+import { link } from "./addresses.js";
 import { Board } from "./board.js";
-import { Chip, link, number, plural, Text } from "./parts.js";
+import { number, plural } from "./numbers.js";
+import { Chip, Text } from "./parts.js";
+import { html, useEffect, useMemo, useRef } from "./vendor/preact-htm.js";
 
 /** Cells of all small boards together, above which episodes side by side are shown without. */
 const MOST_SMALL_CELLS = 15000;

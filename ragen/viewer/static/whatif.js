@@ -1,10 +1,11 @@
 // What if: the policy plays on from a turn of a stored episode, several times, and the branches
 // appear beside the original.
 
-import { html, useEffect, useState } from "./vendor/preact-htm.js";
 import { post, shared, useApi } from "./api.js";
-import { Interval, number, percent, Problem, Text } from "./parts.js";
+import { number, percent } from "./numbers.js";
+import { Interval, Problem, Text } from "./parts.js";
 import { SideBySide } from "./turns.js";
+import { html, useEffect, useState } from "./vendor/preact-htm.js";
 
 const POLL_MS = 1000; // A branch of the embedded model takes a few seconds.
 const MOST = 64; // What the server takes at most.
@@ -71,9 +72,10 @@ function Ask({ run, episode, turn, over, reason, known, checkpoints, onAsked }) 
       <option value="">newest</option>
       ${checkpoints.map((step) => html`<option key=${step} value=${step}>step ${step}</option>`)}
     </select></label>
-    <label>temperature <input type="number" min="0" max="5" step="any" placeholder="as in the run"
+    <label>temperature <input type="number" min="0" max="5" step="any" placeholder="the run's"
       value=${temperature} onInput=${typed(setTemperature)} /></label>
-    <button class="primary" type="submit" disabled=${idle} title=${reason ?? ""}>${over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
+    <button class="primary" type="submit" disabled=${idle} title=${reason ?? ""}>${
+      over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
     ${reason && html`<p class="warn">Not possible: <${Text} text=${reason} /></p>`}
     ${problem && html`<p class="bad" role="alert"><${Text} text=${problem} /></p>`}
   </form>`;
@@ -99,9 +101,9 @@ function Job({ job, episode }) {
   ];
   return html`${title}
     <p class="job">${won} of ${episodes.length} succeed
-      <${Interval} ...${wilson(won, episodes.length)} />
-      <span class="muted">[${percentRange(won, episodes.length)}]; the original ${
-      episode.success ? "did" : "did not"}.${
+      ${temperature > 0 && html`<${Interval} ...${wilson(won, episodes.length)} />`}
+      <span class="muted">${temperature > 0 ? `[${percentRange(won, episodes.length)}]`
+        : "(without sampling, all are one)"}; the original ${episode.success ? "did" : "did not"}.${
       turn > 0 && ` What came before turn ${turn + 1} they share.`}${
       job.exact === false && " The record has no tokens of it: its prompts are rebuilt from text."
       }</span></p>

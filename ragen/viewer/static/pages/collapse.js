@@ -5,7 +5,8 @@ import { useApi, useEvents } from "../api.js";
 import { Curves } from "../charts.js";
 import { Gradients } from "../gradients.js";
 import { Matrix } from "../matrix.js";
-import { Loading, Problem, number, percent, plural, useReady } from "../parts.js";
+import { number, percent, plural } from "../numbers.js";
+import { Loading, Problem, useReady } from "../parts.js";
 import { PATHS, Plane, colourOf, pathsIn } from "../plane.js";
 import { html, useMemo } from "../vendor/preact-htm.js";
 

@@ -1,11 +1,10 @@
 // Two runs or more beside each other: who is better and by how much, all curves, what differs.
 
+import { joinRuns, link, splitRuns } from "../addresses.js";
 import { useApis, useEvents } from "../api.js";
 import { useKeys } from "../keys.js";
-import {
-  Interval, Loading, Problem, Spark, State, Table, Text, joinRuns, link, number, percent, plural,
-  points, splitRuns, useReady,
-} from "../parts.js";
+import { number, percent, plural, points } from "../numbers.js";
+import { Interval, Loading, Problem, Spark, State, Table, Text, useReady } from "../parts.js";
 import { Values } from "../settings.js";
 import { Found, Signals, Toolbar, axisOf, chosen, smoothingOf, useMetrics } from "../signals.js";
 import { html, useMemo, useRef } from "../vendor/preact-htm.js";
@@ -25,7 +24,7 @@ export default function Compare({ params, query, setQuery }) {
   return html`<main class="page page-compare">
     <div class="row title-row">
       <h1>Compare</h1>
-      <span class="muted">${number(names.length)} runs; the others are set against the first</span>
+      <span class="muted">${plural(names.length, "run")}; the others are set against the first</span>
     </div>
     ${error &&
     html`<${Problem} error=${error} reload=${reload}>
@@ -35,7 +34,7 @@ export default function Compare({ params, query, setQuery }) {
     ${runs && html`<${Standings} runs=${runs} onRemove=${remove} />`}
     ${runs && names.length > 1 && html`<${Contests} names=${names} />`}
     ${runs && html`<${Overlaid} ...${{ runs, names, query, setQuery, reload }} />`}
-    ${runs && names.length > 1 && html`<${Differences} names=${names} />`}
+    ${runs && names.length > 1 && html`<${Differences} runs=${runs} names=${names} />`}
   </main>`;
 }
 
@@ -204,13 +203,13 @@ function Overlaid({ runs, names, query, setQuery, reload }) {
 }
 
 /** The settings in which any of the runs differs from the first. */
-function Differences({ names }) {
+function Differences({ runs, names }) {
   const [first, ...others] = names;
   const asked = others.map((other) => ["/api/difference", { run: first, other }]);
   const { data, error, reload } = useApis(asked);
   if (error) return html`<${Problem} error=${error} reload=${reload} />`;
   if (!data) return html`<${Loading} />`;
-  const rows = merged(data.map(({ differences }) => differences));
+  const rows = merged(data.map(({ differences }) => differences), Object.keys(runs[0].config));
   return html`<section class="panel" aria-label="Settings">
     <h2>Settings that differ</h2>
     ${rows.length === 0 && html`<p class="muted">Their settings are the same.</p>`}
@@ -218,8 +217,11 @@ function Differences({ names }) {
   </section>`;
 }
 
-/** One row `{key, values}` a key: the first run's value, then each other's, alike or not. */
-function merged(lists) {
+/**
+ * One row `{key, values}` a key, in the order of `keys`: the first run's value, then each other's,
+ * alike or not.
+ */
+function merged(lists, keys) {
   const rows = new Map();
   lists.forEach((differences, i) => {
     for (const { key, a, b } of differences) {
@@ -227,5 +229,8 @@ function merged(lists) {
       rows.get(key)[i + 1] = b;
     }
   });
-  return [...rows].map(([key, values]) => ({ key, values }));
+  const place = (key) => (keys.includes(key) ? keys.indexOf(key) : keys.length);
+  return [...rows]
+    .map(([key, values]) => ({ key, values }))
+    .sort((a, b) => place(a.key) - place(b.key));
 }

@@ -2,16 +2,17 @@
 // asked and earned; the tokens that were trained; the prompt as the model saw it; and what would
 // have happened otherwise. The turn and the view are in the address.
 
-import { html, useCallback, useEffect, useMemo, useState } from "../vendor/preact-htm.js";
+import { link, visit } from "../addresses.js";
 import { useApi } from "../api.js";
 import { Board } from "../board.js";
 import { useKeys } from "../keys.js";
-import { Loading, Problem, Tabs, Text } from "../parts.js";
-import { link, number, useReady, visit } from "../parts.js";
+import { number } from "../numbers.js";
+import { Loading, Problem, Tabs, Text, useReady } from "../parts.js";
 import { RawPrompt } from "../prompt.js";
 import { Tokens } from "../tokens.js";
 import { Earned, framesOf, groupLink, Outcome, returnsOf, signed, TurnCard } from "../turns.js";
 import { WhatIf } from "../whatif.js";
+import { html, useCallback, useEffect, useMemo, useState } from "../vendor/preact-htm.js";
 
 const SPEEDS = [0.5, 1, 2, 4]; // Turns a second: one is slow enough to read along a short thought.
 
@@ -52,8 +53,9 @@ function Episode({ run, episode, query, setQuery }) {
     },
     {
       ArrowLeft: "turn before", ArrowRight: "next turn", " ": "play or pause",
-      "[": "episode before", "]": "next episode", t: "next view: turns, tokens, raw prompt",
-      o: "the episode's group",
+      "[": neighbour(run, episode.previous) && "episode before",
+      "]": neighbour(run, episode.next) && "next episode",
+      t: "next view: turns, tokens, raw prompt", o: groupLink(run, episode) && "the episode's group",
     },
   );
   return html`<main class="page page-episode">

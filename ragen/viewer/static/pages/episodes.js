@@ -1,12 +1,13 @@
 // The episodes of a run as one long list: filtered, searched and sorted by the server, page by
 // page. Every filter is in the address, so that a list can be sent to a colleague.
 
-import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
+import { link, visit } from "../addresses.js";
 import { get, useEvents } from "../api.js";
 import { useKeys } from "../keys.js";
-import { Chip, Loading, Pager, Problem, Table, Text } from "../parts.js";
-import { link, number, plural, useReady, visit } from "../parts.js";
+import { number, plural } from "../numbers.js";
+import { Chip, Loading, Pager, Problem, Table, Text, useReady } from "../parts.js";
 import { Earned, groupLink, Outcome } from "../turns.js";
+import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 
 const PAUSE_MS = 250; // After the last key, before what is typed is looked for.
 const PAGE_SIZE = 50;
@@ -31,8 +32,10 @@ export default function Page({ params, query, setQuery }) {
   const search = useRef(null);
   useReady(list.episodes !== null || list.error !== null);
   useEffect(() => setAt(0), [list.key]);
-  useEvents({ run }, { step: () => setFresh((n) => n + 1), again: () => setFresh((n) => n + 1) });
   const episodes = list.episodes ?? [];
+  // A new step must not move the rows under the reader; where there is none it moves nothing.
+  const told = () => (episodes.length ? setFresh((n) => n + 1) : list.reload());
+  useEvents({ run }, { step: told, again: told });
   const open = (episode) => visit(link("episode", { run, id: episode.id }));
   const move = (by) => () => {
     setAt((row) => Math.max(0, Math.min(episodes.length - 1, row + by)));
@@ -69,11 +72,18 @@ export default function Page({ params, query, setQuery }) {
         <${Table} label="episodes" columns=${columns} rows=${episodes}
           selected=${at} onRow=${open} sort=${{ key: sort, descending: order === "desc" }}
           onSort=${onSort} />
-        ${!episodes.length && html`<p class="muted">No episode is like this.</p>`}
+        ${!episodes.length && html`<${Nothing} facets=${list.facets} />`}
         <${Pager} shown=${episodes.length} total=${list.total} more=${list.cursor !== null}
           loading=${list.loading} onMore=${list.more} />
       </div>`}
   </main>`;
+}
+
+/** Why the list is empty: the filters leave nothing, or nothing is there. */
+function Nothing({ facets }) {
+  if (facets.phases.length) return html`<p class="muted">No episode is like this.</p>`;
+  return html`<p class="muted">No episode is recorded yet. A run records those of each step, unless
+    its <code>record.episodes_every</code> says otherwise.</p>`;
 }
 
 /** The pages of the list so far; another question begins anew, late answers are dropped. */

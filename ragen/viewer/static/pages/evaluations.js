@@ -1,11 +1,11 @@
 // All evaluations of a run between floor and ceiling, what training changed (level by level where
 // they can be paired), and how the run does beside another one.
 
+import { link } from "../addresses.js";
 import { shared, useApi, useEvents } from "../api.js";
 import { Curves } from "../charts.js";
-import {
-  Interval, Loading, Problem, Table, Text, link, moment, number, percent, plural, useReady,
-} from "../parts.js";
+import { moment, number, percent, plural, points } from "../numbers.js";
+import { Interval, Loading, Problem, Table, Text, useReady } from "../parts.js";
 import { html, useMemo } from "../vendor/preact-htm.js";
 
 const PHASES = { eval: "sampled", "eval greedy": "greedy" };
@@ -34,19 +34,13 @@ export default function Page({ params, query, setQuery }) {
 
 function Nothing() {
   return html`<section class="panel">
-    <p>The run was not evaluated yet. It is before its first step and after its last one, and
-      between them with <code>--eval.every 10</code>, say; any checkpoint can be evaluated by the
-      command <code>ragen eval</code>.</p>
+    <p>The run was not evaluated yet. A run is before its first step and after its last one,
+      unless <code>eval.episodes</code> is 0, and between them with <code>--eval.every 10</code>, say; any
+      checkpoint can be evaluated by the command <code>ragen eval</code>.</p>
   </section>`;
 }
 
 const known = (x) => x !== null && x !== undefined;
-
-/** A difference of shares in points, with its sign. */
-function points(x) {
-  if (!known(x)) return "–";
-  return `${x > 0 ? "+" : x < 0 ? "−" : ""}${Math.abs(100 * x).toFixed(1)}`;
-}
 
 /** What may be said of a difference, in a sentence. */
 function verdict({ difference, smallest_detectable: detectable }, better, worse) {

@@ -1,10 +1,12 @@
 // A group: the episodes of one prompt side by side, and what the filter made of them.
 
-import { html, useState } from "../vendor/preact-htm.js";
+import { link, visit } from "../addresses.js";
 import { useApi } from "../api.js";
 import { useKeys } from "../keys.js";
-import { link, Loading, number, Problem, Text, useReady, visit } from "../parts.js";
+import { number } from "../numbers.js";
+import { Loading, Problem, Text, useReady } from "../parts.js";
 import { SideBySide } from "../turns.js";
+import { html, useState } from "../vendor/preact-htm.js";
 
 export default function Page({ params, query }) {
   const { run } = params;
@@ -25,7 +27,7 @@ export default function Page({ params, query }) {
     },
     {
       j: "next member", k: "member before", Enter: "open the member's episode",
-      "[": "group before", "]": "next group",
+      "[": other(data?.previous) && "group before", "]": other(data?.next) && "next group",
     },
   );
   return html`<main class="page page-group">

@@ -5,10 +5,11 @@
 import { useApi } from "../api.js";
 import { Compared, useShares } from "../echo.js";
 import { useKeys } from "../keys.js";
-import { Loading, Problem, Tabs, percent, plural, useReady } from "../parts.js";
+import { percent, plural } from "../numbers.js";
+import { Loading, Problem, Tabs, useReady } from "../parts.js";
 import { Phrases, heat } from "../phrases.js";
-import { html, useEffect, useMemo, useRef } from "../vendor/preact-htm.js";
 import { MIN_RUN } from "../words.js";
+import { html, useEffect, useMemo, useRef } from "../vendor/preact-htm.js";
 
 const MOST_STEPS = 12; // Columns of the table of pairs; of more steps so many are taken, evenly.
 
@@ -207,7 +208,7 @@ function Pairs({ episodes, from, to, otherSeed, setSteps }) {
   };
   const columns = chosen.slice(0, -1);
   return html`<div class="pairs-row"><div class="scroll"><table class="pair-table"
-    data-testid="pairs">
+    aria-label="Words that two steps share" data-testid="pairs">
     <tbody>${chosen.slice(1).map((episode, at) => html`<tr key=${episode.step}>
       <th scope="row">${episode.step}</th>
       ${columns.map((_, j) => (j <= at ? cell(at + 1, j) : html`<td key=${j}></td>`))}

@@ -1,10 +1,11 @@
 // One run: how well it does, whether it collapses and why, live while it trains.
 
+import { joinRuns, link, splitRuns } from "../addresses.js";
 import { shared, useApi, useApis, useEvents } from "../api.js";
 import { Evaluations, Events, Exactness, Phases } from "../details.js";
 import { Headline, Tiles } from "../headline.js";
 import { useKeys } from "../keys.js";
-import { Loading, Problem, Text, joinRuns, link, splitRuns, useReady } from "../parts.js";
+import { Loading, Problem, Text, useReady } from "../parts.js";
 import { RunChoice, Settings } from "../settings.js";
 import {
   Found, Legend, Signals, Toolbar, axisOf, chosen, smoothingOf, useMetrics,

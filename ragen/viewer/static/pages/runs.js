@@ -1,10 +1,11 @@
 // All runs of the folder: what each trains, how far it is, what was learnt and what went wrong.
 
+import { joinRuns, link } from "../addresses.js";
 import { useApi, useEvents } from "../api.js";
 import { useKeys, useRowKeys } from "../keys.js";
+import { ago, moment, number, percent, plural } from "../numbers.js";
 import {
-  Chip, Interval, Loading, Problem, Spark, State, Table, Text, ago, joinRuns, link, moment, number,
-  percent, plural, useReady, useSorted,
+  Chip, Interval, Loading, Problem, Spark, State, Table, Text, useReady, useSorted,
 } from "../parts.js";
 import { html, useRef, useState } from "../vendor/preact-htm.js";
 

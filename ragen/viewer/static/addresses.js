@@ -1,0 +1,38 @@
+// The addresses of pages, and several runs in one of their parameters.
+
+import { reachable } from "./api.js";
+
+/**
+ * The address of a page: `link("episode", {run, id}, {turn: 2})`. Absent values are left out. Of a
+ * page that a shared file does not hold it is undefined: an `<a>` without href is plain text.
+ */
+export function link(page, params = {}, query = {}) {
+  const path = page === "runs" ? [] : [page, params.run, params.id];
+  const there = path.filter((part) => part !== undefined && part !== null);
+  const pairs = Object.entries(query)
+    .filter(([, value]) => value !== null && value !== undefined && value !== "")
+    .map(([name, value]) => `${name}=${readable(value)}`);
+  const address = `#/${there.map(encodeURIComponent).join("/")}`;
+  if (!reachable(page, address, params, query)) return undefined;
+  return pairs.length ? `${address}?${pairs.join("&")}` : address;
+}
+
+/** Go to a page; nowhere where there is none. */
+export function visit(address) {
+  if (address) location.hash = address;
+}
+
+function readable(value) {
+  return encodeURIComponent(value).replaceAll("%2F", "/").replaceAll("%2C", ",");
+}
+
+/** Several runs in one parameter, by commas; a comma of a run's own name is written as %2C. */
+export function joinRuns(runs) {
+  return runs.map((run) => run.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");
+}
+
+/** The runs that `joinRuns` wrote. */
+export function splitRuns(text) {
+  const names = (text ?? "").split(",").filter(Boolean);
+  return names.map((name) => name.replaceAll("%2C", ",").replaceAll("%25", "%"));
+}
