@@ -280,6 +280,18 @@ def test_a_recipe_that_is_not_here_leaves_the_preset(tmp_path: Path) -> None:
     assert {each["source"] for each in run["differences"]} == {"preset starpo-s/grpo"}
 
 
+def test_another_algorithm_than_the_recipes_is_a_change(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    config = resolve("bandit", {"algorithm": "starpo/ppo"})
+    Recorder.create(tmp_path / "a", dump(config)).close()
+    (change,) = ask(tmp_path, "run", run="a")["differences"]
+    assert (change["key"], change["value"], change["base"]) == (
+        "algorithm",
+        "starpo/ppo",
+        "starpo-s/grpo",
+    )
+
+
 def test_two_configs_differ_by_key(root: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     (tmp_path / "b").mkdir()

@@ -137,22 +137,26 @@ def flat_settings(folder: Path) -> dict[str, Any]:
 
 
 def differences(folder: Path) -> list[Answer]:
-    """What a run's config changes of its recipe, or of its preset where that recipe is not here."""
+    """What a run's config changes of its recipe, or of its preset where that recipe is not here.
+
+    Under another algorithm than the recipe's own the preset changes too, and is no change of itself.
+    """
     try:
         config = read_config(folder / CONFIG)
     except RagenError:
         return []  # of another version; the values themselves are shown all the same
     source = f"recipe {config.recipe}"
     try:
+        algorithm = resolve(config.recipe, {}).algorithm
         base = resolve(config.recipe, {"algorithm": config.algorithm})
     except RagenError:  # the recipe was a file of somebody's own
-        source = f"preset {config.algorithm}"
+        source, algorithm = f"preset {config.algorithm}", config.algorithm
         base = resolve(None, {"algorithm": config.algorithm})
-    standard = flatten(base)
+    standard = {**flatten(base), "algorithm": algorithm}
     return [
         {"key": key, "value": value, "base": standard.get(key), "source": source}
         for key, value in flatten(config).items()
-        if key not in ("recipe", "algorithm") and standard.get(key) != value
+        if key != "recipe" and standard.get(key) != value
     ]
 
 
