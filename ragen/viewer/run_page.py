@@ -139,7 +139,7 @@ def flat_settings(folder: Path) -> dict[str, Any]:
 def differences(folder: Path) -> list[Answer]:
     """What a run's config changes of its recipe, or of its preset where that recipe is not here.
 
-    Under another algorithm than the recipe's own the preset changes too, and is no change of itself.
+    The preset of another algorithm than the recipe's own is taken whole: one change, not many.
     """
     try:
         config = read_config(folder / CONFIG)
