@@ -5,7 +5,7 @@ import { shared, start } from "./api.js";
 import { activeKeys, useKeys } from "./keys.js";
 import { Loading, Problem, Text, useReady, useStored } from "./parts.js";
 import {
-  html, render, useEffect, useErrorBoundary, useRef, useState,
+  html, render, useEffect, useErrorBoundary, useLayoutEffect, useRef, useState,
 } from "./vendor/preact-htm.js";
 
 const PAGES = {
@@ -60,7 +60,7 @@ function setQuery(changes, { push = false } = {}) {
 function App() {
   const [{ page, params, query }, setRoute] = useState(route);
   const [help, setHelp] = useState(false);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const follow = () => setRoute(route());
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);

@@ -1,6 +1,6 @@
 // The keyboard: one listener for all pages. A page registers its keys while it is shown.
 
-import { useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { useLayoutEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const CHORD_MS = 1000; // How long the first key of two (`g r`) waits for the second.
 
@@ -16,7 +16,8 @@ export function useKeys(handlers, help = {}) {
   const layer = useRef({ handlers, help });
   layer.current.handlers = handlers;
   layer.current.help = help;
-  useEffect(() => {
+  // Before the page is painted: whoever sees it may press a key.
+  useLayoutEffect(() => {
     layers.unshift(layer.current);
     return () => layers.splice(layers.indexOf(layer.current), 1);
   }, []);
