@@ -114,10 +114,29 @@ def test_the_search_finds_words_their_beginnings_and_phrases(root: Path) -> None
     assert snippet == THOUGHTS[2]
 
 
+def test_a_beginning_is_spelled_out_where_it_goes_on_to_few_words(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with reading(root / "lake") as connection:
+        assert search.spelled_out(connection, '"she" "SAI"*') == '"she" AND ("said")'
+        assert search.spelled_out(connection, '"und"*') == '"under"'  # as the index folds it
+        for as_it_is in ('"the"', '"zebra"*', '"ünd"*', '"a-wal"*'):
+            assert search.spelled_out(connection, as_it_is) == as_it_is
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            connection.execute("DELETE FROM turns")
+        monkeypatch.setattr(search, "MOST_ENDINGS", 0)
+        assert search.spelled_out(connection, '"und"*') == '"und"*'
+
+
+@pytest.mark.parametrize("endings", [0, 50])
 @pytest.mark.parametrize("following", [1, 3, 500])
 @pytest.mark.parametrize("filters", [{}, {"phase": "eval"}, {"sort": "reward", "order": "desc"}])
 def test_what_is_common_is_found_as_what_is_rare_is(
-    root: Path, monkeypatch: pytest.MonkeyPatch, following: int, filters: dict[str, Any]
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    endings: int,
+    following: int,
+    filters: dict[str, Any],
 ) -> None:
     query: dict[str, Any] = {"q": "she said", "limit": 2, **filters}
 
@@ -132,6 +151,7 @@ def test_what_is_common_is_found_as_what_is_rare_is(
     rare, total = pages()
     assert len(rare) == total >= 3
     monkeypatch.setattr(search, "COMMON", 2)
+    monkeypatch.setattr(search, "MOST_ENDINGS", endings)
     monkeypatch.setattr(lists, "FOLLOWING", following)
     assert pages() == (rare, None)
 

@@ -13,12 +13,21 @@ import json
 import math
 import sqlite3
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragen.report import ALARM
 from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
-from ragen.viewer.search import FOUND, found_among, found_by, match_of, snippet
+from ragen.viewer.search import (
+    FOUND,
+    found_among,
+    found_by,
+    is_found,
+    match_of,
+    snippet,
+    spelled_out,
+)
 
 SORTS = {
     "step": "step",
@@ -99,9 +108,10 @@ def episodes(root: Path, query: Query) -> Answer:
     wanted, words = filter_of(query), match_of(query.get("q", ""))
     asked = SORTS[sort], order, start, limit + 1
     with reading(folder) as connection:
-        hits = None if words is None else found_by(connection, words)
-        if words is not None and hits is None:
-            page, total = _page_of_many(connection, wanted, words, *asked), None
+        search = None if words is None else spelled_out(connection, words)
+        hits = None if search is None else found_by(connection, search)
+        if search is not None and hits is None:
+            page, total = _page_of_many(connection, wanted, search, *asked), None
         else:
             if hits is not None:
                 wanted = wanted.also("id IN (SELECT value FROM json_each(?))", json.dumps(hits))
@@ -200,8 +210,12 @@ def _page_of_many(
     unless the filters leave out what the search finds; only then are all looked through.
     """
     following = list(_page(connection, wanted, column, order, start, FOLLOWING))
-    found = found_among(connection, words, [place.id for place in following])
-    page = [place for place in following if place.id in found][:count]
+    if words.endswith("*"):
+        among = found_among(connection, words, [place.id for place in following])
+        found = (place for place in following if place.id in among)
+    else:
+        found = (place for place in following if is_found(connection, words, place.id))
+    page = list(islice(found, count))
     if len(page) < count and len(following) == FOLLOWING:
         return list(_page(connection, wanted.also(FOUND, words), column, order, start, count))
     return page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import sys
 from collections.abc import Sequence
 
 from ragen.schema import TURNS_AN_EPISODE
@@ -17,6 +18,9 @@ FOUND = f"id IN (SELECT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoug
 
 PREFIX = 3
 """Letters from which on the last word of a search may still go on."""
+
+MOST_ENDINGS = 50
+"""Words that the last one of a search may go on to, up to which each is looked for by itself."""
 
 SNIPPET = 160
 """Characters of a thought in a list."""
@@ -40,6 +44,35 @@ def match_of(text: str) -> str | None:
     return " ".join(f'"{part}"' for part in parts) + ("*" if goes_on else "")
 
 
+def spelled_out(connection: sqlite3.Connection, words: str) -> str:
+    """The same search with the words that the last one may go on to in that one's place.
+
+    FTS5 gathers all that a prefix finds before it tells the first of it; of whole words it tells
+    one after the other, and of one episode by a descent. Where they are many, or the last word is
+    not plainly one of the index's, the search stays as it is.
+    """
+    last = re.search(r'"([A-Za-z0-9]+)"\*$', words)
+    if last is None:
+        return words
+    # What is made is the connection's own: the database stays one that is only read.
+    connection.execute("PRAGMA query_only = OFF")
+    connection.execute(
+        "CREATE VIRTUAL TABLE IF NOT EXISTS temp.vocabulary"
+        " USING fts5vocab('main', 'thoughts_fts', 'row')"
+    )
+    connection.execute("PRAGMA query_only = ON")
+    stem = last[1].lower()
+    endings = connection.execute(
+        "SELECT term FROM temp.vocabulary WHERE term >= ? AND term < ? LIMIT ?",
+        (stem, stem + chr(sys.maxunicode), MOST_ENDINGS + 1),
+    ).fetchall()
+    if not 0 < len(endings) <= MOST_ENDINGS:
+        return words
+    before = words[: last.start()].rstrip()
+    any_of = " OR ".join(f'"{term}"' for (term,) in endings)
+    return f"{before} AND ({any_of})" if before else any_of
+
+
 def found_by(connection: sqlite3.Connection, words: str) -> list[int] | None:
     """The episodes with a thought that is found; none where they are too many to be looked up."""
     rows = connection.execute(
@@ -49,6 +82,16 @@ def found_by(connection: sqlite3.Connection, words: str) -> list[int] | None:
     )
     found = [number for (number,) in rows]
     return found if len(found) < COMMON else None
+
+
+def is_found(connection: sqlite3.Connection, words: str, episode: int) -> bool:
+    """Whether one episode has a thought that is found; quick for whole words alone."""
+    first = episode * TURNS_AN_EPISODE
+    row = connection.execute(
+        "SELECT 1 FROM thoughts_fts WHERE thoughts_fts MATCH ? AND rowid BETWEEN ? AND ? LIMIT 1",
+        (words, first, first + TURNS_AN_EPISODE - 1),
+    ).fetchone()
+    return row is not None
 
 
 def found_among(connection: sqlite3.Connection, words: str, episodes: Sequence[int]) -> set[int]:
