@@ -118,9 +118,10 @@ def test_a_beginning_is_spelled_out_where_it_goes_on_to_few_words(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with reading(root / "lake") as connection:
-        assert search.spelled_out(connection, '"she" "SAI"*') == '"she" AND ("said")'
+        assert search.spelled_out(connection, '"SAI"*') == '"said"'
+        assert search.spelled_out(connection, '"l"*') == '"left"'
         assert search.spelled_out(connection, '"und"*') == '"under"'  # as the index folds it
-        for as_it_is in ('"the"', '"zebra"*', '"ünd"*', '"a-wal"*'):
+        for as_it_is in ('"the"', '"she" "sai"*', '"zebra"*', '"ünd"*', '"a-wal"*'):
             assert search.spelled_out(connection, as_it_is) == as_it_is
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             connection.execute("DELETE FROM turns")
@@ -129,16 +130,18 @@ def test_a_beginning_is_spelled_out_where_it_goes_on_to_few_words(
 
 
 @pytest.mark.parametrize("endings", [0, 50])
+@pytest.mark.parametrize("words", ["she said", "the"])
 @pytest.mark.parametrize("following", [1, 3, 500])
 @pytest.mark.parametrize("filters", [{}, {"phase": "eval"}, {"sort": "reward", "order": "desc"}])
 def test_what_is_common_is_found_as_what_is_rare_is(
     root: Path,
     monkeypatch: pytest.MonkeyPatch,
     endings: int,
+    words: str,
     following: int,
     filters: dict[str, Any],
 ) -> None:
-    query: dict[str, Any] = {"q": "she said", "limit": 2, **filters}
+    query: dict[str, Any] = {"q": words, "limit": 2, **filters}
 
     def pages() -> tuple[list[int], int | None]:
         ids, cursor, total = list[int](), "", None

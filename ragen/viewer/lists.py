@@ -21,6 +21,7 @@ from ragen.report import ALARM
 from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
 from ragen.viewer.search import (
     FOUND,
+    ONE_WORD,
     found_among,
     found_by,
     is_found,
@@ -210,11 +211,11 @@ def _page_of_many(
     unless the filters leave out what the search finds; only then are all looked through.
     """
     following = list(_page(connection, wanted, column, order, start, FOLLOWING))
-    if words.endswith("*"):
+    if ONE_WORD.fullmatch(words):
+        found = (place for place in following if is_found(connection, words, place.id))
+    else:
         among = found_among(connection, words, [place.id for place in following])
         found = (place for place in following if place.id in among)
-    else:
-        found = (place for place in following if is_found(connection, words, place.id))
     page = list(islice(found, count))
     if len(page) < count and len(following) == FOLLOWING:
         return list(_page(connection, wanted.also(FOUND, words), column, order, start, count))

@@ -20,7 +20,10 @@ PREFIX = 3
 """Letters from which on the last word of a search may still go on."""
 
 MOST_ENDINGS = 50
-"""Words that the last one of a search may go on to, up to which each is looked for by itself."""
+"""Words that one may go on to, up to which each is looked for by itself."""
+
+ONE_WORD = re.compile(r'"[^\W_]+"( OR "[^\W_]+")*')
+"""A search that a descent answers for one episode: it intersects nothing."""
 
 SNIPPET = 160
 """Characters of a thought in a list."""
@@ -45,13 +48,13 @@ def match_of(text: str) -> str | None:
 
 
 def spelled_out(connection: sqlite3.Connection, words: str) -> str:
-    """The same search with the words that the last one may go on to in that one's place.
+    """A search for one word that may go on, as one for each of the words that it goes on to.
 
     FTS5 gathers all that a prefix finds before it tells the first of it; of whole words it tells
-    one after the other, and of one episode by a descent. Where they are many, or the last word is
-    not plainly one of the index's, the search stays as it is.
+    one after the other, and of one episode by a descent (`is_found`). Where the words are many, or
+    the one is not plainly a word of the index, the search stays as it is.
     """
-    last = re.search(r'"([A-Za-z0-9]+)"\*$', words)
+    last = re.fullmatch(r'"([A-Za-z0-9]+)"\*', words)
     if last is None:
         return words
     # What is made is the connection's own: the database stays one that is only read.
@@ -68,9 +71,7 @@ def spelled_out(connection: sqlite3.Connection, words: str) -> str:
     ).fetchall()
     if not 0 < len(endings) <= MOST_ENDINGS:
         return words
-    before = words[: last.start()].rstrip()
-    any_of = " OR ".join(f'"{term}"' for (term,) in endings)
-    return f"{before} AND ({any_of})" if before else any_of
+    return " OR ".join(f'"{term}"' for (term,) in endings)
 
 
 def found_by(connection: sqlite3.Connection, words: str) -> list[int] | None:
@@ -85,7 +86,7 @@ def found_by(connection: sqlite3.Connection, words: str) -> list[int] | None:
 
 
 def is_found(connection: sqlite3.Connection, words: str, episode: int) -> bool:
-    """Whether one episode has a thought that is found; quick for whole words alone."""
+    """Whether one episode has a thought that is found; quick for a search of `ONE_WORD`."""
     first = episode * TURNS_AN_EPISODE
     row = connection.execute(
         "SELECT 1 FROM thoughts_fts WHERE thoughts_fts MATCH ? AND rowid BETWEEN ? AND ? LIMIT 1",

@@ -7,6 +7,7 @@ in). `ragen view` serves them as a process of its own, as a user starts it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, arguments in RUNS.items():
         succeed(ragen("train", *arguments, "--out", folder / name, "--quiet"))
     return folder
+
+
+@pytest.fixture
+def newcomer(runs: Path) -> Iterator[Path]:
+    """The folder of a run that a test trains itself; it is gone after the test."""
+    folder = runs / "newcomer"
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

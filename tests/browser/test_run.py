@@ -146,14 +146,14 @@ def test_a_run_of_another_schema_is_a_clear_page(visitor: Visitor, runs: Path) -
     visitor.complaints.clear()
 
 
-def test_steps_appear_while_the_run_trains(visitor: Visitor, runs: Path) -> None:
+def test_steps_appear_while_the_run_trains(visitor: Visitor, newcomer: Path) -> None:
     """The whole way: a run in a process of its own, its database, the server, the open page."""
     options = ["--steps", "8", "--eval.episodes", "4", "--rollout.prompts", "4"]
-    process = ragen("train", "collapse", *options, "--out", runs / "live", "--json", "--quiet")
+    process = ragen("train", "collapse", *options, "--out", newcomer, "--json", "--quiet")
     page = visitor.visit()
-    row = page.get_by_role("row", name=re.compile("live"))
+    row = page.get_by_role("row", name=re.compile("newcomer"))
     expect(row).to_be_visible(timeout=60_000)
-    row.get_by_role("link", name="live").click()
+    row.get_by_role("link", name="newcomer").click()
     progress = page.get_by_role("region", name="Progress")
     for step in (2, 4):
         expect(progress).to_contain_text(re.compile(rf"\b[{step}-8]\b.*of 8"), timeout=60_000)

@@ -96,9 +96,9 @@ def test_a_comparison_has_intervals_and_what_it_could_have_seen(visitor: Visitor
     expect(main).to_contain_text(contests[0]["world"])
 
 
-def test_a_run_that_begins_appears_by_itself(visitor: Visitor, runs: Path, tmp_path: Path) -> None:
+def test_a_run_that_begins_appears_by_itself(visitor: Visitor, newcomer: Path) -> None:
     page = visitor.visit()
-    options = ["--steps", "2", "--eval.episodes", "4", "--out", runs / "newcomer", "--quiet"]
+    options = ["--steps", "2", "--eval.episodes", "4", "--out", newcomer, "--quiet"]
     process = ragen("train", "collapse", *options)
     row = page.get_by_role("row", name=re.compile("newcomer"))
     expect(row).to_be_visible(timeout=60_000)
