@@ -131,7 +131,9 @@ def newest(run: Path) -> Path:
 
 
 def _no_checkpoint(run: Path) -> RagenError:
-    return RagenError(f"{run} has no checkpoint to go on from; start it again with `ragen train`")
+    return RagenError(
+        f"{run} has no checkpoint to go on from; delete it and start it again with `ragen train`"
+    )
 
 
 def newest_whole(run: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:

@@ -165,23 +165,30 @@ async def evaluate(run: Run, temperature: float) -> Evaluation | None:
         run.recorder.episodes(step, groups, phase="eval" if temperature else "eval greedy")
     run.recorder.commit()
     run.watcher.evaluated(step, evaluation)
-    has_checkpoint = step % spacing(run) == 0
-    better = evaluation.success > run.state.best_success
-    if has_checkpoint and temperature == config.eval.temperature and better:
-        run.state.best_step, run.state.best_success = step, evaluation.success
+    compare_with_best(run, temperature, evaluation.success)
     return evaluation
+
+
+def compare_with_best(run: Run, temperature: float, success: float) -> None:
+    """Remember the step if its checkpoint stays and none did better; twice is as good as once."""
+    state = run.state
+    stays = state.step % spacing(run) == 0 and temperature == run.config.eval.temperature
+    if stays and success > state.best_success:
+        state.best_step, state.best_success = state.step, success
 
 
 async def evaluate_missing(run: Run, *temperatures: float) -> None:
     """Evaluate at each temperature, unless this attempt or what it began from did so before."""
     step, attempt, began = run.state.step, run.state.attempt, run.state.began
     done = {
-        each["temperature"]
+        each["temperature"]: each["success"]
         for each in read_evaluations(run.folder)
         if each["step"] == step and (each["attempt"] == attempt or step <= began)
     }
     for temperature in temperatures:
-        if temperature not in done:
+        if temperature in done:
+            compare_with_best(run, temperature, done[temperature])  # it was killed before it did
+        else:
             await evaluate(run, temperature)
 
 

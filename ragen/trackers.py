@@ -105,7 +105,7 @@ class Wandb:
         except wandb.Error as error:
             raise RagenError(
                 f"record.trackers: wandb does not begin ({error}); try `wandb login`, or set "
-                "WANDB_MODE=offline"
+                f"WANDB_MODE=offline, and then: ragen resume {run}"
             ) from error
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)

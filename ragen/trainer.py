@@ -375,6 +375,8 @@ async def whole(run: Run) -> Result:
     run.watchdog = Watchdog(limit, partial(stalled, run))
     try:
         with run.recorder, run.stop.listening(), run.watchdog:
+            if run.state.step == 0:
+                await save(run)  # whatever happens from here on, the run can be gone on with
             run.watcher.begin(run.folder, run.config, run.state.step)
             try:
                 if run.state.step == 0:

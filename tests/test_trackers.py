@@ -234,6 +234,22 @@ def test_a_run_that_fails_is_closed(pretended: list[Any], tmp_path: Path) -> Non
     assert pretended[-1] == "close"
 
 
+def test_a_run_whose_tracker_does_not_begin_is_gone_on_with(
+    pretended: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuses(run: Path, config: Any, step: int) -> Any:
+        raise RagenError("no login")
+
+    config, run = resolve("bandit", settings()), tmp_path / "run"
+    begins = trackers.TRACKERS["pretended"]
+    monkeypatch.setattr(trackers, "TRACKERS", {"pretended": refuses})
+    with pytest.raises(RagenError, match="no login"):
+        train(config, run, watcher=Tracked(Watcher(), ["pretended"]))
+    monkeypatch.setattr(trackers, "TRACKERS", {"pretended": begins})
+    assert resume(run, Tracked(Watcher(), ["pretended"])).after is not None
+    assert {each[1] for each in pretended[1:-1]} == {0, 1, 2, 3}
+
+
 def test_nothing_is_imported_unless_asked() -> None:
     code = (
         "import sys, ragen.trainer, ragen.trackers\n"

@@ -563,14 +563,16 @@ def test_kills_at_many_moments(tmp_path: Path, more: dict[str, Any], seed: int) 
     same(tmp_path / "run", uninterrupted(asked, tmp_path))
 
 
-def killed(asked: Config, run: Path, place: tuple[Any, str], number: int) -> None:
-    """Begin a run in a process that is killed at a function's `number`-th call after step 1."""
+def killed(
+    asked: Config, run: Path, place: tuple[Any, str], number: int, after: str = "step-1"
+) -> None:
+    """Begin a run in a process that is killed at a function's `number`-th call after a step."""
     owner, name = place
     before, left = getattr(owner, name), number
 
     def then(*arguments: Any, **named: Any) -> Any:
         nonlocal left
-        left -= (run / "checkpoints" / "step-1").exists()
+        left -= (run / "checkpoints" / after).exists()
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return before(*arguments, **named)
@@ -599,6 +601,15 @@ def test_killed_in_every_phase(tmp_path: Path, phase: str, more: dict[str, Any])
     place, number = PHASES[phase]
     killed(asked, run, place, number)
     assert checkpoint.newest(run).name == "step-1"
+    resume(run)
+    same(run, uninterrupted(asked, tmp_path))
+
+
+@BOTH
+@pytest.mark.parametrize("number", [1, 2], ids=["sampled", "greedy"])
+def test_killed_in_the_first_evaluation(tmp_path: Path, number: int, more: dict[str, Any]) -> None:
+    asked, run = config(**more), tmp_path / "run"
+    killed(asked, run, PHASES["evaluation"][0], number, after="step-0")
     resume(run)
     same(run, uninterrupted(asked, tmp_path))
 
