@@ -359,8 +359,19 @@ def test_a_group_stands_side_by_side_with_its_score(root: Path) -> None:
     assert math.isclose(found["reward_std"], math.sqrt(0.5))
     assert [each["member"] for each in found["episodes"]] == [0, 1]
     assert (found["previous"], found["next"]) == (None, 1)
+    assert found["stands"] and all(each["stands"] for each in found["episodes"])
     with pytest.raises(NotFound):
         ask(root, "group", run="lake", attempt=1, step=5, phase="train", group=7)
+
+
+def test_episodes_that_were_rolled_back_are_marked(root: Path) -> None:
+    found = ask(root, "episodes", run="lake", limit=200)["episodes"]
+    undone = {(each["attempt"], each["step"]) for each in found if not each["stands"]}
+    assert undone == {(0, 3), (0, 4)}
+    assert {(1, 3), (1, 4)} <= {(each["attempt"], each["step"]) for each in found}
+    number = next(each["id"] for each in found if not each["stands"])
+    assert ask(root, "episode", run="lake", episode=number)["stands"] is False
+    assert not ask(root, "group", run="lake", attempt=0, step=3, phase="train", group=0)["stands"]
 
 
 def test_levels_recur_where_they_were_evaluated_twice(root: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragen.report import ALARM
+from ragen.viewer.course import standing_in
 from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
 from ragen.viewer.search import (
     FOUND,
@@ -118,7 +119,9 @@ def episodes(root: Path, query: Query) -> Answer:
                 wanted = wanted.also("id IN (SELECT value FROM json_each(?))", json.dumps(hits))
             page, total = list(_page(connection, wanted, *asked)), _total(connection, wanted)
         rows = [as_said(row) for row in rows_of(connection, [place.id for place in page[:limit]])]
+        stands = standing_in(connection)
         for row in rows:
+            row["stands"] = stands(row["attempt"], row["step"])
             row["snippet"] = snippet(connection, row["id"], words)
         found = facets(connection)
     following = _cursor(page[limit - 1]) if len(page) > limit else None

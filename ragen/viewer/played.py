@@ -65,6 +65,7 @@ def detail(connection: sqlite3.Connection, row: sqlite3.Row) -> Answer:
     turns = [as_said(turn) for turn in turn_rows(connection, number)]
     trained = has_samples(connection, row)
     return found | {
+        "stands": standing_in(connection)(found["attempt"], found["step"]),
         "snippet": snippet(connection, number, None),
         "final_picture": loaded(found["final_picture"]),
         "turns": [_turn(turn) for turn in turns],
@@ -139,6 +140,7 @@ def group(root: Path, query: Query) -> Answer:
     rewards = [row["reward"] for row in rows if row["stop_reason"] not in FAILED]
     return {
         **{name: rows[0][name] for name in ("attempt", "step", "phase", "group", "level_seed")},
+        "stands": episodes[0]["stands"],
         "kept": bool(rows[0]["kept"]),
         "group_score": rows[0]["group_score"],
         "rule": chosen.get("rule"),

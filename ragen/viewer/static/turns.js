@@ -31,6 +31,10 @@ export function framesOf(episode) {
   return [...before, { turn, picture: last, after }];
 }
 
+/** A word on what the run went back behind: its later steps began from before it. */
+export const Undone = ({ stands }) => stands ? "" : html`<${Chip}
+  title="the run was rolled back to before this step, and took it anew">rolled back<//>`;
+
 /** The address of an episode's group. */
 export const groupLink = (run, { attempt, step, phase, group }) =>
   link("group", { run }, { attempt, step, phase, group });

@@ -10,7 +10,9 @@ import { number } from "../numbers.js";
 import { Loading, Problem, Tabs, Text, useReady } from "../parts.js";
 import { RawPrompt } from "../prompt.js";
 import { Tokens } from "../tokens.js";
-import { Earned, framesOf, groupLink, Outcome, returnsOf, signed, TurnCard } from "../turns.js";
+import {
+  Earned, framesOf, groupLink, Outcome, returnsOf, signed, TurnCard, Undone,
+} from "../turns.js";
 import { WhatIf } from "../whatif.js";
 import { html, useCallback, useEffect, useMemo, useState } from "../vendor/preact-htm.js";
 
@@ -93,7 +95,7 @@ function Headline({ run, episode, view }) {
     <div>
       <h1>Episode ${episode.id} <${Outcome} episode=${episode} /></h1>
       <p class="muted"><${Text} text=${world} />, level ${level} · ${phase}, step ${step}${
-        episode.attempt > 0 && `, attempt ${episode.attempt}`} · <a href=${groupLink(run, episode)}>
+        episode.attempt > 0 && `, attempt ${episode.attempt}`} <${Undone} ...${episode} /> · <a href=${groupLink(run, episode)}>
         group ${group}</a>, member ${member}${
         phase === "train" && `, ${episode.kept ? "kept" : "dropped"} by the filter`}</p>
     </div>

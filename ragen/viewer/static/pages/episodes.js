@@ -6,7 +6,7 @@ import { get, useEvents } from "../api.js";
 import { useKeys } from "../keys.js";
 import { number, plural } from "../numbers.js";
 import { Chip, Loading, Pager, Problem, Table, Text, useReady } from "../parts.js";
-import { Earned, groupLink, Outcome } from "../turns.js";
+import { Earned, groupLink, Outcome, Undone } from "../turns.js";
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 
 const PAUSE_MS = 250; // After the last key, before what is typed is looked for.
@@ -123,7 +123,7 @@ function columnsOf(run, facets = { phases: [], worlds: [] }) {
   return [
     {
       key: "step", title: "step", align: right, sort: true,
-      render: (row) => html`<span class="unit">step </span>${row.step}`,
+      render: (row) => html`<${Undone} ...${row} /> <span class="unit">step </span>${row.step}`,
     },
     facets.phases.length > 1 && { key: "phase", title: "phase" },
     facets.worlds.length > 1 && {

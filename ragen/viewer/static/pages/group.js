@@ -5,7 +5,7 @@ import { useApi } from "../api.js";
 import { useKeys } from "../keys.js";
 import { number } from "../numbers.js";
 import { Loading, Problem, Text, useReady } from "../parts.js";
-import { SideBySide } from "../turns.js";
+import { SideBySide, Undone } from "../turns.js";
 import { html, useState } from "../vendor/preact-htm.js";
 
 export default function Page({ params, query }) {
@@ -34,7 +34,7 @@ export default function Page({ params, query }) {
     <header class="headline">
       <div><h1>Group ${group} of step ${step}</h1>
         <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html`
-          ${" "}· <${Text} text=${data.episodes[0]?.world ?? ""} />, level ${data.level_seed}`}
+          ${" "}<${Undone} ...${data} /> · <${Text} text=${data.episodes[0]?.world ?? ""} />, level ${data.level_seed}`}
           ${" "}· <a href=${link("episodes", { run }, inList)}>as a list</a></p></div>
       ${data && html`<${Figures} group=${data} />`}
       <nav class="neighbours" aria-label="neighbouring groups">
