@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,13 @@ def test_its_last_line_is_the_problem(
     (job,) = branches_of(run, 1)["jobs"]
     assert words in job["problem"] and not job["problem"].startswith("ragen")
     assert not (run / FILE).exists()
+
+
+def test_who_asks_at_the_same_time_sees_others(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "import time; time.sleep(60)")
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda _: start_branch(run, ASKED), range(8)))
+    assert {job["seed"] for job in branches_of(run, 1)["jobs"]} == set(range(8))
 
 
 def test_two_play_and_the_others_wait(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import threading
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,10 +91,12 @@ def start_branch(folder: Path, request: Mapping[str, Any]) -> str:
     if not 0 <= temperature <= HOTTEST or math.isnan(temperature):
         raise Unanswered(f"temperature = {temperature}: expected a number from 0 to {HOTTEST:g}")
     asked = (episode, turn, checkpoint)
-    before = [job["seed"] for job in branches_of(folder, episode)["jobs"] if _asked(job) == asked]
-    seed = max(before, default=-1) + 1  # asked again, it is to show others
-    job = Job(folder.resolve(), Request(*asked, n, float(temperature), seed))
-    _LINE.put(job)
+    with _ASKING:
+        jobs = branches_of(folder, episode)["jobs"]
+        before = [job["seed"] for job in jobs if _asked(job) == asked]
+        seed = max(before, default=-1) + 1  # asked again, it is to show others
+        job = Job(folder.resolve(), Request(*asked, n, float(temperature), seed))
+        _LINE.put(job)
     return job.request.id
 
 
@@ -216,4 +219,5 @@ def _done(folder: Path, episode: int) -> list[Answer]:
 
 
 _LINE = Line()
+_ASKING = threading.Lock()
 atexit.register(stop_all)

@@ -38,7 +38,8 @@ def episode(root: Path, query: Query) -> Answer:
     """
     folder, number = folder_of(root, query), whole_number(query, "episode")
     with reading(folder) as connection:
-        return detail(connection, episode_row(connection, number))
+        row = episode_row(connection, number)
+        return detail(connection, row) | _standing(connection, row)
 
 
 def episode_row(connection: sqlite3.Connection, number: int) -> sqlite3.Row:
@@ -65,7 +66,6 @@ def detail(connection: sqlite3.Connection, row: sqlite3.Row) -> Answer:
     turns = [as_said(turn) for turn in turn_rows(connection, number)]
     trained = has_samples(connection, row)
     return found | {
-        "stands": standing_in(connection)(found["attempt"], found["step"]),
         "snippet": snippet(connection, number, None),
         "final_picture": loaded(found["final_picture"]),
         "turns": [_turn(turn) for turn in turns],
@@ -96,6 +96,11 @@ def has_samples(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
         [row[name] for name in ("attempt", "step", "group", "member")],
     ).fetchone()
     return bool(found)
+
+
+def _standing(connection: sqlite3.Connection, row: sqlite3.Row) -> Answer:
+    """Whether an episode of the run's own still counts, or was rolled back."""
+    return {"stands": standing_in(connection)(row["attempt"], row["step"])}
 
 
 def _turn(turn: dict[str, Any]) -> Answer:
@@ -137,10 +142,11 @@ def group(root: Path, query: Query) -> Answer:
             for which, sign in (("max", "<"), ("min", ">"))
         ]
         episodes = [detail(connection, row) for row in rows]
+        stands = _standing(connection, rows[0])
     rewards = [row["reward"] for row in rows if row["stop_reason"] not in FAILED]
     return {
         **{name: rows[0][name] for name in ("attempt", "step", "phase", "group", "level_seed")},
-        "stands": episodes[0]["stands"],
+        **stands,
         "kept": bool(rows[0]["kept"]),
         "group_score": rows[0]["group_score"],
         "rule": chosen.get("rule"),
