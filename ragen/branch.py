@@ -23,6 +23,7 @@ from ragen.engine_local import policy_of
 from ragen.errors import RagenError
 from ragen.export import chosen
 from ragen.guard import changed
+from ragen.outcomes import how_sampled
 from ragen.recorded import Recorded, read_episode
 from ragen.report import Section
 from ragen.rollout import Branch, Setup, refuse_changed, run_places, setup_of
@@ -208,7 +209,7 @@ def page(branched: Branched) -> list[Section]:
     """The result as a table."""
     request, original = branched.request, branched.original
     rate = branched.success
-    how = "greedy" if request.temperature == 0 else f"T={request.temperature:g}"
+    how = how_sampled(request.temperature)
     rows = [_row("original", original.episode, request.turn)]
     for number, episode in enumerate(branched.episodes):
         rows.append(_row(str(number), episode, request.turn))

@@ -15,7 +15,7 @@ from ragen.config import Config, vllm_refuses
 from ragen.endpoint import Server
 from ragen.env import Reference
 from ragen.errors import RagenError
-from ragen.outcomes import Outcome, Store, key_of, outcome_of
+from ragen.outcomes import Outcome, Store, how_sampled, key_of, outcome_of
 from ragen.players import PlayerPolicy
 from ragen.policy import Closable, Policy
 from ragen.reader import read_evaluations
@@ -92,8 +92,8 @@ class Evaluation:
 
     @property
     def how(self) -> str:
-        """How tokens were chosen: ``greedy``, or by sampling at a temperature (``T=1``)."""
-        return "greedy" if self.temperature == 0 else f"T={self.temperature:g}"
+        """How tokens were chosen (`how_sampled`)."""
+        return how_sampled(self.temperature)
 
     def record(self) -> dict[str, Any]:
         """The evaluation as JSON-ready values."""

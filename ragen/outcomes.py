@@ -23,6 +23,16 @@ from ragen.rows import storable
 from ragen.types import Episode, StopReason, Turn, Usage
 
 
+def how_sampled(temperature: float) -> str:
+    """How tokens were chosen: ``greedy``, or by sampling at a temperature.
+
+    Example:
+        >>> how_sampled(0.0), how_sampled(0.7)
+        ('greedy', 'T=0.7')
+    """
+    return "greedy" if temperature == 0 else f"T={temperature:g}"
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One episode of an evaluation, in numbers.

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.testclient import TestClient
+from test_cli import evaluation
 from viewed import log_step, make_run
 
 from ragen import cli_viewer
@@ -263,6 +264,24 @@ def wait(holds: Any, seconds: float = 15.0) -> None:
     while not holds():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.02)
+
+
+def test_an_evaluation_is_news_when_it_ends(tmp_path: Path) -> None:
+    """It is written after its step, which was told of before."""
+    (tmp_path / "a").mkdir()
+    recorder = Recorder.create(tmp_path / "a", dump(resolve("bandit")))
+    watched = live.WatchedRun(tmp_path / "a")
+    for step in (0, 1):
+        if step:
+            log_step(recorder, step, 0.5)
+            recorder.commit()
+            assert [name for name, _ in watched.news()] == ["step"]
+        recorder.evaluation(step, evaluation(0.5).record())
+        recorder.commit()
+        ((name, said),) = watched.news()
+        assert (name, said["attempt"], said["step"]) == ("step", 0, step)
+    assert watched.news() == []
+    recorder.close()
 
 
 def test_nobody_is_watched_for_pages_that_have_gone(tmp_path: Path) -> None:

@@ -156,7 +156,6 @@ def test_an_episode_s_file(run: Path) -> None:
         "/api/tokens?episode=2&run=made-1",
     }
     assert 'data-start="#/episode/made-1/2"' in text
-    assert data["/api/episode?episode=2&run=made-1"]["can_branch"]["possible"] is False
 
 
 def test_a_group_s_file_has_its_members(run: Path) -> None:

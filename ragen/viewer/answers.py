@@ -26,16 +26,6 @@ from ragen.viewer import (
 from ragen.viewer.reading import Answer, Query, folder_of, whole_number
 
 
-def _episode(root: Path, query: Query) -> Answer:
-    """``/api/episode``: one episode, turn by turn, and whether it can be played on from the middle.
-
-    Raises:
-        Unanswered: There is no such run or episode, or the run cannot be read.
-    """
-    can_branch = branching.possible(folder_of(root, query), whole_number(query, "episode"))
-    return played.episode(root, query) | {"can_branch": can_branch}
-
-
 def _branches(root: Path, query: Query) -> Answer:
     """``/api/branches``: what was played on from an episode's turns.
 
@@ -52,7 +42,7 @@ ANSWERS: Mapping[str, Callable[[Path, Query], Answer]] = MappingProxyType(
         "/api/metrics": course.metrics,
         "/api/difference": run_page.difference,
         "/api/episodes": lists.episodes,
-        "/api/episode": _episode,
+        "/api/episode": played.episode,
         "/api/group": played.group,
         "/api/recurring": played.recurring,
         "/api/level": played.level,

@@ -34,8 +34,6 @@ AXES: Mapping[str, str] = {
     "retrieval": "retrieval_1",
     "chance": "chance_1",
     "num_prompts": "prompts",
-    "thoughts": "thoughts",
-    "left_out": "left_out",
 }
 """What is told of a step, by the name of its metric below the path."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.compare import AS_SHOWN
+from ragen.outcomes import how_sampled
 from ragen.statistics import (
     Interval,
     difference,
@@ -49,7 +50,8 @@ def compare(root: Path, query: Query) -> Answer:
     differing = _differing(one.game, other.game)
     for phase, how in PHASES.items():
         a, b = one.played[phase], other.played[phase]
-        if differing is None and a is not None and b is not None and a[1] == b[1]:
+        alike = differing is None and one.how(phase) == other.how(phase)
+        if alike and a is not None and b is not None and a[1] == b[1]:
             note = f"last evaluation of each, {how}, level by level"
             found += _paired(one.world, one.how(phase), a[0], b[0], a[1], note)
     seen = {(each["world"], each["how"]) for each in found}
@@ -80,7 +82,7 @@ class _Side:
 
     def how(self, phase: str) -> str:
         """As an evaluation says it."""
-        return "greedy" if phase == "eval greedy" else f"T={self.temperature:g}"
+        return how_sampled(0.0 if phase == "eval greedy" else self.temperature)
 
 
 def _measured(evaluation: Answer) -> bool:
@@ -140,8 +142,7 @@ def _outcomes(
         )
         if shares is not None:
             levels, samples = shares
-            temperature = game.get("temperature", 1.0)
-            how = "greedy" if temperature == 0 else f"T={temperature:g}"
+            how = how_sampled(game.get("temperature", 1.0))
             yield (json.dumps(game, sort_keys=True), samples), (world, how, levels)
 
 

@@ -11,7 +11,7 @@ import json
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from starlette.concurrency import run_in_threadpool
 
@@ -40,17 +40,25 @@ class Watched(Protocol):
         ...
 
 
+class _Place(NamedTuple):
+    """The last step that is written, and the ids of the last evaluation and the last event."""
+
+    attempt: int = 0
+    step: int = 0
+    evaluation: int = 0
+    event: int = 0
+
+
 class WatchedRun:
-    """One run: its committed steps, its alarms, and that nobody writes it any more."""
+    """One run: its committed steps and evaluations, its alarms, and that nobody writes it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._written = is_claimed(folder)
         self._stamps = signature(folder)
-        self._step: tuple[int, int] | None = None
-        self._seen = 0
+        self._place = _Place()
         with contextlib.suppress(Unreadable), reading(folder) as connection:
-            self._step, self._seen = _place(connection)
+            self._place = _place(connection)
 
     def news(self) -> list[Event]:
         """See `Watched.news`."""
@@ -63,25 +71,30 @@ class WatchedRun:
         return [*found, ("end", {})] if ended else found
 
     def _since(self) -> list[Event]:
-        step, seen, found = self._step, self._seen, list[Event]()
+        before, found = self._place, list[Event]()
         with contextlib.suppress(Unreadable), reading(self._folder) as connection:
-            self._step, self._seen = _place(connection)
-            told = [event for event in events(connection, seen) if event["kind"] in TOLD]
+            self._place = _place(connection)
+            told = [event for event in events(connection, before.event) if event["kind"] in TOLD]
             found = [("alarm", event) for event in told]
-        if self._step is not None and self._step != step:
-            attempt, number = self._step
+        now = self._place
+        # An evaluation ends after its step was written, and is news of the same step.
+        if (now.attempt, now.step, now.evaluation) != before[:3]:
             changed = max((stamp[2] for stamp in self._stamps[:2] if stamp), default=0)
-            found.append(("step", {"attempt": attempt, "step": number, "time": changed / 1e9}))
+            said = {"attempt": now.attempt, "step": now.step, "time": changed / 1e9}
+            found.append(("step", said))
         return found
 
 
-def _place(connection: sqlite3.Connection) -> tuple[tuple[int, int] | None, int]:
-    """The last step that is written, and the last event."""
+def _place(connection: sqlite3.Connection) -> _Place:
+    """How far a run is written."""
     step = connection.execute(
         "SELECT attempt, step FROM metrics ORDER BY attempt DESC, step DESC LIMIT 1"
     ).fetchone()
-    (event,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
-    return (None if step is None else (step[0], step[1])), event
+    ids = (
+        connection.execute(f"SELECT coalesce(max(id), 0) FROM {table}").fetchone()[0]
+        for table in ("evaluations", "events")
+    )
+    return _Place(*(step or (0, 0)), *ids)
 
 
 class WatchedFolder:

@@ -123,8 +123,6 @@ def _table(thoughts: dict[int, list[list[str]]], words: int) -> Answer:
         "phrases": [
             {
                 "phrase": phrase,
-                "first": min(shares[phrase]),
-                "last": max(shares[phrase]),
                 "counts": [round(shares[phrase].get(step, 0.0), 4) for step in thoughts],
             }
             for phrase in _apart(ranked, words)

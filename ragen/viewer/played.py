@@ -22,7 +22,6 @@ from ragen.viewer.reading import (
     whole_number,
 )
 from ragen.viewer.runs import read_settings
-from ragen.viewer.search import snippet
 
 MOST_OF_LEVEL = 400
 """Episodes of one level that are sent at once: more than a run evaluates it."""
@@ -64,15 +63,12 @@ def detail(connection: sqlite3.Connection, row: sqlite3.Row) -> Answer:
         for which, sign in (("max", "<"), ("min", ">"))
     ]
     turns = [as_said(turn) for turn in turn_rows(connection, number)]
-    trained = has_samples(connection, row)
     return found | {
-        "snippet": snippet(connection, number, None),
         "final_picture": loaded(found["final_picture"]),
         "turns": [_turn(turn) for turn in turns],
         "previous": around[0].fetchone()[0],
         "next": around[1].fetchone()[0],
-        "has_tokens": trained or any(turn["has_ids"] for turn in turns),
-        "has_training": trained,
+        "has_tokens": has_samples(connection, row) or any(turn["has_ids"] for turn in turns),
     }
 
 
@@ -104,12 +100,9 @@ def _standing(connection: sqlite3.Connection, row: sqlite3.Row) -> Answer:
 
 
 def _turn(turn: dict[str, Any]) -> Answer:
-    thought, reply = turn["thought"], turn["reply"]
-    _, end, rest = reply.partition("</think>")
     return {
         **{name: value for name, value in turn.items() if name != "has_ids"},
         "picture": loaded(turn["picture"]),
-        "answer": rest.strip() if thought is not None and end else reply,
         "actions_asked": loaded(turn["actions_asked"]),
         "actions_executed": loaded(turn["actions_executed"]),
     }

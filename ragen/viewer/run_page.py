@@ -7,10 +7,9 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from ragen.branches import has_branches
 from ragen.database import CONFIG
 from ragen.errors import RagenError
-from ragen.report import EXACT, SIGNALS, seconds_by_phase
+from ragen.report import EXACT, SIGNALS, TERMS, seconds_by_phase
 from ragen.settings import flatten, read_config, resolve
 from ragen.viewer.course import attempts_of, histories, standing, standing_in
 from ragen.viewer.reading import (
@@ -46,12 +45,7 @@ def run(root: Path, query: Query) -> Answer:
         evaluating = math.fsum(
             each.get("seconds", 0) for each in evaluated if each["step"] is not None
         )
-        steps = {
-            name: steps_of(connection, table)
-            for name, table in (("episode", "episodes"), ("token", "samples"))
-        }
-        matrices = matrix_steps(connection)
-        (outcomes,) = connection.execute("SELECT EXISTS (SELECT 1 FROM outcomes)").fetchone()
+        episode_steps = steps_of_episodes(connection)
         found_events = events(connection)
     return summary | {
         "config": flat_settings(folder),
@@ -59,7 +53,7 @@ def run(root: Path, query: Query) -> Answer:
         "events": found_events,
         "evaluations": evaluated,
         "names": sorted(names),
-        "labels": dict(SIGNALS),
+        "labels": {**SIGNALS, **{name: name for name in sorted(names) if name.startswith(TERMS)}},
         "phases": seconds_by_phase(found, evaluating),
         "exactness": [
             {
@@ -71,17 +65,7 @@ def run(root: Path, query: Query) -> Answer:
             for name, series in sorted(course.items())
             if name.startswith(EXACT) and series
         ],
-        "episode_steps": steps["episode"],
-        "token_steps": steps["token"],
-        "matrix_steps": sorted({each["step"] for each in matrices}),
-        "has": {
-            "episodes": bool(steps["episode"]),
-            "tokens": bool(steps["token"]),
-            "matrices": bool(matrices),
-            "evaluations": bool(evaluated),
-            "outcomes": bool(outcomes),
-            "branches": has_branches(folder),
-        },
+        "episode_steps": episode_steps,
     }
 
 
@@ -94,31 +78,25 @@ def events(connection: sqlite3.Connection, after: int = 0) -> list[Answer]:
     return [dict(row) | {"data": loaded(row["data"])} for row in rows]
 
 
-def steps_of(connection: sqlite3.Connection, table: str) -> list[int]:
-    """The steps that a table has rows of: each is one descent, where DISTINCT scans an index."""
+def steps_of_episodes(connection: sqlite3.Connection) -> list[int]:
+    """The steps whose episodes are recorded: each is one descent, where DISTINCT scans an index."""
     found: set[int] = set()
     attempt = -1
     while True:
         (following,) = connection.execute(
-            f"SELECT min(attempt) FROM {table} WHERE attempt > ?", (attempt,)
+            "SELECT min(attempt) FROM episodes WHERE attempt > ?", (attempt,)
         ).fetchone()
         if following is None:
             return sorted(found)
         attempt = following
         rows = connection.execute(
             "WITH RECURSIVE steps (step) AS ("
-            f"SELECT min(step) FROM {table} WHERE attempt = ?1 UNION ALL"
-            f" SELECT (SELECT min(step) FROM {table} WHERE attempt = ?1 AND step > steps.step)"
+            "SELECT min(step) FROM episodes WHERE attempt = ?1 UNION ALL"
+            " SELECT (SELECT min(step) FROM episodes WHERE attempt = ?1 AND step > steps.step)"
             " FROM steps WHERE step IS NOT NULL) SELECT step FROM steps WHERE step IS NOT NULL",
             (attempt,),
         )
         found.update(step for (step,) in rows)
-
-
-def matrix_steps(connection: sqlite3.Connection) -> list[Answer]:
-    """At which steps there is a matrix of cross-scores, and of which sampling."""
-    rows = connection.execute("SELECT DISTINCT step, path FROM cross_scores ORDER BY step, path")
-    return [dict(row) for row in rows]
 
 
 def flat_settings(folder: Path) -> dict[str, Any]:
@@ -136,15 +114,16 @@ def flat_settings(folder: Path) -> dict[str, Any]:
     return flat
 
 
-def differences(folder: Path) -> list[Answer]:
+def differences(folder: Path) -> list[Answer] | None:
     """What a run's config changes of its recipe, or of its preset where that recipe is not here.
 
+    None if it is of another version, so that nobody can tell; its values are shown all the same.
     The preset of another algorithm than the recipe's own is taken whole: one change, not many.
     """
     try:
         config = read_config(folder / CONFIG)
     except RagenError:
-        return []  # of another version; the values themselves are shown all the same
+        return None
     source = f"recipe {config.recipe}"
     try:
         algorithm = resolve(config.recipe, {}).algorithm

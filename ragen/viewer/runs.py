@@ -17,6 +17,7 @@ from typing import Any
 from ragen.config import Config
 from ragen.database import CONFIG, is_claimed
 from ragen.errors import RagenError
+from ragen.outcomes import how_sampled
 from ragen.report import ALARM
 from ragen.viewer.course import Stands, attempts_of, histories, standing, standing_in
 from ragen.viewer.reading import (
@@ -118,7 +119,9 @@ def _facts(connection: sqlite3.Connection, config: Mapping[str, Any]) -> Answer:
     course = standing(
         attempts, histories(connection, attempts, ("success/mean", "progress/updates"))
     )
-    evaluated = evaluations(connection, standing_in(connection))
+    stand = evaluations(connection, standing_in(connection))
+    # What somebody asked for since may be of any world; it tells nothing of the run's course.
+    evaluated = [each for each in stand if each["step"] is not None]
     temperature = _inside(config, "eval", "temperature")
     trained = [each for each in evaluated if each.get("temperature") == temperature]
     step = attempts[-1].last if attempts else 0
@@ -172,7 +175,7 @@ def evaluations(connection: sqlite3.Connection, stands: Stands) -> list[Answer]:
             continue
         said = loaded(record)
         success = interval(said, "success")
-        how = "greedy" if said.get("temperature") == 0 else f"T={said.get('temperature', 1):g}"
+        how = how_sampled(said.get("temperature", 1.0))
         when = {"attempt": attempt, "step": step, "time": time, "how": how}
         found.append(said | when | {"success": success})
     return found

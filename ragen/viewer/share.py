@@ -116,7 +116,6 @@ class _Held:
     def episode(self, number: int) -> Any:
         """An episode with its tokens."""
         found = self.ask("/api/episode", episode=number)
-        found["can_branch"] = {"possible": False, "reason": "a shared file has no model"}
         if found["has_tokens"]:
             self.ask("/api/tokens", episode=number)
         return found

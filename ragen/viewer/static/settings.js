@@ -31,7 +31,7 @@ export function Settings({ run, query, setQuery }) {
         onInput=${(event) => setSought(event.target.value)}
       />
     </div>
-    ${view === "changed" && html`<${Changed} run=${run} rows=${found(run.differences)} />`}
+    ${view === "changed" && html`<${Changed} run=${run} rows=${found(run.differences ?? [])} />`}
     ${view === "all" && html`<${Values} titles=${["Value"]} rows=${found(all())} />`}
     ${view === "other" &&
     html`<${Beside} run=${run.run} other=${query.beside} found=${found} setQuery=${setQuery} />`}
@@ -39,6 +39,10 @@ export function Settings({ run, query, setQuery }) {
 }
 
 function Changed({ run, rows }) {
+  if (run.differences === null) {
+    return html`<p class="muted">These settings are of another version of RAGEN: what they change
+      of ${run.recipe} cannot be told.</p>`;
+  }
   if (run.differences.length === 0) {
     return html`<p class="muted">Nothing differs from ${run.recipe} and ${run.algorithm}.</p>`;
   }

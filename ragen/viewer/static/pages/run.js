@@ -65,7 +65,7 @@ export default function Run({ params, query, setQuery }) {
         axis=${axisOf(query)}
         smoothing=${smoothingOf(query)}
         onLarge=${(name) => setQuery({ large: name })}
-        onPick=${data.has.episodes && link("episodes", { run }) ? open : undefined}
+        onPick=${data.episode_steps.length && link("episodes", { run }) ? open : undefined}
         onMark=${({ id }) => setQuery({ event: id })}
       />
       <${Found} names=${shown} sought=${query.m} />
