@@ -26,7 +26,7 @@ from ragen.recorder import Recorder
 from ragen.settings import dump, resolve
 from ragen.types import Group
 from ragen.viewer import bundle
-from ragen.viewer.share import Discreet, key_of, share
+from ragen.viewer.share import Discreet, _shorten, key_of, share
 
 ATTACKS = (
     "</script><script>alert(1)</script>",
@@ -178,6 +178,14 @@ def test_a_run_s_file_has_its_pages(run: Path) -> None:
     assert all(f"/api/matrix?path=first&run=made-1&step={step}" in data for step in (1, 2))
     (level,) = data["/api/recurring?run=made-1"]["levels"]
     assert f"/api/level?level_seed={level['level_seed']}&phase=eval&run=made-1" in data
+
+
+def test_a_file_that_holds_a_part_says_of_how_much() -> None:
+    levels = [{"phase": phase, "level": n} for phase in ("eval", "eval greedy") for n in range(5)]
+    found = {"levels": [*levels, {"phase": "of one", "level": 0}]}
+    _shorten(found, "levels", "phase", 3)
+    assert [each["level"] for each in found["levels"]] == [0, 2, 4, 0, 2, 4, 0]
+    assert found["all"] == {"eval": 5, "eval greedy": 5, "of one": 1}
 
 
 def test_keys_are_those_of_the_front_end() -> None:

@@ -146,21 +146,23 @@ def _run(folder: Path) -> _Held:
     for words in PHRASE_LENGTHS:
         held.ask("/api/phrases", words=words, phase="train")
     collapse = held.ask("/api/collapse")
-    collapse["matrix_steps"] = _some_of_each(collapse["matrix_steps"], "path", MOST_MATRICES)
+    _shorten(collapse, "matrix_steps", "path", MOST_MATRICES)
     for each in collapse["matrix_steps"]:
         held.ask("/api/matrix", step=each["step"], path=each["path"])
     recurring = held.ask("/api/recurring")
-    recurring["levels"] = _some_of_each(recurring["levels"], "phase", MOST_LEVELS)
+    _shorten(recurring, "levels", "phase", MOST_LEVELS)
     for each in recurring["levels"]:
         held.ask("/api/level", phase=each["phase"], level_seed=each["level_seed"])
     return held
 
 
-def _some_of_each(items: list[Answers], kind: str, most: int) -> list[Answers]:
-    """Of each kind at most so many, evenly."""
-    kinds = dict.fromkeys(each[kind] for each in items)
-    alike = ([each for each in items if each[kind] == one] for one in kinds)
-    return [each for those in alike for each in spread(those, most)]
+def _shorten(found: Answers, name: str, kind: str, most: int) -> None:
+    """Keep of each kind at most so many, evenly; `all` then says how many of each there were."""
+    alike: dict[str, list[Answers]] = {}
+    for each in found[name]:
+        alike.setdefault(each[kind], []).append(each)
+    found["all"] = {one: len(those) for one, those in alike.items()}
+    found[name] = [each for those in alike.values() for each in spread(those, most)]
 
 
 def key_of(path: str, params: Mapping[str, Any]) -> str:

@@ -10,8 +10,11 @@ import { Loading, Problem, Tabs, Text } from "./parts.js";
 import { PATHS, pathsIn } from "./plane.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
 
-/** `steps`: `[{step, path}]`; `query` has `step` and `path`. */
-export function Matrix({ run, steps, query, setQuery }) {
+/**
+ * `steps`: `[{step, path}]`; `query` has `step` and `path`. A shared file holds some steps only;
+ * `all` then counts those of each path.
+ */
+export function Matrix({ run, steps, all, query, setQuery }) {
   const paths = pathsIn(steps.map(({ path }) => path));
   const path = paths.includes(query.path) ? query.path : paths[0];
   const chosen = steps.filter((one) => one.path === path);
@@ -26,6 +29,8 @@ export function Matrix({ run, steps, query, setQuery }) {
         <input type="range" min="0" max=${here.length - 1} value=${at} disabled=${here.length < 2}
           onInput=${(event) => setQuery({ step: here[event.target.value], path })} />
         <b>${here[at]}</b></label>
+      ${all?.[path] > here.length && html`<span class="muted">This file holds ${here.length} of
+        ${all[path]} steps.</span>`}
     </div>
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${!data && !error && html`<${Loading} />`}

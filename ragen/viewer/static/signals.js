@@ -82,7 +82,8 @@ function seriesOf(run, answer, name, axis, colour) {
 
 /** A run's evaluations in its training's own way of sampling, as dots with intervals. */
 function evaluationsOf(run, answer, axis, colour) {
-  const alike = run.evaluations.filter(({ how, step }) => step !== null && how === run.success?.how);
+  const ownWay = ({ how, step }) => step !== null && how === run.success?.how;
+  const alike = run.evaluations.filter(ownWay);
   return {
     name: `${run.run}, evaluated`,
     run: run.run,

@@ -38,7 +38,8 @@ function Collapse({ run, data, query, setQuery }) {
       <h2>Cross-scores: which prompt does a thought point to?</h2>
       ${data.matrix_steps.length === 0
         ? html`<${Unmeasured} how="--diagnose.information_every 5" />`
-        : html`<${Matrix} run=${run} steps=${data.matrix_steps} ...${{ query, setQuery }} />`}
+        : html`<${Matrix} steps=${data.matrix_steps} all=${data.all}
+            ...${{ run, query, setQuery }} />`}
     </section>
     <section class="panel">
       <h2>Gradient norms by reward std</h2>

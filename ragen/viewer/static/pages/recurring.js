@@ -34,7 +34,7 @@ export default function Page({ params, query, setQuery }) {
     ${!data && !error && html`<${Loading} />`}
     ${data && data.levels.length === 0 && html`<${Nothing} />`}
     ${data && data.levels.length > 0 &&
-    html`<${Levels} levels=${data.levels} ...${{ run, query, setQuery }} />`}
+    html`<${Levels} ...${{ ...data, run, query, setQuery }} />`}
     <${Phrases} run=${run} phase="train" query=${query} setQuery=${setQuery} />
   </main>`;
 }
@@ -47,7 +47,8 @@ function Nothing() {
   </div>`;
 }
 
-function Levels({ run, levels, query, setQuery }) {
+/** A shared file holds some of the `levels` only; `all` then counts those of each phase. */
+function Levels({ run, levels, all, query, setQuery }) {
   const phases = useMemo(() => [...new Set(levels.map((level) => level.phase))], [levels]);
   const phase = phases.includes(query.phase) ? query.phase : phases[0];
   const fate = Object.hasOwn(FATES, query.fate ?? "") ? query.fate : "all";
@@ -73,6 +74,8 @@ function Levels({ run, levels, query, setQuery }) {
           onChange=${(key) => setQuery({ phase: key, level_seed: null })} />`}
         <${Fates} levels=${here} fate=${fate} onChange=${(key) => setQuery({ fate: key })} />
       </div>
+      ${all?.[phase] > here.length && html`<p class="muted">This file holds ${here.length} of the
+        ${all[phase]} levels.</p>`}
       ${shown.length === 0 && html`<p class="muted">There is no such level.</p>`}
       <${LevelTable} levels=${shown} chosen=${level} onChoose=${choose} />
     </section>
