@@ -364,6 +364,24 @@ def test_a_group_stands_side_by_side_with_its_score(root: Path) -> None:
         ask(root, "group", run="lake", attempt=1, step=5, phase="train", group=7)
 
 
+def test_a_group_is_judged_by_the_filter_of_its_attempt(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    changes = {"filter.rule": "top_k", "filter.value": 0.125, "update.lr": 1e-5}
+    with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
+        data = json.dumps({"to": 2, "attempt": 1, "changes": changes})
+        connection.execute("UPDATE events SET data = ? WHERE kind = 'guard'", (data,))
+        stops = (
+            "INSERT INTO events (attempt, step, time, kind, text) VALUES (1, 6, 0, 'guard', 's')"
+        )
+        connection.execute(stops)
+    rules = []
+    for attempt, step in ((0, 3), (1, 5)):
+        place = {"attempt": attempt, "step": step, "phase": "train", "group": 0}
+        found = ask(tmp_path, "group", run="a", **place)
+        rules.append((found["rule"], found["value"], found["include_zero"], found["num_played"]))
+    assert rules == [("all", 0.25, True, 2), ("top_k", 0.125, True, 2)]
+
+
 def test_episodes_that_were_rolled_back_are_marked(root: Path) -> None:
     found = ask(root, "episodes", run="lake", limit=200)["episodes"]
     undone = {(each["attempt"], each["step"]) for each in found if not each["stands"]}

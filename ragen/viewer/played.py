@@ -115,7 +115,6 @@ def group(root: Path, query: Query) -> Answer:
         Unanswered: There is no such run or group, or the run cannot be read.
     """
     folder = folder_of(root, query)
-    chosen = read_settings(folder).get("filter", {})
     where = [whole_number(query, name) for name in ("attempt", "step")]
     phase, number = text_of(query, "phase"), whole_number(query, "group")
     with reading(folder) as connection:
@@ -136,6 +135,7 @@ def group(root: Path, query: Query) -> Answer:
         ]
         episodes = [detail(connection, row) for row in rows]
         stands = _standing(connection, rows[0])
+        chosen = read_settings(folder).get("filter", {}) | _filter_changes(connection, where[0])
     rewards = [row["reward"] for row in rows if row["stop_reason"] not in FAILED]
     return {
         **{name: rows[0][name] for name in ("attempt", "step", "phase", "group", "level_seed")},
@@ -146,11 +146,25 @@ def group(root: Path, query: Query) -> Answer:
         "score_name": chosen.get("score"),
         "value": chosen.get("value"),
         "keep": chosen.get("keep"),
+        "include_zero": chosen.get("include_zero"),
+        "num_played": len(rewards),
         "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
         "previous": around[0],
         "next": around[1],
         "episodes": episodes,
     }
+
+
+def _filter_changes(connection: sqlite3.Connection, attempt: int) -> dict[str, Any]:
+    """What rollbacks changed of the filter, up to the one with which an attempt began."""
+    changes: dict[str, Any] = {}
+    for (data,) in connection.execute(
+        "SELECT data FROM events WHERE kind = 'guard' AND data ->> 'attempt' <= ? ORDER BY id",
+        (attempt,),
+    ):
+        changes |= loaded(data)["changes"]
+    section = "filter."
+    return {k.removeprefix(section): v for k, v in changes.items() if k.startswith(section)}
 
 
 def recurring(root: Path, query: Query) -> Answer:

@@ -90,9 +90,15 @@ export const RULES = {
 /** In a sentence: kept or dropped, by which rule, with which score. */
 function Ruling({ group, phase }) {
   if (phase !== "train") return "Evaluations are not filtered.";
-  const { kept, rule, value, keep, score_name: name, group_score: score, reward_std: std } = group;
+  const { kept, rule, value, keep, score_name: name, group_score: score } = group;
   const told = RULES[rule]?.(value ?? 1, keep ?? "largest") ?? "this run keeps every group";
+  const flat = group.include_zero === false ? ", but none whose members all earn the same" : "";
   return html`<b class=${kept ? "good" : "warn"}>${kept ? "Kept" : "Dropped"} by the filter</b>:
-    ${" "}${told}.${score !== null && ` Its score is ${number(score)}: ${SCORES[name] ?? name}.`}${
-    std === 0 && " All members earned the same: nothing tells them apart."}`;
+    ${" "}${told}${flat}.${score !== null && ` Its score is ${number(score)}: ${SCORES[name] ?? name}.`}${
+    alike(group)}`;
+}
+
+function alike({ num_played: played, reward_std: std }) {
+  if (played < 2) return ` Of its episodes ${played || "none"} could be played to the end.`;
+  return std === 0 && " All members earned the same: nothing tells them apart.";
 }
