@@ -26,6 +26,9 @@ from ragen.schema import SCHEMA, SCHEMA_VERSION
 DATABASE = "run.sqlite"
 CONFIG = "config.toml"
 
+WRITERS_S = 10.0
+"""How long a writer waits for another one."""
+
 READERS_S = 0.5
 """How long a writer that ends waits for readers; an answer of the viewer takes a tenth of it."""
 
@@ -146,15 +149,8 @@ def close_database(connection: sqlite3.Connection) -> None:
     """Leave one plain file, unless others are still at it."""
     # A reader keeps the log alive and cannot fold it back itself: who writes waits until it has
     # seen what it came for. Another writer may stay for long; the last one to leave folds it.
-    end = time.monotonic() + READERS_S
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = DELETE")
-            break
-        except sqlite3.OperationalError:
-            if time.monotonic() > end:
-                break
-            time.sleep(0.01)
+    with contextlib.suppress(sqlite3.OperationalError):
+        _journal(connection, "DELETE", READERS_S)
     connection.close()
 
 
@@ -162,11 +158,28 @@ def connect(database: Path) -> sqlite3.Connection:
     """A connection that writes, in WAL mode; transactions are begun and ended by hand."""
     # Made in the caller's thread and used in the loop's (a notebook's run has one), never at once.
     connection = sqlite3.connect(
-        database, isolation_level=None, timeout=10.0, check_same_thread=False
+        database, isolation_level=None, timeout=WRITERS_S, check_same_thread=False
     )
-    connection.execute("PRAGMA journal_mode = WAL")
+    _journal(connection, "WAL", WRITERS_S)
     connection.execute("PRAGMA synchronous = FULL")
     return connection
+
+
+def _journal(connection: sqlite3.Connection, mode: str, seconds: float) -> None:
+    """Set a database's journal mode, which others that are at it may hold up for some seconds.
+
+    SQLite's own time-out does not cover this: it refuses at once.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            connection.execute(f"PRAGMA journal_mode = {mode}")
+            return
+        except sqlite3.OperationalError as error:
+            busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not busy or time.monotonic() > end:
+                raise
+            time.sleep(0.01)
 
 
 def connect_to_read(database: Path) -> sqlite3.Connection:
