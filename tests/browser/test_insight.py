@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from playwright.sync_api import expect
 
@@ -116,3 +117,35 @@ def test_another_run_is_chosen_for_a_contest(visitor: Visitor) -> None:
     main = page.get_by_role("main")
     expect(main).to_contain_text(f"{100 * contest['b']['value']:.1f} %")
     assert contest["difference"]["low"] <= contest["difference"]["high"]
+
+
+def hold(page: Any, question: str) -> list[Any]:
+    """Let the answers to a question wait, until one `continue_`s what the list holds."""
+    held: list[Any] = []
+    page.route(re.compile(question), lambda route: held.append(route))
+    return held
+
+
+def test_no_verdict_names_a_run_over_the_numbers_of_another(visitor: Visitor) -> None:
+    page = visitor.visit("#/evaluations/lake?other=lake-again")
+    contest = page.get_by_test_id("contest")
+    expect(contest.first).to_contain_text("lake-again")
+    held = hold(page, r"api/compare\?other=collapse")
+    page.get_by_role("combobox").select_option("collapse")
+    expect(page).to_have_url(re.compile("other=collapse"))
+    expect(contest).to_have_count(0)
+    expect(page.get_by_role("status")).to_have_text("Loading …")
+    held[0].continue_()
+    expect(page.get_by_role("main")).to_contain_text("nothing can be compared")
+
+
+def test_what_was_not_found_leaves_nothing_of_the_last_answer(visitor: Visitor) -> None:
+    group = visitor.api("/api/episodes?run=lake&phase=train&limit=1")["episodes"][0]
+    address = f"#/group/lake?step={group['step']}&group="
+    page = visitor.visit(address + str(group["group"]))
+    expect(page.get_by_text("member 0", exact=True)).to_have_count(1)
+    page.evaluate("(address) => (location.hash = address)", address + "99")
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Group 99")
+    expect(page.get_by_role("alert")).to_be_visible()
+    expect(page.get_by_text("member 0", exact=True)).to_have_count(0)
+    visitor.complaints.clear()  # the browser itself reports what was not found

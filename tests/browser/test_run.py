@@ -117,6 +117,25 @@ def test_time_exactness_and_settings(visitor: Visitor) -> None:
     expect(settings).to_contain_text("seed")
 
 
+def test_settings_of_a_run_that_has_gone_are_not_those_of_the_one_before(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake?settings=other&beside=lake-again")
+    settings = page.get_by_role("region", name="Settings")
+    expect(settings.locator("tbody")).to_contain_text("seed")
+    page.evaluate("location.hash = '#/run/lake?settings=other&beside=gone'")
+    expect(settings.get_by_role("alert")).to_contain_text("gone")
+    expect(settings.locator("tbody")).to_have_count(0)
+    visitor.complaints.clear()  # the browser itself reports what was not found
+
+
+def test_curves_stay_while_other_metrics_are_asked_for(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake?m=reward/mean")
+    curve(page, "reward").locator("canvas").evaluate("each => (window.drawn = each)")
+    page.route(re.compile("api/metrics"), lambda route: None)  # none is answered
+    page.get_by_role("searchbox", name="Find a metric").fill("reward")
+    expect(page.get_by_test_id("curve").nth(1)).to_be_visible()
+    assert page.evaluate("window.drawn.isConnected")
+
+
 def test_a_run_that_is_not_there_is_a_clear_page(visitor: Visitor) -> None:
     page = visitor.visit("#/run/no-such-run")
     expect(page.get_by_role("alert")).to_contain_text("no-such-run")

@@ -1,7 +1,7 @@
 // Talks to the server: answers to questions (`get`, `useApi`), one command (`post`) and what
 // happens meanwhile (`useEvents`). A shared file has no server: the answers are in the page.
 
-import { useCallback, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { useCallback, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const RETRY_MS = 2000; // A server that is gone is usually being restarted by hand.
 
@@ -81,34 +81,50 @@ async function answer(url, options) {
 }
 
 /**
- * A question as a hook: `{data, error, loading, reload}`; with a path of null nothing is asked.
- * What is shown stays until the next answer is there; a server that is gone is asked again.
+ * A question as a hook: `{data, error, reload}`; with a path of null nothing is asked. What is
+ * shown stays while the same question is asked again; of another question nothing stays, because a
+ * page has its name above the answer. With `keep` the former answer stands until the next one is
+ * there: for a picture under a slider, which would else flicker.
  */
-export function useApi(path, params) {
+export function useApi(path, params, { keep = false } = {}) {
   const { data, ...rest } = useApis(path === null ? [] : [[path, params]]);
-  return { data: data?.[0] ?? null, ...rest };
+  const last = useRef(null);
+  if (data || rest.error) last.current = data;
+  const kept = keep && path !== null ? last.current : null;
+  return { data: data?.[0] ?? kept?.[0] ?? null, ...rest };
 }
 
-/** Several questions `[[path, params], …]` as one: `data` has the answers in their order. */
+/** Several questions `[[path, params], …]` as one: `data` has all answers in their order or none. */
 export function useApis(questions) {
-  const key = JSON.stringify(questions.map(([path, params]) => keyOf(path, params)));
-  const [state, setState] = useState({ data: null, error: null, loading: questions.length > 0 });
+  const { answers, errors, reload } = useAnswers(questions);
+  const data = questions.length && answers.every(Boolean) ? answers : null;
+  return { data, error: errors.find(Boolean) ?? null, reload };
+}
+
+const NOTHING = { key: null, keys: [], answers: [], errors: [] };
+
+/**
+ * Several questions side by side: `{answers, errors, reload}` in their order, null where there is
+ * none. An answer stays while its question is asked; a server that is gone is asked again.
+ */
+export function useAnswers(questions) {
+  const keys = questions.map(([path, params]) => keyOf(path, params));
+  const key = JSON.stringify(keys);
+  const [state, setState] = useState(NOTHING);
   const asking = useRef({ controller: null, again: false });
   const ask = useCallback(async () => {
     const controller = (asking.current.controller = new AbortController());
-    setState((old) => ({ ...old, loading: true }));
-    let next;
-    try {
-      const { signal } = controller;
-      const data = await Promise.all(questions.map(([path, params]) => get(path, params, signal)));
-      next = () => ({ data, error: null, loading: false });
-    } catch (error) {
-      if (!controller.signal.aborted && !(error instanceof ApiError)) throw error;
-      next = (old) => ({ data: old.data, error, loading: false });
-    }
+    const asked = questions.map(([path, params]) => get(path, params, controller.signal));
+    const results = await Promise.allSettled(asked);
     if (controller.signal.aborted) return;
     asking.current.controller = null;
-    setState(next);
+    const errors = results.map(({ reason }) => reason ?? null);
+    const defect = errors.find((error) => error && !(error instanceof ApiError));
+    if (defect) throw defect;
+    setState((old) => {
+      const before = known(old, keys);
+      return { key, keys, answers: results.map(({ value }, i) => value ?? before[i]), errors };
+    });
     if (asking.current.again) reload();
   }, [key]);
   // A run that steps faster than it is read must not abort each answer for the next.
@@ -118,18 +134,30 @@ export function useApis(questions) {
   }, [ask]);
   useEffect(() => {
     if (questions.length) ask();
-    else setState({ data: null, error: null, loading: false });
     return () => {
       asking.current.controller?.abort();
       asking.current = { controller: null, again: false };
     };
   }, [ask]);
+  const same = state.key === key;
+  const answers = useMemo(() => (same ? state.answers : known(state, keys)), [state, key]);
+  const errors = same ? state.errors : keys.map(() => null);
+  useRetry(errors.find((error) => error?.status === 0) ?? null, reload);
+  return { answers, errors, reload };
+}
+
+/** The answers that a state has to the questions of `keys`, null where it has none. */
+function known(state, keys) {
+  return keys.map((key) => state.answers[state.keys.indexOf(key)] ?? null);
+}
+
+/** Ask again, after a while, where `error` is that the server did not answer. */
+export function useRetry(error, reload) {
   useEffect(() => {
-    if (state.error?.status !== 0) return undefined;
+    if (error?.status !== 0) return undefined;
     const timer = setTimeout(reload, RETRY_MS);
     return () => clearTimeout(timer);
-  }, [state.error, reload]);
-  return { ...state, reload };
+  }, [error, reload]);
 }
 
 /**

@@ -13,8 +13,7 @@ const MOST = 8; // As many as there are colours that all can tell apart.
 
 export default function Compare({ params, query, setQuery }) {
   const names = [...new Set([params.run, ...splitRuns(query.other)])].slice(0, MOST);
-  const { data, error, reload } = useApis(names.map((run) => ["/api/run", { run }]));
-  const runs = data?.length === names.length ? data : null;
+  const { data: runs, error, reload } = useApis(names.map((run) => ["/api/run", { run }]));
   useReady(runs !== null || error !== null);
   const remove = (gone) => {
     const [run, ...rest] = names.filter((name) => name !== gone);
