@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import expect
+from viewed import evaluation, groups, log_step, make_run, steps
 
+from ragen.recorder import Recorder
+from ragen.settings import dump, resolve
 from tests.browser.visitor import Visitor
 
 
@@ -149,3 +153,36 @@ def test_what_was_not_found_leaves_nothing_of_the_last_answer(visitor: Visitor) 
     expect(page.get_by_role("alert")).to_be_visible()
     expect(page.get_by_text("member 0", exact=True)).to_have_count(0)
     visitor.complaints.clear()  # the browser itself reports what was not found
+
+
+def test_an_evaluation_reaches_the_pages_that_are_open(visitors: Any, newcomer: Path) -> None:
+    make_run(newcomer / "a")
+    (newcomer / "b").mkdir()
+    config = dump(resolve("frozen-lake", {"steps": 6}))
+    with Recorder.create(newcomer / "b", config) as recorder:
+        course = steps(recorder)
+        for _ in range(4):
+            next(course)
+        there = {"a": "newcomer%2Fa", "b": "newcomer%2Fb"}
+        recurring, evaluations, compare = (
+            visitors().visit(route.format(**there))
+            for route in (
+                "#/recurring/{b}",
+                "#/evaluations/{a}?other=newcomer/b",
+                "#/compare/{a}?other=newcomer/b",
+            )
+        )
+        expect(recurring.get_by_role("main")).to_contain_text("No level was played at two steps")
+        contest = evaluations.get_by_test_id("contest").first
+        expect(contest).to_contain_text("On 2 levels")
+        row = compare.get_by_role("table", name="Contests").locator("tbody tr").first
+        expect(row).to_contain_text("2 levels")
+        log_step(recorder, 5, 0.5)
+        recorder.episodes(5, groups(5, (123, 124))[:1], phase="eval")
+        recorder.evaluation(5, evaluation(0.5).record() | {"world": "frozen-lake"})
+        with recurring.expect_response(re.compile("api/phrases")):
+            recorder.commit()
+        levels = recurring.get_by_role("table", name="Levels by step")
+        expect(levels.locator("tbody tr")).to_have_count(1)
+        expect(contest).to_contain_text("On 1 level")
+        expect(row).to_contain_text("1 level")

@@ -163,8 +163,7 @@ export function useRetry(error, reload) {
 /**
  * Listen to what happens: with `{run}` to its `step`, `alarm` and `end`, with `{}` to `runs`;
  * `params` of null listens to nothing. `again` is called when a lost connection is back: what was
- * missed meanwhile must be asked for. A hidden page does not listen, because a browser opens only
- * six connections to one server, and a researcher more than six tabs.
+ * missed meanwhile must be asked for.
  */
 export function useEvents(params, handlers) {
   const latest = useRef(handlers);
@@ -172,33 +171,55 @@ export function useEvents(params, handlers) {
   const key = params && keyOf("/api/events", params);
   useEffect(() => {
     if (shared || key === null) return undefined;
-    let source = null;
-    let missed = false;
-    const close = () => {
-      source?.close();
-      source = null;
-      missed = true;
+    const hear = (name, said) => latest.current[name]?.(said);
+    if (!streams.has(key)) streams.set(key, streamOf(key));
+    streams.get(key).add(hear);
+    return () => streams.get(key).leave(hear) && streams.delete(key);
+  }, [key]);
+}
+
+const streams = new Map(); // By address: however many parts of a page listen, one connection.
+
+/**
+ * A connection that is open while somebody listens. A hidden page does not, because a browser opens
+ * only six connections to one server, and a researcher more than six tabs.
+ */
+function streamOf(address) {
+  const hearers = new Set();
+  const tell = (name, said = null) => hearers.forEach((hear) => hear(name, said));
+  let source = null;
+  let missed = false;
+  const close = () => {
+    source?.close();
+    source = null;
+    missed = true;
+  };
+  const open = () => {
+    source = new EventSource(address);
+    source.onerror = () => (missed = true);
+    source.onopen = () => {
+      if (missed) tell("again");
+      missed = false;
     };
-    const open = () => {
-      source = new EventSource(key);
-      source.onerror = () => (missed = true);
-      source.onopen = () => {
-        if (missed) latest.current.again?.();
-        missed = false;
-      };
-      for (const name of ["step", "alarm", "runs", "end"]) {
-        source.addEventListener(name, (event) => {
-          if (name === "end") close();
-          latest.current[name]?.(event.data ? JSON.parse(event.data) : null);
-        });
-      }
-    };
-    const turn = () => (document.hidden ? close() : source || open());
-    document.addEventListener("visibilitychange", turn);
-    turn();
-    return () => {
+    for (const name of ["step", "alarm", "runs", "end"]) {
+      source.addEventListener(name, ({ data }) => {
+        if (name === "end") close();
+        tell(name, JSON.parse(data));
+      });
+    }
+  };
+  const turn = () => (document.hidden ? close() : source || open());
+  document.addEventListener("visibilitychange", turn);
+  turn();
+  return {
+    add: (hear) => hearers.add(hear),
+    /** Whether that was the last one, with whom the connection ends. */
+    leave(hear) {
+      hearers.delete(hear);
+      if (hearers.size) return false;
       document.removeEventListener("visibilitychange", turn);
       close();
-    };
-  }, [key]);
+      return true;
+    },
+  };
 }

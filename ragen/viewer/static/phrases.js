@@ -1,7 +1,7 @@
 // A run's most frequent phrases over its steps: a row each, a cell a step, darker where more of the
 // step's thoughts hold the phrase. A row that turns dark from some step on is a template.
 
-import { useApi } from "./api.js";
+import { useApi, useEvents } from "./api.js";
 import { percent, plural } from "./numbers.js";
 import { Loading, Problem, Tabs, Text } from "./parts.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
@@ -27,6 +27,7 @@ export function Phrases({ run, phase, query, setQuery }) {
   const words = LENGTHS.includes(Number(query.words)) ? Number(query.words) : 5;
   const order = Object.hasOwn(ORDERS, query.order ?? "") ? query.order : "now";
   const { data, error, reload } = useApi("/api/phrases", { run, words, phase });
+  useEvents({ run }, { step: reload, end: reload, again: reload });
   return html`<section class="panel">
     <h2>Repeated phrases</h2>
     <div class="row choices">

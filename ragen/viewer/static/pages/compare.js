@@ -101,6 +101,7 @@ function Contests({ names }) {
   const [first, ...others] = names;
   const asked = others.map((other) => ["/api/compare", { run: first, other }]);
   const { data, error, reload } = useApis(asked);
+  useEvents({}, { runs: reload, again: reload });
   const rows = (data ?? []).flatMap(({ contests }, i) =>
     contests.map((contest) => ({
       ...contest, other: others[i], index: i + 1, difference: turned(contest.difference),
