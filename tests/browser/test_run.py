@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
+from viewed import log_step
 
+from ragen.recorder import Recorder
 from ragen.report import SIGNALS
+from ragen.settings import dump, resolve
 from tests.browser.visitor import Visitor, ragen, succeed
 
 
@@ -181,3 +184,20 @@ def test_steps_appear_while_the_run_trains(visitor: Visitor, newcomer: Path) -> 
     assert page.evaluate("window.sameDocument")  # nothing was loaded anew
     assert json.loads(succeed(process).splitlines()[-1])["world"] == "bandit"
     expect(progress).to_contain_text(re.compile(r"8\s*of 8"))
+
+
+def test_a_run_that_is_resumed_goes_on_in_the_page(visitor: Visitor, newcomer: Path) -> None:
+    newcomer.mkdir()
+    with Recorder.create(newcomer, dump(resolve("bandit", {"steps": 6}))) as recorder:
+        log_step(recorder, 1, 0.5)
+        recorder.commit()
+        page = visitor.visit("#/run/newcomer")
+        state, progress = page.locator(".state"), page.get_by_role("region", name="Progress")
+        expect(state).to_contain_text("running")
+    expect(state).to_contain_text("interrupted")
+    with Recorder.open(newcomer) as recorder:
+        expect(state).to_contain_text("running")
+        log_step(recorder, 2, 0.6)
+        recorder.commit()
+        expect(progress).to_contain_text(re.compile(r"2\s*of 6"))
+    expect(state).to_contain_text("interrupted")

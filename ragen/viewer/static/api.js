@@ -161,8 +161,8 @@ export function useRetry(error, reload) {
 }
 
 /**
- * Listen to what happens: with `{run}` to its `step`, `alarm` and `end`, with `{}` to `runs`;
- * `params` of null listens to nothing. `again` is called when a lost connection is back: what was
+ * Listen to what happens: with `{run}` to its `step` and `alarm`, to the `end` of its process
+ * and to the `begin` of one that resumes it, with `{}` to `runs`; `params` of null to nothing. `again` is called when a lost connection is back: what was
  * missed meanwhile must be asked for.
  */
 export function useEvents(params, handlers) {
@@ -201,11 +201,8 @@ function streamOf(address) {
       if (missed) tell("again");
       missed = false;
     };
-    for (const name of ["step", "alarm", "runs", "end"]) {
-      source.addEventListener(name, ({ data }) => {
-        if (name === "end") close();
-        tell(name, JSON.parse(data));
-      });
+    for (const name of ["begin", "step", "alarm", "end", "runs"]) {
+      source.addEventListener(name, ({ data }) => tell(name, JSON.parse(data)));
     }
   };
   const turn = () => (document.hidden ? close() : source || open());

@@ -32,7 +32,8 @@ export default function Run({ params, query, setQuery }) {
     reload();
     metrics.reload();
   };
-  useEvents({ run }, { step: refresh, alarm: reload, end: refresh, again: refresh });
+  const news = { begin: reload, step: refresh, alarm: reload, end: refresh, again: refresh };
+  useEvents({ run }, news);
   useKeys({ "/": () => search.current?.focus() }, { "/": "find a metric" });
   const drawn = data && (asked.length === 0 || metrics.answers[run]);
   useReady(drawn || error !== null);
