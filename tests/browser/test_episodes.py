@@ -157,7 +157,7 @@ def look_away_and_back(page: Any) -> None:
         )
 
 
-def test_news_are_offered_and_rows_stay_where_they_are(visitor: Visitor, newcomer: Path) -> None:
+def test_news_are_offered_and_rows_stay_where_they_are(newcomer: Path, visitor: Visitor) -> None:
     newcomer.mkdir()
     with Recorder.create(newcomer, dump(resolve("frozen-lake"))) as recorder:
         log_step(recorder, 1, 0.5)

@@ -155,7 +155,7 @@ def test_what_was_not_found_leaves_nothing_of_the_last_answer(visitor: Visitor) 
     visitor.complaints.clear()  # the browser itself reports what was not found
 
 
-def test_an_evaluation_reaches_the_pages_that_are_open(visitors: Any, newcomer: Path) -> None:
+def test_an_evaluation_reaches_the_pages_that_are_open(newcomer: Path, visitors: Any) -> None:
     make_run(newcomer / "a")
     (newcomer / "b").mkdir()
     config = dump(resolve("frozen-lake", {"steps": 6}))

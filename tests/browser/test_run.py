@@ -86,6 +86,18 @@ def test_another_run_is_drawn_over_it(visitor: Visitor) -> None:
     expect(picture).to_have_attribute("aria-label", re.compile("lake-again from"))
 
 
+def test_an_overlaid_run_that_has_gone_takes_no_curve_with_it(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake?with=gone,lake-again&m=reward/mean")
+    picture = curve(page, "reward").get_by_role("img").first
+    expect(picture).to_have_attribute("aria-label", re.compile("lake from .*lake-again from"))
+    missing = page.get_by_role("alert")
+    expect(missing).to_have_text(re.compile(r"^\s*Not drawn, .*gone"))
+    missing.get_by_role("button", name="remove").click()
+    expect(missing).to_have_count(0)
+    expect(page).to_have_url(re.compile("with=lake-again"))
+    visitor.complaints.clear()  # the browser itself reports what was not found
+
+
 def test_a_click_on_a_curve_opens_the_episodes_of_that_step(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     curve(page, "reward").locator(".u-over").click(position={"x": 3, "y": 40})
@@ -168,7 +180,7 @@ def test_a_run_of_another_schema_is_a_clear_page(visitor: Visitor, runs: Path) -
     visitor.complaints.clear()
 
 
-def test_steps_appear_while_the_run_trains(visitor: Visitor, newcomer: Path) -> None:
+def test_steps_appear_while_the_run_trains(newcomer: Path, visitor: Visitor) -> None:
     """The whole way: a run in a process of its own, its database, the server, the open page."""
     options = ["--steps", "8", "--eval.episodes", "4", "--rollout.prompts", "4"]
     process = ragen("train", "collapse", *options, "--out", newcomer, "--json", "--quiet")
@@ -186,7 +198,7 @@ def test_steps_appear_while_the_run_trains(visitor: Visitor, newcomer: Path) -> 
     expect(progress).to_contain_text(re.compile(r"8\s*of 8"))
 
 
-def test_a_run_that_is_resumed_goes_on_in_the_page(visitor: Visitor, newcomer: Path) -> None:
+def test_a_run_that_is_resumed_goes_on_in_the_page(newcomer: Path, visitor: Visitor) -> None:
     newcomer.mkdir()
     with Recorder.create(newcomer, dump(resolve("bandit", {"steps": 6}))) as recorder:
         log_step(recorder, 1, 0.5)
