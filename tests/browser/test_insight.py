@@ -75,6 +75,19 @@ def test_the_collapse_page_names_the_regime(visitor: Visitor) -> None:
         expect(page.get_by_test_id("plane")).to_contain_text(regime)
 
 
+def test_a_point_of_the_plane_is_pressed_by_a_key(visitor: Visitor) -> None:
+    page = visitor.visit("#/collapse/lake")
+    points = page.get_by_test_id("plane").get_by_role("button")
+    for place, key in ((0, " "), (1, "Enter")):
+        point = points.nth(place)
+        step = point.get_attribute("aria-label").split()[1].rstrip(",")
+        point.focus()
+        top = page.evaluate("scrollY")
+        page.keyboard.press(key)
+        expect(page).to_have_url(re.compile(rf"step={step}\b"))
+        assert page.evaluate("scrollY") == top
+
+
 def test_the_matrix_tells_its_cells(visitor: Visitor) -> None:
     page = visitor.visit("#/collapse/lake")
     heat = page.get_by_test_id("matrix")

@@ -67,6 +67,43 @@ def test_the_question_mark_lists_the_keys(visitor: Visitor) -> None:
     expect(keys).to_have_count(0)
 
 
+def test_while_the_keys_are_listed_no_other_key_acts(visitor: Visitor) -> None:
+    page = visitor.visit()
+    rows, keys = page.locator("tbody tr"), page.get_by_role("dialog", name="Keys")
+    page.keyboard.press("j")
+    page.keyboard.press("x")
+    expect(rows.first.get_by_role("checkbox")).to_be_checked()
+    page.keyboard.press("?")
+    expect(keys).to_be_visible()
+    for key in ("j", "x", "c"):
+        page.keyboard.press(key)
+    for _ in range(3):
+        page.keyboard.press("Tab")
+        inside = "document.activeElement === document.body || document.activeElement.closest('.help')"
+        assert page.evaluate(f"Boolean({inside})")
+    page.keyboard.press("Escape")
+    expect(keys).to_have_count(0)
+    expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)  # the mark is still there
+    expect(rows.first).to_have_attribute("aria-current", "true")
+    page.keyboard.press("?")
+    page.mouse.click(5, 300)  # beside the list
+    expect(keys).to_have_count(0)
+
+
+def test_the_row_under_the_keyboard_stays_the_same_run(newcomer: Path, visitor: Visitor) -> None:
+    page = visitor.visit()
+    page.keyboard.press("j")
+    chosen = page.locator("tbody tr[aria-current]")
+    name = chosen.get_by_role("link").first.inner_text()
+    newcomer.mkdir()
+    with Recorder.create(newcomer, dump(resolve("bandit"))):
+        expect(page.locator("tbody tr").first).to_contain_text("newcomer")
+        expect(chosen).to_contain_text(name)
+        page.keyboard.press("x")
+        expect(page.get_by_role("checkbox", name=f"compare {name}", exact=True)).to_be_checked()
+        expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)
+
+
 def test_two_runs_are_marked_and_compared(visitor: Visitor) -> None:
     page = visitor.visit()
     button = page.get_by_role("button", name=re.compile("^Compare"))

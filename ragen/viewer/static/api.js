@@ -94,7 +94,7 @@ export function useApi(path, params, { keep = false } = {}) {
   return { data: data?.[0] ?? kept?.[0] ?? null, ...rest };
 }
 
-/** Several questions `[[path, params], …]` as one: `data` has all answers in their order or none. */
+/** Several questions `[[path, params], …]` as one: `data` has all answers, in order, or none. */
 export function useApis(questions) {
   const { answers, errors, reload } = useAnswers(questions);
   const data = questions.length && answers.every(Boolean) ? answers : null;
@@ -161,9 +161,9 @@ export function useRetry(error, reload) {
 }
 
 /**
- * Listen to what happens: with `{run}` to its `step` and `alarm`, to the `end` of its process
- * and to the `begin` of one that resumes it, with `{}` to `runs`; `params` of null to nothing. `again` is called when a lost connection is back: what was
- * missed meanwhile must be asked for.
+ * Listen to what happens: with `{run}` to its `step` and `alarm`, to the `end` of its process and to
+ * the `begin` of one that resumes it, with `{}` to `runs`; with `params` of null to nothing. `again`
+ * is called when a lost connection is back: what was missed meanwhile must be asked for.
  */
 export function useEvents(params, handlers) {
   const latest = useRef(handlers);
