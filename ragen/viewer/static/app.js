@@ -48,12 +48,13 @@ function queryOf(search) {
   return Object.fromEntries(new URLSearchParams(search.replaceAll("+", "%2B")));
 }
 
-/** Merge into the address's parameters; null removes. Without `push` Back skips the change. */
-function setQuery(changes, { push = false } = {}) {
+/** Merge into the address's parameters; null removes. Back skips the change. */
+function setQuery(changes) {
   const { page, params, query } = route();
   const address = link(page, params, { ...query, ...changes });
   if (!address || address === location.hash) return;
-  history[push ? "pushState" : "replaceState"](null, "", address);
+  // Against the page's own URL, which in a frame of text (srcdoc) is not what links begin with.
+  history.replaceState(null, "", new URL(address, location.href));
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
