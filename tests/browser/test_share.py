@@ -71,8 +71,8 @@ def test_a_frame_without_rights(
     """A mail program or a notebook may show it in a frame that has no storage and no origin."""
     outer, file = tmp_path / "mail.html", files["run"]
     source = file.as_uri() if attribute == "src" else escape(file.read_text("utf-8"))
-    frame = f'<iframe sandbox="allow-scripts" width=1200 height=700 {attribute}="{source}"></iframe>'
-    outer.write_text(f'<!doctype html><meta charset="utf-8">{frame}', "utf-8")
+    frame = f'<iframe sandbox="allow-scripts" width=1200 height=700 {attribute}="{source}">'
+    outer.write_text(f'<!doctype html><meta charset="utf-8">{frame}</iframe>', "utf-8")
     reader = visitors(address="file://")
     reader.page.goto(outer.as_uri())
     page = reader.page.frame_locator("iframe")

@@ -42,7 +42,7 @@ function typing(target) {
 /** Keys by which a control that has the focus is worked stay its own. */
 function owned(event) {
   const name = event.target.tagName;
-  const role = event.target.getAttribute("role");
+  const role = event.target.getAttribute?.("role");
   if (name === "INPUT") return event.key.startsWith("Arrow") || event.key === " ";
   const pressed = ["BUTTON", "A", "SUMMARY"].includes(name) || role === "button";
   return pressed && ["Enter", " "].includes(event.key);

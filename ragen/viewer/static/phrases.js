@@ -94,8 +94,8 @@ function summary(rows, steps) {
 }
 
 /** What the colours mean. */
-export function Scale({ low = "none", high = "all" }) {
-  return html`<p class="scale muted" aria-hidden="true"><span>${low}</span>
+function Scale() {
+  return html`<p class="scale muted" aria-hidden="true"><span>none</span>
     ${Array.from({ length: SHADES }, (_, i) => html`<i key=${i} class=${`heat-${i}`}></i>`)}
-    <span>${high} of the thoughts</span></p>`;
+    <span>all of the thoughts</span></p>`;
 }
