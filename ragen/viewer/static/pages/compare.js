@@ -26,7 +26,8 @@ export default function Compare({ params, query, setQuery }) {
       <h1>Compare</h1>
       <span class="muted"
         >${plural(names.length, "run")}${all.length > MOST &&
-        ` of the ${all.length} that were chosen: colours tell no more apart`}; the others are set against the first</span
+        ` of the ${all.length} that were chosen: colours tell no more apart`}; the others are set
+        against the first</span
       >
     </div>
     ${error &&

@@ -36,7 +36,8 @@ export default function Page({ params, query, setQuery }) {
   // A new step must not move the rows under the reader; where there is none it moves nothing.
   const told = () => (episodes.length ? newest.reload() : list.reload());
   useEvents({ run }, { step: told, end: told, again: told });
-  const fresh = newest.data && episodes.length && !list.stale && grown(newest.data, list);
+  const comparable = newest.data !== null && episodes.length > 0 && !list.stale;
+  const fresh = comparable && grown(newest.data, list);
   const trouble = list.error ? [list.error, list.retry] : [newest.error, newest.reload];
   const open = (episode) => visit(link("episode", { run, id: episode.id }));
   const move = (by) => () => {

@@ -137,10 +137,14 @@ function Sign({ success }) {
 function Level({ run, level, others, query, setQuery }) {
   const { phase, level_seed } = level;
   const { data, error, reload } = useApi("/api/level", { run, phase, level_seed });
-  useEvents({ run }, { step: reload, end: reload, again: reload });
   const otherSeed = others.find((one) => String(one.level_seed) === query.other)?.level_seed;
   const asked = { run, phase, level_seed: otherSeed };
   const another = useApi(otherSeed === undefined ? null : "/api/level", asked);
+  const again = () => {
+    reload();
+    another.reload();
+  };
+  useEvents({ run }, { step: again, end: again, again });
   const episodes = data?.episodes ?? [];
   const steps = episodes.map(({ step }) => step);
   const wanted = (query.steps ?? "").split(",").map(Number);
