@@ -250,8 +250,16 @@ def test_news_reach_a_page_within_two_seconds_of_the_step(tmp_path: Path) -> Non
         recorder.close()
         wait(lambda: bool(of_run) and of_run[-1][0] == "end")
         assert not (runs / "a" / "run.sqlite-wal").exists()
+        told = len(of_run)
+        with Recorder.open(runs / "a") as resumed:  # the same connection tells of what goes on
+            wait(lambda: [name for name, _, _ in of_run[told:]] == ["begin"])
+            log_step(resumed, 3, 0.7)
+            resumed.commit()
+            wait(lambda: of_run[-1][0] == "step")
+        wait(lambda: of_run[-1][0] == "end")
+        assert [name for name, _, _ in of_run[told:]] == ["begin", "step", "end"]
         begun = time.monotonic()
-        process.send_signal(signal.SIGINT)  # one stream is still open
+        process.send_signal(signal.SIGINT)  # both streams are still open
         assert process.wait(10) == 0 and time.monotonic() - begun < 3
         assert process.stderr is not None and process.stderr.read() == ""
         for thread in listeners:

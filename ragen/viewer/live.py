@@ -1,4 +1,4 @@
-"""What is new in a run, told to the pages that show it: a step, an alarm, its end.
+"""What is new in a run, told to the pages that show it: a step, an alarm, its end, a new beginning.
 
 A run is watched by its files' stamps, whoever many pages show it, and only what changed is read.
 """
@@ -36,7 +36,7 @@ class Watched(Protocol):
     """Something that may have news."""
 
     def news(self) -> list[Event]:
-        """What happened since it was asked last; ``end`` is the last that it says."""
+        """What happened since it was asked last."""
         ...
 
 
@@ -50,7 +50,7 @@ class _Place(NamedTuple):
 
 
 class WatchedRun:
-    """One run: its committed steps and evaluations, its alarms, and that nobody writes it."""
+    """One run: its steps and evaluations, its alarms, and that it is written no more, or again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,8 +67,10 @@ class WatchedRun:
         if stamps != self._stamps:
             self._stamps = stamps
             found = self._since()
-        ended, self._written = self._written and not written, written
-        return [*found, ("end", {})] if ended else found
+        before, self._written = self._written, written
+        if written != before:  # an end is the last that is told of a writer, a beginning the first
+            found = [("begin", {}), *found] if written else [*found, ("end", {})]
+        return found
 
     def _since(self) -> list[Event]:
         before, found = self._place, list[Event]()
@@ -126,7 +128,7 @@ class Live:
         """Set when the server is to end: streams see it at the next look."""
 
     async def stream(self, folder: Path | None) -> AsyncIterator[bytes]:
-        """News of a run, or of all runs, until it ends or the page goes."""
+        """News of a run, or of all runs, until the server ends or the page goes."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         self._listeners.setdefault(folder, set()).add(queue)
         if folder not in self._tasks:
@@ -157,8 +159,6 @@ class Live:
                 for queue in self._listeners[folder]:
                     for event in found:
                         queue.put_nowait(event)
-                if found and found[-1][0] == "end":
-                    break
                 await asyncio.sleep(LOOK_S)
         finally:
             del self._tasks[folder]

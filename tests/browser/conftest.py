@@ -40,7 +40,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def newcomer(runs: Path) -> Iterator[Path]:
-    """The folder of a run that a test trains itself; it is gone after the test."""
+    """The folder of a run that a test trains itself; it is gone after the test.
+
+    A test asks for it before its visitor, who has then left before the folder goes.
+    """
     folder = runs / "newcomer"
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -151,6 +151,17 @@ def test_a_link_is_no_weapon(victim: Visitor, route: str) -> None:
     victim.complaints.clear()
 
 
+@pytest.mark.parametrize(("place", "marked"), [(0, False), (-1, True)])
+def test_what_a_chart_tells_of_alarms_is_text(victim: Visitor, place: int, marked: bool) -> None:
+    page = victim.visit(f"#/run/{RUN}?m=success/mean")
+    chart = page.locator(".u-over").first
+    chart.hover(position={"x": place % chart.bounding_box()["width"], "y": 30})
+    tip = page.locator(".curve-tip")
+    expect(tip.locator("p")).to_have_count(6)
+    assert (tip.locator(".mark").count() > 0) == marked  # what a reader would not see
+    unharmed(page)
+
+
 def test_the_matrix_shows_hostile_thoughts(victim: Visitor) -> None:
     page = victim.visit(f"#/collapse/{RUN}")
     heat = page.get_by_test_id("matrix")

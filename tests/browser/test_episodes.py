@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import expect
+from viewed import log_step
 
+from ragen.recorder import Recorder
+from ragen.settings import dump, resolve
 from tests.browser.visitor import Visitor
 
 FIRST = 50
@@ -90,6 +94,15 @@ def test_a_search_that_is_no_query_is_no_error(visitor: Visitor, malformed: str)
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
+def test_a_list_without_an_episode_says_so(visitor: Visitor) -> None:
+    page = visitor.visit("#/episodes/lake?reward_min=1000")
+    main = page.get_by_role("main")
+    expect(main).to_contain_text(re.compile(r"No episode is like this\.\s*0 of 0 shown$"))
+    page.wait_for_load_state("networkidle")
+    texts = "each => [...each.childNodes].filter(({ nodeType }) => nodeType === 3).length"
+    assert main.evaluate(texts) == 0  # no false or 0 of ours stands between the parts
+
+
 @pytest.mark.parametrize(
     ("title", "field"), [("reward", "reward"), ("tokens", "num_tokens"), ("entropy", "entropy")]
 )
@@ -124,7 +137,7 @@ def test_keys_open_an_episode_and_its_group(visitor: Visitor) -> None:
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile(re.escape(second) + "$"))
     page.go_back()
-    visitor.wait()
+    expect(page.get_by_role("table", name="episodes")).to_be_visible()
     page.keyboard.press("o")
     page.wait_for_url(re.compile("#/group/lake"))
 
@@ -142,3 +155,53 @@ def test_only_steps_with_an_alarm(visitor: Visitor) -> None:
     assert {each["step"] for each in found} <= steps
     wanted = f"{min(FIRST, len(found))} of" if found else "0"
     expect(page.locator(".pager")).to_contain_text(wanted)
+
+
+def look_away_and_back(page: Any) -> None:
+    """As a browser hides a page and shows it again: its connection ends, and another begins."""
+    for hidden in ("true", "false"):
+        page.evaluate(
+            f"Object.defineProperty(document, 'hidden', {{value: {hidden}, configurable: true}});"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+
+
+def test_news_are_offered_and_rows_stay_where_they_are(newcomer: Path, visitor: Visitor) -> None:
+    newcomer.mkdir()
+    with Recorder.create(newcomer, dump(resolve("frozen-lake"))) as recorder:
+        log_step(recorder, 1, 0.5)
+        recorder.commit()
+        page = visitor.visit("#/episodes/newcomer?sort=step&order=asc")
+        rows, fresh = page.locator("tbody tr"), page.get_by_test_id("fresh")
+        expect(rows).to_have_count(4)
+        with page.expect_response(re.compile("limit=1&")):
+            look_away_and_back(page)
+        expect(fresh).to_have_count(0)  # nothing is new
+        log_step(recorder, 2, 0.5)
+        recorder.commit()
+        expect(fresh).to_be_visible()
+        expect(rows).to_have_count(4)
+        page.get_by_role("combobox", name="success", exact=True).select_option(label="yes")
+        expect(rows).to_have_count(2)  # asked anew, both steps are there
+        expect(fresh).to_have_count(0)
+        log_step(recorder, 3, 0.5)
+        recorder.commit()
+        fresh.click()
+        expect(rows).to_have_count(3)
+        expect(fresh).to_have_count(0)
+
+
+def test_a_server_that_was_gone_is_asked_again(visitor: Visitor) -> None:
+    page = visitor.visit("#/episodes/lake")
+    page.route(re.compile("api/episodes"), lambda route: route.abort())
+    page.get_by_role("combobox", name="success", exact=True).select_option(label="yes")
+    expect(page.get_by_role("alert")).to_contain_text("Trying again every two seconds")
+    expect(page.locator("tbody tr")).to_have_count(FIRST)
+    visitor.complaints.clear()  # the browser itself reports what did not arrive
+    page.wait_for_timeout(1_000)
+    assert len(visitor.complaints) < 5  # it is asked now and then, not all the time
+    page.unroute(re.compile("api/episodes"))
+    expect(page.get_by_role("alert")).to_have_count(0)
+    solved = visitor.api("/api/episodes?run=lake&success=1&limit=1")["total"]
+    expect(page.locator(".pager")).to_contain_text(f"of {solved} shown")
+    visitor.complaints.clear()

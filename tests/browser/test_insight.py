@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import expect
+from viewed import evaluation, groups, log_step, make_run, steps
 
+from ragen.recorder import Recorder
+from ragen.settings import dump, resolve
 from tests.browser.visitor import Visitor
 
 
@@ -70,6 +75,19 @@ def test_the_collapse_page_names_the_regime(visitor: Visitor) -> None:
         expect(page.get_by_test_id("plane")).to_contain_text(regime)
 
 
+def test_a_point_of_the_plane_is_pressed_by_a_key(visitor: Visitor) -> None:
+    page = visitor.visit("#/collapse/lake")
+    points = page.get_by_test_id("plane").get_by_role("button")
+    for place, key in ((0, " "), (1, "Enter")):
+        point = points.nth(place)
+        step = point.get_attribute("aria-label").split()[1].rstrip(",")
+        point.focus()
+        top = page.evaluate("scrollY")
+        page.keyboard.press(key)
+        expect(page).to_have_url(re.compile(rf"step={step}\b"))
+        assert page.evaluate("scrollY") == top
+
+
 def test_the_matrix_tells_its_cells(visitor: Visitor) -> None:
     page = visitor.visit("#/collapse/lake")
     heat = page.get_by_test_id("matrix")
@@ -116,3 +134,68 @@ def test_another_run_is_chosen_for_a_contest(visitor: Visitor) -> None:
     main = page.get_by_role("main")
     expect(main).to_contain_text(f"{100 * contest['b']['value']:.1f} %")
     assert contest["difference"]["low"] <= contest["difference"]["high"]
+
+
+def hold(page: Any, question: str) -> list[Any]:
+    """Let the answers to a question wait, until one `continue_`s what the list holds."""
+    held: list[Any] = []
+    page.route(re.compile(question), lambda route: held.append(route))
+    return held
+
+
+def test_no_verdict_names_a_run_over_the_numbers_of_another(visitor: Visitor) -> None:
+    page = visitor.visit("#/evaluations/lake?other=lake-again")
+    contest = page.get_by_test_id("contest")
+    expect(contest.first).to_contain_text("lake-again")
+    held = hold(page, r"api/compare\?other=collapse")
+    page.get_by_role("combobox").select_option("collapse")
+    expect(page).to_have_url(re.compile("other=collapse"))
+    expect(contest).to_have_count(0)
+    expect(page.get_by_role("status")).to_have_text("Loading …")
+    held[0].continue_()
+    expect(page.get_by_role("main")).to_contain_text("nothing can be compared")
+
+
+def test_what_was_not_found_leaves_nothing_of_the_last_answer(visitor: Visitor) -> None:
+    group = visitor.api("/api/episodes?run=lake&phase=train&limit=1")["episodes"][0]
+    address = f"#/group/lake?step={group['step']}&group="
+    page = visitor.visit(address + str(group["group"]))
+    expect(page.get_by_text("member 0", exact=True)).to_have_count(1)
+    page.evaluate("(address) => (location.hash = address)", address + "99")
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Group 99")
+    expect(page.get_by_role("alert")).to_be_visible()
+    expect(page.get_by_text("member 0", exact=True)).to_have_count(0)
+    visitor.complaints.clear()  # the browser itself reports what was not found
+
+
+def test_an_evaluation_reaches_the_pages_that_are_open(newcomer: Path, visitors: Any) -> None:
+    make_run(newcomer / "a")
+    (newcomer / "b").mkdir()
+    config = dump(resolve("frozen-lake", {"steps": 6}))
+    with Recorder.create(newcomer / "b", config) as recorder:
+        course = steps(recorder)
+        for _ in range(4):
+            next(course)
+        there = {"a": "newcomer%2Fa", "b": "newcomer%2Fb"}
+        recurring, evaluations, compare = (
+            visitors().visit(route.format(**there))
+            for route in (
+                "#/recurring/{b}",
+                "#/evaluations/{a}?other=newcomer/b",
+                "#/compare/{a}?other=newcomer/b",
+            )
+        )
+        expect(recurring.get_by_role("main")).to_contain_text("No level was played at two steps")
+        contest = evaluations.get_by_test_id("contest").first
+        expect(contest).to_contain_text("On 2 levels")
+        row = compare.get_by_role("table", name="Contests").locator("tbody tr").first
+        expect(row).to_contain_text("2 levels")
+        log_step(recorder, 5, 0.5)
+        recorder.episodes(5, groups(5, (123, 124))[:1], phase="eval")
+        recorder.evaluation(5, evaluation(0.5).record() | {"world": "frozen-lake"})
+        with recurring.expect_response(re.compile("api/phrases")):
+            recorder.commit()
+        levels = recurring.get_by_role("table", name="Levels by step")
+        expect(levels.locator("tbody tr")).to_have_count(1)
+        expect(contest).to_contain_text("On 1 level")
+        expect(row).to_contain_text("1 level")

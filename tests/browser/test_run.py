@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
+from viewed import log_step
 
+from ragen.recorder import Recorder
 from ragen.report import SIGNALS
+from ragen.settings import dump, resolve
 from tests.browser.visitor import Visitor, ragen, succeed
 
 
@@ -83,6 +86,18 @@ def test_another_run_is_drawn_over_it(visitor: Visitor) -> None:
     expect(picture).to_have_attribute("aria-label", re.compile("lake-again from"))
 
 
+def test_an_overlaid_run_that_has_gone_takes_no_curve_with_it(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake?with=gone,lake-again&m=reward/mean")
+    picture = curve(page, "reward").get_by_role("img").first
+    expect(picture).to_have_attribute("aria-label", re.compile("lake from .*lake-again from"))
+    missing = page.get_by_role("alert")
+    expect(missing).to_have_text(re.compile(r"^\s*Not drawn, .*gone"))
+    missing.get_by_role("button", name="remove").click()
+    expect(missing).to_have_count(0)
+    expect(page).to_have_url(re.compile("with=lake-again"))
+    visitor.complaints.clear()  # the browser itself reports what was not found
+
+
 def test_a_click_on_a_curve_opens_the_episodes_of_that_step(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     curve(page, "reward").locator(".u-over").click(position={"x": 3, "y": 40})
@@ -117,6 +132,25 @@ def test_time_exactness_and_settings(visitor: Visitor) -> None:
     expect(settings).to_contain_text("seed")
 
 
+def test_settings_of_a_run_that_has_gone_are_not_those_of_the_one_before(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake?settings=other&beside=lake-again")
+    settings = page.get_by_role("region", name="Settings")
+    expect(settings.locator("tbody")).to_contain_text("seed")
+    page.evaluate("location.hash = '#/run/lake?settings=other&beside=gone'")
+    expect(settings.get_by_role("alert")).to_contain_text("gone")
+    expect(settings.locator("tbody")).to_have_count(0)
+    visitor.complaints.clear()  # the browser itself reports what was not found
+
+
+def test_curves_stay_while_other_metrics_are_asked_for(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake?m=reward/mean")
+    curve(page, "reward").locator("canvas").evaluate("each => (window.drawn = each)")
+    page.route(re.compile("api/metrics"), lambda route: None)  # none is answered
+    page.get_by_role("searchbox", name="Find a metric").fill("reward")
+    expect(page.get_by_test_id("curve").nth(1)).to_be_visible()
+    assert page.evaluate("window.drawn.isConnected")
+
+
 def test_a_run_that_is_not_there_is_a_clear_page(visitor: Visitor) -> None:
     page = visitor.visit("#/run/no-such-run")
     expect(page.get_by_role("alert")).to_contain_text("no-such-run")
@@ -146,7 +180,7 @@ def test_a_run_of_another_schema_is_a_clear_page(visitor: Visitor, runs: Path) -
     visitor.complaints.clear()
 
 
-def test_steps_appear_while_the_run_trains(visitor: Visitor, newcomer: Path) -> None:
+def test_steps_appear_while_the_run_trains(newcomer: Path, visitor: Visitor) -> None:
     """The whole way: a run in a process of its own, its database, the server, the open page."""
     options = ["--steps", "8", "--eval.episodes", "4", "--rollout.prompts", "4"]
     process = ragen("train", "collapse", *options, "--out", newcomer, "--json", "--quiet")
@@ -162,3 +196,20 @@ def test_steps_appear_while_the_run_trains(visitor: Visitor, newcomer: Path) -> 
     assert page.evaluate("window.sameDocument")  # nothing was loaded anew
     assert json.loads(succeed(process).splitlines()[-1])["world"] == "bandit"
     expect(progress).to_contain_text(re.compile(r"8\s*of 8"))
+
+
+def test_a_run_that_is_resumed_goes_on_in_the_page(newcomer: Path, visitor: Visitor) -> None:
+    newcomer.mkdir()
+    with Recorder.create(newcomer, dump(resolve("bandit", {"steps": 6}))) as recorder:
+        log_step(recorder, 1, 0.5)
+        recorder.commit()
+        page = visitor.visit("#/run/newcomer")
+        state, progress = page.locator(".state"), page.get_by_role("region", name="Progress")
+        expect(state).to_contain_text("running")
+    expect(state).to_contain_text("interrupted")
+    with Recorder.open(newcomer) as recorder:
+        expect(state).to_contain_text("running")
+        log_step(recorder, 2, 0.6)
+        recorder.commit()
+        expect(progress).to_contain_text(re.compile(r"2\s*of 6"))
+    expect(state).to_contain_text("interrupted")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 from playwright.sync_api import expect
 
+from ragen.recorder import Recorder
+from ragen.settings import dump, resolve
 from tests.browser.visitor import RUNS, Visitor, ragen, succeed
 
 PERCENT = re.compile(r"\d+\.\d %")
@@ -64,6 +67,42 @@ def test_the_question_mark_lists_the_keys(visitor: Visitor) -> None:
     expect(keys).to_have_count(0)
 
 
+def test_while_the_keys_are_listed_no_other_key_acts(visitor: Visitor) -> None:
+    page = visitor.visit()
+    rows, keys = page.locator("tbody tr"), page.get_by_role("dialog", name="Keys")
+    page.keyboard.press("j")
+    page.keyboard.press("x")
+    expect(rows.first.get_by_role("checkbox")).to_be_checked()
+    page.keyboard.press("?")
+    expect(keys).to_be_visible()
+    for key in ("j", "x", "c"):
+        page.keyboard.press(key)
+    for _ in range(3):
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.closest('main, header') === null")
+    page.keyboard.press("Escape")
+    expect(keys).to_have_count(0)
+    expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)  # the mark is still there
+    expect(rows.first).to_have_attribute("aria-current", "true")
+    page.keyboard.press("?")
+    page.mouse.click(5, 300)  # beside the list
+    expect(keys).to_have_count(0)
+
+
+def test_the_row_under_the_keyboard_stays_the_same_run(newcomer: Path, visitor: Visitor) -> None:
+    page = visitor.visit()
+    page.keyboard.press("j")
+    chosen = page.locator("tbody tr[aria-current]")
+    name = chosen.get_by_role("link").first.inner_text()
+    newcomer.mkdir()
+    with Recorder.create(newcomer, dump(resolve("bandit"))):
+        expect(page.locator("tbody tr").first).to_contain_text("newcomer")
+        expect(chosen).to_contain_text(name)
+        page.keyboard.press("x")
+        expect(page.get_by_role("checkbox", name=f"compare {name}", exact=True)).to_be_checked()
+        expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)
+
+
 def test_two_runs_are_marked_and_compared(visitor: Visitor) -> None:
     page = visitor.visit()
     button = page.get_by_role("button", name=re.compile("^Compare"))
@@ -96,7 +135,7 @@ def test_a_comparison_has_intervals_and_what_it_could_have_seen(visitor: Visitor
     expect(main).to_contain_text(contests[0]["world"])
 
 
-def test_a_run_that_begins_appears_by_itself(visitor: Visitor, newcomer: Path) -> None:
+def test_a_run_that_begins_appears_by_itself(newcomer: Path, visitor: Visitor) -> None:
     page = visitor.visit()
     options = ["--steps", "2", "--eval.episodes", "4", "--out", newcomer, "--quiet"]
     process = ragen("train", "collapse", *options)
@@ -104,3 +143,18 @@ def test_a_run_that_begins_appears_by_itself(visitor: Visitor, newcomer: Path) -
     expect(row).to_be_visible(timeout=60_000)
     succeed(process)
     expect(row).to_contain_text("finished", timeout=5_000)
+
+
+def test_more_runs_than_colours_are_said_to_be_left_out(newcomer: Path, visitor: Visitor) -> None:
+    names = [f"newcomer/{number}" for number in range(10)]
+    for name in names:
+        folder = newcomer.parent / name
+        folder.mkdir(parents=True)
+        Recorder.create(folder, dump(resolve("bandit"))).close()
+    page = visitor.visit(f"#/compare/{quote(names[0], safe='')}?other={','.join(names[1:])}")
+    rows = page.get_by_role("table", name="The runs").locator("tbody tr")
+    expect(rows).to_have_count(8)
+    expect(page.get_by_role("main")).to_contain_text("8 runs of the 10 that were chosen")
+    page.get_by_role("button", name="leave out newcomer/3").click()
+    expect(rows).to_have_count(8)  # one that waited takes its place
+    expect(rows.last).to_contain_text("newcomer/8")

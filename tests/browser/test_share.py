@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,26 @@ def test_a_run(visitors: Visitors, files: dict[str, Path]) -> None:
     expect(page.get_by_role("heading", level=1)).to_have_text("lake")
     assert page.get_by_test_id("curve").count() > 10
     page.get_by_role("button", name="Tokens", exact=True).click()  # the axis
+
+
+@pytest.mark.parametrize("attribute", ["src", "srcdoc"])
+def test_a_frame_without_rights(
+    visitors: Visitors, files: dict[str, Path], tmp_path: Path, attribute: str
+) -> None:
+    """A mail program or a notebook may show it in a frame that has no storage and no origin."""
+    outer, file = tmp_path / "mail.html", files["run"]
+    source = file.as_uri() if attribute == "src" else escape(file.read_text("utf-8"))
+    frame = f'<iframe sandbox="allow-scripts" width=1200 height=700 {attribute}="{source}">'
+    outer.write_text(f'<!doctype html><meta charset="utf-8">{frame}</iframe>', "utf-8")
+    reader = visitors(address="file://")
+    reader.page.goto(outer.as_uri())
+    page = reader.page.frame_locator("iframe")
+    expect(page.get_by_role("heading", level=1)).to_have_text("lake")
+    page.get_by_role("button", name="Tokens", exact=True).click()  # the axis, in the address
+    pressed = page.get_by_role("button", name="Tokens", exact=True)
+    expect(pressed).to_have_attribute("aria-pressed", "true")
+    page.get_by_role("button", name=re.compile("^Colours: auto")).click()
+    expect(page.get_by_role("button", name=re.compile("^Colours: light"))).to_be_visible()
 
 
 def test_it_tells_nothing_of_this_machine(files: dict[str, Path], runs: Path) -> None:

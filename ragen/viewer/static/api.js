@@ -1,7 +1,7 @@
 // Talks to the server: answers to questions (`get`, `useApi`), one command (`post`) and what
 // happens meanwhile (`useEvents`). A shared file has no server: the answers are in the page.
 
-import { useCallback, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { useCallback, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const RETRY_MS = 2000; // A server that is gone is usually being restarted by hand.
 
@@ -81,34 +81,50 @@ async function answer(url, options) {
 }
 
 /**
- * A question as a hook: `{data, error, loading, reload}`; with a path of null nothing is asked.
- * What is shown stays until the next answer is there; a server that is gone is asked again.
+ * A question as a hook: `{data, error, reload}`; with a path of null nothing is asked. What is
+ * shown stays while the same question is asked again; of another question nothing stays, because a
+ * page has its name above the answer. With `keep` the former answer stands until the next one is
+ * there: for a picture under a slider, which would else flicker.
  */
-export function useApi(path, params) {
+export function useApi(path, params, { keep = false } = {}) {
   const { data, ...rest } = useApis(path === null ? [] : [[path, params]]);
-  return { data: data?.[0] ?? null, ...rest };
+  const last = useRef(null);
+  if (data || rest.error) last.current = data;
+  const kept = keep && path !== null ? last.current : null;
+  return { data: data?.[0] ?? kept?.[0] ?? null, ...rest };
 }
 
-/** Several questions `[[path, params], …]` as one: `data` has the answers in their order. */
+/** Several questions `[[path, params], …]` as one: `data` has all answers, in order, or none. */
 export function useApis(questions) {
-  const key = JSON.stringify(questions.map(([path, params]) => keyOf(path, params)));
-  const [state, setState] = useState({ data: null, error: null, loading: questions.length > 0 });
+  const { answers, errors, reload } = useAnswers(questions);
+  const data = questions.length && answers.every(Boolean) ? answers : null;
+  return { data, error: errors.find(Boolean) ?? null, reload };
+}
+
+const NOTHING = { key: null, keys: [], answers: [], errors: [] };
+
+/**
+ * Several questions side by side: `{answers, errors, reload}` in their order, null where there is
+ * none. An answer stays while its question is asked; a server that is gone is asked again.
+ */
+export function useAnswers(questions) {
+  const keys = questions.map(([path, params]) => keyOf(path, params));
+  const key = JSON.stringify(keys);
+  const [state, setState] = useState(NOTHING);
   const asking = useRef({ controller: null, again: false });
   const ask = useCallback(async () => {
     const controller = (asking.current.controller = new AbortController());
-    setState((old) => ({ ...old, loading: true }));
-    let next;
-    try {
-      const { signal } = controller;
-      const data = await Promise.all(questions.map(([path, params]) => get(path, params, signal)));
-      next = () => ({ data, error: null, loading: false });
-    } catch (error) {
-      if (!controller.signal.aborted && !(error instanceof ApiError)) throw error;
-      next = (old) => ({ data: old.data, error, loading: false });
-    }
+    const asked = questions.map(([path, params]) => get(path, params, controller.signal));
+    const results = await Promise.allSettled(asked);
     if (controller.signal.aborted) return;
     asking.current.controller = null;
-    setState(next);
+    const errors = results.map(({ reason }) => reason ?? null);
+    const defect = errors.find((error) => error && !(error instanceof ApiError));
+    if (defect) throw defect;
+    setState((old) => {
+      const before = known(old, keys);
+      return { key, keys, answers: results.map(({ value }, i) => value ?? before[i]), errors };
+    });
     if (asking.current.again) reload();
   }, [key]);
   // A run that steps faster than it is read must not abort each answer for the next.
@@ -118,25 +134,36 @@ export function useApis(questions) {
   }, [ask]);
   useEffect(() => {
     if (questions.length) ask();
-    else setState({ data: null, error: null, loading: false });
     return () => {
       asking.current.controller?.abort();
       asking.current = { controller: null, again: false };
     };
   }, [ask]);
+  const same = state.key === key;
+  const answers = useMemo(() => (same ? state.answers : known(state, keys)), [state, key]);
+  const errors = same ? state.errors : keys.map(() => null);
+  useRetry(errors.find((error) => error?.status === 0) ?? null, reload);
+  return { answers, errors, reload };
+}
+
+/** The answers that a state has to the questions of `keys`, null where it has none. */
+function known(state, keys) {
+  return keys.map((key) => state.answers[state.keys.indexOf(key)] ?? null);
+}
+
+/** Ask again, after a while, where `error` is that the server did not answer. */
+export function useRetry(error, reload) {
   useEffect(() => {
-    if (state.error?.status !== 0) return undefined;
+    if (error?.status !== 0) return undefined;
     const timer = setTimeout(reload, RETRY_MS);
     return () => clearTimeout(timer);
-  }, [state.error, reload]);
-  return { ...state, reload };
+  }, [error, reload]);
 }
 
 /**
- * Listen to what happens: with `{run}` to its `step`, `alarm` and `end`, with `{}` to `runs`;
- * `params` of null listens to nothing. `again` is called when a lost connection is back: what was
- * missed meanwhile must be asked for. A hidden page does not listen, because a browser opens only
- * six connections to one server, and a researcher more than six tabs.
+ * Listen to what happens: with `{run}` to its `step` and `alarm`, to the `end` of its process and to
+ * the `begin` of one that resumes it, with `{}` to `runs`; with `params` of null to nothing. `again`
+ * is called when a lost connection is back: what was missed meanwhile must be asked for.
  */
 export function useEvents(params, handlers) {
   const latest = useRef(handlers);
@@ -144,33 +171,52 @@ export function useEvents(params, handlers) {
   const key = params && keyOf("/api/events", params);
   useEffect(() => {
     if (shared || key === null) return undefined;
-    let source = null;
-    let missed = false;
-    const close = () => {
-      source?.close();
-      source = null;
-      missed = true;
+    const hear = (name, said) => latest.current[name]?.(said);
+    if (!streams.has(key)) streams.set(key, streamOf(key));
+    streams.get(key).add(hear);
+    return () => streams.get(key).leave(hear) && streams.delete(key);
+  }, [key]);
+}
+
+const streams = new Map(); // By address: however many parts of a page listen, one connection.
+
+/**
+ * A connection that is open while somebody listens. A hidden page does not, because a browser opens
+ * only six connections to one server, and a researcher more than six tabs.
+ */
+function streamOf(address) {
+  const hearers = new Set();
+  const tell = (name, said = null) => hearers.forEach((hear) => hear(name, said));
+  let source = null;
+  let missed = false;
+  const close = () => {
+    source?.close();
+    source = null;
+    missed = true;
+  };
+  const open = () => {
+    source = new EventSource(address);
+    source.onerror = () => (missed = true);
+    source.onopen = () => {
+      if (missed) tell("again");
+      missed = false;
     };
-    const open = () => {
-      source = new EventSource(key);
-      source.onerror = () => (missed = true);
-      source.onopen = () => {
-        if (missed) latest.current.again?.();
-        missed = false;
-      };
-      for (const name of ["step", "alarm", "runs", "end"]) {
-        source.addEventListener(name, (event) => {
-          if (name === "end") close();
-          latest.current[name]?.(event.data ? JSON.parse(event.data) : null);
-        });
-      }
-    };
-    const turn = () => (document.hidden ? close() : source || open());
-    document.addEventListener("visibilitychange", turn);
-    turn();
-    return () => {
+    for (const name of ["begin", "step", "alarm", "end", "runs"]) {
+      source.addEventListener(name, ({ data }) => tell(name, JSON.parse(data)));
+    }
+  };
+  const turn = () => (document.hidden ? close() : source || open());
+  document.addEventListener("visibilitychange", turn);
+  turn();
+  return {
+    add: (hear) => hearers.add(hear),
+    /** Whether that was the last one, with whom the connection ends. */
+    leave(hear) {
+      hearers.delete(hear);
+      if (hearers.size) return false;
       document.removeEventListener("visibilitychange", turn);
       close();
-    };
-  }, [key]);
+      return true;
+    },
+  };
 }

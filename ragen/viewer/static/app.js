@@ -48,12 +48,13 @@ function queryOf(search) {
   return Object.fromEntries(new URLSearchParams(search.replaceAll("+", "%2B")));
 }
 
-/** Merge into the address's parameters; null removes. Without `push` Back skips the change. */
-function setQuery(changes, { push = false } = {}) {
+/** Merge into the address's parameters; null removes. Back skips the change. */
+function setQuery(changes) {
   const { page, params, query } = route();
   const address = link(page, params, { ...query, ...changes });
   if (!address || address === location.hash) return;
-  history[push ? "pushState" : "replaceState"](null, "", address);
+  // Against the page's own URL, which in a frame of text (srcdoc) is not what links begin with.
+  history.replaceState(null, "", new URL(address, location.href));
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
@@ -75,10 +76,10 @@ function App() {
   const there = params.run ? PLACES.filter(([name]) => link(name, params)) : [];
   const lines = there.map(([, title, key]) => [`g ${key}`, title]);
   useKeys(
-    { "?": () => setHelp(!help), Escape: () => setHelp(false), "g l": go("runs"), ...jumps },
+    { "?": () => setHelp(true), "g l": go("runs"), ...jumps },
     { "?": "these keys", ...(!shared && { "g l": "List of runs" }), ...Object.fromEntries(lines) },
   );
-  return html`<${Head} page=${page} run=${params.run} onHelp=${() => setHelp(!help)} />
+  return html`<${Head} page=${page} run=${params.run} onHelp=${() => setHelp(true)} />
     <${Place} key=${[page, params.run, params.id].join("\n")} ...${{ page, params, query }} />
     ${help && html`<${Help} onClose=${() => setHelp(false)} />`}`;
 }
@@ -156,16 +157,19 @@ function Place({ page, params, query }) {
 
 const NAMES = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓", " ": "space" };
 
-/** It takes the focus, and gives it back to where it was. */
+/** It takes the focus and all keys, and gives them back to where they were. */
 function Help({ onClose }) {
-  const close = useRef(null);
+  const dialog = useRef(null);
+  useKeys({ "?": onClose, Escape: onClose }, {}, { alone: true });
   useEffect(() => {
     const before = document.activeElement;
-    close.current.focus();
+    dialog.current.showModal();
     return () => before?.focus();
   }, []);
-  return html`<div class="cover" onClick=${onClose}>
-    <section class="help" role="dialog" aria-modal="true" aria-label="Keys">
+  const outside = (event) => event.target === dialog.current && onClose();
+  return html`<dialog class="help" ref=${dialog} aria-label="Keys" onClick=${outside}
+    onClose=${onClose}>
+    <section>
       <h2>Keys</h2>
       <dl>
         ${activeKeys().map(
@@ -174,9 +178,9 @@ function Help({ onClose }) {
               <dd>${line}</dd>`,
         )}
       </dl>
-      <button ref=${close} onClick=${onClose}>Close</button>
+      <button onClick=${onClose}>Close</button>
     </section>
-  </div>`;
+  </dialog>`;
 }
 
 render(html`<${App} />`, document.getElementById("app"));

@@ -7,7 +7,7 @@ import { pieces, Text } from "./parts.js";
 import { html } from "./vendor/preact-htm.js";
 
 /** What each character of the alphabet stands for: the ground, what lies on it, and its name. */
-export const CELLS = {
+const CELLS = {
   "#": { ground: "wall", name: "wall" },
   _: { ground: "floor" },
   P: { ground: "floor", on: ["player"], name: "player" },

@@ -2,6 +2,7 @@
 
 import { number } from "./numbers.js";
 import { COLOURS, axis, bars, flags, levels, seriesOf } from "./paint.js";
+import { Text } from "./parts.js";
 import uPlot from "./vendor/uplot.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -23,7 +24,7 @@ export function smooth(values, w) {
 }
 
 /** The index of the value in ascending `x` that is nearest to `at`. */
-export function nearest(x, at) {
+function nearest(x, at) {
   let [low, high] = [0, x.length - 1];
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -156,7 +157,7 @@ export function Curves({
 /** The events under the pointer. */
 function Tip({ marks, left, turned }) {
   return html`<div class="curve-tip ${turned ? "turned" : ""}" style=${{ left: `${left}px` }}>
-    ${marks.map(({ text }) => html`<p>${text}</p>`)}
+    ${marks.map(({ text }) => html`<p><${Text} text=${text} /></p>`)}
   </div>`;
 }
 

@@ -10,10 +10,11 @@ let first = null;
 /**
  * Keys of a page while it is shown: `useKeys({ j: next, "g r": runs }, { j: "next row", … })`.
  * A name is the browser's (`ArrowLeft`, `Escape`, `/`, ` `), or two with a blank for one after the
- * other. A handler that returns false leaves the key to others and to the browser.
+ * other. A handler that returns false leaves the key to others and to the browser. With `alone`, as
+ * in a dialog, no keys but these act.
  */
-export function useKeys(handlers, help = {}) {
-  const layer = useRef({ handlers, help });
+export function useKeys(handlers, help = {}, { alone = false } = {}) {
+  const layer = useRef({ handlers, help, alone });
   layer.current.handlers = handlers;
   layer.current.help = help;
   // Before the page is painted: whoever sees it may press a key.
@@ -41,13 +42,19 @@ function typing(target) {
 /** Keys by which a control that has the focus is worked stay its own. */
 function owned(event) {
   const name = event.target.tagName;
+  const role = event.target.getAttribute?.("role");
   if (name === "INPUT") return event.key.startsWith("Arrow") || event.key === " ";
-  if (["BUTTON", "A", "SUMMARY"].includes(name)) return ["Enter", " "].includes(event.key);
-  return false;
+  const pressed = ["BUTTON", "A", "SUMMARY"].includes(name) || role === "button";
+  return pressed && ["Enter", " "].includes(event.key);
+}
+
+function acting() {
+  const dialog = layers.find(({ alone }) => alone);
+  return dialog ? [dialog] : layers;
 }
 
 function act(name, event) {
-  for (const { handlers } of layers) {
+  for (const { handlers } of acting()) {
     if (handlers[name] && handlers[name](event) !== false) {
       event.preventDefault();
       return true;
@@ -68,17 +75,18 @@ document.addEventListener("keydown", (event) => {
   if (chord && act(chord, event)) return;
   if (act(event.key, event)) return;
   const begins = ({ handlers }) => Object.keys(handlers).some((k) => k.startsWith(`${event.key} `));
-  if (layers.some(begins)) first = { key: event.key, at: event.timeStamp };
+  if (acting().some(begins)) first = { key: event.key, at: event.timeStamp };
 });
 
 /**
- * The keys of a list: j and k move along its `count` rows, Enter opens the one they are on.
- * Returns the row's index, −1 before the first j.
+ * The keys of a list: j and k move along its rows, Enter opens the one they are on. `names` are
+ * what the rows are known by, wherever they stand: a live list moves. Returns the row's index, −1
+ * before the first j and where the row has gone.
  */
-export function useRowKeys(count, open) {
-  const [at, setAt] = useState(-1);
-  const row = Math.min(at, count - 1);
-  const move = (by) => () => setAt(Math.min(count - 1, Math.max(0, row + by)));
+export function useRowKeys(names, open) {
+  const [name, setName] = useState(null);
+  const row = names.indexOf(name);
+  const move = (by) => () => setName(names[Math.min(names.length - 1, Math.max(0, row + by))]);
   useKeys(
     { j: move(1), k: move(-1), Enter: () => row >= 0 && open(row) },
     { j: "next row", k: "previous row", Enter: "open the row" },

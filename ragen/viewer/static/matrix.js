@@ -20,7 +20,8 @@ export function Matrix({ run, steps, all, query, setQuery }) {
   const chosen = steps.filter((one) => one.path === path);
   const here = chosen.map(({ step }) => step).sort((a, b) => a - b);
   const at = nearestBefore(here, query.step);
-  const { data, error, reload } = useApi("/api/matrix", { run, step: here[at], path });
+  const asked = { run, step: here[at], path };
+  const { data, error, reload } = useApi("/api/matrix", asked, { keep: true });
   return html`<div class="row choices">
       ${paths.length > 1 && html`<${Tabs} label="Turns" value=${path}
         tabs=${paths.map((key) => ({ key, title: PATHS[key] ?? key }))}

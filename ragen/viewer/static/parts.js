@@ -19,12 +19,21 @@ export function useReady(done) {
   }, [done]);
 }
 
-/** A value that is remembered between visits, such as how much curves are smoothed. */
+/** The browser's memory; null where it lends none, as in a mail program's frame. */
+const memory = (() => {
+  try {
+    return window.localStorage;
+  } catch {
+    return null; // To name it is forbidden already.
+  }
+})();
+
+/** A value that is remembered between visits, where the browser has a memory: the theme, say. */
 export function useStored(name, initial) {
-  const [value, setValue] = useState(() => localStorage.getItem(name) ?? initial);
+  const [value, setValue] = useState(() => memory?.getItem(name) ?? initial);
   const set = (next) => {
-    localStorage.setItem(name, next);
     setValue(next);
+    memory?.setItem(name, next);
   };
   return [value, set];
 }

@@ -1,7 +1,7 @@
 // A run's most frequent phrases over its steps: a row each, a cell a step, darker where more of the
 // step's thoughts hold the phrase. A row that turns dark from some step on is a template.
 
-import { useApi } from "./api.js";
+import { useApi, useEvents } from "./api.js";
 import { percent, plural } from "./numbers.js";
 import { Loading, Problem, Tabs, Text } from "./parts.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
@@ -27,6 +27,7 @@ export function Phrases({ run, phase, query, setQuery }) {
   const words = LENGTHS.includes(Number(query.words)) ? Number(query.words) : 5;
   const order = Object.hasOwn(ORDERS, query.order ?? "") ? query.order : "now";
   const { data, error, reload } = useApi("/api/phrases", { run, words, phase });
+  useEvents({ run }, { step: reload, end: reload, again: reload });
   return html`<section class="panel">
     <h2>Repeated phrases</h2>
     <div class="row choices">
@@ -93,8 +94,8 @@ function summary(rows, steps) {
 }
 
 /** What the colours mean. */
-export function Scale({ low = "none", high = "all" }) {
-  return html`<p class="scale muted" aria-hidden="true"><span>${low}</span>
+function Scale() {
+  return html`<p class="scale muted" aria-hidden="true"><span>none</span>
     ${Array.from({ length: SHADES }, (_, i) => html`<i key=${i} class=${`heat-${i}`}></i>`)}
-    <span>${high} of the thoughts</span></p>`;
+    <span>all of the thoughts</span></p>`;
 }

@@ -131,6 +131,13 @@ function Axes({ width, x, y, most, edge, top, low, middle }) {
   </g>`;
 }
 
+/** Whether a key presses what has the focus, as it would a button of the browser's own. */
+function pressed(event) {
+  if (!["Enter", " "].includes(event.key)) return false;
+  event.preventDefault(); // A blank would scroll the page.
+  return true;
+}
+
 /** One path: a ring where it begins, a disc where it is now, hollow where nothing is decided. */
 function Course({ name, points, scale: { x, y }, shown, onOver, onPick }) {
   const colour = colourOf(name);
@@ -148,7 +155,7 @@ function Course({ name, points, scale: { x, y }, shown, onOver, onPick }) {
       onPointerEnter=${() => onOver(point)} onPointerLeave=${() => onOver(null)}
       onFocus=${() => onOver(point)} onBlur=${() => onOver(null)}
       onClick=${() => onPick(point.path, point.step)}
-      onKeyDown=${(event) => event.key === "Enter" && onPick(point.path, point.step)} />`)}
+      onKeyDown=${(event) => pressed(event) && onPick(point.path, point.step)} />`)}
   </g>`;
 }
 

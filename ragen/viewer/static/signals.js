@@ -1,11 +1,11 @@
 // A run's metrics as a grid of small charts: which are shown, over which axis, of which runs.
 
 import { link } from "./addresses.js";
-import { useApis } from "./api.js";
+import { useAnswers } from "./api.js";
 import { Curves } from "./charts.js";
 import { clock, number, plural, share } from "./numbers.js";
 import { Tabs, Text } from "./parts.js";
-import { html, useMemo } from "./vendor/preact-htm.js";
+import { html, useMemo, useRef } from "./vendor/preact-htm.js";
 
 const MOST = 24; // Charts that a search shows at once.
 const SUCCESS = "success/mean";
@@ -42,13 +42,19 @@ export function chosen(names, labels, sought) {
   return names.filter(wanted).slice(0, MOST);
 }
 
-/** The answers of `/api/metrics` by run: `{answers: {run: answer}, error, reload}`. */
+/**
+ * The answers of `/api/metrics` by run: `{answers: {run: answer}, error, reload}`. Where other
+ * metrics are asked for, the former stay until they are there: an answer names run and metrics.
+ */
 export function useMetrics(runs, names) {
   const asked = names.join(",");
   const questions = asked ? runs.map((run) => ["/api/metrics", { run, names: asked }]) : [];
-  const { data, error, reload } = useApis(questions);
-  const answers = useMemo(() => byRun(data ?? []), [data]);
-  return { answers, error, reload };
+  const { answers, errors, reload } = useAnswers(questions);
+  const last = useRef({});
+  last.current = useMemo(
+    () => ({ ...last.current, ...byRun(answers.filter(Boolean)) }), [answers],
+  );
+  return { answers: last.current, error: errors.find(Boolean) ?? null, reload };
 }
 
 const byRun = (answers) => Object.fromEntries(answers.map((answer) => [answer.run, answer]));

@@ -12,19 +12,23 @@ import { html, useMemo, useRef } from "../vendor/preact-htm.js";
 const MOST = 8; // As many as there are colours that all can tell apart.
 
 export default function Compare({ params, query, setQuery }) {
-  const names = [...new Set([params.run, ...splitRuns(query.other)])].slice(0, MOST);
-  const { data, error, reload } = useApis(names.map((run) => ["/api/run", { run }]));
-  const runs = data?.length === names.length ? data : null;
+  const all = [...new Set([params.run, ...splitRuns(query.other)])];
+  const names = all.slice(0, MOST);
+  const { data: runs, error, reload } = useApis(names.map((run) => ["/api/run", { run }]));
   useReady(runs !== null || error !== null);
   const remove = (gone) => {
-    const [run, ...rest] = names.filter((name) => name !== gone);
+    const [run, ...rest] = all.filter((name) => name !== gone);
     const left = { ...query, other: joinRuns(rest) };
     location.hash = rest.length ? link("compare", { run }, left) : link("run", { run });
   };
   return html`<main class="page page-compare">
     <div class="row title-row">
       <h1>Compare</h1>
-      <span class="muted">${plural(names.length, "run")}; the others are set against the first</span>
+      <span class="muted"
+        >${plural(names.length, "run")}${all.length > MOST &&
+        ` of the ${all.length} that were chosen: colours tell no more apart`}; the others are set
+        against the first</span
+      >
     </div>
     ${error &&
     html`<${Problem} error=${error} reload=${reload}>
@@ -102,6 +106,7 @@ function Contests({ names }) {
   const [first, ...others] = names;
   const asked = others.map((other) => ["/api/compare", { run: first, other }]);
   const { data, error, reload } = useApis(asked);
+  useEvents({}, { runs: reload, again: reload });
   const rows = (data ?? []).flatMap(({ contests }, i) =>
     contests.map((contest) => ({
       ...contest, other: others[i], index: i + 1, difference: turned(contest.difference),

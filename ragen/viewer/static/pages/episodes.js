@@ -2,9 +2,9 @@
 // page. Every filter is in the address, so that a list can be sent to a colleague.
 
 import { link, visit } from "../addresses.js";
-import { get, useEvents } from "../api.js";
+import { get, useApi, useEvents, useRetry } from "../api.js";
 import { useKeys } from "../keys.js";
-import { number, plural } from "../numbers.js";
+import { number } from "../numbers.js";
 import { Chip, Loading, Pager, Problem, Table, Text, useReady } from "../parts.js";
 import { Earned, groupLink, Outcome, Undone } from "../turns.js";
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
@@ -27,15 +27,18 @@ export default function Page({ params, query, setQuery }) {
   const filters = Object.fromEntries(FILTERS.map((name) => [name, query[name]]));
   const asked = { ...filters, sort, order };
   const list = useList(run, asked);
+  const newest = useApi("/api/episodes", { run, ...asked, limit: 1 });
   const [at, setAt] = useState(0);
-  const [fresh, setFresh] = useState(0);
   const search = useRef(null);
   useReady(list.episodes !== null || list.error !== null);
   useEffect(() => setAt(0), [list.key]);
   const episodes = list.episodes ?? [];
   // A new step must not move the rows under the reader; where there is none it moves nothing.
-  const told = () => (episodes.length ? setFresh((n) => n + 1) : list.reload());
-  useEvents({ run }, { step: told, again: told });
+  const told = () => (episodes.length ? newest.reload() : list.reload());
+  useEvents({ run }, { step: told, end: told, again: told });
+  const comparable = newest.data !== null && episodes.length > 0 && !list.stale;
+  const fresh = comparable && grown(newest.data, list);
+  const trouble = list.error ? [list.error, list.retry] : [newest.error, newest.reload];
   const open = (episode) => visit(link("episode", { run, id: episode.id }));
   const move = (by) => () => {
     setAt((row) => Math.max(0, Math.min(episodes.length - 1, row + by)));
@@ -57,16 +60,12 @@ export default function Page({ params, query, setQuery }) {
   const onSort = (key) => setQuery({
     sort: key === "step" ? null : key, order: key === sort && order === "desc" ? "asc" : null,
   });
-  const refresh = () => {
-    setFresh(0);
-    list.reload();
-  };
   return html`<main class="page page-episodes">
     <h1>Episodes</h1>
     <${Filters} query=${query} setQuery=${setQuery} facets=${list.facets} search=${search} />
-    ${list.error && html`<${Problem} error=${list.error} reload=${list.reload} />`}
-    ${fresh > 0 && html`<p><button onClick=${refresh} data-testid="fresh">
-      ${plural(fresh, "new step")}: show the episodes</button></p>`}
+    ${trouble[0] && html`<${Problem} error=${trouble[0]} reload=${trouble[1]} />`}
+    ${fresh && html`<p><button onClick=${list.reload} data-testid="fresh">
+      New episodes: show them</button></p>`}
     ${list.episodes === null ? !list.error && html`<${Loading} />`
       : html`<div class=${list.stale ? "stale" : ""}>
         <${Table} label="episodes" columns=${columns} rows=${episodes}
@@ -86,6 +85,13 @@ function Nothing({ facets }) {
     its <code>record.episodes_every</code> says otherwise.</p>`;
 }
 
+/** Whether a list has others by now; of a search with very many hits the total is not counted. */
+function grown(now, then) {
+  const counted = now.total !== null && then.total !== null;
+  const last = ({ facets }) => facets.steps?.[1] ?? 0;
+  return counted ? now.total > then.total : last(now) > last(then);
+}
+
 /** The pages of the list so far; another question begins anew, late answers are dropped. */
 function useList(run, asked) {
   const key = JSON.stringify([run, asked]);
@@ -94,7 +100,7 @@ function useList(run, asked) {
   const load = useCallback(async (cursor) => {
     running.current?.abort();
     const controller = (running.current = new AbortController());
-    setState((old) => ({ ...old, loading: true, error: null }));
+    setState((old) => ({ ...old, loading: true }));
     try {
       const page = await get("/api/episodes", { run, ...asked, cursor, limit: PAGE_SIZE },
         controller.signal);
@@ -105,7 +111,8 @@ function useList(run, asked) {
         episodes: cursor ? [...old.episodes, ...page.episodes] : page.episodes,
       }));
     } catch (error) {
-      if (!controller.signal.aborted) setState((old) => ({ ...old, loading: false, error }));
+      if (controller.signal.aborted) return;
+      setState((old) => ({ ...old, loading: false, error, failed: cursor }));
     }
   }, [key]);
   useEffect(() => {
@@ -113,9 +120,11 @@ function useList(run, asked) {
     return () => running.current?.abort();
   }, [load]);
   const more = useCallback(() => {
-    if (state.cursor && !state.loading) load(state.cursor);
-  }, [state.cursor, state.loading, load]);
-  return { ...state, stale: state.key !== key, more, reload: () => load(null) };
+    if (state.cursor && !state.loading && !state.error) load(state.cursor);
+  }, [state.cursor, state.loading, state.error, load]);
+  const retry = useCallback(() => load(state.failed), [state.failed, load]);
+  useRetry(state.error, retry);
+  return { ...state, stale: state.key !== key, more, retry, reload: () => load(null) };
 }
 
 function columnsOf(run, facets = { phases: [], worlds: [] }) {

@@ -166,6 +166,7 @@ function columnsOf(rows) {
 function Contests({ run, other, setQuery }) {
   const runs = useApi("/api/runs");
   const { data, error, reload } = useApi(other ? "/api/compare" : null, { run, other });
+  useEvents(other ? {} : null, { runs: reload, again: reload }); // Either run may train.
   const fit = (one) => one.run !== run && one.state !== "unreadable";
   const others = (runs.data?.runs ?? []).filter(fit);
   const choose = (event) => setQuery({ other: event.target.value || null });

@@ -2,7 +2,7 @@
 // of a level at one step stands beside what it thinks at another, and what both share is marked.
 // Beside another level's thought of the same step the same marks show the Echo Trap.
 
-import { useApi } from "../api.js";
+import { useApi, useEvents } from "../api.js";
 import { Compared, useShares } from "../echo.js";
 import { useKeys } from "../keys.js";
 import { percent, plural } from "../numbers.js";
@@ -27,6 +27,7 @@ const fits = (fate, { successes }) => FATES[fate].holds(successes[0], successes.
 export default function Page({ params, query, setQuery }) {
   const { run } = params;
   const { data, error, reload } = useApi("/api/recurring", { run });
+  useEvents({ run }, { step: reload, end: reload, again: reload });
   useReady(Boolean(error) || data?.levels.length === 0);
   return html`<main class="page page-recurring">
     <h1>Then and now</h1>
@@ -55,7 +56,12 @@ function Levels({ run, levels, all, query, setQuery }) {
   const here = levels.filter((level) => level.phase === phase);
   const shown = here.filter((level) => fits(fate, level));
   const named = here.find((level) => String(level.level_seed) === query.level_seed);
-  const level = named ?? shown.find((one) => fits("learnt", one)) ?? shown[0] ?? here[0];
+  // Chosen once: an evaluation that comes must not put another level before the reader.
+  const usual = useMemo(
+    () => (shown.find((one) => fits("learnt", one)) ?? shown[0] ?? here[0]).level_seed,
+    [phase, fate],
+  );
+  const level = named ?? here.find((one) => one.level_seed === usual) ?? here[0];
   const place = shown.indexOf(level);
   const choose = (one) => setQuery({ level_seed: one.level_seed, other: null });
   const move = (by) => () => {
@@ -102,7 +108,7 @@ function LevelTable({ levels, chosen, onChoose }) {
     const most = row.offsetTop - row.offsetHeight; // Below the head, which is as high as a row.
     const least = row.offsetTop + row.offsetHeight - box.current.clientHeight;
     box.current.scrollTop = Math.max(least, Math.min(most, box.current.scrollTop));
-  }, [chosen]);
+  }, [chosen.level_seed]);
   return html`<div class="scroll level-box" ref=${box}>
     <table class="level-table" aria-label="Levels by step">
       <thead><tr><th scope="col">level</th>
@@ -134,6 +140,11 @@ function Level({ run, level, others, query, setQuery }) {
   const otherSeed = others.find((one) => String(one.level_seed) === query.other)?.level_seed;
   const asked = { run, phase, level_seed: otherSeed };
   const another = useApi(otherSeed === undefined ? null : "/api/level", asked);
+  const again = () => {
+    reload();
+    another.reload();
+  };
+  useEvents({ run }, { step: again, end: again, again });
   const episodes = data?.episodes ?? [];
   const steps = episodes.map(({ step }) => step);
   const wanted = (query.steps ?? "").split(",").map(Number);

@@ -1,11 +1,11 @@
 // One run: how well it does, whether it collapses and why, live while it trains.
 
 import { joinRuns, link, splitRuns } from "../addresses.js";
-import { shared, useApi, useApis, useEvents } from "../api.js";
+import { shared, useAnswers, useApi, useEvents } from "../api.js";
 import { Evaluations, Events, Exactness, Phases } from "../details.js";
 import { Headline, Tiles } from "../headline.js";
 import { useKeys } from "../keys.js";
-import { Loading, Problem, Text, useReady } from "../parts.js";
+import { Chip, Loading, Problem, Text, useReady } from "../parts.js";
 import { RunChoice, Settings } from "../settings.js";
 import {
   Found, Legend, Signals, Toolbar, axisOf, chosen, smoothingOf, useMetrics,
@@ -19,27 +19,32 @@ export default function Run({ params, query, setQuery }) {
   const { run } = params;
   const others = splitRuns(query.with).filter((other) => other !== run);
   const { data, error, reload } = useApi("/api/run", { run });
-  const beside = useApis(others.map((other) => ["/api/run", { run: other }]));
+  const beside = useAnswers(others.map((other) => ["/api/run", { run: other }]));
   const shown = useMemo(
     () => (data ? chosen(data.names, data.labels, query.m) : []),
     [data, query.m],
   );
   const asked = [...new Set([...shown, ...COLLAPSE.filter((name) => data?.names.includes(name))])];
-  const metrics = useMetrics([run, ...others], asked);
-  const runs = useMemo(() => (data ? [data, ...(beside.data ?? [])] : []), [data, beside.data]);
+  const runs = useMemo(
+    () => (data ? [data, ...beside.answers.filter(Boolean)] : []), [data, beside.answers],
+  );
+  const missing = others.filter((_, i) => beside.errors[i] && !beside.answers[i]);
+  const metrics = useMetrics([run, ...others.filter((_, i) => beside.answers[i])], asked);
   const search = useRef(null);
   const refresh = () => {
     reload();
     metrics.reload();
   };
-  useEvents({ run }, { step: refresh, alarm: reload, end: refresh, again: refresh });
+  const news = { begin: reload, step: refresh, alarm: reload, end: refresh, again: refresh };
+  useEvents({ run }, news);
   useKeys({ "/": () => search.current?.focus() }, { "/": "find a metric" });
   const drawn = data && (asked.length === 0 || metrics.answers[run]);
   useReady(drawn || error !== null);
 
   if (!data) return html`<${Missing} ...${{ run, error, reload }} />`;
-  const trouble = error ?? beside.error ?? metrics.error;
+  const trouble = error ?? metrics.error;
   const overlay = (next) => setQuery({ with: joinRuns(next) || null });
+  const without = (gone) => overlay(others.filter((other) => other !== gone));
   const open = (step) => (location.hash = link("episodes", { run }, stepsNear(data, step)));
   return html`<main class="page page-run">
     <${Headline} run=${data} />
@@ -55,11 +60,14 @@ export default function Run({ params, query, setQuery }) {
         />`}
         <span class="muted hint">drag zooms, double click ends it</span>
       <//>
-      ${others.length > 0 &&
-      html`<${Legend}
-        runs=${[run, ...others]}
-        onRemove=${(gone) => overlay(others.filter((other) => other !== gone))}
-      />`}
+      ${runs.length > 1 &&
+      html`<${Legend} runs=${runs.map((each) => each.run)} onRemove=${without} />`}
+      ${missing.length > 0 &&
+      html`<p class="warn" role="alert">
+        Not drawn, because it cannot be read:
+        ${missing.map((other) => html` <${Chip} key=${other} onRemove=${() => without(other)}
+          ><${Text} text=${other} /><//>`)}
+      </p>`}
       <${Signals}
         ...${{ runs, answers: metrics.answers, names: shown, large: query.large }}
         axis=${axisOf(query)}

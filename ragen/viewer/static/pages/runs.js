@@ -130,7 +130,7 @@ export default function Runs({ query, setQuery }) {
     if (others.length) location.hash = link("compare", { run }, { other: joinRuns(others) });
   };
   const open = (row) => (location.hash = link("run", { run: rows[row].run }));
-  const selected = useRowKeys(rows.length, open);
+  const selected = useRowKeys(rows.map(({ run }) => run), open);
   useKeys(
     {
       "/": () => search.current?.focus(),
