@@ -93,7 +93,7 @@ class Wandb:
         import wandb
 
         try:
-            self._run = wandb.init(
+            self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
                 name=run.name,
                 id=_id(run),
@@ -126,7 +126,7 @@ class Trackio:
         with _said_on_stderr():
             import trackio
 
-            self._run = trackio.init(
+            self._run: Any = trackio.init(
                 project=PROJECT,
                 name=f"{run.name}-{_id(run)}",
                 resume="allow",
