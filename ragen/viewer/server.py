@@ -227,6 +227,8 @@ def serve(root: Path, host: str, port: int, say: Callable[[str], None]) -> None:
         viewer = application(root, port, token)
         config = uvicorn.Config(
             viewer.app,
+            http="h11",  # the other reader of requests, taken where it is installed, has no bounds
+            loop="asyncio",
             log_level="error",
             access_log=False,
             proxy_headers=False,

@@ -85,6 +85,7 @@ def test_while_the_keys_are_listed_no_other_key_acts(visitor: Visitor) -> None:
     expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)  # the mark is still there
     expect(rows.first).to_have_attribute("aria-current", "true")
     page.keyboard.press("?")
+    expect(keys).to_be_visible()
     page.mouse.click(5, 300)  # beside the list
     expect(keys).to_have_count(0)
 

@@ -161,7 +161,7 @@ const NAMES = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: 
 function Help({ onClose }) {
   const dialog = useRef(null);
   useKeys({ "?": onClose, Escape: onClose }, {}, { alone: true });
-  useEffect(() => {
+  useLayoutEffect(() => {
     const before = document.activeElement;
     dialog.current.showModal();
     return () => before?.focus();
