@@ -38,7 +38,7 @@ def episode(root: Path, query: Query) -> Answer:
     folder, number = folder_of(root, query), whole_number(query, "episode")
     with reading(folder) as connection:
         row = episode_row(connection, number)
-        return detail(connection, row) | _standing(connection, row)
+        return detail(connection, row) | {"stands": _stands(connection, row)}
 
 
 def episode_row(connection: sqlite3.Connection, number: int) -> sqlite3.Row:
@@ -94,9 +94,9 @@ def has_samples(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
     return bool(found)
 
 
-def _standing(connection: sqlite3.Connection, row: sqlite3.Row) -> Answer:
-    """Whether an episode of the run's own still counts, or was rolled back."""
-    return {"stands": standing_in(connection)(row["attempt"], row["step"])}
+def _stands(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
+    """Whether an episode of the run's own still counts; it may have been rolled back."""
+    return standing_in(connection)(row["attempt"], row["step"])
 
 
 def _turn(turn: dict[str, Any]) -> Answer:
@@ -134,12 +134,12 @@ def group(root: Path, query: Query) -> Answer:
             for which, sign in (("max", "<"), ("min", ">"))
         ]
         episodes = [detail(connection, row) for row in rows]
-        stands = _standing(connection, rows[0])
+        stands = _stands(connection, rows[0])
         chosen = read_settings(folder).get("filter", {}) | _filter_changes(connection, where[0])
     rewards = [row["reward"] for row in rows if row["stop_reason"] not in FAILED]
     return {
         **{name: rows[0][name] for name in ("attempt", "step", "phase", "group", "level_seed")},
-        **stands,
+        "stands": stands,
         "kept": bool(rows[0]["kept"]),
         "group_score": rows[0]["group_score"],
         "rule": chosen.get("rule"),

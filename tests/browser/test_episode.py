@@ -194,3 +194,28 @@ def test_a_dropped_group_says_so(visitor: Visitor) -> None:
     group = {key: found[0][key] for key in ("attempt", "step", "phase", "group")}
     page = visitor.visit(f"#/group/lake?{urlencode(group)}")
     expect(page.get_by_role("main")).to_contain_text(re.compile("dropped", re.IGNORECASE))
+
+
+@pytest.mark.parametrize(
+    ("members", "played", "said"),
+    [
+        (4, 4, "All members earned the same"),
+        (4, 1, "Of its 4 episodes 1 could be played to the end."),
+        (4, 0, "Of its 4 episodes none could be played to the end."),
+        (1, 1, None),  # as with PPO: it is compared with no other
+    ],
+)
+def test_a_group_says_why_its_members_are_not_compared(
+    visitor: Visitor, episode: dict[str, Any], members: int, played: int, said: str | None
+) -> None:
+    group = urlencode({key: episode[key] for key in ("attempt", "step", "phase", "group")})
+    answer = visitor.api(f"/api/group?run=lake&{group}")
+    answer |= {"episodes": answer["episodes"][:members], "num_played": played, "reward_std": 0.0}
+    visitor.page.route("**/api/group?*", lambda route: route.fulfill(json=answer))
+    ruling = visitor.visit(f"#/group/lake?{group}").locator(".ruling")
+    expect(ruling).to_contain_text("by the filter")
+    for line in ("All members earned", "could be played"):
+        if said and line in said:
+            expect(ruling).to_contain_text(said)
+        else:
+            expect(ruling).not_to_contain_text(line)

@@ -34,7 +34,8 @@ export default function Page({ params, query }) {
     <header class="headline">
       <div><h1>Group ${group} of step ${step}</h1>
         <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html`
-          ${" "}<${Undone} ...${data} /> · <${Text} text=${data.episodes[0]?.world ?? ""} />, level ${data.level_seed}`}
+          ${" "}<${Undone} ...${data} /> · <${Text} text=${data.episodes[0]?.world ?? ""} />,
+          level ${data.level_seed}`}
           ${" "}· <a href=${link("episodes", { run }, inList)}>as a list</a></p></div>
       ${data && html`<${Figures} group=${data} />`}
       <nav class="neighbours" aria-label="neighbouring groups">
@@ -94,11 +95,13 @@ function Ruling({ group, phase }) {
   const told = RULES[rule]?.(value ?? 1, keep ?? "largest") ?? "this run keeps every group";
   const flat = group.include_zero === false ? ", but none whose members all earn the same" : "";
   return html`<b class=${kept ? "good" : "warn"}>${kept ? "Kept" : "Dropped"} by the filter</b>:
-    ${" "}${told}${flat}.${score !== null && ` Its score is ${number(score)}: ${SCORES[name] ?? name}.`}${
-    alike(group)}`;
+    ${" "}${told}${flat}.${
+    score !== null && ` Its score is ${number(score)}: ${SCORES[name] ?? name}.`}${alike(group)}`;
 }
 
-function alike({ num_played: played, reward_std: std }) {
-  if (played < 2) return ` Of its episodes ${played || "none"} could be played to the end.`;
+/** Why nothing can be learnt from comparing its members, if so; one alone is compared with none. */
+function alike({ episodes, num_played: played, reward_std: std }) {
+  const failed = ` Of its ${episodes.length} episodes ${played || "none"} could be played to the end.`;
+  if (played < 2) return played < episodes.length && failed;
   return std === 0 && " All members earned the same: nothing tells them apart.";
 }
