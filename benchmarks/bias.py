@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragen.advantages import ADVANTAGES, NEEDS_VALUES
+from ragen.algorithms.advantages import ADVANTAGES, NEEDS_VALUES
 
 LEFT, RIGHT, THINK = 0, 1, 2
 END = 0

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ragen import exactness, learner, sampler
-from ragen.reader import read_metrics
-from ragen.settings import resolve
-from ragen.trainer import train
+from ragen.config.reading import resolve
+from ragen.engines import exactness, learner, sampler
+from ragen.storage.reader import read_metrics
+from ragen.training.trainer import train
 
 PLACES = {"sampler_s": (sampler, "fingerprint"), "batch_s": (exactness, "verify")}
 PLACES["update_s"] = (learner, "verify")

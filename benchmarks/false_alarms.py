@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 
 import ragen
-from ragen.guard import DETECTORS, EVALUATED, History, read_history, replay
-from ragen.statistics import wilson
+from ragen.core.statistics import wilson
+from ragen.diagnostics.guard import DETECTORS, EVALUATED, History, read_history, replay
 
 BLOCK = 10
 HEALTHY = {"bandit": 0.9, "frozen-lake-still": 0.7}

@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from ragen.config import Config
-from ragen.evaluation import Evaluation
-from ragen.metrics import Metrics, last, mean
-from ragen.policy import ScriptedPolicy
-from ragen.recorder import Recorder
-from ragen.report import SIGNALS
-from ragen.rollout import run_groups, setup_of
-from ragen.seeding import eval_level, train_level
-from ragen.settings import dump, resolve
-from ragen.types import Episode, Group, Prompt, Turn
+from ragen.config.reading import dump, resolve
+from ragen.config.sections import Config
+from ragen.core.metrics import Metrics, last, mean
+from ragen.core.seeding import eval_level, train_level
+from ragen.core.types import Episode, Group, Prompt, Turn
+from ragen.evaluation.evaluation import Evaluation
+from ragen.reports.report import SIGNALS
+from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.rollout import run_groups, setup_of
+from ragen.storage.recorder import Recorder
 
 LARGE = "large"
 PROMPTS, MEMBERS, TURNS = 16, 16, 5

@@ -32,13 +32,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import ragen
-from ragen.collection import groups_of, learnable, planned
-from ragen.config import Config
-from ragen.engine_local import LocalEngine
-from ragen.metrics import Metrics, merge
-from ragen.rollout import setup_of
-from ragen.running import LoopState
-from ragen.settings import resolve
+from ragen.config.reading import resolve
+from ragen.config.sections import Config
+from ragen.core.metrics import Metrics, merge
+from ragen.engines.local import LocalEngine
+from ragen.rollout.rollout import setup_of
+from ragen.training.collection import groups_of, learnable, planned
+from ragen.training.running import LoopState
 
 WORLDS = ("bandit", "frozen-lake", "sokoban")
 MODES: dict[str, dict[str, Any]] = {

@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import ragen
-from ragen.errors import GuardStop
-from ragen.guard import read_alarms
-from ragen.reader import read_evaluations, read_events, standing
-from ragen.statistics import difference, wilson
+from ragen.core.errors import GuardStop
+from ragen.core.statistics import difference, wilson
+from ragen.diagnostics.guard import read_alarms
+from ragen.storage.reader import read_evaluations, read_events, standing
 
 ACTS = ("reward_std_cliff", "entropy_cliff", "entropy_blowup", "reward_drop", "format_loss")
 WORLDS: dict[str, tuple[str, dict[str, Any]]] = {

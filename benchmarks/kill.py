@@ -29,14 +29,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ragen import running, trainer
-from ragen.checkpoint import newest_whole
-from ragen.config import Config
-from ragen.database import DATABASE
-from ragen.engine_local import LocalEngine
-from ragen.errors import RagenError
-from ragen.settings import resolve
-from ragen.trainer import resume, train
+from ragen.config.reading import resolve
+from ragen.config.sections import Config
+from ragen.core.errors import RagenError
+from ragen.engines.checkpoint import newest_whole
+from ragen.engines.local import LocalEngine
+from ragen.storage.database import DATABASE
+from ragen.training import running, trainer
+from ragen.training.trainer import resume, train
 
 MOST_KILLS = 3
 SETTINGS: dict[str, Any] = {

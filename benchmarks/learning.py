@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import ragen
-from ragen.reader import read_metrics
-from ragen.settings import canonical_key, parse_value
+from ragen.config.reading import canonical_key, parse_value
+from ragen.storage.reader import read_metrics
 
 WORLDS = ("bandit", "frozen-lake-still", "frozen-lake", "sokoban")
 COLUMNS = ("before", "before_greedy", "after", "after_greedy", "random", "best")

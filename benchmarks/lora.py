@@ -30,14 +30,14 @@ import torch
 from typing_extensions import override
 
 import ragen
-from ragen import fast_qwen2
-from ragen.engine_local import LocalEngine
-from ragen.errors import GuardStop
-from ragen.evaluation import Evaluation, evaluate_target
-from ragen.progress import Watcher
-from ragen.settings import resolve
-from ragen.statistics import wilson
-from ragen.trainer import local_engine
+from ragen.config.reading import resolve
+from ragen.core.errors import GuardStop
+from ragen.core.statistics import wilson
+from ragen.engines.local import LocalEngine
+from ragen.evaluation.evaluation import Evaluation, evaluate_target
+from ragen.models import fast_qwen2
+from ragen.training.progress import Watcher
+from ragen.training.trainer import local_engine
 
 RATES = {0: None, 8: 5e-3, 64: 5e-4}
 """Learning rate by rank: the recipe's own for rank 0, the best of four on Bandit's seed 0 for 8, of

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from ragen.checkpoint import resolve_model
-from ragen.engine_local import policy_of
-from ragen.rollout import run_groups, setup_of
-from ragen.sampler import Stats
-from ragen.seeding import train_level
-from ragen.settings import resolve
+from ragen.config.reading import resolve
+from ragen.core.seeding import train_level
+from ragen.engines.checkpoint import resolve_model
+from ragen.engines.local import policy_of
+from ragen.engines.sampler import Stats
+from ragen.rollout.rollout import run_groups, setup_of
 
 WAYS = ("local", "vllm", "vllm without its prefix cache")
 

@@ -25,10 +25,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from typing_extensions import override
 
-from ragen import learner, running, trainer
-from ragen.progress import Watcher
-from ragen.recorder import Recorder
-from ragen.settings import resolve
+from ragen.config.reading import resolve
+from ragen.engines import learner
+from ragen.storage.recorder import Recorder
+from ragen.training import running, trainer
+from ragen.training.progress import Watcher
 
 EVERY = 5
 SIGNALS: tuple[tuple[Any, str], ...] = (

@@ -21,15 +21,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ragen.decoder import make_decoder
-from ragen.model import (
+from ragen.core.types import Prompt
+from ragen.engines.sampler import Sampler
+from ragen.models.decoder import make_decoder
+from ragen.models.model import (
     hidden_states,
     keep_freed_memory,
     padded_hidden_states,
     token_logprobs,
 )
-from ragen.sampler import Sampler
-from ragen.types import Prompt
 
 EPISODES, MEMBERS, TURNS, TURN_TOKENS = 128, 16, 5, 24
 FIRST, ANSWER = 102, 40

@@ -36,11 +36,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from typing_extensions import override
 
-from ragen import rollout, running, trainer
-from ragen.config import Config
+from ragen.config.sections import Config
+from ragen.core.types import Episode
 from ragen.envs.frozen_lake import FrozenLake
-from ragen.progress import Watcher
-from ragen.types import Episode
+from ragen.rollout import rollout
+from ragen.training import running, trainer
+from ragen.training.progress import Watcher
 
 GROUPS, MEMBERS, TURNS, TURN_TOKENS = 8, 16, 5, 24
 EPISODES = GROUPS * MEMBERS

@@ -37,8 +37,8 @@ from urllib.parse import quote, urlencode
 import httpx
 from fill import LARGE, RARE, fill
 
-from ragen.metrics import last, mean
-from ragen.recorder import Recorder
+from ragen.core.metrics import last, mean
+from ragen.storage.recorder import Recorder
 
 LIST_S, PAGE_S, LIVE_S = 0.1, 1.0, 2.0
 """What the viewer promises: a list query, the start of a page, a step on the screen."""

@@ -19,5 +19,5 @@ def one_thread() -> Iterator[None]:
     """
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ragen.threads._probe", lambda: 1)
+        patch.setattr("ragen.engines.threads._probe", lambda: 1)
         yield

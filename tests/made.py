@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ragen.policy import fingerprint
-from ragen.samples import to_samples
-from ragen.types import Completion, Episode, Group, Prompt, Sample, StopReason, Turn
+from ragen.algorithms.samples import to_samples
+from ragen.core.types import Completion, Episode, Group, Prompt, Sample, StopReason, Turn
+from ragen.rollout.policies import fingerprint
 
 
 def turn(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ragen.sampler_vllm import Sampled
-from ragen.types import Prompt
+from ragen.core.types import Prompt
+from ragen.engines.sampler_vllm import Sampled
 
 AT_ONCE = 4
 

@@ -11,8 +11,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ragen.env import Env, Info, State, generators
-from ragen.errors import RagenError
+from ragen.core.errors import RagenError
+from ragen.envs.contract import Env, Info, State, generators
 
 
 class Rogue(Env):

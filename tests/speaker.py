@@ -47,15 +47,15 @@ def speaker() -> Path:
     """The folder of the model, made once in a process."""
     import torch
 
-    from ragen.batch import collate
-    from ragen.chat import Chat
-    from ragen.config import LossConfig, UpdateConfig
-    from ragen.learner import Learner
-    from ragen.model import save_model
-    from ragen.policy import ScriptedPolicy
-    from ragen.rollout import run_groups, setup_of
-    from ragen.samples import to_samples
-    from ragen.settings import resolve
+    from ragen.algorithms.batch import collate
+    from ragen.algorithms.samples import to_samples
+    from ragen.config.reading import resolve
+    from ragen.config.sections import LossConfig, UpdateConfig
+    from ragen.engines.learner import Learner
+    from ragen.models.model import save_model
+    from ragen.rollout.chat import Chat
+    from ragen.rollout.policies import ScriptedPolicy
+    from ragen.rollout.rollout import run_groups, setup_of
 
     torch.set_num_threads(1)
     tokenizer = tiny_tokenizer("chatml")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ragen.cli import COMMANDS, main
-from ragen.config import RESPONSES
-from ragen.settings import canonical_key, presets
+from ragen.cli.main import COMMANDS, main
+from ragen.config.reading import canonical_key, presets
+from ragen.config.sections import RESPONSES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

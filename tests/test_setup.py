@@ -70,7 +70,7 @@ class Checkout:
 def test_first_start_installs_and_second_does_not(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     code, out, _ = checkout.run("demo.sh", "--seed", "1")
-    assert (code, out) == (0, "ran: -m ragen.cli train frozen-lake-still --json --seed 1\n")
+    assert (code, out) == (0, "ran: -m ragen.cli.main train frozen-lake-still --json --seed 1\n")
     assert checkout.installs == [f"{checkout.root}: -m pip install -c constraints.txt -e ."]
     start = time.perf_counter()
     code, _, err = checkout.run("demo.sh")
@@ -187,13 +187,14 @@ def test_wheel_has_recipes_presets_and_weights(tmp_path: Path) -> None:
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
     code = (
-        "import ragen; from importlib import resources; from ragen import settings; "
+        "import ragen; from importlib import resources; "
+        "from ragen.config import reading as settings; "
         f"assert ragen.__file__.startswith({str(site)!r}), ragen.__file__; "
         "[settings.resolve(name) for name in settings.recipes()]; "
         "[settings.resolve(None, {'algorithm': name}) for name in settings.presets()]; "
         "print(sorted(settings.recipes()), sorted(settings.presets())); "
-        "print(sorted(str(p.name) for p in (resources.files('ragen') / 'bases').iterdir()) "
-        "if (resources.files('ragen') / 'bases').is_dir() else [])"
+        "print(sorted(str(p.name) for p in (resources.files('ragen.models') / 'bases').iterdir()) "
+        "if (resources.files('ragen.models') / 'bases').is_dir() else [])"
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(
@@ -205,10 +206,10 @@ def test_wheel_has_recipes_presets_and_weights(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    folder = ROOT / "ragen" / "recipes"
+    folder = ROOT / "src" / "ragen" / "config" / "recipes"
     files = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.toml"))
     recipes = sorted(file.as_posix() for file in files)
-    bases = ROOT / "ragen" / "bases"
+    bases = ROOT / "src" / "ragen" / "models" / "bases"
     shipped = sorted(path.name for path in bases.iterdir()) if bases.is_dir() else []
     first, second = done.stdout.splitlines()
     assert first.startswith(str(recipes))

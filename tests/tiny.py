@@ -142,7 +142,8 @@ def tiny_tokenizer(template: str = "chatml") -> Any:
     """A tokenizer of about 400 tokens with the named chat template.
 
     Its end-of-sequence and padding token is ``<|endoftext|>`` (id 0), which no template writes; the
-    template's own end-of-turn token is to be found by `ragen.chat`. Cached: do not change it.
+    template's own end-of-turn token is to be found by `ragen.rollout.chat`. Cached: do not change
+    it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -196,6 +197,6 @@ def merged(model: Any) -> Any:
     """A plain copy of a model with the policy's adapter merged into it."""
     import copy
 
-    from ragen.lora import merge
+    from ragen.models.lora import merge
 
     return merge(copy.deepcopy(model))

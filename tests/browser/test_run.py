@@ -11,9 +11,9 @@ import pytest
 from playwright.sync_api import expect
 from viewed import log_step
 
-from ragen.recorder import Recorder
-from ragen.report import SIGNALS
-from ragen.settings import dump, resolve
+from ragen.config.reading import dump, resolve
+from ragen.reports.report import SIGNALS
+from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor, ragen, succeed
 
 

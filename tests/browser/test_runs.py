@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 from playwright.sync_api import expect
 
-from ragen.recorder import Recorder
-from ragen.settings import dump, resolve
+from ragen.config.reading import dump, resolve
+from ragen.storage.recorder import Recorder
 from tests.browser.visitor import RUNS, Visitor, ragen, succeed
 
 PERCENT = re.compile(r"\d+\.\d %")

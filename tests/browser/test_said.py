@@ -7,10 +7,10 @@ from typing import Any, get_args
 import pytest
 from torch import tensor
 
-from ragen.filters import FILTERS, SCORES
-from ragen.information import retrieval
-from ragen.statistics import wilson
-from ragen.types import StopReason
+from ragen.algorithms.filters import FILTERS, SCORES
+from ragen.core.statistics import wilson
+from ragen.core.types import StopReason
+from ragen.diagnostics.information import retrieval
 from ragen.viewer.tokens import TRAINED
 from tests.browser.visitor import Visitor
 

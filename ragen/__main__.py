@@ -1,8 +1,0 @@
-"""``python -m ragen`` is ``ragen``."""
-
-import sys
-
-from ragen.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())

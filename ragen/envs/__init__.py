@@ -1,1 +1,0 @@
-"""The worlds, one file each."""

@@ -1,1 +1,0 @@
-"""`ragen view`: what the agent thought and what the optimiser saw, in a browser, live."""

@@ -1,0 +1,354 @@
+"""One step's samples as tensors, and the two ways of looking at them: by row and by episode.
+
+Axes: **B** samples (rows), **T** positions of a row, **E** episodes, **S** sampled tokens of an
+episode in time order, **N** the positions that a loss looks at, row by row.
+
+Entry ``(b, t)`` of every field belongs to token t of row b. The value there is the critic's
+estimate of the state *before* the token, and the logprob is that of the token given the ones before
+it: both come out of the model at position t − 1, which is why a row's first token is never sampled
+and never weighted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from ragen.core.metrics import Metrics, mean
+from ragen.core.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples padded on the right to the longest; CPU tensors, never changed in place.
+
+    Known from birth: `mask_BT` is true exactly on sampled tokens, `sampled_logprobs_BT` and
+    `turn_ends_BT` say what `Sample` says. `episode_B` and `group_B` index the step's episodes and
+    groups; an episode may own several rows.
+
+    `weight_BT` is how much each token counts in the loss: 0 where it is not looked at, 1 on sampled
+    tokens at first, and after `losses.token_weights` a share of the minibatch (so that a loss is a
+    plain weighted sum, and the microbatches' losses and gradients add up to the minibatch's).
+
+    Known later, ``None`` before: `old_logprobs_BT` (the learner's at the start of the update),
+    `reference_logprobs_BT`, `values_BT`, then `rewards_BT`, `advantages_BT` and `returns_BT`. Add
+    them with `dataclasses.replace`. `born_BK` are the fingerprints of all turns of a row's episode,
+    −1 beyond its last (`exactness.with_births`).
+
+    Example:
+        >>> row = Sample((1, 8), (False, True), (0.0, -0.5), (-1, 0), (False, True), 0, 0)
+        >>> batch = collate([row])
+        >>> replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT).old_logprobs_BT
+        tensor([[ 0.0000, -0.5000]])
+    """
+
+    token_ids_BT: Tensor
+    mask_BT: Tensor
+    sampled_logprobs_BT: Tensor
+    turn_BT: Tensor
+    turn_ends_BT: Tensor
+    weight_BT: Tensor
+    lengths_B: Tensor
+    episode_B: Tensor
+    group_B: Tensor
+    old_logprobs_BT: Tensor | None = None
+    entropies_BT: Tensor | None = None
+    reference_logprobs_BT: Tensor | None = None
+    values_BT: Tensor | None = None
+    rewards_BT: Tensor | None = None
+    advantages_BT: Tensor | None = None
+    returns_BT: Tensor | None = None
+    born_BK: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Samples."""
+        return self.token_ids_BT.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return int(self.mask_BT.sum())
+
+
+def collate(samples: Sequence[Sample], context_weight: float = 0.0) -> Batch:
+    """Pad samples to one rectangle, in their order.
+
+    Args:
+        samples: At least one.
+        context_weight: Weight in the loss of tokens that no one sampled (prompts, observations):
+            the auxiliary language-model loss of base preparation. In reinforcement learning it is
+            0.
+
+    Example:
+        >>> off, on = False, True
+        >>> end = (off, off, on)
+        >>> long = Sample((1, 2, 8), end, (0, 0, -0.5), (-1, -1, 0), end, 0, 0)
+        >>> short = Sample((1, 9), (off, on), (0, -0.1), (-1, 0), (off, on), 1, 0)
+        >>> collate([long, short]).token_ids_BT
+        tensor([[1, 2, 8],
+                [1, 9, 0]])
+        >>> collate([long, short], context_weight=0.5).weight_BT
+        tensor([[0.0000, 0.5000, 1.0000],
+                [0.0000, 1.0000, 0.0000]])
+    """
+    assert samples, "a batch has at least one sample"
+    lengths_B = torch.tensor([len(sample.token_ids) for sample in samples])
+    mask_BT = _pad([sample.loss_mask for sample in samples], torch.bool, False)
+    turn_BT = _pad([sample.turn_index for sample in samples], torch.long, -1)
+    assert not bool(mask_BT[:, 0].any()), "a sampled token has a token before it"
+    position_T = torch.arange(mask_BT.shape[1])
+    context_BT = (turn_BT < 0) & (position_T > 0) & (position_T < lengths_B[:, None])
+    return Batch(
+        token_ids_BT=_pad([sample.token_ids for sample in samples], torch.long, 0),
+        mask_BT=mask_BT,
+        sampled_logprobs_BT=_pad([sample.sampled_logprobs for sample in samples], torch.float, 0.0),
+        turn_BT=turn_BT,
+        turn_ends_BT=_pad([sample.turn_ends for sample in samples], torch.bool, False),
+        weight_BT=mask_BT.float() + context_weight * context_BT.float(),
+        lengths_B=lengths_B,
+        episode_B=torch.tensor([sample.episode for sample in samples]),
+        group_B=torch.tensor([sample.group for sample in samples]),
+    )
+
+
+def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float) -> Tensor:
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=padding)
+
+
+# Episodes: credit runs along an episode's sampled tokens, however its turns were cut into rows.
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeIndex:
+    """Where the sampled tokens of each episode lie, in time order.
+
+    Token s of episode e is at row ``row_ES[e, s]``, column ``column_ES[e, s]``; `mask_ES` is true
+    for ``s <`` the episode's number of sampled tokens. `turn_ES` is −1 off the mask. `episode_E`
+    are the `Batch.episode_B` they stand for (ascending), `group_E` their groups.
+    """
+
+    row_ES: Tensor
+    column_ES: Tensor
+    mask_ES: Tensor
+    turn_ES: Tensor
+    turn_ends_ES: Tensor
+    episode_E: Tensor
+    group_E: Tensor
+    shape_BT: tuple[int, int]
+
+
+def episode_index(batch: Batch) -> EpisodeIndex:
+    """Gather the rows of each episode into one line of time.
+
+    Time is (turn, position): a turn's tokens stand side by side in one row, so the order of the
+    rows does not matter.
+
+    Example:
+        >>> off, on = False, True
+        >>> first = Sample((1, 8, 9), (off, on, on), (0,) * 3, (-1, 0, 0), (off, off, on), 0, 0)
+        >>> second = Sample((1, 7), (off, on), (0,) * 2, (-1, 1), (off, on), 0, 0)
+        >>> batch = collate([first, second])
+        >>> to_episodes(batch.token_ids_BT, episode_index(batch))
+        tensor([[8, 9, 7]])
+    """
+    episode_E, rank_B = torch.unique(batch.episode_B, return_inverse=True)
+    group_E = torch.zeros_like(episode_E).scatter_(0, rank_B, batch.group_B)
+
+    row_N, column_N = batch.mask_BT.nonzero(as_tuple=True)
+    rank_N, turn_N = rank_B[row_N], batch.turn_BT[row_N, column_N]
+    num_turns = int(turn_N.max()) + 1 if len(turn_N) else 1
+    order_N = torch.argsort(rank_N * num_turns + turn_N, stable=True)
+    row_N, column_N = row_N[order_N], column_N[order_N]
+
+    count_E = torch.bincount(rank_N, minlength=len(episode_E))
+    mask_ES = torch.arange(int(count_E.max())) < count_E[:, None]
+
+    def lay_out(field_N: Tensor, padding: int | bool) -> Tensor:
+        return torch.full(mask_ES.shape, padding, dtype=field_N.dtype).masked_scatter_(
+            mask_ES, field_N
+        )
+
+    return EpisodeIndex(
+        row_ES=lay_out(row_N, 0),
+        column_ES=lay_out(column_N, 0),
+        mask_ES=mask_ES,
+        turn_ES=lay_out(batch.turn_BT[row_N, column_N], -1),
+        turn_ends_ES=lay_out(batch.turn_ends_BT[row_N, column_N], False),
+        episode_E=episode_E,
+        group_E=group_E,
+        shape_BT=(batch.mask_BT.shape[0], batch.mask_BT.shape[1]),
+    )
+
+
+def to_episodes(field_BT: Tensor, index: EpisodeIndex) -> Tensor:
+    """A per-token field along each episode's time, ``(E, S)``; 0 off the mask."""
+    return field_BT[index.row_ES, index.column_ES].masked_fill(~index.mask_ES, 0)
+
+
+def to_samples(field_ES: Tensor, index: EpisodeIndex) -> Tensor:
+    """Scatter an episode-major field back to its tokens, ``(B, T)``; 0 on tokens nobody sampled."""
+    field_BT = torch.zeros(index.shape_BT, dtype=field_ES.dtype)
+    field_BT[index.row_ES[index.mask_ES], index.column_ES[index.mask_ES]] = field_ES[index.mask_ES]
+    return field_BT
+
+
+# Parts: what stands behind one optimiser step, and what fits in memory.
+
+
+def take(batch: Batch, rows_R: Tensor) -> Batch:
+    """The named rows in the named order, cut to the longest of them."""
+    longest = int(batch.lengths_B[rows_R].max())
+    chosen = {}
+    for field in fields(batch):
+        tensor = getattr(batch, field.name)
+        if tensor is not None:
+            per_token = field.name.endswith("_BT")
+            chosen[field.name] = tensor[rows_R, :longest] if per_token else tensor[rows_R]
+    return replace(batch, **chosen)
+
+
+def minibatches(batch: Batch, minibatch_episodes: int, passes: int, seed: int) -> list[Batch]:
+    """Split one collection into the batches of its optimiser steps, whole episodes each.
+
+    A pass has max(1, round(E ÷ minibatch_episodes)) minibatches of sizes that differ by one at
+    most, over freshly shuffled episodes. The size stays near the wanted one however many groups a
+    filter kept; nothing is padded with copies, cut or dropped.
+
+    Example:
+        >>> row = Sample((1, 8), (False, True), (0.0, 0.0), (-1, 0), (False, True), 0, 0)
+        >>> batch = replace(collate([row] * 5), episode_B=torch.arange(5))
+        >>> [part.num_rows for part in minibatches(batch, minibatch_episodes=3, passes=2, seed=0)]
+        [3, 2, 3, 2]
+    """
+    episode_E = torch.unique(batch.episode_B)
+    num_parts = max(1, round(len(episode_E) / minibatch_episodes))
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for _ in range(passes):
+        shuffled_E = episode_E[torch.randperm(len(episode_E), generator=generator)]
+        for chosen in shuffled_E.tensor_split(num_parts):
+            parts.append(take(batch, torch.isin(batch.episode_B, chosen).nonzero().flatten()))
+    return parts
+
+
+NEAR = 8
+"""Rows share a rectangle where the shorter lacks an eighth of the longer at most, or where the
+rectangle has not reached an eighth of its size: about 5 % of padding, a tenth more rectangles."""
+
+
+def row_splits(
+    batch: Batch, max_tokens: int, by_group: bool = False, whole_episodes: bool = False
+) -> list[Tensor]:
+    """The rows of each microbatch: rectangles of at most `max_tokens` tokens, padding included.
+
+    Rows are sorted by length and only those of `NEAR` lengths stand together, so that little is
+    padding; the widest rectangle comes first, so that too small a memory shows at once. A single
+    row (or episode) that is larger than `max_tokens` stands alone.
+
+    Args:
+        batch: A minibatch.
+        max_tokens: Size of a rectangle.
+        by_group: Keep the rows of a group together, for a model that computes their common prompt
+            once and does not mind padding.
+        whole_episodes: Never part the rows of an episode, for a loss that looks at all of it.
+
+    Example:
+        >>> row = Sample((1,) * 5, (False,) * 5, (0.0,) * 5, (-1,) * 5, (False,) * 5, 0, 0)
+        >>> batch = replace(collate([row] * 4), lengths_B=torch.tensor([8, 3, 9, 3]))
+        >>> row_splits(batch, max_tokens=18)
+        [tensor([2, 0]), tensor([1, 3])]
+        >>> row_splits(batch, max_tokens=36), row_splits(batch, max_tokens=36, by_group=True)
+        ([tensor([2, 0]), tensor([1, 3])], [tensor([2, 0, 1, 3])])
+    """
+    order_B = torch.argsort(batch.lengths_B, descending=True, stable=True)
+    if by_group:
+        order_B = order_B[torch.argsort(batch.group_B[order_B], stable=True)]
+    units: dict[int, list[int]] = {}  # what stays together, in the order of its longest row
+    for row in order_B.tolist():
+        units.setdefault(int(batch.episode_B[row]) if whole_episodes else row, []).append(row)
+    splits: list[list[int]] = []
+    longest = 0
+    for unit in units.values():
+        length = int(batch.lengths_B[unit].max())
+        longest = max(longest, length)
+        rows = len(splits[-1]) if splits else 0
+        is_small = longest * rows < max_tokens / NEAR
+        joins = by_group or is_small or length >= longest - longest / NEAR
+        if rows and joins and longest * (rows + len(unit)) <= max_tokens:
+            splits[-1].extend(unit)
+        else:
+            splits.append(unit)
+            longest = length
+    return [torch.tensor(rows) for rows in splits]
+
+
+def padding(batches: Sequence[Batch]) -> Metrics:
+    """What share of the batches' positions is padding, as ``update/padding_fraction``.
+
+    Example:
+        >>> row = Sample((1, 8), (False, True), (0.0, 0.0), (-1, 0), (False, True), 0, 0)
+        >>> batch = replace(collate([row] * 2), lengths_B=torch.tensor([2, 1]))
+        >>> padding([batch])["update/padding_fraction"].value
+        0.25
+    """
+    positions = sum(batch.token_ids_BT.numel() for batch in batches)
+    tokens = sum(int(batch.lengths_B.sum()) for batch in batches)
+    return {"update/padding_fraction": mean(1 - tokens / positions, positions)}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFields:
+    """The per-token fields where the loss looks, flat, in row-major order.
+
+    The order is that of ``hidden_BTD[batch.weight_BT > 0]``. `mask_N` tells sampled tokens from
+    context ones (all true in reinforcement learning), `episode_N` which episode a token belongs to.
+    """
+
+    token_ids_N: Tensor
+    mask_N: Tensor
+    weights_N: Tensor
+    episode_N: Tensor
+    sampled_logprobs_N: Tensor
+    old_logprobs_N: Tensor | None = None
+    reference_logprobs_N: Tensor | None = None
+    values_N: Tensor | None = None
+    advantages_N: Tensor | None = None
+    returns_N: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> TokenFields:
+        """The same on another device."""
+        here = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in here.items() if v is not None})
+
+
+def flatten(batch: Batch) -> TokenFields:
+    """The fields at the positions of weight above 0, row by row.
+
+    Example:
+        >>> mask = (False, True, False, True)
+        >>> row = Sample((1, 8, 2, 9), mask, (0.0, -0.5, 0.0, -0.1), (-1, 0, -1, 1), mask, 4, 0)
+        >>> flatten(collate([row])).token_ids_N
+        tensor([8, 9])
+    """
+    wanted_BT = batch.weight_BT > 0
+
+    def pick(field_BT: Tensor | None) -> Tensor | None:
+        return None if field_BT is None else field_BT[wanted_BT]
+
+    return TokenFields(
+        token_ids_N=batch.token_ids_BT[wanted_BT],
+        mask_N=batch.mask_BT[wanted_BT],
+        weights_N=batch.weight_BT[wanted_BT],
+        episode_N=batch.episode_B[:, None].expand(wanted_BT.shape)[wanted_BT],
+        sampled_logprobs_N=batch.sampled_logprobs_BT[wanted_BT],
+        old_logprobs_N=pick(batch.old_logprobs_BT),
+        reference_logprobs_N=pick(batch.reference_logprobs_BT),
+        values_N=pick(batch.values_BT),
+        advantages_N=pick(batch.advantages_BT),
+        returns_N=pick(batch.returns_BT),
+    )

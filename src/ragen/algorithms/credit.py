@@ -1,0 +1,95 @@
+"""From a scored batch to one with advantages: rewards, KL penalty and estimator put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.batch import Batch, EpisodeIndex, episode_index, to_episodes, to_samples
+from ragen.algorithms.rewards import comparison_classes, kl_penalty, normalise, token_rewards
+from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
+from ragen.core.types import Episode
+
+
+def credit(
+    batch: Batch,
+    episodes: Sequence[Episode],
+    reward: RewardConfig,
+    advantage: AdvantageConfig,
+    loss: LossConfig,
+) -> Batch:
+    """The batch with rewards, advantages and (with a critic) returns.
+
+    Args:
+        batch: With old logprobs; with values for estimators in `NEEDS_VALUES`; with reference
+            logprobs for a KL penalty.
+        episodes: The episodes that `Batch.episode_B` indexes, their format penalties set.
+        reward: Where rewards are paid and how they are normalised. A KL penalty comes on top.
+        advantage: The estimator and its constants.
+        loss: For the weight of a KL penalty in the reward.
+    """
+    index = episode_index(batch)
+    penalised_ES = token_rewards(episodes, index, reward.placement)
+    class_E = comparison_classes(episodes, index, reward.over)
+    rewards_ES = normalise(penalised_ES, index.mask_ES, class_E, reward.normalise)
+    if loss.kl > 0 and loss.kl_kind == "k1":
+        assert batch.old_logprobs_BT is not None and batch.reference_logprobs_BT is not None
+        penalty_BT = kl_penalty(batch.old_logprobs_BT, batch.reference_logprobs_BT, loss.kl)
+        rewards_ES = rewards_ES + to_episodes(penalty_BT, index)
+    values_BT = batch.values_BT
+    found = ADVANTAGES[advantage.name](
+        rewards_ES=rewards_ES,
+        mask_ES=index.mask_ES,
+        values_ES=None if values_BT is None else to_episodes(values_BT, index),
+        bootstrap_E=None,  # No prompt is scored after a cut, so no episode asks for it.
+        turn_ES=index.turn_ES,
+        turn_ends_ES=index.turn_ends_ES,
+        state_ES=state_numbers(episodes, index),
+        group_E=index.group_E,
+        gamma=advantage.gamma,
+        lam=advantage.lam,
+        turn_gamma=advantage.turn_gamma,
+        step_weight=advantage.step_weight,
+        whiten=advantage.whiten,
+    )
+    returns_ES = found.returns_ES
+    return replace(
+        batch,
+        rewards_BT=to_samples(rewards_ES, index),
+        advantages_BT=to_samples(found.advantages_ES, index),
+        returns_BT=None if returns_ES is None else to_samples(returns_ES, index),
+    )
+
+
+def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
+    """The state that each token's turn began in, as a number: ``(E, S)``, −1 off the mask.
+
+    Equal numbers stand for equal `Turn.state_key`, in whichever episode.
+
+    Args:
+        episodes: The step's episodes, as `Batch.episode_B` counts them.
+        index: Where their sampled tokens are.
+    """
+    numbers: dict[str, int] = {}
+    state_ES = torch.full(index.mask_ES.shape, -1)
+    for e, episode in enumerate(episodes[number] for number in index.episode_E.tolist()):
+        states = [numbers.setdefault(turn.state_key, len(numbers)) for turn in episode.turns]
+        mask_S = index.mask_ES[e]
+        state_ES[e, mask_S] = torch.tensor(states)[index.turn_ES[e, mask_S]]
+    return state_ES
+
+
+def weighed(batch: Batch, weights: Sequence[float]) -> Batch:
+    """The batch with each group's advantages times its weight (`filters.group_weights`).
+
+    Args:
+        batch: With advantages.
+        weights: One for each group that `Batch.group_B` indexes.
+    """
+    assert batch.advantages_BT is not None
+    weight_B = torch.tensor(weights)[batch.group_B]
+    return replace(batch, advantages_BT=batch.advantages_BT * weight_B[:, None])

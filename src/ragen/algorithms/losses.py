@@ -1,0 +1,364 @@
+"""What is minimised: weighted sums over the tokens that the loss looks at.
+
+Axes: **N** tokens of a microbatch that the loss looks at, **B** rows, **T** positions.
+
+A loss never counts its own tokens. How much a token weighs is settled once a minibatch by
+`token_weights` (over all learners) and carried by `Batch.weight_BT`; so a loss is Σ w_t ℓ_t with Σ
+w_t = 1 over the minibatch (less with constant weights), and neither padding, nor order, nor the
+split into microbatches or learners changes it. `gspo` alone asks for more: all of an episode in one
+microbatch (`WHOLE_EPISODES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ragen.algorithms.batch import Batch, TokenFields
+from ragen.core.metrics import Metric, Metrics, largest, mean
+
+Aggregation = Literal["token_mean", "episode_mean", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A scalar to minimise, and what is worth knowing about it."""
+
+    value: Tensor
+    metrics: Metrics
+
+
+def token_weights(batch: Batch, aggregation: Aggregation, longest: int = 1) -> Tensor:
+    """Each token's share of the loss, ``(B, T)``, over a whole minibatch.
+
+    With base weights b_t (1 on sampled tokens, or what `Batch.weight_BT` says):
+
+    - ``"token_mean"``: w_t = b_t ÷ Σ b, every token counts the same;
+    - ``"episode_mean"``: w_t = b_t ÷ (Σ b of its episode) ÷ episodes, every episode counts the same
+      (GRPO's form), however its turns were cut into rows;
+    - ``"constant"``: w_t = b_t ÷ longest ÷ episodes, a token of a long episode weighs what one of a
+      short episode does (Dr. GRPO, arXiv:2503.20783).
+
+    The first two sum to 1, the last to the episodes' mean length as a share of the longest.
+
+    Call it once on the minibatch, before it is split: ``replace(batch,
+    weight_BT=token_weights(batch, …))``.
+
+    Args:
+        batch: The minibatch.
+        aggregation: Which of the three.
+        longest: Sampled tokens of the longest episode there can be, for ``"constant"``.
+    """
+    weight_BT = batch.weight_BT
+    if aggregation == "token_mean":
+        return weight_BT / weight_BT.sum()
+    episode_E, rank_B = torch.unique(batch.episode_B, return_inverse=True)
+    total_E = torch.zeros(len(episode_E)).index_add_(0, rank_B, weight_BT.sum(dim=1))
+    num_episodes = (total_E > 0).sum()
+    if aggregation == "constant":
+        return weight_BT / (longest * num_episodes)
+    return weight_BT / (total_E[rank_B].clamp_min(1e-30) * num_episodes)[:, None]
+
+
+def ppo_clip(
+    logprobs_N: Tensor,
+    tokens: TokenFields,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+    **_: object,
+) -> Loss:
+    """PPO's clipped objective with separate bounds and the dual clip.
+
+        r = exp(logprob − old logprob)
+        ℓ = max(−r A, −clip(r, 1 − ε₋, 1 + ε₊) A),   and for A < 0   ℓ = min(ℓ, −c A)
+
+    arXiv:1707.06347, arXiv:1912.09729. At r = 1 the gradient is REINFORCE's, −A ∇logprob.
+
+    Args:
+        logprobs_N: Under the weights being trained; the gradient flows through these.
+        tokens: With old logprobs and advantages.
+        clip_low: ε₋.
+        clip_high: ε₊.
+        dual_clip: c > 1: bounds the loss where A < 0 and r is huge; 0 does not.
+
+    Example:
+        >>> one = torch.ones(1)
+        >>> ids, on = one.long(), one.bool()
+        >>> tokens = TokenFields(ids, on, one, ids, 0 * one, 0 * one, advantages_N=one)
+        >>> logprobs = torch.log(torch.tensor([1.5]))
+        >>> loss = ppo_clip(logprobs, tokens, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+        >>> round(loss.value.item(), 4), loss.metrics["clip/fraction"].value
+        (-1.28, 1.0)
+    """
+    old_N, advantages_N = _trained(tokens)
+    ratio_N = (logprobs_N - old_N).exp()
+    free_N = -ratio_N * advantages_N
+    clipped_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
+    bounded_N = (advantages_N < 0) & (dual_clip > 0)
+    bound_N = torch.where(bounded_N, -dual_clip * advantages_N, torch.inf)
+    loss_N = torch.maximum(free_N, clipped_N)
+    value = (tokens.weights_N * torch.minimum(loss_N, bound_N)).sum()
+    metrics = _policy_metrics(value, logprobs_N, tokens, ratio_N, clipped_N > free_N)
+    return Loss(value, metrics | {"clip/dual_fraction": _share(loss_N > bound_N)})
+
+
+def gspo(
+    logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high: float, **_: object
+) -> Loss:
+    """Group sequence policy optimisation: one ratio an episode, and so one clip (arXiv:2507.18071).
+
+        s_e = exp(mean over the episode's sampled tokens of (logprob − old logprob))
+        ℓ_t = max(−s_t A_t, −clip(s_t, 1 − ε₋, 1 + ε₊) A_t),   s_t = s_e · π_t ÷ stop-gradient(π_t)
+
+    The paper's form by token: s_t has the value s_e, and its gradient is s_e ∇logprob_t. Where A is
+    the same all over an episode (every estimator that compares members), the sum over the episode
+    and its gradient are those of max(−s_e A, −clip(s_e, …) A). In an episode of one token it is
+    PPO's clip without the dual one.
+
+    An episode's ratio stays far nearer to 1 than a token's: the paper has ε₋ = 3e-4, ε₊ = 4e-4.
+
+    Args:
+        logprobs_N: Under the weights being trained.
+        tokens: With old logprobs and advantages; whole episodes (`WHOLE_EPISODES`).
+        clip_low: ε₋.
+        clip_high: ε₊.
+
+    Example:
+        >>> one = torch.ones(2)
+        >>> ids, on = one.long(), one.bool()
+        >>> tokens = TokenFields(ids, on, one / 2, ids, 0 * one, 0 * one, advantages_N=one)
+        >>> logprobs = torch.log(torch.tensor([2.0, 0.5]))  # their mean is 0, so s = 1
+        >>> gspo(logprobs, tokens, clip_low=3e-4, clip_high=4e-4).value
+        tensor(-1.)
+    """
+    old_N, advantages_N = _trained(tokens)
+    with torch.no_grad():
+        episode_E, rank_N = torch.unique(tokens.episode_N, return_inverse=True)
+        blank_E = torch.zeros(len(episode_E), device=rank_N.device)
+        total_E = blank_E.index_add(0, rank_N, logprobs_N - old_N)
+        count_E = blank_E.index_add(0, rank_N, torch.ones_like(old_N))
+        mean_N = (total_E / count_E)[rank_N]
+    ratio_N = (mean_N + logprobs_N - logprobs_N.detach()).exp()
+    free_N = -ratio_N * advantages_N
+    clipped_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
+    value = (tokens.weights_N * torch.maximum(free_N, clipped_N)).sum()
+    return Loss(value, _policy_metrics(value, logprobs_N, tokens, ratio_N, clipped_N > free_N))
+
+
+def cispo(
+    logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high: float, **_: object
+) -> Loss:
+    """REINFORCE with a clipped importance weight: no token loses its gradient (arXiv:2506.13585).
+
+        ℓ = −stop-gradient(clip(r, 1 − ε₋, 1 + ε₊)) A logprob
+
+    PPO's clip silences the tokens whose ratio moved, rare ones first; here they stay, with a
+    bounded weight. The paper sets no lower bound (ε₋ = 1) and tunes ε₊. At r = 1 the gradient is
+    REINFORCE's.
+
+    Args:
+        logprobs_N: Under the weights being trained.
+        tokens: With old logprobs and advantages.
+        clip_low: ε₋.
+        clip_high: ε₊.
+
+    Example:
+        >>> one = torch.ones(1)
+        >>> ids, on = one.long(), one.bool()
+        >>> tokens = TokenFields(ids, on, one, ids, 0 * one, -2 * one, advantages_N=one)
+        >>> logprobs = torch.tensor([-1.0], requires_grad=True)  # r = e, clipped to 1.28
+        >>> cispo(logprobs, tokens, clip_low=1.0, clip_high=0.28).value.backward()
+        >>> logprobs.grad
+        tensor([-1.2800])
+    """
+    old_N, advantages_N = _trained(tokens)
+    ratio_N = (logprobs_N - old_N).exp().detach()
+    weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    value = -(tokens.weights_N * weight_N * advantages_N * logprobs_N).sum()
+    return Loss(value, _policy_metrics(value, logprobs_N, tokens, ratio_N, weight_N != ratio_N))
+
+
+def nll(logprobs_N: Tensor, tokens: TokenFields, **_: object) -> Loss:
+    """Negative log-likelihood in nats: supervised learning, ℓ = −logprob.
+
+    Context tokens take part where `collate` gave them a weight (base preparation's auxiliary loss).
+    """
+    value = -(tokens.weights_N * logprobs_N).sum()
+    return Loss(value, {"loss/nll": _weighted(value, tokens)})
+
+
+LOSSES: dict[str, Callable[..., Loss]] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "nll": nll,
+}
+"""Policy losses by their name in the config. All but `nll` are proportional to the advantage."""
+
+WHOLE_EPISODES = frozenset({"gspo"})
+"""Losses that must see all of an episode at once: its rows stay in one microbatch and learner."""
+
+
+def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, Metrics]:
+    """Truncated importance sampling between the sampler and the learner, at equal weights.
+
+        A ← min(exp(old logprob − sampled logprob), cap) · A
+
+    The old logprob is the learner's own; where the sampler computes otherwise (bfloat16, another
+    engine), its tokens come from a slightly different policy, and this puts their shares right, up
+    to the cap. Every policy loss is proportional to A, so a weight on A is one on the token's term.
+    Where the sampled logprobs serve as old ones, all weights are exactly 1.
+
+    Args:
+        tokens: With old logprobs and advantages.
+        cap: Largest weight, 1 or more.
+
+    Example:
+        >>> one = torch.ones(2)
+        >>> ids, on, old = one.long(), one.bool(), torch.log(torch.tensor([0.3, 0.6]))
+        >>> sampled = torch.log(torch.tensor([0.1, 0.5]))  # three times too rare, 1.2 times
+        >>> tokens = TokenFields(ids, on, one, ids, sampled, old, advantages_N=one)
+        >>> correct_for_sampler(tokens, cap=2.0)[0].advantages_N
+        tensor([2.0000, 1.2000])
+    """
+    old_N, advantages_N = _trained(tokens)
+    exact_N = (old_N - tokens.sampled_logprobs_N).exp()
+    weight_N = exact_N.clamp(max=cap)
+    metrics = {
+        "importance/mean": _average(weight_N),
+        "importance/capped_fraction": _share(exact_N > cap),
+    }
+    return replace(tokens, advantages_N=weight_N * advantages_N), metrics
+
+
+def value_loss(values_N: Tensor, tokens: TokenFields, *, value_clip: float) -> Loss:
+    """The critic's squared error, with the value kept near the one that the advantages used.
+
+        ℓ = ½ max((V − R)², (V_old + clip(V − V_old, −c, c) − R)²)
+
+    Args:
+        values_N: Of the critic being trained.
+        tokens: With old values and returns.
+        value_clip: c > 0, in units of reward.
+    """
+    assert tokens.values_N is not None and tokens.returns_N is not None
+    near_N = tokens.values_N + (values_N - tokens.values_N).clamp(-value_clip, value_clip)
+    free_N, clipped_N = (values_N - tokens.returns_N) ** 2, (near_N - tokens.returns_N) ** 2
+    value = (tokens.weights_N * 0.5 * torch.maximum(free_N, clipped_N)).sum()
+    with torch.no_grad():
+        metrics = {
+            "loss/value": _weighted(value, tokens),
+            "clip/value_fraction": _share(clipped_N > free_N),
+        }
+    return Loss(value, metrics)
+
+
+def entropy_bonus(entropies_N: Tensor, tokens: TokenFields) -> Loss:
+    """Minus the policy's entropy in nats, so that minimising it keeps the policy undecided."""
+    value = -(tokens.weights_N * entropies_N).sum()
+    return Loss(value, {"entropy/mean": _average(entropies_N.detach())})
+
+
+def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """KL(policy ‖ reference) of sampled tokens, plain: −x with x = reference logprob − logprob.
+
+    Unbiased, but of either sign, and its gradient has mean zero: a measure and a reward, not a
+    loss.
+    """
+    return logprobs - reference_logprobs
+
+
+def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Half the squared log-ratio, x² / 2, whose on-policy gradient is that of the reverse KL."""
+    return (reference_logprobs - logprobs) ** 2 / 2
+
+
+def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Unbiased and never negative: eˣ − 1 − x with x = reference logprob − logprob (Schulman 2020).
+
+    Example:
+        >>> k3(torch.tensor([-1.0]), torch.tensor([-2.0]))  # e⁻¹ − 1 + 1
+        tensor([0.3679])
+    """
+    x = reference_logprobs - logprobs
+    return torch.expm1(x) - x
+
+
+KL_ESTIMATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""KL estimates by their name in the config."""
+
+
+def kl_loss(logprobs_N: Tensor, tokens: TokenFields, *, kind: str) -> Loss:
+    """The KL divergence to the reference as a term of the loss.
+
+    Raises:
+        ValueError: `kind` is k1, whose expected gradient is zero.
+    """
+    if kind == "k1":
+        raise ValueError("k1 in the loss has zero expected gradient: use k2 or k3, or k1 as reward")
+    assert tokens.reference_logprobs_N is not None
+    kl_N = KL_ESTIMATES[kind](logprobs_N, tokens.reference_logprobs_N)
+    value = (tokens.weights_N * kl_N).sum()
+    with torch.no_grad():
+        estimate_N = k3(logprobs_N, tokens.reference_logprobs_N)
+        return Loss(value, {"loss/kl": _weighted(value, tokens), "kl/loss": _average(estimate_N)})
+
+
+def _trained(tokens: TokenFields) -> tuple[Tensor, Tensor]:
+    """What every policy loss but `nll` needs: old logprobs and advantages."""
+    assert tokens.old_logprobs_N is not None and tokens.advantages_N is not None
+    return tokens.old_logprobs_N, tokens.advantages_N
+
+
+@torch.no_grad()
+def _policy_metrics(
+    value: Tensor, logprobs_N: Tensor, tokens: TokenFields, ratio_N: Tensor, clamped_N: Tensor
+) -> Metrics:
+    """What is worth knowing of every clipped loss; `clamped_N` says where the clip had effect."""
+    assert tokens.old_logprobs_N is not None
+    return {
+        "loss/policy": _weighted(value, tokens),
+        "clip/fraction": _share(clamped_N),
+        "ratio/max": _maximum(ratio_N),
+        "kl/old": _average(k3(tokens.old_logprobs_N, logprobs_N)),
+    }
+
+
+def _weighted(value: Tensor, tokens: TokenFields) -> Metric:
+    """A loss as a mean over its weights: parts of a minibatch, and minibatches, merge to theirs."""
+    weight = float(tokens.weights_N.sum())
+    return mean(value.item() / weight if weight else 0.0, weight)
+
+
+def _average(field_N: Tensor) -> Metric:
+    return mean(field_N.mean().item() if len(field_N) else 0.0, len(field_N))
+
+
+def _share(condition_N: Tensor) -> Metric:
+    return _average(condition_N.float())
+
+
+def _maximum(field_N: Tensor) -> Metric:
+    return largest(field_N.max().item() if len(field_N) else 0.0)
+
+
+def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Metrics:
+    """How far the learner's logprobs are from the sampler's at equal weights, in nats.
+
+    The mismatch KL is k3 with x = recomputed − sampled logprob; beside it stands the largest |x|.
+    Where both come from the same arithmetic, they are its rounding.
+    """
+    if not len(sampled_logprobs_N):
+        return {}
+    kl = k3(sampled_logprobs_N, recomputed_logprobs_N).mean().item()
+    gap = (recomputed_logprobs_N - sampled_logprobs_N).abs().max().item()
+    return {
+        "mismatch/kl": mean(kl, len(sampled_logprobs_N)),
+        "mismatch/max_abs": largest(gap),
+    }

@@ -1,0 +1,119 @@
+"""From episodes to the flat token sequences that are trained on, by one rule.
+
+A turn whose prompt extends the tokens so far joins that sample; any other turn opens a new one. So
+an episode with its full history becomes one sample, one with a window or a single turn of context
+becomes one sample a turn, and in each case every sampled token is trained exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Episode, Group, Prompt, Sample
+
+Exchange = tuple[Prompt, Completion]
+"""One turn's tokens: what was asked and what was said."""
+
+
+def trainable(groups: Iterable[Group]) -> list[tuple[int, Episode]]:
+    """The episodes that have something to learn from, each with the index of its group.
+
+    A `Sample`'s `episode` is an index into this list. Left out are failed episodes and those cut
+    before their first completion.
+    """
+    return [
+        (index, episode)
+        for index, group in enumerate(groups)
+        for episode in group.episodes
+        if not episode.failed and episode.turns
+    ]
+
+
+def to_samples(groups: Sequence[Group]) -> list[Sample]:
+    """Flatten the trainable episodes of `groups`, in order.
+
+    Raises:
+        RagenError: A completion has no token ids or no logprobs, as from a chat endpoint: it can be
+            evaluated, not trained on.
+    """
+    return [
+        sample
+        for index, (group, episode) in enumerate(trainable(groups))
+        for sample in join([(turn.prompt, turn.completion) for turn in episode.turns], index, group)
+    ]
+
+
+def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample]:
+    """The samples of one episode, from what was asked and said in its turns.
+
+    Raises:
+        RagenError: As `to_samples`.
+
+    Example:
+        >>> said = Completion((8, 2), (-0.5, -0.1), "", "stop", 0)
+        >>> first, second = (Prompt((), ids, 0, 8, 1.0, 0) for ids in ((1,), (1, 8, 2, 3)))
+        >>> [sample.token_ids for sample in join([(first, said), (second, said)], 0, 0)]
+        [(1, 8, 2, 3, 8, 2)]
+    """
+    parts: list[_Growing] = []
+    for number, exchange in enumerate(exchanges):
+        prompt, completion, logprobs = _tokens(*exchange)
+        if not parts or not parts[-1].extends_to(prompt):
+            parts.append(_Growing())
+        parts[-1].add(prompt, completion, logprobs, number)
+    return [part.sample(episode, group) for part in parts]
+
+
+def _tokens(
+    asked: Prompt, completion: Completion
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    prompt = asked.token_ids
+    if prompt is None or completion.token_ids is None or completion.logprobs is None:
+        raise RagenError(
+            "this policy returns text without token ids and logprobs, which cannot be trained on "
+            "exactly; train with a local model and keep the endpoint for evaluation"
+        )
+    return prompt, completion.token_ids, completion.logprobs
+
+
+class _Growing:
+    """A sample while its turns are appended."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[bool] = []
+        self.logprobs: list[float] = []
+        self.turn: list[int] = []
+        self.ends: list[bool] = []
+
+    def extends_to(self, prompt: tuple[int, ...]) -> bool:
+        return len(prompt) > len(self.ids) and list(prompt[: len(self.ids)]) == self.ids
+
+    def add(
+        self,
+        prompt: tuple[int, ...],
+        completion: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        number: int,
+    ) -> None:
+        assert completion, "a completion has a token, its end-of-turn token at least"
+        given, sampled = prompt[len(self.ids) :], len(completion)
+        self.ids += given + completion
+        self.mask += [False] * len(given) + [True] * sampled
+        self.logprobs += (0.0,) * len(given) + logprobs
+        self.turn += [-1] * len(given) + [number] * sampled
+        self.ends += [False] * (len(given) + sampled - 1) + [True]
+
+    def sample(self, episode: int, group: int) -> Sample:
+        fields = (self.ids, self.mask, self.logprobs, self.turn, self.ends)
+        assert len({len(field) for field in fields}) == 1, "a sample's fields have one length"
+        return Sample(
+            tuple(self.ids),
+            tuple(self.mask),
+            tuple(self.logprobs),
+            tuple(self.turn),
+            tuple(self.ends),
+            episode,
+            group,
+        )

@@ -1,0 +1,289 @@
+"""The commands that measure and watch: eval, compare, play, branch."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragen.cli.command import Command, Overrides, terminal
+from ragen.core.errors import RagenError
+
+if TYPE_CHECKING:
+    from ragen.cli.arguments import Parser
+    from ragen.evaluation.evaluation import Evaluation
+    from ragen.evaluation.outcomes import Outcome
+    from ragen.rollout.endpoint import Server
+
+
+def _eval_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="a run, a checkpoint, base, random, solver, or a model")
+    _playing_options(parser)
+    add("--price-in", type=float, default=0.0, metavar="P", help="of a million tokens read")
+    add("--price-out", type=float, default=0.0, metavar="P", help="of a million tokens written")
+
+
+def _eval(options: Namespace, overrides: Overrides) -> int:
+    from ragen.core.tables import markdown, show
+    from ragen.envs.contract import make
+    from ragen.evaluation.evaluation import outcomes_of
+    from ragen.evaluation.scores import Prices, as_record, scores
+    from ragen.evaluation.targets import config_for
+
+    server = _server(options)
+    _refuse_unwritable(options.markdown)
+    prices = Prices(options.price_in, options.price_out)
+    named = [name for each in options.world or [] for name in each.split(",")]
+    asked_in = [overrides | {"world": name} for name in named] or [overrides]
+    worlds = [config_for(options.target, values, server).world for values in asked_in]
+    for world in worlds:  # none is played before all are known to exist
+        make(world.name, **world.params)
+    sections = []
+    for world, values in zip(worlds, asked_in, strict=True):
+        with _counting(world.name, options.episodes * options.samples) as count:
+            evaluation, outcomes = outcomes_of(
+                options.target,
+                values,
+                episodes=options.episodes,
+                seed=options.seed,
+                temperature=options.temperature,
+                samples=options.samples,
+                server=server,
+                concurrency=options.concurrency,
+                out=options.out,
+                on_outcome=count,
+            )
+        sections.append(scores(evaluation, outcomes, prices))
+        if options.json:
+            print(json.dumps(as_record(evaluation, outcomes, prices)), flush=True)
+        else:
+            show(terminal(), sections[-1:])
+    if options.markdown is not None:
+        _write(options.markdown, markdown(sections))
+    return 0
+
+
+def _compare_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("one", metavar="A", help="what ragen eval takes; runs of several seeds: A1,A2,A3")
+    add("other", metavar="B", help="the same, such as base")
+    add("--suite", metavar="NAME", help="where a skill may carry over to: bandit or sokoban")
+    _playing_options(parser)
+
+
+def _compare(options: Namespace, overrides: Overrides) -> int:
+    from ragen.core.tables import markdown, show
+    from ragen.evaluation.compare import contests, in_all, table
+    from ragen.evaluation.evaluation import outcomes_of
+    from ragen.evaluation.targets import is_local, refuse_absent
+
+    server, places = _server(options), _places(options)
+    _refuse_unwritable(options.markdown)
+
+    def measure(target: str, settings: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
+        with _counting(target, options.episodes * options.samples) as count:
+            return outcomes_of(
+                target,
+                settings,
+                episodes=options.episodes,
+                seed=options.seed,
+                temperature=options.temperature,
+                samples=options.samples,
+                server=None if is_local(target) else server,
+                concurrency=options.concurrency,
+                out=options.out,
+                on_outcome=count,
+            )
+
+    arms = options.one.split(","), options.other.split(",")
+    for target in (*arms[0], *arms[1]):
+        if not target:
+            raise RagenError("an arm is one target, or several with a comma between: A1,A2,A3")
+        refuse_absent(target, server)
+    found = []
+    for comparison in contests(*arms, places, overrides, measure, server is not None):
+        found.append(comparison)
+        if options.json:
+            print(json.dumps(comparison.record()), flush=True)
+        else:
+            show(terminal(), [table(comparison)])
+    if not options.json:
+        show(terminal(), in_all(found))
+    if options.markdown is not None:
+        _write(options.markdown, markdown([*map(table, found), *in_all(found)]))
+    return 0
+
+
+def _playing_options(parser: Parser) -> None:
+    """What `eval` and `compare` take alike."""
+    add = parser.add_argument
+    which = "a world, or a recipe that says how it is shown; or several: W1,W2 [the run's]"
+    add("--world", action="append", metavar="W", help=which)
+    add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
+    add("--samples", type=int, default=1, metavar="K", help="episodes a level, for pass@K [1]")
+    add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]")
+    add("--concurrency", type=int, metavar="N", help="episodes played at once")
+    add("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, to ask models there")
+    add("--key-env", metavar="NAME", help="variable that holds its key [OPENAI_API_KEY]")
+    add("--timeout", type=float, metavar="S", help="seconds of one request [120]")
+    add("--rpm", type=float, metavar="N", help="requests a minute [no limit]")
+    add("--json", action="store_true", help="print one JSON object a world")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
+    add("--out", type=Path, metavar="DIR", help="where outcomes are kept [the run, or evals]")
+    parser.epilog = (
+        "Any config key (ragen train --help) may be set as well. Outcomes are kept as episodes end:"
+        "\nthe same command goes on where another was stopped, and plays nothing twice."
+    )
+
+
+def _server(options: Namespace) -> Server | None:
+    """The endpoint that the options describe."""
+    from ragen.rollout.endpoint import Server
+
+    asked = {
+        "key_env": options.key_env,
+        "timeout_s": options.timeout,
+        "requests_per_minute": options.rpm,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if asked and options.base_url is None:
+        raise RagenError("--key-env, --timeout and --rpm are about an endpoint: add --base-url URL")
+    return None if options.base_url is None else Server(options.base_url, **asked)
+
+
+def _places(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
+    """Where is compared: a suite, the worlds that were named, or where the first run was trained.
+
+    Raises:
+        RagenError: There is no such suite, or worlds are named besides.
+    """
+    from ragen.evaluation.compare import SUITES
+
+    named = [name for each in options.world or [] for name in each.split(",")]
+    if options.suite is None:
+        return {name: {"world": name} for name in named} or {"": {}}
+    if named:
+        raise RagenError("--suite names the worlds already: leave --world out")
+    if options.suite not in SUITES:
+        raise RagenError(f"there is no suite {options.suite!r}: expected {' or '.join(SUITES)}")
+    return SUITES[options.suite]
+
+
+@contextmanager
+def _counting(name: str, total: int) -> Iterator[Callable[[Outcome, int], None]]:
+    """A bar of the episodes that are played, where somebody sees it."""
+    from rich.progress import Progress
+
+    console = terminal(stderr=True)
+    try:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(name, total=total)
+            yield lambda _, left: bar.update(task, completed=total - left)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
+
+
+def _refuse_unwritable(path: Path | None) -> None:
+    """A page that cannot be written is known of before anything is played."""
+    if path is not None:
+        folder = "is a folder" if path.is_dir() else ""
+        if reason := folder or ("" if path.parent.is_dir() else "there is no such folder"):
+            raise RagenError(f"cannot write {path}: {reason}; name a file with --markdown FILE")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise RagenError(f"cannot write {path}: {reason}") from None
+
+
+def _play_options(parser: Parser) -> None:
+    which = "a world (ragen envs), file.py:Class, or a recipe"
+    parser.add_argument("world", metavar="WORLD", help=which)
+    parser.add_argument(
+        "--player",
+        default="human",
+        metavar="WHO",
+        help="human, random, solver, base or RUN [human]",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which level [0]")
+    parser.epilog = "Any config key (ragen train --help) may be set as well."
+
+
+def _play(options: Namespace, overrides: Overrides) -> int:
+    from ragen.cli.play import play_world, show_episode
+    from ragen.evaluation.targets import config_for
+    from ragen.rollout.players import PLAYERS
+
+    if options.seed < 0:
+        raise RagenError(f"--seed {options.seed}: expected a whole number ≥ 0")
+    overrides = {**overrides, "world.name": options.world}
+    console = terminal()
+    if options.player in PLAYERS:
+        config = config_for(options.player, overrides)
+        if options.player == "human" and "world.params.observation" not in overrides:
+            config.world.params.pop("observation", None)  # the world's own: a map
+        try:
+            play_world(console, config.world, PLAYERS[options.player](options.seed), options.seed)
+        except EOFError:  # Ctrl-D at the prompt: the person has had enough.
+            print()
+        return 0
+    from ragen.evaluation.evaluation import play_target
+
+    show_episode(console, play_target(options.player, overrides, seed=options.seed))
+    return 0
+
+
+def _branch_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    add("episode", metavar="EPISODE", type=int, help="an episode's id, as ragen view shows it")
+    add("--turn", type=int, required=True, metavar="K", help="the turn to play anew, from 0")
+    add("--n", type=int, default=4, metavar="N", help="branches [4]")
+    add("--checkpoint", type=int, metavar="STEP", help="whose weights play [the newest]")
+    add("--temperature", type=float, metavar="T", help="0: greedy [the run's]")
+    add("--seed", type=int, default=0, metavar="S", help="another one gives other branches [0]")
+    add("--json", action="store_true", help="print the result as one JSON line")
+    parser.epilog = (
+        "The world goes back to its snapshot of that turn, with the noise that lay before it, and "
+        "the\npolicy plays on from the very tokens it saw. Kept in RUN/branches.sqlite, whole "
+        "episodes each."
+    )
+
+
+def _branch(options: Namespace, _: Overrides) -> int:
+    from ragen.core.tables import show
+    from ragen.evaluation.branch import branch, page
+
+    found = branch(
+        options.run,
+        options.episode,
+        options.turn,
+        options.n,
+        checkpoint=options.checkpoint,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+    if options.json:
+        print(json.dumps(found.record()))
+    else:
+        show(terminal(), page(found))
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
+    "compare": Command(
+        "which of two is better, on the same levels", _compare_options, _compare, True
+    ),
+    "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
+    "branch": Command("play a recorded episode on from one of its turns", _branch_options, _branch),
+}

@@ -1,0 +1,87 @@
+"""Watching or playing one episode in the terminal."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from rich.console import Console
+from rich.text import Text
+
+from ragen.config.sections import WorldConfig
+from ragen.core.errors import RagenError
+from ragen.core.seeding import derive, eval_level
+from ragen.core.types import Episode
+from ragen.envs.boundary import WorldError
+from ragen.envs.contract import make, maker
+from ragen.rollout.players import Player
+from ragen.rollout.rollout import Guarded
+
+
+def play_world(console: Console, world: WorldConfig, player: Player, seed: int) -> bool:
+    """Let a player (a person, a solver, chance) play a level; returns whether it was solved.
+
+    Args:
+        console: Where the world is shown.
+        world: The world and its budgets.
+        player: Who chooses the actions; a person is asked in the terminal.
+        seed: Counts evaluation levels, so that ``--seed 0`` is the first level of ``ragen eval``.
+
+    Raises:
+        RagenError: The world or its solver fails.
+    """
+    make(world.name, **world.params).close()  # what the class itself refuses shows now
+    try:
+        with closing(Guarded(maker(world.name, **world.params), world.timeout_s)) as guarded:
+            return _play(console, guarded, world, player, seed)
+    except WorldError as failure:
+        raise RagenError(
+            f"the world {world.name!r} failed: {failure.reason}; run `ragen check` on it"
+        ) from failure
+
+
+def _play(console: Console, env: Guarded, world: WorldConfig, player: Player, seed: int) -> bool:
+    env.reset(eval_level(seed), derive(seed, "play"))
+    console.print(Text(env.rules), soft_wrap=True)
+    actions_left, total = world.actions, 0.0
+    for turn in range(world.turns):
+        turns_left = world.turns - turn
+        console.rule(f"turn {turn + 1} of {world.turns}, {actions_left} actions left", align="left")
+        console.print(Text(env.observation))
+        for action in player.act(env.env, turns_left, actions_left, world.actions_per_turn):
+            reward = env.step(action)
+            total += reward
+            actions_left -= 1
+            console.print(Text(f"> {action}  ({reward:+g})", style="bold"))
+            if env.terminated or env.truncated:
+                success = env.terminated and bool(env.info.get("success", False))
+                _ending(console, env.observation, "solved" if success else "failed", total)
+                return success
+        if actions_left == 0:
+            break
+    _ending(console, env.observation, "out of turns" if actions_left else "out of actions", total)
+    return False
+
+
+def show_episode(console: Console, episode: Episode) -> None:
+    """Print an episode that was played: what the agent saw, thought, answered and got."""
+    for number, turn in enumerate(episode.turns, 1):
+        console.rule(f"turn {number}", align="left")
+        console.print(Text(turn.observation))
+        if turn.thought is not None:
+            console.print(Text(turn.thought.strip(), style="italic dim"))
+        actions = ", ".join(turn.actions_executed) or "no action"
+        if not turn.well_formed:
+            console.print(Text(turn.completion.text, style="red"))
+            actions += ", the reply was invalid"
+        console.print(Text(f"> {actions}  ({turn.reward + turn.penalty:+g})", style="bold"))
+    observation = ""
+    if episode.error is not None:
+        observation = episode.error.strip().splitlines()[-1]
+    _ending(console, observation, episode.stop_reason.replace("_", " "), episode.total_reward)
+
+
+def _ending(console: Console, observation: str, how: str, total: float) -> None:
+    console.rule(align="left")
+    if observation:
+        console.print(Text(observation))
+    console.print(Text(f"{how}, reward {total:g}", style="bold"))

@@ -1,0 +1,318 @@
+"""The commands about runs: train, resume, report, export, study."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragen.cli.command import Command, Overrides, complain, output_options, program, terminal
+from ragen.core.errors import RagenError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ragen.cli.arguments import Parser
+    from ragen.config.sections import Config
+    from ragen.evaluation.evaluation import Evaluation
+    from ragen.training.progress import Watcher
+    from ragen.training.running import Result
+
+
+def _train_options(parser: Parser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the run's folder; it must not exist [runs/RECIPE-N]",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the settled config and do nothing"
+    )
+    output_options(parser)
+
+
+def _train(options: Namespace, overrides: Overrides) -> int:
+    from ragen.config.reading import resolve
+    from ragen.envs.contract import make
+
+    config = resolve(options.recipe, overrides)
+    make(config.world.name, **config.world.params)
+    if options.dry_run:
+        from ragen.training.progress import hint
+
+        if advice := hint(config):
+            complain(advice)
+        _show_config(config)
+        return 0
+    from ragen.storage.database import refuse_existing
+
+    refuse_existing(options.out)
+    from ragen.training.trainer import train
+
+    return _watch_run(lambda watcher: train(config, options.out, watcher=watcher), options)
+
+
+def _resume_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    output_options(parser)
+    parser.epilog = (
+        "A run goes on by its own settings. To train its model further by others: "
+        "ragen train RECIPE --model RUN"
+    )
+
+
+def _resume(options: Namespace, _: Overrides) -> int:
+    from ragen.storage.database import CONFIG
+
+    if not (options.run / CONFIG).is_file():
+        raise RagenError(f"{options.run} is no run folder ({CONFIG} is missing)")
+    from ragen.training.trainer import resume
+
+    return _watch_run(lambda watcher: resume(options.run, watcher), options)
+
+
+def _watch_run(work: Callable[[Watcher], Result], options: Namespace) -> int:
+    from ragen.core.stopping import StopRequested
+    from ragen.training.progress import watcher_for
+
+    watcher = watcher_for(terminal(stderr=True), options.quiet)
+    try:
+        result = work(watcher)
+    except StopRequested as stop:
+        watcher.end()
+        complain(f"stopped after the last finished step; {_go_on(watcher)}")
+        return 128 + stop.signal_number
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted at once; {_go_on(watcher)}") from None
+    finally:
+        watcher.end()
+    # With --json, standard output is for the machine.
+    _show_result(terminal(stderr=options.json), result)
+    if options.json:
+        print(json.dumps(_result_record(result)))
+    return 0
+
+
+def _go_on(watcher: Watcher) -> str:
+    return f"go on with: {program()} resume {watcher.run}" if watcher.run else "nothing had begun"
+
+
+def _show_config(config: Config) -> None:
+    from ragen.config.reading import differences, dump
+
+    changes = differences(config)
+    print(f"# {len(changes)} values differ from the preset {config.algorithm}:")
+    for change in changes:
+        preset = "unset" if change.preset is None else change.preset
+        print(f"#   {change.key} = {change.value!r}  (preset: {preset!r})")
+    print(dump(config), end="")
+    _show_memory(config)
+
+
+def _show_memory(config: Config) -> None:
+    """The memory plan as comments, where nothing has to be fetched for it."""
+    from ragen.engines.memory import plan
+    from ragen.models.pretrained import is_at_hand
+
+    model = config.model.path
+    if model == "base" or is_at_hand(model):
+        for line in plan(config).lines():
+            print(f"# {line}")
+    else:
+        print(
+            f"# memory: told once the model is here; {model} is no folder, nor in the Hub's cache"
+        )
+
+
+def _result_record(result: Result) -> dict[str, Any]:
+    shown = result.after or result.before
+
+    def success(evaluation: Evaluation | None) -> float | None:
+        return None if evaluation is None else evaluation.success
+
+    return {
+        "world": result.world,
+        "before": success(result.before),
+        "after": success(result.after),
+        "random": None if shown is None else shown.random,
+        "best": None if shown is None else shown.best,
+        "seconds": round(result.seconds, 1),
+        "run": str(result.run),
+        "before_greedy": success(result.before_greedy),
+        "after_greedy": success(result.after_greedy),
+        "alarms": [str(alarm) for alarm in result.alarms],
+    }
+
+
+def _show_result(console: Console, result: Result) -> None:
+    rows = [
+        (f"{who}, {evaluation.how}", evaluation)
+        for who, evaluation in (
+            ("before", result.before),
+            ("before", result.before_greedy),
+            ("after", result.after),
+            ("after", result.after_greedy),
+        )
+        if evaluation is not None
+    ]
+    if rows:
+        _show_evaluations(console, rows)
+    run = shlex.quote(str(result.run))
+    for line in (
+        *_collapse(result),
+        f"\n{result.seconds:.0f} s; everything is in {result.run}",
+        f"watch it play:  {program()} play {result.world} --player {run}",
+        f"evaluate it:    {program()} eval {run}",
+        f"look inside it: {program()} view {run}",
+        f"read about it:  {program()} report {run}",
+    ):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _collapse(result: Result) -> list[str]:
+    """What a run that ended worse than it began shows of the Echo Trap's published signs."""
+    before, after = result.before, result.after
+    if before is None or after is None or after.success >= before.success:
+        return []
+    from ragen.storage.reader import read_metrics
+
+    metrics = read_metrics(result.run)
+    spread = list(metrics.get("reward/std_in_group", {0: 0.0}).values())
+    flat = list(metrics.get("reward/flat_group_fraction", {0: 0.0}).values())
+    return [
+        "\nthe agent got worse; signs of the Echo Trap (arXiv:2504.20073) in this run:",
+        f"  reward std in the group {spread[0]:.3f} → {spread[-1]:.3f}, "
+        f"groups without any {flat[0]:.0%} → {flat[-1]:.0%}",
+        *(f"  {sign}" for sign in result.signs),
+    ]
+
+
+def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) -> None:
+    from rich.table import Table
+
+    first = rows[0][1]
+    table = Table(title=f"{first.world}, {first.episodes} held-out levels", title_justify="left")
+    table.add_column("player")
+    table.add_column("success", justify="right")
+    table.add_column("95 % interval", justify="right")
+    table.add_column("mean return", justify="right")
+    table.add_row("random play", f"{first.random:.1%}", "", f"{first.random_return:.3f}")
+    for name, e in rows:
+        interval = f"{e.success_low:.1%} – {e.success_high:.1%}"
+        table.add_row(name, f"{e.success:.1%}", interval, f"{e.mean_return:.3f}", style="bold")
+    if first.best is not None:
+        best_return = "" if first.best_return is None else f"{first.best_return:.3f}"
+        table.add_row("best play", f"{first.best:.1%}", "", best_return)
+    console.print(table)
+
+
+def _report_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where report.md and its plots go [RUN]"
+    )
+
+
+def _report(options: Namespace, _: Overrides) -> int:
+    from ragen.core.tables import show
+    from ragen.reports.report import page, read_facts, write_report
+
+    facts = read_facts(options.run)
+    path = write_report(facts, options.out or options.run)
+    console = terminal()
+    show(console, page(facts))
+    console.print(f"\nwith plots: {path}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _export_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a folder that does not exist [RUN/export-step-N]"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="a checkpoint's step [the newest]")
+    which.add_argument("--best", action="store_true", help="the checkpoint that was evaluated best")
+    parser.add_argument(
+        "--merge", action="store_true", help="add a LoRA adapter to its base: whole weights"
+    )
+    parser.add_argument(
+        "--episodes",
+        type=Path,
+        metavar="FILE",
+        help="write all recorded episodes instead, a row each: FILE.jsonl or FILE.parquet",
+    )
+
+
+def _export(options: Namespace, _: Overrides) -> int:
+    if options.episodes is not None:
+        return _export_episodes(options)
+    from ragen.reports.export import export
+
+    folder = export(
+        options.run, options.out, step=options.step, best=options.best, merge=options.merge
+    )
+    print(f"the policy is in {folder}; its README.md says how well it plays and how to use it")
+    return 0
+
+
+def _export_episodes(options: Namespace) -> int:
+    if options.out or options.step is not None or options.best or options.merge:
+        raise RagenError("--episodes writes no policy: leave --out, --step, --best and --merge out")
+    from ragen.storage.export_episodes import export_episodes
+
+    count = export_episodes(options.run, options.episodes)
+    print(f"{count} episodes are in {options.episodes}")
+    return 0
+
+
+def _study_options(parser: Parser) -> None:
+    parser.add_argument("study", nargs="?", metavar="NAME", help="a study; without one, list them")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="of each arm [5]")
+    parser.add_argument("--scale", choices=("laptop", "paper"), default="laptop", help="[laptop]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/study-NAME-SCALE]")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="runs at once [cores]")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print claim, rule and runs, and do nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="end with the verdict as one JSON line")
+    parser.epilog = "What is done is kept: the same command goes on after a stop or a kill."
+
+
+def _study(options: Namespace, _: Overrides) -> int:
+    from ragen.studies.study import load_study, studies
+
+    if options.study is None:
+        for name in studies():
+            print(f"{name:<16} {load_study(name).title}")
+        return 0
+    study = load_study(options.study)
+    out = options.out or Path("runs") / f"study-{study.name}-{options.scale}"
+    from ragen.studies.studies import grid, page, plan, run_study
+
+    if options.dry_run:
+        print(plan(study, grid(study, options.scale, options.seeds, out)))
+        return 0
+    found = run_study(
+        study, options.scale, seeds=options.seeds, out=out, jobs=options.jobs, say=complain
+    )
+    if options.json:
+        print(json.dumps({"study": study.name, "verdict": found.verdict, "out": str(out)}))
+        return 0
+    print("\n".join(page(found)))
+    print(f"\nwith its figure and a row for each run: {out}")
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command("train an agent by a recipe", _train_options, _train, True, True),
+    "resume": Command("go on with a run that was stopped", _resume_options, _resume),
+    "report": Command("one page about a run, with plots", _report_options, _report),
+    "export": Command("a run's policy for transformers and vLLM", _export_options, _export),
+    "study": Command("run a published claim again, with a verdict", _study_options, _study),
+}

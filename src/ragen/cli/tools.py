@@ -1,0 +1,202 @@
+"""The commands around training: sft and base make models; envs, check and doctor look."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragen.cli.command import Command, Overrides, output_options, program, terminal
+from ragen.core.errors import RagenError
+
+if TYPE_CHECKING:
+    from ragen.cli.arguments import Parser
+
+
+def _sft_options(parser: Parser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the model's folder; must not exist"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help='conversations, one {"messages": […]} a line [episodes of the best player]',
+    )
+    parser.add_argument("--episodes", type=int, metavar="N", help="of the best player [1024]")
+    parser.add_argument("--epochs", type=int, metavar="E", help="passes over the examples [3]")
+    parser.add_argument("--lr", type=float, metavar="LR", help="[10 times the recipe's update.lr]")
+    output_options(parser)
+    parser.epilog = (
+        "World, prompts, budgets and model are the recipe's; keys of these and most of update "
+        "(ragen train --help) may be set as well. Then: ragen train RECIPE --model DIR"
+    )
+
+
+def _sft(options: Namespace, overrides: Overrides) -> int:
+    from ragen.config.reading import resolve
+    from ragen.envs.contract import make
+
+    config = resolve(options.recipe, overrides)
+    make(config.world.name, **config.world.params)
+    from ragen.evaluation.targets import PLAYED_UNDER
+    from ragen.finetuning.sft import refuse_unread, sft
+
+    refuse_unread(overrides)
+    if options.data and options.episodes is not None:
+        raise RagenError("--episodes counts those of the best player; leave it or --data out")
+    given = {name: getattr(options, name) for name in ("episodes", "epochs", "lr")}
+    console = terminal(stderr=True)
+
+    def watch(line: str) -> None:
+        if not options.quiet:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    tuned = sft(
+        config,
+        options.out,
+        options.data,
+        **{name: value for name, value in given.items() if value is not None},
+        watch=watch,
+    )
+    if options.json:
+        print(json.dumps(tuned.record()))
+        return 0
+    print(tuned)
+    print(f"{tuned.seconds:.0f} s; the model is in {tuned.model}")
+    again = {key: value for key, value in overrides.items() if key != "model.path"}
+    asked = {key: value for key, value in again.items() if key.startswith(PLAYED_UNDER)}
+    kept = {key: value for key, value in again.items() if key.startswith((*PLAYED_UNDER, "lora."))}
+    world = asked.pop("world.name", options.recipe)
+    model, ragen = tuned.model, program()
+    print(f"evaluate it:       {ragen} eval {model} --world {world}{_typed(asked)}")
+    print(f"train it further:  {ragen} train {options.recipe} --model {model}{_typed(kept)}")
+    return 0
+
+
+def _typed(overrides: Overrides) -> str:
+    """Values by key as they are typed.
+
+    Example:
+        >>> _typed({"prompt.think": False, "world.params.names": "two words"})
+        " --prompt.think false --world.params.names 'two words'"
+    """
+    texts = {
+        key: str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in overrides.items()
+    }
+    return "".join(f" --{key} {shlex.quote(text)}" for key, text in texts.items())
+
+
+def _base_options(parser: Parser) -> None:
+    families = "bandit, frozen-lake, frozen-lake-still or sokoban"
+    parser.add_argument("family", metavar="FAMILY", help=families)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where it is saved")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="[0]")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each stage; fewer for a trial")
+    parser.add_argument("--stages", type=Path, metavar="DIR", help="keep the model of each stage")
+
+
+def _base(options: Namespace, _: Overrides) -> int:
+    if options.steps is not None and options.steps < 1:
+        raise RagenError(f"--steps {options.steps}: expected a whole number ≥ 1")
+    from ragen.finetuning.base import prepare_family
+
+    prepare_family(options.family, options.out, options.seed, options.steps, print, options.stages)
+    print(f"the base of {options.family} is in {options.out}")
+    return 0
+
+
+def _envs_options(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.add_argument(
+        "--episodes", type=int, default=256, metavar="N", help="levels behind random and best [256]"
+    )
+
+
+def _envs(options: Namespace, _: Overrides) -> int:
+    if options.episodes < 1:
+        raise RagenError(f"--episodes {options.episodes}: expected a whole number ≥ 1")
+    from ragen.config.reading import recipes, resolve
+    from ragen.core.seeding import eval_level
+    from ragen.envs.contract import worlds
+    from ragen.evaluation.references import Budget, reference
+
+    levels = [eval_level(index) for index in range(options.episodes)]
+    rows: list[dict[str, Any]] = []
+    for name, world in worlds().items():
+        recipe = name if name in recipes() else None
+        budgets = resolve(recipe, {"world.name": name}).world
+        budget = Budget(budgets.turns, budgets.actions_per_turn, budgets.actions)
+        found = reference(name, {}, budget, levels)
+        rows.append(
+            {
+                "name": name,
+                "random": found.random,
+                "best": found.best,
+                "random_return": found.random_return,
+                "best_return": found.best_return,
+                "turns": budget.turns,
+                "actions": budget.actions,
+                "description": world.description,
+            }
+        )
+    if options.json:
+        print(json.dumps(rows))
+        return 0
+    from rich.table import Table
+
+    table = Table(title=f"worlds, {len(levels)} levels, within their budgets", title_justify="left")
+    for column in ("world", "random play", "best play", "turns", "actions", "what it is"):
+        left = column in ("world", "what it is")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column == "world")
+    for row in rows:
+        best = "?" if row["best"] is None else f"{row['best']:.1%}"
+        numbers = (f"{row['random']:.1%}", best, str(row["turns"]), str(row["actions"]))
+        table.add_row(row["name"], *numbers, row["description"])
+    terminal().print(table)
+    return 0
+
+
+def _check_options(parser: Parser) -> None:
+    parser.add_argument(
+        "worlds", nargs="*", metavar="WORLD", help="worlds, or path/to/file.py:Class [all]"
+    )
+
+
+def _check(options: Namespace, _: Overrides) -> int:
+    from ragen.envs.contract import check, make, worlds
+
+    for name in options.worlds or worlds():
+        check(make(name))
+        print(f"{name}: keeps the contract")
+    return 0
+
+
+def _doctor_options(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+
+
+def _doctor(options: Namespace, _: Overrides) -> int:
+    from ragen.cli.doctor import examine
+
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not options.json:
+            print(f"{'ok' if finding.ok else 'NO':<3} {finding.name:<24} {finding.value}")
+    if options.json:
+        print(json.dumps({finding.name: finding.value for finding in findings}))
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+COMMANDS: dict[str, Command] = {
+    "sft": Command("fine-tune a model on examples", _sft_options, _sft, True),
+    "base": Command("prepare the embedded model anew", _base_options, _base),
+    "envs": Command("list the worlds with their floor and ceiling", _envs_options, _envs),
+    "check": Command("hold worlds to the contract", _check_options, _check),
+    "doctor": Command("what is installed, what this machine can do", _doctor_options, _doctor),
+}

@@ -1,0 +1,92 @@
+"""The command about looking: view."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragen.cli.command import Command, Overrides
+from ragen.core.errors import RagenError
+
+if TYPE_CHECKING:
+    from ragen.cli.arguments import Parser
+
+PORT = 7246
+"""RAGN on the keys of a telephone."""
+
+
+def _view_options(parser: Parser) -> None:
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path("runs"),
+        metavar="FOLDER",
+        help="where the runs are, or one run [runs]",
+    )
+    parser.add_argument(
+        "--port", type=int, default=PORT, metavar="N", help=f"0 takes any that is free [{PORT}]"
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="beyond this machine, whoever looks needs the token in the printed URL [127.0.0.1]",
+    )
+    parser.add_argument("--no-browser", action="store_true", help="only print the URL")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write the run FOLDER into one HTML file that needs no server, and serve nothing",
+    )
+    parser.add_argument("--episode", type=int, metavar="ID", help="export this episode alone")
+    parser.add_argument(
+        "--group", type=int, metavar="ID", help="export the group that the episode ID belongs to"
+    )
+
+
+def _view(options: Namespace, _: Overrides) -> int:
+    if options.export is not None:
+        return _export(options)
+    if options.episode is not None or options.group is not None:
+        raise RagenError("--episode and --group say what is exported: name a file with --export")
+    if not 0 <= options.port <= 65535:
+        raise RagenError(f"--port {options.port}: expected a whole number from 0 to 65535")
+    from ragen.viewer.server import serve
+
+    def say(address: str) -> None:
+        print(f"{options.folder} is shown at {address} (Ctrl-C ends it)", flush=True)
+        if not options.no_browser and _has_browser():
+            webbrowser.open(address)
+
+    with suppress(KeyboardInterrupt):  # the usual end
+        serve(options.folder, options.host, options.port, say)
+    return 0
+
+
+def _export(options: Namespace) -> int:
+    from ragen.viewer.share import share
+
+    file = share(options.folder, options.export, episode=options.episode, group=options.group)
+    print(f"{file} holds it ({file.stat().st_size / 1e6:.1f} MB) and opens in any browser")
+    return 0
+
+
+def _has_browser() -> bool:
+    """Whether somebody sits before this machine, with a browser that leaves the terminal alone."""
+    if os.environ.get("CI") or os.environ.get("SSH_CONNECTION"):
+        return False
+    if sys.platform.startswith("linux"):
+        return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    return True
+
+
+COMMANDS: dict[str, Command] = {
+    "view": Command("read and compare runs in a browser, live", _view_options, _view),
+}

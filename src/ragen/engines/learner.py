@@ -1,0 +1,380 @@
+"""The learner: scores batches and takes optimiser steps. Written once, for every engine.
+
+It sees tensors and a few numbers; it knows no world, no sampler and no algorithm beyond its losses.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import PreTrainedModel
+
+from ragen.algorithms.batch import Batch, TokenFields, flatten, padding, row_splits, take
+from ragen.algorithms.losses import (
+    LOSSES,
+    WHOLE_EPISODES,
+    Loss,
+    correct_for_sampler,
+    entropy_bonus,
+    kl_loss,
+    mismatch_kl,
+    token_weights,
+    value_loss,
+)
+from ragen.config.sections import LossConfig, UpdateConfig
+from ragen.core.metrics import Metrics, largest, last, mean, merge, total
+from ragen.engines.exactness import verify
+from ragen.models.cross_scores import cross_scores
+from ragen.models.lora import acting, adapted, adapter_of
+from ragen.models.model import Critic, hidden_states, shares_prompts, token_logprobs
+from ragen.models.precision import Masters
+
+SHARED_VALUE_WEIGHT = 0.5
+"""Weight of the critic's loss beside the policy's on a shared backbone: c₁ of arXiv:1707.06347, at
+the value that its authors' code settled on."""
+
+
+class Learner:
+    """The weights of policy, critic and reference, and their optimisers.
+
+    A role is a base, perhaps an adapter on it, and a head. The policy is `model` under its output
+    layer; the reference is a frozen copy of it; the critic is a value head on a copy of the
+    backbone, or on the policy's own. With LoRA (`ragen.models.lora`) there are no copies: all
+    three are
+    `model`, with the policy's adapter on, none, or the critic's; what is trained are adapters and
+    value head.
+
+    Args:
+        model: The policy, on its device; with adapters for LoRA, one for the critic among them
+            unless it is shared. What of it is trained and not float32 gets a float32 master here
+            (`ragen.models.precision.Masters`).
+        update: Settings of the optimiser.
+        loss: Settings of the loss.
+        critic: Whether a critic is trained.
+        shared: Whether it reads the policy's backbone. Then an update is one pass over the
+            backbone with the sum of both losses, the critic's weighted by `SHARED_VALUE_WEIGHT`.
+        reference: Whether the policy as it begins is kept as the reference.
+        steps: Length of the whole run, over which the learning rate falls.
+        temperature: The sampling temperature; all logprobs are taken under it.
+        longest: Sampled tokens of the longest episode there can be.
+
+    `synced` says that the policy still has the weights it was last published with: then its
+    logprobs must be the sampler's, and every update reports how far they are apart
+    (``mismatch/…``).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        update: UpdateConfig,
+        loss: LossConfig,
+        critic: bool = False,
+        shared: bool = False,
+        reference: bool = False,
+        steps: int = 1,
+        temperature: float = 1.0,
+        longest: int = 1,
+    ) -> None:
+        self.model = model
+        self.trained: nn.Module = adapter_of(model, "policy") if adapted(model) else model
+        own = adapter_of(model, "critic") if adapted(model) and critic and not shared else None
+        self.critic = Critic(model, shared, own) if critic else None
+        self.reference = _reference_of(model) if reference else None
+        self.masters = Masters(self.trained.named_parameters())
+        self.critic_masters = Masters(self.critic.named_parameters() if self.critic else ())
+        self.optimizers = optimizers(self.masters.trained, update.lr, update)
+        self.critic_optimizers = (
+            optimizers(self.critic_masters.trained, update.critic_lr, update) if self.critic else []
+        )
+        self.synced = True
+        self._update, self._loss = update, loss
+        self._steps, self._temperature, self._longest = steps, temperature, longest
+        self._device = next(model.parameters()).device
+
+    def named_optimizers(self) -> dict[str, Optimizer]:
+        """Every optimiser under the name it is saved by."""
+        named = {f"optimizer-{number}": each for number, each in enumerate(self.optimizers)}
+        critics = enumerate(self.critic_optimizers)
+        return named | {f"critic-optimizer-{number}": each for number, each in critics}
+
+    def named_masters(self) -> dict[str, Masters]:
+        """What is kept in float32 beside the weights, under the name it is saved by."""
+        named = {"masters": self.masters, "critic-masters": self.critic_masters}
+        return {name: masters for name, masters in named.items() if masters.tensors()}
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, reference: bool = False) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies, ``(B, T)`` each, at the trained tokens.
+
+        By the policy as it is, or by the reference.
+        """
+        model = self.reference if reference else self.model
+        assert model is not None, "this learner keeps no reference"
+        with acting(model, "reference" if reference else "policy"):
+            logprobs_BT, entropies_BT = self._per_token(
+                batch, lambda part: self._speak(model, part)
+            )
+        return logprobs_BT, entropies_BT
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Tensor:
+        """The critic's estimate ``(B, T)`` of the state before each trained token."""
+        assert self.critic is not None, "this learner trains no critic"
+        with acting(self.model, "policy" if self.critic.shared else "critic"):
+            (values_BT,) = self._per_token(batch, lambda part: (self._judge(part),))
+        return values_BT
+
+    def cross_scores(
+        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Log-probability of each thought under each prompt; see `ragen.models.cross_scores`."""
+        most = self._update.microbatch_tokens
+        return cross_scores(self.model, prompts, thoughts, self._temperature, most)
+
+    def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
+        """Norms of the policy's gradient, term by term and bucket by bucket.
+
+        With ℓ_t a term of the loss at sampled token t, unweighted,
+
+            per_token = ‖∇ Σ_t ℓ_t‖ ÷ tokens      per_sample = ‖∇ Σ_t ℓ_t‖ ÷ samples
+
+        The terms: ``task``, the policy loss (a KL penalty in the reward is part of it);
+        ``entropy``; ``kl``, by k2, whose on-policy gradient is that of the reverse KL. Weights,
+        their stored gradients, optimisers and random generators are not touched.
+
+        Args:
+            batch: With old logprobs and advantages; with reference logprobs for ``kl``.
+            bucket_B: Which bucket each row belongs to.
+
+        Returns:
+            ``<bucket>/<term>_per_token`` and ``…_per_sample``.
+        """
+        batch = replace(batch, weight_BT=batch.mask_BT.float())
+        metrics: Metrics = {}
+        for bucket in sorted(set(bucket_B.tolist())):
+            part = take(batch, (bucket_B == bucket).nonzero()[:, 0])
+            for term, norm in self._term_norms(part).items():
+                metrics[f"{bucket}/{term}_per_token"] = last(norm / part.num_tokens)
+                metrics[f"{bucket}/{term}_per_sample"] = last(norm / part.num_rows)
+        return metrics
+
+    def _term_norms(self, batch: Batch) -> dict[str, float]:
+        trained = [p for p in self.trained.parameters() if p.requires_grad]
+        sums: dict[str, Sequence[Tensor]] = {}
+        for rows in self._microbatches(batch):
+            part = take(batch, rows)
+            tokens = flatten(part).to(self._device)
+            logprobs_N, entropies_N = self._speak(self.model, part)
+            terms = {
+                "task": self._task_loss(logprobs_N, tokens),
+                "entropy": entropy_bonus(entropies_N, tokens),
+            }
+            if tokens.reference_logprobs_N is not None:
+                terms["kl"] = kl_loss(logprobs_N, tokens, kind="k2")
+            for term, loss in terms.items():
+                # Not `backward`, which would leave the gradients for the next update to find.
+                found = torch.autograd.grad(
+                    loss.value, trained, retain_graph=True, materialize_grads=True
+                )
+                known, new = sums.get(term), [each.float() for each in found]
+                sums[term] = [a + b for a, b in zip(known, new, strict=True)] if known else new
+        return {term: float(nn.utils.get_total_norm(total)) for term, total in sums.items()}
+
+    def _per_token(
+        self, batch: Batch, compute: Callable[[Batch], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Fill ``(B, T)`` fields, microbatch by microbatch, from what `compute` says of each."""
+        places, pieces = [], []
+        for rows in self._microbatches(batch):
+            part = take(batch, rows)
+            wanted = (part.weight_BT > 0).nonzero(as_tuple=True)
+            places.append(torch.stack([rows[wanted[0]], wanted[1]]))
+            pieces.append([field.float().cpu() for field in compute(part)])
+        row_N, column_N = torch.cat(places, dim=1)
+        fields = []
+        for field in zip(*pieces, strict=True):
+            field_BT = torch.zeros_like(batch.weight_BT)
+            field_BT[row_N, column_N] = torch.cat(field)
+            fields.append(field_BT)
+        return tuple(fields)
+
+    def _microbatches(self, batch: Batch) -> list[Tensor]:
+        by_group, whole = shares_prompts(self.model), self._loss.name in WHOLE_EPISODES
+        return row_splits(batch, self._update.microbatch_tokens, by_group, whole)
+
+    def update(self, batch: Batch, step: int) -> Metrics:
+        """One optimiser step of the policy and one of the critic on one minibatch.
+
+        A loss or gradient that is not finite is never applied: the update is skipped and counted in
+        ``update/skipped``.
+
+        Args:
+            batch: A minibatch with old logprobs and advantages (values and returns for the critic,
+                reference logprobs for a KL term) unless the loss is nll.
+            step: Where the run stands (`Engine.update`); it sets the learning rate.
+
+        Raises:
+            RagenError: What would be trained is not what was sampled.
+        """
+        update = self._update
+        weights_BT = token_weights(batch, self._loss.aggregation, self._longest)
+        batch = replace(batch, weight_BT=weights_BT)
+        train_policy = step >= update.critic_warmup_steps or self.critic is None
+        microbatches = [take(batch, rows) for rows in self._microbatches(batch)]
+        parts = [verify(microbatches)]
+        if not shares_prompts(self.model):  # there rows are flat, however they are split
+            parts.append(padding(microbatches))
+        for part in microbatches:
+            tokens = flatten(part).to(self._device)
+            if self.critic is not None and self.critic.shared:
+                parts.append(self._shared_backward(self.critic, part, tokens, train_policy))
+                continue
+            if train_policy:
+                parts.append(self._policy_backward(part, tokens))
+            if self.critic is not None:
+                with acting(self.model, "critic"):
+                    loss = value_loss(self._judge(part), tokens, value_clip=self._loss.value_clip)
+                    loss.value.backward()  # type: ignore[no-untyped-call]
+                parts.append(loss.metrics)
+        metrics = merge(parts)
+        scale = self._learning_rate(step)
+        if train_policy:
+            metrics |= self._apply(self.optimizers, self.masters, scale, "policy")
+            metrics["update/lr"] = last(update.lr * scale)
+            self.synced = False
+        if self.critic is not None:
+            metrics |= self._apply(self.critic_optimizers, self.critic_masters, scale, "critic")
+        metrics["update/count"] = total(1)
+        return metrics
+
+    def _policy_backward(self, part: Batch, tokens: TokenFields) -> Metrics:
+        loss = self._policy_loss(tokens, *self._speak(self.model, part))
+        loss.value.backward()  # type: ignore[no-untyped-call]
+        return loss.metrics
+
+    def _shared_backward(
+        self, critic: Critic, part: Batch, tokens: TokenFields, train_policy: bool
+    ) -> Metrics:
+        """One pass over the backbone for both losses; in the warm-up the head learns alone."""
+        with torch.set_grad_enabled(train_policy):
+            hidden_ND = hidden_states(self.model, *self._places(part))
+        loss = value_loss(critic.read(hidden_ND), tokens, value_clip=self._loss.value_clip)
+        value, metrics = SHARED_VALUE_WEIGHT * loss.value, loss.metrics
+        if train_policy:
+            spoken = self._policy_loss(tokens, *self._say(self.model, part, hidden_ND))
+            value, metrics = value + spoken.value, metrics | spoken.metrics
+        value.backward()  # type: ignore[no-untyped-call]
+        return metrics
+
+    def _policy_loss(self, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor) -> Loss:
+        """The policy's loss with its entropy bonus and KL term."""
+        settings = self._loss
+        metrics = Metrics()
+        if settings.name != "nll":
+            tokens, metrics = correct_for_sampler(tokens, settings.importance_cap)
+        loss = self._task_loss(logprobs_N, tokens)
+        bonus = entropy_bonus(entropy_N, tokens)
+        value, metrics = loss.value, metrics | loss.metrics | bonus.metrics
+        if settings.name != "nll":
+            if self.synced:
+                metrics |= mismatch_kl(tokens.sampled_logprobs_N, logprobs_N.detach())
+            value = value + settings.entropy * bonus.value
+            if settings.kl > 0 and settings.kl_kind != "k1":
+                term = kl_loss(logprobs_N, tokens, kind=settings.kl_kind)
+                value = value + settings.kl * term.value
+                metrics |= term.metrics
+        return Loss(value, metrics)
+
+    def _task_loss(self, logprobs_N: Tensor, tokens: TokenFields) -> Loss:
+        settings = self._loss
+        return LOSSES[settings.name](
+            logprobs_N,
+            tokens,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+        )
+
+    def _apply(
+        self, optimizers: list[Optimizer], masters: Masters, scale: float, name: str
+    ) -> Metrics:
+        trained = masters.trained.values()
+        norm = float(nn.utils.clip_grad_norm_(trained, self._update.max_grad_norm))
+        finite = math.isfinite(norm)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["full_lr"] * scale
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        masters.round()
+        return {
+            f"gradient/{name}_norm": mean(norm),
+            f"gradient/{name}_norm_max": largest(norm),
+            f"update/skipped_{name}": total(not finite),
+        }
+
+    def _learning_rate(self, step: int) -> float:
+        """The learning rate's share at `step`: linear warm-up, then linear down to `lr_end`."""
+        update = self._update
+        rise = min(1.0, (step + 1) / (update.warmup_steps + 1))
+        left = 1 - min(1.0, step / max(1, self._steps))
+        return rise * (update.lr_end + (1 - update.lr_end) * left)
+
+    def _speak(self, model: PreTrainedModel, part: Batch) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies ``(N,)`` at the positions where the loss looks."""
+        return self._say(model, part, hidden_states(model, *self._places(part)))
+
+    def _say(self, model: PreTrainedModel, part: Batch, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from hidden states that are there already."""
+        targets_N = part.token_ids_BT[part.weight_BT > 0].to(self._device)
+        return token_logprobs(model, hidden_ND, targets_N, self._temperature)
+
+    def _judge(self, part: Batch) -> Tensor:
+        """Values ``(N,)`` of the states before those tokens."""
+        assert self.critic is not None
+        return self.critic.values(*self._places(part))
+
+    def _places(self, part: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, lengths and the positions whose state predicts a token that the loss looks at."""
+        before_BT = torch.zeros_like(part.mask_BT)
+        before_BT[:, :-1] = part.weight_BT[:, 1:] > 0
+        ids_BT, lengths_B = part.token_ids_BT, part.lengths_B
+        return ids_BT.to(self._device), lengths_B.to(self._device), before_BT.to(self._device)
+
+
+def _reference_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy; with adapters the model itself, whose base stays as it is."""
+    return model if adapted(model) else copy.deepcopy(model).requires_grad_(False)
+
+
+def optimizers(
+    trained: Mapping[str, nn.Parameter], lr: float, update: UpdateConfig
+) -> list[Optimizer]:
+    """AdamW for everything, or Muon for the weight matrices and AdamW for the rest."""
+    betas, decay = (0.9, update.beta2), update.weight_decay
+    matrices = [p for name, p in trained.items() if update.muon_lr and is_matrix(name, p)]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in trained.values() if id(p) not in chosen]
+    found: list[Optimizer] = [AdamW(others, lr, betas, weight_decay=decay, fused=True)]
+    if matrices:
+        found.append(Muon(matrices, update.muon_lr, weight_decay=decay))
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            group["full_lr"] = group["lr"]
+    return found
+
+
+def is_matrix(name: str, weight: Tensor) -> bool:
+    """Whether a weight is a matrix in Muon's sense.
+
+    Embeddings are none: their rows are looked up, not multiplied. Nor are heads: that of the critic
+    is one row, which Muon would move by the same length at every step.
+    """
+    return weight.ndim == 2 and not name.endswith(("embed_tokens.weight", "head.weight"))

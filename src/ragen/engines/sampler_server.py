@@ -1,0 +1,253 @@
+"""A running vLLM server as policy: tokens in and out over HTTP, weights through a folder.
+
+The server is started by hand, for one run, with what vLLM keeps for such use switched on:
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs
+        --generation-config vllm --enable-prompt-tokens-details
+
+and for adapters VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 with --enable-lora --max-lora-rank RANK. Weights
+are written where Python puts temporary files (``TMPDIR`` moves it); the server must be able to read
+them there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from transformers import PreTrainedModel
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Prompt
+from ragen.engines.sampler import Stats, completion_of
+from ragen.engines.sampler_vllm import ADAPTER, TESTED
+from ragen.models.lora import adapted, save_adapter
+
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+"""Seconds before the server counts as lost: many completions wait in line, connections do not."""
+
+
+class VllmServer:
+    """A `WeightedPolicy` over a vLLM server, which has the learner's weights from the start.
+
+    Args:
+        url: Where it listens, such as ``http://127.0.0.1:8000``.
+        model: The learner's model.
+        end_ids: Tokens that end a completion. The one drawn is part of it.
+        decode: Token ids (without the end token) to text.
+        max_length: Tokens that a prompt and its completion may have together; the caller keeps to
+            it.
+
+    Raises:
+        RagenError: Nothing answers there, or what does is no vLLM of the tested release, lets
+            nobody push weights, or serves another model.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: PreTrainedModel,
+        end_ids: Collection[int],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        max_length: int,
+    ) -> None:
+        self.version = 0
+        self.stats = Stats()
+        self.max_length = max_length
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._end_ids = sorted(end_ids)
+        self._decode = decode
+        with self._reaching():
+            self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
+        self._async_http: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # whose connections those are
+        self._served = self._model_of()
+        self._push(model)
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        """Sample one completion; see `Sampler.complete`, whose contract this is.
+
+        Raises:
+            RagenError: The server is gone, or answers what it should not.
+        """
+        loop = asyncio.get_running_loop()
+        if self._async_http is None or self._loop is not loop:
+            limits = httpx.Limits(max_connections=None)  # the server queues, and batches
+            self._async_http = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT, limits=limits)
+            self._loop = loop
+        with self._reaching():
+            response = await self._async_http.post("/v1/completions", json=self._request(prompt))
+        completion, num_cached = self._read(response, prompt)
+        if num_cached is not None:
+            self.stats.prefilled += len(prompt.token_ids or ()) - num_cached
+            self.stats.reused += num_cached
+        self.stats.sampled += len(completion.token_ids or ())
+        return completion
+
+    def ask(self, prompt: Prompt) -> Completion:
+        """Sample one completion at once, outside of any event loop and of the `stats`."""
+        with self._reaching():
+            response = self._http.post("/v1/completions", json=self._request(prompt))
+        return self._read(response, prompt)[0]
+
+    async def publish(self, model: PreTrainedModel, version: int) -> None:
+        """See `WeightedPolicy.publish`: the weights, or the adapter, go through a folder.
+
+        Raises:
+            RagenError: The server is gone, or did not take them.
+        """
+        self._push(model)
+        self.version = version
+
+    def forget(self) -> None:
+        """Drop all keys and values."""
+        if not self._json(self._post("/reset_prefix_cache")).get("success"):
+            raise RagenError(
+                f"the vLLM server at {self.url} samples for somebody else while it is trained; "
+                "keep one server for each run"
+            )
+
+    def rest(self) -> None:
+        """The server's memory is its own."""
+
+    async def close(self) -> None:
+        """End the connections; the server goes on."""
+        self._http.close()
+        if self._async_http is not None and self._loop is asyncio.get_running_loop():
+            await self._async_http.aclose()
+
+    def _push(self, model: PreTrainedModel) -> None:
+        with tempfile.TemporaryDirectory(prefix="ragen-weights-") as folder:
+            if adapted(model):
+                save_adapter(model, Path(folder))
+                adapter = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}
+                self._post("/v1/load_lora_adapter", adapter)
+                self._served = ADAPTER
+            else:
+                model.save_pretrained(folder)
+                path = {"weights_path": folder}
+                self._post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
+        self.forget()
+
+    def _request(self, prompt: Prompt) -> dict[str, Any]:
+        assert prompt.token_ids, "the sampler needs token ids"
+        return {
+            "model": self._served,
+            "prompt": list(prompt.token_ids),
+            "max_tokens": prompt.max_tokens,
+            "min_tokens": prompt.min_tokens,
+            "seed": prompt.seed,
+            "stop_token_ids": self._end_ids,
+            "ignore_eos": True,  # ends are ours to name
+            "logprobs": 0,  # of the token drawn and no other
+            "return_token_ids": True,
+            # All that shapes the distribution: unsaid, the model's own defaults would.
+            "temperature": prompt.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
+
+    def _read(self, response: httpx.Response, prompt: Prompt) -> tuple[Completion, int | None]:
+        """The completion in an answer, and how much of its prompt was remembered, if it says so."""
+        answer = self._json(response)
+        try:
+            (choice,) = answer["choices"]
+            ids = tuple(int(token) for token in choice["token_ids"])
+            logprobs = tuple(float(logprob) for logprob in choice["logprobs"]["token_logprobs"])
+            details = answer["usage"].get("prompt_tokens_details")
+            num_cached = None if details is None else int(details["cached_tokens"] or 0)
+            exact = choice["prompt_token_ids"] == list(prompt.token_ids or ())
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._strange(f"a completion without {error}") from error
+        if not exact or not ids or len(ids) != len(logprobs):
+            raise self._strange("a completion of other tokens")
+        completion = completion_of(ids, logprobs, self._end_ids, self._decode, self.version)
+        return completion, num_cached
+
+    def _model_of(self) -> str:
+        """The name of the model that is served, once the server is known to be one to train with.
+
+        Raises:
+            RagenError: It is not.
+        """
+        with self._reaching():
+            version = self._json(self._http.get("/version")).get("version")
+            models = self._json(self._http.get("/v1/models")).get("data")
+        try:
+            base = next(model for model in models or () if model["parent"] is None)
+            name, length = str(base["id"]), int(base["max_model_len"])
+        except (KeyError, TypeError, ValueError, StopIteration) as error:
+            raise self._strange("no list of models") from error
+        if not str(version).startswith(f"{TESTED}."):
+            raise RagenError(
+                f"the server at {self.url} runs vLLM {version}, and RAGEN was tested with "
+                f"{TESTED}: start one of that release"
+            )
+        if length < self.max_length:
+            raise RagenError(
+                f"the vLLM server at {self.url} takes {length} tokens: start it with "
+                f"--max-model-len {self.max_length}, or lower model.max_length"
+            )
+        return name
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        with self._reaching():
+            response = self._http.post(path, json=body)
+        if response.status_code in (404, 405):
+            raise RagenError(
+                f"the vLLM server at {self.url} lets nobody push weights ({path} is missing): "
+                "start it with VLLM_SERVER_DEV_MODE=1, and for adapters with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+            )
+        if response.is_error:
+            self._json(response)
+        return response
+
+    def _json(self, response: httpx.Response) -> dict[str, Any]:
+        """What a server says, as an object.
+
+        Raises:
+            RagenError: It complains, or it says something else.
+        """
+        try:
+            answer = response.json()
+        except ValueError as error:
+            raise self._strange(f"HTTP {response.status_code} and no JSON") from error
+        if not isinstance(answer, dict):
+            raise self._strange("JSON that is no object")
+        if response.is_error:
+            told = answer.get("error", answer)
+            reason = str(told.get("message", told) if isinstance(told, dict) else told)
+            first = reason.strip().partition("\n")[0] or f"HTTP {response.status_code}"
+            raise RagenError(
+                f"the vLLM server at {self.url} refuses: {first}; "
+                "does it serve the model that is trained? If so, start it anew"
+            )
+        return answer
+
+    def _strange(self, what: str) -> RagenError:
+        return RagenError(
+            f"what answers at {self.url} is no vLLM server ({what}): "
+            "let rollout.sampler name one, or use vllm or local"
+        )
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = str(error) or type(error).__name__
+            raise RagenError(
+                f"the vLLM server at {self.url} cannot be reached ({reason}): start it, or use "
+                'rollout.sampler = "vllm" or "local"'
+            ) from error

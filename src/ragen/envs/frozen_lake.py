@@ -1,0 +1,382 @@
+"""FrozenLake: reach the goal over ice that may slip (arXiv:2504.20073, section 3.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ragen.core.errors import RagenError
+from ragen.envs.contract import Env, Info, Reading, Reference, State, generators, pick
+from ragen.envs.grid import Cell, Observation, format_note, observe, read_notes
+
+MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
+"""Row and column change, in an order in which neighbours are perpendicular (slipping adds ±1)."""
+DELTAS = tuple(MOVES.values())
+DRAWN = str.maketrans("OX√", "H@*")
+"""From the map's symbols to those of `Env.picture`, where a hole is no target."""
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Lake:
+    """A level: cells are numbered row by row."""
+
+    size: int
+    holes: frozenset[int]
+    start: int
+    goal: int
+
+    def neighbour(self, cell: int, direction: int) -> int:
+        """The cell one step on; the edge of the board stops."""
+        row, col = divmod(cell, self.size)
+        row = min(max(row + DELTAS[direction][0], 0), self.size - 1)
+        col = min(max(col + DELTAS[direction][1], 0), self.size - 1)
+        return row * self.size + col
+
+    def distances(self) -> list[float]:
+        """Steps from each cell to the goal around the holes; infinite where no way leads."""
+        steps = [math.inf] * self.size**2
+        steps[self.goal] = 0
+        frontier = [self.goal]
+        for cell in frontier:
+            for direction in range(4):
+                beside = self.neighbour(cell, direction)
+                if beside not in self.holes and steps[beside] == math.inf:
+                    steps[beside] = steps[cell] + 1
+                    frontier.append(beside)
+        return steps
+
+    def connected(self) -> bool:
+        """Whether a path without holes leads from start to goal."""
+        reached, frontier = {self.start}, [self.start]
+        while frontier:
+            cell = frontier.pop()
+            for direction in range(4):
+                ahead = self.neighbour(cell, direction)
+                if ahead not in reached and ahead not in self.holes:
+                    reached.add(ahead)
+                    frontier.append(ahead)
+        return self.goal in reached
+
+
+def generate(level: np.random.Generator, size: int, p_frozen: float) -> Lake:
+    """Draw cells, start and goal, all anew until they are connected."""
+    while True:
+        frozen = level.random(size * size) < p_frozen
+        start = pick(level, range(size * size))
+        goal = pick(level, [cell for cell in range(size * size) if cell != start])
+        holes = frozenset(int(cell) for cell in np.flatnonzero(~frozen)) - {start, goal}
+        lake = Lake(size, holes, start, goal)
+        if lake.connected():
+            return lake
+
+
+@lru_cache(maxsize=1024)
+def lake_of(seed: int, size: int, p_frozen: float) -> Lake:
+    """The lake of a level seed, drawn once for all members of a group."""
+    level, _ = generators(seed, None)
+    return generate(level, size, p_frozen)
+
+
+class Plans(NamedTuple):
+    """Sequences of directions of one length, and what each is worth from every cell."""
+
+    values: Floats
+    """Chances of success, shape (plans, cells)."""
+    codes: npt.NDArray[np.int64]
+    """The directions as digits in base 4, the first the most significant, shape (plans,)."""
+
+
+class Planner:
+    """Best play on one lake by dynamic programming over turns left, actions left and cells.
+
+    The actions of a turn are chosen before any of them is seen to slip. With one action a turn the
+    player sees every slip: the best that feedback after each action allows.
+
+    Args:
+        lake: The level.
+        success_probability: How often a move goes as meant.
+        discount: Factor per action and per turn. A little below 1 it makes the player prefer, among
+            equally promising plans, the quicker one; at 1 values are chances of success.
+    """
+
+    def __init__(self, lake: Lake, success_probability: float, discount: float = 1.0) -> None:
+        self._goal = lake.goal
+        self._discount = discount
+        self._lake, self._success_probability = lake, success_probability
+        self._ended = np.zeros(lake.size**2, dtype=bool)
+        self._ended[[lake.goal, *lake.holes]] = True
+        self._known: dict[tuple[int, int, int], list[Floats]] = {}
+
+    @cached_property
+    def moves(self) -> Floats:
+        """The lake's `transition_matrices`."""
+        return transition_matrices(self._lake, self._success_probability)
+
+    def values(self, turns: int, actions: int, per_turn: int) -> Floats:
+        """Chance of success from every cell, shape (cells,)."""
+        value = np.zeros(len(self._ended))
+        value[self._goal] = 1.0
+        if turns:
+            for length in range(1, min(per_turn, actions) + 1):
+                leaving = self._by_length(turns - 1, actions - length, per_turn)
+                value = np.maximum(value, leaving[length - 1])
+        return value
+
+    def best(self, cell: int, turns: int, actions: int, per_turn: int) -> list[int]:
+        """The best sequence of directions for this turn; the shortest of several."""
+        worth = [
+            self._by_length(turns - 1, actions - length, per_turn)[length - 1][cell]
+            for length in range(1, min(per_turn, actions) + 1)
+        ]
+        length = next(k for k, value in enumerate(worth, start=1) if value > max(worth) - 1e-12)
+        by_length = self._plans(turns - 1, actions - length, per_turn)
+        plans = next(islice(by_length, length - 1, None))
+        code = int(plans.codes[plans.values[:, cell].argmax()])
+        return [code >> 2 * place & 3 for place in reversed(range(length))]
+
+    def _by_length(self, turns_after: int, actions_after: int, per_turn: int) -> list[Floats]:
+        """Worth of the best plan of each length that leaves so many turns and actions."""
+        key = (turns_after, actions_after, per_turn)
+        if key not in self._known:
+            plans = self._plans(turns_after, actions_after, per_turn)
+            self._known[key] = [plan.values.max(0) for plan in plans]
+        return self._known[key]
+
+    def _plans(self, turns_after: int, actions_after: int, per_turn: int) -> Iterator[Plans]:
+        """The plans that leave so many turns and actions, by length."""
+        after = self.values(turns_after, actions_after, per_turn)
+        after[~self._ended] *= self._discount  # the next turn's price
+        plans = Plans(after[None], np.zeros(1, dtype=np.int64))
+        for length in range(per_turn):
+            values = self._discount * (plans.values[None] @ self.moves.transpose(0, 2, 1))
+            values = values.reshape(-1, values.shape[-1])
+            values[:, self._ended] = after[self._ended]
+            plans = Plans(values, (np.arange(4)[:, None] * 4**length + plans.codes).ravel())
+            if per_turn > 5:  # up to 4⁵ plans, looking at all is quicker than leaving some out
+                plans = undominated(plans)
+            yield plans
+
+
+def undominated(plans: Plans) -> Plans:
+    """The plans that are the best somewhere: no other is at least as good from every cell.
+
+    What is dominated stays so with any action before it, so leaving it out is exact.
+    """
+    _, distinct = np.unique(plans.values.round(12), axis=0, return_index=True)
+    # By falling sum, so that whatever dominates a plan stands before it.
+    order = distinct[np.argsort(-plans.values[distinct].sum(1), kind="stable")]
+    values, codes = plans.values[order], plans.codes[order]
+    keep = [
+        row for row, value in enumerate(values) if not (values[:row] >= value - 1e-12).all(1).any()
+    ]
+    return Plans(values[keep], codes[keep])
+
+
+def transition_matrices(lake: Lake, success_probability: float) -> Floats:
+    """Chance of going from one cell to another by each action, shape (4, cells, cells).
+
+    Example:
+        >>> down = 1
+        >>> transition_matrices(Lake(2, frozenset(), 0, 3), 0.8)[down, 0].round(3)
+        array([0.1, 0.1, 0.8, 0. ])
+    """
+    cells = lake.size**2
+    matrices = np.zeros((4, cells, cells))
+    slip = (1 - success_probability) / 2
+    for cell in range(cells):
+        if cell == lake.goal or cell in lake.holes:
+            matrices[:, cell, cell] = 1.0
+            continue
+        for action in range(4):
+            for turn, chance in ((0, success_probability), (-1, slip), (1, slip)):
+                matrices[action, cell, lake.neighbour(cell, (action + turn) % 4)] += chance
+    return matrices
+
+
+class FrozenLake(Env):
+    """Walk from the start to the goal, not into a hole; a move may slip sideways.
+
+    Observation:
+        The map: `P` player, `_` frozen, `O` hole, `G` goal, `X` player in a hole, `√` player on
+        the goal.
+
+    Actions:
+        Left, Down, Right, Up. The direction that is meant happens with `success_probability`,
+        each perpendicular one with half of the rest, the opposite one never. The edge of the
+        board stops.
+
+    Reward:
+        1 on the goal, else 0.
+
+    Ends when:
+        The player is on the goal (a success) or in a hole.
+
+    Parameters:
+        size: Rows and columns.
+        p_frozen: Chance of a cell to be frozen: 0.8, in the sequel 0.9.
+        success_probability: 1/3; in the sequel's text 0.98, in its code 0.8 and 1.
+        observation: How the map is written.
+
+    Example:
+        >>> env = FrozenLake(success_probability=1.0)
+        >>> print(env.reset(seed=123)[0])
+        ___P
+        __O_
+        ___O
+        _G_O
+        >>> env.step("Left")[1:]
+        (0.0, False, False, {'success': False, 'effective': True})
+    """
+
+    goal = "FrozenLake"
+
+    def __init__(
+        self,
+        size: int = 4,
+        p_frozen: float = 0.8,
+        success_probability: float = 1 / 3,
+        observation: Observation = "grid",
+    ) -> None:
+        if not 2 <= size <= 26:
+            raise RagenError(f"size = {size} must be from 2 to 26")
+        if not 0.05 <= p_frozen <= 1:
+            raise RagenError(f"p_frozen = {p_frozen} must be from 0.05 to 1")
+        if not 0 <= success_probability <= 1:
+            raise RagenError(
+                f"success_probability = {success_probability} is no probability (0 to 1)"
+            )
+        self.name = "frozen-lake"
+        self._size, self._p_frozen = size, p_frozen
+        self._success_probability = success_probability
+        self._format = observation
+        self.reset(seed=0)
+
+    @property
+    def rules(self) -> str:
+        slip = (
+            "The ice is slippery: a move may go sideways instead.\n"
+            if self._success_probability < 1
+            else ""
+        )
+        return (
+            "You are solving the FrozenLake puzzle. Walk over the frozen cells to the goal and "
+            f"avoid the holes.\n{slip}"
+            "The meaning of each symbol in the state is: P player, _ frozen, O hole, G goal, "
+            f"X player in hole, √ player on goal. {format_note(self._format)}"
+        )
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        return tuple(MOVES)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, Info]:
+        level, self._noise = generators(seed, options)
+        if seed is None:
+            self._set_lake(generate(level, self._size, self._p_frozen))
+        else:
+            self._set_lake(lake_of(seed, self._size, self._p_frozen))
+        self._player = self._lake.start
+        return self._observation(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        intended = self.action_index(action)
+        # Drawn on still ice too, so that the noise of a level does not depend on the slip.
+        draw = self._noise.random()
+        slip = (1 - self._success_probability) / 2
+        turn = -1 if draw < slip else 1 if draw < 2 * slip else 0
+        before = self._player
+        if not self._ended:
+            self._player = self._lake.neighbour(before, (intended + turn) % 4)
+        success = self._player == self._lake.goal
+        info = {"success": success, "effective": self._player != before}
+        return self._observation(), float(success), self._ended, False, info
+
+    def get_state(self) -> State:
+        return {
+            "holes": sorted(self._lake.holes),
+            "start": self._lake.start,
+            "goal": self._lake.goal,
+            "player": self._player,
+            "noise": self._noise.bit_generator.state,
+        }
+
+    def set_state(self, state: State) -> None:
+        lake = Lake(self._size, frozenset(state["holes"]), state["start"], state["goal"])
+        if lake != self._lake:
+            self._set_lake(lake)
+        self._player = state["player"]
+        self._noise.bit_generator.state = state["noise"]
+
+    def state_key(self) -> str:
+        return "\n".join(self._rows())
+
+    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
+        plan = self._planner.best(self._player, turns_left, actions_left, actions_per_turn)
+        return [self.actions[index] for index in plan]
+
+    def reference(self, turns: int, actions_per_turn: int, actions: int) -> Reference:
+        planner = Planner(self._lake, self._success_probability)
+        best = float(planner.values(turns, actions, actions_per_turn)[self._player])
+        chances = np.zeros(self._size**2)
+        chances[self._player] = 1.0
+        for _ in range(min(actions, turns * actions_per_turn)):
+            chances = chances @ planner.moves.mean(0)
+        random = float(chances[self._lake.goal])
+        return Reference(random, best, random, best)
+
+    def read_thought(self, thought: str) -> Reading | None:
+        places = self._places()
+        seen = {"P": places["Player"], "G": places["Goal"], "O": places["Holes"]}
+        return read_notes(thought, self._rows(), seen, self.actions)
+
+    def picture(self) -> list[str]:
+        return [row.translate(DRAWN) for row in self._rows()]
+
+    @property
+    def lake(self) -> Lake:
+        """The level."""
+        return self._lake
+
+    @property
+    def player(self) -> int:
+        """The player's cell."""
+        return self._player
+
+    def symbol(self, cell: int) -> str:
+        """What the map shows in a cell."""
+        return "".join(self._rows())[cell]
+
+    @property
+    def _ended(self) -> bool:
+        return self._player == self._lake.goal or self._player in self._lake.holes
+
+    def _set_lake(self, lake: Lake) -> None:
+        self._lake = lake
+        self._planner = Planner(lake, self._success_probability, discount=1 - 1e-6)
+
+    def _rows(self) -> list[str]:
+        lake = self._lake
+        symbols = ["O" if cell in lake.holes else "_" for cell in range(self._size**2)]
+        symbols[lake.goal] = "G"
+        symbols[self._player] = {"_": "P", "O": "X", "G": "√"}[symbols[self._player]]
+        return ["".join(symbols[i : i + self._size]) for i in range(0, len(symbols), self._size)]
+
+    def _observation(self) -> str:
+        return observe(self._rows(), self._places(), self._format)
+
+    def _places(self) -> dict[str, list[Cell]]:
+        return {
+            "Player": [divmod(self._player, self._size)],
+            "Goal": [divmod(self._lake.goal, self._size)],
+            "Holes": [divmod(cell, self._size) for cell in sorted(self._lake.holes)],
+        }

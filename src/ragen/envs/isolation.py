@@ -1,0 +1,315 @@
+"""Worlds in processes of their own, so that one that hangs, leaks or dies takes nobody with it.
+
+A worker process plays one world at a time and answers one call after the other; the caller waits in
+the loop's thread, so the order of everything is what it is without workers. What passes between
+them is JSON, as the contract of a world asks of its infos and snapshots anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+from collections.abc import Mapping
+from dataclasses import astuple
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ragen.core.errors import RagenError
+from ragen.envs.boundary import WorldError, boundary, too_long
+from ragen.envs.contract import Env, Info, Reading, Reference, State, construct, maker
+
+START_S = 60.0
+"""Seconds that a worker may take to start, whatever a call may take."""
+EPISODES = 500
+"""Episodes after which a worker is replaced: what a world leaks goes with it."""
+
+
+class Workers:
+    """The worker processes of one run; they are started when needed and used again.
+
+    Where the platform can fork, a server process forks them off, which takes milliseconds; it is
+    Python's usual one, so a script that trains with isolated worlds keeps its start behind
+    ``if __name__ == "__main__":``.
+
+    Args:
+        world: The world's name, as for `make`.
+        params: Its parameters.
+        timeout_s: Seconds that one call may take before its worker is killed.
+
+    Example:
+        >>> workers = Workers("bandit", {}, timeout_s=30.0)
+        >>> env = workers.make()
+        >>> env.reset(seed=123, options={"noise_seed": 0})[0]
+        'Arms: Dragon, Phoenix'
+        >>> env.close()
+        >>> workers.close()
+    """
+
+    def __init__(self, world: str, params: Mapping[str, Any], timeout_s: float) -> None:
+        forks = "forkserver" in multiprocessing.get_all_start_methods()
+        self._context = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
+            self._context.set_forkserver_preload([__name__])
+        self._job = (world, dict(params), timeout_s)
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+
+    def make(self) -> Env:
+        """A fresh world in a worker; `Env.close` gives the worker back.
+
+        Raises:
+            WorldError: The world could not be made.
+        """
+        worker = self._idle.pop() if self._idle else self._start()
+        try:
+            return IsolatedEnv(self, worker)
+        except WorldError:
+            self.give_back(worker)
+            raise
+
+    def give_back(self, worker: _Worker) -> None:
+        """Keep a worker that is alive for the next world."""
+        worker.episodes += 1
+        if worker.alive and worker.episodes < EPISODES:
+            self._idle.append(worker)
+        else:
+            worker.stop()
+            self._all.discard(worker)
+
+    def close(self) -> None:
+        """Stop all workers."""
+        for worker in self._all:
+            worker.stop()
+        self._all.clear()
+        self._idle.clear()
+
+    def _start(self) -> _Worker:
+        worker = _Worker(self._context, self._job)
+        self._all.add(worker)
+        return worker
+
+
+class _Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self, context: Any, job: tuple[str, dict[str, Any], float]) -> None:
+        self.alive = True
+        self.episodes = 0
+        self._timeout_s = job[2]
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, *job), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._answer("starting", START_S)
+
+    def ask(self, call: str, *arguments: Any) -> Any:
+        """The result of one call.
+
+        Raises:
+            WorldError: The world raised, the call took too long, or the process died.
+        """
+        if not self.alive:
+            raise WorldError(f"the world's process had ended before {call}")
+        try:
+            self._pipe.send_bytes(json.dumps([call, arguments]).encode())
+        except OSError:
+            raise self._died(call) from None
+        return self._answer(call, self._timeout_s)
+
+    def _answer(self, call: str, timeout_s: float) -> Any:
+        try:
+            if not self._pipe.poll(timeout_s):
+                self.stop()
+                raise too_long(call, timeout_s)
+            kind, value = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise self._died(call) from None
+        if kind == "answer":
+            return value
+        raise WorldError(value) from (RagenError(value) if kind == "refusal" else None)
+
+    def _died(self, call: str) -> WorldError:
+        self._process.join(1.0)
+        code = self._process.exitcode
+        self.stop()
+        return WorldError(f"the world's process ended in {call} (exit code {code})")
+
+    def stop(self) -> None:
+        """Kill the process, whatever it is doing."""
+        if self.alive:
+            self.alive = False
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+            self._pipe.close()
+
+
+class IsolatedEnv(Env):
+    """Stands for a world in a worker: each method is one call over the pipe."""
+
+    def __init__(self, workers: Workers, worker: _Worker) -> None:
+        self._workers, self._worker = workers, worker
+        self._closed = False
+        self._picture: list[str] | None = None
+        self._read(worker.ask("make"))
+
+    def _read(self, words: dict[str, Any]) -> None:
+        self.name, self.goal = words["name"], words["goal"]
+        self._rules: str = words["rules"]
+        self._actions = None if words["actions"] is None else tuple(words["actions"])
+        self._reads_thoughts: bool = words["reads_thoughts"]
+        self._draws: bool = words["draws"]
+
+    @property
+    def rules(self) -> str:
+        """As the world said after it was made, reset or set back."""
+        return self._rules
+
+    @property
+    def actions(self) -> tuple[str, ...] | None:
+        """As the world said after it was made, reset or set back."""
+        return self._actions
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, Info]:
+        """See `Env.reset`."""
+        answer, words, self._picture = self._worker.ask("reset", seed, options)
+        self._read(words)
+        observation, info = answer
+        return observation, info
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        """See `Env.step`."""
+        answer, self._picture = self._worker.ask("step", action)
+        observation, reward, terminated, truncated, info = answer
+        return observation, reward, terminated, truncated, info
+
+    def get_state(self) -> State:
+        """See `Env.get_state`."""
+        state: State = self._worker.ask("get_state")
+        return state
+
+    def set_state(self, state: State) -> None:
+        """See `Env.set_state`."""
+        words, self._picture = self._worker.ask("set_state", state)
+        self._read(words)
+
+    def state_key(self) -> str:
+        """See `Env.state_key`."""
+        return str(self._worker.ask("state_key"))
+
+    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
+        """See `Env.solve`."""
+        plan: list[str] | None = self._worker.ask(
+            "solve", turns_left, actions_left, actions_per_turn
+        )
+        return plan
+
+    def reference(self, turns: int, actions_per_turn: int, actions: int) -> Reference | None:
+        """See `Env.reference`."""
+        known = self._worker.ask("reference", turns, actions_per_turn, actions)
+        return None if known is None else Reference(*known)
+
+    def read_thought(self, thought: str) -> Reading | None:
+        """See `Env.read_thought`."""
+        found = self._worker.ask("read_thought", thought)
+        if found is None:
+            return None
+        stated, true, plan = found
+        return Reading(stated, true, None if plan is None else tuple(plan))
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """See `Env.reads_thoughts`."""
+        return self._reads_thoughts
+
+    def picture(self) -> list[str] | None:
+        """See `Env.picture`; it comes with each answer, since a call of its own costs a message."""
+        return self._picture
+
+    @property
+    def draws(self) -> bool:
+        """See `Env.draws`."""
+        return self._draws
+
+    def __deepcopy__(self, _: dict[int, Any]) -> IsolatedEnv:
+        raise TypeError("a world in a process of its own cannot be copied; use get_state")
+
+    def close(self) -> None:
+        """Close the world and give its worker back."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._worker.alive:
+                self._worker.ask("close")
+        finally:
+            self._workers.give_back(self._worker)
+
+
+def _serve(pipe: Connection, world: str, params: dict[str, Any], timeout_s: float) -> None:
+    """A worker's life: answer calls until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which stops its workers
+    pipe.send_bytes(b'["answer", null]')
+    served = _Served(world, params)
+    while True:
+        try:
+            call, arguments = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        # Whoever asked ends a call that takes too long; if they are gone, the system does.
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + 5.0)
+        answer = served.answer(call, arguments)
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        pipe.send_bytes(answer.encode())
+
+
+class _Served:
+    """The world inside a worker, and the calls it takes."""
+
+    def __init__(self, world: str, params: dict[str, Any]) -> None:
+        self._world, self._params = world, params
+        self._env: Env | None = None
+
+    def answer(self, call: str, arguments: list[Any]) -> str:
+        try:
+            with boundary(call):
+                return json.dumps(["answer", self._call(call, arguments)])
+        except WorldError as failure:
+            cause = failure.__cause__
+            if isinstance(cause, RagenError):
+                return json.dumps(["refusal", str(cause)])
+            return json.dumps(["failure", str(failure)])
+
+    def _call(self, call: str, arguments: list[Any]) -> Any:
+        if call == "make":
+            self._env = construct(maker(self._world, **self._params), self._world)
+            return self._words()
+        env = self._env
+        assert env is not None
+        if call == "reset":
+            seed, options = arguments
+            return env.reset(seed=seed, options=options), self._words(), env.picture()
+        if call == "set_state":
+            env.set_state(*arguments)
+            return self._words(), env.picture()
+        if call == "step":
+            return env.step(*arguments), env.picture()
+        found = getattr(env, call)(*arguments)
+        return astuple(found) if isinstance(found, Reading | Reference) else found
+
+    def _words(self) -> dict[str, Any]:
+        env = self._env
+        assert env is not None
+        return {
+            "name": env.name,
+            "goal": env.goal,
+            "rules": env.rules,
+            "actions": env.actions,
+            "reads_thoughts": env.reads_thoughts,
+            "draws": env.draws,
+        }

@@ -1,0 +1,435 @@
+"""Sokoban: push every box onto a target (arXiv:2504.20073, section 3.1).
+
+Cells are numbered row by row; a set of cells is an integer with one bit a cell. The outer cells are
+always wall, so a step from the inside never leaves the board.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ragen.core.errors import RagenError
+from ragen.envs.contract import Env, Info, Reading, Reference, State, generators, pick
+from ragen.envs.grid import Cell, Observation, format_note, observe, read_notes
+
+ACTIONS = ("Up", "Down", "Left", "Right")
+Cells: TypeAlias = int
+"""A set of cells as bits."""
+
+
+class Symbols(NamedTuple):
+    """A vocabulary of the map."""
+
+    wall: str
+    floor: str
+    target: str
+    box_on_target: str
+    box: str
+    player: str
+    player_on_target: str
+
+
+SYMBOLS = {"standard": Symbols(*"#_O√XPS"), "new": Symbols(*"W.GCBA@")}
+"""The paper's map and the one that tests whether a skill carries over."""
+
+MASKS = (
+    ((0, -1), (0, 0), (0, 1)),
+    ((-1, 0), (0, 0), (1, 0)),
+    ((0, -1), (0, 0), (1, 0)),
+    ((0, -1), (0, 0), (1, -1), (1, 0)),
+    ((0, 0), (0, 1), (1, 0)),
+)
+"""Floor stamped around each place of the generator's walk: two bars, two corners, a square."""
+MAX_BOARDS = 300_000
+
+
+class Board(NamedTuple):
+    """What moves."""
+
+    player: int
+    boxes: Cells
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What stays: size, floor (targets included) and targets."""
+
+    rows: int
+    cols: int
+    floor: Cells
+    targets: Cells
+
+    @property
+    def steps(self) -> tuple[int, int, int, int]:
+        """What each of `ACTIONS` adds to a cell."""
+        return (-self.cols, self.cols, -1, 1)
+
+    def push(self, board: Board, step: int) -> Board:
+        """Push the box ahead if the cell behind it is free, else walk, else nothing."""
+        player, boxes = board
+        ahead = player + step
+        if not self.floor >> ahead & 1:
+            return board
+        if boxes >> ahead & 1:
+            behind = ahead + step
+            if not (self.floor & ~boxes) >> behind & 1:
+                return board
+            boxes ^= 1 << ahead | 1 << behind
+        return Board(ahead, boxes)
+
+    def reward(self, before: Board, after: Board) -> float:
+        """−0.1 an action, ±1 for a box coming onto or leaving a target, +10 for all on."""
+        came = (after.boxes & self.targets).bit_count() - (before.boxes & self.targets).bit_count()
+        return came - 0.1 + (10.0 if after.boxes == self.targets else 0.0)
+
+
+def generate(
+    level: np.random.Generator, rows: int, cols: int, boxes: int, search_depth: int
+) -> tuple[Room, Board]:
+    """A solvable level by reverse play: from the solved board, boxes are pulled away.
+
+    Tried anew with the same generator until a box could be moved off its target.
+
+    Raises:
+        RagenError: A thousand tries in a row found no level.
+    """
+    for _ in range(1000):
+        floor = _floor(level, rows, cols)
+        cells = _members(floor)
+        if len(cells) <= boxes + 1:
+            continue
+        player = pick(level, cells)
+        cells.remove(player)
+        targets = 0
+        for _ in range(boxes):
+            target = pick(level, cells)
+            cells.remove(target)
+            targets |= 1 << target
+        room = Room(rows, cols, floor, targets)
+        board, displacement = _pull_away(room, player, search_depth)
+        if displacement:
+            return room, _wander(level, room, board, 0.8 if displacement == 1 else 0.5)
+    raise RagenError(
+        f"no Sokoban level of {rows} × {cols} cells with {boxes} boxes was found: "
+        "give it more cells, fewer boxes or a larger search_depth"
+    )
+
+
+@lru_cache(maxsize=1024)
+def board_of(seed: int, rows: int, cols: int, boxes: int, search_depth: int) -> tuple[Room, Board]:
+    """The level of a seed, generated once for all members of a group."""
+    level, _ = generators(seed, None)
+    return generate(level, rows, cols, boxes, search_depth)
+
+
+def _floor(level: np.random.Generator, rows: int, cols: int) -> Cells:
+    """A random walk of int(1.7·(rows + cols)) steps that stamps floor."""
+    directions = ((1, 0), (0, 1), (-1, 0), (0, -1))
+    direction = pick(level, directions)
+    row, col = pick(level, range(1, rows - 1)), pick(level, range(1, cols - 1))
+    floor = 0
+    for _ in range(int(1.7 * (rows + cols))):
+        if level.random() < 0.35:
+            direction = pick(level, directions)
+        row = min(max(row + direction[0], 1), rows - 2)
+        col = min(max(col + direction[1], 1), cols - 2)
+        for down, right in pick(level, MASKS):
+            r, c = row + down, col + right
+            if 0 < r < rows - 1 and 0 < c < cols - 1:
+                floor |= 1 << r * cols + c
+    return floor
+
+
+def _pull_away(room: Room, player: int, search_depth: int) -> tuple[Board, int]:
+    """Depth-first search over pulls and walks for the board that looks hardest.
+
+    It keeps the first board with the highest score: how often the pulled box changed on the way
+    (the first pull counts) times the boxes' total Manhattan distance from where they began, 0
+    where a box or the player covers a target. Boards are met in a fixed order, each once.
+
+    Returns:
+        The board, and that distance (0 where no board scored).
+    """
+    homes = tuple(_members(room.targets))
+    best_score, best_board, best_displacement = 0, Board(player, room.targets), 0
+    seen: set[Board] = set()
+    # Player, boxes in the order of their homes, box pulled last, changes of the pulled box, depth.
+    stack = [(player, homes, -1, 0, 1)]
+    while stack and len(seen) < MAX_BOARDS:
+        player, boxes, last, swaps, depth = stack.pop()
+        occupied = _cells(boxes)
+        board = Board(player, occupied)
+        if board in seen:
+            continue
+        seen.add(board)
+        if not (occupied | 1 << player) & room.targets:
+            displacement = sum(map(_distance, boxes, homes, (room.cols,) * len(homes)))
+            if swaps * displacement > best_score:
+                best_score, best_board = swaps * displacement, board
+                best_displacement = displacement
+        if depth + 1 >= search_depth:
+            continue
+        free = room.floor & ~occupied
+        steps = [step for step in room.steps if free >> (player + step) & 1]
+        pulls, walks = [], []
+        for step in steps:
+            behind = player - step
+            walks.append((player + step, boxes, last, swaps, depth + 1))
+            if occupied >> behind & 1:
+                pulled = boxes.index(behind)
+                moved = (*boxes[:pulled], player, *boxes[pulled + 1 :])
+                pulls.append((player + step, moved, pulled, swaps + (pulled != last), depth + 1))
+            else:
+                pulls.append(walks[-1])
+        stack += reversed(pulls + walks)  # pulls are looked at first
+    return best_board, best_displacement
+
+
+def _wander(level: np.random.Generator, room: Room, board: Board, chance: float) -> Board:
+    """With `chance`, walk the player 1–3 free cells on, so that it need not stand at the box."""
+    if level.random() >= chance:
+        return board
+    player, visited = board.player, 1 << board.player
+    for _ in range(3):
+        free = room.floor & ~board.boxes & ~visited
+        ahead = [player + step for step in room.steps if free >> (player + step) & 1]
+        if not ahead:
+            break
+        player = pick(level, ahead)
+        visited |= 1 << player
+        if level.random() >= 0.5:
+            break
+    return Board(player, board.boxes)
+
+
+def _distance(a: int, b: int, cols: int) -> int:
+    return abs(a // cols - b // cols) + abs(a % cols - b % cols)
+
+
+def _cells(members: Iterable[int]) -> Cells:
+    return sum(1 << cell for cell in set(members))
+
+
+def _members(cells: Cells) -> list[int]:
+    return [cell for cell in range(cells.bit_length()) if cells >> cell & 1]
+
+
+@lru_cache(maxsize=4096)
+def shortest_solution(room: Room, board: Board) -> tuple[int, ...] | None:
+    """Indices of the fewest actions that solve the board (breadth first), ``None`` if lost."""
+    came_from: dict[Board, tuple[Board, int] | None] = {board: None}
+    frontier = deque([board])
+    while frontier:
+        here = frontier.popleft()
+        if here.boxes == room.targets:
+            actions = []
+            while (back := came_from[here]) is not None:
+                here, action = back
+                actions.append(action)
+            return tuple(reversed(actions))
+        for action, step in enumerate(room.steps):
+            after = room.push(here, step)
+            if after not in came_from:
+                came_from[after] = here, action
+                frontier.append(after)
+    return None
+
+
+class Sokoban(Env):
+    """Push all boxes onto targets. Boxes cannot be pulled, so a wrong push may be final.
+
+    Observation:
+        The map: `#` wall, `_` floor, `O` target, `√` box on target, `X` box, `P` player, `S`
+        player on target; with ``symbols = "new"`` in the same order ``W . G C B A @``.
+
+    Actions:
+        Up, Down, Left, Right: push when a box is ahead and the cell behind it is free, else walk
+        when the cell ahead is free, else nothing.
+
+    Reward:
+        −0.1 an action; +1 when a box comes onto a target, −1 when one leaves it; +10 when all
+        are on targets: a solution by one push pays 10.9.
+
+    Ends when:
+        All boxes are on targets (a success).
+
+    Parameters:
+        rows, cols: The size, outer wall included.
+        boxes: Number of boxes and of targets.
+        search_depth: How far the generator plays backwards: how hard levels may get.
+        symbols: Vocabulary of the map.
+        observation: How the map is written.
+
+    Example:
+        >>> env = Sokoban()
+        >>> observation, _ = env.reset(seed=123)
+        >>> [observation.count(symbol) for symbol in "PXO"]
+        [1, 1, 1]
+    """
+
+    goal = "Sokoban"
+
+    def __init__(
+        self,
+        rows: int = 6,
+        cols: int = 6,
+        boxes: int = 1,
+        search_depth: int = 300,
+        symbols: Literal["standard", "new"] = "standard",
+        observation: Observation = "grid",
+    ) -> None:
+        if not (4 <= rows <= 26 and 4 <= cols <= 26):
+            raise RagenError(f"rows = {rows}, cols = {cols}: each must be from 4 to 26")
+        if not 1 <= boxes <= (rows - 2) * (cols - 2) - 2:
+            raise RagenError(f"boxes = {boxes} does not fit into {rows} × {cols} cells")
+        if search_depth < 3:
+            raise RagenError(f"search_depth = {search_depth} must be at least 3 to move a box")
+        self.name = "sokoban"
+        self._size = (rows, cols, boxes, search_depth)
+        self._symbols = SYMBOLS[symbols]
+        self._format = observation
+        self.reset(seed=0)
+
+    @property
+    def rules(self) -> str:
+        s = self._symbols
+        return (
+            "You are solving the Sokoban puzzle. You are the player and need to push all boxes "
+            "onto the targets. When you are next to a box you push it by moving towards it. A box "
+            "cannot be pushed into a wall or another box, and it cannot be pulled.\n"
+            f"The meaning of each symbol in the state is: {s.wall} wall, {s.floor} empty, "
+            f"{s.target} target, {s.box_on_target} box on target, {s.box} box, {s.player} player, "
+            f"{s.player_on_target} player on target. {format_note(self._format)}"
+        )
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        return ACTIONS
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, Info]:
+        if seed is None:
+            level, _ = generators(seed, options)
+            self._room, self._board = generate(level, *self._size)
+        else:
+            self._room, self._board = board_of(seed, *self._size)
+        return self._observation(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        before = self._board
+        self._board = self._room.push(before, self._room.steps[self.action_index(action)])
+        reward = self._room.reward(before, self._board)
+        solved = self._board.boxes == self._room.targets
+        info = {"success": solved, "effective": self._board != before}
+        return self._observation(), reward, solved, False, info
+
+    def get_state(self) -> State:
+        return {
+            "floor": _members(self._room.floor),
+            "targets": _members(self._room.targets),
+            "player": self._board.player,
+            "boxes": _members(self._board.boxes),
+        }
+
+    def set_state(self, state: State) -> None:
+        rows, cols, _, _ = self._size
+        self._room = Room(rows, cols, _cells(state["floor"]), _cells(state["targets"]))
+        self._board = Board(state["player"], _cells(state["boxes"]))
+
+    def state_key(self) -> str:
+        return "\n".join(self._rows())
+
+    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
+        plan = shortest_solution(self._room, self._board)
+        if not plan:  # lost or solved: anything will do
+            return [ACTIONS[0]]
+        return [ACTIONS[index] for index in plan[: min(actions_left, actions_per_turn)]]
+
+    def reference(self, turns: int, actions_per_turn: int, actions: int) -> Reference:
+        budget = min(actions, turns * actions_per_turn)
+        random, random_return = random_play(self._room, self._board, budget)
+        board, best_return = self._board, 0.0
+        plan = shortest_solution(self._room, board)
+        assert plan is not None
+        for index in plan[:budget]:
+            after = self._room.push(board, self._room.steps[index])
+            best_return += self._room.reward(board, after)
+            board = after
+        return Reference(random, float(len(plan) <= budget), random_return, best_return)
+
+    def read_thought(self, thought: str) -> Reading | None:
+        # Demonstrators name what they find by these letters, whatever the map is drawn with.
+        places = self._places()
+        seen = {"P": places["Player"], "X": places["Boxes"], "O": places["Targets"]}
+        return read_notes(thought, self._rows(), seen, ACTIONS)
+
+    def picture(self) -> list[str]:
+        drawn = str.maketrans(dict(zip(self._symbols, SYMBOLS["standard"], strict=True)))
+        return [row.translate(drawn) for row in self._rows()]
+
+    @property
+    def room(self) -> Room:
+        """What stays on this level."""
+        return self._room
+
+    @property
+    def board(self) -> Board:
+        """What moves, as it stands now."""
+        return self._board
+
+    def symbol(self, cell: int) -> str:
+        """What the map shows at a cell."""
+        room, (player, boxes), s = self._room, self._board, self._symbols
+        on_target = room.targets >> cell & 1
+        if cell == player:
+            return s.player_on_target if on_target else s.player
+        if boxes >> cell & 1:
+            return s.box_on_target if on_target else s.box
+        if on_target:
+            return s.target
+        return s.floor if room.floor >> cell & 1 else s.wall
+
+    def _rows(self) -> list[str]:
+        room = self._room
+        return [
+            "".join(self.symbol(r * room.cols + c) for c in range(room.cols))
+            for r in range(room.rows)
+        ]
+
+    def _observation(self) -> str:
+        return observe(self._rows(), self._places(), self._format, border=1)
+
+    def _places(self) -> dict[str, list[Cell]]:
+        cols = self._room.cols
+        return {
+            "Player": [divmod(self._board.player, cols)],
+            "Boxes": [divmod(cell, cols) for cell in _members(self._board.boxes)],
+            "Targets": [divmod(cell, cols) for cell in _members(self._room.targets)],
+        }
+
+
+def random_play(room: Room, board: Board, actions: int) -> tuple[float, float]:
+    """Exact chance of success and expected return of uniformly random actions.
+
+    The chances of all boards are carried forward: p′(b′) = Σ_b p(b)·¼·|{a: b → b′}|.
+    """
+    chances, solved, expected = {board: 1.0}, 0.0, 0.0
+    for _ in range(actions):
+        following: dict[Board, float] = {}
+        for here, chance in chances.items():
+            for step in room.steps:
+                after = room.push(here, step)
+                expected += chance / 4 * room.reward(here, after)
+                if after.boxes == room.targets:
+                    solved += chance / 4
+                else:
+                    following[after] = following.get(after, 0.0) + chance / 4
+        chances = following
+    return solved, expected

@@ -1,0 +1,246 @@
+"""`ragen branch`: what else a recorded episode could have come to, from one of its turns on.
+
+The world goes back to its snapshot of that turn and the prompt is rebuilt token for token; then a
+policy plays on, several times. The snapshot holds the state of the world's generators too, so all
+branches meet the same coming noise, that of the original: they differ by the policy's draws alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ragen.config.reading import changed, read_config
+from ragen.config.sections import Config, vllm_refuses
+from ragen.core.errors import RagenError
+from ragen.core.statistics import Interval, wilson
+from ragen.core.stopping import run_async
+from ragen.core.tables import Section
+from ragen.core.types import Episode
+from ragen.engines.checkpoint import (
+    checkpoint_of,
+    chosen,
+    folders,
+    read_state,
+    resolve_model,
+    step_of,
+)
+from ragen.engines.engine import WeightedPolicy
+from ragen.engines.local import policy_of
+from ragen.engines.threads import use_threads
+from ragen.evaluation.outcomes import how_sampled
+from ragen.rollout.rollout import Branch, Setup, refuse_changed, run_places, setup_of
+from ragen.storage.branches import MOST, Request, write_branches
+from ragen.storage.database import CONFIG
+from ragen.storage.stored_episodes import Recorded, read_episode
+
+
+@dataclass(frozen=True, slots=True)
+class Branched:
+    """What came of a request: the original and the branches, each a whole episode.
+
+    `exact` says that the model saw the very tokens of the original; otherwise the conversation was
+    rebuilt from its text, since its tokens are not known.
+    """
+
+    run: Path
+    request: Request
+    original: Recorded
+    exact: bool
+    episodes: tuple[Episode, ...]
+
+    @property
+    def success(self) -> Interval:
+        """Share of the branches that succeed."""
+        return wilson(sum(episode.success for episode in self.episodes), len(self.episodes))
+
+    def record(self) -> dict[str, Any]:
+        """The result as JSON-ready values."""
+        first = self.request.turn
+        return {
+            "id": self.request.id,
+            "run": str(self.run),
+            **asdict(self.request),
+            "exact": self.exact,
+            "success": asdict(self.success),
+            "original": _told(self.original.episode, first),
+            "branches": [_told(episode, first) for episode in self.episodes],
+        }
+
+
+def _told(episode: Episode, first: int) -> dict[str, Any]:
+    """An episode in JSON-ready values, and how it went on from turn `first`."""
+    return {
+        "success": episode.success,
+        "reward": episode.total_reward,
+        "stop_reason": episode.stop_reason,
+        "turns": len(episode.turns),
+        "error": episode.error,
+        "continuation": [
+            {
+                "turn": number,
+                "reply": turn.completion.text,
+                "actions_executed": turn.actions_executed,
+                "reward": turn.reward,
+            }
+            for number, turn in enumerate(episode.turns[first:], first)
+        ],
+    }
+
+
+def branch(
+    run: Path,
+    episode: int,
+    turn: int,
+    n: int = 4,
+    *,
+    checkpoint: int | None = None,
+    temperature: float | None = None,
+    seed: int = 0,
+    _again: bool = False,
+) -> Branched:
+    """Play a recorded episode on from one of its turns, `n` times, and keep what comes of it.
+
+    The run's own database is only read, so that the run may go on meanwhile.
+
+    Args:
+        run: The run's folder.
+        episode: Its id in the run's database.
+        turn: The turn to be played anew, counted from 0.
+        n: How many branches.
+        checkpoint: The step whose weights play; ``None`` takes the newest. Where that of step 0 is
+            gone, 0 is the model that the run began with, as it is where there is none yet.
+        temperature: Of sampling; ``None`` takes the run's.
+        seed: Another one gives other branches.
+        _again: For tests: with the original's own seeds of sampling, so that it comes again.
+
+    Raises:
+        RagenError: A number is out of its range, there is no such run, episode, turn or checkpoint,
+            the world or the model is gone or another by now, or the branches cannot be written.
+    """
+    if not (run / CONFIG).is_file():
+        raise RagenError(f"{run} is no run folder ({CONFIG} is missing)")
+    recorded, config = read_episode(run, episode), read_config(run / CONFIG)
+    step, model, saved = weights(run, config, checkpoint)
+    config = changed(config, saved["guard"]["changes"] if saved else {})
+    heat = config.rollout.temperature if temperature is None else temperature
+    request = Request(episode, turn, step, n, heat, seed)
+    _refuse(request, recorded, config)
+    use_threads(int(saved["loop"]["threads"]) if saved else config.threads)
+    places = _places(request, recorded, config.seed, _again)
+    min_tokens = config.rollout.min_tokens if recorded.phase == "train" else 0
+    playing = replace(setup_of(config, None), temperature=heat, min_tokens=min_tokens)
+    with closing(playing):
+        refuse_changed(playing, places[0])  # the world, which is quicker to ask than the model
+        policy, chat = policy_of(config, model)
+        policy.version = int(saved["engine"]["version"]) if saved else 0
+        playing = replace(playing, chat=chat)
+        episodes = run_async(_played(policy, playing, places, config.rollout.slots))
+    exact = recorded.exact(turn)
+    write_branches(run, request, episodes, exact, chat.text_of)
+    return Branched(run, request, recorded, exact, tuple(episodes))
+
+
+def weights(
+    run: Path, config: Config, checkpoint: int | None
+) -> tuple[int, str, Mapping[str, Any] | None]:
+    """Step, path and loop's state of the weights that a request names.
+
+    Raises:
+        RagenError: The run has no such checkpoint, or it is damaged.
+    """
+    wanted = 0 if checkpoint is None and not folders(run) else checkpoint
+    if wanted == 0 and checkpoint_of(run, 0) is None:
+        return 0, resolve_model(config.model.path, config.world.name), None
+    folder = chosen(run, wanted)
+    return step_of(folder), str(folder), read_state(folder)
+
+
+def _refuse(request: Request, recorded: Recorded, config: Config) -> None:
+    """Numbers that are out of their range.
+
+    Raises:
+        RagenError: One of them is.
+    """
+    num_turns = len(recorded.episode.turns)
+    if num_turns == 0:
+        raise RagenError(f"episode {recorded.id} ended before its first turn: nothing to branch")
+    if not 0 <= request.turn < num_turns:
+        raise RagenError(
+            f"turn = {request.turn}: episode {recorded.id} has the turns 0 to {num_turns - 1}"
+        )
+    if not 1 <= request.n <= MOST:
+        raise RagenError(f"n = {request.n}: expected a whole number from 1 to {MOST}")
+    if not 0 <= request.temperature < math.inf:
+        raise RagenError(f"temperature = {request.temperature}: expected a number ≥ 0")
+    if request.seed < 0:
+        raise RagenError(f"seed = {request.seed}: expected a whole number ≥ 0")
+    if config.rollout.sampler == "vllm" and (reason := vllm_refuses(request.temperature)):
+        raise RagenError(f"temperature = {request.temperature:g}: {reason}, or greedily at 0")
+
+
+def _places(request: Request, recorded: Recorded, seed: int, again: bool) -> list[Branch]:
+    """Where each branch begins, its sampling a member's of its own, or all as the original's."""
+    episode, path = recorded.episode, recorded.path if again else request.path
+    turns = episode.turns[: request.turn + 1]
+    return [
+        Branch(
+            episode.level_seed,
+            episode.group,
+            episode.member if again else member,
+            (seed, *path),
+            episode.noise_seed,
+            turns,
+        )
+        for member in range(request.n)
+    ]
+
+
+async def _played(
+    policy: WeightedPolicy, setup: Setup, places: list[Branch], slots: int
+) -> list[Episode]:
+    try:
+        refuse_changed(setup, places[0])
+        return await run_places(policy, setup, places, slots)
+    finally:
+        await policy.close()
+
+
+def page(branched: Branched) -> list[Section]:
+    """The result as a table."""
+    request, original = branched.request, branched.original
+    rate = branched.success
+    how = how_sampled(request.temperature)
+    rows = [_row("original", original.episode, request.turn)]
+    for number, episode in enumerate(branched.episodes):
+        rows.append(_row(str(number), episode, request.turn))
+    return [
+        Section(
+            f"Episode {original.id} from turn {request.turn} on, checkpoint {request.checkpoint}, "
+            f"{how}",
+            (
+                f"{rate.value:.0%} of {request.n} succeed [{rate.low:.0%}, {rate.high:.0%}]; the "
+                f"original {'succeeded' if original.episode.success else 'did not'}",
+                "All meet the world's same coming noise; only the policy's draws differ.",
+                *(() if branched.exact else ("The conversation is rebuilt from text.",)),
+            ),
+            ("branch", "success", "return", "turns", "ended by", "actions"),
+            tuple(rows),
+        )
+    ]
+
+
+def _row(name: str, episode: Episode, first: int) -> tuple[str, ...]:
+    executed = [" ".join(turn.actions_executed) or "–" for turn in episode.turns[first:]]
+    return (
+        name,
+        "yes" if episode.success else "no",
+        f"{episode.total_reward:.3g}",
+        str(len(episode.turns)),
+        episode.stop_reason,
+        " | ".join(executed),
+    )

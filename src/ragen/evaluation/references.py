@@ -1,0 +1,228 @@
+"""Floor and ceiling: how random and best play do on the very levels that are evaluated.
+
+Random play spends the whole budget on uniformly random valid actions. Best play has the highest
+chance of success under the same turn and action budgets: within a turn its actions are chosen
+before any is seen to slip. With one action a turn (``Budget(10, 1, 10)``) it sees the outcome of
+each: the ceiling that feedback after every action allows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ragen.core.errors import RagenError
+from ragen.core.seeding import derive
+from ragen.envs.boundary import WorldError, boundary
+from ragen.envs.contract import Env, Reference, make
+from ragen.rollout.players import Player, RandomPlayer, SolverPlayer
+
+VERSION = 1
+"""Raised when what is computed here changes; the worlds' own sources are part of the key."""
+
+
+CALL_S = 60.0
+"""Seconds that one level's exact answer, or one episode, may take before the world is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What an episode may take.
+
+    Example:
+        >>> Budget(5, 5, 10).most
+        10
+    """
+
+    turns: int
+    actions_per_turn: int
+    actions: int
+
+    @property
+    def most(self) -> int:
+        """Actions that can be carried out in all."""
+        return min(self.actions, self.turns * self.actions_per_turn)
+
+
+def reference(
+    name: str,
+    params: Mapping[str, Any],
+    budget: Budget,
+    levels: Sequence[int],
+    *,
+    draws: int = 64,
+    build: Callable[[], Env] | None = None,
+) -> Reference:
+    """Mean of random and of best play over `levels`, from the cache where it was computed before.
+
+    Exact for the worlds that know their own answer (`Env.reference`; all of RAGEN's). For others
+    both players play `draws` episodes a level.
+
+    Args:
+        name: World, as for `make`.
+        params: Its parameters.
+        budget: The episode's.
+        levels: Level seeds.
+        draws: Episodes a level where the answer has to be sampled.
+        build: Makes the instance that is played; `make` does by default.
+
+    Raises:
+        RagenError: The world cannot be made, or fails when it is played.
+        ValueError: No levels.
+
+    Example:
+        >>> reference("bandit", {}, Budget(1, 1, 1), [123, 124]).random
+        0.5
+    """
+    if not levels:
+        raise ValueError("a reference needs at least one level")
+    env = make(name, **params)
+    path = _cache_path(env, name, params, budget, levels, draws)
+    known = _read(path)
+    if known is None:
+        try:
+            with closing(build() if build else env) as played:
+                known = compute(played, budget, levels, draws=draws)
+        except WorldError as error:
+            raise RagenError(
+                f"the world {name!r} failed while it was played at random and by its solver: "
+                f"{error.reason}; run `ragen check` on it"
+            ) from error
+        _write(path, known)
+    return known
+
+
+def compute(env: Env, budget: Budget, levels: Sequence[int], *, draws: int = 64) -> Reference:
+    """`reference` without the cache."""
+    parts = [level_reference(env, budget, level, draws) for level in levels]
+    best = [part.best for part in parts if part.best is not None]
+    best_return = [part.best_return for part in parts if part.best_return is not None]
+    sampled = [part.draws for part in parts if part.draws is not None]
+    complete = len(best) == len(parts) == len(best_return)
+    return Reference(
+        random=statistics.fmean(part.random for part in parts),
+        best=statistics.fmean(best) if complete else None,
+        random_return=statistics.fmean(part.random_return for part in parts),
+        best_return=statistics.fmean(best_return) if complete else None,
+        draws=sum(sampled) if sampled else None,
+    )
+
+
+def level_reference(env: Env, budget: Budget, level: int, draws: int) -> Reference:
+    """Random and best play on one level: the world's exact answer, else sampled."""
+    with boundary("a level's reference", CALL_S):
+        env.reset(seed=level, options={"noise_seed": 0})
+        exact = env.reference(budget.turns, budget.actions_per_turn, budget.actions)
+    return exact if exact is not None else sample(env, budget, level, draws)
+
+
+def sample(env: Env, budget: Budget, level: int, draws: int) -> Reference:
+    """Random and best play on one level by `draws` episodes of each.
+
+    Random play of a world of free text has no meaning and counts as no success and no reward.
+    """
+    env.reset(seed=level, options={"noise_seed": 0})
+    random = [(False, 0.0)]
+    if env.actions is not None:
+        player = RandomPlayer(derive(0, "reference", level))
+        random = [_play(env, player, budget, level, draw) for draw in range(draws)]
+    with boundary("solve", CALL_S):
+        env.reset(seed=level, options={"noise_seed": 0})
+        plan = env.solve(budget.turns, budget.actions, budget.actions_per_turn)
+    best: list[tuple[bool, float]] = []
+    if plan is not None:
+        best = [_play(env, SolverPlayer(), budget, level, draw) for draw in range(draws)]
+    return Reference(
+        random=statistics.fmean(success for success, _ in random),
+        best=statistics.fmean(success for success, _ in best) if best else None,
+        random_return=statistics.fmean(total for _, total in random),
+        best_return=statistics.fmean(total for _, total in best) if best else None,
+        draws=draws,
+    )
+
+
+def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tuple[bool, float]:
+    """One episode: success and return."""
+    with boundary("an episode of its references", CALL_S):
+        return _play_on(env, player, budget, level, draw)
+
+
+def _play_on(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tuple[bool, float]:
+    env.reset(seed=level, options={"noise_seed": derive(0, "reference noise", level, draw)})
+    total, actions_left = 0.0, budget.actions
+    for turns_left in range(budget.turns, 0, -1):
+        for action in player.act(env, turns_left, actions_left, budget.actions_per_turn):
+            _, reward, terminated, truncated, info = env.step(action)
+            total += float(reward)
+            actions_left -= 1
+            if terminated or truncated:
+                return bool(terminated and info["success"]), total
+        if actions_left <= 0:
+            break
+    return False, total
+
+
+def cache_folder() -> Path:
+    """Where computed references are kept: the system's place for caches, `XDG_CACHE_HOME` first."""
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "ragen"
+    if sys.platform == "win32" and (folder := os.environ.get("LOCALAPPDATA")):
+        return Path(folder) / "ragen" / "cache"
+    home = Path(os.path.expanduser("~"))
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "ragen"
+
+
+def _cache_path(
+    env: Env,
+    name: str,
+    params: Mapping[str, Any],
+    budget: Budget,
+    levels: Sequence[int],
+    draws: int,
+) -> Path:
+    key = {
+        "version": VERSION,
+        "sources": sources(type(env)),
+        "world": name,
+        "params": dict(params),
+        "budget": asdict(budget),
+        "levels": list(levels),
+        "draws": draws,
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
+    return cache_folder() / "references" / f"{digest[:32]}.json"
+
+
+def sources(cls: type[Env]) -> list[str]:
+    """Hashes of the files in which the world and its bases are written."""
+    files = {inspect.getsourcefile(base) for base in cls.__mro__ if issubclass(base, Env)}
+    return sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
+
+
+def _read(path: Path) -> Reference | None:
+    try:
+        return Reference(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None  # not there, or not readable as one: it is computed again
+
+
+def _write(path: Path, known: Reference) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(asdict(known), file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a cache that cannot be written costs a second, not the run

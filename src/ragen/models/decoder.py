@@ -1,0 +1,263 @@
+"""Key–value slots: a causal language model that reads on where each of its sequences stands.
+
+A decoder holds the keys and values of a fixed number of slots. Slots are told where to write by the
+caller and never clear anything: what lies at or beyond a sequence's length is stale and masked.
+
+Axes: **N** rows of a call, **T** tokens, **V** vocabulary, **F** those of N × T that are real,
+**W** stored positions in use, **H** heads, **K** key-value heads, **G** heads that share one, **Q**
+queries of a key-value head (G × T), **D** width.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ragen.core.errors import RagenError
+from ragen.models import fast_qwen2
+from ragen.models.fast_decoder import Qwen2Decoder
+from ragen.models.precision import output_logits, shape_of
+
+
+class Decoder(Protocol):
+    """What the sampler needs of a model."""
+
+    def prefill(
+        self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Read several new tokens in each of several slots.
+
+        Args:
+            slots: The slots, each at most once.
+            starts: How many tokens of each slot's sequence are in the cache already.
+            tokens: The new tokens of each, at least one.
+
+        Returns:
+            Logits (N, V) in float32 after each slot's last new token.
+        """
+        ...
+
+    def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
+        """Read one new token in each of several slots, given in ascending order."""
+        ...
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give `target` the first `length` keys and values of `source`."""
+        ...
+
+    def refresh(self) -> None:
+        """The weights have changed, and with them every stored key and value."""
+        ...
+
+
+def make_decoder(
+    model: PreTrainedModel, num_slots: int, max_length: int, *, fast: bool = True
+) -> Decoder:
+    """The fastest decoder that is exact for this model; the general one where `fast` is off.
+
+    The fast one keeps fused copies of all weights, which on a CPU pays off for small models.
+    """
+    if fast and model.device.type == "cpu" and fast_qwen2.supports(model):
+        return Qwen2Decoder(model, num_slots, max_length)
+    return HFDecoder(model, num_slots, max_length)
+
+
+class HFDecoder:
+    """Slots for any causal language model of transformers.
+
+    It must take a cache, a 4-D attention mask and position ids; nearly all do.
+
+    Args:
+        model: The model; its weights are read at every call, so an update is seen at once.
+        num_slots: Sequences that are held.
+        max_length: Tokens that each may have.
+
+    Raises:
+        RagenError: The model's sliding window is shorter than `max_length`, or its past is no keys
+            and values.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+        if "past_key_values" not in signature(model.get_decoder().forward).parameters:
+            raise RagenError(
+                f"a model of the kind {model.config.model_type} keeps its past in another way than "
+                "as keys and values, which is not supported; use a transformer"
+            )
+        config = model.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if layer_types != {"full_attention"} and (window is None or window < max_length):
+            raise RagenError(
+                f"layers of this model attend to {window or 'their own choice of'} tokens only; "
+                f"model.max_length, here {max_length}, must not be above its sliding window"
+            )
+        self.model = model
+        self.cache = _SlotCache(num_slots, max_length)
+
+    @torch.no_grad()
+    def prefill(
+        self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """See `Decoder.prefill`."""
+        counts_N = torch.tensor([len(row) for row in tokens])
+        tokens_NT = torch.zeros(len(slots), int(counts_N.max()), dtype=torch.long)
+        is_real_NT = torch.arange(tokens_NT.shape[1]) < counts_N[:, None]
+        tokens_NT[is_real_NT] = torch.tensor(list(chain.from_iterable(tokens)))
+        states_NTD = self._read(torch.tensor(slots), torch.tensor(starts), tokens_NT, is_real_NT)
+        last_N1 = (counts_N - 1)[:, None].to(states_NTD.device)
+        return self._logits(torch.take_along_dim(states_NTD, last_N1[:, :, None], 1)[:, 0])
+
+    @torch.no_grad()
+    def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
+        """See `Decoder.decode`."""
+        is_real_N1 = torch.ones(len(slots_N), 1, dtype=torch.bool)
+        return self._logits(self._read(slots_N, starts_N, tokens_N[:, None], is_real_N1)[:, 0])
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """See `Decoder.copy`."""
+        self.cache.copy(source, target, length)
+
+    def refresh(self) -> None:
+        """See `Decoder.refresh`: nothing to do, the weights are read at every call."""
+
+    def _logits(self, states_ND: Tensor) -> Tensor:
+        head = self.model.get_output_embeddings()
+        logits_NV = output_logits(states_ND, head.weight, getattr(head, "bias", None))
+        return shape_of(self.model).of(logits_NV)
+
+    def _read(
+        self, slots_N: Tensor, starts_N: Tensor, tokens_NT: Tensor, is_real_NT: Tensor
+    ) -> Tensor:
+        """States (N, T, D); all arguments are on the CPU, so that a GPU is never waited for."""
+        device, dtype = self.model.device, self.model.dtype
+        positions_NT = starts_N[:, None] + torch.arange(tokens_NT.shape[1])
+        width = int(positions_NT[is_real_NT].max()) + 1
+        self.cache.aim(slots_N, positions_NT, is_real_NT, width, device)
+        positions_NT = positions_NT.clamp_max(width - 1).to(device)
+        hidden_NTW = torch.arange(width, device=device) > positions_NT[:, :, None]
+        mask_NTW = torch.zeros(hidden_NTW.shape, dtype=dtype, device=device)
+        mask_NTW = mask_NTW.masked_fill_(hidden_NTW, torch.finfo(dtype).min)
+        decoder = self.model.get_decoder()
+        with _grouping_heads(decoder):
+            states_NTD: Tensor = decoder(
+                input_ids=tokens_NT.to(device),
+                attention_mask=mask_NTW[:, None],
+                position_ids=positions_NT,
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
+        return states_NTD
+
+
+def _grouped_attention(
+    module: Any,
+    query_NHTD: Tensor,
+    key_NKWD: Tensor,
+    value_NKWD: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attention in which the heads that share keys stand together, as more queries.
+
+    With a mask, transformers' own repeats keys and values for each head instead: seven times all
+    that is stored for Qwen2.5-0.5B, in every layer, for one token.
+    """
+    if any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query_NHTD, key_NKWD, value_NKWD, attention_mask, scaling=scaling, **more
+        )
+        return found
+    num_rows, num_heads, num_tokens, width = query_NHTD.shape
+    num_keys = key_NKWD.shape[1]
+    query_NKQD = query_NHTD.reshape(num_rows, num_keys, -1, width)
+    mask_NGTW = attention_mask.expand(-1, num_heads // num_keys, num_tokens, -1)
+    mixed_NKQD = functional.scaled_dot_product_attention(
+        query_NKQD, key_NKWD, value_NKWD, mask_NGTW.flatten(1, 2)[:, None], scale=scaling
+    )
+    mixed_NHTD = mixed_NKQD.reshape(num_rows, num_heads, num_tokens, -1)
+    return mixed_NHTD.transpose(1, 2).contiguous(), None
+
+
+GROUPED = "ragen_grouped"
+AttentionInterface.register(GROUPED, _grouped_attention)
+
+
+@contextmanager
+def _grouping_heads(decoder: PreTrainedModel) -> Iterator[None]:
+    """Attend by `_grouped_attention`, also where flash attention is chosen: it takes no masks."""
+    config: Any = decoder.config
+    chosen = config._attn_implementation
+    if chosen != "eager":
+        config._attn_implementation = GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen
+
+
+class _SlotCache(Cache):
+    """What a transformers model writes to and reads from, aimed at some slots for one forward."""
+
+    def __init__(self, num_slots: int, max_length: int) -> None:
+        super().__init__(layers=[])
+        self.num_slots, self.max_length = num_slots, max_length
+        self.stored: list[tuple[Tensor, Tensor]] = []
+
+    def aim(
+        self,
+        slots_N: Tensor,
+        positions_NT: Tensor,
+        is_real_NT: Tensor,
+        width: int,
+        device: torch.device,
+    ) -> None:
+        """Say where the next forward's tokens go; those that are padding go nowhere.
+
+        Done once on the CPU: a boolean index on a GPU would wait for it, layer by layer.
+        """
+        rows_F, columns_F = is_real_NT.nonzero(as_tuple=True)
+        first, end = int(slots_N.min()), int(slots_N.max()) + 1
+        neighbours = torch.equal(slots_N, torch.arange(first, end))  # are read in place
+        self.slots: slice | Tensor = slice(first, end) if neighbours else slots_N.to(device)
+        self.width = width
+        self.sources = rows_F.to(device), columns_F.to(device)
+        self.target_slots = slots_N[rows_F].to(device)
+        self.target_positions = positions_NT[rows_F, columns_F].to(device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values (N, H, T, D); return all up to the used width."""
+        if layer_idx == len(self.stored):  # the first forward: shapes are known only now
+            self.stored.append((self._room(key_states), self._room(value_states)))
+        used = []
+        for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
+            real_FHD = new.transpose(1, 2)[self.sources]
+            stored[self.target_slots, :, self.target_positions] = real_FHD
+            used.append(stored[self.slots, :, : self.width])
+        return used[0], used[1]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give `target` the first `length` keys and values of `source`."""
+        for stored in chain.from_iterable(self.stored):
+            stored[target, :, :length] = stored[source, :, :length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero: positions and masks are always given."""
+        return 0
+
+    def _room(self, states: Tensor) -> Tensor:
+        heads, width = states.shape[1], states.shape[3]
+        return states.new_zeros(self.num_slots, heads, self.max_length, width)

@@ -1,0 +1,326 @@
+"""Qwen2 in float32 for learning: the same function as transformers' model, with less around it.
+
+The tokens of all samples stay flat, without padding, from the embedding to the last norm. A prompt
+that several samples begin with is computed in the first of them alone. Attention goes sample by
+sample in blocks of queries, each block seeing only the keys up to its own last query; rows pass
+through the wide layers in chunks that fit the processor's cache, forward and backward. In the last
+layer only the wanted positions have a query, and all that follows it. Made for CPUs and small
+models.
+
+Axes: **B** samples, **T** tokens, **F** flat tokens, **N** those of them with a query, **H** heads,
+**K** key-value heads, **D** width, **E** heads times width, **R** half a head's width.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from ragen.models.fast_blocks import Block, blocks_of, shared_prefixes
+
+CHUNK = 512
+"""Rows that go through a wide layer at once on a CPU (512 × 1,024 floats are 2 MB)."""
+
+
+def supports(model: PreTrainedModel) -> bool:
+    """Whether this model (or backbone) is a plain float32 Qwen2 without a sliding window.
+
+    Its linear layers may carry LoRA adapters.
+    """
+    config: Any = model.config
+    if config.model_type != "qwen2" or model.dtype != torch.float32:
+        return False
+    backbone: Any = getattr(model, "model", model)
+    linears = [
+        getattr(block, name + "_proj")
+        for layer in backbone.layers
+        for block, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
+        for name in names
+    ]
+    return (
+        config.hidden_act == "silu"
+        and config.rope_parameters["rope_type"] == "default"
+        and set(config.layer_types) == {"full_attention"}
+        and config.attention_dropout == 0.0
+        and all(type(getattr(each, "base_layer", each)) is nn.Linear for each in linears)
+        and all(hasattr(each, "lora_A") or type(each) is nn.Linear for each in linears)
+        and all(type(weight) is nn.Parameter for weight in model.parameters())
+    )
+
+
+def hidden_states(
+    model: PreTrainedModel, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
+) -> Tensor:
+    """`ragen.models.model.hidden_states` for a model that `supports` accepts; differentiable."""
+    backbone: Any = getattr(model, "model", model)
+    origin_B, shared_B = shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
+    columns_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
+    own_BT = (columns_T >= shared_B[:, None]) & (columns_T < lengths_B[:, None])
+    rows_F, columns_F = own_BT.nonzero(as_tuple=True)
+    wanted_F = wanted_BT[rows_F, columns_F].nonzero()[:, 0]
+    assert len(wanted_F) == int(wanted_BT.sum()), "wanted beyond a row's length"
+    rope_T1R = rope_table(backbone, token_ids_BT.shape[1])
+    rope_F1R, rope_N1R = rope_T1R[columns_F], rope_T1R[columns_F[wanted_F]]
+
+    states_FD = backbone.embed_tokens(token_ids_BT[rows_F, columns_F])
+    *body, last = backbone.layers
+    every = blocks_of(origin_B, shared_B, own_BT, own_BT)
+    for layer in body:
+        states_FD = _layer(layer, states_FD, states_FD, rope_F1R, rope_F1R, every)
+    some = blocks_of(origin_B, shared_B, own_BT, wanted_BT)
+    states_ND = _layer(last, states_FD[wanted_F], states_FD, rope_N1R, rope_F1R, some)
+    final_ND: Tensor = backbone.norm(states_ND)
+    return final_ND
+
+
+def _layer(
+    layer: Any,
+    states_ND: Tensor,
+    states_FD: Tensor,
+    rope_N1R: Tensor,
+    rope_F1R: Tensor,
+    blocks: list[Block],
+) -> Tensor:
+    """One layer for N of the F tokens; the others give keys and values only."""
+    attn, norm = layer.self_attn, layer.input_layernorm
+    epsilon = norm.variance_epsilon
+    query, key = (paired(affine(each), attn.head_dim) for each in (attn.q_proj, attn.k_proj))
+    q_NE = _NormLinear.apply(states_ND, *fuse([query], norm), epsilon)
+    kv_FE = _NormLinear.apply(states_FD, *fuse([key, affine(attn.v_proj)], norm), epsilon)
+    mixed_NE = _Attention.apply(q_NE, kv_FE, attn.head_dim, rope_N1R, rope_F1R, blocks)
+    return _mlp(layer, torch.addmm(states_ND, mixed_NE, affine(attn.o_proj).weight.t()))
+
+
+def _mlp(layer: Any, states_FD: Tensor) -> Tensor:
+    norm = layer.post_attention_layernorm
+    weight, _ = fuse([affine(layer.mlp.gate_proj), affine(layer.mlp.up_proj)], norm)
+    down = affine(layer.mlp.down_proj).weight
+    out: Tensor = _NormMLP.apply(states_FD, weight, down, norm.variance_epsilon)
+    return out
+
+
+class Affine(NamedTuple):
+    """Weight and bias of a linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def affine(linear: Any) -> Affine:
+    """A linear layer as one matrix: W, or W + (α / r) B A where a LoRA adapter is active in it.
+
+    The sum costs as much as r more rows of input, and its gradient reaches A and B; so all that
+    follows need not know of adapters.
+    """
+    if not hasattr(linear, "base_layer"):
+        return Affine(linear.weight, linear.bias)
+    weight: Tensor = linear.base_layer.weight
+    for name in () if linear.disable_adapters else linear.active_adapters:
+        thin, wide = linear.lora_A[name].weight, linear.lora_B[name].weight
+        weight = torch.addmm(weight, wide, thin, alpha=linear.scaling[name])
+    return Affine(weight, linear.base_layer.bias)
+
+
+def paired(linear: Affine, head_dim: int) -> Affine:
+    """A layer whose heads give what is rotated together, (i, i + D/2), side by side.
+
+    Pairs of neighbours are complex numbers in memory. Queries and keys in one and the same other
+    order have the same products.
+    """
+
+    def side_by_side(x: Tensor) -> Tensor:
+        pairs: Tensor = x.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2)
+        return pairs.flatten(0, 2)
+
+    bias = linear.bias
+    return Affine(side_by_side(linear.weight), None if bias is None else side_by_side(bias))
+
+
+def fuse(linears: Sequence[Affine], norm: Any) -> tuple[Tensor, Tensor | None]:
+    """One weight for linears that read the same normed input; the norm's gain is folded into it."""
+    weight: Tensor = torch.cat(tuple(linear.weight for linear in linears)) * norm.weight
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    return weight, torch.cat(biases) if biases else None
+
+
+def num_heads(attn: Any) -> tuple[int, int]:
+    """Heads of the queries, and of the keys and values."""
+    return attn.q_proj.out_features // attn.head_dim, attn.k_proj.out_features // attn.head_dim
+
+
+def rope_table(backbone: Any, length: int) -> Tensor:
+    """Rotation of each position as complex numbers e^(i angle), (T, 1, D/2)."""
+    inverse_R = backbone.rotary_emb.inv_freq.float()
+    angles_TR = torch.arange(length, device=inverse_R.device)[:, None] * inverse_R
+    return torch.polar(torch.ones_like(angles_TR), angles_TR)[:, None]
+
+
+def as_complex(x_FHD: Tensor) -> Tensor:
+    """Neighbours on the last axis as complex numbers, (F, H, D/2), in the same memory."""
+    return torch.view_as_complex(x_FHD.unflatten(-1, (-1, 2)))
+
+
+def rotate(x_FHD: Tensor, rope_F1R: Tensor) -> Tensor:
+    """Rotate each pair of neighbours on the last axis."""
+    return torch.view_as_real(as_complex(x_FHD) * rope_F1R).flatten(-2)
+
+
+def inverse_rms(x_FD: Tensor, epsilon: float) -> Tensor:
+    """1 / √(mean x² + ε) of each row, (F, 1)."""
+    norm_F1: Tensor = torch.linalg.vector_norm(x_FD, dim=1, keepdim=True)
+    return norm_F1.square_().div_(x_FD.shape[1]).add_(epsilon).rsqrt_()
+
+
+def _norm_backward(grad_FD: Tensor, normed_FD: Tensor, inverse_F1: Tensor) -> Tensor:
+    """Gradient of n = x · r with r = 1/rms(x):  dx = r (dn − n · mean(dn · n))."""
+    mean_F1 = (grad_FD * normed_FD).mean(dim=1, keepdim=True)
+    grad_x_FD: Tensor = grad_FD.addcmul_(normed_FD, mean_F1, value=-1).mul_(inverse_F1)
+    return grad_x_FD
+
+
+def chunks(x_FD: Tensor) -> list[slice]:
+    """The rows in parts that fit the cache of a CPU; on a GPU all at once."""
+    size = CHUNK if x_FD.device.type == "cpu" else max(1, len(x_FD))
+    return [slice(start, start + size) for start in range(0, len(x_FD), size)]
+
+
+class _Attention(torch.autograd.Function):
+    """Rotate queries and keys, attend causally: one block of one sample at a time, no padding."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_NE: Tensor,
+        kv_FE: Tensor,
+        head_dim: int,
+        rope_N1R: Tensor,
+        rope_F1R: Tensor,
+        blocks: list[Block],
+    ) -> Tensor:
+        q_NHD = rotate(q_NE.unflatten(1, (-1, head_dim)), rope_N1R).mul_(head_dim**-0.5)
+        k_FKD, v_FKD = kv_FE.unflatten(1, (-1, head_dim)).chunk(2, dim=1)
+        k_FKD = rotate(k_FKD, rope_F1R)
+        out_NHD = torch.empty_like(q_NHD)
+        weights = []
+        for block in blocks:
+            k_WKD, v_WKD = block.keys(k_FKD), block.keys(v_FKD)
+            scores = torch.bmm(_by_kv(q_NHD[block.queries], k_FKD), k_WKD.permute(1, 2, 0))
+            grouped = scores.view(len(scores), len(block.mask), -1, scores.shape[2])
+            grouped[..., block.seen :].add_(block.mask)
+            weights.append(torch.softmax(scores, dim=-1))
+            _from_kv(torch.bmm(weights[-1], v_WKD.transpose(0, 1)), out_NHD[block.queries])
+        ctx.save_for_backward(q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights)
+        ctx.blocks = blocks
+        return out_NHD.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights = ctx.saved_tensors
+        grad_NHD = grads[0].view(out_NHD.shape)
+        # The gradient of a softmax: dS = P ⊙ (dP − Σ dP ⊙ P), and the sum is that of dO ⊙ O.
+        sum_NH1 = (grad_NHD * out_NHD).sum(-1, keepdim=True)
+        grad_q = torch.empty_like(q_NHD)
+        grad_k, grad_v = torch.zeros_like(k_FKD), torch.zeros_like(k_FKD)
+        for block, weight in zip(ctx.blocks, weights, strict=True):
+            queries = block.queries
+            grad = _by_kv(grad_NHD[queries], k_FKD)
+            block.add(grad_v, torch.bmm(weight.transpose(1, 2), grad).transpose(0, 1))
+            inner = torch.bmm(grad, block.keys(v_FKD).permute(1, 2, 0))
+            inner.sub_(_by_kv(sum_NH1[queries], k_FKD)).mul_(weight)
+            _from_kv(torch.bmm(inner, block.keys(k_FKD).transpose(0, 1)), grad_q[queries])
+            q = _by_kv(q_NHD[queries], k_FKD)
+            block.add(grad_k, torch.bmm(inner.transpose(1, 2), q).transpose(0, 1))
+        grad_q = rotate(grad_q, rope_N1R.conj()).mul_(q_NHD.shape[2] ** -0.5)
+        grad_k = rotate(grad_k, rope_F1R.conj())
+        grad_kv = torch.cat((grad_k, grad_v), dim=1)
+        return grad_q.flatten(1), grad_kv.flatten(1), None, None, None, None
+
+
+def _by_kv(x_NHD: Tensor, k_FKD: Tensor) -> Tensor:
+    """(N, H, D) to (K, N · H/K, D): the queries that read the same keys, as rows of one matrix."""
+    x_NKGD = x_NHD.view(len(x_NHD), k_FKD.shape[1], -1, x_NHD.shape[2])
+    return x_NKGD.transpose(0, 1).reshape(k_FKD.shape[1], -1, x_NHD.shape[2])
+
+
+def _from_kv(x_KQD: Tensor, out_NHD: Tensor) -> None:
+    """Write what `_by_kv` made back into (N, H, D)."""
+    num_kv, num_rows = len(x_KQD), len(out_NHD)
+    x_KNGD = x_KQD.view(num_kv, num_rows, -1, x_KQD.shape[2])
+    out_NHD.view(num_rows, num_kv, -1, x_KQD.shape[2]).copy_(x_KNGD.transpose(0, 1))
+
+
+class _NormLinear(torch.autograd.Function):
+    """y = (x / rms(x)) Wᵀ + b, in chunks of rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_FD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, epsilon: float
+    ) -> Tensor:
+        inverse_F1 = inverse_rms(x_FD, epsilon)
+        out_FE = x_FD.new_empty(len(x_FD), len(weight_ED))
+        for part in chunks(x_FD):
+            normed = x_FD[part] * inverse_F1[part]
+            if bias_E is None:
+                torch.mm(normed, weight_ED.t(), out=out_FE[part])
+            else:
+                torch.addmm(bias_E, normed, weight_ED.t(), out=out_FE[part])
+        ctx.save_for_backward(x_FD, weight_ED, inverse_F1)
+        ctx.has_bias = bias_E is not None
+        return out_FE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_FE = grads[0]
+        x_FD, weight_ED, inverse_F1 = ctx.saved_tensors
+        grad_x_FD = torch.empty_like(x_FD)
+        grad_weight_ED = torch.zeros_like(weight_ED)
+        for part in chunks(x_FD):
+            normed = x_FD[part] * inverse_F1[part]
+            grad_weight_ED.addmm_(grad_FE[part].t(), normed)
+            grad_x_FD[part] = _norm_backward(grad_FE[part] @ weight_ED, normed, inverse_F1[part])
+        return grad_x_FD, grad_weight_ED, grad_FE.sum(0) if ctx.has_bias else None, None
+
+
+class _NormMLP(torch.autograd.Function):
+    """y = x + (silu(g) ⊙ u) Wdᵀ with (g, u) = (x / rms(x)) Wguᵀ, in chunks of rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_FD: Tensor, gate_up_ED: Tensor, down_DM: Tensor, epsilon: float
+    ) -> Tensor:
+        inverse_F1 = inverse_rms(x_FD, epsilon)
+        inner_FE = x_FD.new_empty(len(x_FD), len(gate_up_ED))
+        out_FD = torch.empty_like(x_FD)
+        for part in chunks(x_FD):
+            torch.mm(x_FD[part] * inverse_F1[part], gate_up_ED.t(), out=inner_FE[part])
+            gate, up = inner_FE[part].chunk(2, dim=1)
+            mixed = functional.silu(gate).mul_(up)
+            torch.addmm(x_FD[part], mixed, down_DM.t(), out=out_FD[part])
+        ctx.save_for_backward(x_FD, gate_up_ED, down_DM, inverse_F1, inner_FE)
+        return out_FD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_FD = grads[0]
+        x_FD, gate_up_ED, down_DM, inverse_F1, inner_FE = ctx.saved_tensors
+        grad_x_FD = torch.empty_like(x_FD)
+        grad_gate_up_ED, grad_down_DM = torch.zeros_like(gate_up_ED), torch.zeros_like(down_DM)
+        for part in chunks(x_FD):
+            gate, up = inner_FE[part].chunk(2, dim=1)
+            silu = functional.silu(gate)
+            grad_mixed = grad_FD[part] @ down_DM
+            grad_inner = torch.empty_like(inner_FE[part])
+            torch.mul(grad_mixed, silu, out=grad_inner[:, silu.shape[1] :])
+            grad_inner[:, : silu.shape[1]] = torch.ops.aten.silu_backward(grad_mixed.mul_(up), gate)
+            grad_down_DM.addmm_(grad_FD[part].t(), silu.mul_(up))
+            normed = x_FD[part] * inverse_F1[part]
+            grad_gate_up_ED.addmm_(grad_inner.t(), normed)
+            grad_normed = grad_inner @ gate_up_ED
+            grad_x_FD[part] = _norm_backward(grad_normed, normed, inverse_F1[part])
+        return grad_x_FD.add_(grad_FD), grad_gate_up_ED, grad_down_DM, None

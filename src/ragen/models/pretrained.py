@@ -1,0 +1,224 @@
+"""A pretrained model's files: where they are, and what they tell before weights are read.
+
+A model is a folder in Hugging Face layout, or the id of one on the Hub. An id becomes a folder
+here, that of the local cache; from then on there are only folders, and nothing asks the network.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    StrictDataclassError,
+)
+from safetensors import SafetensorError
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+
+from ragen.core.errors import RagenError
+
+PATIENCE_S = 5.0
+"""Seconds without an answer after which the Hub is out of reach; its library tries for half a
+minute."""
+
+WORDS = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Files of a model on the Hub that are read: config, tokenizer, chat template."""
+WEIGHTS = "*.safetensors"
+OTHERS = ("*/*", "consolidated*")
+"""Files that are the same weights once more, in other layouts."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+LOAD_ERRORS = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RuntimeError, ImportError, SafetensorError, StrictDataclassError),
+)
+"""What transformers raises on files that it cannot make sense of."""
+
+LFS = b"version https://git-lfs.github.com/"
+"""How the note begins that git leaves in place of a large file."""
+
+
+def model_folder(name: str | Path, weights: bool = True) -> Path:
+    """The folder that holds a model.
+
+    Args:
+        name: A folder that is here, or the id of a model on the Hub. An id is looked up there, and
+            what is missing is downloaded; where the Hub is out of reach, the local cache will do.
+        weights: Whether the weights are wanted too.
+
+    Raises:
+        RagenError: There is no such model, it may not be read, or it is neither within reach nor in
+            the cache.
+    """
+    if Path(name).exists():
+        return Path(name)
+    wanted = [*WORDS, WEIGHTS] if weights else [*WORDS]
+    offline = constants.HF_HUB_OFFLINE or not _hub_answers()
+    try:
+        found = snapshot_download(
+            str(name),
+            allow_patterns=wanted,
+            ignore_patterns=[*OTHERS],
+            local_files_only=offline,
+        )
+    except GatedRepoError as error:
+        raise RagenError(
+            f"the model '{name}' is gated: accept its terms on its page of the Hub, then log in "
+            "with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise RagenError(
+            f"the Hub has no model '{name}' that may be read from here: check the name; for a "
+            "private one log in with `hf auth login`"
+        ) from error
+    except HFValidationError as error:
+        raise RagenError(
+            f"there is no model '{name}': name a folder that exists, or an id of the Hub"
+        ) from error
+    except OSError as error:
+        reach = "cannot be reached" if offline else "failed while the model was fetched"
+        raise RagenError(
+            f"the model '{name}' is not in the local cache (not all of it), and the Hub {reach}: "
+            "check the name and the network, or name a local folder"
+        ) from error
+    return Path(found)
+
+
+def is_at_hand(name: str | Path) -> bool:
+    """Whether a model is a folder here, or an id whose config is in the local cache."""
+    try:
+        cached = try_to_load_from_cache(str(name), "config.json")
+    except HFValidationError:  # no id
+        cached = None
+    return Path(name).exists() or isinstance(cached, str)
+
+
+def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
+    """The config of a causal language model; nothing of its weights is read.
+
+    Args:
+        folder: From `model_folder`.
+        name: What the user calls it.
+        max_length: Tokens that a sequence shall have at most.
+
+    Raises:
+        RagenError: The folder holds no causal language model, one that brings code of its own, one
+            whose weights are quantised, or one whose positions end before `max_length`.
+    """
+    try:
+        text = (folder / "config.json").read_text("utf-8")
+    except NotADirectoryError as error:
+        raise RagenError(f"{name} is a file: name the folder of the model") from error
+    except OSError as error:
+        raise RagenError(f"{name}: this folder holds no model (config.json is missing)") from error
+    try:
+        raw = json.loads(text)
+        if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
+            raise RagenError(
+                f"the model '{name}' brings code of its own, which is never run here; use one "
+                "whose architecture is part of transformers"
+            )
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except RagenError:
+        raise
+    except LOAD_ERRORS as error:
+        raise cannot_load(name, error) from error
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise RagenError(
+            f"the model '{name}' ({config.model_type}) is no causal language model: it does not "
+            "write on where a text ends; use one such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise RagenError(
+            f"the weights of '{name}' are quantised and cannot be trained; use the model that it "
+            "was made from"
+        )
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and max_length > most:
+        raise RagenError(
+            f"model.max_length = {max_length}: the model '{name}' knows {most} positions; "
+            f"set model.max_length to {most} or less"
+        )
+    return config
+
+
+def check_weights(folder: Path, name: str | Path) -> None:
+    """See that the weights are there, all shards of them, as safetensors.
+
+    Raises:
+        RagenError: They are not, or git has left notes of where they are in their place.
+    """
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb") as opened:
+                start = opened.read(len(LFS))
+        except OSError as error:
+            raise cannot_load(name, error) from error
+        if start == LFS:
+            raise RagenError(
+                f"the model '{name}' was cloned without its weights: {file.name} is a note of "
+                "git-lfs; run `git lfs pull` in the folder, or name the model by its id"
+            )
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        except LOAD_ERRORS as error:
+            raise cannot_load(name, error) from error
+        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if missing:
+            raise RagenError(
+                f"the model '{name}' is not complete: {missing[0]} is missing "
+                f"({len(missing)} of {len(shards)} shards); copy or download it again"
+            )
+    elif any(found for pattern in PICKLES for found in folder.glob(pattern)):
+        raise RagenError(
+            f"the weights of '{name}' are pickles, which can run code when they are read and are "
+            "not loaded here; where you trust them, convert them once with transformers: "
+            "from_pretrained, then save_pretrained, which writes safetensors"
+        )
+    else:
+        raise RagenError(
+            f"the model '{name}' has no weights as safetensors (model.safetensors is missing); "
+            "others, such as pickles, are not loaded here"
+        )
+
+
+def cannot_load(name: str | Path, error: BaseException) -> RagenError:
+    """What transformers said of a model, in one line."""
+    return RagenError(
+        f"cannot load the model '{name}': {first_line(error)}; "
+        "name a folder in Hugging Face layout, a model id of the Hub, or base"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its class where it has none."""
+    text = str(error).strip() or type(error).__name__
+    return text.split("\n", 1)[0].rstrip(".:")
+
+
+def _hub_answers() -> bool:
+    """Whether anything at all answers, within `PATIENCE_S`."""
+    try:
+        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+        urllib.request.urlopen(request, timeout=PATIENCE_S).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        # Somebody speaks, only not to us: the Hub's library has certificates of its own.
+        return isinstance(error.reason, ssl.SSLError)
+    except (OSError, ValueError, HTTPException):  # HF_ENDPOINT may be no address at all
+        return False
+    return True

@@ -1,0 +1,5 @@
+"""What a finished or running run looks like on paper.
+
+The report, its plots, the model card and the export of a policy. It may import `training` and the
+folders below.
+"""

@@ -1,0 +1,137 @@
+"""`ragen export`: a run's policy as a folder that leaves RAGEN.
+
+The weights are those of a checkpoint, byte for byte, in Hugging Face's layout (or PEFT's, where the
+run trained an adapter), with the tokenizer, its chat template, a generation config that samples as
+the evaluation did, and a model card. Plain `transformers` loads it and vLLM serves it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from ragen.config.sections import Config
+from ragen.core.errors import RagenError
+from ragen.core.seeding import eval_level
+from ragen.core.stopping import run_async
+from ragen.engines.checkpoint import (
+    Damaged,
+    chosen,
+    folders,
+    new_folder,
+    step_of,
+    verified_state,
+)
+from ragen.engines.local import chat_of, loaded
+from ragen.models import lora
+from ragen.reports.card import Usage, card
+from ragen.reports.report import read_facts
+from ragen.rollout.chat import DAY, Chat
+from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.rollout import Place, play, setup_of
+
+WEIGHTS = (
+    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *(lora.CONFIG, lora.WEIGHTS, lora.BASE),
+)
+"""What of a checkpoint is the policy; the tokenizer is beside it, the rest is the learner's."""
+
+
+def export(
+    run: Path,
+    out: Path | None = None,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    merge: bool = False,
+) -> Path:
+    """Write a run's policy, with tokenizer and model card, into a folder of its own.
+
+    Args:
+        run: The run's folder; the run may be unfinished.
+        out: A folder that does not exist yet; ``None`` means ``RUN/export-step-N``.
+        step: The checkpoint; ``None`` means the newest.
+        best: Take the checkpoint that was evaluated best instead.
+        merge: Add a LoRA adapter to its base and write the whole model.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RagenError: There is no such run or checkpoint, it is damaged, its world is gone, nothing is
+            there to be merged, or `out` exists or cannot be written.
+    """
+    facts = read_facts(run)
+    checkpoint = chosen(run, step, best)
+    number, config = step_of(checkpoint), facts.config
+    target = out or run / f"export-step-{number}"
+    try:
+        verified_state(checkpoint)
+    except Damaged as error:
+        others = [f"{step_of(each)}" for each in folders(run) if each != checkpoint]
+        remedy = f"--step takes another ({', '.join(others)})" if others else "there is no other"
+        raise RagenError(f"checkpoint {checkpoint.name}: {error.reason}; {remedy}") from error
+    adapter = lora.is_adapter(checkpoint)
+    if merge and not adapter:
+        raise RagenError(
+            f"{run} trained all weights and has no adapter to merge: leave --merge out"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    chat = chat_of(config, tokenizer)
+    usage = usage_of(config, chat, tokenizer.chat_template, adapter and not merge)
+    with new_folder(target) as folder:
+        if merge:
+            model, _ = loaded(config, str(checkpoint))
+            lora.merge(model).save_pretrained(folder)
+        else:
+            for path in chain.from_iterable(map(checkpoint.glob, WEIGHTS)):
+                shutil.copyfile(path, folder / path.name)
+        tokenizer.save_pretrained(folder)
+        generation(config, chat, tokenizer).save_pretrained(folder)
+        (folder / "README.md").write_text(card(facts, number, usage), encoding="utf-8")
+    return target
+
+
+def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
+    """How the run asks its policy, shown by the first prompt of the first evaluation level.
+
+    What `Chat` tells every template is told where this one asks for it.
+
+    Raises:
+        RagenError: The world is gone or fails.
+    """
+    with closing(setup_of(config, None)) as setup:
+        silent = ScriptedPolicy(lambda _: "")
+        episode = run_async(play(silent, setup, Place(eval_level(0), 0, 0, (config.seed, "play"))))
+    if not episode.turns:
+        raise RagenError(f"the world {config.world.name!r} failed; run `ragen check` on it")
+    messages = chat.taken(episode.turns[0].prompt.messages)
+    begun, _ = chat.open(messages, setup.prefill)
+    written = begun == chat.open(messages)[0]  # by the template itself
+    options = {}
+    if "enable_thinking" in template and not config.prompt.think:
+        options["enable_thinking"] = "False"
+    if "strftime_now" in template:
+        options["strftime_now"] = f"{DAY!r}.strftime"
+    return Usage(messages, "" if written else setup.prefill, options, adapter)
+
+
+def generation(config: Config, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """Sampling as in the run's evaluation: any other filter of tokens would be another policy.
+
+    Where that was greedy, the temperature is training's.
+    """
+    return GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=True,
+        temperature=config.eval.temperature or config.rollout.temperature,
+        top_k=0,  # none; transformers would take 50
+        top_p=1.0,
+        max_new_tokens=config.rollout.max_tokens,
+        eos_token_id=sorted(chat.end_ids),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )

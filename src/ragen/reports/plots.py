@@ -1,0 +1,233 @@
+"""The plots of a report: what was learnt, the signals of collapse, where the time went.
+
+Each function makes one figure from plain numbers. matplotlib is imported by those who draw, since
+it takes a second; figures are made without `pyplot`, so there is no window and no global state.
+
+Colours are those of Okabe and Ito, which people with any colour vision tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ragen.evaluation.evaluation import Evaluated
+
+Series = Mapping[int, float]
+"""One metric: step to value, in the order of the steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One metric of a run: as it stands, and the stretches that a rollback left behind.
+
+    Example:
+        >>> Curve({1: 0.5, 2: 0.75, 3: 0.875}, ({2: 0.75, 3: 0.25},)).standing[3]
+        0.875
+    """
+
+    standing: Series
+    rolled_back: tuple[Series, ...] = ()
+
+
+INK, PALE, BLUE, ORANGE, RED = "#333333", "#999999", "#0072B2", "#E69F00", "#D55E00"
+COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", RED, "#56B4E9", INK)
+WIDTH = 7.2
+"""Of a figure, in inches: a page's text."""
+
+SMOOTH = 5
+"""Steps of the trailing mean that is drawn over a noisy signal."""
+
+RULES: dict[Any, Any] = {  # matplotlib's type for it names every key there is
+    "font.size": 9,
+    "axes.edgecolor": PALE,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "legend.frameon": False,
+}
+
+
+def smoothed(series: Series, window: int = SMOOTH) -> dict[int, float]:
+    """The mean of the last `window` values at each step.
+
+    Example:
+        >>> smoothed({1: 0.0, 2: 1.0, 3: 2.0}, window=2)
+        {1: 0.0, 2: 0.5, 3: 1.5}
+    """
+    steps, numbers = list(series), list(series.values())
+    return {
+        step: fmean(numbers[max(0, end - window) : end]) for end, step in enumerate(steps, start=1)
+    }
+
+
+def draw_success(
+    success: Curve, reward: Curve, evaluations: Sequence[Evaluated], alarms: Sequence[int]
+) -> Figure:
+    """Success with its evaluations and their intervals, and below it reward, by step.
+
+    Args:
+        success: Of the training episodes.
+        reward: Of the same, the mean.
+        evaluations: Those of the run as it stands; floor and ceiling are the last one's.
+        alarms: Steps to be marked.
+    """
+    with _figure(2, (1.7, 1.0)) as (figure, (above, below)):
+        _draw(above, success, "training episodes")
+        for how in dict.fromkeys(each.evaluation.how for each in evaluations):
+            _intervals(above, [each for each in evaluations if each.evaluation.how == how])
+        above.yaxis.set_major_formatter("{x:.0%}")
+        above.set_title("success")
+        _draw(below, reward)
+        below.set_title("mean reward of an episode")
+        if evaluations:
+            last = evaluations[-1].evaluation
+            _reference(above, last.random, "random play")
+            _reference(above, last.best, "best play")
+            _reference(below, last.random_return, "random play")
+            _reference(below, last.best_return, "best play")
+        _finish(figure, (above, below), alarms)
+    return figure
+
+
+def draw_signals(panels: Mapping[str, Curve], alarms: Sequence[int]) -> Figure:
+    """Signals one above the other over the same steps.
+
+    Args:
+        panels: Title to signal.
+        alarms: Steps to be marked.
+    """
+    with _figure(len(panels), (1.0,) * len(panels)) as (figure, axes):
+        for place, (title, curve) in zip(axes, panels.items(), strict=True):
+            _draw(place, curve, "mean of five steps")
+            place.set_title(title)
+            if place.dataLim.y0 >= 0:
+                place.set_ylim(bottom=0.0)
+        _finish(figure, axes, alarms)
+    return figure
+
+
+def draw_time(phases: Mapping[str, float]) -> Figure:
+    """Seconds by phase as bars, the longest first, each with its share.
+
+    Args:
+        phases: Name to seconds.
+    """
+    with _figure(1, (0.16 * len(phases) + 0.15,)) as (figure, (place,)):
+        ordered = sorted(phases.items(), key=lambda item: item[1])
+        whole = sum(phases.values()) or 1.0
+        bars = place.barh([name for name, _ in ordered], [s for _, s in ordered], 0.62, color=BLUE)
+        words = [f"{seconds:.1f} s, {seconds / whole:.0%}" for _, seconds in ordered]
+        place.bar_label(bars, words, padding=4, fontsize=8)
+        place.set_title("seconds by phase")
+        place.margins(x=0.16)
+        place.tick_params(axis="y", length=0)
+        place.xaxis.set_visible(False)
+        place.grid(False)
+        place.spines[:].set_visible(False)
+    return figure
+
+
+@contextmanager
+def _figure(rows: int, heights: Sequence[float]) -> Iterator[tuple[Figure, Sequence[Axes]]]:
+    """A figure with axes one above the other, drawn by the house's `RULES`."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(RULES):
+        figure = Figure(figsize=(WIDTH, 1.45 * sum(heights) + 0.4), layout="constrained", dpi=150)
+        axes = figure.subplots(
+            rows, sharex=rows > 1, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )
+        yield figure, list(axes[:, 0])
+
+
+@contextmanager
+def figure_of(rows: int, columns: int) -> Iterator[tuple[Figure, Sequence[Sequence[Axes]]]]:
+    """A figure of ``axes[row][column]`` by the house's `RULES`, with one legend for all."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(RULES):
+        figure = Figure(figsize=(WIDTH, 2.3 * rows + 0.4), layout="constrained", dpi=150)
+        axes: list[list[Axes]] = figure.subplots(rows, columns, squeeze=False).tolist()
+        yield figure, axes
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+
+
+def _draw(place: Axes, curve: Curve, label: str | None = None) -> None:
+    """A pale line with its trailing mean over it; what was rolled back is dashed."""
+    for series in curve.rolled_back:
+        place.plot(list(series), list(series.values()), "--", color=PALE, lw=1, label="rolled back")
+    steps, numbers = list(curve.standing), list(curve.standing.values())
+    place.plot(steps, numbers, color=BLUE, lw=0.8, alpha=0.4, marker="" if steps[1:] else ".")
+    place.plot(steps, list(smoothed(curve.standing).values()), color=BLUE, lw=1.6, label=label)
+
+
+def _intervals(place: Axes, evaluated: Sequence[Evaluated]) -> None:
+    """Evaluations of one temperature with their intervals."""
+    found = [each.evaluation for each in evaluated]
+    greedy = found[0].temperature == 0
+    below = [e.success - e.success_low for e in found]
+    above = [e.success_high - e.success for e in found]
+    place.errorbar(
+        [each.step for each in evaluated],
+        [e.success for e in found],
+        yerr=[below, above],
+        fmt="D" if greedy else "o",
+        color=ORANGE if greedy else INK,
+        markerfacecolor="white" if greedy else INK,
+        markersize=6 if greedy else 4,
+        linewidth=1,
+        capsize=2,
+        label=f"evaluated, {found[0].how}",
+        zorder=3 if greedy else 4,  # where both are alike, both are seen
+    )
+
+
+def _reference(place: Axes, level: float | None, label: str) -> None:
+    if level is None:
+        return
+    place.axhline(level, color=PALE, lw=1, ls=":")
+    place.annotate(
+        label,
+        (1.0, level),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        color=PALE,
+    )
+
+
+def _finish(figure: Figure, axes: Sequence[Axes], alarms: Sequence[int]) -> None:
+    """What all axes over steps have in common: marks of alarms, whole steps, one legend."""
+    from matplotlib.ticker import MaxNLocator
+
+    for place in axes:
+        for step in dict.fromkeys(alarms):
+            place.axvline(step, color=RED, lw=1, zorder=1, label="alarm")
+    axes[-1].set_xlabel("step")
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    # One entry for each label, however many lines have it.
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=5, fontsize=8)

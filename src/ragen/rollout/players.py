@@ -1,0 +1,188 @@
+"""Players: who may look at the world itself, and choose a turn's actions by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Prompt
+from ragen.envs.boundary import boundary
+from ragen.envs.contract import Env, pick
+from ragen.rollout.policies import spoken
+from ragen.rollout.prompt import Limits
+
+
+class Player(Protocol):
+    """Chooses the actions of one turn."""
+
+    def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
+        """Actions for this turn, in order: at least one, at most the smaller of the last two.
+
+        Args:
+            env: The world in its present state, to be left as it is.
+            turns_left: Turns the episode still has, this one included.
+            actions_left: Actions the episode still has.
+            actions_per_turn: Actions a turn may have.
+        """
+        ...
+
+
+class RandomPlayer:
+    """Uniformly random valid actions, as many as the budget allows: the floor of every score.
+
+    Example:
+        >>> from ragen.envs.contract import make
+        >>> len(RandomPlayer(0).act(make("sokoban"), 5, 10, 5))
+        5
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+
+    def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
+        """Draw every action of the turn.
+
+        Raises:
+            RagenError: The world takes free text, of which there is no uniform choice.
+        """
+        if env.actions is None:
+            raise RagenError(f"{env.name} takes free text: there is no random player for it")
+        count = min(actions_left, actions_per_turn)
+        return [pick(self._generator, env.actions) for _ in range(count)]
+
+
+class SolverPlayer:
+    """The world's own best player (`Env.solve`): the ceiling of every score.
+
+    Args:
+        instead: What to do where the world has none.
+
+    Example:
+        >>> from ragen.envs.contract import make
+        >>> SolverPlayer().act(make("bandit"), 1, 1, 1)
+        ['Dragon']
+    """
+
+    def __init__(self, instead: str = "play it with random, human or a model") -> None:
+        self._instead = instead
+
+    def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
+        """Ask the world.
+
+        Raises:
+            RagenError: No solver is known for it.
+            WorldError: Its solver fails.
+        """
+        with boundary("solve"):
+            actions = env.solve(turns_left, actions_left, actions_per_turn)
+        if actions is None:
+            raise RagenError(f"{env.name} has no solver; {self._instead}")
+        return actions
+
+
+class HumanPlayer:
+    """A person who types actions: names or their beginnings, separated by spaces, commas or ``||``.
+
+    Args:
+        ask: Shows a text and returns the line that was typed, as `input` does.
+
+    Example:
+        >>> from ragen.envs.contract import make
+        >>> lines = iter(["fly", "r, d", "right d"])
+        >>> HumanPlayer(lambda text: next(lines)).act(make("sokoban"), 5, 10, 5)
+        ['Right', 'Down']
+    """
+
+    def __init__(self, ask: Callable[[str], str] = input) -> None:
+        self._ask = ask
+
+    def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
+        """Ask until the line can be carried out. What `ask` raises (the end of input) passes on."""
+        most = min(actions_left, actions_per_turn)
+        if env.actions is None:
+            return [self._ask("> ")]
+        question = f"{' '.join(env.actions)} (up to {most}) > "
+        while True:
+            line = self._ask(question)
+            try:
+                return read_actions(line, env.actions, most)
+            except ValueError as problem:
+                question = f"{problem} > "
+
+
+def read_actions(line: str, names: tuple[str, ...], most: int) -> list[str]:
+    """Action names in a typed line.
+
+    Raises:
+        ValueError: None, too many, or a word that begins no name or several.
+
+    Example:
+        >>> read_actions("u r", ("Up", "Down", "Left", "Right"), 5)
+        ['Up', 'Right']
+    """
+    whole = [name for name in names if name.lower() == line.strip().lower()]
+    if whole:
+        return whole
+    actions = [
+        _read_action(word, names) for word in line.replace("||", " ").replace(",", " ").split()
+    ]
+    if not 0 < len(actions) <= most:
+        raise ValueError(f"type 1 to {most} of: {' '.join(names)}")
+    return actions
+
+
+def _read_action(word: str, names: tuple[str, ...]) -> str:
+    matches = [name for name in names if name.lower() == word.lower()] or [
+        name for name in names if name.lower().startswith(word.lower())
+    ]
+    if len(matches) != 1:
+        what = "could be " + " or ".join(matches) if matches else "is none of " + " ".join(names)
+        raise ValueError(f"{word!r} {what}")
+    return matches[0]
+
+
+class PlayerPolicy:
+    """A player that answers in text, so that it can stand where a policy stands.
+
+    Args:
+        make: Makes who chooses the actions of a turn, from the seed of its prompt: what an episode
+            is does not depend on those before it.
+        think: Whether a reply needs a thought (`thought` says which).
+        prefill: The start of the reply that the prompt holds already.
+        encode: Text to token ids with the end-of-turn token; ``None`` for text only.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Player],
+        think: bool = True,
+        prefill: str = "",
+        encode: Callable[[str], tuple[int, ...]] | None = None,
+    ) -> None:
+        self._make = make
+        self._think, self._prefill, self._encode = think, prefill, encode
+
+    def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
+        """The player's turn as a completion."""
+        actions = self._make(prompt.seed).act(
+            env, limits.turns_left, limits.actions_left, limits.actions_per_turn
+        )
+        thought = f"<think>{self.thought(actions)}</think>" if self._think else ""
+        reply = f"{thought}<answer>{' || '.join(actions)}</answer>"
+        # A template may open the thought with white space behind the tag.
+        return spoken(reply.removeprefix(self._prefill.rstrip()), self._encode)
+
+    def thought(self, actions: Sequence[str]) -> str:
+        """What stands between the think tags: nothing. Overridden by players that think."""
+        return ""
+
+
+PLAYERS: dict[str, Callable[[int], Player]] = {
+    "random": RandomPlayer,
+    "solver": lambda seed: SolverPlayer(),
+    "human": lambda seed: HumanPlayer(),
+}
+"""Players by name; each is made from a seed."""

@@ -1,0 +1,150 @@
+"""What is branched from a run's episodes, kept in `branches.sqlite`.
+
+A branch begins where a recorded episode stood at one of its turns and is played to its end by a
+checkpoint of the run. Those of one request are a group: the same prompt, several members. They lie
+in a database of their own beside the run's, in the same tables, so that a run that still trains is
+never written to by anybody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ragen.core.types import Episode
+from ragen.storage.database import close_database, connect_to_read, open_database, transaction
+from ragen.storage.rows import episode_rows, write_episodes, write_tokens
+from ragen.storage.schema import PLAYED, SCHEMA_VERSION
+
+FILE = "branches.sqlite"
+"""The branches' database in a run's folder."""
+
+PHASE = "branch"
+"""The phase of their episodes, whose ``group`` is the request's `number` and ``step`` the
+checkpoint's."""
+
+MOST = 64
+"""Branches of one request: what one screen can show, and a small model plays in a minute."""
+
+_SCHEMA = f"""
+{PLAYED}
+CREATE TABLE branches (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, episode INTEGER NOT NULL,
+    turn INTEGER NOT NULL, checkpoint INTEGER NOT NULL, n INTEGER NOT NULL,
+    temperature REAL NOT NULL, seed INTEGER NOT NULL, time REAL NOT NULL, exact INTEGER NOT NULL
+);
+CREATE INDEX branches_by_episode ON branches (episode);
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is branched: an episode of a run's database from a turn on, by a checkpoint, `n` times.
+
+    `checkpoint` is a step; 0 may stand for the model that the run began with. Everything about the
+    branches follows from these and from the run's seed.
+
+    Example:
+        >>> Request(7, turn=1, checkpoint=40, n=4, temperature=1.0, seed=0).id
+        '2eaa3dc5b2b5'
+    """
+
+    episode: int
+    turn: int
+    checkpoint: int
+    n: int
+    temperature: float
+    seed: int
+
+    @property
+    def id(self) -> str:
+        """The same for the same request, so that what is asked again is not kept twice."""
+        asked = (self.episode, self.turn, self.checkpoint, self.n, float(self.temperature))
+        return hashlib.blake2b(repr((*asked, self.seed)).encode(), digest_size=6).hexdigest()
+
+    @property
+    def path(self) -> tuple[int | str, ...]:
+        """What the branches' sampling seeds are derived from, behind the run's seed."""
+        return ("branch", self.seed, self.episode, self.turn, self.checkpoint)
+
+
+def has_branches(run: Path) -> bool:
+    """Whether there is a database of branches to read; one that is just being made is none yet."""
+    if not (run / FILE).exists():
+        return False
+    with suppress(sqlite3.Error), closing(connect_to_read(run / FILE)) as connection:
+        return bool(connection.execute("PRAGMA user_version").fetchone() != (0,))
+    return True  # who reads it will say what is wrong with it
+
+
+def write_branches(
+    run: Path,
+    request: Request,
+    episodes: Sequence[Episode],
+    exact: bool,
+    text_of: Callable[[int], str],
+) -> None:
+    """Keep what was branched, in the place of what the same request gave before.
+
+    Several processes may write at once; each of them all of its own or nothing.
+
+    Args:
+        run: The run's folder.
+        request: What was asked.
+        episodes: The branches in their order.
+        exact: Whether the model saw the very tokens that it saw in the original.
+        text_of: The text of one token.
+
+    Raises:
+        RagenError: The database cannot be written, or is of another version.
+    """
+    connection = open_database(run, make=True, file=FILE, schema=_SCHEMA)
+    try:
+        with transaction(connection, run, FILE):
+            _insert(connection, request, episodes, exact, text_of)
+    finally:
+        close_database(connection)
+
+
+def _insert(
+    connection: sqlite3.Connection,
+    request: Request,
+    episodes: Sequence[Episode],
+    exact: bool,
+    text_of: Callable[[int], str],
+) -> None:
+    _forget(connection, request.id)
+    asked = (request.episode, request.turn, request.checkpoint, request.n)
+    row = (request.id, *asked, request.temperature, request.seed, time.time(), exact)
+    number = connection.execute(
+        "INSERT INTO branches VALUES (NULL,?,?,?,?,?,?,?,?,?)", row
+    ).lastrowid
+    assert number is not None
+    rows = [
+        episode_rows(replace(episode, group=number, member=member), PHASE)
+        for member, episode in enumerate(episodes)
+    ]
+    write_episodes(connection, 0, request.checkpoint, rows)
+    write_tokens(connection, sorted(frozenset().union(*(e.token_ids for e in rows))), text_of)
+
+
+def _forget(connection: sqlite3.Connection, request: str) -> None:
+    """Delete what an earlier request of this id left."""
+    known = connection.execute("SELECT number FROM branches WHERE id = ?", (request,)).fetchone()
+    if known is None:
+        return
+    of_it = 'SELECT id FROM episodes WHERE "group" = ?'
+    for statement in (
+        "INSERT INTO thoughts_fts (thoughts_fts, rowid, thought) SELECT 'delete', id, thought"
+        f" FROM turns WHERE thought IS NOT NULL AND episode_id IN ({of_it})",
+        f"DELETE FROM turns WHERE episode_id IN ({of_it})",
+        'DELETE FROM episodes WHERE "group" = ?',
+        "DELETE FROM branches WHERE number = ?",
+    ):
+        connection.execute(statement, known)

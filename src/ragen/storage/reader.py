@@ -1,0 +1,104 @@
+"""What a run's database says: metrics, evaluations, events. Reading changes nothing in it.
+
+An attempt is what the guard begins when it rolls a run back; what it replaced stays in the
+database, and these functions know what still counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from ragen.storage.database import read
+
+
+def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+    """A run's own evaluation records in order, each with its ``step`` and ``attempt``.
+
+    Those that somebody asked for (``ragen eval``) belong to no step: `ragen.evaluation.outcomes`
+    keeps them.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    query = "SELECT attempt, step, record FROM evaluations WHERE step IS NOT NULL ORDER BY id"
+    rows = read(folder, query)
+    return [{**json.loads(record), "attempt": a, "step": step} for a, step, record in rows]
+
+
+def read_metrics(
+    folder: Path, names: Collection[str] | None = None, after: tuple[int, int] | None = None
+) -> dict[str, dict[int, float]]:
+    """A run's metrics: name, then step, to value, in the order of the steps.
+
+    Each attempt replaces what the ones before it did from its first step on.
+
+    Args:
+        folder: The run.
+        names: The metrics that are wanted; ``None`` means all.
+        after: An attempt and a step of it, after which rows are wanted; ``None`` means all.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    first = (-1, 0) if after is None else after
+    query, wanted = "SELECT attempt, step, name, value FROM metrics", tuple(names or ())
+    query += " WHERE (attempt, step) > (?, ?)"
+    if names is not None:
+        query += f" AND name IN ({','.join('?' * len(wanted))})"
+    found: dict[str, dict[int, float]] = {}
+    stands = standing(folder, after)
+    rows = read(folder, f"{query} ORDER BY attempt, step", (*first, *wanted))
+    for attempt, step, name, value in rows:
+        if value is not None and stands(attempt, step):
+            found.setdefault(name, {})[step] = value
+    return found
+
+
+def standing(folder: Path, after: tuple[int, int] | None = None) -> Callable[[int, int], bool]:
+    """Whether what an attempt did at a step still counts: no later attempt began at or before it.
+
+    Args:
+        folder: The run.
+        after: A step of the last attempt: then whether it counts and came later.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    if after is not None:
+        return lambda attempt, step: (attempt, step) > after
+    first = dict(read(folder, "SELECT attempt, min(step) FROM metrics GROUP BY attempt"))
+    return lambda attempt, step: all(step < first[later] for later in first if later > attempt)
+
+
+def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """A run's events in order: ``attempt``, ``step``, ``time``, ``kind``, ``text`` and ``data``.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    columns = ("attempt", "step", "time", "kind", "text", "data")
+    rows = read(folder, f"SELECT {', '.join(columns)} FROM events ORDER BY id")
+    events = [dict(zip(columns, row, strict=True)) for row in rows]
+    return [
+        {**event, "data": event["data"] and json.loads(event["data"])}
+        for event in events
+        if kind in (None, event["kind"])
+    ]
+
+
+def read_attempts(folder: Path) -> dict[int, dict[str, dict[int, float]]]:
+    """A run's metrics with what it rolled back: attempt, then name, then step, to value.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    found: dict[int, dict[str, dict[int, float]]] = {}
+    for attempt, step, name, value in read(
+        folder, "SELECT attempt, step, name, value FROM metrics ORDER BY attempt, step"
+    ):
+        if value is not None:
+            found.setdefault(attempt, {}).setdefault(name, {})[step] = value
+    return found

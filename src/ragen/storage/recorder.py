@@ -1,0 +1,358 @@
+"""Writing a run's database: everything a run did, in one SQLite file.
+
+A step is gathered in memory and written in one transaction: a run that is killed, or whose disk is
+full, leaves whole steps behind and never half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ragen.core.errors import RagenError
+from ragen.core.metrics import Metric, merge
+from ragen.core.types import Group
+from ragen.storage.database import (
+    DATABASE,
+    cannot_write,
+    claim,
+    close_database,
+    create_database,
+    open_database,
+    read,
+    transaction,
+)
+from ragen.storage.rows import (
+    EpisodeRows,
+    Row,
+    as_json,
+    episode_rows,
+    insert,
+    write_episodes,
+    write_tokens,
+)
+from ragen.storage.schema import SAMPLE_ARRAYS, compress
+
+
+class Recorder:
+    """Writes one run's database.
+
+    What is logged belongs to `attempt`, which the guard raises when it rolls back. Rows of a step
+    are gathered until `commit`, until the first row of another step, or until `close`; `discard`
+    drops them. Events alone are written at once and stay.
+
+    Args:
+        folder: The run's folder.
+        connection: Its database, opened to write.
+        attempt: The attempt that is logged first.
+        text_of: The text of one token, for readers without a tokenizer; ``None`` writes none.
+
+    Example:
+        >>> import tempfile
+        >>> from ragen.core.metrics import mean
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with Recorder.create(folder, "seed = 0") as recorder:
+        ...     recorder.log(0, {"loss": mean(1.0, 2)})
+        ...     recorder.log(0, {"loss": mean(4.0, 1)})
+        >>> sqlite3.connect(folder / "run.sqlite").execute("SELECT * FROM metrics").fetchall()
+        [(0, 0, 'loss', 2.0)]
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        connection: sqlite3.Connection,
+        attempt: int = 0,
+        text_of: Callable[[int], str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.attempt = attempt
+        self._connection = connection
+        self._text_of = text_of
+        try:
+            self._claim = claim(folder)
+        except RagenError:
+            connection.close()
+            raise
+        self._known_tokens = {token for (token,) in connection.execute("SELECT id FROM tokens")}
+        self._pending = _Step(attempt, 0)
+
+    @classmethod
+    def create(
+        cls, folder: Path, config_text: str, text_of: Callable[[int], str] | None = None
+    ) -> Self:
+        """Begin a run in `folder` (made by `new_run_folder`): its config and an empty database.
+
+        Raises:
+            RagenError: A run is there already, or the folder cannot be written; nothing is left.
+        """
+        return cls(folder, create_database(folder, config_text), text_of=text_of)
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        attempt: int | None = None,
+        text_of: Callable[[int], str] | None = None,
+    ) -> Self:
+        """Go on writing the run in `folder`, by default in its latest attempt.
+
+        Raises:
+            RagenError: There is no run, its database is damaged or of another version, or another
+                process writes it.
+        """
+        connection = open_database(folder)
+        try:
+            ((latest,),) = read(folder, "SELECT max(attempt) FROM metrics")
+        except RagenError:
+            connection.close()
+            raise
+        return cls(folder, connection, (latest or 0) if attempt is None else attempt, text_of)
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Metrics of a step; those of the same name are combined by their own rule."""
+        self._step(step).metrics.append(metrics)
+
+    def event(self, step: int, kind: str, text: str, data: Mapping[str, Any] | None = None) -> None:
+        """Something worth a sentence, written at once: an alarm, a guard's action, a resume.
+
+        Raises:
+            RagenError: The database cannot be written.
+        """
+        row = (self.attempt, step, time.time(), kind, text, None if data is None else as_json(data))
+        with transaction(self._connection, self.folder):
+            _insert_event(self._connection, row)
+
+    def episodes(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        kept: Sequence[bool] | None = None,
+        phase: str = "train",
+        scores: Sequence[float | None] | None = None,
+    ) -> None:
+        """All episodes of a step with their turns.
+
+        Args:
+            step: The step they were collected in.
+            groups: The groups; their episodes carry group and member.
+            kept: For each group, whether the filter kept it; None means all.
+            phase: ``train``, ``eval`` or ``eval greedy``.
+            scores: For each group, the filter's score; None means that none was taken.
+        """
+        pending = self._step(step)
+        flags = [True] * len(groups) if kept is None else kept
+        found = [None] * len(groups) if scores is None else scores
+        for group, keep, score in zip(groups, flags, found, strict=True):
+            for episode in group.episodes:
+                rows = episode_rows(episode, phase, keep, score)
+                pending.episodes.append(rows)
+                pending.token_ids |= rows.token_ids
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Token sequences with what the learner made of them.
+
+        Args:
+            step: The step they were trained in.
+            samples: For each sample its ``group`` and ``member`` and any of `SAMPLE_ARRAYS`.
+
+        Raises:
+            ValueError: An array has an unknown name or not the sample's length.
+        """
+        for sample in samples:
+            unknown = sample.keys() - SAMPLE_ARRAYS.keys() - {"group", "member"}
+            if unknown:
+                raise ValueError(f"unknown sample arrays: {', '.join(sorted(unknown))}")
+            length = len(sample["token_ids"])
+            row: list[Any] = [sample["group"], sample["member"], length]
+            for name in SAMPLE_ARRAYS:
+                array = sample.get(name)
+                if array is not None and np.shape(array) != (length,):
+                    raise ValueError(f"{name} has shape {np.shape(array)}, not ({length},)")
+                row.append(None if array is None else compress(name, array))
+            pending = self._step(step)
+            pending.samples.append(tuple(row))
+            pending.token_ids.update(map(int, sample["token_ids"]))
+
+    def cross_scores(
+        self,
+        step: int,
+        path: str,
+        scores: npt.ArrayLike,
+        own: Sequence[int],
+        thoughts: Sequence[str],
+        prompts: Sequence[str],
+    ) -> None:
+        """How likely thoughts are under each other's prompts: what information metrics go by.
+
+        Args:
+            step: The step whose episodes were measured.
+            path: The metrics' path: ``first`` or ``any``.
+            scores: log p(thought i | prompt j), (N, M).
+            own: Each thought's own prompt, (N,).
+            thoughts: The N thoughts as text.
+            prompts: What the M prompts' last message shows of the world.
+        """
+        assert np.shape(scores) == (len(thoughts), len(prompts)), "a score for each pair"
+        self._step(step).cross_scores.append(
+            (
+                path,
+                compress("scores", scores),
+                compress("own", own),
+                len(thoughts),
+                len(prompts),
+                as_json(thoughts),
+                as_json(prompts),
+            )
+        )
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        """The result of an evaluation: what ``ragen eval --json`` prints."""
+        columns = (record.get(name) for name in ("world", "temperature", "episodes", "success"))
+        self._step(step).evaluations.append((time.time(), *columns, as_json(record)))
+
+    def commit(self) -> None:
+        """Write the gathered step in one transaction; a checkpoint belongs after this, not before.
+
+        Raises:
+            RagenError: The disk is full or read-only; nothing of the step is written.
+        """
+        pending, self._pending = self._pending, _Step(self.attempt, self._pending.step)
+        if pending.empty:
+            return
+        new = pending.token_ids - self._known_tokens
+        with transaction(self._connection, self.folder):
+            pending.write(self._connection)
+            if self._text_of is not None:
+                write_tokens(self._connection, sorted(new), self._text_of)
+        self._known_tokens |= new
+
+    def discard(self) -> None:
+        """Drop what was gathered since the last commit: a step that was not finished."""
+        self._pending = _Step(self.attempt, self._pending.step)
+
+    def forget_after(self, attempt: int, step: int) -> None:
+        """Delete what a killed run did after its checkpoint: the attempt's rows later than `step`.
+
+        Rows of later attempts go too: they began after it.
+
+        Raises:
+            RagenError: The database cannot be written; nothing is deleted.
+        """
+        self.discard()
+        later = "(attempt, step) > (?, ?)"
+        of_later = f"SELECT id FROM episodes WHERE {later}"
+        with transaction(self._connection, self.folder):
+            for statement in (
+                # The index keeps no copy of the text: it must be told what it is to forget.
+                "INSERT INTO thoughts_fts (thoughts_fts, rowid, thought)"
+                " SELECT 'delete', id, thought FROM turns"
+                f" WHERE thought IS NOT NULL AND episode_id IN ({of_later})",
+                f"DELETE FROM turns WHERE episode_id IN ({of_later})",
+                *(
+                    f"DELETE FROM {table} WHERE {later}"
+                    for table in ("episodes", "metrics", "samples", "cross_scores", "evaluations")
+                ),
+            ):
+                self._connection.execute(statement, (attempt, step))
+
+    def close(self) -> None:
+        """Write what is gathered and leave one plain file.
+
+        Raises:
+            RagenError: The last step could not be written.
+        """
+        try:
+            self.commit()
+        finally:
+            close_database(self._connection)
+            if self._claim is not None:
+                os.close(self._claim)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close; a step that an exception interrupted is dropped."""
+        if kind is not None:
+            self.discard()
+        self.close()
+
+    def _step(self, step: int) -> _Step:
+        if (self.attempt, step) != (self._pending.attempt, self._pending.step):
+            self.commit()
+            self._pending = _Step(self.attempt, step)
+        return self._pending
+
+
+class _Step:
+    """What is known of a step that is not written yet, as rows."""
+
+    def __init__(self, attempt: int, step: int) -> None:
+        self.attempt = attempt
+        self.step = step
+        self.metrics: list[Mapping[str, Metric]] = []
+        self.episodes: list[EpisodeRows] = []
+        self.samples: list[Row] = []
+        self.cross_scores: list[Row] = []
+        self.evaluations: list[Row] = []
+        self.token_ids: set[int] = set()
+
+    @property
+    def empty(self) -> bool:
+        tables = (self.metrics, self.episodes, self.samples, self.cross_scores, self.evaluations)
+        return not any(tables)
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        when = (self.attempt, self.step)
+        connection.executemany(
+            "INSERT OR REPLACE INTO metrics VALUES (?,?,?,?)",
+            # SQLite has no NaN: a number that is not one is stored as NULL.
+            [(*when, name, _number(m.value)) for name, m in merge(self.metrics).items()],
+        )
+        write_episodes(connection, *when, self.episodes)
+        insert(connection, "samples", [(None, *when, *row) for row in self.samples])
+        insert(connection, "cross_scores", [(*when, *row) for row in self.cross_scores])
+        rows_of_run = [(None, *when, *row, None, None) for row in self.evaluations]
+        insert(connection, "evaluations", rows_of_run)
+
+
+def append_event(
+    folder: Path, attempt: int, step: int, kind: str, text: str, data: Mapping[str, Any]
+) -> None:
+    """An event written past the run's recorder: by the watchdog, when the run itself hangs.
+
+    Raises:
+        RagenError: The database cannot be written, or the run hangs while it writes there.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(folder / DATABASE, timeout=2.0)) as connection:
+            _insert_event(connection, (attempt, step, time.time(), kind, text, as_json(data)))
+            connection.commit()
+    except sqlite3.Error as error:
+        raise cannot_write(folder, error) from None
+
+
+def _insert_event(connection: sqlite3.Connection, row: tuple[Any, ...]) -> None:
+    connection.execute(
+        "INSERT INTO events (attempt, step, time, kind, text, data) VALUES (?,?,?,?,?,?)", row
+    )
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

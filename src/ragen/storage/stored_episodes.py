@@ -1,0 +1,153 @@
+"""Episodes read back from a run's database, one or all, whether the run still goes on or not.
+
+The database keeps a prompt that goes on from the turn before without what came there, arrays as
+blobs and lists as JSON; here they are whole again.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Episode, Prompt, Turn
+from ragen.storage.database import DATABASE, connect_to_read, must_exist
+from ragen.storage.rows import storable
+from ragen.storage.schema import SCHEMA_VERSION, decompress
+
+Record = dict[str, Any]
+"""A row by the names of its columns, as Python's values."""
+
+_STATEMENTS = ("kept", "terminated", "truncated", "bootstrap", "success", "well_formed")
+_LISTS = ("picture", "actions_asked", "actions_executed", "final_picture")
+_ARRAYS = ("prompt_ids", "completion_ids", "logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An episode as a run's database keeps it, and what it was played for.
+
+    Of its prompts only the ids are known, and where a policy gives no ids not even those.
+    """
+
+    id: int
+    attempt: int
+    step: int
+    phase: str
+    episode: Episode
+
+    @property
+    def path(self) -> tuple[int | str, ...]:
+        """What its own sampling seeds were derived from, behind the run's seed."""
+        # A training episode is recorded when its step is finished, and played before.
+        return ("train", self.step - 1) if self.phase == "train" else ("eval",)
+
+    def exact(self, turn: int) -> bool:
+        """Whether the tokens of its prompts up to a turn are known."""
+        return all(each.prompt.token_ids is not None for each in self.episode.turns[: turn + 1])
+
+
+def read_episode(run: Path, episode: int) -> Recorded:
+    """One episode.
+
+    Raises:
+        RagenError: There is no run or no such episode, or the database cannot be read.
+    """
+    record = next(records(run, episode), None)
+    if record is None:
+        raise RagenError(f"{run} has no episode {episode} in its {DATABASE}")
+    names = ("group", "member", "world", "level_seed", "noise_seed", "stop_reason", "error")
+    ends = ("terminated", "truncated", "bootstrap", "success", "final_observation")
+    picture = record["final_picture"]
+    return Recorded(
+        **{name: record[name] for name in ("id", "attempt", "step", "phase")},
+        episode=Episode(
+            **{name: record[name] for name in names + ends},
+            turns=tuple(_turn(each) for each in record["turns"]),
+            final_picture=None if picture is None else tuple(picture),
+        ),
+    )
+
+
+def records(run: Path, episode: int | None = None) -> Iterator[Record]:
+    """A run's episodes as they stand at the first look, each with its ``turns``, one after another.
+
+    Args:
+        run: The run's folder.
+        episode: The id of the only one that is wanted.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    must_exist(run)
+    try:
+        with closing(connect_to_read(run / DATABASE)) as connection:
+            connection.row_factory = sqlite3.Row
+            ((version,),) = connection.execute("PRAGMA user_version")
+            if version != SCHEMA_VERSION:
+                raise RagenError(
+                    f"{run / DATABASE} has schema {version}, this RAGEN reads {SCHEMA_VERSION}; "
+                    "use the version that wrote it"
+                )
+            chosen = "" if episode is None else f" WHERE id = {episode:d}"
+            for row in connection.execute(f"SELECT * FROM episodes{chosen} ORDER BY id"):
+                yield _values(row) | {"turns": _turns(connection, row["id"])}
+    except sqlite3.DatabaseError as error:
+        raise RagenError(f"{run / DATABASE} cannot be read: {error}") from None
+
+
+def _turns(connection: sqlite3.Connection, episode: int) -> list[Record]:
+    found: list[Record] = []
+    before: list[int] = []
+    query = "SELECT * FROM turns WHERE episode_id = ? ORDER BY turn"
+    for row in connection.execute(query, (episode,)):
+        turn = _values(row)
+        del turn["id"], turn["episode_id"]
+        if turn.pop("prompt_joins"):
+            turn["prompt_ids"] = before + turn["prompt_ids"]
+        before = (turn["prompt_ids"] or []) + (turn["completion_ids"] or [])
+        found.append(turn)
+    return found
+
+
+def _values(row: sqlite3.Row) -> Record:
+    record = dict(row)
+    for name, value in record.items():
+        if value is None:
+            continue
+        if name in _STATEMENTS:
+            record[name] = bool(value)
+        elif name in _LISTS:
+            record[name] = [storable(each) for each in json.loads(value)]
+        elif name in _ARRAYS:
+            record[name] = decompress(name, value).tolist()
+    return record
+
+
+def _turn(record: Record) -> Turn:
+    found = {**record, **{n: _tuple(record[n]) for n in (*_LISTS, *_ARRAYS) if n in record}}
+    start, end, snapshot = found["thought_start"], found["thought_end"], found["snapshot"]
+    names = ("observation", "thought", "actions_asked", "actions_executed", "reward", "penalty")
+    others = ("well_formed", "state_key", "picture")
+    return Turn(
+        **{name: found[name] for name in names + others},
+        prompt=Prompt((), found["prompt_ids"], 0, 0, 0.0, 0),
+        completion=Completion(
+            found["completion_ids"],
+            found["logprobs"],
+            found["reply"],
+            found["finish_reason"],
+            found["policy_version"],
+        ),
+        thought_span=None if start is None else (start, end),
+        snapshot=None if snapshot is None else json.loads(snapshot),
+    )
+
+
+def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)

@@ -1,0 +1,212 @@
+"""A study: a published claim, the runs that test it, and the rule by which it is judged.
+
+A study is a TOML file in ``ragen/findings``: what was claimed and published, a few *arms* (settings
+that differ in one thing), the recipes they are laid over at each *scale*, and *predictions*: which
+measure of which arm the claim says is above what. All of it is written before a run is made, so the
+verdict is a function of the data.
+
+**The rule.** A prediction says that a measure of an arm exceeds another arm's, or a number, by more
+than its margin. On each recipe it is *supported* where the whole 95 % interval (Student's t over
+training seeds; Welch's for two arms) lies above the margin, *contradicted* where the whole interval
+lies below it, else *undecided*. The study *supports* the claim if most predictions, over all
+recipes, are supported and none is contradicted; it *contradicts* the claim if one or more are
+contradicted and none is supported; else it *cannot decide*.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from ragen.config.reading import nearest, resolve
+from ragen.config.sections import Config, Section
+from ragen.core.errors import RagenError
+from ragen.core.statistics import Interval, mean_difference, mean_interval
+from ragen.studies.measures import measure_of
+
+Scale = Literal["laptop", "paper"]
+Outcome = Literal["supported", "contradicted", "undecided"]
+Verdict = Literal["supports", "contradicts", "cannot decide"]
+Numbers = Mapping[tuple[str, str], Sequence[float]]
+"""A measure's values, one a training seed, by recipe and arm."""
+
+
+class Prediction(Section):
+    """What the claim says of the numbers: a measure of `arm` is above `above`, by more than `by`.
+
+    Example:
+        >>> Prediction(measure="final", arm="a quarter", above="all").words
+        'final: a quarter > all'
+    """
+
+    measure: str
+    """A measure (`ragen.studies.measures`)."""
+    arm: str
+    above: str | float
+    """Another arm, or a number."""
+    by: float = 0.0
+
+    @model_validator(mode="after")
+    def _measurable(self) -> Prediction:
+        measure_of(self.measure)
+        return self
+
+    @property
+    def words(self) -> str:
+        """In a line."""
+        margin = f" + {self.by:g}" if self.by else ""
+        above = self.above if isinstance(self.above, str) else f"{self.above:g}"
+        return f"{self.measure}: {self.arm} > {above}{margin}"
+
+
+class Lesson(Section):
+    """Supervised fine-tuning that an arm begins with, on the best player's episodes."""
+
+    episodes: int = Field(1024, ge=2)
+    epochs: int = Field(3, ge=1)
+    lr: float | None = None
+    """Ten times the recipe's ``update.lr`` if not given."""
+
+
+class Grid(Section):
+    """The recipes of one scale, and what all their runs change of them."""
+
+    recipes: list[str] = Field(min_length=1)
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class Study(Section):
+    """One of ``ragen/findings``."""
+
+    name: str
+    number: str
+    """Of the claim, in the list of the papers' findings."""
+    title: str
+    claim: str
+    published: str
+    limits: str
+    """What runs of the laptop's scale cannot show."""
+    predictions: list[Prediction] = Field(min_length=1)
+    arms: dict[str, dict[str, Any]]
+    """Settings by the arm's name, laid over the recipe and the scale's own."""
+    sft: dict[str, Lesson] = Field(default_factory=dict)
+    """What an arm is taught first, by its name."""
+    laptop: Grid
+    paper: Grid
+
+    @model_validator(mode="after")
+    def _named(self) -> Study:
+        named = [arm for each in self.predictions for arm in (each.arm, each.above)]
+        for arm in (*named, *self.sft):
+            if isinstance(arm, str) and arm not in self.arms:
+                raise ValueError(f"there is no arm {arm!r} (only {', '.join(self.arms)})")
+        return self
+
+    def grid(self, scale: Scale) -> Grid:
+        """The recipes at a scale."""
+        return self.laptop if scale == "laptop" else self.paper
+
+    def config(self, scale: Scale, recipe: str, arm: str, seed: int) -> Config:
+        """The settings of one run.
+
+        Raises:
+            RagenError: They exclude each other, or a key does not exist.
+        """
+        # One thread a run: several go on at once, and a run's numbers depend on the count.
+        settings = {"threads": 1, **self.grid(scale).settings, **self.arms[arm], "seed": seed}
+        return resolve(recipe, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the data say of one prediction on one recipe: by how much the measure is above."""
+
+    recipe: str
+    prediction: Prediction
+    excess: float
+    low: float
+    high: float
+
+    @property
+    def outcome(self) -> Outcome:
+        """The rule of this module."""
+        if self.low > self.prediction.by:
+            return "supported"
+        return "contradicted" if self.high < self.prediction.by else "undecided"
+
+
+@cache
+def studies() -> tuple[str, ...]:
+    """The names of the studies there are."""
+    folder = resources.files("ragen.studies") / "findings"
+    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir()))
+
+
+def load_study(name: str) -> Study:
+    """A study by its name.
+
+    Raises:
+        RagenError: There is none of this name.
+    """
+    known = studies()
+    if name not in known:
+        raise RagenError(
+            f"unknown study {name!r}{nearest(name, known)}; studies are {', '.join(known)}"
+        )
+    text = (resources.files("ragen.studies") / "findings" / f"{name}.toml").read_text(
+        encoding="utf-8"
+    )
+    try:
+        return Study(name=name, **tomllib.loads(text))
+    except ValidationError as error:  # ours to mend, and a test loads each
+        raise AssertionError(f"study {name}: {error}") from error
+
+
+def decide(study: Study, scale: Scale, numbers: Mapping[str, Numbers]) -> list[Decision]:
+    """Each prediction on each recipe.
+
+    Args:
+        study: Whose predictions.
+        scale: Whose recipes.
+        numbers: For each measure its values by recipe and arm; those that are not finite are left
+            out. A mean of fewer than two has no interval, so it decides nothing.
+    """
+    found = []
+    for recipe in study.grid(scale).recipes:
+        for prediction in study.predictions:
+            values = numbers[prediction.measure]
+            ours = _finite(values[recipe, prediction.arm])
+            if isinstance(prediction.above, str):
+                excess = mean_difference(ours, _finite(values[recipe, prediction.above]))
+            else:
+                mean, level = mean_interval(ours), prediction.above
+                excess = Interval(mean.value - level, mean.low - level, mean.high - level)
+            found.append(Decision(recipe, prediction, excess.value, excess.low, excess.high))
+    return found
+
+
+def verdict(decisions: Sequence[Decision]) -> Verdict:
+    """What the decisions say together, by the rule of this module.
+
+    Example:
+        >>> above = Prediction(measure="final", arm="a", above=0.5)
+        >>> won, lost = (Decision("bandit", above, x, x - 0.1, x + 0.1) for x in (0.2, -0.2))
+        >>> verdict([won]), verdict([won, lost])
+        ('supports', 'cannot decide')
+    """
+    outcomes = [decision.outcome for decision in decisions]
+    supported, contradicted = outcomes.count("supported"), outcomes.count("contradicted")
+    if not contradicted and 2 * supported > len(outcomes):
+        return "supports"
+    return "contradicts" if contradicted and not supported else "cannot decide"
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]

@@ -1,0 +1,236 @@
+"""A run's numbers in other people's trackers too: TensorBoard, Weights & Biases, trackio.
+
+Each is written through its own library, which is imported only where `record.trackers` names it.
+The names of the metrics are those of the run's database. A run that is resumed goes on in the same
+tracker run. Steps may come twice, after a kill or when the guard rolls back: TensorBoard hides what
+they replace; the other two only ever append, so their own count goes on and the step is a metric,
+``progress/step``, against which curves are drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from typing_extensions import override
+
+from ragen.config.reading import flatten
+from ragen.config.sections import Config
+from ragen.core.errors import RagenError
+from ragen.core.types import Episode
+from ragen.training.progress import Watcher
+
+if TYPE_CHECKING:
+    from ragen.evaluation.evaluation import Evaluation
+
+PROJECT = "ragen"
+"""What runs are grouped under, unless the library's own variable (``WANDB_PROJECT``) says other."""
+
+STEP = "progress/step"
+
+ID = "tracker_id"
+"""The file in a run's folder with what trackers know the run by."""
+
+EVALUATED = ("success", "success_low", "success_high", "mean_return")
+"""What is told of an evaluation, under ``eval/`` or ``eval_greedy/``."""
+
+
+class Tracker(Protocol):
+    """Takes numbers, step by step."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The numbers of a step; it may have been logged before, and then replaces what came."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        ...
+
+
+class TensorBoard:
+    """Event files in the run's folder, which ``tensorboard --logdir runs`` finds."""
+
+    def __init__(self, run: Path, config: Config, step: int) -> None:
+        self._folder = str(run / "tensorboard")
+        self._last, self._named = step, set[str]()
+        self._writer = self._opened(step + 1 if step else None)
+
+    def _opened(self, purge_step: int | None) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self._folder, purge_step=purge_step)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        again = step == self._last and not self._named.isdisjoint(numbers)
+        if step < self._last or again:  # rolled back
+            self._writer.close()
+            self._writer = self._opened(step)
+        if step != self._last or again:
+            self._named.clear()
+        self._last = step
+        self._named |= numbers.keys()
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases; ``WANDB_MODE=offline`` keeps it in the run's folder."""
+
+    def __init__(self, run: Path, config: Config, step: int) -> None:
+        import wandb
+
+        try:
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                name=run.name,
+                id=_id(run),
+                resume="allow",
+                dir=str(run),
+                config=flatten(config),
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.Error as error:
+            raise RagenError(
+                f"record.trackers: wandb does not begin ({error}); try `wandb login`, or set "
+                f"WANDB_MODE=offline, and then: ragen resume {run}"
+            ) from error
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        self._run.log({**numbers, STEP: step})
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._run.finish()
+
+
+class Trackio:
+    """A run of trackio: in its folder on this machine, or where its own variables say."""
+
+    def __init__(self, run: Path, config: Config, step: int) -> None:
+        with _said_on_stderr():
+            import trackio
+
+            self._run: Any = trackio.init(
+                project=PROJECT,
+                name=f"{run.name}-{_id(run)}",
+                resume="allow",
+                config=flatten(config),
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        with _said_on_stderr():
+            self._run.log({**numbers, STEP: step})
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        with _said_on_stderr():
+            self._run.finish()
+
+
+TRACKERS: Mapping[str, Callable[[Path, Config, int], Tracker]] = MappingProxyType(
+    {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+)
+"""By name: what follows a run in its folder after some steps. The library is called the same."""
+
+
+class Tracked(Watcher):
+    """Passes on to another watcher what it is told, and the numbers to trackers."""
+
+    def __init__(self, inner: Watcher, names: list[str]) -> None:
+        self._inner = inner
+        self._names = names
+        self._trackers: list[Tracker] = []
+
+    @override
+    def note(self, text: str) -> None:
+        self._inner.note(text)
+
+    @override
+    def begin(self, run: Path, config: Config, step: int) -> None:
+        self._inner.begin(run, config, step)
+        for name in self._names:
+            self._trackers.append(TRACKERS[name](run, config, step))
+
+    @override
+    def episode(self, episode: Episode) -> None:
+        self._inner.episode(episode)
+
+    @override
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._inner.step(step, metrics)
+        self._log(step, metrics)
+
+    @override
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self._inner.evaluated(step, evaluation)
+        section = "eval" if evaluation.temperature else "eval_greedy"
+        self._log(step, {f"{section}/{name}": getattr(evaluation, name) for name in EVALUATED})
+
+    @override
+    def alarm(self, step: int, text: str) -> None:
+        self._inner.alarm(step, text)
+
+    @override
+    def end(self) -> None:
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            tracker.close()
+        self._inner.end()
+
+    def _log(self, step: int, numbers: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
+
+
+def tracked(watcher: Watcher, config: Config) -> Watcher:
+    """The watcher, and with it the trackers that a config names.
+
+    Raises:
+        RagenError: The library of one of them is not installed.
+    """
+    names = [name.strip() for name in config.record.trackers.split(",") if name.strip()]
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise RagenError(
+                f"record.trackers: {name} is not installed: pip install 'ragen[{name}]'"
+            )
+    return Tracked(watcher, names) if names else watcher
+
+
+def _id(run: Path) -> str:
+    """What trackers know a run by, the same when it goes on.
+
+    It is no derived number: two people who train the same recipe with the same seed into one
+    project have two runs.
+    """
+    path = run / ID
+    if not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text().strip()
+
+
+@contextlib.contextmanager
+def _said_on_stderr() -> Any:
+    """What a library prints goes where progress goes: standard output is for results."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

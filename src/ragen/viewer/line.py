@@ -1,0 +1,138 @@
+"""The line of requests for branches: a process of ``ragen branch`` for each, a few at a time.
+
+A request that is done is in `branches.sqlite`; one that fails is remembered here with the last line
+that its process wrote.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ragen.storage.branches import Request
+from ragen.viewer.reading import Answer, Unanswered
+
+AT_ONCE = 2
+"""Processes that play at the same time: each holds a model."""
+
+MOST_WAITING = 16
+"""Requests that wait in line; more are somebody who leans on the button."""
+
+PATIENCE_S = 5.0
+"""How long a process may take to end before it is killed."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request that waits, is played, or failed; one that is done is in the database."""
+
+    folder: Path
+    request: Request
+    time: float = field(default_factory=time.time)
+    problem: str | None = None
+    process: subprocess.Popen[str] | None = None
+    dropped: bool = False
+
+    def arguments(self) -> list[str]:
+        """The command: numbers, and a folder that begins with a slash or a drive."""
+        asked = self.request
+        return [
+            *(sys.executable, "-m", "ragen", "branch", str(self.folder), str(asked.episode)),
+            *("--turn", str(asked.turn), "--n", str(asked.n)),
+            *("--checkpoint", str(asked.checkpoint), "--temperature", repr(asked.temperature)),
+            *("--seed", str(asked.seed), "--json"),
+        ]
+
+    def answer(self) -> Answer:
+        """It as the API tells it."""
+        return {
+            "id": self.request.id,
+            **asdict(self.request),
+            "time": self.time,
+            "exact": None,
+            "state": "running" if self.problem is None else "failed",
+            "problem": self.problem,
+            "episodes": [],
+        }
+
+
+class Line:
+    """All requests of this process: some play, the others wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: list[Job] = []
+        self._places = threading.Semaphore(AT_ONCE)
+
+    def of(self, folder: Path, episode: int) -> list[Job]:
+        """Those of an episode that are not done."""
+        home = folder.resolve()
+        with self._lock:
+            return [j for j in self._jobs if (j.folder, j.request.episode) == (home, episode)]
+
+    def put(self, job: Job) -> None:
+        """Start it when its turn comes.
+
+        Raises:
+            Unanswered: Too many wait already.
+        """
+        with self._lock:
+            if sum(each.problem is None for each in self._jobs) >= AT_ONCE + MOST_WAITING:
+                raise Unanswered("many branches wait already; let some of them end")
+            self._jobs.append(job)
+        threading.Thread(target=self._work, args=(job,), daemon=True).start()
+
+    def stop(self) -> None:
+        """End what runs, and let nothing else begin."""
+        with self._lock:
+            jobs, self._jobs = self._jobs, []
+            for job in jobs:
+                job.dropped = True
+            running = [job.process for job in jobs if job.process is not None]
+        for process in running:
+            process.terminate()
+        for process in running:
+            try:
+                process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _work(self, job: Job) -> None:
+        with self._places:
+            with self._lock:
+                if job.dropped:
+                    return
+                try:
+                    job.process = _started(job.arguments())
+                except OSError as error:
+                    job.problem = f"the process could not be started: {error}"
+                    return
+            _, said = job.process.communicate()
+            code = job.process.returncode
+        with self._lock:
+            if code == 0 and job in self._jobs:
+                self._jobs.remove(job)  # from now on the database tells of it
+            job.problem = _complaint(said, code) if code else None
+
+
+def _started(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+
+
+def _complaint(said: str, code: int) -> str:
+    """What a process says of its failure: its last line."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    if code < 0:
+        return f"the process was ended by signal {-code}; perhaps the memory is too small"
+    return lines[-1].removeprefix("ragen: ") if lines else f"the process ended with code {code}"

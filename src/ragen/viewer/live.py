@@ -1,0 +1,166 @@
+"""What is new in a run, told to the pages that show it: a step, an alarm, its end, a new beginning.
+
+A run is watched by its files' stamps, whoever many pages show it, and only what changed is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from starlette.concurrency import run_in_threadpool
+
+from ragen.storage.database import is_claimed
+from ragen.viewer.reading import Answer, Unreadable, find_runs, reading, signature
+from ragen.viewer.run_page import events
+
+Event = tuple[str, Answer]
+"""The name and what is said, as server-sent events have them."""
+
+LOOK_S = 0.5
+"""Seconds between two looks: a page that asks at once then shows a step well within two seconds."""
+
+HEARTBEAT_S = 10.0
+"""Seconds without news after which a comment is sent, so that a page that has gone is noticed."""
+
+TOLD = ("alarm", "guard")
+"""Kinds of events that are told as ``alarm``."""
+
+
+class Watched(Protocol):
+    """Something that may have news."""
+
+    def news(self) -> list[Event]:
+        """What happened since it was asked last."""
+        ...
+
+
+class _Place(NamedTuple):
+    """The last step that is written, and the ids of the last evaluation and the last event."""
+
+    attempt: int = 0
+    step: int = 0
+    evaluation: int = 0
+    event: int = 0
+
+
+class WatchedRun:
+    """One run: its steps and evaluations, its alarms, and that it is written no more, or again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written = is_claimed(folder)
+        self._stamps = signature(folder)
+        self._place = _Place()
+        with contextlib.suppress(Unreadable), reading(folder) as connection:
+            self._place = _place(connection)
+
+    def news(self) -> list[Event]:
+        """See `Watched.news`."""
+        written = is_claimed(self._folder)  # asked first: what was written before it ended counts
+        stamps, found = signature(self._folder), list[Event]()
+        if stamps != self._stamps:
+            self._stamps = stamps
+            found = self._since()
+        before, self._written = self._written, written
+        if written != before:  # an end is the last that is told of a writer, a beginning the first
+            found = [("begin", {}), *found] if written else [*found, ("end", {})]
+        return found
+
+    def _since(self) -> list[Event]:
+        before, found = self._place, list[Event]()
+        with contextlib.suppress(Unreadable), reading(self._folder) as connection:
+            self._place = _place(connection)
+            told = [event for event in events(connection, before.event) if event["kind"] in TOLD]
+            found = [("alarm", event) for event in told]
+        now = self._place
+        # An evaluation ends after its step was written, and is news of the same step.
+        if (now.attempt, now.step, now.evaluation) != before[:3]:
+            changed = max((stamp[2] for stamp in self._stamps[:2] if stamp), default=0)
+            said = {"attempt": now.attempt, "step": now.step, "time": changed / 1e9}
+            found.append(("step", said))
+        return found
+
+
+def _place(connection: sqlite3.Connection) -> _Place:
+    """How far a run is written."""
+    step = connection.execute(
+        "SELECT attempt, step FROM metrics ORDER BY attempt DESC, step DESC LIMIT 1"
+    ).fetchone()
+    ids = (
+        connection.execute(f"SELECT coalesce(max(id), 0) FROM {table}").fetchone()[0]
+        for table in ("evaluations", "events")
+    )
+    return _Place(*(step or (0, 0)), *ids)
+
+
+class WatchedFolder:
+    """All runs below a folder: one that came, went on, ended or is gone."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._before = self._all()
+
+    def news(self) -> list[Event]:
+        """See `Watched.news`."""
+        now = self._all()
+        changed, self._before = now != self._before, now
+        return [("runs", {})] if changed else []
+
+    def _all(self) -> dict[str, object]:
+        folders = {run: self._root / run for run in find_runs(self._root)}
+        return {run: (signature(each), is_claimed(each)) for run, each in folders.items()}
+
+
+class Live:
+    """Streams of news: one watcher for all pages that show the same."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._listeners: dict[Path | None, set[asyncio.Queue[Event | None]]] = {}
+        self._tasks: dict[Path | None, asyncio.Task[None]] = {}
+        self.ending = False
+        """Set when the server is to end: streams see it at the next look."""
+
+    async def stream(self, folder: Path | None) -> AsyncIterator[bytes]:
+        """News of a run, or of all runs, until the server ends or the page goes."""
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._listeners.setdefault(folder, set()).add(queue)
+        if folder not in self._tasks:
+            self._tasks[folder] = asyncio.create_task(self._watch(folder))
+        try:
+            yield b": here\n\n"
+            while True:
+                try:
+                    event = await asyncio.wait_for(queue.get(), HEARTBEAT_S)
+                except TimeoutError:
+                    yield b": still here\n\n"
+                    continue
+                if event is None:
+                    return
+                name, said = event
+                yield f"event: {name}\ndata: {json.dumps(said)}\n\n".encode()
+        finally:
+            self._listeners[folder].discard(queue)
+
+    async def _watch(self, folder: Path | None) -> None:
+        """Look again and again while somebody listens."""
+        try:
+            watched: Watched = await run_in_threadpool(
+                lambda: WatchedFolder(self._root) if folder is None else WatchedRun(folder)
+            )
+            while self._listeners[folder] and not self.ending:
+                found = await run_in_threadpool(watched.news)
+                for queue in self._listeners[folder]:
+                    for event in found:
+                        queue.put_nowait(event)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            del self._tasks[folder]
+            for queue in self._listeners[folder]:
+                queue.put_nowait(None)

@@ -1,0 +1,154 @@
+"""Which phrases thoughts repeat, over a run's steps: a template is one that all come to hold."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+from ragen.storage.schema import TURNS_AN_EPISODE
+from ragen.viewer.course import standing_in
+from ragen.viewer.reading import (
+    Answer,
+    Query,
+    Signature,
+    Unanswered,
+    folder_of,
+    reading,
+    signature,
+    whole_number,
+)
+
+MOST_STEPS, MOST_EPISODES = 40, 128
+"""Steps that are looked at, evenly over the run, and episodes of each: more changes no share by
+more than the eye sees, and would have to be waited for."""
+
+MOST_PHRASES = 30
+"""Phrases that are told."""
+
+LONGEST = 12
+"""Words of a phrase beyond which almost none comes twice."""
+
+Item = TypeVar("Item")
+
+_COUNTED: dict[tuple[Path, int, str], tuple[Signature, Answer]] = {}
+
+
+def phrases(root: Path, query: Query) -> Answer:
+    """``/api/phrases``: the most frequent phrases, and the share of thoughts with them by step.
+
+    Counting a large run takes a second, so that an answer is kept until the run changes.
+
+    Raises:
+        Unanswered: There is no such run, it cannot be read, or `words` is no usable length.
+    """
+    folder = folder_of(root, query)
+    words = whole_number(query, "words") if "words" in query else 5
+    if not 2 <= words <= LONGEST:
+        raise Unanswered(f"words = {words}: a phrase here has 2 to {LONGEST}")
+    phase, now = query.get("phase", "train"), signature(folder)
+    before, answer = _COUNTED.get((folder, words, phase), (None, {}))
+    if before != now:
+        with reading(folder) as connection:
+            thoughts = {
+                step: list(_thoughts(connection, phase, attempt, step))
+                for step, attempt in _steps(connection, phase)
+            }
+        answer = _table({step: said for step, said in thoughts.items() if said}, words)
+        _COUNTED[folder, words, phase] = now, answer
+    return answer
+
+
+def _steps(connection: sqlite3.Connection, phase: str) -> list[tuple[int, int]]:
+    """The steps that are looked at, each with the attempt that counts there."""
+    stands = standing_in(connection)
+    found = {
+        step: attempt
+        for step, attempt in connection.execute(
+            "SELECT DISTINCT step, attempt FROM episodes WHERE phase = ?", (phase,)
+        )
+        if stands(attempt, step)
+    }
+    return [(step, found[step]) for step in spread(sorted(found), MOST_STEPS)]
+
+
+def spread(items: Sequence[Item], most: int) -> list[Item]:
+    """At most so many items, evenly, the first and the last among them.
+
+    Example:
+        >>> spread([0, 1, 2, 3, 4, 5, 6], 3)
+        [0, 3, 6]
+    """
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
+
+
+def _thoughts(
+    connection: sqlite3.Connection, phase: str, attempt: int, step: int
+) -> Iterator[list[str]]:
+    """The words of a step's thoughts."""
+    episodes = [
+        number
+        for (number,) in connection.execute(
+            "SELECT id FROM episodes WHERE attempt = ? AND step = ? AND phase = ? ORDER BY id",
+            (attempt, step, phase),
+        )
+    ]
+    for number in spread(episodes, MOST_EPISODES):
+        for (thought,) in connection.execute(
+            "SELECT thought FROM turns WHERE id BETWEEN ? AND ? AND thought IS NOT NULL",
+            (number * TURNS_AN_EPISODE, (number + 1) * TURNS_AN_EPISODE - 1),
+        ):
+            yield thought.split()
+
+
+def _table(thoughts: dict[int, list[list[str]]], words: int) -> Answer:
+    """The phrases that stood in the largest share of some step's thoughts."""
+    shares: dict[str, dict[int, float]] = defaultdict(dict)
+    for step, said in thoughts.items():
+        held = (dict.fromkeys(_in(thought, words)) for thought in said)  # in order, unlike a set
+        counts = Counter(chain.from_iterable(held))
+        for phrase, count in counts.items():
+            if count > 1:
+                shares[phrase][step] = count / len(said)
+    ranked = sorted(
+        shares, key=lambda phrase: (-max(shares[phrase].values()), -sum(shares[phrase].values()))
+    )
+    return {
+        "steps": list(thoughts),
+        "phrases": [
+            {
+                "phrase": phrase,
+                "counts": [round(shares[phrase].get(step, 0.0), 4) for step in thoughts],
+            }
+            for phrase in _apart(ranked, words)
+        ],
+    }
+
+
+def _in(thought: list[str], words: int) -> Iterator[str]:
+    return (" ".join(thought[at : at + words]) for at in range(len(thought) - words + 1))
+
+
+def _apart(ranked: Iterable[str], words: int) -> list[str]:
+    """The first phrases of which none goes on where another ends.
+
+    A sentence that all repeat holds many phrases, each shifted by a word: one that shares half of
+    its words or more, at an end, with one that is told already is left out.
+    """
+    told: list[str] = []
+    ends: set[tuple[str, ...]] = set()
+    half = (words + 1) // 2
+    for phrase in ranked:
+        own = phrase.split()
+        pieces = {tuple(own[at : at + half]) for at in range(words - half + 1)}
+        if ends.isdisjoint(pieces):
+            told.append(phrase)
+            ends |= pieces
+        if len(told) == MOST_PHRASES:
+            break
+    return told

@@ -1,0 +1,260 @@
+"""The web server of the viewer: one static front end, the JSON API and a stream of what is new."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from ragen.core.errors import RagenError
+from ragen.viewer.answers import ANSWERS
+from ragen.viewer.branching import start_branch, stop_all
+from ragen.viewer.live import Live
+from ragen.viewer.reading import Answer, Query, Unanswered, run_folder
+from ragen.viewer.security import Guarded, is_loopback, refusal
+
+STATIC = Path(__file__).parent / "static"
+
+PATIENCE_S = 2
+"""How long answers that are under way may take when the server ends."""
+
+COMPRESSED = 2000
+"""Bytes from which on an answer is worth compressing."""
+
+LARGEST_BODY = 10_000
+"""Bytes of what may be posted: a handful of numbers."""
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Json(JSONResponse):
+    """JSON in which a number that is not finite is null: the standard has no other."""
+
+    def render(self, content: Any) -> bytes:
+        """The bytes; a surrogate alone, which UTF-8 cannot hold, is written as its escape."""
+        try:
+            return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        except (ValueError, TypeError):
+            return json.dumps(finite(content), allow_nan=False, separators=(",", ":")).encode()
+
+
+def finite(value: Any) -> Any:
+    """The value with null in the place of what is no finite number, and text for stray bytes.
+
+    SQLite checks no types: a database that something else wrote may have them in any column.
+
+    Example:
+        >>> finite({"a": [1.0, math.nan], "b": math.inf})
+        {'a': [1.0, None], 'b': None}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def application(root: Path, port: int, token: str | None = None) -> Viewer:
+    """The viewer of the runs below a folder.
+
+    Args:
+        root: The folder, or one run.
+        port: The one that the server listens to; a Host header has to name it.
+        token: What every request has to know; none where only this machine can ask.
+    """
+    live = Live(root)
+    routes = [
+        Route("/", _front_page),
+        *(Route(path, _asked(root, answer)) for path, answer in ANSWERS.items()),
+        Route("/api/events", _events(root, live)),
+        Route("/api/branch", _branch(root), methods=["POST"]),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    handlers = {HTTPException: _http_error, RagenError: _unanswered, Exception: _bug}
+    compressing = Middleware(GZipMiddleware, minimum_size=COMPRESSED, compresslevel=1)
+    app = Starlette(
+        routes=routes,
+        middleware=[compressing],
+        exception_handlers=handlers,  # type: ignore[arg-type]
+    )
+    return Viewer(Guarded(app, port, token), live)
+
+
+class Viewer(NamedTuple):
+    """What is served, and the streams that have to end with it."""
+
+    app: Guarded
+    live: Live
+
+
+async def _front_page(request: Request) -> Response:
+    return FileResponse(STATIC / "index.html")
+
+
+def _asked(root: Path, answer: Callable[[Path, Query], Answer]) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        # Reading waits for the disk, and building JSON for the processor: neither in the loop.
+        return await run_in_threadpool(lambda: Json(answer(root, dict(request.query_params))))
+
+    return endpoint
+
+
+def _events(root: Path, live: Live) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        run = request.query_params.get("run")
+        folder = None if run is None else await run_in_threadpool(run_folder, root, run)
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        return StreamingResponse(live.stream(folder), media_type="text/event-stream")
+
+    return endpoint
+
+
+def _branch(root: Path) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        asked = await _body(request)
+        if not isinstance(asked.get("run"), str):
+            raise Unanswered("the key 'run' is missing")
+
+        def start() -> Response:
+            return Json({"id": start_branch(run_folder(root, asked["run"]), asked)})
+
+        return await run_in_threadpool(start)
+
+    return endpoint
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """What was posted.
+
+    Raises:
+        Unanswered: It is no JSON object.
+        HTTPException: A form of another page may have sent it, it is too large, or it broke off.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.headers.get("x-ragen") != "1" or kind != "application/json":
+        raise HTTPException(403, "a request of the viewer's own pages has X-Ragen: 1 and is JSON")
+    body = b""
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_BODY:
+                raise HTTPException(413, f"at most {LARGEST_BODY} bytes")
+    except ClientDisconnect:
+        raise HTTPException(400, "the request broke off") from None
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Unanswered("what was sent is no JSON") from None
+    if not isinstance(asked, dict):
+        raise Unanswered("what was sent is no JSON object")
+    return asked
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return refusal(error.status_code, error.detail)
+
+
+async def _unanswered(request: Request, error: RagenError) -> Response:
+    status = error.status if isinstance(error, Unanswered) else 409
+    return refusal(status, " ".join(str(error).split()))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return refusal(500, "a bug in the viewer; its terminal says more")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that waits for browsers, so that the address is known before anything is served.
+
+    Raises:
+        RagenError: The port is taken, or there is no such address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends at once only where the protocol is named; else each answer waits 40 ms.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if os.name == "posix":  # elsewhere it would let two servers share a port
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host.strip("[]"), port))
+        found.listen(128)
+    except (OSError, OverflowError) as error:
+        found.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RagenError(
+            f"cannot listen on {host}:{port}: {reason.lower()}; "
+            "choose another with --port, 0 for any that is free"
+        ) from None
+    return found
+
+
+def serve(root: Path, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C.
+
+    Args:
+        root: The folder of the runs, or one run.
+        host: Where to listen; beyond this machine every request needs a token.
+        port: The port; 0 is any that is free.
+        say: Told the address, with the token where there is one, once it can be opened.
+
+    Raises:
+        RagenError: There is no such folder, or the port is taken.
+    """
+    if not root.is_dir():
+        raise RagenError(f"there is no folder {root}; name that of your runs: ragen view FOLDER")
+    with listen(host, port) as listening:
+        port = listening.getsockname()[1]
+        token = None if is_loopback(host) else secrets.token_urlsafe(24)
+        viewer = application(root, port, token)
+        config = uvicorn.Config(
+            viewer.app,
+            http="h11",  # the other reader of requests, taken where it is installed, has no bounds
+            loop="asyncio",
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=PATIENCE_S,
+        )
+        say(_address(host, port, token))
+        try:
+            _Server(config, viewer.live).run(sockets=[listening])
+        finally:
+            stop_all()
+
+
+class _Server(uvicorn.Server):
+    """A server that does not wait for streams without an end."""
+
+    def __init__(self, config: uvicorn.Config, live: Live) -> None:
+        super().__init__(config)
+        self._live = live
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._live.ending = True
+        super().handle_exit(sig, frame)
+
+
+def _address(host: str, port: int, token: str | None) -> str:
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    name = f"[{name}]" if ":" in name else name
+    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")

@@ -1,0 +1,140 @@
+// The answers of the first seconds about a run: what it is, how well it does, how much better than
+// before, whether it collapses, how far it is.
+
+import { link } from "./addresses.js";
+import { ago, clock, moment, number, percent, plural, points } from "./numbers.js";
+import { Interval, Spark, State, Text } from "./parts.js";
+import { html } from "./vendor/preact-htm.js";
+
+export function Headline({ run }) {
+  const facts = [
+    run.world,
+    `model ${run.model}`,
+    `recipe ${run.recipe}`,
+    run.algorithm,
+    `seed ${run.seed}`,
+    run.attempts > 1 && plural(run.attempts, "attempt"),
+  ];
+  return html`<div class="row title-row">
+    <h1><${Text} text=${run.run === "." ? run.name : run.run} /></h1>
+    <${State} state=${run.state} problem=${run.problem} />
+    <span class="muted facts"><${Text} text=${facts.filter(Boolean).join(" · ")} /></span>
+    ${run.updated &&
+    html`<span class="muted" title=${moment(run.updated)}>changed ${ago(run.updated)}</span>`}
+  </div>`;
+}
+
+/** Four tiles; `answer` has the metrics, `signs` names those that tell a collapse. */
+export function Tiles({ run, answer, signs }) {
+  return html`<div class="tiles">
+    <${Success} ...${run} />
+    <${Gain} ...${run} />
+    <${Collapse} ...${{ run, answer, signs }} />
+    <${Progress} run=${run} />
+  </div>`;
+}
+
+function Tile({ title, note, kind = "", children }) {
+  return html`<section class="panel tile ${kind}" aria-label=${title}>
+    <h2>${title} <span class="muted">${note}</span></h2>
+    ${children}
+  </section>`;
+}
+
+const range = ({ low, high }, format) => `[${format(low, 0)}, ${format(high, 0)}]`;
+
+function Success({ success, random, best }) {
+  if (!success) {
+    return html`<${Tile} title="Success"><p class="muted">It was not evaluated yet.</p><//>`;
+  }
+  return html`<${Tile} title="Success" note="step ${success.step}, ${success.how}">
+    <p class="big">${percent(success.value)} <small>${range(success, percent)}</small></p>
+    <${Interval} ...${success} floor=${random} ceiling=${best} text=${false} />
+    <p class="muted ends">
+      ${random !== null && html`<span>random ${percent(random, 0)}</span>`}
+      ${best !== null && html`<span>best ${percent(best, 0)}</span>`}
+    </p>
+  <//>`;
+}
+
+/**
+ * `now` − `before` with its interval, as of two independent rates (Newcombe 1998, method 10): the
+ * formula of the report, `ragen.core.statistics.difference`.
+ */
+function gainOf(before, now) {
+  const value = now.value - before.value;
+  return {
+    value,
+    low: value - Math.hypot(now.value - now.low, before.high - before.value),
+    high: value + Math.hypot(now.high - now.value, before.value - before.low),
+  };
+}
+
+function Gain({ run, success, before }) {
+  if (!success || before.step === success.step) {
+    return html`<${Tile} title="Gain"><p class="muted">Not two evaluations yet.</p><//>`;
+  }
+  const gain = gainOf(before, success);
+  let [kind, words] = ["muted", "the interval holds 0: no change is shown"];
+  if (gain.low > 0) [kind, words] = ["good", "better than before training"];
+  if (gain.high < 0) [kind, words] = ["bad", "worse than before training"];
+  const paired = link("evaluations", { run });
+  const note = html`since step ${before.step}${
+    paired && html` · <a href=${paired}>level by level</a>`}`;
+  return html`<${Tile} title="Gain" note=${note}>
+    <p class="big">${points(gain.value)} <small>points ${range(gain, points)}</small></p>
+    <${Interval} ...${gain} min=${-1} zero text=${false} format=${points} />
+    <p class=${kind}>${words}</p>
+  <//>`;
+}
+
+function Collapse({ run, answer, signs }) {
+  const alarms = run.events.filter(({ kind }) => kind === "alarm");
+  const action = run.events.findLast(({ kind }) => kind === "guard");
+  const more = link("collapse", { run: run.run });
+  return html`<${Tile} title="Collapse" kind="broad" note=${more && html`<a href=${more}>more</a>`}>
+    ${alarms.length === 0 && html`<p class="good"><b>✓ No alarm</b></p>`}
+    ${alarms.length > 0 &&
+    html`<p class="bad">
+      <b>▲ ${plural(alarms.length, "alarm")}</b>, first at step ${alarms[0].step}:${" "}
+      ${detector(alarms[0])}
+    </p>`}
+    ${action && html`<p class="warn">■ <${Text} text=${action.text} /></p>`}
+    <div class="signs">
+      ${signs.map(
+        (name) =>
+          html`<${Sign} label=${run.labels[name]} values=${answer?.names[name]?.values ?? []} />`,
+      )}
+    </div>
+  <//>`;
+}
+
+/** The name of an alarm's detector in words. */
+function detector({ data, text }) {
+  return (data?.detector ?? text.split(":")[0]).replaceAll("_", " ");
+}
+
+function Sign({ label, values }) {
+  if (values.length === 0) return null;
+  const [first, last] = [values[0], values.at(-1)].map(number);
+  return html`<div title="${label}: first ${first}, last ${last}">
+    <span class="muted">${label}</span> <b>${last}</b>
+    <${Spark} values=${values} label=${label} />
+  </div>`;
+}
+
+function Progress({ run }) {
+  const seconds = Object.values(run.phases).reduce((sum, each) => sum + each, 0);
+  const of = run.budget === "steps" ? run.steps : null;
+  const last = run.episode_steps.at(-1);
+  const now = link("episodes", { run: run.run }, { step_from: last, step_to: last });
+  return html`<${Tile} title="Progress">
+    <p class="big">
+      ${number(run.step)}${of ? " " : " steps "}
+      <small>of ${number(run.steps)} ${run.budget}</small>
+    </p>
+    ${of && html`<progress max=${of} value=${run.step} aria-label="steps done"></progress>`}
+    <p class="muted">${clock(seconds)} · ${plural(run.num_episodes, "episode")} recorded</p>
+    ${last !== undefined && now && html`<p><a href=${now}>What it does at step ${last}</a></p>`}
+  <//>`;
+}

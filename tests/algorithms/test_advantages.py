@@ -1,0 +1,424 @@
+"""Estimators: numbers by hand, identities, degenerate cases. Exact means: test_enumeration.py."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from made import episode, groups, turn
+from torch import Tensor
+
+from ragen.algorithms.advantages import ADVANTAGES, COMPARES_MEMBERS, NEEDS_VALUES
+from ragen.algorithms.advantages_critic import bi_level_gae, gae, whiten_tokens
+from ragen.algorithms.advantages_members import (
+    dr_grpo,
+    gigpo,
+    grpo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+)
+from ragen.algorithms.batch import collate, episode_index, to_episodes
+from ragen.algorithms.rewards import token_rewards
+from ragen.algorithms.samples import to_samples as flat_samples
+from ragen.algorithms.samples import trainable
+from ragen.config.reading import resolve
+from ragen.config.sections import AdvantageConfig
+from ragen.core.errors import RagenError
+from ragen.core.types import Group
+
+PLAIN: dict[str, Any] = {
+    "bootstrap_E": None,
+    "gamma": 1.0,
+    "lam": 1.0,
+    "turn_gamma": 0.95,
+    "step_weight": 1.0,
+    "whiten": False,
+}
+
+
+def test_config_names_the_estimators() -> None:
+    choices = set(get_args(AdvantageConfig.model_fields["name"].annotation))
+    assert choices == set(ADVANTAGES)
+    assert set(ADVANTAGES) >= COMPARES_MEMBERS | NEEDS_VALUES
+    assert not COMPARES_MEMBERS & NEEDS_VALUES
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_config_and_estimators_agree_on_who_compares_members(name: str) -> None:
+    alone = {"advantage.name": name, "rollout.members": 1, "reward.placement": "turn"}
+    if name in COMPARES_MEMBERS:
+        with pytest.raises(RagenError, match="compares the members"):
+            resolve(None, alone)
+    else:
+        assert resolve(None, alone).advantage.name == name
+
+
+def test_gae_golden() -> None:
+    # r = 0 1 | V = .5 .8 | γ = .9, λ = .5, no state after the end
+    # δ₁ = 1 − .8 = .2                A₁ = .2                    return₁ = 1
+    # δ₀ = 0 + .9·.8 − .5 = .22       A₀ = .22 + .45·.2 = .31    return₀ = .81
+    credit = gae(
+        rewards_ES=torch.tensor([[0.0, 1.0]]),
+        mask_ES=torch.ones(1, 2, dtype=torch.bool),
+        values_ES=torch.tensor([[0.5, 0.8]]),
+        **PLAIN | {"gamma": 0.9, "lam": 0.5},
+    )
+    assert credit.advantages_ES.tolist() == [pytest.approx([0.31, 0.2])]
+    assert credit.returns_ES is not None
+    assert credit.returns_ES.tolist() == [pytest.approx([0.81, 1.0])]
+
+
+def test_gae_bootstraps_at_the_last_token_of_each_episode() -> None:
+    # γ = λ = 1: A = (rewards to come + bootstrap) − V; the first episode ends after one token.
+    credit = gae(
+        rewards_ES=torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
+        mask_ES=torch.tensor([[True, False], [True, True]]),
+        values_ES=torch.tensor([[0.5, 9.0], [0.5, 0.5]]),
+        **PLAIN | {"bootstrap_E": torch.tensor([2.0, 0.0])},
+    )
+    assert credit.advantages_ES.tolist() == [[2.5, 0.0], [0.5, 0.5]]
+    assert credit.returns_ES is not None
+    assert credit.returns_ES.tolist() == [[3.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_VALUES))
+def test_estimators_with_a_critic_need_values(name: str) -> None:
+    on_ES = torch.ones(1, 1) > 0
+    with pytest.raises(ValueError, match="critic"):
+        ADVANTAGES[name](
+            rewards_ES=on_ES.float(), mask_ES=on_ES, turn_ends_ES=on_ES, values_ES=None, **PLAIN
+        )
+
+
+@st.composite
+def ragged(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards, values and mask of a few episodes of unequal length; V is rubbish off the mask."""
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    mask_ES = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    rewards_ES = torch.randn(mask_ES.shape, generator=generator) * mask_ES
+    return rewards_ES, torch.randn(mask_ES.shape, generator=generator), mask_ES
+
+
+@given(ragged(), st.floats(0, 1))
+def test_gae_with_lambda_one_is_return_minus_value(
+    arrays: tuple[Tensor, Tensor, Tensor], gamma: float
+) -> None:
+    rewards_ES, values_ES, mask_ES = arrays
+    credit = gae(
+        rewards_ES=rewards_ES, values_ES=values_ES, mask_ES=mask_ES, **PLAIN | {"gamma": gamma}
+    )
+    for e, count in enumerate(mask_ES.sum(dim=1).tolist()):
+        for s in range(count):
+            to_come = sum(gamma**i * float(rewards_ES[e, s + i]) for i in range(count - s))
+            assert credit.advantages_ES[e, s].item() == pytest.approx(
+                to_come - float(values_ES[e, s]), abs=1e-5
+            )
+        assert torch.all(credit.advantages_ES[e, count:] == 0)
+
+
+@given(ragged())
+def test_gae_with_lambda_zero_is_the_td_error(arrays: tuple[Tensor, Tensor, Tensor]) -> None:
+    rewards_ES, values_ES, mask_ES = arrays
+    credit = gae(
+        rewards_ES=rewards_ES,
+        values_ES=values_ES,
+        mask_ES=mask_ES,
+        **PLAIN | {"gamma": 0.9, "lam": 0.0},
+    )
+    next_ES = torch.cat([values_ES[:, 1:] * mask_ES[:, 1:], torch.zeros(len(mask_ES), 1)], dim=1)
+    td_ES = (rewards_ES + 0.9 * next_ES - values_ES) * mask_ES
+    torch.testing.assert_close(credit.advantages_ES, td_ES)
+
+
+# Bi-level GAE.
+
+
+def test_bi_level_gae_golden() -> None:
+    # Two turns of two tokens: r = 0 1 | 0 2, V = .5 .8 | .4 .6, γ = λ = .5.
+    # Along the ends:   δ₂ = 2 − .6 = 1.4              A = 1.4
+    #                   δ₁ = 1 + .5·.6 − .8 = .5       A = .5 + .25·1.4 = .85
+    # Inside the turns: δ = 0 + .6 − .4 = .2           A = .2 + .5·1.4 = .9
+    #                   δ = 0 + .8 − .5 = .3           A = .3 + .5·.85 = .725
+    arrays = {
+        "rewards_ES": torch.tensor([[0.0, 1.0, 0.0, 2.0]]),
+        "mask_ES": torch.ones(1, 4, dtype=torch.bool),
+        "values_ES": torch.tensor([[0.5, 0.8, 0.4, 0.6]]),
+        "turn_ends_ES": torch.tensor([[False, True, False, True]]),
+    }
+    how = PLAIN | {"turn_gamma": 0.5, "lam": 0.5}
+    credit = bi_level_gae(**arrays, **how)
+    assert credit.advantages_ES.tolist() == [pytest.approx([0.725, 0.85, 0.9, 1.4])]
+    assert credit.returns_ES is not None
+    assert credit.returns_ES.tolist() == [pytest.approx([1.225, 1.65, 1.3, 2.0])]
+    # A state that goes on beyond the cut is one turn away: δ₂ = 2 + .5·2 − .6.
+    cut = bi_level_gae(**arrays, **how | {"bootstrap_E": torch.tensor([2.0])})
+    assert cut.advantages_ES[0, 3].item() == pytest.approx(2.4)
+
+
+def test_turns_of_reward_0_are_not_lost_in_bi_level_gae() -> None:
+    # Three turns of one token, r = 0 0 1, V = 0, γ = .5: each turn costs one γ, paid or not.
+    one_ES = torch.ones(1, 3, dtype=torch.bool)
+    arrays = {"mask_ES": one_ES, "values_ES": torch.zeros(1, 3), "turn_ends_ES": one_ES}
+    how = PLAIN | {"turn_gamma": 0.5}
+    paid_ES = torch.tensor([[0.0, 0.0, 1.0]])
+    credit = bi_level_gae(rewards_ES=paid_ES, **arrays, **how)
+    assert credit.advantages_ES.tolist() == [[0.25, 0.5, 1.0]]
+    nothing = bi_level_gae(rewards_ES=torch.zeros(1, 3), **arrays, **how)
+    assert nothing.advantages_ES.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@given(ragged(), st.floats(0, 1), st.floats(0, 1))
+def test_bi_level_gae_of_one_turn_is_gae(
+    arrays: tuple[Tensor, Tensor, Tensor], lam: float, turn_gamma: float
+) -> None:
+    rewards_ES, values_ES, mask_ES = arrays
+    given_ = {"rewards_ES": rewards_ES, "values_ES": values_ES, "mask_ES": mask_ES}
+    how = PLAIN | {"lam": lam, "turn_gamma": turn_gamma}
+    last_E1 = mask_ES.sum(dim=1, keepdim=True) - 1
+    ends_ES = torch.zeros_like(mask_ES).scatter_(1, last_E1, True)
+    one, plain = bi_level_gae(**given_, turn_ends_ES=ends_ES, **how), gae(**given_, **how)
+    torch.testing.assert_close(one.advantages_ES, plain.advantages_ES)
+    torch.testing.assert_close(one.returns_ES, plain.returns_ES)
+
+
+@given(ragged(), st.floats(0, 1), st.integers(0, 999))
+def test_bi_level_gae_with_lambda_one_discounts_by_turns_passed(
+    arrays: tuple[Tensor, Tensor, Tensor], turn_gamma: float, seed: int
+) -> None:
+    """Rewards may stand on any token, as those of a KL penalty do."""
+    rewards_ES, values_ES, mask_ES = arrays
+    generator = torch.Generator().manual_seed(seed)
+    ends_ES = (torch.rand(mask_ES.shape, generator=generator) < 0.4) & mask_ES
+    ends_ES.scatter_(1, mask_ES.sum(dim=1, keepdim=True) - 1, True)
+    turn_ES = ends_ES.cumsum(dim=1) - ends_ES.long()
+    credit = bi_level_gae(
+        rewards_ES=rewards_ES,
+        values_ES=values_ES,
+        mask_ES=mask_ES,
+        turn_ends_ES=ends_ES,
+        **PLAIN | {"turn_gamma": turn_gamma},
+    )
+    for e, count in enumerate(mask_ES.sum(dim=1).tolist()):
+        turns, rewards = turn_ES[e].tolist(), rewards_ES[e].tolist()
+        for s in range(count):
+            to_come = sum(turn_gamma ** (turns[i] - turns[s]) * rewards[i] for i in range(s, count))
+            assert credit.advantages_ES[e, s].item() == pytest.approx(
+                to_come - float(values_ES[e, s]), abs=1e-5
+            )
+        assert torch.all(credit.advantages_ES[e, count:] == 0)
+
+
+# Whitening.
+
+
+def test_whitened_advantages_leave_the_returns_alone() -> None:
+    arrays = {
+        "rewards_ES": torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
+        "values_ES": torch.tensor([[0.1, 0.3], [0.2, 0.0]]),
+        "mask_ES": torch.tensor([[True, True], [True, False]]),
+    }
+    plain, white = gae(**arrays, **PLAIN), gae(**arrays, **PLAIN | {"whiten": True})
+    on_N = white.advantages_ES[arrays["mask_ES"]]
+    assert on_N.mean().item() == pytest.approx(0, abs=1e-6)
+    assert on_N.std().item() == pytest.approx(1, abs=1e-5)
+    assert white.returns_ES is not None and plain.returns_ES is not None
+    assert torch.equal(white.returns_ES, plain.returns_ES)
+
+
+@pytest.mark.parametrize("tokens", [[3.0], [2.0, 2.0, 2.0], []])
+def test_whitening_nothing_gives_zero(tokens: list[float]) -> None:
+    field_ES = torch.tensor([tokens])
+    assert torch.all(whiten_tokens(field_ES, torch.ones(field_ES.shape, dtype=torch.bool)) == 0)
+
+
+# Group estimators: R of four episodes, two tokens each, groups a (0, 1, 2) and b (one other value).
+REWARDS_ES = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.1], [0.1, 0.0]])
+GROUP_E = torch.tensor([7, 7, 7, 9, 9])
+MASK_ES = torch.ones(5, 2, dtype=torch.bool)
+
+
+def test_grpo_golden() -> None:
+    # a: R = 0 1 2, mean 1, unbiased std 1 → ∓1 / (1 + 1e-6), 0.  b: both .1 → exactly 0.
+    credit = grpo(rewards_ES=REWARDS_ES, mask_ES=MASK_ES, group_E=GROUP_E)
+    assert credit.returns_ES is None
+    assert credit.advantages_ES[:, 0].tolist() == pytest.approx([-1, 0, 1, 0, 0], abs=2e-6)
+    assert torch.equal(credit.advantages_ES[:, 0], credit.advantages_ES[:, 1])
+    assert torch.all(credit.advantages_ES[3:] == 0)
+
+
+@pytest.mark.parametrize("name", sorted(COMPARES_MEMBERS - {"gigpo"}))
+def test_who_lost_alike_is_equal_however_the_losses_were_spread(name: str) -> None:
+    # Ten actions at −.1 each, in other turns: their float32 sums are −1 and its neighbour.
+    splits = [(5, 5), (3, 3, 4), (1, 1, 2, 4, 2), (1, 1, 3, 3, 2), (2, 2, 2, 2, 2)]
+    paid = [[sum([-0.1] * count) for count in split] for split in splits]
+    rewards_ES = torch.zeros(len(paid), 64)
+    for e, pays in enumerate(paid):
+        for k, pay in enumerate(pays):
+            rewards_ES[e, (k + 1) * 11] = pay
+    assert len(set(rewards_ES.sum(dim=1).tolist())) > 1
+    found = ADVANTAGES[name](
+        rewards_ES=rewards_ES,
+        mask_ES=torch.ones(rewards_ES.shape, dtype=torch.bool),
+        group_E=torch.zeros(len(paid), dtype=torch.long),
+    )
+    assert torch.all(found.advantages_ES == 0)
+
+
+def test_dr_grpo_golden() -> None:
+    # R = 0 4 with mean 2, and 1 0 with mean .5: the spread stays.
+    credit = dr_grpo(
+        rewards_ES=torch.tensor([[0.0], [1.0], [4.0], [0.0]]),
+        mask_ES=torch.ones(4, 1, dtype=torch.bool),
+        group_E=torch.tensor([0, 1, 0, 1]),
+    )
+    assert credit.advantages_ES.flatten().tolist() == [-2, 0.5, 2, -0.5]
+
+
+def test_rloo_golden() -> None:
+    # R = 0 4 1 less the mean of the two others, 2.5 .5 2; and 1 0 in a group of two.
+    credit = rloo(
+        rewards_ES=torch.tensor([[0.0], [1.0], [4.0], [0.0], [1.0]]),
+        mask_ES=torch.ones(5, 1, dtype=torch.bool),
+        group_E=torch.tensor([0, 1, 0, 1, 0]),
+    )
+    assert credit.advantages_ES.flatten().tolist() == pytest.approx([-2.5, 1, 3.5, -1, -1])
+
+
+@given(st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=8))
+def test_rloo_is_dr_grpo_times_g_over_g_less_one(rewards: list[float]) -> None:
+    rewards_ES = torch.tensor(rewards)[:, None]
+    arrays = {
+        "rewards_ES": rewards_ES,
+        "mask_ES": torch.ones_like(rewards_ES) > 0,
+        "group_E": torch.zeros(len(rewards), dtype=torch.long),
+    }
+    scale = len(rewards) / (len(rewards) - 1)
+    torch.testing.assert_close(
+        rloo(**arrays).advantages_ES, scale * dr_grpo(**arrays).advantages_ES
+    )
+
+
+def test_reinforce_pp_golden() -> None:
+    # γ = .5: returns .5 1 | 0 0, mean .375, variance (.125² + .625² + 2 · .375²) / 3 = .2292
+    credit = reinforce_pp(
+        rewards_ES=torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
+        mask_ES=torch.ones(2, 2, dtype=torch.bool),
+        gamma=0.5,
+    )
+    assert credit.returns_ES is None
+    assert credit.advantages_ES.flatten().tolist() == pytest.approx(
+        [0.2611, 1.3056, -0.7833, -0.7833], abs=1e-4
+    )
+
+
+def test_reinforce_pp_baseline_golden() -> None:
+    # R = 2 over one token, 0 over three: centred 1 −1 −1 −1, mean −.5, variance 1.
+    credit = reinforce_pp_baseline(
+        rewards_ES=torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
+        mask_ES=torch.tensor([[True, False, False], [True, True, True]]),
+        group_E=torch.tensor([0, 0]),
+    )
+    assert credit.advantages_ES[0].tolist() == pytest.approx([1.5, 0, 0])
+    assert credit.advantages_ES[1].tolist() == pytest.approx([-0.5] * 3)
+
+
+# GiGPO: won in two turns, a (two tokens) then b; lost in two turns, both from a.
+GIGPO: dict[str, Any] = {
+    "rewards_ES": torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
+    "mask_ES": torch.tensor([[True, True, True], [True, True, False]]),
+    "turn_ES": torch.tensor([[0, 0, 1], [0, 1, -1]]),
+    "state_ES": torch.tensor([[3, 3, 8], [3, 3, -1]]),
+    "group_E": torch.tensor([4, 4]),
+}
+
+
+def test_gigpo_golden() -> None:
+    # Episodes: R = 1 0, mean .5, std .7071 → ±.7071.   Turn returns (γ = .5): a: .5 0 0, b: 1.
+    # a: mean 1/6, std √(1/12) = .2887 → 1.1547 −.5774 −.5774; b is alone → 0.   ω = .5.
+    credit = gigpo(**GIGPO, turn_gamma=0.5, step_weight=0.5)
+    assert credit.returns_ES is None
+    assert credit.advantages_ES[0].tolist() == pytest.approx([1.2845, 1.2845, 0.7071], abs=1e-4)
+    assert credit.advantages_ES[1].tolist() == pytest.approx([-0.9958, -0.9958, 0], abs=1e-4)
+
+
+def test_gigpo_without_its_turns_is_grpo() -> None:
+    torch.testing.assert_close(
+        gigpo(**GIGPO, turn_gamma=0.5, step_weight=0.0).advantages_ES,
+        grpo(**GIGPO).advantages_ES,
+    )
+
+
+def test_gigpo_compares_states_within_a_group_only() -> None:
+    other = GIGPO | {
+        "rewards_ES": torch.tensor([[9.0, 0, 0], [0, -5, 0]]),
+        "group_E": torch.tensor([1, 1]),
+    }
+    both = {k: torch.cat([GIGPO[k], other[k]]) for k in GIGPO}
+    how = {"turn_gamma": 0.9, "step_weight": 1.0}
+    apart = torch.cat([gigpo(**g, **how).advantages_ES for g in (GIGPO, other)])
+    assert torch.equal(gigpo(**both, **how).advantages_ES, apart)
+
+
+@pytest.mark.parametrize("name", sorted(COMPARES_MEMBERS))
+def test_a_lone_member_is_refused(name: str) -> None:
+    one = {name: field[:1] for name, field in GIGPO.items()}
+    with pytest.raises(ValueError, match="one member"):
+        ADVANTAGES[name](**one, values_ES=None, **PLAIN)
+
+
+@given(st.floats(-4, 4), st.sampled_from([0.5, 2.0, 8.0]))
+def test_grpo_ignores_a_shift_of_the_rewards_and_nearly_a_scale(shift: float, scale: float) -> None:
+    def advantages(rewards_ES: Tensor) -> Tensor:
+        return grpo(rewards_ES=rewards_ES, mask_ES=MASK_ES, group_E=GROUP_E).advantages_ES
+
+    moved_ES = torch.tensor([[shift, 0.0]]) + scale * REWARDS_ES
+    torch.testing.assert_close(advantages(moved_ES), advantages(REWARDS_ES), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_no_reward_and_no_value_is_no_advantage(name: str) -> None:
+    credit = ADVANTAGES[name](
+        rewards_ES=torch.zeros(5, 2),
+        mask_ES=MASK_ES,
+        values_ES=torch.zeros(5, 2),
+        turn_ES=torch.tensor([[0, 1]] * 5),
+        turn_ends_ES=MASK_ES,
+        state_ES=torch.zeros(5, 2, dtype=torch.long),
+        group_E=GROUP_E,
+        **PLAIN,
+    )
+    assert torch.all(credit.advantages_ES == 0)
+
+
+@given(groups(min_members=2))
+def test_group_statistics_count_episodes_however_they_were_cut_into_rows(made: list[Group]) -> None:
+    index = episode_index(collate(flat_samples(made)))
+    rewards_ES = token_rewards([e for _, e in trainable(made)], index, "turn")
+    credit = dr_grpo(rewards_ES=rewards_ES, mask_ES=index.mask_ES, group_E=index.group_E)
+    at = 0
+    for group in made:
+        totals = [sum(t.reward + t.penalty for t in e.turns) for e in group.episodes]
+        for reward in totals:
+            expected = reward - sum(totals) / len(totals)
+            assert credit.advantages_ES[at, 0].item() == pytest.approx(expected, abs=1e-5)
+            at += 1
+
+
+def test_three_contexts_give_the_same_credit() -> None:
+    def credit(*prompts: tuple[int, ...]) -> Tensor:
+        turns = [turn(float(k), prompt=p, sampled=(8, 9)) for k, p in enumerate(prompts)]
+        batch = collate(flat_samples([Group((episode(*turns),))]))
+        index = episode_index(batch)
+        rewards_ES = token_rewards([episode(*turns)], index, "turn")
+        values_ES = to_episodes((batch.token_ids_BT == 8).float(), index)
+        arrays = {"rewards_ES": rewards_ES, "values_ES": values_ES, "mask_ES": index.mask_ES}
+        return gae(**arrays, **PLAIN | {"gamma": 0.9, "lam": 0.8}).advantages_ES
+
+    full = credit((1,), (1, 8, 9, 2), (1, 8, 9, 2, 8, 9, 3))
+    window = credit((1,), (1, 8, 9, 2), (4, 8, 9, 3))
+    assert torch.equal(full, window) and torch.equal(full, credit((1,), (2,), (3,)))

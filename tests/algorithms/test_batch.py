@@ -1,0 +1,180 @@
+"""Batches: what is on a row, what is along an episode, and how a collection is split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from made import episode, samples, turn
+
+from ragen.algorithms.batch import (
+    collate,
+    episode_index,
+    flatten,
+    minibatches,
+    row_splits,
+    take,
+    to_episodes,
+    to_samples,
+)
+from ragen.algorithms.samples import to_samples as flat_samples
+from ragen.core.types import Group, Sample
+
+
+def test_collate_pads_on_the_right() -> None:
+    batch = collate(flat_samples([Group((episode(turn()), episode(turn(sampled=(7,)))))]))
+    assert batch.token_ids_BT.tolist() == [[1, 2, 7, 8], [1, 2, 7, 0]]
+    assert batch.mask_BT.tolist() == [[False, False, True, True], [False, False, True, False]]
+    assert batch.turn_BT.tolist() == [[-1, -1, 0, 0], [-1, -1, 0, -1]]
+    assert batch.sampled_logprobs_BT.tolist() == [[0, 0, -0.5, -0.5], [0, 0, -0.5, 0]]
+    assert batch.lengths_B.tolist() == [4, 3]
+    assert (batch.num_rows, batch.num_tokens) == (2, 3)
+
+
+@given(samples(), st.floats(0, 1))
+def test_weights_are_one_on_sampled_tokens_and_never_on_padding_or_a_first_token(
+    rows: list[Sample], context: float
+) -> None:
+    batch = collate(rows, context_weight=context)
+    assert torch.all(batch.weight_BT[batch.mask_BT] == 1)
+    assert torch.all(batch.weight_BT[:, 0] == 0)
+    beyond_BT = torch.arange(batch.mask_BT.shape[1]) >= batch.lengths_B[:, None]
+    assert torch.all(batch.weight_BT[beyond_BT] == 0)
+
+
+def test_an_untrained_completion_gets_no_context_weight() -> None:
+    off, on = False, True
+    row = Sample(
+        (1, 5, 2, 8), (off, off, off, on), (0.0,) * 4, (-1, 0, -1, 1), (off, off, off, on), 0, 0
+    )
+    assert collate([row], context_weight=0.5).weight_BT.tolist() == [[0, 0, 0.5, 1]]
+
+
+@given(samples())
+def test_to_samples_undoes_to_episodes_on_the_mask(rows: list[Sample]) -> None:
+    batch = collate(rows)
+    index = episode_index(batch)
+    back_BT = to_samples(to_episodes(batch.token_ids_BT, index), index)
+    assert torch.equal(back_BT, batch.token_ids_BT * batch.mask_BT)
+    assert index.mask_ES.sum() == batch.mask_BT.sum()
+
+
+@given(samples())
+def test_an_episode_is_its_sampled_tokens_in_time_order(rows: list[Sample]) -> None:
+    index = episode_index(batch := collate(rows))
+    ids_ES = to_episodes(batch.token_ids_BT, index)
+    for e, number in enumerate(index.episode_E.tolist()):
+        mine = [row for row in rows if row.episode == number]
+        on = [i for row in mine for i, m in zip(row.token_ids, row.loss_mask, strict=True) if m]
+        turns = [t for row in mine for t in row.turn_index if t >= 0]
+        assert ids_ES[e][index.mask_ES[e]].tolist() == on
+        assert index.turn_ES[e][index.mask_ES[e]].tolist() == turns == sorted(turns)
+        assert index.turn_ends_ES[e].sum() == len(set(turns))
+        assert index.group_E[e] == mine[0].group
+
+
+@given(samples(), st.randoms(use_true_random=False))
+def test_time_does_not_depend_on_the_order_of_rows(rows: list[Sample], random: object) -> None:
+    shuffled = list(rows)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    one, two = collate(rows), collate(shuffled)
+    index_one, index_two = episode_index(one), episode_index(two)
+    ids_one = to_episodes(one.token_ids_BT, index_one)
+    assert torch.equal(ids_one, to_episodes(two.token_ids_BT, index_two))
+    assert torch.equal(index_one.turn_ES, index_two.turn_ES)
+
+
+def test_take_cuts_to_the_longest_and_carries_every_known_field() -> None:
+    batch = collate(flat_samples([Group((episode(turn()), episode(turn(sampled=(7,)))))]))
+    batch = replace(batch, values_BT=batch.token_ids_BT.float())
+    part = take(batch, torch.tensor([1]))
+    assert part.values_BT is not None and part.values_BT.tolist() == [[1, 2, 7]]
+    assert part.episode_B.tolist() == [1] and part.advantages_BT is None
+
+
+@given(samples(), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
+def test_each_episode_comes_once_a_pass_and_whole(
+    rows: list[Sample], wanted: int, passes: int, seed: int
+) -> None:
+    batch = collate(rows)
+    parts = minibatches(batch, wanted, passes, seed)
+    num_episodes = len({row.episode for row in rows})
+    assert len(parts) == passes * max(1, round(num_episodes / wanted))
+    per_pass = len(parts) // passes
+    for start in range(0, len(parts), per_pass):
+        one_pass = parts[start : start + per_pass]
+        seen = Counter(row for part in one_pass for row in _rows(part))
+        assert seen == Counter(_rows(batch))
+        sets = [set(part.episode_B.tolist()) for part in one_pass]
+        assert sum(map(len, sets)) == num_episodes
+        assert max(map(len, sets)) - min(map(len, sets)) <= 1
+
+
+def test_minibatches_follow_their_seed_and_no_other() -> None:
+    batch = collate(flat_samples([Group(tuple(episode(turn()) for _ in range(32)))]))
+    torch.manual_seed(1)
+    one = [part.episode_B.tolist() for part in minibatches(batch, 8, 2, seed=5)]
+    torch.manual_seed(2)
+    assert one == [part.episode_B.tolist() for part in minibatches(batch, 8, 2, seed=5)]
+    assert one != [part.episode_B.tolist() for part in minibatches(batch, 8, 2, seed=6)]
+    assert one[:4] != one[4:]
+
+
+@given(samples(), st.integers(1, 40), st.booleans(), st.booleans())
+def test_microbatches_hold_every_row_once_within_their_limit(
+    rows: list[Sample], max_tokens: int, by_group: bool, whole: bool
+) -> None:
+    batch = collate(rows)
+    splits = row_splits(batch, max_tokens, by_group, whole)
+    if by_group:
+        groups = batch.group_B[torch.cat(splits)].tolist()
+        assert groups == sorted(groups)
+    assert sorted(torch.cat(splits).tolist()) == list(range(len(rows)))
+    for rows_R in splits:
+        part = take(batch, rows_R)
+        alone = len(set(part.episode_B.tolist())) == 1 if whole else part.num_rows == 1
+        assert part.token_ids_BT.numel() <= max_tokens or alone
+        assert part.token_ids_BT.shape[1] == part.lengths_B.max()
+    if whole:
+        homes = [set(batch.episode_B[rows_R].tolist()) for rows_R in splits]
+        assert sum(map(len, homes)) == len(set().union(*homes)), "each episode has one home"
+
+
+def test_little_of_a_microbatch_is_padding() -> None:
+    """Lengths as of episodes of one to five turns; in one rectangle half would be padding."""
+    generator = torch.Generator().manual_seed(0)
+    turns = torch.randint(1, 6, (128,), generator=generator)
+    lengths = 150 + turns * torch.randint(200, 520, (128,), generator=generator)
+    row = Sample((1, 2), (False, True), (0.0,) * 2, (-1, 0), (False, True), 0, 0)
+    batch = replace(collate([row] * 128), lengths_B=lengths)
+    assert 1 - float(lengths.sum()) / (128 * int(lengths.max())) > 0.5
+    for max_tokens, most, num_parts in ((8192, 0.04, 28), (16384, 0.06, 18)):
+        splits = row_splits(batch, max_tokens)
+        size = sum(len(rows) * int(lengths[rows].max()) for rows in splits)
+        assert 1 - float(lengths.sum()) / size < most and len(splits) <= num_parts
+
+
+@given(samples())
+def test_flatten_is_row_major_at_the_weighted_positions(rows: list[Sample]) -> None:
+    batch = collate(rows)
+    tokens = flatten(replace(batch, values_BT=batch.token_ids_BT * 2.0))
+    sampled = [
+        (i, row.episode)
+        for row in rows
+        for i, m in zip(row.token_ids, row.loss_mask, strict=True)
+        if m
+    ]
+    assert list(zip(tokens.token_ids_N.tolist(), tokens.episode_N.tolist(), strict=True)) == sampled
+    assert tokens.values_N is not None and tokens.advantages_N is None
+    assert torch.equal(tokens.values_N, tokens.token_ids_N * 2.0)
+
+
+def _rows(batch: object) -> list[tuple[int, ...]]:
+    ids, lengths = batch.token_ids_BT, batch.lengths_B  # type: ignore[attr-defined]
+    episodes = batch.episode_B.tolist()  # type: ignore[attr-defined]
+    return [
+        (e, *row[:n].tolist()) for e, row, n in zip(episodes, ids, lengths.tolist(), strict=True)
+    ]

@@ -1,0 +1,114 @@
+"""From a batch and its episodes to advantages: what stands on which token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from made import episode, groups, turn
+
+from ragen.algorithms.advantages import ADVANTAGES, NEEDS_VALUES
+from ragen.algorithms.batch import Batch, collate, episode_index
+from ragen.algorithms.credit import credit, state_numbers
+from ragen.algorithms.samples import to_samples as flat_samples
+from ragen.algorithms.samples import trainable
+from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
+from ragen.core.types import Group
+
+NO_KL = LossConfig(kl=0.0)
+
+# Four tokens in two turns, paid 1 (with an invalid reply) and 2; another of one turn and reward 0.
+GROUP = Group(
+    (
+        episode(
+            turn(1.0, penalty=-0.5, state="a"), turn(2.0, prompt=(3,), sampled=(9, 9), state="b")
+        ),
+        episode(turn(0.0, state="a")),
+    )
+)
+
+
+def credited(
+    made: list[Group], reward: RewardConfig, loss: LossConfig = NO_KL, **how: Any
+) -> Batch:
+    batch = collate(flat_samples(made))
+    zeros_BT = torch.zeros(batch.mask_BT.shape)
+    batch = replace(
+        batch,
+        values_BT=zeros_BT,
+        old_logprobs_BT=zeros_BT,
+        reference_logprobs_BT=zeros_BT - 2.0 * batch.mask_BT,
+    )
+    episodes = [e for _, e in trainable(made)]
+    return credit(batch, episodes, reward, AdvantageConfig(**how), loss)
+
+
+def on_tokens(batch: Batch) -> list[float]:
+    assert batch.advantages_BT is not None
+    return batch.advantages_BT[batch.mask_BT].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # Returns 2.5 2.5 2 2 | 0 0 in turns, without a critic's help.
+        ("gae", [2.5, 2.5, 2, 2, 0, 0]),
+        ("bi_level_gae", [1.5, 1.5, 2, 2, 0, 0]),  # γ = .5 a turn
+        ("dr_grpo", [1.25] * 4 + [-1.25] * 2),
+        ("rloo", [2.5] * 4 + [-2.5] * 2),
+        ("grpo", [0.7071] * 4 + [-0.7071] * 2),
+        # State a: turn returns .5 + .5 · 2 = 1.5 and 0 → ±.7071; b is alone.
+        ("gigpo", [1.4142, 1.4142, 0.7071, 0.7071, -1.4142, -1.4142]),
+        # Mean 1.5, squares 1 1 .25 .25 2.25 2.25, std 1.1832.
+        ("reinforce_pp", [0.8452, 0.8452, 0.4226, 0.4226, -1.2677, -1.2677]),
+        # ±1.25 less 5/12, std 1.2910.
+        ("reinforce_pp_baseline", [0.6455] * 4 + [-1.2910] * 2),
+    ],
+)
+def test_each_estimator_on_a_batch_by_hand(name: str, expected: list[float]) -> None:
+    batch = credited(
+        [GROUP], RewardConfig(placement="turn"), name=name, turn_gamma=0.5, whiten=False
+    )
+    assert on_tokens(batch) == pytest.approx(expected, abs=1e-4)
+    assert (batch.returns_BT is None) == (name not in NEEDS_VALUES)
+
+
+def test_the_list_above_is_whole() -> None:
+    (mark,) = test_each_estimator_on_a_batch_by_hand.pytestmark  # type: ignore[attr-defined]
+    assert {name for name, _ in mark.args[1]} == set(ADVANTAGES)
+
+
+def test_rewards_are_normalised_before_the_kl_penalty_comes_on_top() -> None:
+    # Totals 2.5 and 0, centred ±1.25. KL: β · (−2) on each of four and of two tokens, β = .25.
+    reward = RewardConfig(normalise="mean")
+    batch = credited([GROUP], reward, LossConfig(kl=0.25), name="gae", whiten=False)
+    assert batch.rewards_BT is not None
+    assert batch.rewards_BT[batch.mask_BT].tolist() == [-0.5, -0.5, -0.5, 0.75, -0.5, -1.75]
+
+
+@given(groups(), st.integers(1, 4))
+def test_state_numbers_are_equal_where_states_are(made: list[Group], num_states: int) -> None:
+    episodes = [
+        replace(
+            e, turns=tuple(replace(t, state_key=f"{(i + j) % num_states}") for j, t in numbered)
+        )
+        for i, (_, e) in enumerate(trainable(made))
+        for numbered in [list(enumerate(e.turns))]
+    ]
+    index = episode_index(collate(flat_samples(made)))
+    state_ES = state_numbers(episodes, index)
+    assert torch.equal(state_ES >= 0, index.mask_ES)
+    pairs = {
+        (one.turns[k].state_key, number)
+        for one, turns, numbers in zip(
+            episodes, index.turn_ES.tolist(), state_ES.tolist(), strict=True
+        )
+        for k, number in zip(turns, numbers, strict=True)
+        if k >= 0
+    }
+    keys, numbers = zip(*pairs, strict=True)
+    assert len(set(keys)) == len(set(numbers)) == len(pairs)

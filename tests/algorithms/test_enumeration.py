@@ -1,0 +1,294 @@
+"""Estimators against the whole of a small game: every group that can come up, with its probability.
+
+The game, its exact values and the sums over groups are those of `benchmarks/bias.py`. Nothing is
+sampled, so what is equal is equal to rounding (float64).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.bias import (
+    ROWS,
+    Game,
+    Play,
+    a_token,
+    a_turn,
+    estimator,
+    exact_values,
+    mean_advantages,
+    measure,
+)
+from ragen.algorithms.advantages import ADVANTAGES, NEEDS_VALUES
+
+GAME = Game()
+TRUE = GAME.true_gradient()
+GAMMA, LAM, TURN_GAMMA = 0.9, 0.8, 0.7
+
+close = torch.testing.assert_close
+
+
+def test_the_game_is_whole() -> None:
+    plays = GAME.plays
+    assert GAME.chance_N.sum().item() == pytest.approx(1, abs=1e-12)
+    assert len({(play.draws, play.rewards) for play in plays}) == len(plays) == 22
+    assert {len(play) for play in plays} == {4, 5, 6, 7, 8}
+    # A turn of reward 0, a state that comes twice, and luck are all in it.
+    first = plays[1]
+    assert [place for place, _ in first.draws[::2]] == ["hall", "door", "hall"]
+    assert [r for r, end in zip(first.rewards, first.ends, strict=True) if end] == [0, 0, -0.125]
+    assert {play.luck for play in plays} == {0.5, 1.0}
+
+
+def test_exact_values_by_hand() -> None:
+    values_NS, advantages_NS = exact_values(GAME, a_token(1.0))
+    # In the door Right pays 1, and Left leads to the hall's last turn, where a Right costs 1/8.
+    right = 1 / (1 + math.exp(0.4 + 0.4))
+    hall = _softmax([0.2, 0.5, -0.3])
+    after = _softmax([0.6, -0.1])
+    last = -0.125 * (hall[1] + hall[2] * after[1])
+    door = right * 1 + (1 - right) * last
+    found = 0
+    for n, play in enumerate(GAME.plays):
+        for s, (place, token) in enumerate(play.draws):
+            if place == "door":
+                assert values_NS[n, s].item() == pytest.approx(door)
+                gain = 1 if token == 1 else last
+                assert advantages_NS[n, s].item() == pytest.approx(gain - door)
+                found += 1
+    assert found == 10
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_with_exact_values_the_mean_of_gae_is_the_advantage(gamma: float, lam: float) -> None:
+    values_NS, advantages_NS = exact_values(GAME, a_token(gamma))
+    mean_NS = mean_advantages(GAME, estimator(GAME, "gae", values_NS, gamma=gamma, lam=lam), 1)
+    close(given_state_and_token(mean_NS), advantages_NS)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+def test_with_exact_values_the_mean_of_bi_level_gae_is_the_advantage_by_turns(
+    gamma: float, lam: float
+) -> None:
+    values_NS, advantages_NS = exact_values(GAME, a_turn(gamma))
+    estimate = estimator(GAME, "bi_level_gae", values_NS, turn_gamma=gamma, lam=lam)
+    close(given_state_and_token(mean_advantages(GAME, estimate, 1)), advantages_NS)
+
+
+def test_bi_level_gae_takes_it_that_a_turn_is_over_before_its_last_token() -> None:
+    """Where the last token itself decides that it is the last, λ < 1 is biased, exact V or not.
+
+    The value at a turn's end is then that of a state which the turn might have gone on from.
+    """
+    game = Game(closed=False)
+    for lam, low, high in ((1.0, 0, 1e-9), (0.5, 1e-3, 1)):
+        values_NS, advantages_NS = exact_values(game, a_turn(1.0))
+        estimate = estimator(game, "bi_level_gae", values_NS, turn_gamma=1.0, lam=lam)
+        mean = game.mean_gradient(mean_advantages(game, estimate, 1))
+        true = game.true_gradient()
+        close(game.mean_gradient(advantages_NS), true)
+        assert low <= float((mean - true).norm() / true.norm()) <= high
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("gae", {}), ("bi_level_gae", {"turn_gamma": 1.0})], ids=lambda it: str(it)
+)
+def test_with_lambda_one_the_mean_gradient_is_true_whatever_the_values(
+    name: str, how: dict[str, Any]
+) -> None:
+    # A baseline may know all that went before the token, not the token.
+    guess: dict[Any, float] = defaultdict(lambda: 3 * math.sin(5 * len(guess)))
+    values_NS = torch.tensor(
+        [
+            [guess[play.history(s)] if s < len(play) else 99.0 for s in range(GAME.num_tokens)]
+            for play in GAME.plays
+        ],
+        dtype=torch.float64,
+    )
+    mean_NS = mean_advantages(GAME, estimator(GAME, name, values_NS, **how), 1)
+    close(GAME.mean_gradient(mean_NS), TRUE)
+
+
+@pytest.mark.parametrize("members", [2, 3])
+@pytest.mark.parametrize("name", ["rloo", "dr_grpo"])
+def test_the_mean_gradient_of_rloo_and_of_scaled_dr_grpo_is_true(name: str, members: int) -> None:
+    mean = GAME.mean_gradient(mean_advantages(GAME, estimator(GAME, name), members))
+    close(mean * (members / (members - 1) if name == "dr_grpo" else 1), TRUE)
+
+
+# Each estimator once more from its equation, in plain Python, one group a batch.
+
+
+def gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> list[list[float]]:
+    """A_t = Σ_i (γλ)^i δ_{t+i}."""
+    return [_lambda_sum(p.rewards, v, GAMMA, LAM) for p, v in zip(plays, values, strict=True)]
+
+
+def bi_level_gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> list[list[float]]:
+    """Along the ends of the turns, then inside each with its return in the place of the reward."""
+    found = []
+    for play, value in zip(plays, values, strict=True):
+        ends = [s for s, end in enumerate(play.ends) if end]
+        rewards, end_values = [play.rewards[s] for s in ends], [value[s] for s in ends]
+        along = _lambda_sum(rewards, end_values, TURN_GAMMA, LAM)
+        inside: list[float] = []
+        for k, end in enumerate(ends):
+            start = ends[k - 1] + 1 if k else 0
+            paid = [0.0] * (end - start) + [along[k] + value[end]]
+            inside += _lambda_sum(paid, value[start : end + 1], 1.0, LAM)
+        found.append(inside)
+    return found
+
+
+def grpo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
+    scores = _standardised([play.total for play in plays])
+    return [[score] * len(play) for play, score in zip(plays, scores, strict=True)]
+
+
+def dr_grpo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
+    mean = statistics.fmean(play.total for play in plays)
+    return [[play.total - mean] * len(play) for play in plays]
+
+
+def rloo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
+    total = sum(play.total for play in plays)
+    others = len(plays) - 1
+    return [[p.total - (total - p.total) / others] * len(p) for p in plays]
+
+
+def reinforce_pp_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
+    return _whitened(
+        [
+            [sum(GAMMA ** (i - s) * r for i, r in enumerate(p.rewards) if i >= s) for s in range(n)]
+            for p in plays
+            for n in [len(p)]
+        ]
+    )
+
+
+def reinforce_pp_baseline_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
+    return _whitened(dr_grpo_by_hand(plays, _))
+
+
+def gigpo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
+    """ω = 2. A turn is (member, number); its class the state it began in."""
+    episode = _standardised([play.total for play in plays])
+    to_come: dict[tuple[int, int], float] = {}
+    began: dict[tuple[int, int], str] = {}
+    for e, play in enumerate(plays):
+        for s, k in enumerate(play.turns):
+            began[e, k] = play.states[s]
+            to_come[e, k] = sum(
+                TURN_GAMMA ** (play.turns[i] - k) * reward
+                for i, reward in enumerate(play.rewards)
+                if play.turns[i] >= k
+            )
+    turn: dict[tuple[int, int], float] = {}
+    for state in set(began.values()):
+        same = [key for key in began if began[key] == state]
+        turn |= dict(zip(same, _standardised([to_come[key] for key in same]), strict=True))
+    return [[episode[e] + 2 * turn[e, k] for k in play.turns] for e, play in enumerate(plays)]
+
+
+BY_HAND: dict[str, Callable[[Sequence[Play], Any], list[list[float]]]] = {
+    "gae": gae_by_hand,
+    "bi_level_gae": bi_level_gae_by_hand,
+    "grpo": grpo_by_hand,
+    "dr_grpo": dr_grpo_by_hand,
+    "rloo": rloo_by_hand,
+    "reinforce_pp": reinforce_pp_by_hand,
+    "reinforce_pp_baseline": reinforce_pp_baseline_by_hand,
+    "gigpo": gigpo_by_hand,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "whiten"),
+    [(name, False) for name in sorted(ADVANTAGES)]
+    + [(name, True) for name in sorted(NEEDS_VALUES)],
+)
+def test_estimator_equals_its_own_closed_enumeration(name: str, whiten: bool) -> None:
+    values_NS = exact_values(GAME, a_token(GAMMA))[0] if name in NEEDS_VALUES else None
+
+    def by_hand(chosen: Sequence[int]) -> Tensor:
+        plays = [GAME.plays[n] for n in chosen]
+        values = [] if values_NS is None else values_NS[list(chosen)].tolist()
+        rows = BY_HAND[name](plays, [v[: len(p)] for v, p in zip(values, plays, strict=False)])
+        return _padded(_whitened(rows) if whiten else rows)
+
+    how = {"gamma": GAMMA, "lam": LAM, "turn_gamma": TURN_GAMMA, "step_weight": 2.0}
+    ours = mean_advantages(GAME, estimator(GAME, name, values_NS, whiten=whiten, **how), 2)
+    close(ours, mean_advantages(GAME, by_hand, 2))
+    assert ours.abs().max() > 0.1
+
+
+def test_the_bias_in_the_docs_is_the_bias_that_is_measured() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    rows = [line.removeprefix("| ").split(" | ") for line in text.splitlines()]
+    told = {cells[0]: cells[1:4] for cells in rows if len(cells) == 7}
+    for row in ROWS:
+        bias, length, cosine = measure(GAME, row, 2)
+        assert told[row.label] == [f"{bias:.1%}", f"{length:.3f}", f"{cosine:.4f}"], row.label
+
+
+def given_state_and_token(field_NS: Tensor) -> Tensor:
+    """The mean of a field over all episodes that agree up to and in a token."""
+    sums: dict[Any, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    chances = GAME.chance_N.tolist()
+    keys = {
+        (n, s): (play.history(s), play.draws[s])
+        for n, play in enumerate(GAME.plays)
+        for s in range(len(play))
+    }
+    for (n, s), key in keys.items():
+        sums[key][0] += chances[n] * float(field_NS[n, s])
+        sums[key][1] += chances[n]
+    mean_NS = GAME.zeros()
+    for (n, s), key in keys.items():
+        mean_NS[n, s] = sums[key][0] / sums[key][1]
+    return mean_NS
+
+
+def _lambda_sum(
+    rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float
+) -> list[float]:
+    following = [*values[1:], 0.0]
+    deltas = [r + gamma * n - v for r, v, n in zip(rewards, values, following, strict=True)]
+    return [
+        sum((gamma * lam) ** (i - t) * deltas[i] for i in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
+
+
+def _standardised(values: Sequence[float]) -> list[float]:
+    if len(values) < 2 or max(values) == min(values):
+        return [0.0] * len(values)
+    mean, std = statistics.fmean(values), statistics.stdev(values)
+    return [(value - mean) / (std + 1e-6) for value in values]
+
+
+def _whitened(rows: list[list[float]]) -> list[list[float]]:
+    flat = [value for row in rows for value in row]
+    mean, variance = statistics.fmean(flat), statistics.variance(flat)
+    return [[(value - mean) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
+
+
+def _padded(rows: list[list[float]]) -> Tensor:
+    filled = [[*row, *[0.0] * (GAME.num_tokens - len(row))] for row in rows]
+    return torch.tensor(filled, dtype=torch.float64)
+
+
+def _softmax(logits: Sequence[float]) -> list[float]:
+    weights = [math.exp(logit) for logit in logits]
+    return [weight / sum(weights) for weight in weights]

@@ -1,0 +1,425 @@
+"""Losses: numbers by hand, gradients, and invariance to how a minibatch is cut and ordered."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from made import samples
+from torch import Tensor
+
+from ragen.algorithms.batch import Batch, TokenFields, collate, flatten, row_splits, take
+from ragen.algorithms.losses import (
+    KL_ESTIMATES,
+    LOSSES,
+    WHOLE_EPISODES,
+    Aggregation,
+    cispo,
+    correct_for_sampler,
+    entropy_bonus,
+    gspo,
+    k1,
+    k2,
+    k3,
+    kl_loss,
+    nll,
+    ppo_clip,
+    token_weights,
+    value_loss,
+)
+from ragen.config.sections import LossConfig
+from ragen.core.metrics import merge
+from ragen.core.types import Sample
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+
+
+def fields(size: int, **known: Tensor) -> TokenFields:
+    """`size` tokens that weigh the same, with old logprobs 0 unless said."""
+    blank = TokenFields(
+        token_ids_N=torch.zeros(size, dtype=torch.long),
+        mask_N=torch.ones(size, dtype=torch.bool),
+        weights_N=torch.full((size,), 1 / max(1, size)),
+        episode_N=torch.zeros(size, dtype=torch.long),
+        sampled_logprobs_N=torch.zeros(size),
+        old_logprobs_N=torch.zeros(size),
+    )
+    return replace(blank, **known)
+
+
+def gradient_of(value: Tensor, at: Tensor) -> Tensor:
+    return torch.autograd.grad(value, at)[0]
+
+
+def test_config_names_the_losses() -> None:
+    def choices(key: str) -> set[str]:
+        return set(get_args(LossConfig.model_fields[key].annotation))
+
+    assert choices("name") == set(LOSSES)
+    assert choices("kl_kind") == set(KL_ESTIMATES)
+    assert choices("aggregation") == set(get_args(Aggregation))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "clipped", "dual"),
+    [
+        (1.0, 2.0, -2.0, 0, 0),
+        (1.5, 1.0, -1.28, 1, 0),  # −min(1.5, 1.28)
+        (0.5, 1.0, -0.5, 0, 0),  # worse already: no clip
+        (0.5, -1.0, 0.8, 1, 0),  # max(.5, .8)
+        (2.0, -1.0, 2.0, 0, 0),  # max(2, 1.28), below the bound 3
+        (5.0, -1.0, 3.0, 0, 1),  # min(5, 3)
+        (5.0, 0.0, 0.0, 0, 0),
+    ],
+)
+def test_ppo_clip_golden(
+    ratio: float, advantage: float, expected: float, clipped: float, dual: float
+) -> None:
+    tokens = fields(1, advantages_N=torch.tensor([advantage]))
+    loss = ppo_clip(torch.tensor([math.log(ratio)]), tokens, **CLIP)
+    assert loss.value.item() == pytest.approx(expected, abs=1e-6)
+    assert loss.metrics["clip/fraction"].value == clipped
+    assert loss.metrics["clip/dual_fraction"].value == dual
+    assert loss.metrics["ratio/max"].value == pytest.approx(ratio)
+    assert loss.metrics["kl/old"].value == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
+
+
+@pytest.mark.parametrize(("ratio", "advantage"), [(1.5, 1.0), (0.5, -1.0), (5.0, -1.0)])
+def test_a_clamped_token_has_no_gradient(ratio: float, advantage: float) -> None:
+    logprobs_N = torch.tensor([math.log(ratio)], requires_grad=True)
+    loss = ppo_clip(logprobs_N, fields(1, advantages_N=torch.tensor([advantage])), **CLIP)
+    assert torch.autograd.grad(loss.value, logprobs_N)[0].item() == 0
+
+
+@given(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6))
+def test_ppo_gradient_at_ratio_one_is_reinforces(advantages: list[float]) -> None:
+    size, advantages_N = len(advantages), torch.tensor(advantages)
+    old_N = -torch.rand(size, generator=torch.Generator().manual_seed(size))
+    logprobs_N = old_N.clone().requires_grad_(True)
+    loss = ppo_clip(
+        logprobs_N, fields(size, old_logprobs_N=old_N, advantages_N=advantages_N), **CLIP
+    )
+    gradient_N = torch.autograd.grad(loss.value, logprobs_N)[0]
+    torch.testing.assert_close(gradient_N, -advantages_N / size)
+
+
+@given(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6))
+def test_cispo_gradient_at_ratio_one_is_reinforces(advantages: list[float]) -> None:
+    size, advantages_N = len(advantages), torch.tensor(advantages)
+    old_N = -torch.rand(size, generator=torch.Generator().manual_seed(size))
+    logprobs_N = old_N.clone().requires_grad_(True)
+    tokens = fields(size, old_logprobs_N=old_N, advantages_N=advantages_N)
+    loss = cispo(logprobs_N, tokens, **CLIP)
+    torch.testing.assert_close(gradient_of(loss.value, logprobs_N), -advantages_N / size)
+    assert loss.metrics["clip/fraction"].value == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "expected", "clipped"),
+    [
+        (1.1, 0.2, 1.1, 0),  # inside: the ratio itself
+        (1.5, 0.2, 1.28, 1),  # above: the bound, where PPO's gradient would be 0 for A > 0
+        (0.5, 0.2, 0.8, 1),  # below: the bound
+        (0.5, 1.0, 0.5, 0),  # no lower bound
+    ],
+)
+@pytest.mark.parametrize("advantage", [2.0, -1.0])
+def test_cispo_weighs_and_never_silences(
+    ratio: float, low: float, expected: float, clipped: float, advantage: float
+) -> None:
+    logprobs_N = torch.tensor([-1.0 + math.log(ratio)], requires_grad=True)
+    tokens = fields(1, old_logprobs_N=-torch.ones(1), advantages_N=torch.tensor([advantage]))
+    loss = cispo(logprobs_N, tokens, clip_low=low, clip_high=0.28, dual_clip=3.0)
+    assert loss.value.item() == pytest.approx(-expected * advantage * (math.log(ratio) - 1))
+    assert gradient_of(loss.value, logprobs_N).item() == pytest.approx(-expected * advantage)
+    assert loss.metrics["clip/fraction"].value == clipped
+
+
+def test_gspo_golden() -> None:
+    # Episode 0: log-ratios ln 1.2 and 0, mean ½ ln 1.2, s = √1.2 = 1.0954 > 1.05: with A = 2
+    # clipped to −1.05 · 2 = −2.1, without gradient. Episode 1: log-ratios ln 1.2, −ln 1.2, 0: s = 1
+    # however far its tokens moved, so −s A = 1, and a gradient of −s A w on each token.
+    far = math.log(1.2)
+    logprobs_N = torch.tensor([far, 0.0, far, -far, 0.0], requires_grad=True)
+    tokens = fields(
+        5,
+        episode_N=torch.tensor([4, 4, 7, 7, 7]),
+        advantages_N=torch.tensor([2.0, 2.0, -1.0, -1.0, -1.0]),
+        weights_N=torch.tensor([0.25, 0.25, 1 / 6, 1 / 6, 1 / 6]),
+    )
+    loss = gspo(logprobs_N, tokens, clip_low=0.05, clip_high=0.05)
+    assert loss.value.item() == pytest.approx((-2.1 + 1) / 2)
+    expected = torch.tensor([0, 0, 1, 1, 1]) / 6
+    torch.testing.assert_close(gradient_of(loss.value, logprobs_N), expected)
+    assert loss.metrics["clip/fraction"].value == pytest.approx(2 / 5)
+    assert loss.metrics["ratio/max"].value == pytest.approx(1.2**0.5)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.floats(-0.5, 0.5, width=32)), min_size=1, max_size=9),
+    st.floats(0.01, 0.3),
+)
+def test_gspo_by_token_is_the_papers_by_episode(
+    moved: list[tuple[int, float]], clip: float
+) -> None:
+    """Value and gradient of mean over episodes of max(−s A, −clip(s) A), A by episode."""
+    episode_N = torch.tensor([episode for episode, _ in moved])
+    logprobs_N = torch.tensor([log_ratio for _, log_ratio in moved], requires_grad=True)
+    advantage_E = torch.tensor([1.5, -0.7, 0.4])
+    present = episode_N.unique().tolist()
+    count_N = torch.bincount(episode_N, minlength=3)[episode_N]
+    tokens = fields(
+        len(moved),
+        episode_N=episode_N,
+        advantages_N=advantage_E[episode_N],
+        weights_N=1 / (count_N * len(present)),
+    )
+    loss = gspo(logprobs_N, tokens, clip_low=clip, clip_high=clip)
+    plain = torch.zeros(())
+    for episode in present:
+        s, a = logprobs_N[episode_N == episode].mean().exp(), advantage_E[episode]
+        plain = plain + torch.maximum(-s * a, -s.clamp(1 - clip, 1 + clip) * a) / len(present)
+    torch.testing.assert_close(loss.value, plain)
+    torch.testing.assert_close(
+        gradient_of(loss.value, logprobs_N), gradient_of(plain, logprobs_N), atol=1e-6, rtol=1e-5
+    )
+
+
+@given(st.lists(st.tuples(st.floats(-1, 1, width=32), st.floats(-3, 3, width=32)), min_size=1))
+def test_gspo_of_one_token_episodes_is_ppo(drawn: list[tuple[float, float]]) -> None:
+    size = len(drawn)
+    logprobs_N = torch.tensor([log_ratio for log_ratio, _ in drawn], requires_grad=True)
+    advantages_N = torch.tensor([advantage for _, advantage in drawn])
+    tokens = fields(size, episode_N=torch.arange(size), advantages_N=advantages_N)
+    clip = {"clip_low": 0.2, "clip_high": 0.28}
+    ours, ppos = gspo(logprobs_N, tokens, **clip), ppo_clip(logprobs_N, tokens, dual_clip=0, **clip)
+    torch.testing.assert_close(ours.value, ppos.value)
+    torch.testing.assert_close(
+        gradient_of(ours.value, logprobs_N), gradient_of(ppos.value, logprobs_N)
+    )
+    assert ours.metrics["clip/fraction"] == ppos.metrics["clip/fraction"]
+
+
+def test_without_a_dual_clip_nothing_bounds_the_loss() -> None:
+    tokens = fields(1, advantages_N=torch.tensor([-1.0]))
+    loss = ppo_clip(torch.tensor([math.log(50)]), tokens, **(CLIP | {"dual_clip": 0.0}))
+    assert loss.value.item() == pytest.approx(50)
+    assert loss.metrics["clip/dual_fraction"].value == 0
+
+
+def test_the_samplers_correction_golden() -> None:
+    # old − sampled: ln ½, 0, ln 5, so weights ½, 1 and min(5, 2).
+    sampled_N = torch.tensor([-1.0, -1.0, -1.0 - math.log(5)])
+    old_N = torch.tensor([-1.0 - math.log(2), -1.0, -1.0])
+    tokens = fields(
+        3,
+        sampled_logprobs_N=sampled_N,
+        old_logprobs_N=old_N,
+        advantages_N=torch.tensor([2.0, -3.0, -1.0]),
+    )
+    corrected, metrics = correct_for_sampler(tokens, cap=2.0)
+    assert corrected.advantages_N is not None
+    assert corrected.advantages_N.tolist() == pytest.approx([1, -3, -2])
+    assert metrics["importance/mean"].value == pytest.approx(3.5 / 3)
+    assert metrics["importance/capped_fraction"].value == pytest.approx(1 / 3)
+    same, _ = correct_for_sampler(replace(tokens, old_logprobs_N=sampled_N), cap=2.0)
+    assert torch.equal(same.advantages_N, tokens.advantages_N)  # type: ignore[arg-type]
+
+
+@given(st.floats(0.125, 4, width=32), st.floats(-2, 2, width=32), st.floats(-2, 2, width=32))
+def test_policy_losses_are_proportional_to_the_advantage(
+    factor: float, log_ratio: float, advantage: float
+) -> None:
+    """What lets group weights and the sampler's correction act on the advantage."""
+    for name in sorted(LOSSES.keys() - {"nll"}):
+        at_N, a_N = torch.tensor([log_ratio]), torch.tensor([advantage])
+        one = LOSSES[name](at_N, fields(1, advantages_N=a_N), **CLIP).value
+        more = LOSSES[name](at_N, fields(1, advantages_N=factor * a_N), **CLIP).value
+        torch.testing.assert_close(more, factor * one, atol=1e-5, rtol=1e-5)
+
+
+def test_value_loss_golden() -> None:
+    # V = 2, V_old = 1, clip .5, so the near value is 1.5.
+    # R = 0: ½ max(2², 1.5²) = 2.  R = 3: ½ max(1², 1.5²) = 1.125, clamped with effect.
+    tokens = fields(2, values_N=torch.ones(2), returns_N=torch.tensor([0.0, 3.0]))
+    loss = value_loss(torch.tensor([2.0, 2.0]), tokens, value_clip=0.5)
+    assert loss.value.item() == pytest.approx((2 + 1.125) / 2)
+    assert loss.metrics["clip/value_fraction"].value == 0.5
+
+
+def test_kl_goldens() -> None:
+    # x = reference − logprob = ln ½: k1 = ln 2, k2 = (ln 2)²/2, k3 = ½ − 1 + ln 2
+    logprobs, reference = torch.tensor([-1.0]), torch.tensor([-1.0 - math.log(2)])
+    assert k1(logprobs, reference).item() == pytest.approx(math.log(2))
+    assert k2(logprobs, reference).item() == pytest.approx(math.log(2) ** 2 / 2)
+    assert k3(logprobs, reference).item() == pytest.approx(0.5 - 1 + math.log(2))
+
+
+@given(st.floats(-8, 0), st.floats(-8, 0))
+def test_k3_is_never_negative(logprob: float, reference: float) -> None:
+    assert k3(torch.tensor(logprob), torch.tensor(reference)).item() >= -1e-6
+
+
+def test_kl_estimates_against_enumeration() -> None:
+    logits_V = torch.tensor([0.3, -0.5, 1.1], requires_grad=True)
+    reference_V = torch.log_softmax(torch.tensor([0.0, 0.4, 0.2]), 0)
+    logprobs_V = torch.log_softmax(logits_V, 0)
+    chance_V = logprobs_V.exp().detach()
+    true = (logprobs_V.exp() * (logprobs_V - reference_V)).sum()
+    for estimate in (k1, k3):
+        assert (chance_V * estimate(logprobs_V, reference_V)).sum().item() == pytest.approx(
+            true.item(), abs=1e-6
+        )
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, logits_V, retain_graph=True)[0]
+
+    mean_k2 = (chance_V * k2(logprobs_V, reference_V)).sum()
+    torch.testing.assert_close(gradient(mean_k2), gradient(true))
+    mean_k1 = (chance_V * k1(logprobs_V, reference_V)).sum()
+    torch.testing.assert_close(gradient(mean_k1), torch.zeros(3))
+
+
+def test_kl_loss_weighs_and_refuses_k1() -> None:
+    tokens = fields(2, reference_logprobs_N=torch.tensor([-1.0, -2.0]))
+    loss = kl_loss(torch.tensor([-1.0, -1.0]), tokens, kind="k2")
+    assert loss.value.item() == pytest.approx(0.25)  # (0 + ½) / 2
+    with pytest.raises(ValueError, match="k2 or k3"):
+        kl_loss(torch.zeros(2), tokens, kind="k1")
+
+
+def test_nll_and_entropy_goldens() -> None:
+    tokens = fields(2)
+    assert nll(torch.tensor([-1.0, -3.0]), tokens).value.item() == 2
+    bonus = entropy_bonus(torch.tensor([0.5, 1.5]), tokens)
+    assert (bonus.value.item(), bonus.metrics["entropy/mean"].value) == (-1, 1)
+
+
+def test_losses_of_no_token_are_zero() -> None:
+    empty = fields(0, **{f"{n}_N": torch.zeros(0) for n in ("advantages", "values", "returns")})
+    none = torch.zeros(0, requires_grad=True)
+    for loss in (
+        *(each(none, empty, **CLIP) for each in LOSSES.values()),
+        entropy_bonus(none, empty),
+    ):
+        assert loss.value.item() == 0
+    assert value_loss(none, empty, value_clip=0.5).value.item() == 0
+
+
+# How a minibatch is cut: weights are settled once, and everything adds up.
+
+
+def test_token_weights_golden() -> None:
+    # Episode 0 has three sampled tokens in two rows, episode 1 has one.
+    off, on = False, True
+    rows = [
+        Sample((1, 8, 9), (off, on, on), (0.0,) * 3, (-1, 0, 0), (off, off, on), 0, 0),
+        Sample((1, 8), (off, on), (0.0,) * 2, (-1, 1), (off, on), 0, 0),
+        Sample((1, 8), (off, on), (0.0,) * 2, (-1, 0), (off, on), 1, 0),
+    ]
+    batch = collate(rows)
+    assert token_weights(batch, "token_mean")[batch.mask_BT].tolist() == [0.25] * 4
+    weights = token_weights(batch, "episode_mean")[batch.mask_BT]
+    assert weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+    # 2 episodes of at most 5 tokens: 1 / 10 each; together their mean length, 2, ÷ 5.
+    weights = token_weights(batch, "constant", longest=5)[batch.mask_BT]
+    assert weights.tolist() == pytest.approx([0.1] * 4)
+
+
+@st.composite
+def minibatch(draw: st.DrawFn) -> Batch:
+    """A batch with random old logprobs, advantages, values and returns, and settled weights."""
+    batch = collate(draw(samples()), context_weight=draw(st.sampled_from([0.0, 0.3])))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+
+    def noise() -> Tensor:
+        return torch.randn(batch.mask_BT.shape, generator=generator)
+
+    batch = replace(
+        batch, old_logprobs_BT=noise(), advantages_BT=noise(), values_BT=noise(), returns_BT=noise()
+    )
+    aggregation = draw(st.sampled_from(get_args(Aggregation)))
+    return replace(batch, weight_BT=token_weights(batch, aggregation, longest=20))
+
+
+def _losses(batch: Batch, at_BT: Tensor) -> list[Tensor]:
+    """Every loss, at logprobs (or values) that belong to the token, not to where it stands."""
+    tokens = flatten(batch)
+    found_N = at_BT[batch.weight_BT > 0]
+    return [
+        *(loss(found_N, tokens, **CLIP).value for loss in LOSSES.values()),
+        value_loss(found_N, tokens, value_clip=0.5).value,
+        entropy_bonus(found_N, tokens).value,
+    ]
+
+
+@given(minibatch(), st.integers(1, 30))
+def test_microbatches_in_any_order_add_up_to_the_minibatch(batch: Batch, max_tokens: int) -> None:
+    at_BT = torch.sin(torch.arange(batch.mask_BT.numel())).view(batch.mask_BT.shape)
+    whole = _losses(batch, at_BT)
+    parts = []
+    for rows_R in reversed(row_splits(batch, max_tokens, whole_episodes=True)):
+        part = take(batch, rows_R)
+        parts.append(_losses(part, at_BT[rows_R, : part.mask_BT.shape[1]]))
+    for one, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(sum(pieces), one, atol=1e-5, rtol=1e-5)
+
+
+@given(minibatch(), st.integers(1, 30))
+def test_metrics_of_microbatches_merge_to_the_minibatchs(batch: Batch, max_tokens: int) -> None:
+    at_BT = torch.sin(torch.arange(batch.mask_BT.numel())).view(batch.mask_BT.shape)
+    whole = ppo_clip(at_BT[batch.weight_BT > 0], flatten(batch), **CLIP)
+    parts = []
+    for rows_R in row_splits(batch, max_tokens):
+        part = take(batch, rows_R)
+        at_N = at_BT[rows_R, : part.mask_BT.shape[1]][part.weight_BT > 0]
+        parts.append(ppo_clip(at_N, flatten(part), **CLIP).metrics)
+    merged = merge(parts)
+    weight = batch.weight_BT.sum().item()
+    assert merged["loss/policy"].value * weight == pytest.approx(whole.value.item(), abs=1e-5)
+    for name in ("clip/fraction", "clip/dual_fraction", "kl/old", "ratio/max"):
+        assert merged[name].value == pytest.approx(whole.metrics[name].value, rel=1e-4, abs=1e-6)
+
+
+@given(samples(), st.sampled_from(["token_mean", "episode_mean"]))
+def test_shares_sum_to_one_over_a_minibatch(rows: list[Sample], aggregation: Aggregation) -> None:
+    batch = collate(rows)
+    assert token_weights(batch, aggregation).sum().item() == pytest.approx(1, abs=1e-5)
+
+
+@given(samples(), st.integers(1, 40))
+def test_constant_weights_do_not_depend_on_the_other_episodes_tokens(
+    rows: list[Sample], longest: int
+) -> None:
+    batch = collate(rows)
+    weights_BT = token_weights(batch, "constant", longest)
+    episodes = len({row.episode for row in rows})
+    torch.testing.assert_close(weights_BT, batch.weight_BT / (longest * episodes))
+
+
+def test_what_needs_whole_episodes_is_wrong_without_them() -> None:
+    """The split that GSPO asks for is no luxury: two rows of one episode apart give another s."""
+    off, on = False, True
+    rows = [Sample((1, 8), (off, on), (0.0,) * 2, (-1, turn), (off, on), 0, 0) for turn in range(2)]
+    batch = collate(rows)
+    batch = replace(
+        batch,
+        old_logprobs_BT=torch.zeros(2, 2),
+        advantages_BT=torch.ones(2, 2),
+        weight_BT=token_weights(batch, "token_mean"),
+    )
+    assert "gspo" in WHOLE_EPISODES and len(row_splits(batch, 1)) == 2
+    assert [rows_R.tolist() for rows_R in row_splits(batch, 1, whole_episodes=True)] == [[0, 1]]
+    at_BT = torch.tensor([[0.0, 1.0], [0.0, -1.0]])
+    whole = gspo(at_BT[batch.weight_BT > 0], flatten(batch), clip_low=0.2, clip_high=0.2)
+    assert whole.value.item() == pytest.approx(-1)  # s = exp(mean(1, −1))
+    apart = [
+        gspo(at_BT[row, 1:], flatten(take(batch, torch.tensor([row]))), clip_low=0.2, clip_high=0.2)
+        for row in range(2)
+    ]
+    assert sum(part.value.item() for part in apart) == pytest.approx(-(1.2 + math.exp(-1)) / 2)

@@ -1,0 +1,167 @@
+"""Tokens in, tokens out: what was sampled is what is trained, once, whatever a turn may see."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.batch import collate, episode_index
+from ragen.algorithms.rewards import token_rewards
+from ragen.algorithms.samples import to_samples, trainable
+from ragen.core.errors import RagenError
+from ragen.core.types import Group, Sample
+from ragen.rollout.chat import Chat
+from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.rollout import Setup, run_groups
+from tests import made
+from tests.rogue import Rogue
+from tests.tiny import TEMPLATES, tiny_tokenizer
+
+
+def sampled(sample: Sample) -> list[int]:
+    return [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+
+
+@given(made.groups())
+def test_samples_hold_what_was_recorded(groups: list[Group]) -> None:
+    samples = to_samples(groups)
+    for index, (group, episode) in enumerate(trainable(groups)):
+        own = [sample for sample in samples if sample.episode == index]
+        assert {sample.group for sample in own} == {group}
+        covered: list[int] = []
+        for sample in own:
+            turns = sorted({turn for turn in sample.turn_index if turn >= 0})
+            covered += turns
+            last = episode.turns[turns[-1]]
+            assert last.prompt.token_ids is not None and last.completion.token_ids is not None
+            # The whole of what the policy saw and said in its last turn, token by token.
+            assert sample.token_ids == last.prompt.token_ids + last.completion.token_ids
+            for number in turns:
+                turn, at = episode.turns[number], len(episode.turns[number].prompt.token_ids or ())
+                said = turn.completion.token_ids or ()
+                here = slice(at, at + len(said))
+                assert sample.token_ids[here] == said
+                assert sample.loss_mask[here] == (True,) * len(said)
+                assert sample.turn_index[here] == (number,) * len(said)
+                assert sample.sampled_logprobs[here] == turn.completion.logprobs
+                assert sample.turn_ends[here] == (False,) * (len(said) - 1) + (True,)
+            count = sum(len(episode.turns[n].completion.token_ids or ()) for n in turns)
+            assert sum(sample.loss_mask) == count and sum(sample.turn_ends) == len(turns)
+            for on, logprob, turn_index in zip(
+                sample.loss_mask, sample.sampled_logprobs, sample.turn_index, strict=True
+            ):
+                assert on or (logprob == 0 and turn_index == -1)
+        assert covered == list(range(len(episode.turns)))
+
+
+@given(made.groups())
+def test_one_rule_decides_where_a_sample_begins(groups: list[Group]) -> None:
+    samples = to_samples(groups)
+    for index, (_, episode) in enumerate(trainable(groups)):
+        so_far: tuple[int, ...] = ()
+        expected = 0
+        for turn in episode.turns:
+            prompt, completion = turn.prompt.token_ids or (), turn.completion.token_ids or ()
+            expected += not so_far or prompt[: len(so_far)] != so_far
+            so_far = prompt + completion
+        assert sum(sample.episode == index for sample in samples) == expected
+
+
+def test_failed_and_empty_episodes_are_left_out() -> None:
+    good, bad = made.episode(made.turn(1.0)), made.episode(made.turn(1.0), stop="error")
+    groups = [
+        Group((bad, good, made.episode(stop="context"))),
+        Group((made.episode(made.turn(), stop="timeout"),)),
+        Group((good, made.episode(made.turn(), stop="context"))),
+    ]
+    assert [group for group, _ in trainable(groups)] == [0, 2, 2]
+    assert [(s.episode, s.group) for s in to_samples(groups)] == [(0, 0), (1, 2), (2, 2)]
+    assert to_samples([Group((bad,))]) == []
+
+
+@pytest.mark.parametrize("missing", ["prompt", "token_ids", "logprobs"])
+def test_text_alone_cannot_be_trained_on(missing: str) -> None:
+    turn = made.turn()
+    if missing == "prompt":
+        turn = replace(turn, prompt=replace(turn.prompt, token_ids=None))
+    else:
+        turn = replace(turn, completion=replace(turn.completion, **{missing: None}))
+    with pytest.raises(RagenError, match="keep the endpoint for evaluation"):
+        to_samples([Group((made.episode(turn),))])
+
+
+# The three contexts, through real prompts.
+
+WINDOWS = (0, 2, 1)  # all turns, the last two, the present one
+SCRIPT = ["Left", "Right", "Fly", "Right"]
+
+
+def played(template: str, window: int) -> list[Group]:
+    chat = Chat(tiny_tokenizer(template))
+    how = Setup("corridor", Rogue, turns=4, window=window, chat=chat, max_length=4096)
+    replies = iter(
+        [
+            f"<think>turn {number}</think><answer>{action}</answer>".removeprefix(how.prefill)
+            for _ in range(4)
+            for number, action in enumerate(SCRIPT)
+        ]
+    )
+    end = min(chat.end_ids)
+    policy = ScriptedPolicy(lambda prompt: next(replies), lambda text: (*chat.encode(text), end))
+    return asyncio.run(run_groups(policy, how, [1, 2], 2, (0, "train", 0), concurrency=1))
+
+
+def returns(groups: list[Group], samples: list[Sample]) -> tuple[Any, Any]:
+    """Returns and (with a made-up critic) advantages of each episode's sampled tokens."""
+    index = episode_index(collate(samples))
+    rewards_ES = token_rewards([e for _, e in trainable(groups)], index, "turn")
+    values_ES = torch.linspace(0, 1, index.mask_ES.shape[1]) * index.mask_ES
+    found = ADVANTAGES["gae"](
+        rewards_ES=rewards_ES,
+        mask_ES=index.mask_ES,
+        values_ES=values_ES,
+        bootstrap_E=None,
+        turn_ES=index.turn_ES,
+        turn_ends_ES=index.turn_ends_ES,
+        group_E=index.group_E,
+        gamma=0.9,
+        lam=0.8,
+        whiten=False,
+    )
+    return found.returns_ES, found.advantages_ES
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_contexts_differ_in_rows_alone(template: str) -> None:
+    exact = Chat(tiny_tokenizer(template)).exact
+    # Rows of an episode of four turns: one for each turn that a prompt begins with.
+    rows = {0: 1, 2: 3, 1: 4} if exact else dict.fromkeys(WINDOWS, 4)
+    found = {}
+    for window in WINDOWS:
+        groups = played(template, window)
+        samples = to_samples(groups)
+        assert len(samples) == 4 * rows[window]
+        for index, (_, episode) in enumerate(trainable(groups)):
+            said = [t for turn in episode.turns for t in turn.completion.token_ids or ()]
+            own = [sample for sample in samples if sample.episode == index]
+            assert [token for sample in own for token in sampled(sample)] == said
+            assert [turn.reward for turn in episode.turns] == [0.25, 0.25, 0.0, 0.25]
+        found[window] = returns(groups, samples)
+    for window in (2, 1):
+        for ours, theirs in zip(found[window], found[0], strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_prefilled_tokens_are_never_trained() -> None:
+    chat = Chat(tiny_tokenizer("chatml"))
+    for group in played("chatml", 1):
+        for sample in to_samples([group]):
+            begin = sample.loss_mask.index(True)
+            assert chat.decode(sample.token_ids[begin - 1 : begin]).endswith(">")
+            assert chat.decode(sample.token_ids[:begin]).endswith("<think>")

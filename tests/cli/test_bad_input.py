@@ -1,0 +1,343 @@
+"""Whatever a user gets wrong: one line with the remedy, exit code 2, nothing left behind.
+
+The command runs in a copy of this process (a fork with its own standard streams), so that a hundred
+mistakes cost no hundred interpreters; one of them is made in a real shell.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragen.cli.main import main
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.engines.checkpoint import write_state, writing
+from ragen.models.model import save_model
+from ragen.training.trainer import train
+from tests.speaker import settings, speaker
+from tests.tiny import tiny_model, tiny_tokenizer
+
+ROGUE = Path(__file__).parents[1] / "rogue.py"
+
+
+def ragen(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            os.chdir(cwd)
+            for number, name in ((1, "out"), (2, "err")):
+                handle = os.open(cwd / f".{name}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+                os.dup2(handle, number)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            code = main([str(argument) for argument in arguments])
+            sys.stdout.flush()
+        except BaseException:  # noqa: BLE001 (as the interpreter does)
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    out, err = ((cwd / name).read_text() for name in (".out", ".err"))
+    for name in (".out", ".err"):
+        (cwd / name).unlink()
+    return code, out, err
+
+
+def mistake(cwd: Path, *arguments: str | Path) -> str:
+    """The one line that a mistake brings; nothing is left in its folder."""
+    before = sorted(cwd.rglob("*"))
+    code, out, err = ragen(*arguments, cwd=cwd)
+    assert "Traceback" not in err, err
+    assert code == 2, (code, out, err)
+    lines = [line for line in err.splitlines() if line.startswith("ragen: ")]
+    assert len(lines) == 1 and err.rstrip().endswith(lines[0])
+    assert sorted(cwd.rglob("*")) == before
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["trian", "bandit"], "did you mean 'train'?"),
+        (["train"], "--help"),
+        (["train", "bandti"], "did you mean 'bandit'?"),
+        (["train", "nowhere.toml"], "nowhere.toml"),
+        (["train", "bandit", "--update.lrr", "1"], "did you mean 'update.lr'?"),
+        (["train", "bandit", "--stpes", "1"], "did you mean 'steps'?"),
+        (["train", "bandit", "--steps"], "a whole number ≥ 0"),
+        (["train", "bandit", "--steps", "many"], "a whole number ≥ 0"),
+        (["train", "bandit", "--steps", "-1"], "a whole number ≥ 0"),
+        (["train", "bandit", "--steps", "1.5"], "a whole number ≥ 0"),
+        (["train", "bandit", "--update.lr", "nan"], "update.lr"),
+        (["train", "bandit", "--update", "1"], "set one of update."),
+        (["train", "bandit", "--filter.rule", "best"], "all, top_k, top_p, top_p_softmax or min_p"),
+        (["train", "bandit", "--algorithm", "starpo-s/pppo"], "did you mean 'starpo-s/ppo'?"),
+        (["train", "bandit", "--world", "bandti"], "did you mean 'bandit'?"),
+        (["train", "bandit", "--world.params.slip", "1"], "it has name_set"),
+        (["train", "bandit", "--world.params.split", "tset"], "split"),
+        (["train", "bandit", "--world.params.risky_probability", "2.0"], "no probability"),
+        (["train", "bandit", "--rollout.members", "1"], "set rollout.members to 2 or more"),
+        (["train", "bandit", "--rollout.max_tokens", "2000"], "below model.max_length"),
+        (["train", "bandit", "--model", "./no-model"], "no-model"),
+        (["train", "bandit", "--model", "/no/model/here"], "/no/model/here"),
+        (["train", "bandit", "--world", "nowhere.py:World"], "no file nowhere.py"),
+        (["eval", "random", "--world", "bandit", "--episodes", "0"], "from 1 to 9877"),
+        (["eval", "random", "--world", "bandit", "--episodes", "9878"], "from 1 to 9877"),
+        (["eval", "random", "--world", "bandit", "--seed", "-1"], "≥ 0"),
+        (["eval", "human", "--world", "bandit"], "ragen play"),
+        (["envs", "--episodes", "0"], "≥ 1"),
+        (["play", "bandit", "--player", "random", "--seed", "-1"], "≥ 0"),
+        (["eval", "random", "--world", "bandit", "--temperature", "-1"], "≥ 0"),
+        (["eval", "random", "--world", "bandti"], "did you mean 'bandit'?"),
+        (["eval", "./no-run", "--world", "bandit"], "no-run"),
+        (["resume", "no-run"], "no-run"),
+        (["play", "bandti"], "did you mean 'bandit'?"),
+        (["check", "bandti"], "did you mean 'bandit'?"),
+    ],
+    ids=" ".join,
+)
+def test_mistakes(tmp_path: Path, arguments: list[str], remedy: str) -> None:
+    assert remedy in mistake(tmp_path, *arguments)
+
+
+WORLDS = {
+    "import.py": ("import no_such_module_of_mine\n", "no_such_module_of_mine"),
+    "syntax.py": ("def broken(:\n", "invalid syntax"),
+    "value.py": ("raise ValueError('at import')\n", "at import"),
+    "exit.py": ("import sys\nsys.exit(0)\n", "SystemExit"),
+    "empty.py": ("", "no world (subclass of ragen.Env) named 'World'"),
+    "partial.py": (
+        "from ragen.envs.contract import Env\nclass World(Env): pass\n",
+        "lacks actions",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_world_file_that_cannot_be_loaded(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    text, reason = WORLDS[name]
+    (tmp_path / name).write_text(text)
+    for command in (["train", "bandit", "--out", "run", "--world"], ["check"], ["play"]):
+        line = mistake(tmp_path, *command, f"{tmp_path / name}:World")
+        assert reason in line and name in line
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("steps = \n", "not valid TOML"),
+        ("steps = 'three'\n", 'steps = "three" in recipe'),
+        ("[wolrd]\nname = 'bandit'\n", "did you mean"),
+        ("[world]\nname = 'bandti'\n", "did you mean 'bandit'?"),
+        ("algorithm = 7\n", "expected the name of a preset"),
+        ("\udcff", "not UTF-8"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str, remedy: str) -> None:
+    (tmp_path / "mine.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert remedy in mistake(tmp_path, "train", "mine.toml", "--out", "run")
+
+
+def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious").write_text("data")
+    line = mistake(tmp_path, "train", "bandit", "--out", "run", "--model", speaker())
+    assert "give another --out" in line
+    (tmp_path / "file").write_text("")
+    assert "exists already" in mistake(
+        tmp_path, "train", "bandit", "--out", "file", "--model", speaker()
+    )
+    line = mistake(tmp_path, "train", "bandit", "--out", "file/run", "--model", speaker())
+    assert "choose a writable place with --out" in line
+
+
+def test_a_model_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "config.json is missing" in mistake(tmp_path, "train", "bandit", "--model", "empty")
+    for text in ("{}", "[", '{"model_type": "qwen2", "num_attention_heads": 0}'):
+        (tmp_path / "empty" / "config.json").write_text(text)
+        assert "cannot load the model" in mistake(tmp_path, "train", "bandit", "--model", "./empty")
+    file = ("--model", "empty/config.json")
+    assert "is a file: name the folder" in mistake(tmp_path, "train", "bandit", *file)
+
+
+def spoilt(folder: Path, **changes: str | None) -> Path:
+    """A copy of a model that could be trained, some files of it changed, or gone."""
+    shutil.copytree(speaker(), folder)
+    for name, text in changes.items():
+        (found,) = folder.glob(f"{name}.*")
+        if text is None:
+            found.unlink()
+        else:
+            found.write_text(text)
+    return folder
+
+
+def refused(tmp_path: Path, model: str | Path, *more: str) -> str:
+    """The one line about a model, the same in training and in evaluation; nothing is left."""
+    (tmp_path / "cwd").mkdir()
+    asked = ("--model", model, "--rollout.max_tokens", "8", "--model.max_length", "128", *more)
+    line = mistake(tmp_path / "cwd", "train", "bandit", *asked)
+    assert mistake(tmp_path / "cwd", "eval", model, "--world", "bandit", *asked[2:]) == line
+    return line
+
+
+def test_a_model_that_no_one_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network: nothing listens there."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    line = refused(tmp_path, "nobody/has-this-model")
+    assert "'nobody/has-this-model' is not in the local cache" in line and "network" in line
+
+
+def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
+    changes = {"tokenizer": None, "tokenizer_config": None, "chat_template": None}
+    line = refused(tmp_path, spoilt(tmp_path / "model", **changes))
+    assert "has no tokenizer; save one beside its weights" in line
+
+
+def test_a_model_without_a_template(tmp_path: Path) -> None:
+    line = refused(tmp_path, spoilt(tmp_path / "model", chat_template=None))
+    assert "no chat template: choose an instruction-tuned model" in line
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('not today') }}", "{{ 1 + messages[0].content }}", "{% for %}"],
+)
+def test_a_template_that_raises(tmp_path: Path, template: str) -> None:
+    line = refused(tmp_path, spoilt(tmp_path / "model", chat_template=template))
+    assert "the chat template refuses a conversation of user (" in line
+    assert "choose a model whose template takes user and assistant" in line
+
+
+def test_a_context_that_is_too_small(tmp_path: Path) -> None:
+    line = refused(tmp_path, speaker(), "--model.max_length", "4096")
+    assert "knows 2048 positions; set model.max_length to 2048 or less" in line
+    keys = ("--model", speaker(), "--rollout.max_tokens", "24", "--model.max_length", "26")
+    assert "raise model.max_length from 26" in mistake(tmp_path, "train", "bandit", *keys)
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    model = tiny_model(tiny_tokenizer("chatml"))
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.inf
+    save_model(model, tiny_tokenizer("chatml"), tmp_path / "model")
+    line = refused(tmp_path, tmp_path / "model")
+    assert "are damaged: model.norm.weight holds NaN or infinity" in line
+
+
+def test_a_run_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragen.engines.memory.available", lambda _: 4 * 2**20)
+    line = mistake(tmp_path, "train", "bandit")
+    assert "MiB, and 4 MiB are free on the cpu; no setting makes them fit" in line
+
+
+@pytest.mark.parametrize("misdeed", ["raise in reset", "hang in reset", "no observation"])
+def test_a_world_that_breaks_in_every_episode(tmp_path: Path, misdeed: str) -> None:
+    line = mistake(
+        tmp_path,
+        *("eval", "random", "--world", f"{ROGUE}:Rogue", "--world.params.misdeed", misdeed),
+        *("--episodes", "2", "--world.timeout_s", "0.05"),
+    )
+    assert "failed in every episode" in line and "ragen check" in line
+    values = settings(eval__episodes=2, world__timeout_s=0.05, world__name=f"{ROGUE}:Rogue")
+    keys = [text for key, value in values.items() for text in (f"--{key}", str(value).lower())]
+    keys[keys.index("--model.path") + 1] = str(speaker())
+    keys[keys.index("--world.name") + 1] = f"{ROGUE}:Rogue"
+    keys += ["--world.params.misdeed", misdeed]
+    code, _, err = ragen("train", "bandit", *keys, "--out", "run", cwd=tmp_path)
+    assert code == 2 and "Traceback" not in err, err
+    assert "failed in every episode" in err.splitlines()[-1]
+
+
+def test_a_prompt_that_leaves_no_room(tmp_path: Path) -> None:
+    more = ("--world", "bandit", "--rollout.max_tokens", "24", "--model.max_length", "26")
+    assert "raise model.max_length" in mistake(tmp_path, "eval", speaker(), *more)
+    values = settings(steps=1, model__max_length=16, eval__episodes=0)
+    with pytest.raises(RagenError, match=r"raise model\.max_length"):
+        train(resolve("bandit", values), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_world_that_cannot_be_made(tmp_path: Path) -> None:
+    world = ("--world", f"{ROGUE}:Rogue", "--world.params.misdeed", "raise in init")
+    assert "cannot be made: KeyError" in mistake(tmp_path, "train", "bandit", *world)
+    assert "cannot be made: KeyError" in mistake(tmp_path, "eval", "random", *world)
+    assert "cannot be made: KeyError" in mistake(tmp_path, "play", *world[1:])
+
+
+def test_a_world_that_hangs_when_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen.envs.contract.MAKE_S", 0.05)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "hangs.py").write_text("while True: pass\n")
+    assert "longer than 0.05 s" in mistake(tmp_path, "check", "hangs.py:World")
+
+
+@pytest.mark.parametrize("misdeed", ["raise", "hang", "text as reward", "raise in solve"])
+def test_a_world_that_breaks_while_it_is_played(tmp_path: Path, misdeed: str) -> None:
+    more = ("--world.params.misdeed", misdeed, "--world.timeout_s", "0.05")
+    line = mistake(tmp_path, "play", f"{ROGUE}:Rogue", "--player", "solver", *more)
+    assert "failed" in line and "ragen check" in line
+
+
+def test_a_world_that_breaks_while_it_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "breaks.py").write_text(
+        "from tests.rogue import Rogue\n"
+        "class Breaks(Rogue):\n    def __init__(self): super().__init__('raise')\n"
+    )
+    line = mistake(tmp_path, "check", "breaks.py:Breaks")
+    assert "raised while it was checked: ZeroDivisionError" in line
+
+
+def test_a_damaged_run(tmp_path: Path) -> None:
+    train(resolve("bandit", settings(steps=0)), tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-0" / "state.json").write_text("{")
+    assert "is damaged" in mistake(tmp_path, "resume", "run")
+    (tmp_path / "run" / "config.toml").write_text("steps = [")
+    assert "not valid TOML" in mistake(tmp_path, "resume", "run")
+    assert "not valid TOML" in mistake(tmp_path, "eval", "run")
+
+
+def test_a_mistake_in_a_real_shell(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ragen.cli.main", "train", "bandti"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROGUE.parents[1])},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ragen: unknown recipe 'bandti'; did you mean 'bandit'?")
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
+    def refused(step: int) -> str:
+        with pytest.raises(RagenError) as caught, writing(tmp_path, step, keep=2):
+            raise OSError(28, "No space left on device")
+        return str(caught.value)
+
+    assert f"remove {tmp_path}, which holds no step yet, and start again" in refused(0)
+    with writing(tmp_path, 0, keep=2) as folder:
+        write_state(folder, {"step": 0})
+    assert f"then go on with: ragen resume {tmp_path}" in refused(1)

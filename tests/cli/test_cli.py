@@ -1,0 +1,469 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Never
+
+import pytest
+from rich.console import Console
+
+from ragen.cli.main import COMMANDS, main
+from ragen.config import reading as settings
+from ragen.config.sections import Config
+from ragen.core.errors import RagenError
+from ragen.core.stopping import StopRequested
+from ragen.core.types import Episode
+from ragen.evaluation.evaluation import Evaluation
+from ragen.training.progress import Lines, LiveTable, Watcher, watcher_for
+
+Capture = pytest.CaptureFixture[str]
+
+
+def evaluation(success: float, temperature: float = 1.0) -> Evaluation:
+    return Evaluation(
+        world="bandit",
+        target="run",
+        temperature=temperature,
+        episodes=64,
+        success=success,
+        success_low=success - 0.1,
+        success_high=success + 0.1,
+        random=0.5,
+        best=1.0,
+        mean_return=0.2,
+        mean_return_low=0.1,
+        mean_return_high=0.3,
+        random_return=0.2,
+        best_return=0.25,
+        mean_turns=1.0,
+        mean_actions=1.0,
+        valid_fraction=1.0,
+        completion_tokens=9.0,
+        failed=0,
+        first_level=123,
+        seconds=0.5,
+    )
+
+
+def result(run: Path) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        run=run,
+        world="bandit",
+        before=evaluation(0.5),
+        after=evaluation(0.875),
+        before_greedy=evaluation(0.5, 0.0),
+        after_greedy=evaluation(0.9375, 0.0),
+        seconds=12.34,
+        signs=(),
+        alarms=("step 3, grad_spike: the gradient norm jumped to 9, usual is 1",),
+    )
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Stand something in for the trainer, which would load torch and take its time."""
+
+    def install(work: Callable[..., Any]) -> None:
+        fake = types.ModuleType("ragen.training.trainer")
+        fake.train = work  # type: ignore[attr-defined]
+        fake.resume = work  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "ragen.training.trainer", fake)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("trian bandit", "unknown command 'trian'; did you mean 'train'?"),
+        ("train", "the following arguments are required: RECIPE"),
+        ("train banditt", "unknown recipe 'banditt'; did you mean 'bandit'?"),
+        ("train bandit extra", "unrecognized arguments: extra"),
+        ("train bandit --update.lrr 1", "unknown key 'update.lrr'; did you mean 'update.lr'?"),
+        ("train bandit --lr 1", "unknown key 'lr'; did you mean 'update.lr'?"),
+        ("train bandit --update.lr fast", 'update.lr = "fast": expected a number > 0'),
+        ("train bandit --update.lr", "--update.lr needs a value: a number > 0"),
+        ("train bandit --update.lr --json", "--update.lr needs a value: a number > 0"),
+        ("train bandit --filter top_k", "'filter' is a section: set one of filter."),
+        ("train bandit --jsn", "unknown option --jsn; did you mean --json?"),
+        ("train bandit --world banditt", "unknown world 'banditt'; did you mean 'bandit'?"),
+        ("train bandit --world.params.zz 1", "world bandit has no parameter 'zz'"),
+        ("train bandit --algorithm starpo/pppo", "did you mean 'starpo/ppo'?"),
+        ("train bandit --rollout.members 1", "set rollout.members to 2 or more"),
+        ("eval random --episodes many", "argument --episodes: invalid int value: 'many'"),
+        ("eval random --episodes 0", "episodes = 0: expected a whole number"),
+        ("eval random --temperature=-1", "temperature = -1.0: expected a number"),
+        ("envs --jsn", "unknown option --jsn; did you mean --json?"),
+        ("envs --update.lr 3", "unknown option --update.lr; ragen envs --help lists them all"),
+        ("train bandit --reward.terms.length", "--reward.terms.length needs a value\n"),
+        ("check nowhere.py:World", "no file nowhere.py"),
+        ("play banditt --player random", "unknown world 'banditt'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: str, words: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments.split()) == 2
+    output = capsys.readouterr()
+    assert words in output.err
+    assert output.err.startswith("ragen: ") and output.err.count("\n") == 1
+    assert output.out == ""
+    assert os.listdir(tmp_path) == []
+
+
+def test_overview_names_every_command(capsys: Capture) -> None:
+    for arguments in ([], ["--help"]):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert all(f"  {name} " in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_explains_itself(name: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: ragen {name}" in capsys.readouterr().out
+
+
+def test_train_help_has_every_key_recipe_and_preset(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert [key for key in set(settings.keys()) if f"--{key}" not in shown] == ["recipe"]
+    for name in (*settings.recipes(), *settings.presets()):
+        assert f"  {name} " in shown
+
+
+def test_dry_run_prints_a_config_and_writes_nothing(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = "train --update.lr 3e-4 bandit --model there --seed=7 --prompt.think false --dry-run"
+    assert main([*line.split(), "--world.params.risky-probability", ".5"]) == 0
+    shown = capsys.readouterr().out
+    assert "#   update.lr = 0.0003  (preset: 1e-06)" in shown
+    config = Config.model_validate(tomllib.loads(shown))
+    assert (config.update.lr, config.model.path, config.seed) == (3e-4, "there", 7)
+    assert (config.prompt.think, config.world.params) == (False, {"risky_probability": 0.5})
+    assert os.listdir(tmp_path) == []
+
+
+def test_dry_run_says_that_a_model_is_not_here(capsys: Capture) -> None:
+    assert main(["train", "bandit", "--model", "./typo", "--dry-run"]) == 0
+    assert "./typo is no folder, nor in the Hub's cache" in capsys.readouterr().out
+
+
+def test_dry_run_ends_with_the_memory_plan(capsys: Capture) -> None:
+    assert main(["train", "bandit", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    *_, total, certain, most = shown.splitlines()
+    assert total.startswith("# memory: up to ") and "optimiser" in certain and "sampler" in most
+    assert Config.model_validate(tomllib.loads(shown)).model.path == "base"
+
+
+def test_a_run_ends_with_table_and_json(
+    trainer: Callable[[Any], None], capsys: Capture, tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+
+    def train(config: Config, out: Path, *, watcher: Watcher) -> types.SimpleNamespace:
+        seen.append((config.steps, out))
+        watcher.begin(out, config, 0)
+        watcher.step(1, {"success/mean": 0.5, "reward/std_in_group": 0.25, "entropy/mean": 0.125})
+        watcher.evaluated(1, evaluation(0.875))
+        return result(out)
+
+    trainer(train)
+    out = tmp_path / "run"
+    assert main(["train", "bandit", "--steps", "3", "--out", str(out), "--json"]) == 0
+    assert seen == [(3, out)]
+    output = capsys.readouterr()
+    assert json.loads(output.out) == {
+        "world": "bandit",
+        "before": 0.5,
+        "after": 0.875,
+        "random": 0.5,
+        "best": 1.0,
+        "seconds": 12.3,
+        "run": str(out),
+        "before_greedy": 0.5,
+        "after_greedy": 0.9375,
+        "alarms": ["step 3, grad_spike: the gradient norm jumped to 9, usual is 1"],
+    }
+    for words in ("random play", "before, T=1", "after, greedy", "77.5% – 97.5%", "best play"):
+        assert words in output.err
+    assert "step 1/3  success 50%  reward std 0.25  entropy 0.12" in output.err
+    assert f"ragen play bandit --player {out}" in output.err
+
+
+def test_quiet_run_shows_the_result_only(
+    trainer: Callable[[Any], None], capsys: Capture, tmp_path: Path
+) -> None:
+    trainer(lambda run, watcher: watcher.step(1, {}) or result(run))
+    (tmp_path / "config.toml").touch()
+    assert main(["resume", str(tmp_path), "--quiet"]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert "after, greedy" in output.out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_how_to_go_on(
+    number: int, code: int, trainer: Callable[[Any], None], capsys: Capture, tmp_path: Path
+) -> None:
+    def train(config: Config, out: Path, *, watcher: Watcher) -> None:
+        watcher.begin(out, config, 0)
+        raise StopRequested(number)
+
+    trainer(train)
+    assert main(["train", "bandit", "--out", str(tmp_path / "run")]) == code
+    assert f"ragen resume {tmp_path / 'run'}\n" in capsys.readouterr().err
+
+
+@pytest.fixture
+def on_ctrl_c() -> Iterator[Callable[[Any], None]]:
+    """Sets what SIGINT does; tests may themselves run where it is ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda handler: signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "ctrl_c"),
+    [
+        (signal.SIGINT, 130, signal.default_int_handler),
+        (signal.SIGTERM, 143, signal.default_int_handler),
+        (signal.SIGTERM, 143, signal.SIG_IGN),
+    ],
+)
+def test_a_signal_outside_of_the_loop(
+    number: int,
+    code: int,
+    ctrl_c: Any,
+    on_ctrl_c: Callable[[Any], None],
+    trainer: Callable[[Any], None],
+    capsys: Capture,
+) -> None:
+    on_ctrl_c(ctrl_c)
+    before = signal.getsignal(signal.SIGTERM)
+    trainer(lambda *_, **__: os.kill(os.getpid(), number) or time.sleep(5))
+    assert main(["train", "bandit", "--quiet"]) == code
+    assert capsys.readouterr().err == "ragen: interrupted at once; nothing had begun\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_mistake_found_by_a_task_is_a_mistake(
+    trainer: Callable[[Any], None], capsys: Capture
+) -> None:
+    def train(*_: object, **__: object) -> None:
+        raise ExceptionGroup("tasks", [ExceptionGroup("inner", [RagenError("no\nsolver")])])
+
+    trainer(train)
+    assert main(["train", "bandit"]) == 2
+    assert capsys.readouterr().err == "ragen: no solver\n"
+
+
+def test_a_bug_keeps_its_traceback(trainer: Callable[[Any], None]) -> None:
+    def train(*_: object, **__: object) -> None:
+        raise ExceptionGroup("tasks", [RagenError("mistake"), ZeroDivisionError()])
+
+    trainer(train)
+    with pytest.raises(ExceptionGroup):
+        main(["train", "bandit"])
+    trainer(lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "bandit"])
+
+
+def test_eval_prints_one_json_object(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        main(["eval", "solver", "--world", "bandit", "--episodes", "8", "--seed", "1", "--json"])
+        == 0
+    )
+    record = json.loads(capsys.readouterr().out)
+    assert (record["world"], record["episodes"], record["success"]) == ("bandit", 8, 1.0)
+    assert record["success_low"] < 1.0 == record["success_high"] == record["best"]
+    assert main(["eval", "random", "--world", "bandit", "--episodes", "8"]) == 0
+    assert "random play" in capsys.readouterr().out
+
+
+def test_envs_lists_every_world_with_its_references(capsys: Capture) -> None:
+    assert main(["envs", "--json", "--episodes", "4"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {"bandit", "frozen-lake", "frozen-lake-still", "sokoban"} <= rows.keys()
+    assert (rows["bandit"]["random"], rows["bandit"]["best"]) == (0.5, 1.0)
+    assert main(["envs", "--episodes", "4"]) == 0
+    assert "random play" in capsys.readouterr().out
+
+
+def test_check_holds_worlds_to_the_contract(capsys: Capture) -> None:
+    assert main(["check", "bandit", "frozen-lake"]) == 0
+    assert capsys.readouterr().out.count("keeps the contract") == 2
+
+
+def test_a_person_plays_and_leaves(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Dragon\n"))
+    assert main(["play", "bandit"]) == 0
+    assert "> Dragon" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))  # Ctrl-D
+    assert main(["play", "bandit"]) == 0
+
+
+def test_watching_the_solver(capsys: Capture) -> None:
+    assert main(["play", "frozen-lake-still", "--player", "solver"]) == 0
+    assert "solved, reward 1" in capsys.readouterr().out
+    assert main(["play", "paper/bandit", "--player", "solver"]) == 0, "as a recipe has it"
+    assert "Phoenix" in capsys.readouterr().out
+
+
+def test_doctor_finds_this_machine_well(capsys: Capture) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "GFLOP/s" in found["float32 matrix product"]
+    assert re.fullmatch(r"two steps of bandit in \d+\.\d s", found["end to end"])
+
+
+def test_doctor_says_why_no_agent_can_be_trained(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its training fails like anyone's: here the embedded model cannot be read."""
+
+    def broken(*_: object) -> Never:
+        raise RagenError("cannot load the model 'base'")
+
+    monkeypatch.setattr("ragen.training.trainer.local_engine", broken)
+    assert main(["doctor"]) == 1
+    assert "NO  end to end               cannot load the model 'base'" in capsys.readouterr().out
+
+
+def test_help_is_quick_and_light() -> None:
+    """Under 0.5 s; the bound on modules holds also where the machine is busy."""
+    code = (
+        "import sys; from ragen.cli.main import main; main(['--help']); "
+        "heavy = {'torch', 'transformers', 'numpy', 'gymnasium', 'pydantic', 'rich'}; "
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "ragen", "--help"], capture_output=True, check=True)
+    assert time.perf_counter() - start < 2.0
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    line = f'"{sys.executable}" -m ragen.cli.main train --help | head -n 1'
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("usage: ragen train")
+    assert done.stderr == ""
+
+
+def test_watcher_suits_the_place() -> None:
+    assert type(watcher_for(Console(), quiet=True)) is Watcher
+    assert type(watcher_for(Console(force_terminal=False))) is Lines
+    assert type(watcher_for(Console(force_terminal=True))) is LiveTable
+
+
+def watch(watcher: Watcher, run: Path, steps: int = 2) -> None:
+    """A short run as a watcher sees it."""
+    watcher.begin(run, settings.resolve("bandit", {"steps": steps}), 0)
+    watcher.evaluated(0, evaluation(0.5))
+    watcher.evaluated(0, evaluation(0.25, temperature=0.0))
+    episode = Episode("bandit", 1, 2, 0, 0, (), "solved", True, False, False, True)
+    for step in range(1, steps + 1):
+        watcher.episode(episode)
+        metrics = {"success/mean": step / steps, "reward/std_in_group": 0.25, "entropy/mean": 0.125}
+        speed = {"time/tokens_per_s": 5000.0}
+        watcher.step(step, metrics | speed | {"gradient/policy_norm": 1.5})
+    watcher.alarm(2, "step 2, grad_spike: 30, usual is 1")
+    watcher.end()
+    watcher.end()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_live_table_shows_signals_beside_floor_and_ceiling(width: int, tmp_path: Path) -> None:
+    console = Console(force_terminal=True, record=True, width=width, file=io.StringIO())
+    watch(LiveTable(console), tmp_path)
+    shown = console.export_text()
+    assert "! step 2, grad_spike: 30, usual is 1\n" in shown
+    above = "T=1: success 50.0% [40.0%, 60.0%] on 64 levels (random play 50.0%, best play 100.0%)"
+    assert f"step 0  {above}\n" in shown
+    table = [line.strip() for line in shown.splitlines()[-7:]]
+    assert table[0].startswith("bandit  ━━━") and table[0].endswith("step 2 of 2  evaluating")
+    assert [" ".join(line.split()) for line in table[1:]] == [
+        "evaluated 50.0% ▁ [40.0%, 60.0%] T=1, step 0",  # the greedy one stays above
+        "success 100% ▁█ random play 50.0%, best play 100.0%",
+        "reward std 0.25 ▁▁",
+        "entropy 0.12 ▁▁",
+        "gradient norm 1.50 ▁▁",
+        "tokens/s 5.0k ▁▁",
+    ]
+
+
+def test_a_narrow_terminal_keeps_the_numbers(tmp_path: Path) -> None:
+    console = Console(force_terminal=True, record=True, width=56, file=io.StringIO())
+    watch(LiveTable(console), tmp_path)
+    table = console.export_text().rpartition("bandit  ━")[2]
+    assert all(number in table for number in ("50.0%", "100%", "0.25", "0.12", "1.50", "5.0k"))
+
+
+def test_time_left_is_that_of_the_steps_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    console = Console(force_terminal=True, record=True, width=80, file=io.StringIO())
+    table = LiveTable(console)
+    table.begin(tmp_path, settings.resolve("bandit", {"steps": 10}), 0)
+    now = 100.0  # evaluated; a step then takes 30 s: 8 of them are left after two
+    table.evaluated(0, evaluation(0.5))
+    now = 160.0
+    table.step(2, {"success/mean": 0.5})
+    table.end()
+    assert "step 2 of 10  4:00 left" in console.export_text()
+
+
+@pytest.mark.parametrize(("begun", "updates"), [(0, (3, 6)), (5, (20, 23))])
+def test_a_length_in_updates_is_told_in_updates(
+    begun: int, updates: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    console = Console(force_terminal=True, record=True, width=80, file=io.StringIO())
+    table = LiveTable(console)
+    table.begin(tmp_path, settings.resolve("bandit", {"steps": 30, "budget": "updates"}), begun)
+    for number, done in enumerate(updates, 1):
+        now += 30.0  # for 3 updates
+        table.step(begun + number, {"success/mean": 0.5, "progress/updates": float(done)})
+    table.end()
+    left = {6: "4:00", 23: "1:10"}[updates[-1]]
+    assert f"step {begun + 2}, {updates[-1]} of 30 updates  {left} left" in console.export_text()
+
+
+def test_lines_say_the_same_without_a_terminal(tmp_path: Path) -> None:
+    console = Console(force_terminal=False, record=True, width=80, file=io.StringIO())
+    watch(Lines(console), tmp_path)
+    signals = "reward std 0.25  entropy 0.12  gradient norm 1.50  tokens/s 5.0k"
+    assert console.export_text().splitlines()[1:] == [
+        "step 0/2  T=1: success 50.0% [40.0%, 60.0%] on 64 levels "
+        "(random play 50.0%, best play 100.0%)",
+        "step 0/2  greedy: success 25.0% [15.0%, 35.0%] on 64 levels "
+        "(random play 50.0%, best play 100.0%)",
+        f"step 1/2  success 50%  {signals}",
+        f"step 2/2  success 100%  {signals}",
+        "! step 2, grad_spike: 30, usual is 1",
+    ]

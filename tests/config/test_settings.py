@@ -1,0 +1,411 @@
+"""How a run's values are settled, and how a mistake in them is told."""
+
+import itertools
+import tomllib
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen.config import reading as settings
+from ragen.config.reading import differences, dump, flatten, read_config, resolve
+from ragen.config.sections import READ_WITH, AdvantageConfig, Config
+from ragen.core.errors import RagenError
+
+PRESETS = sorted(settings.presets())
+
+
+def message(*args: object) -> str:
+    with pytest.raises(RagenError) as caught:
+        resolve(*args)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_sampler_is_named_or_addressed() -> None:
+    for wrong in ("vlm", "127.0.0.1:8000", "local "):
+        text = message(None, {"rollout.sampler": wrong})
+        assert f"{wrong!r}: expected local, vllm, or the URL of a vLLM server" in text
+    assert resolve(None, {"rollout.sampler": "http://127.0.0.1:8000"})
+
+
+def test_layers_win_in_order(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('algorithm = "starpo-s/grpo"\n[loss]\nclip_high = 0.3\nentropy = 0.5\n')
+    config = resolve(recipe, {"loss.entropy": 0.25})
+    assert config.recipe == "mine"
+    assert config.loss.clip_low == Config().loss.clip_low  # default
+    assert config.advantage.name == "grpo"  # preset
+    assert config.loss.clip_high == 0.3  # recipe over preset (0.28)
+    assert config.loss.entropy == 0.25  # override over recipe (0.5)
+
+
+def test_preset_named_on_the_command_line_goes_below_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('algorithm = "starpo-s/grpo"\n[loss]\nclip_high = 0.3\n')
+    config = resolve(recipe, {"algorithm": "starpo/ppo"})
+    assert (config.advantage.name, config.filter.rule, config.loss.clip_high) == ("gae", "all", 0.3)
+
+
+def test_nested_dotted_and_short_overrides_agree() -> None:
+    dotted = resolve(None, {"world.name": "bandit", "world.params.slip": 0.5, "model.path": "x"})
+    nested = resolve(None, {"world": {"name": "bandit", "params": {"slip": 0.5}}, "model": "x"})
+    assert dotted == nested
+
+
+def test_world_parameters_merge_over_layers(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[world.params]\nsize = 5\nnames = "pairs"\n')
+    assert resolve(recipe, {"world.params.size": 4}).world.params == {"size": 4, "names": "pairs"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_is_valid_alone(name: str) -> None:
+    config = resolve(None, {"algorithm": name})
+    assert config.algorithm == name
+    assert differences(config) == []
+    assert settings.first_comment(settings.presets()[name])
+
+
+def what_it_does(name: str) -> dict[str, object]:
+    """A preset's values, without those that it never reads."""
+    config = resolve(None, {"algorithm": name})
+    return {
+        key: value
+        for key, value in flatten(config).items()
+        if key not in ("algorithm", *settings.unread(config))
+    }
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(PRESETS, 2)))
+def test_any_two_presets_differ_in_what_they_do(one: str, other: str) -> None:
+    assert what_it_does(one) != what_it_does(other)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_key_of_a_preset_has_an_effect(name: str) -> None:
+    """As the preset is, or with the weight that it sets to 0 and a user may switch on again."""
+    config = resolve(None, {"algorithm": name, "loss.kl": 0.1})
+    assert not settings.load_preset(name).keys() & set(settings.unread(config))
+
+
+def test_presets_hold_the_published_values() -> None:
+    starpo_ppo, starpo_grpo, s_ppo, s_grpo = (
+        resolve(None, {"algorithm": name})
+        for name in ("starpo/ppo", "starpo/grpo", "starpo-s/ppo", "starpo-s/grpo")
+    )
+    for vanilla in (starpo_ppo, starpo_grpo):
+        assert (vanilla.filter.rule, vanilla.loss.kl, vanilla.loss.clip_high) == ("all", 0.001, 0.2)
+    assert (starpo_ppo.loss.kl_kind, starpo_grpo.loss.kl_kind) == ("k1", "k3")
+    for stable in (s_ppo, s_grpo):
+        assert (stable.filter.rule, stable.filter.value) == ("top_k", 0.25)
+        assert (stable.loss.kl, stable.loss.clip_low, stable.loss.clip_high) == (0.0, 0.2, 0.28)
+    for config in (starpo_ppo, starpo_grpo, s_ppo, s_grpo):
+        assert (config.rollout.prompts, config.rollout.members) == (8, 16)
+        assert (config.update.minibatch_episodes, config.update.passes) == (32, 1)
+        assert config.reward.format_penalty == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage", "aggregation", "clip_high", "kl", "updates"),
+    [
+        ("grpo", "grpo", "episode_mean", 0.2, (0.04, "k3"), 1),
+        ("dr-grpo", "dr_grpo", "constant", 0.2, (0.0, None), 1),
+        ("dapo", "grpo", "token_mean", 0.28, (0.0, None), 16),
+        ("rloo", "rloo", "constant", 0.2, (0.03, "k1"), 1),
+        ("reinforce++", "reinforce_pp", "token_mean", 0.2, (0.01, "k1"), 2),
+        ("gigpo", "gigpo", "token_mean", 0.2, (0.01, "k3"), 4),
+    ],
+)
+def test_presets_of_other_papers_hold_their_values(
+    name: str,
+    advantage: str,
+    aggregation: str,
+    clip_high: float,
+    kl: tuple[float, str | None],
+    updates: int,
+) -> None:
+    config = resolve(None, {"algorithm": name})
+    loss, update, rollout = config.loss, config.update, config.rollout
+    assert (config.advantage.name, loss.aggregation) == (advantage, aggregation)
+    assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.entropy) == (0.2, clip_high, 0, 0)
+    assert (loss.kl, loss.kl_kind if loss.kl else None) == kl
+    episodes = rollout.prompts * rollout.members * update.passes
+    assert episodes / update.minibatch_episodes == updates
+    assert (rollout.refill, config.filter.include_zero) == (
+        (3, False) if name == "dapo" else (0, True)
+    )
+
+
+@pytest.mark.parametrize("name", sorted(settings.recipes()))
+def test_recipe_resolves_and_is_short(name: str) -> None:
+    file = settings.recipes()[name]
+    assert resolve(name).recipe == name
+    assert settings.first_comment(file)
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 25
+
+
+def test_number_of_knobs() -> None:
+    assert len(settings.keys()) <= 95
+
+
+def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
+    config = resolve("bandit", {"world.params.deep": {"a": [1, 2.5, "x"]}, "update.lr": 3e-4})
+    (tmp_path / "config.toml").write_text(dump(config), encoding="utf-8")
+    assert read_config(tmp_path / "config.toml") == config
+
+
+@given(
+    lr=st.floats(1e-12, 1e3, allow_nan=False),
+    seed=st.integers(0, 2**62),
+    name=st.text(st.characters(exclude_categories=("Cs",))),
+)
+def test_any_value_survives_the_toml(lr: float, seed: int, name: str) -> None:
+    config = resolve(None, {"update.lr": lr, "seed": seed, "world.params.name": name})
+    assert Config.model_validate(tomllib.loads(dump(config))) == config
+
+
+def test_reward_terms_merge_over_layers(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[reward.terms]\ngrounding = 0.5\nlength = 0.25\n")
+    config = resolve(recipe, {"reward.terms.length": 0.125})
+    assert config.reward.terms == {"grounding": 0.5, "length": 0.125}
+    assert ("reward.terms.length", None, 0.125) in differences(config)
+    (tmp_path / "config.toml").write_text(dump(config), encoding="utf-8")
+    assert read_config(tmp_path / "config.toml") == config
+
+
+def test_differences_name_the_preset_value() -> None:
+    config = resolve(None, {"algorithm": "starpo-s/grpo", "loss.clip_high": 0.4, "seed": 3})
+    assert [tuple(row) for row in differences(config)] == [
+        ("seed", 0, 3),
+        ("loss.clip_high", 0.28, 0.4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"update.lrr": 1.0}, "unknown key 'update.lrr'; did you mean 'update.lr'?"),
+        ({"lr": 1.0}, "unknown key 'lr'; did you mean 'update.lr'?"),
+        ({"update": {"pases": 1}}, "unknown key 'update.pases'; did you mean 'update.passes'?"),
+        ({"wrld.name": "x"}, "unknown key 'wrld.name'; did you mean 'world.name'?"),
+        ({"qqqq": 1}, "unknown key 'qqqq'; ragen train --help lists them all"),
+        ({"filter": "top_k"}, "'filter' is a section: set one of filter.score, filter.rule"),
+        ({"update.lr": "fast"}, 'update.lr = "fast": expected a number > 0'),
+        ({"update.lr": float("nan")}, "update.lr = nan: expected a number > 0"),
+        ({"update.passes": 1.5}, "update.passes = 1.5: expected a whole number ≥ 1"),
+        ({"seed": True}, "seed = true: expected a whole number ≥ 0"),
+        ({"prompt.think": 1}, "prompt.think = 1: expected true or false"),
+        (
+            {"filter.rule": "topk"},
+            'filter.rule = "topk": expected all, top_k, top_p, top_p_softmax or min_p',
+        ),
+        ({"world.params": 3}, "world.params = 3: expected a table; set world.params.NAME"),
+        ({"algorithm": "ppo"}, "unknown algorithm 'ppo'; did you mean 'starpo/ppo'?"),
+        (
+            {"algorithm": "starpos/ppo"},
+            "unknown algorithm 'starpos/ppo'; did you mean 'starpo-s/ppo'?",
+        ),
+        ({"algorithm": 3}, "algorithm = 3: expected the name of a preset as text"),
+        ({"filter.rule": "top_k", "filter.value": 1.5}, "filter.value = 1.5: expected a share"),
+        ({"filter.rule": "top_p", "filter.value": 3}, "filter.value = 3: expected a share up to 1"),
+        ({"filter.rule": "top_k", "filter.value": 9}, "filter.value = 9: a step has 8 groups"),
+        (
+            {"guard.responses.mi_drop": "stop", "diagnose.information_every": 0},
+            "guard.responses.mi_drop compares measures of thoughts: set diagnose.information_every",
+        ),
+        ({"filter.rule": "min_p", "filter.score": "mean"}, '"mean" may be negative; use "top_k"'),
+        ({"filter.rule": "top_k", "filter.reweight": True}, 'set filter.rule = "all"'),
+        ({"filter.include_zero": False, "rollout.members": 1}, "rollout.members to 2 or more"),
+        ({"rollout.refill": 1}, "set filter.include_zero = false"),
+        ({"rollout.refill": 4}, "rollout.refill = 4: expected a whole number ≥ 0 and ≤ 3"),
+        ({"loss.name": "gspo"}, "set loss.clip_low = 3e-4 and loss.clip_high = 4e-4"),
+        ({"loss.dual_clip": 0.5}, "loss.dual_clip = 0.5: expected a bound above 1, or 0 for none"),
+        (
+            {"reward.terms.grounded": 0.1},
+            "reward.terms.grounded: there is no such term; did you mean 'grounding'?",
+        ),
+        ({"reward.terms": {"xyz": 1}}, "there is no such term; one of grounding, consistency, "),
+        ({"reward.terms.length": -1}, "reward.terms.length = -1: expected a number ≥ 0"),
+        ({"reward.terms.length": True}, "reward.terms.length = True: expected a number ≥ 0"),
+        (
+            {"reward.terms.length": 1, "prompt.think": False},
+            "reward.terms are about thoughts: set prompt.think = true",
+        ),
+        ({"loss.name": "nll"}, 'loss.name = "nll" learns from demonstrations'),
+        ({"advantage.name": "grpo", "rollout.members": 1}, "set rollout.members to 2 or more"),
+        ({"advantage.name": "grpo"}, 'use "k3" or "k2", or loss.kl = 0'),
+        ({"advantage.name": "gigpo", "loss.kl": 0.1}, "divides by a std of rewards"),
+        ({"advantage.name": "bi_level_gae"}, 'set reward.placement to "turn"'),
+        (
+            {"reward.normalise": "mean", "rollout.members": 1, "filter.rule": "all"},
+            'reward.over = "group" compares the members of a group: set rollout.members to 2',
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_way_out(overrides: dict[str, object], words: str) -> None:
+    assert words in message(None, overrides)
+
+
+GROUP_OF_THEIRS = {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gigpo"}
+
+
+@pytest.mark.parametrize(
+    ("normalise", "over", "refused"),
+    [
+        *[(method, "group", GROUP_OF_THEIRS) for method in ("mean", "mean_std", "asym_clip")],
+        ("mean", "batch", GROUP_OF_THEIRS | {"reinforce_pp"}),
+        ("mean_std", "batch", GROUP_OF_THEIRS - {"dr_grpo", "rloo"} | {"reinforce_pp"}),
+        ("mean_std", "world", GROUP_OF_THEIRS - {"dr_grpo", "rloo"} | {"reinforce_pp"}),
+        ("asym_clip", "batch", set()),
+        ("identity", "group", set()),
+    ],
+)
+def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: set[str]) -> None:
+    for name in get_args(AdvantageConfig.model_fields["name"].annotation):
+        asked = {
+            "advantage.name": name,
+            "reward.normalise": normalise,
+            "reward.over": over,
+            "reward.placement": "turn" if name == "bi_level_gae" else "episode",
+            "loss.kl": 0.0,
+        }
+        if name in refused:
+            assert 'set reward.normalise to "identity"' in message(None, asked)
+        else:
+            assert resolve(None, asked).reward.over == over
+
+
+UNREAD = {  # a value other than the default for each key, and an algorithm that never reads it
+    "prompt.history_thoughts": ("drop", {"prompt.window": 1}),
+    "model.critic": ("shared", {"algorithm": "starpo/grpo"}),
+    "lora.alpha": (8, {}),
+    "lora.targets": ("q_proj", {}),
+    "rollout.gpu_memory": (0.3, {}),
+    "reward.placement": ("turn", {"algorithm": "starpo/grpo"}),
+    "reward.over": ("batch", {"algorithm": "starpo/grpo"}),
+    "filter.score": ("entropy", {"algorithm": "starpo/grpo"}),
+    "filter.value": (0.5, {"algorithm": "starpo/grpo"}),
+    "filter.keep": ("smallest", {"algorithm": "starpo/grpo"}),
+    "filter.scale": ("sqrt", {"algorithm": "starpo/grpo"}),
+    "advantage.gamma": (0.9, {"algorithm": "starpo/grpo"}),
+    "advantage.lam": (0.9, {"algorithm": "starpo/grpo"}),
+    "advantage.turn_gamma": (0.9, {"algorithm": "starpo/grpo"}),
+    "advantage.step_weight": (0.5, {"algorithm": "starpo/grpo"}),
+    "advantage.whiten": (False, {"algorithm": "starpo/grpo"}),
+    "loss.dual_clip": (2.0, {"loss.name": "cispo"}),
+    "loss.importance_cap": (3.0, {"model.dtype": "float32"}),
+    "loss.kl_kind": ("k2", {"loss.kl": 0.0}),
+    "loss.value_clip": (0.1, {"algorithm": "starpo/grpo"}),
+    "update.critic_lr": (0.1, {"algorithm": "starpo/grpo"}),
+    "update.critic_warmup_steps": (3, {"algorithm": "starpo/grpo"}),
+    "diagnose.thoughts": (32, {"diagnose.information_every": 0}),
+    "eval.every": (5, {"eval.episodes": 0}),
+    "eval.temperature": (0.5, {"eval.episodes": 0}),
+    "diagnose.information_every": (1, {"prompt.think": False}),
+    "guard.rollbacks": (5, {}),
+    "guard.remedy": ("kl", {}),
+    "guard.stalled_s": (60.0, {"guard.responses.stalled": "off"}),
+}
+READ = {
+    "lora.alpha": {"lora.rank": 8},
+    "lora.targets": {"lora.rank": 8},
+    "rollout.gpu_memory": {"rollout.sampler": "vllm"},
+    "reward.over": {"reward.normalise": "mean"},
+    "advantage.turn_gamma": {"algorithm": "gigpo"},
+    "advantage.step_weight": {"algorithm": "gigpo"},
+    "filter.score": {"filter.rule": "top_k"},
+    "filter.value": {"filter.rule": "top_k"},
+    "filter.keep": {"filter.rule": "top_k"},
+    "filter.scale": {"filter.include_zero": False},
+    "loss.importance_cap": {"model.dtype": "bfloat16"},
+    "diagnose.thoughts": {"diagnose.information_every": 5},
+    "guard.rollbacks": {"guard.responses.mi_drop": "rollback"},
+    "guard.remedy": {"guard.responses.mi_drop": "rollback"},
+}
+"""What has to be set beside a key, of the default algorithm, for it to be read."""
+
+
+def test_every_key_that_may_go_unread_has_a_case() -> None:
+    assert UNREAD.keys() == READ_WITH.keys() <= settings.keys().keys()
+
+
+@pytest.mark.parametrize("key", UNREAD)
+def test_a_value_that_no_one_reads_is_refused(key: str) -> None:
+    value, setting = UNREAD[key]
+    assert f"has no effect: it takes {READ_WITH[key].words}" in message(
+        None, {key: value, **setting}
+    )
+    assert key not in settings.unread(resolve(None, {key: value, **READ.get(key, {})}))
+    standard = flatten(resolve(None, setting))[key]
+    assert resolve(None, {key: standard, **setting}), "the standard value says nothing"
+
+
+def test_a_recipe_keeps_its_word_under_its_own_algorithm_only(tmp_path: Path) -> None:
+    """Another algorithm on the command line leaves behind what the recipe's own has set."""
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('algorithm = "starpo-s/grpo"\n[filter]\nvalue = 0.5\n')
+    assert resolve(recipe).filter.value == 0.5
+    other = resolve(recipe, {"algorithm": "starpo/grpo"})
+    assert (other.filter.rule, other.filter.value) == ("all", 0.25)
+    assert "filter.value" not in [row.key for row in differences(other)]
+    recipe.write_text("[filter]\nvalue = 0.5\n")
+    for more in ({}, {"seed": 3}, {"algorithm": "starpo/grpo"}):
+        assert message(recipe, more) == (
+            "filter.value = 0.5 in recipe mine has no effect: it takes a filter.rule other than "
+            '"all"; leave it out or set that'
+        )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_whole_config_resolves_to_itself(name: str) -> None:
+    """As evaluation does with a run's: what is not read stands at its standard value."""
+    config = resolve("sokoban", {"algorithm": name})
+    assert resolve(None, flatten(config)) == config
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    assert "unknown recipe 'banditt'; did you mean 'bandit'?" in message("banditt")
+
+
+def test_mistake_in_a_recipe_names_the_file(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[update]\nlrr = 1.0\n")
+    assert message(recipe).startswith(f"unknown key 'update.lrr' in recipe {recipe}; did you mean")
+    recipe.write_text("[update]\nlr = -1.0\n")
+    assert message(recipe) == "update.lr = -1.0 in recipe mine: expected a number > 0"
+    recipe.write_text("[update\nlr = 1\n")
+    assert "is not valid TOML" in message(recipe)
+    recipe.write_bytes(b"\xff\xfe")
+    assert "is not UTF-8 text" in message(recipe)
+    assert "no such file" in message(tmp_path / "none.toml")
+    assert "is a directory" in message(tmp_path)
+
+
+def test_what_toml_cannot_hold_is_refused_before_a_run_begins() -> None:
+    with pytest.raises(RagenError, match="cannot be saved"):
+        dump(resolve(None, {"world.params.x": {1, 2}}))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("steps", "20", 20),
+        ("update.lr", "3e-4", 3e-4),
+        ("prompt.think", "false", False),
+        ("model.path", "123", "123"),
+        ("filter.rule", "all", "all"),
+        ("world.params.size", "4", 4),
+        ("world.params.slip", ".5", 0.5),
+        ("world.params.names", "pairs", "pairs"),
+        ("world.params.sizes", "[4, 5]", [4, 5]),
+        ("world.params.trick", "1\nother = 2", "1\nother = 2"),
+        ("update.lr", "fast", "fast"),
+    ],
+)
+def test_values_from_the_command_line(key: str, text: str, value: object) -> None:
+    parsed = settings.parse_value(key, text)
+    assert parsed == value and type(parsed) is type(value)

@@ -1,0 +1,350 @@
+"""Every interval of `ragen.core.statistics` holds the truth as often as its docstring says.
+
+Where outcomes can be counted (rates), coverage is a sum over all of them; elsewhere it is measured
+on made samples of a known truth, by fixed seeds. `HELD` is the promise; what is outside stands in
+the docstrings and is tested here as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import numpy as np
+import pytest
+from scipy.special import expit
+from scipy.stats import binom
+
+from ragen.core.statistics import (
+    Floats,
+    Interval,
+    bootstrap_mean,
+    difference,
+    interquartile_mean,
+    mcnemar,
+    mean_difference,
+    mean_interval,
+    paired_difference,
+    pass_at_k,
+    smallest_detectable,
+    success_rate,
+    wilson,
+)
+
+HELD = (0.935, 0.965)
+"""95 ± 1.5 %."""
+
+SAMPLES = 2000
+"""Made samples for one number, whose standard error is then 0.5 %."""
+
+Draw = Callable[[np.random.Generator, int], Floats]
+
+
+def covers(intervals: Iterable[Interval], truth: float) -> float:
+    """Share of intervals that hold the truth, but for rounding."""
+    held = [i.low - 1e-9 <= truth <= i.high + 1e-9 for i in intervals]
+    return sum(held) / len(held)
+
+
+def holds(coverage: float) -> bool:
+    return HELD[0] <= coverage <= HELD[1]
+
+
+# Rates: every outcome, weighed by its chance.
+
+
+def exact_wilson(trials: int, rate: float) -> float:
+    counts = np.arange(trials + 1)
+    held = [i.low <= rate <= i.high for i in (wilson(int(c), trials) for c in counts)]
+    return float(binom.pmf(counts, trials, rate) @ np.array(held))
+
+
+def test_wilson_from_128_trials_on_at_any_rate() -> None:
+    rates = np.linspace(0.01, 0.99, 99)
+    for trials in (128, 256, 512):
+        found = [exact_wilson(trials, rate) for rate in rates]
+        assert holds(min(found)) and holds(max(found)), (trials, min(found), max(found))
+
+
+def test_wilson_with_few_trials_swings() -> None:
+    """92–99 % with 16: what its docstring warns of."""
+    found = [exact_wilson(16, rate) for rate in np.linspace(0.1, 0.9, 81)]
+    assert 0.915 < min(found) < 0.93 and 0.975 < max(found) < 0.99
+
+
+def exact_difference(trials: int, rate: float, other: float) -> float:
+    counts = range(trials + 1)
+    ones = [wilson(count, trials) for count in counts]
+    chances = [binom.pmf(counts, trials, p) for p in (rate, other)]
+    total = 0.0
+    for a in counts:
+        for b in counts:
+            chance = chances[0][a] * chances[1][b]
+            if chance > 1e-9:
+                found = difference(ones[a], ones[b])
+                total += chance * (found.low <= rate - other <= found.high)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("trials", "rate", "other"),
+    [(32, 0.5, 0.5), (32, 0.3, 0.1), (64, 0.2, 0.25), (64, 0.1, 0.1), (128, 0.9, 0.5)],
+)
+def test_difference_of_independent_rates(trials: int, rate: float, other: float) -> None:
+    assert holds(exact_difference(trials, rate, other))
+
+
+# Means: levels drawn from worlds with long tails and short ones.
+
+
+def measured(draw: Draw, size: int, interval: Callable[[Floats], Interval]) -> list[Interval]:
+    generator = np.random.default_rng(size)
+    return [interval(draw(generator, size)) for _ in range(SAMPLES)]
+
+
+def over_levels(values: Floats) -> Interval:
+    return bootstrap_mean(values.tolist(), range(len(values)))
+
+
+def sokoban(generator: np.random.Generator, size: int) -> Floats:
+    """Returns of an agent that solves a fifth: about 10.5 where it does, about −1 where not."""
+    solved = generator.random(size) < 0.2
+    return np.where(solved, 10.9 - 0.1 * generator.integers(9, size=size), -1.0)
+
+
+def bandit(generator: np.random.Generator, size: int) -> Floats:
+    """Returns of random play: 0.15 from the safe arm, else 1 with chance ¼."""
+    paid = (generator.random(size) < 0.25).astype(float)
+    return np.where(generator.random(size) < 0.5, 0.15, paid)
+
+
+@pytest.mark.parametrize(
+    ("draw", "mean", "sizes"),
+    [
+        (lambda generator, size: generator.normal(3.0, 2.0, size), 3.0, (8, 64)),
+        (lambda generator, size: generator.random(size), 0.5, (8, 64)),
+        (sokoban, 0.2 * 10.5 - 0.8, (32, 256)),
+        (bandit, 0.2, (64,)),
+    ],
+    ids=["normal", "uniform", "sokoban", "bandit"],
+)
+def test_bootstrap_mean(draw: Draw, mean: float, sizes: tuple[int, ...]) -> None:
+    for size in sizes:
+        coverage = covers(measured(draw, size, over_levels), mean)
+        assert holds(coverage), (size, coverage)
+
+
+def played(
+    generator: np.random.Generator, num_levels: int, samples: int, spread: float, centre: float
+) -> Floats:
+    """Successes on each level, whose difficulty is normal on the logit's scale."""
+    chances = expit(centre + generator.normal(0, spread, num_levels))
+    return generator.binomial(samples, chances).astype(float)
+
+
+def mean_chance(spread: float, centre: float, power: int = 1) -> float:
+    """E[1 − (1 − p)^power] over such levels; with power 1 the success rate."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(99)
+    chances = 1 - (1 - expit(centre + spread * nodes)) ** power
+    return float(weights @ chances / weights.sum())
+
+
+@pytest.mark.parametrize(("num_levels", "centre"), [(128, 0.0), (128, 1.0), (128, -2.0)])
+def test_success_rate_of_several_samples_a_level(num_levels: int, centre: float) -> None:
+    def interval(solved: Floats) -> Interval:
+        won = [sample < count for count in solved for sample in range(4)]
+        return success_rate(won, np.repeat(np.arange(num_levels), 4).tolist())
+
+    found = measured(lambda g, n: played(g, n, 4, 1.5, centre), num_levels, interval)
+    coverage = covers(found, mean_chance(1.5, centre))
+    assert holds(coverage), coverage
+
+
+@pytest.mark.parametrize(("num_levels", "k"), [(128, 2), (128, 4), (128, 8)])
+def test_pass_at_k(num_levels: int, k: int) -> None:
+    found = measured(
+        lambda g, n: played(g, n, 8, 1.5, -1.0),
+        num_levels,
+        lambda solved: pass_at_k(solved.astype(int).tolist(), 8, k),
+    )
+    coverage = covers(found, mean_chance(1.5, -1.0, k))
+    assert holds(coverage), coverage
+
+
+def few_hard(generator: np.random.Generator, num_levels: int, samples: int) -> Floats:
+    """Successes on levels of which one in twenty is hardly ever solved."""
+    chances = np.where(generator.random(num_levels) < 0.95, 0.98, 0.02)
+    return generator.binomial(samples, chances).astype(float)
+
+
+def easy(generator: np.random.Generator, num_levels: int, samples: int) -> Floats:
+    return played(generator, num_levels, samples, 0.3, 1.0)
+
+
+@pytest.mark.parametrize("num_levels", [32, 128])
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("solves", [few_hard, easy])
+def test_pass_at_k_near_its_ends(solves: Callable[..., Floats], k: int, num_levels: int) -> None:
+    """The plain bootstrap covers 78–86 % here with 32 levels; too wide is no lie."""
+    truth = mean_chance(0.3, 1.0, k)
+    if solves is few_hard:
+        truth = float(1 - np.array([0.95, 0.05]) @ (1 - np.array([0.98, 0.02])) ** k)
+    found = measured(
+        lambda g, n: solves(g, n, 8),
+        num_levels,
+        lambda solved: pass_at_k(solved.astype(int).tolist(), 8, k),
+    )
+    coverage = covers(found, truth)
+    assert HELD[0] <= coverage <= (0.995 if num_levels == 32 else 0.98), coverage
+
+
+# Two agents on the same levels.
+
+
+def disagreeing(size: int, won: float, lost: float) -> list[Interval]:
+    """Samples in which a level is solved by the one alone, or by the other, with these chances."""
+    generator = np.random.default_rng(size)
+    same = [0.0] * size
+    counts = generator.multinomial(size, [won, lost, 1 - won - lost], size=SAMPLES)
+    return [
+        paired_difference([[1.0] * a + [0.0] * (b + c)], [[0.0] * a + [1.0] * b + same[:c]])
+        for a, b, c in counts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "won", "lost"),
+    [(64, 0.3, 0.3), (64, 0.4, 0.1), (128, 0.15, 0.05), (256, 0.05, 0.05), (256, 0.2, 0.02)],
+)
+def test_paired_difference(size: int, won: float, lost: float) -> None:
+    coverage = covers(disagreeing(size, won, lost), won - lost)
+    assert holds(coverage), coverage
+
+
+def test_paired_difference_with_little_disagreement_is_careful() -> None:
+    """Five levels of 256 or one of 32: 97–99 % and above, never below."""
+    for size in (256, 32):
+        assert covers(disagreeing(size, 0.01, 0.01), 0.0) > HELD[1]
+
+
+def arms(
+    generator: np.random.Generator, seeds: tuple[int, int], num_levels: int, seed_sd: float
+) -> list[Floats]:
+    """Success of two arms' seeds on the same levels; the second arm is the better by ½ logit."""
+    level = generator.normal(0, 1.5, num_levels)
+    found = []
+    for arm, num_seeds in enumerate(seeds):
+        seed = generator.normal(0, seed_sd, (num_seeds, 1)) if num_seeds > 1 else 0.0
+        own = generator.normal(0, 0.7, num_levels)
+        chances = expit(0.5 * arm + level + own + seed + np.zeros((num_seeds, 1)))
+        found.append((generator.random(chances.shape) < chances).astype(float))
+    return found
+
+
+@pytest.mark.parametrize("seeds", [(3, 3), (5, 5), (8, 8), (1, 5)])
+@pytest.mark.parametrize("seed_sd", [0.3, 0.8])
+def test_paired_difference_of_training_seeds(seeds: tuple[int, int], seed_sd: float) -> None:
+    generator = np.random.default_rng([*seeds, round(10 * seed_sd)])
+    spreads = [np.sqrt(1.5**2 + 0.7**2 + (seed_sd**2 if n > 1 else 0)) for n in seeds]
+    truth = mean_chance(spreads[0], 0.0) - mean_chance(spreads[1], 0.5)
+    found = [paired_difference(*arms(generator, seeds, 64, seed_sd)) for _ in range(SAMPLES)]
+    assert holds(covers(found, truth)), covers(found, truth)
+
+
+def test_seeds_that_collapse_unseen() -> None:
+    """Three of ten seeds of the one method do: what the docstring warns of."""
+    generator = np.random.default_rng(0)
+
+    def share(num_seeds: int, rate: Floats) -> Floats:
+        return (generator.random((num_seeds, 64)) < rate[:, None]).astype(float)
+
+    for num_seeds, low, high in ((3, 0.64, 0.72), (8, 0.91, 0.95)):
+        found = []
+        for _ in range(SAMPLES):
+            rates = np.where(generator.random(num_seeds) < 0.3, 0.1, 0.8)
+            healthy = np.full(num_seeds, 0.8)
+            found.append(paired_difference(share(num_seeds, rates), share(num_seeds, healthy)))
+        assert low < covers(found, 0.3 * (0.1 - 0.8)) < high
+
+
+def test_paired_difference_of_several_samples_a_level() -> None:
+    for samples in (2, 4):
+        generator = np.random.default_rng(samples)
+        found = []
+        for _ in range(SAMPLES):
+            level = generator.normal(0, 1.5, 64)
+            one, other = (
+                generator.binomial(samples, expit(centre + level)) / samples for centre in (0, 0.5)
+            )
+            found.append(paired_difference([one.tolist()], [other.tolist()], samples))
+        assert holds(covers(found, mean_chance(1.5, 0.0) - mean_chance(1.5, 0.5)))
+
+
+@pytest.mark.parametrize(("size", "disagreement"), [(128, 0.3), (256, 0.2), (512, 0.1)])
+def test_the_smallest_detectable_effect_is_shown_in_four_of_five_samples(
+    size: int, disagreement: float
+) -> None:
+    none = disagreeing(size, disagreement / 2, disagreement / 2)
+    effect = float(np.median([smallest_detectable(interval) for interval in none]))
+    shown = disagreeing(size, (disagreement + effect) / 2, (disagreement - effect) / 2)
+    assert np.mean([interval.low > 0 for interval in shown]) == pytest.approx(0.8, abs=0.04)
+
+
+def test_equal_agents_are_rarely_told_apart() -> None:
+    """McNemar's p is 0.05 or less in at most 5 % of samples, the interval leaves out 0 as often."""
+    generator = np.random.default_rng(0)
+    for disagreement in (0.05, 0.2):
+        counts = generator.multinomial(
+            256, [disagreement / 2, disagreement / 2, 1 - disagreement], size=SAMPLES
+        )
+        p_value = cache(lambda a, b: mcnemar([1] * a + [-1] * b))
+        rejected = np.mean([p_value(a, b) <= 0.05 for a, b, _ in counts])
+        assert 0.01 < rejected <= 0.05
+        intervals = disagreeing(256, disagreement / 2, disagreement / 2)
+        assert 1 - covers(intervals, 0.0) == pytest.approx(0.045, abs=0.02)
+
+
+# Training seeds: their mean, and the difference of two arms.
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+def test_mean_of_seeds(seeds: int) -> None:
+    found = measured(lambda g, n: g.normal(0.5, 0.1, n), seeds, lambda s: mean_interval(s.tolist()))
+    assert holds(covers(found, 0.5)), covers(found, 0.5)
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+@pytest.mark.parametrize("ratio", [1.0, 3.0])
+def test_difference_of_the_means_of_two_arms(seeds: int, ratio: float) -> None:
+    spread = np.array([[0.1], [0.1 * ratio]])
+    found = measured(
+        lambda g, n: g.normal([[0.6], [0.5]], spread, (2, n)),
+        seeds,
+        lambda arms: mean_difference(*arms.tolist()),
+    )
+    assert holds(covers(found, 0.1)), covers(found, 0.1)
+
+
+# Training seeds: the middle half of their scores.
+
+BY_SEEDS = {3: 0.75, 4: 0.88, 5: 0.93, 6: 0.955, 8: 0.97, 12: 0.97, 16: 0.96, 20: 0.957}
+"""Coverage of one stratum's interquartile mean, as the docstring has it."""
+
+
+@pytest.mark.parametrize(("seeds", "expected"), BY_SEEDS.items())
+def test_interquartile_mean_of_one_world(seeds: int, expected: float) -> None:
+    found = measured(
+        lambda g, n: g.normal(0.5, 0.1, n), seeds, lambda s: interquartile_mean([s.tolist()])
+    )
+    assert covers(found, 0.5) == pytest.approx(expected, abs=0.015)
+
+
+@pytest.mark.parametrize("seeds", [5, 8, 10])
+def test_interquartile_mean_of_three_worlds(seeds: int) -> None:
+    centres = np.array([[0.4], [0.5], [0.6]])
+    found = measured(
+        lambda g, n: g.normal(centres, 0.1, (3, n)),
+        seeds,
+        lambda scores: interquartile_mean(scores.tolist()),
+    )
+    assert holds(covers(found, 0.5)), covers(found, 0.5)

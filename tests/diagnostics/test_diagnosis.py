@@ -1,0 +1,334 @@
+"""Looking closer changes nothing, and what it says of gradients is what autograd says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made import group
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ragen.algorithms.batch import Batch
+from ragen.config.reading import resolve
+from ragen.config.sections import Config
+from ragen.core.metrics import largest, last, mean, total, values
+from ragen.diagnostics import guard
+from ragen.diagnostics.diagnosis import gradients_by_std
+from ragen.diagnostics.information import measure
+from ragen.diagnostics.regimes import REGIMES
+from ragen.diagnostics.signals import averaged, smooth, std_buckets
+from ragen.engines import checkpoint
+from ragen.engines.checkpoint import optimizer_tensors
+from ragen.engines.learner import Learner
+from ragen.storage.database import DATABASE, read
+from ragen.storage.schema import decompress
+from ragen.training.trainer import examine, resume, train
+from tests.engines.test_learner import batch, equal, learner, model, weights
+
+
+def norms(one: Learner, part: Batch, buckets: list[int]) -> dict[str, float]:
+    return values(one.gradient_norms(part, torch.tensor(buckets)))
+
+
+# Gradients by reward std.
+
+
+def by_autograd(part: Batch, rows: list[int]) -> dict[str, float]:
+    """Norms of the three terms, from transformers' own forward and one backward each."""
+    found = {}
+    assert part.advantages_BT is not None and part.reference_logprobs_BT is not None
+    for term in ("task", "entropy", "kl"):
+        plain = model()
+        loss = torch.zeros(())
+        for row in rows:
+            ids = part.token_ids_BT[row, : int(part.lengths_B[row])]
+            log_p = plain(ids[None]).logits[0].log_softmax(-1)
+            for at in part.mask_BT[row].nonzero()[:, 0].tolist():
+                logprob = log_p[at - 1, ids[at]]
+                loss = (
+                    loss
+                    + {
+                        "task": -part.advantages_BT[row, at] * logprob,  # the ratio is 1
+                        "entropy": (log_p[at - 1].exp() * log_p[at - 1]).sum(),
+                        "kl": (part.reference_logprobs_BT[row, at] - logprob) ** 2 / 2,
+                    }[term]
+                )
+        loss.backward()
+        squares = [p.grad.square().sum() for p in plain.parameters() if p.grad is not None]
+        found[term] = float(torch.stack(squares).sum().sqrt())
+    return found
+
+
+@pytest.mark.parametrize("microbatch_tokens", [10_000, 20])
+def test_norms_are_those_of_autograd(microbatch_tokens: int) -> None:
+    one = learner(microbatch_tokens=microbatch_tokens)
+    part = batch(one)
+    found = norms(one, part, [0, 3, 3, 0])
+    for bucket, rows in ((0, [0, 3]), (3, [1, 2])):
+        num_tokens = int(part.mask_BT[rows].sum())
+        for term, norm in by_autograd(part, rows).items():
+            per_token, per_sample = (found[f"{bucket}/{term}_per_{x}"] for x in ("token", "sample"))
+            assert per_token == pytest.approx(norm / num_tokens, rel=1e-4)
+            assert per_sample == pytest.approx(norm / 2, rel=1e-4)
+    assert len(found) == 2 * 3 * 2
+
+
+def test_the_task_grows_with_its_advantages_and_the_others_do_not() -> None:
+    one = learner()
+    part = batch(one)
+    assert part.advantages_BT is not None
+    double = replace(part, advantages_BT=2 * part.advantages_BT)
+    before, after = norms(one, part, [0] * 4), norms(one, double, [0] * 4)
+    assert after["0/task_per_token"] == pytest.approx(2 * before["0/task_per_token"], rel=1e-5)
+    assert after["0/entropy_per_token"] == before["0/entropy_per_token"]
+    assert after["0/kl_per_token"] == before["0/kl_per_token"]
+
+
+def test_without_a_reference_there_is_no_kl() -> None:
+    one = learner()
+    found = norms(one, replace(batch(one), reference_logprobs_BT=None), [0] * 4)
+    assert not [name for name in found if "kl" in name]
+
+
+def state(one: Learner) -> dict[str, Tensor]:
+    """Weights, optimiser states and the ambient generator."""
+    found = weights(one) | {"generator": torch.get_rng_state()}
+    for name, optimizer in one.named_optimizers().items():
+        tensors = optimizer_tensors(optimizer)
+        found |= {f"{name}.{key}": tensor.clone() for key, tensor in tensors.items()}
+    return found
+
+
+def test_nothing_is_touched() -> None:
+    one = learner(critic=True)
+    part = batch(one)
+    one.update(part, 0)  # so that the optimisers have a state
+    before = state(one)
+    norms(one, part, [0, 1, 0, 1])
+    one.cross_scores([[1, 2, 3]], [[4, 5]])
+    assert len(before) > len(weights(one)) and equal(state(one), before)
+    assert all(p.grad is None for p in one.model.parameters())
+
+
+def test_quartiles() -> None:
+    # Edges of 0…7: 1.75, 3.5, 5.25.
+    assert std_buckets([0, 1, 2, 3, 4, 5, 6, 7]) == [0, 0, 1, 1, 2, 2, 3, 3]
+    # Edges 0, 0, ¾: the flat groups are one bucket, however many they are.
+    assert std_buckets([0.0, 0.0, 0.0, 3.0]) == [0, 0, 0, 3]
+    assert std_buckets([1.0]) == [0]
+
+
+def test_groups_find_their_buckets() -> None:
+    """Two groups of std 0 and 1/√2: rows of the first in bucket 0, of the second in 3."""
+    one = learner()
+    part = replace(batch(one), group_B=torch.tensor([0, 0, 1, 1]))
+    asked: list[list[int]] = []
+
+    class Engine:
+        async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Any:
+            asked.append(bucket_B.tolist())
+            return one.gradient_norms(batch, bucket_B)
+
+    groups = [group(1.0, 1.0), group(0.0, 1.0)]
+    engine: Any = Engine()
+    found = values(asyncio.run(gradients_by_std(engine, part, groups)))
+    assert asked == [[0, 0, 3, 3]]
+    assert found["gradient_by_std/0/reward_std"] == 0
+    assert found["gradient_by_std/3/reward_std"] == pytest.approx(0.5**0.5)
+    assert found["gradient_by_std/3/groups"] == 1
+    assert found["gradient_by_std/3/task_per_token"] > 0
+
+
+# Moving averages.
+
+
+def test_averages_by_hand() -> None:
+    # 1, then 1 + .1 (2 − 1) = 1.1, then 1.1 + .1 (0 − 1.1) = .99.
+    averages: dict[str, float] = {}
+    for x, expected in ((1.0, 1.0), (2.0, 1.1), (0.0, 0.99)):
+        step = {"reward/mean": mean(x, 8)}
+        averages = smooth(averages, step)
+        assert values(averaged(averages, step)) == {"ema/reward/mean": pytest.approx(expected)}
+
+
+def test_what_was_not_measured_keeps_its_average() -> None:
+    before = {"critic/explained_variance": 0.5, "reward/mean": 1.0}
+    step = {"reward/mean": mean(float("nan")), "time/step_s": total(1), "a": last(1)}
+    step |= {"b": largest(2)}
+    assert smooth(before, step) == before
+    assert values(averaged(before, step)) == {"ema/reward/mean": 1.0}
+
+
+# In a run.
+
+
+def asked(**more: Any) -> Config:
+    """Two steps of PPO with a KL penalty on Bandit, by the embedded model."""
+    return resolve(
+        "bandit",
+        {
+            "algorithm": "starpo/ppo",
+            "steps": 2,
+            "threads": 1,
+            "rollout.prompts": 4,
+            "rollout.members": 4,
+            "rollout.slots": 16,
+            "eval.episodes": 0,
+            "record.tokens_every": 0,
+            "checkpoint.every": 0,
+        }
+        | more,
+    )
+
+
+LOOKS = {"diagnose.information_every": 1, "diagnose.gradients_every": 1}
+BLIND = {"diagnose.information_every": 0, "diagnose.gradients_every": 0}
+
+
+def metrics(run: Path) -> dict[tuple[int, str], float]:
+    connection = sqlite3.connect(run / DATABASE)
+    try:
+        found = connection.execute("SELECT step, name, value FROM metrics").fetchall()
+    finally:
+        connection.close()
+    return {(step, name): value for step, name, value in found if not name.startswith("time/")}
+
+
+EPISODES = "SELECT id FROM episodes WHERE phase = 'train' AND step = ?"
+
+
+def closer(found: dict[tuple[int, str], float]) -> set[tuple[int, str]]:
+    starts = ("information/", "gradient_by_std/")
+    return {key for key in found if key[1].removeprefix("ema/").startswith(starts)}
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("looked") / "run"
+    train(asked(**LOOKS), run)
+    return run
+
+
+def test_a_run_logs_all_that_detectors_read(looked: Path) -> None:
+    """A name that no run has would silence its detector for ever."""
+    assert set(guard.METRICS) <= {name for _, name in metrics(looked)}
+
+
+def test_training_with_it_is_training_without_it(looked: Path, tmp_path: Path) -> None:
+    train(asked(**BLIND), tmp_path / "blind")
+    blind, seen = metrics(tmp_path / "blind"), metrics(looked)
+    assert closer(seen) and not closer(blind)
+    assert {key: value for key, value in seen.items() if key not in closer(seen)} == blind
+    files = sorted(path.name for path in checkpoint.newest(looked).glob("*.safetensors"))
+    assert len(files) == 4  # policy, critic, and their optimisers
+    for name in files:
+        one, other = (
+            load_file(checkpoint.newest(run) / name) for run in (looked, tmp_path / "blind")
+        )
+        assert equal(one, other), name
+
+
+def test_what_a_run_says_of_its_thoughts_and_gradients(looked: Path) -> None:
+    found = metrics(looked)
+    for step in (1, 2):
+        for sampling in ("first", "any"):
+            told = {
+                name.rpartition("/")[2]: value
+                for (at, name), value in found.items()
+                if at == step and name.startswith(f"information/{sampling}/")
+            }
+            assert told["thoughts"] + told["left_out"] == 16
+            assert 1 <= told["prompts"] <= 4  # bandit: one turn, so X is the level's prompt
+            assert told["mi"] <= told["prompt_entropy"] + 1e-6
+            assert told["regime"] in range(len(REGIMES))
+            assert told["mi"] == pytest.approx(told["entropy"] - told["conditional_entropy"])
+        groups = [found.get((step, f"gradient_by_std/{b}/groups"), 0) for b in range(4)]
+        assert sum(groups) == 4
+        assert found[step, "gradient_by_std/0/entropy_per_token"] > 0
+    # At the start the policy is its reference: the KL's gradient is zero there.
+    assert found[1, "gradient_by_std/0/kl_per_token"] == pytest.approx(0, abs=1e-6)
+    assert (2, "ema/information/first/mi_zscore") in found
+    assert (2, "ema/information/first/prompts") not in found
+
+
+def test_the_scores_behind_the_measures_are_kept(looked: Path) -> None:
+    """One word a thought: what follows from the scores alone is what the run says of them."""
+    found, rows = metrics(looked), read(looked, "SELECT * FROM cross_scores")
+    assert {(step, path) for _, step, path, *_ in rows} == {
+        (step, sampling) for step in (1, 2) for sampling in ("first", "any")
+    }
+    for _, step, path, blob, owners, num_thoughts, num_prompts, thoughts, prompts in rows:
+        scores = decompress("scores", blob).reshape(num_thoughts, num_prompts).copy()
+        own = decompress("own", owners).tolist()
+        told = measure(torch.from_numpy(scores), own, [1] * num_thoughts)
+        name = f"information/{path}"
+        assert told.mi == pytest.approx(found[step, f"{name}/mi"], abs=1e-5)
+        assert told.regime == REGIMES[int(found[step, f"{name}/regime"])]
+        said = f"SELECT observation, thought FROM turns WHERE episode_id IN ({EPISODES})"
+        pairs = read(looked, said, (step,))
+        shown = [json.loads(prompts)[prompt] for prompt in own]
+        assert set(zip(shown, json.loads(thoughts), strict=True)) <= set(pairs)
+        assert num_thoughts == found[step, f"{name}/thoughts"]
+
+
+def test_a_resumed_run_ends_with_the_same_rows(tmp_path: Path) -> None:
+    """Its last checkpoint is lost, so that its last step is forgotten and done again."""
+    run = tmp_path / "run"
+    more = {"checkpoint.every": 1, "record.tokens_every": 1, "eval.episodes": 4}
+    train(asked(**LOOKS | more), run)
+    tables = ("episodes", "turns", "tokens", "samples", "cross_scores", "evaluations")
+    whole = {name: read(run, f"SELECT * FROM {name}") for name in tables}
+    whole |= {"metrics": sorted(metrics(run).items())}
+    shutil.rmtree(checkpoint.newest(run))
+    resume(run)
+    for name in tables[:-1]:
+        assert read(run, f"SELECT * FROM {name}") == whole[name], name
+    assert len(read(run, "SELECT * FROM evaluations")) == len(whole["evaluations"])
+    assert sorted(metrics(run).items()) == whole["metrics"]
+
+
+def test_every_fifth_step_from_the_first(tmp_path: Path) -> None:
+    train(asked(**{"steps": 7, "rollout.prompts": 1, "rollout.members": 2}), tmp_path / "run")
+    steps = {at for at, name in metrics(tmp_path / "run") if name == "information/first/left_out"}
+    assert steps == {1, 6}
+
+
+@pytest.mark.parametrize("window", [2, 1])
+def test_it_works_in_every_context_window(tmp_path: Path, window: int) -> None:
+    config = resolve(
+        "frozen-lake-still",
+        {
+            "steps": 1,
+            "threads": 1,
+            "rollout.prompts": 2,
+            "rollout.members": 4,
+            "rollout.slots": 8,
+            "prompt.window": window,
+            "eval.episodes": 0,
+            "checkpoint.every": 0,
+        }
+        | LOOKS,
+    )
+    train(config, tmp_path / "run")
+    found = metrics(tmp_path / "run")
+    assert found[1, "information/any/thoughts"] + found[1, "information/any/left_out"] == 8
+    assert found[1, "information/any/mi"] <= found[1, "information/any/prompt_entropy"] + 1e-6
+    assert found[1, "gradient_by_std/0/task_per_sample"] >= 0
+
+
+def test_on_demand(looked: Path) -> None:
+    """The checkpoint after step 2 is looked at with the episodes of the step that would follow."""
+    before = metrics(looked)
+    found = examine(looked)
+    assert found == examine(looked)
+    assert found["information/first/thoughts"] + found["information/first/left_out"] == 16
+    assert found["gradient_by_std/0/groups"] >= 1
+    assert metrics(looked) == before

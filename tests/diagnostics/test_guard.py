@@ -1,0 +1,329 @@
+"""The guard's detectors on histories whose numbers are made up, and when each fires."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen.config.reading import changed, resolve
+from ragen.config.sections import RESPONSES, Config, DetectorName, GuardConfig, Response
+from ragen.core.errors import RagenError
+from ragen.diagnostics import guard
+from ragen.diagnostics.guard import (
+    CALM,
+    DEGENERATE,
+    DETECTORS,
+    ENTROPY,
+    EVALUATED,
+    GRACE,
+    GRADIENT,
+    KEPT,
+    LEVELS,
+    MI,
+    PROMPTS,
+    REMEDIES,
+    REWARD_STD,
+    SKIPPED,
+    SUCCESS,
+    VALID,
+    Alarm,
+    GuardState,
+    look,
+    replay,
+)
+from ragen.diagnostics.regimes import WINDOW
+
+Curve = Callable[[int], float]
+
+
+def series(curve: Curve, steps: int = 100, every: int = 1) -> dict[int, float]:
+    return {step: curve(step) for step in range(every, steps + 1, every)}
+
+
+def fired(history: dict[str, dict[int, float]]) -> list[tuple[str, int, int]]:
+    return [(alarm.detector, alarm.step, alarm.onset) for alarm in replay(history)]
+
+
+def wave(step: int) -> float:
+    """Noise without a generator: ±10 %."""
+    return 1 + 0.1 * ((step * 7) % 11 - 5) / 5
+
+
+HEALTHY: dict[str, dict[int, float]] = {
+    # A world being solved: what is left to fail, to choose and to compare shrinks together.
+    SUCCESS: series(lambda s: min(0.95, (0.3 + 0.01 * s) * wave(s))),
+    REWARD_STD: series(lambda s: max(0.1, 0.45 - 0.004 * s) * wave(s)),
+    ENTROPY: series(lambda s: max(0.05, 0.25 - 0.003 * s) * wave(s)),
+    GRADIENT: series(lambda s: wave(s) * (1 + s % 3)),
+    VALID: series(lambda s: min(1.0, 0.9 + 0.001 * s)),
+    DEGENERATE: series(lambda s: 0.0),
+    KEPT: series(lambda s: 0.25),
+    EVALUATED: {0: 0.3} | series(lambda s: 0.3 + 0.006 * s, every=10),
+    LEVELS: {0: 256} | series(lambda s: 256, every=10),
+    MI: series(lambda s: 2 * wave(s), every=5),
+    PROMPTS: series(lambda s: 8, every=5),
+}
+
+
+def test_a_healthy_run_raises_nothing() -> None:
+    assert fired(HEALTHY) == []
+
+
+def test_names_agree_with_the_config() -> None:
+    assert {*DETECTORS, "stalled"} == set(get_args(DetectorName)) == set(RESPONSES)
+    assert set(guard.WORDS) == set(RESPONSES)
+    assert set(REMEDIES) == set(get_args(GuardConfig.model_fields["remedy"].annotation))
+    assert {GuardConfig().response(name) for name in RESPONSES} <= set(get_args(Response))
+
+
+# The published signatures, and the delay within which each is seen.
+
+
+def test_reward_std_cliff_comes_before_the_reward_falls() -> None:
+    """FrozenLake-PPO (arXiv:2504.20073): std falls at step 40, reward only at 90."""
+    trap = {
+        SUCCESS: series(lambda s: 0.2 if s < 90 else 0.05),
+        REWARD_STD: series(lambda s: 0.4 * wave(s) if s < 40 else 0.02),
+    }
+    # Trailing mean of five, from .4: at step 42 three of them are .02, (2 × .4 + 3 × .02)/5 = .172.
+    assert fired(trap) == [("reward_std_cliff", 42, 38)]
+
+
+def test_spread_that_goes_with_the_failures_is_no_cliff() -> None:
+    # Both fall to a tenth: failures .5 → .05, std .4 → .04; a cliff only below half of that.
+    solved = {
+        SUCCESS: series(lambda s: 0.5 if s < 40 else 0.95),
+        REWARD_STD: series(lambda s: 0.4 if s < 40 else 0.04),
+    }
+    assert fired(solved) == []
+    flat = solved | {REWARD_STD: series(lambda s: 0.4 if s < 40 else 0.01)}
+    assert [name for name, *_ in fired(flat)] == ["reward_std_cliff"]
+
+
+def test_entropy_cliff_and_blowup() -> None:
+    falls = {ENTROPY: series(lambda s: 0.4 if s < 50 else 0.01)}
+    # (1 × .4 + 4 × .01)/5 = .088 < .1 at step 53.
+    assert fired(falls) == [("entropy_cliff", 53, 49)]
+    rises = {ENTROPY: series(lambda s: 0.2 if s < 50 else 4.0)}
+    # (4 × .2 + 4)/5 = .96 < 1 nat at step 50, 1.72 at 51.
+    assert fired(rises) == [("entropy_blowup", 51, 47)]
+    assert fired({ENTROPY: series(lambda s: 0.02 if s < 50 else 0.9)}) == [], "less than a nat"
+
+
+@pytest.mark.parametrize("at", [90, 40, 11])
+def test_grad_spike_at_the_step_itself(at: int) -> None:
+    """Published at 90 to 170; the steps before need to be two windows."""
+    history = {GRADIENT: series(lambda s: 12.0 if s == at else wave(s))}
+    assert fired(history) == [("grad_spike", at, at)]
+
+
+def test_a_norm_that_is_not_finite_is_no_spike() -> None:
+    """Its update is not applied, and ``non_finite`` speaks of it; JSON has no infinity."""
+    history = {
+        GRADIENT: series(lambda s: math.inf if s == 40 else wave(s)),
+        SKIPPED[0]: series(lambda s: float(s == 40)),
+    }
+    assert fired(history) == [("non_finite", 40, 40)]
+
+
+def test_norms_that_spread_by_themselves_make_no_spike() -> None:
+    history = {GRADIENT: series(lambda s: (0.1, 0.3, 1.0, 3.0, 9.0)[s * 3 % 5])}
+    assert fired(history) == []
+
+
+def test_reward_drop_needs_two_evaluations_below_the_mark() -> None:
+    success = [0.3, 0.5, 0.6, 0.7, 0.8, 0.6, 0.55, 0.5]
+    history = {
+        EVALUATED: {10 * i: share for i, share in enumerate(success)},
+        LEVELS: dict.fromkeys(range(0, 80, 10), 256.0),
+    }
+    # Mark at step 60: the median of .6, .7, .8. Against it .6 is low by .1 and the interval of the
+    # difference ends at −.018; .55 is too. At step 50 only one is low.
+    (alarm,) = replay(history)
+    assert (alarm.detector, alarm.step, alarm.onset) == ("reward_drop", 60, 41)
+    assert (alarm.value, alarm.baseline) == (0.55, 0.7)
+    few = history | {LEVELS: dict.fromkeys(range(0, 80, 10), 32.0)}
+    assert [a.step for a in replay(few)] == [], "32 levels cannot tell"
+    once = {10 * i: share for i, share in enumerate([0.6, 0.7, 0.8, 0.4, 0.8, 0.4, 0.8])}
+    assert replay(history | {EVALUATED: once}) == []
+
+
+def test_mi_drop_since_the_last_value_that_was_high() -> None:
+    told = {MI: {5: 1.0, 10: 4.0, 15: 3.0, 20: 1.9, 25: 1.0}}
+    assert fired(told | {PROMPTS: dict.fromkeys(told[MI], 8)}) == [("mi_drop", 20, 16)]
+    assert fired(told | {PROMPTS: dict.fromkeys(told[MI], 2)}) == [], "two prompts decide nothing"
+    few = {MI: {5: 0.8, 10: 0.1}, PROMPTS: {5: 8, 10: 8}}
+    assert fired(few) == [], "there was nothing to lose"
+
+
+def test_format_loss_is_measured_from_the_best() -> None:
+    # From .3 up to .9, then .5: (2 × .9 + 3 × .5)/5 = .66 < .7.
+    history = {VALID: series(lambda s: 0.3 if s < 20 else 0.9 if s < 60 else 0.5)}
+    assert fired(history) == [("format_loss", 62, 58)]
+
+
+def test_replies_of_one_repeated_token() -> None:
+    # From step 30 on nine of ten: (2 × 0 + 3 × .9)/5 = .54 > ½ at 32.
+    broken = {DEGENERATE: series(lambda s: 0.9 if s >= 30 else 0.0)}
+    assert fired(broken) == [("degenerate_text", 32, 28)]
+    assert fired({DEGENERATE: series(lambda s: 0.9, 5)}) == [("degenerate_text", 5, 1)]
+    assert fired({DEGENERATE: series(lambda s: 0.9 if s in (30, 31) else 0.0)}) == []
+
+
+def test_a_skipped_update() -> None:
+    for name in guard.SKIPPED:
+        skips = HEALTHY | {name: series(lambda s: 2.0 if s == 7 else 0.0)}
+        assert fired(skips) == [("non_finite", 7, 7)]
+
+
+def test_empty_filter_counts_steps_in_a_row() -> None:
+    history = {KEPT: series(lambda s: 0.0 if s in (3, 4, 5, 6) or s >= 20 else 0.25)}
+    assert fired(history) == [("empty_filter", 24, 20)]
+
+
+# Once for an episode of trouble; nothing in the grace after a rollback; state that is all there is.
+
+
+def test_trouble_that_goes_on_is_one_alarm_and_one_that_comes_back_another() -> None:
+    often = {GRADIENT: series(lambda s: 30.0 if s in (20, 22, 20 + 2 + CALM, 60) else wave(s))}
+    assert [step for _, step, _ in fired(often)] == [20, 60]
+
+
+def test_an_episode_of_trouble_ends_after_calm_steps() -> None:
+    spikes = (20, 20 + CALM, 20 + 2 * CALM + 1)
+    history = {GRADIENT: series(lambda s: 30.0 if s in spikes else wave(s))}
+    assert [step for _, step, _ in fired(history)] == [20, 20 + 2 * CALM + 1]
+
+
+def test_nothing_fires_in_the_grace_and_what_lasts_fires_after_it() -> None:
+    norms = series(lambda s: 0.4 if s < 20 else 0.01)
+    state = GuardState(grace=30)
+    steps = [
+        step
+        for step in range(1, 60)
+        for _ in look({ENTROPY: {s: v for s, v in norms.items() if s <= step}}, step, state)
+    ]
+    assert steps == [31] and GRACE >= 2 * WINDOW
+
+
+def test_a_detector_that_is_off_is_not_asked() -> None:
+    history, state = {DEGENERATE: series(lambda s: 1.0, 5)}, GuardState()
+    assert look(history, 5, state, off=["degenerate_text"]) == []
+    assert state == GuardState(looked=5)
+
+
+@given(st.integers(1, 99), st.sampled_from([ENTROPY, REWARD_STD, GRADIENT, VALID]))
+def test_state_saved_and_loaded_changes_no_alarm(cut: int, name: str) -> None:
+    """The alarms of a history in one go, and with the guard's state carried over a cut."""
+    curve = series(lambda s: 1.0 if s % 30 < 15 else 0.001)
+    whole, state = [], GuardState()
+    for step in range(1, 101):
+        if step == cut:
+            state = GuardState(**guard_as_json(state))
+        seen = {name: {s: v for s, v in curve.items() if s <= step}}
+        whole += look(seen, step, state)
+    assert whole == replay({name: curve})
+
+
+def guard_as_json(state: GuardState) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(asdict(state))))
+
+
+@given(st.dictionaries(st.sampled_from(guard.METRICS), st.lists(st.floats(0, 1e6)), max_size=5))
+def test_no_history_breaks_a_detector(columns: dict[str, list[float]]) -> None:
+    history = {name: dict(enumerate(column, 1)) for name, column in columns.items() if column}
+    for alarm in replay(history):
+        assert str(alarm).startswith(f"step {alarm.step}, {alarm.detector}: ")
+        assert alarm.onset <= alarm.step
+
+
+def test_every_alarm_says_its_numbers() -> None:
+    for name in RESPONSES:
+        words = str(Alarm(name, 40, 36, 0.125, 0.75))
+        assert words.startswith(f"step 40, {name}: ") and "{" not in words
+
+
+# Settings.
+
+
+def test_responses_lie_over_the_defaults() -> None:
+    config = resolve("bandit", {"guard.responses.grad_spike": "rollback", "eval.every": 5})
+    assert config.guard.response("grad_spike") == "rollback"
+    assert config.guard.response("empty_filter") == "stop"
+    assert Config().guard.response("reward_std_cliff") == "log"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"guard.responses.grad_spik": "log"}, "no such detector; did you mean 'grad_spike'?"),
+        ({"guard.responses.grad_spike": "halt"}, "'halt': expected off, log, stop or rollback"),
+        ({"guard.responses.reward_drop": "log"}, "compares evaluations: set eval.every"),
+        ({"guard.responses.mi_drop": "stop", "prompt.think": False}, "and prompt.think = true"),
+        ({"guard.responses.empty_filter": "log", "budget": "updates"}, "has no end"),
+        ({"guard.responses.stalled": "rollback"}, "cannot go back by itself"),
+        (
+            {"guard.responses.stalled": "log", "guard.stalled_s": 0.0},
+            "set guard.stalled_s above 0",
+        ),
+        ({"guard.rollbacks": 0}, "guard.rollbacks = 0: expected a whole number ≥ 1"),
+    ],
+)
+def test_responses_that_cannot_be(overrides: dict[str, Any], words: str) -> None:
+    with pytest.raises(RagenError) as caught:
+        resolve(None, overrides)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_filter_as_remedy_needs_members() -> None:
+    with pytest.raises(RagenError, match="compares the members"):
+        resolve(None, {"guard.remedy": "filter", "rollout.members": 1})
+
+
+def test_remedies() -> None:
+    plain = Config()
+    slow = changed(plain, REMEDIES["lr"](plain, 1))
+    assert slow.update.lr == pytest.approx(1e-6 / 3)
+    assert slow.update.critic_lr == pytest.approx(1e-5 / 3)
+    once = changed(plain, REMEDIES["filter"](plain, 1))
+    twice = changed(once, REMEDIES["filter"](once, 2))
+    assert (once.filter.rule, once.filter.value, twice.filter.value) == ("top_k", 0.25, 0.125)
+    weights = [0.0, 0.001, 0.1]
+    held = [changed(plain, {"loss.kl": weight}) for weight in weights]
+    assert [REMEDIES["kl"](config, 1)["loss.kl"] for config in held] == [0.01, 0.01, 1.0]
+    seeds = {REMEDIES["seeds"](plain, attempt)["seed"] for attempt in (1, 2)}
+    assert len(seeds | {plain.seed}) == 3
+    for remedy in REMEDIES.values():
+        assert changed(plain, remedy(plain, 1)) != plain
+
+
+def test_a_change_that_cannot_be_is_one_line() -> None:
+    with pytest.raises(RagenError, match=r"cannot change filter.reweight, .*leave one") as caught:
+        changed(Config(), {"filter.reweight": True, "filter.rule": "top_k"} | {"filter.value": 0.5})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(RagenError, match=r"cannot change filter.value: Input should be greater"):
+        changed(Config(), {"filter.value": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "tighter"),
+    [
+        ("top_k", 0.5, 0.25),
+        ("top_k", 5.0, 2.0),
+        ("top_k", 3.0, 1 / 8),  # one of the eight groups; 1.0 would be all of them
+        ("top_k", 1.0, 0.5),
+        ("min_p", 0.6, 1.0),
+    ],
+)
+def test_a_tighter_filter_keeps_less_by_any_rule(rule: str, value: float, tighter: float) -> None:
+    config = resolve(None, {"filter.rule": rule, "filter.value": value})
+    assert changed(config, REMEDIES["filter"](config, 1)).filter.value == tighter
+    weighed = resolve(None, {"filter.reweight": True})
+    assert changed(weighed, REMEDIES["filter"](weighed, 1)).filter.rule == "top_k"

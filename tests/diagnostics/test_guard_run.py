@@ -1,0 +1,393 @@
+"""What the guard does to a run: stops, rollbacks and their resumes, and a run that hangs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragen.algorithms.batch import Batch
+from ragen.cli.main import main
+from ragen.config.reading import dump, resolve
+from ragen.config.sections import Config, DetectorName, GuardConfig
+from ragen.core.errors import GuardStop
+from ragen.core.metrics import Metrics
+from ragen.core.stopping import StopRequested
+from ragen.diagnostics.guard import EVALUATED, GRACE, LEVELS, Alarm, GuardState, read_history
+from ragen.engines import checkpoint
+from ragen.engines.checkpoint import folders
+from ragen.engines.local import LocalEngine
+from ragen.storage.reader import read_events, read_metrics
+from ragen.storage.recorder import Recorder
+from ragen.training import recovery, trainer
+from ragen.training.progress import Watcher
+from ragen.training.running import LoopState, kept_checkpoints
+from ragen.training.trainer import resume, train
+from ragen.training.watchdog import Watchdog
+from tests.training.test_trainer import (
+    Interrupts,
+    config,
+    end_of,
+    forked,
+    kill_and_resume,
+    numbers,
+    rows,
+    same,
+)
+
+Plan = Callable[..., None]
+
+BACK: dict[str, Any] = {"guard__responses": {"grad_spike": "rollback"}, "steps": 5}
+PPO: dict[str, Any] = {"algorithm": "starpo/ppo", "loss__kl": 0.01}
+
+
+class Seen(Watcher):
+    def __init__(self) -> None:
+        self.alarms: list[tuple[int, str]] = []
+
+    def alarm(self, step: int, text: str) -> None:
+        self.alarms.append((step, text))
+
+
+@pytest.fixture
+def alarms_at(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Raises an alarm whose trouble began a step before, by (rollbacks so far, step)."""
+
+    def plan(*moments: tuple[int, int], detector: DetectorName = "grad_spike") -> None:
+        def scripted(history: Any, step: int, state: GuardState, **_: Any) -> list[Alarm]:
+            state.looked = step
+            due = (state.rollbacks, step) in moments
+            return [Alarm(detector, step, step - 1, 9.0, 1.0)] if due else []
+
+        monkeypatch.setattr(recovery, "look", scripted)
+
+    return plan
+
+
+def events(run: Path) -> list[tuple[int, int, str]]:
+    return [(e["attempt"], e["step"], e["kind"]) for e in read_events(run)]
+
+
+def steps_of(run: Path) -> list[tuple[int, int]]:
+    query = "SELECT attempt, step FROM metrics WHERE name = 'reward/mean' ORDER BY 1, 2"
+    return [(attempt, step) for attempt, step in rows(run, query)]
+
+
+# Log and stop.
+
+
+def test_a_run_that_is_told_to_log_goes_on_unchanged(tmp_path: Path, alarms_at: Plan) -> None:
+    train(config(), tmp_path / "quiet")
+    alarms_at((0, 2))
+    seen = Seen()
+    result = train(config(), tmp_path / "run", watcher=seen)
+    alarm = Alarm("grad_spike", 2, 1, 9.0, 1.0)
+    assert result.alarms == (alarm,) and seen.alarms == [(2, str(alarm))]
+    (event,) = read_events(tmp_path / "run")
+    assert (event["kind"], event["text"], event["data"]["baseline"]) == ("alarm", str(alarm), 1.0)
+    same(tmp_path / "run", numbers(tmp_path / "quiet"))
+
+
+def test_a_stop_saves_first_and_may_be_overruled(tmp_path: Path, alarms_at: Plan) -> None:
+    alarms_at((0, 2), detector="empty_filter")
+    with pytest.raises(GuardStop, match=r"step 2, empty_filter: .* ragen resume"):
+        train(config(checkpoint__every=0), tmp_path / "run")
+    assert checkpoint.newest(tmp_path / "run").name == "step-2"
+    assert events(tmp_path / "run") == [(0, 2, "alarm"), (0, 2, "guard")]
+    assert resume(tmp_path / "run").after is not None
+
+
+def test_a_run_that_was_told_to_go_on_stops_again_if_nothing_is_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "select", lambda *_, **__: [])
+    settings = config(steps=30, filter__max_empty=2, checkpoint__every=0, eval__episodes=0)
+    with pytest.raises(GuardStop, match="step 2, empty_filter"):
+        train(settings, tmp_path / "run")
+    with pytest.raises(GuardStop, match=f"step {2 + GRACE + 1}, empty_filter"):
+        resume(tmp_path / "run")
+
+
+def test_a_stop_is_one_line_and_exit_code_3(
+    tmp_path: Path, alarms_at: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alarms_at((0, 1), detector="degenerate_text")
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(dump(config()))
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run"), "--quiet"]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ragen: the guard stopped the run: step 1, degenerate_text: ")
+
+
+def test_what_is_read_step_by_step_is_what_the_database_holds(
+    tmp_path: Path, alarms_at: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarms_at((0, 3))
+    scripted, seen = recovery.look, []
+
+    def listening(history: Any, step: int, state: GuardState, **more: Any) -> list[Alarm]:
+        seen.append(copy.deepcopy(history))
+        return scripted(history, step, state, **more)
+
+    monkeypatch.setattr(recovery, "look", listening)
+    train(config(**BACK, eval__every=2), tmp_path / "run")
+    whole = read_history(tmp_path / "run", 1.0)
+    del whole[EVALUATED][5], whole[LEVELS][5]  # the last evaluation, after the last look
+    assert seen[-1] == whole and list(whole[EVALUATED]) == [0, 2, 4]
+    assert [list(series) for series in seen[-1].values()] == [list(s) for s in whole.values()]
+
+
+# Rollback.
+
+
+def test_a_rollback_begins_another_attempt_before_the_onset(
+    tmp_path: Path, alarms_at: Plan
+) -> None:
+    run, seen = tmp_path / "run", Seen()
+    alarms_at((0, 3))
+    result = train(config(**BACK), run, watcher=seen)
+    # Onset 2: the checkpoint of step 1 is the newest from before.
+    assert [text for _, text in seen.alarms][1] == (
+        "rolled back to step 1, attempt 1: update.lr = 0.000333333, update.critic_lr = 3.33333e-06"
+    )
+    assert events(run) == [(0, 3, "alarm"), (0, 3, "guard")]
+    assert steps_of(run) == [*((0, s) for s in (1, 2, 3)), *((1, s) for s in (2, 3, 4, 5))]
+    rates = read_metrics(run)["update/lr"]
+    # Bandit's rate falls to a tenth in a line over the five steps: at the second by a fifth of .9.
+    assert rates[1] == pytest.approx(1e-3)
+    assert rates[2] == pytest.approx(1e-3 / 3 * (1 - 0.9 / 5))
+    state = checkpoint.read_state(checkpoint.newest(run))
+    assert (state["loop"]["attempt"], state["loop"]["began"], state["loop"]["step"]) == (1, 1, 5)
+    assert state["loop"]["updates"] == max(read_metrics(run)["progress/updates"].values())
+    assert result.after is not None and len(result.alarms) == 1
+
+
+@pytest.mark.parametrize("remedy", ["lr", "filter", "kl", "seeds"])
+def test_a_remedy_changes_one_thing(tmp_path: Path, alarms_at: Plan, remedy: str) -> None:
+    run = tmp_path / "run"
+    alarms_at((0, 3))
+    asked = config(**BACK, guard__remedy=remedy, filter__rule="all", rollout__prompts=4)
+    train(asked, run)
+    noise = 'SELECT noise_seed FROM episodes WHERE step = 2 AND attempt = ? ORDER BY "group", id'
+    first, second = (rows(run, noise.replace("?", str(attempt))) for attempt in (0, 1))
+    assert (first != second) == (remedy == "seeds"), "other random numbers only where asked for"
+    levels = "SELECT DISTINCT level_seed FROM episodes WHERE step = 2"
+    assert len(rows(run, levels)) == 4, "the same levels"
+    evaluated = "SELECT DISTINCT noise_seed FROM episodes WHERE phase = 'eval' AND level_seed = 123"
+    assert len(rows(run, evaluated)) == 1, "evaluations can be compared"
+    kept = "SELECT attempt, avg(kept) FROM episodes WHERE phase = 'train' GROUP BY 1"
+    assert rows(run, kept) == [(0, 1.0), (1, 0.25 if remedy == "filter" else 1.0)]
+    with_kl = {a for (a,) in rows(run, "SELECT attempt FROM metrics WHERE name = 'kl/reference'")}
+    assert with_kl == ({1} if remedy == "kl" else set())
+
+
+def test_the_first_attempt_stays_readable_and_its_later_checkpoints_go(
+    tmp_path: Path, alarms_at: Plan
+) -> None:
+    run = tmp_path / "run"
+    alarms_at((0, 4), (1, 4))
+    with pytest.raises(GuardStop, match="no rollback is left"):
+        train(config(**BACK, guard__rollbacks=1, checkpoint__keep=5), run)
+    # Onset 3: back to 2 and on to 4, where the second alarm stops and saves.
+    assert [path.name for path in folders(run)] == [f"step-{s}" for s in range(5)]
+    assert steps_of(run) == [*((0, s) for s in (1, 2, 3, 4)), (1, 3), (1, 4)]
+    assert checkpoint.read_state(folders(run)[3])["loop"]["attempt"] == 1
+    assert rows(run, "SELECT count(*) FROM episodes WHERE attempt = 0 AND step = 4") == [(8,)]
+
+
+def test_where_no_checkpoint_is_good_the_run_stops(tmp_path: Path, alarms_at: Plan) -> None:
+    alarms_at((0, 1))
+    with pytest.raises(GuardStop, match="no checkpoint before step 0 is left"):
+        train(config(**BACK), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("response", "every", "kept"),
+    [
+        ({}, 20, 2),
+        ({"grad_spike": "rollback"}, 20, 3),  # ten steps back, at steps that 5 divides
+        ({"reward_drop": "log", "grad_spike": "rollback"}, 20, 3),
+        ({"reward_drop": "rollback"}, 20, 9),  # an alarm at 100, an onset at 61: 60, 65 … 100
+        ({"reward_drop": "rollback"}, 3, 3),
+    ],
+)
+def test_checkpoints_reach_back_to_before_an_onset(
+    response: dict[str, str], every: int, kept: int
+) -> None:
+    asked = config(guard__responses=response, checkpoint__every=5, eval__every=every)
+    run: Any = SimpleNamespace(config=asked, guard=GuardState(looked=100), state=LoopState(100))
+    assert kept_checkpoints(run) == kept
+
+
+_WHOLE: dict[str, dict[str, Any]] = {}
+
+
+def uninterrupted(asked: Config, tmp_path: Path, name: str) -> dict[str, Any]:
+    """What a run came to, made once for each name."""
+    if name not in _WHOLE:
+        train(asked, tmp_path / "whole")
+        _WHOLE[name] = numbers(tmp_path / "whole")
+    return _WHOLE[name]
+
+
+CASES = [("grpo", {}), ("gae", PPO)]
+ASKED: dict[str, Any] = BACK | {"eval__every": 2}
+
+
+@pytest.mark.parametrize(("kind", "more"), CASES, ids=[kind for kind, _ in CASES])
+@pytest.mark.parametrize(
+    ("what", "at"),
+    [("episode", 3 * 8 + 2), ("step", 4), ("evaluated", 4), ("step", 6)],
+)
+def test_a_run_stopped_after_a_rollback_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, alarms_at: Plan, kind: str, more: dict[str, Any], what: str, at: int
+) -> None:
+    alarms_at((0, 3), (1, 4))
+    asked = config(**ASKED, **more)
+    with pytest.raises(StopRequested):
+        train(asked, tmp_path / "run", watcher=Interrupts(what, at, signal.SIGINT))
+    resume(tmp_path / "run")
+    assert steps_of(tmp_path / "run")[-3:] == [(2, 3), (2, 4), (2, 5)]
+    same(tmp_path / "run", uninterrupted(asked, tmp_path, kind))
+
+
+@pytest.mark.parametrize("step", ["drop_after", "replace_state", "event", "build"])
+def test_killed_in_the_middle_of_a_rollback(tmp_path: Path, alarms_at: Plan, step: str) -> None:
+    alarms_at((0, 3))
+    asked, run = config(**ASKED), tmp_path / "run"
+
+    def work() -> None:
+        place, name = {
+            "drop_after": (recovery, "drop_after"),
+            "replace_state": (recovery, "replace_state"),
+            "event": (Recorder, "event"),
+            "build": (LocalEngine, "load"),
+        }[step]
+        real = getattr(place, name)
+
+        def dies(*arguments: Any, **named: Any) -> Any:
+            if step != "event" or "rolled" in arguments[3]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **named)
+
+        setattr(place, name, dies)
+        train(asked, run)
+
+    assert end_of(forked(work)) == -signal.SIGKILL
+    resume(run)
+    same(run, uninterrupted(asked, tmp_path, "one rollback"))
+
+
+@pytest.mark.slow
+def test_kills_at_many_moments_around_a_rollback(tmp_path: Path, alarms_at: Plan) -> None:
+    import random
+
+    alarms_at((0, 3), (1, 4))
+    asked = config(**ASKED)
+    train(asked, tmp_path / "whole")
+    assert kill_and_resume(tmp_path, asked, 1.5, random.Random(3), most=20) > 0
+    same(tmp_path / "run", numbers(tmp_path / "whole"))
+
+
+def test_the_embedded_model_on_its_way_to_the_safe_arm(tmp_path: Path) -> None:
+    """No script: vanilla GRPO on Bandit, whose reward std dies before success does."""
+    more = {"guard.responses.reward_std_cliff": "rollback", "guard.remedy": "filter"}
+    small = {"steps": 12, "threads": 1, "eval.episodes": 0, "seed": 4, "checkpoint.every": 5}
+    result = train(resolve("collapse", more | small), tmp_path / "run")
+    first = result.alarms[0]
+    assert first.detector == "reward_std_cliff" and first.step <= 12
+    assert events(tmp_path / "run")[:2] == [(0, first.step, "alarm"), (0, first.step, "guard")]
+    state = checkpoint.read_state(checkpoint.newest(tmp_path / "run"))
+    assert state["guard"]["changes"]["filter.rule"] == "top_k"
+
+
+# A run that hangs.
+
+
+def test_a_run_that_hangs_says_where_and_ends_with_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, update = tmp_path / "run", LocalEngine.update
+
+    async def hangs(engine: LocalEngine, batch: Batch, step: int) -> Metrics:
+        if step == 2:
+            time.sleep(60)  # blocks the event loop, as a broken collective would
+        return await update(engine, batch, step)
+
+    monkeypatch.setattr(LocalEngine, "update", hangs)
+    start = time.monotonic()
+    assert end_of(forked(lambda: train(config(guard__stalled_s=1.0), run))) == 3
+    assert time.monotonic() - start < 30
+    stacks = (run / recovery.STACKS).read_text()
+    assert "the last checkpoint is step-2" in stacks and "hangs" in stacks
+    (event,) = read_events(run)
+    assert (event["kind"], event["step"], event["data"]["detector"]) == ("alarm", 2, "stalled")
+    monkeypatch.undo()
+    assert resume(run).after is not None
+
+
+def test_a_run_that_hangs_for_a_while_may_only_be_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, seen = LocalEngine.publish, Seen()
+
+    async def slow(engine: LocalEngine) -> None:
+        time.sleep(1.5 if engine.version == 1 else 0)
+        await publish(engine)
+
+    monkeypatch.setattr(LocalEngine, "publish", slow)
+    asked = config(guard__stalled_s=1.0, guard__responses={"stalled": "log"})
+    result = train(asked, tmp_path / "run", watcher=seen)
+    assert [alarm.detector for alarm in result.alarms] == ["stalled"]
+    assert [step for step, _ in seen.alarms] == [1]
+    off = GuardConfig(stalled_s=1.0, responses={"stalled": "off"})
+    silent = config().model_copy(update={"guard": off})
+    assert train(silent, tmp_path / "silent", watcher=seen).alarms == ()
+    assert len(seen.alarms) == 1
+
+
+def test_a_watchdog_hears_every_beat() -> None:
+    heard: list[float] = []
+    with Watchdog(0.4, heard.append) as dog:
+        for _ in range(10):
+            time.sleep(0.1)
+            dog.beat()
+        assert not heard
+        time.sleep(1.0)
+        dog.beat()
+        time.sleep(1.0)
+    assert len(heard) == 2, "once for each silence"
+    with Watchdog(0.0, heard.append):
+        time.sleep(0.1)
+    assert len(heard) == 2
+
+
+def test_the_guards_state_survives_json() -> None:
+    from dataclasses import asdict
+
+    state = GuardState(7, 10, 1, {"grad_spike": 5}, {"update.lr": 1e-4})
+    assert GuardState(**json.loads(json.dumps(asdict(state)))) == state
+
+
+def test_a_checkpoint_of_a_stop_pushes_no_regular_one_out(tmp_path: Path) -> None:
+    def saved(*steps: int) -> list[int]:
+        for step in steps:
+            folder = tmp_path / "checkpoints" / f"step-{step}"
+            folder.mkdir(parents=True)
+            checkpoint.write_state(folder, {})
+        checkpoint.drop_old(tmp_path, keep=2, best=0, every=10)
+        return [checkpoint.step_of(path) for path in folders(tmp_path)]
+
+    assert saved(0, 10, 20) == [0, 10, 20]
+    assert saved(25) == [0, 10, 20, 25]
+    assert saved(30) == [0, 20, 30]
+    checkpoint.drop_after(tmp_path, 20)
+    assert saved() == [0, 20]

@@ -1,0 +1,360 @@
+"""What thoughts tell of their prompts, on policies whose mutual information is known exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from made import episode, turn
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ragen.core.metrics import values
+from ragen.core.types import Group, Turn
+from ragen.diagnostics.diagnosis import information
+from ragen.diagnostics.information import (
+    Information,
+    Thoughts,
+    draw,
+    measure,
+    retrieval,
+    spoken,
+)
+from ragen.diagnostics.regimes import REGIMES
+from ragen.models.cross_scores import cross_scores, rectangles
+from tests.models.test_model import tiny
+
+NEVER = -math.inf
+SHARES = (0.5, 0.25, 0.125, 0.125)
+COUNTS = (32, 16, 8, 8)
+PROMPT_ENTROPY = 1.75 * math.log(2)  # ½·1 + ¼·2 + 2·⅛·3 bits
+
+
+# Constructed policies. Four prompts come 32, 16, 8 and 8 times; a thought is one of four words.
+# With probability c it is the prompt's own, else any of them:  p(z|x) = c [z = x] + (1 − c)/4.
+
+
+def probability(copies: float, word: int, prompt: int) -> float:
+    return copies * (word == prompt) + (1 - copies) / 4
+
+
+def said(copies: float) -> list[tuple[int, int]]:
+    """Prompt and word of 64 thoughts in exactly the policy's proportions."""
+    return [
+        (prompt, word)
+        for prompt, count in enumerate(COUNTS)
+        for word in range(4)
+        for _ in range(round(count * probability(copies, word, prompt)))
+    ]
+
+
+def expected_mi(copies: float) -> float:
+    """Σ w_x p(z|x) log (p(z|x) ÷ p(z)), p(z) = c w_z + (1 − c)/4."""
+    total = 0.0
+    for prompt, share in enumerate(SHARES):
+        for word in range(4):
+            p = probability(copies, word, prompt)
+            if p:
+                marginal = copies * SHARES[word] + (1 - copies) / 4
+                total += share * p * math.log(p / marginal)
+    return total
+
+
+def log(p: float) -> float:
+    return math.log(p) if p else NEVER
+
+
+POLICIES = {"ignores": 0.0, "half": 0.5, "copies": 1.0}
+
+
+@pytest.mark.parametrize("copies", POLICIES.values(), ids=POLICIES)
+def test_mi_of_constructed_policies(copies: float) -> None:
+    pairs = said(copies)
+    assert len(pairs) == 64
+    scores = [[log(probability(copies, word, x)) for x in range(4)] for _, word in pairs]
+    found = measure(torch.tensor(scores), [x for x, _ in pairs], [1] * 64)
+    assert found.mi == pytest.approx(expected_mi(copies), abs=1e-6)
+    assert found.prompt_entropy == pytest.approx(PROMPT_ENTROPY)
+    assert found.prompts == 4 and found.thoughts == 64
+    if copies == 1:
+        assert found.mi == pytest.approx(PROMPT_ENTROPY)
+        assert found.conditional_entropy == 0 and found.retrieval_1 == 1
+        assert found.regime == "compressed"
+    if copies == 0:
+        assert found.mi == pytest.approx(0, abs=1e-6) and abs(found.mi_zscore) < 1e-3
+        assert found.conditional_entropy == pytest.approx(math.log(4))
+        assert found.retrieval_1 == found.chance_1 == 0.25
+        assert found.regime == "template collapse"
+    if copies == 0.5:
+        # −(5/8 ln 5/8 + 3/8 ln 1/8), and the own prompt has the highest score in 5 of 8 cases.
+        assert found.conditional_entropy == pytest.approx(1.07354, abs=1e-5)
+        assert found.retrieval_1 == pytest.approx(5 / 8)
+    assert found.retrieval_5 == found.chance_5 == 1
+
+
+def test_uncounted_shares_would_report_what_is_not_there() -> None:
+    """The trap: with − log n over the n own prompts in place of log w_j, silence would be news."""
+    pairs = said(0.0)
+    matched = math.log(1 / 4)
+    naive_marginal = math.log(4 * math.exp(matched)) - math.log(len(pairs))  # M columns, n counted
+    assert matched - naive_marginal == pytest.approx(math.log(64 / 4))
+    scores = torch.full((64, 4), matched)
+    assert measure(scores, [x for x, _ in pairs], [1] * 64).mi == pytest.approx(0, abs=1e-6)
+
+
+# The measures.
+
+
+def test_golden() -> None:
+    # p(z|x): thought 1 (own x0) ½ and ¼; thought 2 (own x1) ⅛ and ½. Shares ½ each.
+    # marginals: ½·½ + ½·¼ = 3/8, ½·⅛ + ½·½ = 5/16.
+    # gains: ln (½ ÷ 3/8) = ln 4/3, ln (½ ÷ 5/16) = ln 8/5.
+    scores = torch.tensor([[1 / 2, 1 / 4], [1 / 8, 1 / 2]]).log()
+    found = measure(scores, [0, 1], [1, 2])
+    gains = math.log(4 / 3), math.log(8 / 5)
+    marginals = math.log(3 / 8), math.log(5 / 16)
+    assert found.mi == pytest.approx(sum(gains) / 2)
+    assert found.conditional_entropy == pytest.approx(math.log(2))
+    assert found.entropy == pytest.approx(-sum(marginals) / 2)
+    # Divided by 1 and 2 tokens, after the sum over prompts.
+    per_token = (gains[0] + gains[1] / 2) / 2
+    assert found.mi_per_token == pytest.approx(per_token)
+    assert found.conditional_entropy_per_token == pytest.approx(0.75 * math.log(2))
+    assert found.entropy_per_token == pytest.approx(-(marginals[0] + marginals[1] / 2) / 2)
+    spread = abs(marginals[0] - marginals[1] / 2) / 2  # of two numbers
+    assert found.mi_zscore == pytest.approx(per_token / (spread + 1e-3))
+    assert (found.retrieval_1, found.chance_1) == (1, 0.5)
+    assert found.prompt_entropy == pytest.approx(math.log(2))
+    assert found.regime == "undecidable"
+
+
+def test_one_thought_tells_nothing() -> None:
+    found = measure(torch.tensor([[-3.0]]), [0], [2])
+    assert (found.mi, found.entropy, found.mi_zscore, found.retrieval_1) == (0, 3, 0, 1)
+
+
+@given(st.data())
+def test_bounds_and_identities(data: st.DataObject) -> None:
+    num_prompts = data.draw(st.integers(1, 4))
+    more = data.draw(st.lists(st.integers(0, num_prompts - 1), max_size=6))
+    own = [*range(num_prompts), *more]
+    number = st.floats(-50, 0, width=32)
+    scores = torch.tensor([[data.draw(number) for _ in range(num_prompts)] for _ in own])
+    lengths = [data.draw(st.integers(1, 9)) for _ in own]
+    found = measure(scores, own, lengths)
+    assert found.mi <= found.prompt_entropy + 1e-9 <= math.log(num_prompts) + 1e-6
+    assert found.mi == pytest.approx(found.entropy - found.conditional_entropy, abs=1e-9)
+    # What a thought is as such, whatever the prompt, tells nothing of the prompt.
+    shifted = measure(scores + torch.arange(len(own))[:, None], own, lengths)
+    assert shifted.mi == pytest.approx(found.mi, abs=1e-5)
+    # A prompt that is written twice is the same prompt: shares, not columns, count.
+    twice = torch.cat([scores, scores[:, :1]], dim=1)
+    first_owners = [i for i, prompt in enumerate(own) if prompt == 0]
+    if len(first_owners) > 1:
+        split = [num_prompts if i == first_owners[0] else prompt for i, prompt in enumerate(own)]
+        assert measure(twice, split, lengths).mi == pytest.approx(found.mi, abs=1e-9)
+
+
+def test_ties_are_broken_by_lot() -> None:
+    same = torch.zeros(3, 4)
+    own = torch.tensor([0, 1, 3])
+    assert retrieval(same, own, 1) == 1 / 4
+    assert retrieval(same, own, 2) == 2 / 4
+    # One higher, two equal: the second place goes to the own one half of the time.
+    assert retrieval(torch.tensor([[0.0, -1.0, -1.0]]), torch.tensor([1]), 2) == 1 / 2
+
+
+def regime_of(**numbers: float) -> str:
+    found = measure(torch.zeros(8, 4), [0, 1, 2, 3] * 2, [1] * 8)
+    return replace(found, **numbers).regime
+
+
+def test_regimes() -> None:
+    high, low = 0.51 * math.log(4), 0.49 * math.log(4)  # of H(w) = log 4
+    assert regime_of(conditional_entropy=0.70, mi=high) == "diverse"
+    assert regime_of(conditional_entropy=0.70, mi=low) == "template collapse"
+    assert regime_of(conditional_entropy=0.69, mi=high) == "compressed"
+    assert regime_of(conditional_entropy=0.69, mi=low) == "low-entropy collapse"
+    assert regime_of(conditional_entropy=0.70, mi=high, prompts=3) == "undecidable"
+
+
+def test_metrics_hold_every_field_and_the_regime() -> None:
+    found = measure(torch.zeros(8, 4), [0, 1, 2, 3] * 2, [1] * 8)
+    metrics = found.metrics("information/first")
+    assert {name.rpartition("/")[2] for name in metrics} == {*Information.__slots__, "regime"}
+    assert REGIMES[int(metrics["information/first/regime"].value)] == "low-entropy collapse"
+    assert metrics["information/first/mi"].weight == 8
+
+
+# Which thoughts.
+
+
+def thinking(prompt: Sequence[int], thought: Sequence[int], opened: Sequence[int] = ()) -> Turn:
+    """A turn that samples `opened`, its thought and a closing token 99."""
+    text = " ".join(map(str, thought))
+    made = turn(prompt=prompt, sampled=(*opened, *thought, 99), thought=text)
+    span = (len(opened), len(opened) + len(thought))
+    return replace(made, observation=f"sees {prompt[-1]}", thought_span=span)
+
+
+def test_x_reaches_up_to_the_thought() -> None:
+    assert spoken(thinking((1, 2), (7, 8))) == ((1, 2), (7, 8))
+    assert spoken(thinking((1, 2), (7, 8), opened=(5, 6))) == ((1, 2, 5, 6), (7, 8))
+    assert spoken(thinking((1, 2), ())) is None
+    assert spoken(turn(prompt=(1, 2))) is None
+    text = thinking((1, 2), (7,))
+    assert spoken(replace(text, prompt=replace(text.prompt, token_ids=None))) is None
+
+
+def test_equal_prompts_and_thoughts_are_scored_once() -> None:
+    groups = [
+        Group((episode(thinking((1,), (7, 8))), episode(thinking((1,), (7, 8))))),
+        Group((episode(thinking((2,), (7, 8))), episode(thinking((2,), (9,))))),
+    ]
+    assert draw(groups, "first", 64, 0) == Thoughts(
+        prompts=((1,), (2,)),
+        thoughts=((7, 8), (9,)),
+        prompt_N=(0, 0, 1, 1),
+        thought_N=(0, 0, 0, 1),
+        left_out=0,
+        observations=("sees 1", "sees 2"),
+        texts=("7 8", "9"),
+    )
+
+
+def test_turns_without_a_thought_are_left_out_and_counted() -> None:
+    silent, speaks = turn(prompt=(1,)), thinking((2,), (7,))
+    groups = [
+        Group((episode(silent, speaks), episode(speaks, silent), episode(speaks, stop="error"))),
+        Group((episode(),)),
+    ]
+    first = draw(groups, "first", 64, 0)
+    assert (len(first.prompt_N), first.left_out) == (1, 1)
+    for seed in range(20):  # the turn is drawn first, then looked at
+        drawn = draw(groups, "any", 64, seed)
+        assert len(drawn.prompt_N) + drawn.left_out == 2
+    assert {draw(groups, "any", 64, seed).left_out for seed in range(20)} == {0, 1, 2}
+
+
+def test_the_choice_follows_from_the_seed() -> None:
+    turns = [thinking((1, number), (7, number)) for number in range(3)]
+    groups = [Group(tuple(episode(*turns) for _ in range(40)))]
+    assert draw(groups, "any", 10, 5) == draw(groups, "any", 10, 5)
+    assert draw(groups, "any", 10, 5) != draw(groups, "any", 10, 6)
+    assert len(draw(groups, "any", 10, 5).prompt_N) == 10
+    counts = Counter[int]()
+    for seed in range(50):
+        drawn = draw(groups, "any", 40, seed)
+        counts.update(drawn.prompts[place][1] for place in drawn.prompt_N)
+    # 2,000 draws, a third each: within 4 standard errors, √(2000 · 2/9) = 21.
+    assert all(abs(counts[number] - 2000 / 3) < 84 for number in range(3))
+
+
+# The matrix.
+
+
+def plainly(model: PreTrainedModel, prompt: Sequence[int], thought: Sequence[int], t: float) -> Any:
+    logits = model(torch.tensor([[*prompt, *thought]])).logits[0] / t
+    logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(thought)[:, None]).sum()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("max_tokens", [1, 40, 8192])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_those_of_the_concatenated_sequences(
+    kind: str, max_tokens: int, temperature: float
+) -> None:
+    model = tiny(kind)
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(0, 40, (length,), generator=generator).tolist()
+
+    prompts = [tokens(length) for length in (3, 20, 20, 1)]
+    thoughts = [tokens(length) for length in (5, 1, 9, 4, 2)]
+    found = cross_scores(model, prompts, thoughts, temperature, max_tokens)
+    expected = [[plainly(model, x, z, temperature) for x in prompts] for z in thoughts]
+    torch.testing.assert_close(found, torch.tensor(expected).double(), atol=1e-4, rtol=0)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1), st.integers(1, 20), st.integers(1, 200))
+def test_rectangles(lengths: list[int], prefix: int, max_tokens: int) -> None:
+    parts = rectangles(lengths, prefix, max_tokens)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    for part in parts:
+        longest = max(lengths[row] for row in part)
+        assert len(part) == 1 or len(part) * (prefix + longest) <= max_tokens
+        assert all(2 * lengths[row] > longest for row in part)
+
+
+# The way a run takes it.
+
+
+class Scorer:
+    """An engine of which only the scores are asked, by a made-up policy."""
+
+    def __init__(self, score: Callable[[Sequence[int], Sequence[int]], float]) -> None:
+        self.score = score
+
+    async def cross_scores(
+        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+    ) -> Tensor:
+        return torch.tensor([[self.score(x, z) for x in prompts] for z in thoughts])
+
+
+@pytest.mark.parametrize("copies", POLICIES.values(), ids=POLICIES)
+def test_constructed_policies_through_the_groups(copies: float) -> None:
+    """Each prompt's episodes are a group; in their second turn they say nothing that is valid."""
+    pairs = said(copies)
+    groups = [
+        Group(
+            tuple(
+                episode(thinking((1, prompt), (word,)), turn(prompt=(2,)))
+                for x, word in pairs
+                if x == prompt
+            )
+        )
+        for prompt in range(4)
+    ]
+    engine: Any = Scorer(lambda x, z: log(probability(copies, z[0], x[1])))
+    metrics, matrices = asyncio.run(information(engine, groups, 64, (0, 3)))
+    found = values(metrics)
+    assert found["information/first/mi"] == pytest.approx(expected_mi(copies), abs=1e-6)
+    assert found["information/first/left_out"] == 0
+    spoken_later = found["information/any/thoughts"]
+    assert spoken_later + found["information/any/left_out"] == 64
+    assert 16 < spoken_later < 48
+    for matrix in matrices:  # what is kept of it gives the same measures
+        path, one_word = f"information/{matrix.sampling}", [1] * len(matrix.thoughts)
+        again = measure(matrix.scores_NM, matrix.own_N, one_word)
+        assert values(again.metrics(path)).items() <= found.items()
+
+
+def test_a_model_that_does_not_look_back_tells_nothing() -> None:
+    """With its attention's output at zero, only the last token is seen: p(z|x) = p(z)."""
+    model = tiny()
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    prompts = [[number, number + 1, 5] for number in range(6)]  # 5 opens the thought
+    thoughts = [[7 + number, 8, 9] for number in range(6)]
+    found = measure(cross_scores(model, prompts, thoughts, 1.0, 8192), list(range(6)), [3] * 6)
+    assert found.mi == pytest.approx(0, abs=1e-5)
+    looks = measure(cross_scores(tiny(), prompts, thoughts, 1.0, 8192), list(range(6)), [3] * 6)
+    assert abs(looks.mi) > 1e-2
+
+
+def test_no_thought_no_measure() -> None:
+    engine: Any = Scorer(lambda x, z: 0.0)
+    metrics, matrices = asyncio.run(information(engine, [Group((episode(turn()),))], 64, (0, 0)))
+    assert values(metrics) == {"information/first/left_out": 1, "information/any/left_out": 1}
+    assert matrices == []

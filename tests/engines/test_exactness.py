@@ -1,0 +1,313 @@
+"""What is trained is what was sampled: shown where it holds, and seen where it does not."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from ragen.algorithms.batch import Batch, collate, minibatches, take
+from ragen.algorithms.samples import to_samples, trainable
+from ragen.config.reading import resolve
+from ragen.config.sections import Config
+from ragen.core.errors import RagenError
+from ragen.core.types import Group, Sample
+from ragen.engines.checkpoint import folders
+from ragen.engines.exactness import verify, with_births
+from ragen.rollout.policies import fingerprint
+from ragen.rollout.rollout import run_groups
+from ragen.storage.database import DATABASE
+from ragen.storage.reader import read_metrics
+from ragen.training import collection
+from ragen.training.trainer import train
+from tests import made
+from tests.speaker import settings
+
+# The hash.
+
+
+def test_a_fingerprint_tells_everything_apart() -> None:
+    told = [
+        fingerprint(ids, logprobs)
+        for ids, logprobs in (
+            ((8, 9), (-0.5, -0.25)),
+            ((9, 8), (-0.5, -0.25)),
+            ((8, 9), (-0.25, -0.5)),
+            ((8,), (-0.5,)),
+            ((), ()),
+        )
+    ]
+    assert len(set(told)) == len(told) and all(0 <= mark < 2**63 for mark in told)
+    assert fingerprint(torch.tensor([8, 9]), torch.tensor([-0.5, -0.25])) == told[0]
+    # The next float32 is another logprob; what float32 cannot tell apart is the same.
+    assert fingerprint((8, 9), (-0.5, -0.25000003)) != told[0]
+    assert fingerprint((8, 9), (-0.5, -0.25 - 1e-12)) == told[0]
+
+
+# Batches.
+
+
+@given(made.groups())
+def test_a_true_batch_passes_however_it_is_split(groups: list[Group]) -> None:
+    episodes = [episode for _, episode in trainable(groups)]
+    batch = with_births(collate(to_samples(groups)), episodes)
+    for part in minibatches(batch, minibatch_episodes=2, passes=1, seed=0):
+        rows = [take(part, torch.tensor([row])) for row in range(part.num_rows)]
+        for split in ([part], rows, rows[::-1]):
+            counted = {name: each.value for name, each in verify(split).items()}
+            inside = set(part.episode_B.tolist())
+            assert counted == {
+                "exactness/completions_checked": sum(len(episodes[e].turns) for e in inside),
+                "exactness/tokens_checked": part.num_tokens,
+            }
+
+
+def test_demonstrations_are_not_compared() -> None:
+    assert verify([collate(to_samples([made.group(0.0, 1.0)]))]) == {}
+
+
+def test_a_policy_without_fingerprints_is_told_what_to_do() -> None:
+    turn = made.turn()
+    turn = replace(turn, completion=replace(turn.completion, fingerprint=None))
+    groups = [Group((made.episode(turn),))]
+    with pytest.raises(RagenError, match=r"let it set Completion\.fingerprint with"):
+        with_births(collate(to_samples(groups)), groups[0].episodes)
+
+
+# Mutations: each must stop a real run.
+
+CORRIDOR = {
+    "world.name": f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue",
+    "world.turns": 3,
+    "model.max_length": 256,
+}
+
+
+def corridor(**more: Any) -> Config:
+    """A run of one step whose episodes have three turns."""
+    return resolve("bandit", settings(steps=1, eval__episodes=0, **more) | CORRIDOR)
+
+
+def changed(sample: Sample, field: str, at: int, value: Any) -> Sample:
+    values = list(getattr(sample, field))
+    values[at] = value
+    return replace(sample, **{field: tuple(values)})
+
+
+def shifted(sample: Sample, *names: str) -> Sample:
+    """Fields moved on by one token."""
+    values = {name: getattr(sample, name) for name in names}
+    return replace(sample, **{name: (each[0], *each[:-1]) for name, each in values.items()})
+
+
+def first_end(sample: Sample) -> int:
+    return sample.turn_ends.index(True)
+
+
+def swap_an_id(samples: list[Sample]) -> list[Sample]:
+    at = first_end(samples[0])
+    return [changed(samples[0], "token_ids", at, samples[0].token_ids[at] ^ 1), *samples[1:]]
+
+
+def swap_two_ids(samples: list[Sample]) -> list[Sample]:
+    ids, at = samples[0].token_ids, first_end(samples[0])
+    there = next(i for i in range(at) if samples[0].loss_mask[i] and ids[i] != ids[at])
+    swapped = changed(samples[0], "token_ids", at, ids[there])
+    return [changed(swapped, "token_ids", there, ids[at]), *samples[1:]]
+
+
+def shift_the_mask(samples: list[Sample]) -> list[Sample]:
+    return [shifted(samples[0], "loss_mask"), *samples[1:]]
+
+
+def shift_all_but_the_ids(samples: list[Sample]) -> list[Sample]:
+    names = ("loss_mask", "sampled_logprobs", "turn_index", "turn_ends")
+    row = replace(samples[0], token_ids=(*samples[0].token_ids, 0))
+    longer = replace(row, **{name: (*getattr(row, name), 0) for name in names})
+    return [shifted(longer, *names), *samples[1:]]
+
+
+def move_a_turn_end(samples: list[Sample]) -> list[Sample]:
+    at = first_end(samples[0])
+    moved = changed(changed(samples[0], "turn_ends", at, False), "turn_ends", at - 1, True)
+    return [moved, *samples[1:]]
+
+
+def forget_a_turn_end(samples: list[Sample]) -> list[Sample]:
+    return [changed(samples[0], "turn_ends", first_end(samples[0]), False), *samples[1:]]
+
+
+def alter_a_logprob(samples: list[Sample]) -> list[Sample]:
+    at = first_end(samples[0])
+    altered = samples[0].sampled_logprobs[at] - 1e-6
+    return [changed(samples[0], "sampled_logprobs", at, altered), *samples[1:]]
+
+
+def lose_a_row(samples: list[Sample]) -> list[Sample]:
+    return samples[1:]
+
+
+def train_a_row_twice(samples: list[Sample]) -> list[Sample]:
+    return [*samples, samples[-1]]
+
+
+def swap_two_episodes(samples: list[Sample]) -> list[Sample]:
+    a, b = samples[0], samples[-1]
+    return [replace(a, episode=b.episode), *samples[1:-1], replace(b, episode=a.episode)]
+
+
+def train_what_was_read(samples: list[Sample]) -> list[Sample]:
+    """The token in front of the first turn, as if it had been sampled in a turn of its own."""
+    at = samples[0].loss_mask.index(True) - 2
+    row = changed(changed(samples[0], "loss_mask", at, True), "turn_index", at, 7)
+    return [changed(row, "turn_ends", at, True), *samples[1:]]
+
+
+WRONG: dict[Callable[[list[Sample]], list[Sample]], tuple[str, str]] = {
+    swap_an_id: ("are not those that were sampled", "the same"),
+    swap_two_ids: ("are not those that were sampled", "the same"),
+    shift_the_mask: ("the mask is not true exactly on the tokens of turns", "the same"),
+    shift_all_but_the_ids: ("are not those that were sampled", "the same"),
+    move_a_turn_end: ("a turn's end is not on its last sampled token", "the same"),
+    forget_a_turn_end: ("a turn's end is not on its last sampled token", "the same"),
+    alter_a_logprob: ("are not those that were sampled", "the same"),
+    lose_a_row: (
+        "the batch does not hold each episode of the step",
+        "was sampled and would not be trained",
+    ),
+    train_a_row_twice: ("would be trained twice", "the same"),
+    swap_two_episodes: ("are not those that were sampled", "would be trained twice"),
+    train_what_was_read: ("would be trained and was never sampled", "the same"),
+}
+"""What is done to the samples, and what a run says then: with all turns in a row, with each in its
+own."""
+
+
+def stopped(config: Config, run: Path, words: str) -> None:
+    """The run ends with one clear line and without an update."""
+    with pytest.raises(RagenError, match=words) as caught:
+        train(config, run)
+    assert str(caught.value).startswith("stopped before an update: ")
+    assert "\n" not in str(caught.value)
+    connection = sqlite3.connect(run / DATABASE)
+    assert connection.execute("SELECT max(step) FROM metrics").fetchone() == (0,)
+    connection.close()
+    assert [path.name for path in folders(run)] == ["step-0"]
+
+
+@pytest.mark.parametrize("mutation", WRONG, ids=lambda mutation: mutation.__name__)
+@pytest.mark.parametrize("window", [0, 1])
+def test_a_mutated_sample_stops_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mutation: Callable[[list[Sample]], list[Sample]],
+    window: int,
+) -> None:
+    monkeypatch.setattr(collection, "to_samples", lambda groups: mutation(to_samples(groups)))
+    in_a_row, apart = WRONG[mutation]
+    words = in_a_row if window == 0 or apart == "the same" else apart
+    stopped(corridor(prompt__window=window), tmp_path / "run", words)
+
+
+def look_at_a_prompt(batch: Batch) -> Batch:
+    weight_BT = batch.weight_BT.clone()
+    weight_BT[0, 1] = 1
+    return replace(batch, weight_BT=weight_BT)
+
+
+def lose_a_column(batch: Batch) -> Batch:
+    return replace(batch, sampled_logprobs_BT=batch.sampled_logprobs_BT[:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("mutation", "words"),
+    [
+        (look_at_a_prompt, "the loss does not look exactly at the sampled tokens"),
+        (lose_a_column, "sampled_logprobs_BT and the mask differ in length"),
+    ],
+)
+def test_a_mutated_batch_stops_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mutation: Callable[[Batch], Batch],
+    words: str,
+) -> None:
+    split = collection.minibatches
+    monkeypatch.setattr(
+        collection, "minibatches", lambda *all_of_it: [mutation(p) for p in split(*all_of_it)]
+    )
+    stopped(corridor(), tmp_path / "run", words)
+
+
+def test_a_batch_that_lost_its_fingerprints_is_not_trained_unverified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = collection.minibatches
+    monkeypatch.setattr(
+        collection,
+        "minibatches",
+        lambda *all_of_it: [replace(p, born_BK=None) for p in split(*all_of_it)],
+    )
+    with pytest.raises(AssertionError, match="what was sampled"):
+        train(corridor(), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("mutation", "words"),
+    [
+        (
+            lambda parts: [take(part, torch.arange(1, part.num_rows)) for part in parts],
+            "was sampled and would not be trained",
+        ),
+        (lambda parts: parts[1:], "was sampled and would not be trained"),
+        (lambda parts: [*parts, parts[0]], "would be trained twice in a pass"),
+    ],
+    ids=["lost row", "lost", "doubled"],
+)
+def test_a_row_or_minibatch_that_is_lost_or_doubled_stops_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mutation: Callable[[list[Batch]], list[Batch]],
+    words: str,
+) -> None:
+    split = collection.minibatches
+    monkeypatch.setattr(collection, "minibatches", lambda *all_of_it: mutation(split(*all_of_it)))
+    stopped(corridor(prompt__window=1, update__minibatch_episodes=1), tmp_path / "run", words)
+
+
+def test_a_reply_that_was_tokenised_anew_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commonest fault elsewhere: text that is encoded again gives other tokens."""
+
+    async def retokenised(*arguments: Any, **named: Any) -> list[Group]:
+        (first, *others) = await run_groups(*arguments, **named)
+        episode = first.episodes[0]
+        turn = episode.turns[0]
+        ids = turn.completion.token_ids or ()
+        said = replace(turn.completion, token_ids=(ids[0] ^ 1, *ids[1:]))
+        episode = replace(episode, turns=(replace(turn, completion=said), *episode.turns[1:]))
+        return [Group((episode, *first.episodes[1:])), *others]
+
+    monkeypatch.setattr(collection, "run_groups", retokenised)
+    stopped(corridor(), tmp_path / "run", "turn 1 of the step's episode 0 are not those")
+
+
+@pytest.mark.parametrize("algorithm", ["starpo/grpo", "starpo/ppo"])
+@pytest.mark.parametrize("window", [0, 1, 2])
+def test_every_run_reports_that_all_was_compared(
+    tmp_path: Path, algorithm: str, window: int
+) -> None:
+    more = {"algorithm": algorithm, "prompt__window": window, "update__passes": 2}
+    train(corridor(**more), tmp_path / "run")
+    found = {name: series[1] for name, series in read_metrics(tmp_path / "run").items()}
+    # 2 prompts × 4 members × 3 turns, and all of their tokens, in each of 2 passes.
+    assert found["exactness/completions_checked"] == 2 * 2 * 4 * 3
+    assert found["exactness/tokens_checked"] == 2 * found["tokens/sampled"]
+    assert found["mismatch/max_abs"] < 1e-4

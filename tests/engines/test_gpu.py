@@ -1,0 +1,211 @@
+"""The same numbers on a GPU, by the same code.
+
+Each test runs on the CPU too, against itself: so that the tests are known to work where there is no
+GPU. What needs none at all is tested on the device ``meta``, which has shapes but no numbers: there
+an operation that would wait for the GPU, or that mixes devices, is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragen.algorithms.batch import collate
+from ragen.config.reading import resolve
+from ragen.config.sections import LossConfig, UpdateConfig
+from ragen.core.types import Completion, Prompt, Sample
+from ragen.engines.checkpoint import newest
+from ragen.engines.learner import Learner
+from ragen.engines.sampler import Sampler
+from ragen.models.decoder import HFDecoder, make_decoder
+from ragen.models.model import recompute_layers
+from ragen.storage.reader import read_metrics
+from ragen.training.trainer import resume, train
+from tests.engines.test_learner import PLAIN, batch
+from tests.speaker import settings
+from tests.tiny import tiny_model, tiny_tokenizer
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+    ],
+)
+DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)], ids=["float32", "bfloat16"]
+)
+
+
+def model(device: str, dtype: torch.dtype) -> Any:
+    return tiny_model(tiny_tokenizer("chatml")).to(torch.bfloat16).to(device, dtype)
+
+
+def learner(device: str, dtype: torch.dtype, recomputes: bool = False, **update: Any) -> Learner:
+    policy = model(device, dtype)
+    if recomputes:
+        recompute_layers(policy)
+    update = {"lr": 1e-3, "critic_lr": 1e-3} | update
+    return Learner(
+        policy, UpdateConfig(**update), LossConfig(**PLAIN), critic=True, reference=True, longest=20
+    )
+
+
+def prompts() -> list[Prompt]:
+    """Two that begin alike, one that is twice there, of different lengths."""
+    starts = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 9), tuple(range(3, 40))]
+    return [Prompt((), ids, 0, 16, 1.0, seed) for seed, ids in enumerate(starts)]
+
+
+def sampled(policy: Any) -> list[Completion]:
+    sampler = Sampler(policy, [2], lambda _: "", slots=3, max_length=64)
+
+    async def everyone() -> list[Completion]:
+        return list(await asyncio.gather(*[sampler.complete(prompt) for prompt in prompts()]))
+
+    return asyncio.run(everyone())
+
+
+@DEVICES
+@DTYPES
+def test_scores_are_those_of_the_cpu(device: str, dtype: torch.dtype, atol: float) -> None:
+    here, there = learner("cpu", torch.float32), learner(device, dtype)
+    part = batch(here)
+    for name in ("logprobs", "values"):
+        found, expected = getattr(there, name)(part), getattr(here, name)(part)
+        for a, b in zip(
+            *((x if isinstance(x, tuple) else (x,)) for x in (found, expected)), strict=True
+        ):
+            assert a.device.type == "cpu" and a.dtype == torch.float32
+            torch.testing.assert_close(a, b, atol=atol, rtol=0)
+    prompt, thought = [3, 4, 5], [[6, 7], [8]]
+    torch.testing.assert_close(
+        there.cross_scores([prompt], thought),
+        here.cross_scores([prompt], thought),
+        atol=2 * atol,
+        rtol=0,
+    )
+
+
+@DEVICES
+@DTYPES
+@pytest.mark.parametrize("muon_lr", [0.0, 1e-3])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_updates_are_those_of_the_cpu(
+    device: str, dtype: torch.dtype, atol: float, muon_lr: float, recomputes: bool
+) -> None:
+    here = learner("cpu", torch.float32, muon_lr=muon_lr)
+    there = learner(device, dtype, recomputes, muon_lr=muon_lr, microbatch_tokens=20)
+    part = batch(here)
+    part = replace(part, values_BT=here.values(part))
+    for step in range(2):
+        ours, theirs = here.update(part, step), there.update(part, step)
+        for name in ("loss/policy", "loss/value", "gradient/policy_norm", "gradient/critic_norm"):
+            assert theirs[name].value == pytest.approx(ours[name].value, abs=atol, rel=3 * atol)
+    ours, theirs = (
+        torch.cat([each.detach().cpu().flatten() for each in one.masters.trained.values()])
+        for one in (here, there)
+    )
+    start = torch.cat(
+        [each.detach().flatten() for each in model("cpu", torch.float32).parameters()]
+    )
+    # AdamW's first steps are all of one length: where a gradient is next to 0, rounding turns it.
+    assert float((theirs - ours).norm() / (ours - start).norm()) < 20 * atol
+    norms = there.gradient_norms(part, torch.tensor([0, 0, 1, 1]))
+    assert all(metric.value >= 0 for metric in norms.values())
+
+
+@DEVICES
+@DTYPES
+def test_the_learner_recomputes_what_was_sampled(
+    device: str, dtype: torch.dtype, atol: float
+) -> None:
+    one = learner(device, dtype)
+    said = sampled(one.model)
+    rows = []
+    for number, (prompt, completion) in enumerate(zip(prompts(), said, strict=True)):
+        ids, logprobs = completion.token_ids, completion.logprobs
+        assert ids is not None and logprobs is not None and prompt.token_ids is not None
+        num_before, num = len(prompt.token_ids), len(ids)
+        mask = (False,) * num_before + (True,) * num
+        ends = (False,) * (num_before + num - 1) + (True,)
+        turns = (-1,) * num_before + (0,) * num
+        padded = (0.0,) * num_before + logprobs
+        rows.append(Sample(prompt.token_ids + ids, mask, padded, turns, ends, number, 0))
+    part = collate(rows)
+    found = one.logprobs(part)[0]
+    torch.testing.assert_close(found, part.sampled_logprobs_BT, atol=atol, rtol=0)
+
+
+@DEVICES
+def test_sampling_is_that_of_the_cpu(device: str) -> None:
+    """Equal uniforms through almost equal distributions: equal tokens but for a rare edge."""
+    here, there = sampled(model("cpu", torch.float32)), sampled(model(device, torch.float32))
+    assert [each.token_ids for each in here] == [each.token_ids for each in there]
+
+
+@DEVICES
+def test_a_run_and_its_resumption(device: str, tmp_path: Path) -> None:
+    asked = resolve(
+        "bandit",
+        settings(
+            algorithm="starpo/ppo",
+            model__device=device,
+            model__dtype="bfloat16",
+            model__gradient_checkpointing=True,
+        ),
+    )
+    train(asked, tmp_path / "run")
+    run = tmp_path / "run"
+    assert newest(run).name == "step-3"
+    (newest(run) / "state.json").unlink()
+    assert resume(run).after is not None
+    metrics = read_metrics(run)
+    assert all(value < 0.1 for value in metrics["mismatch/kl"].values())
+    assert not any(metrics["update/skipped_policy"].values())
+
+
+# Without a GPU.
+
+
+def test_decoding_waits_for_no_device() -> None:
+    """Neither for a boolean index nor for a number; and all indices are where the keys are."""
+    decoder = make_decoder(model("meta", torch.bfloat16), 4, 32)
+    assert isinstance(decoder, HFDecoder), "the fast one is for CPUs"
+    logits = decoder.prefill([0, 2], [0, 0], [[1, 2, 3], [4, 5]])
+    assert logits.shape[0] == 2 and logits.dtype == torch.float32
+    decoder.copy(0, 1, 3)
+    slots = torch.tensor([0, 1, 2])
+    for at in range(2):
+        starts = torch.tensor([3, 3, 2]) + at
+        assert decoder.decode(slots, starts, torch.tensor([6, 7, 8])).shape[0] == 3
+
+
+def test_a_model_on_a_gpu_takes_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner's fast path is for CPUs as well; elsewhere its padding is told."""
+    one = learner("cpu", torch.float32)
+    assert "update/padding_fraction" not in one.update(batch(one), 0)
+    for module in ("model", "learner"):
+        monkeypatch.setattr(f"ragen.{module}.shares_prompts", lambda _: False)
+    part = batch(one)
+    wide = part.num_rows * int(part.lengths_B.max())
+    fraction = one.update(part, 0)["update/padding_fraction"].value
+    assert fraction == pytest.approx(1 - int(part.lengths_B.sum()) / wide)
+
+
+def test_state_moves_with_copies() -> None:
+    """A deep copy of a learner's model has no master that would take its gradients."""
+    one = learner("cpu", torch.bfloat16)
+    alone = copy.deepcopy(one.model)
+    weight: Tensor = alone.get_input_embeddings().weight
+    weight.float().sum().backward()
+    assert weight.grad is not None
+    assert all(master.grad is None for master in one.masters.trained.values())

@@ -1,0 +1,461 @@
+"""One optimiser step: its gradient, what it must not depend on, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as how
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragen.algorithms.batch import Batch, collate, take
+from ragen.config.reading import resolve
+from ragen.config.sections import LossConfig, UpdateConfig
+from ragen.core.types import Sample
+from ragen.engines.checkpoint import optimizer_tensors, restore_optimizer
+from ragen.engines.learner import Learner, optimizers
+from ragen.models.model import Critic, load_policy
+from ragen.storage.database import DATABASE
+from ragen.storage.schema import SAMPLE_ARRAYS, decompress
+from ragen.training.trainer import train
+from tests.speaker import settings
+from tests.tiny import tiny_model, tiny_tokenizer
+
+VOCABULARY = 400
+PLAIN = {"entropy": 0.0, "kl": 0.0}
+
+
+def model(seed: int = 0) -> Any:
+    return tiny_model(tiny_tokenizer("chatml"), seed)
+
+
+def sample(episode: int, length: int, generator: torch.Generator) -> Sample:
+    ids = torch.randint(1, VOCABULARY // 2, (length,), generator=generator).tolist()
+    mask = [False, False] + [bool(at % 4) for at in range(length - 2)]
+    mask[-1] = True
+    ends = [on and (at == length - 1 or not mask[at + 1]) for at, on in enumerate(mask)]
+    turn, turns = 0, []
+    for on, end in zip(mask, ends, strict=True):
+        turns.append(turn if on else -1)
+        turn += end
+    zeros = (0.0,) * length
+    return Sample(tuple(ids), tuple(mask), zeros, tuple(turns), tuple(ends), episode, episode // 2)
+
+
+def batch(learner: Learner, lengths: tuple[int, ...] = (7, 12, 5, 9)) -> Batch:
+    """Random tokens with the learner's own logprobs as old ones, and random advantages."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    made = collate([sample(e, length, generator) for e, length in enumerate(lengths)])
+    shape = made.mask_BT.shape
+    return replace(
+        made,
+        sampled_logprobs_BT=learner.logprobs(made)[0],
+        old_logprobs_BT=learner.logprobs(made)[0],
+        reference_logprobs_BT=learner.logprobs(made)[0] - 0.1 * made.mask_BT.float(),
+        advantages_BT=torch.randn(shape, generator=generator) * made.mask_BT,
+        returns_BT=torch.randn(shape, generator=generator) * made.mask_BT,
+        values_BT=0.1 * torch.randn(shape, generator=generator) * made.mask_BT,
+    )
+
+
+def learner(
+    seed: int = 0, critic: bool = False, shared: bool = False, loss: Any = None, **update: Any
+) -> Learner:
+    return Learner(
+        model(seed),
+        UpdateConfig(**({"lr": 1e-2, "critic_lr": 1e-2} | update)),
+        LossConfig(**(PLAIN if loss is None else loss)),
+        critic=critic,
+        shared=shared,
+        steps=10,
+        longest=20,
+    )
+
+
+def gradient(one: Learner, part: Batch, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """What `update` would hand to the optimiser; the weights stay."""
+    found: dict[str, Tensor] = {}
+    with monkeypatch.context() as patch:
+
+        def norm(parameters: Any, _: float) -> Tensor:
+            named = one.model.named_parameters()
+            found.update({name: p.grad.clone() for name, p in named if p.grad is not None})
+            return torch.tensor(torch.inf)  # so that the step is not taken
+
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", norm)
+        one.update(part, 0)
+    return found
+
+
+def weights(one: Learner) -> dict[str, Tensor]:
+    found = {f"policy.{k}": v.clone() for k, v in one.model.state_dict().items()}
+    if one.critic is not None:
+        found |= {f"critic.{k}": v.clone() for k, v in one.critic.state_dict().items()}
+    return found
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor], atol: float = 1e-6) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=1e-4)
+
+
+# The gradient.
+
+
+def test_the_gradient_at_ratio_1_is_that_of_reinforce(monkeypatch: pytest.MonkeyPatch) -> None:
+    """∇ −(1/N) Σ A log π(token | before), through plain transformers and autograd."""
+    one = learner()
+    part = batch(one)
+    found = gradient(one, part, monkeypatch)
+
+    plain = model()
+    loss = torch.zeros(())
+    for row in range(part.num_rows):
+        length = int(part.lengths_B[row])
+        ids = part.token_ids_BT[row, :length]
+        logprobs = plain(ids[None]).logits[0].log_softmax(-1)
+        for at in range(1, length):
+            if part.mask_BT[row, at]:
+                assert part.advantages_BT is not None
+                loss = loss - part.advantages_BT[row, at] * logprobs[at - 1, ids[at]]
+    (loss / part.num_tokens).backward()
+    close(found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}, 1e-5)
+
+
+def test_episode_mean_weighs_episodes_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = learner(loss=PLAIN | {"aggregation": "episode_mean"})
+    part = batch(one)
+    whole = gradient(one, part, monkeypatch)
+    parts = [
+        gradient(one, take(part, torch.tensor([row])), monkeypatch) for row in range(part.num_rows)
+    ]
+    # One row an episode: the mean of the gradients that each episode has alone.
+    close(whole, {n: sum(p[n] for p in parts) / len(parts) for n in whole}, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "kl", "constant", "gspo", "cispo", "shared", "nll"])
+def test_microbatches_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = {
+        "plain": {"entropy": 0.01, "kl": 0.0},
+        "kl": {"entropy": 0.0, "kl": 0.1, "kl_kind": "k3"},
+        "constant": PLAIN | {"aggregation": "constant"},
+        "gspo": PLAIN | {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+        "cispo": PLAIN | {"name": "cispo", "clip_low": 1.0, "aggregation": "episode_mean"},
+        "shared": {"entropy": 0.01, "kl": 0.0},
+        "nll": {"name": "nll"},
+    }[kind]
+    found = []
+    for tokens in (10_000, 20, 1):
+        one = learner(loss=loss, critic=True, shared=kind == "shared", microbatch_tokens=tokens)
+        part = batch(one)
+        found.append((gradient(one, part, monkeypatch), one.logprobs(part)[0], one.values(part)))
+    for gradients, logprobs, values in found[1:]:
+        close(gradients, found[0][0], 1e-6)
+        torch.testing.assert_close(logprobs, found[0][1], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(values, found[0][2], atol=1e-5, rtol=1e-4)
+
+
+def test_rows_of_one_episode_are_one_ratio_whatever_the_microbatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GSPO where each turn has a row of its own, at weights that have moved."""
+    found = []
+    for tokens in (10_000, 1):
+        one = learner(
+            loss=PLAIN | {"name": "gspo", "clip_low": 0.01, "clip_high": 0.01},
+            microbatch_tokens=tokens,
+        )
+        part = batch(one)
+        turns = replace(part, episode_B=torch.tensor([0, 1, 0, 1]))
+        old = part.sampled_logprobs_BT - 0.1 * torch.sin(part.token_ids_BT.float())
+        moved = replace(turns, old_logprobs_BT=old, advantages_BT=part.mask_BT.float())
+        found.append((gradient(one, moved, monkeypatch), one.update(moved, 0)))
+    close(found[1][0], found[0][0], 1e-6)
+    assert any(bool(each.any()) for each in found[0][0].values())
+    assert found[0][1]["ratio/max"].value == pytest.approx(found[1][1]["ratio/max"].value)
+    assert found[0][1]["ratio/max"].value != pytest.approx(1, abs=1e-3)
+
+
+def recorded(run: Path) -> Batch:
+    """The samples that a run wrote into its database, with the numbers they were trained with."""
+    with closing(sqlite3.connect(run / DATABASE)) as connection:
+        columns = ", ".join(f'"{name}"' for name in SAMPLE_ARRAYS)
+        rows = connection.execute(f'SELECT "group", {columns} FROM samples').fetchall()
+    arrays = [
+        {k: decompress(k, v) for k, v in zip(SAMPLE_ARRAYS, row[1:], strict=True)} for row in rows
+    ]
+    batch = collate(
+        [
+            Sample(
+                *(tuple(each[name].tolist()) for name in ("token_ids", "loss_mask")),
+                *(tuple(each[name].tolist()) for name in ("sampled_logprobs", "turn_index")),
+                (False,) * len(each["token_ids"]),
+                number,
+                row[0],
+            )
+            for number, (row, each) in enumerate(zip(rows, arrays, strict=True))
+        ]
+    )
+
+    def field(name: str) -> Tensor:
+        rows_T = [torch.tensor(each[name]) for each in arrays]
+        return torch.nn.utils.rnn.pad_sequence(rows_T, batch_first=True)
+
+    return replace(batch, old_logprobs_BT=field("old_logprobs"), advantages_BT=field("advantages"))
+
+
+def test_on_recorded_episodes_the_microbatch_size_changes_the_gradient_by_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = resolve("bandit", settings(steps=1, algorithm="starpo/ppo", eval__episodes=0))
+    train(asked, tmp_path / "run")
+    part, found, parts = recorded(tmp_path / "run"), [], []
+    for tokens in (8192, 200, 1):
+        policy, _ = load_policy(asked.model.path, "cpu", "float32")
+        loss = LossConfig(entropy=0.01, kl=0.0)
+        one = Learner(policy, UpdateConfig(microbatch_tokens=tokens), loss)
+        parts.append(len(one._microbatches(part)))
+        gradients = gradient(one, part, monkeypatch).values()
+        found.append(torch.cat([each.flatten().double() for each in gradients]))
+    assert parts[0] == 1 < parts[1] < parts[2] == part.num_rows
+    whole = found[0].norm()
+    assert whole > 1e-3
+    assert max(float((each - found[0]).norm() / whole) for each in found[1:]) < 1e-5
+
+
+@how(max_examples=10)
+@given(st.permutations(range(4)))
+def test_the_order_of_rows_changes_nothing(order: list[int]) -> None:
+    found = []
+    for rows in (list(range(4)), order):
+        one = learner(critic=True)
+        metrics = one.update(take(batch(one), torch.tensor(rows)), 0)
+        found.append((one, metrics))
+    (a, metrics_a), (b, metrics_b) = found
+    assert metrics_a.keys() == metrics_b.keys()
+    for name, metric in metrics_a.items():
+        assert metric.value == pytest.approx(metrics_b[name].value, abs=1e-5), name
+    probe = batch(learner())
+    torch.testing.assert_close(a.logprobs(probe)[0], b.logprobs(probe)[0], atol=1e-3, rtol=1e-3)
+
+
+def test_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = learner()
+    part = batch(one)
+    columns = ("token_ids_BT", "mask_BT", "sampled_logprobs_BT", "turn_BT", "turn_ends_BT")
+    columns += ("weight_BT", "old_logprobs_BT", "reference_logprobs_BT", "values_BT")
+    columns += ("advantages_BT", "returns_BT")
+    wider = {
+        name: torch.nn.functional.pad(getattr(part, name), (0, 5), value=0) for name in columns
+    }
+    close(
+        gradient(one, replace(part, **wider), monkeypatch), gradient(one, part, monkeypatch), 1e-6
+    )
+
+
+def test_logprobs_are_those_of_the_plain_model() -> None:
+    one = Learner(model(), UpdateConfig(), LossConfig(), temperature=0.7)
+    part = batch(one)
+    found = one.logprobs(part)[0]
+    for row in range(part.num_rows):
+        ids = part.token_ids_BT[row, : int(part.lengths_B[row])]
+        plain = (model()(ids[None]).logits[0] / 0.7).log_softmax(-1)
+        expected = plain[:-1].gather(1, ids[1:, None])[:, 0] * part.mask_BT[row, 1 : len(ids)]
+        torch.testing.assert_close(found[row, 1 : len(ids)], expected, atol=1e-4, rtol=0)
+        assert not found[row, len(ids) :].any() and not found[row, 0]
+
+
+# What is refused, and what is counted.
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_never_applied(value: float) -> None:
+    one = learner(critic=True)
+    part = batch(one)
+    before = weights(one)
+    bad = torch.where(part.mask_BT, value, 0.0)
+    metrics = one.update(replace(part, advantages_BT=bad, returns_BT=bad), 0)
+    assert metrics["update/skipped_policy"].value == metrics["update/skipped_critic"].value == 1
+    assert equal(weights(one), before)
+    assert all(p.grad is None for p in one.model.parameters())
+    metrics = one.update(part, 0)
+    assert metrics["update/skipped_policy"].value == metrics["update/skipped_critic"].value == 0
+    assert not equal(weights(one), before)
+    assert all(bool(torch.isfinite(value).all()) for value in weights(one).values())
+
+
+def test_the_critic_warms_up_alone() -> None:
+    one = learner(critic=True, critic_warmup_steps=2)
+    part = batch(one)
+    start = weights(one)
+    for step in range(2):
+        metrics = one.update(part, step)
+        assert "update/lr" not in metrics and one.synced
+    assert equal(
+        {k: v for k, v in weights(one).items() if k.startswith("policy")},
+        {k: v for k, v in start.items() if k.startswith("policy")},
+    )
+    assert not equal(weights(one), start)
+    assert "loss/policy" in one.update(part, 2) and not one.synced
+
+
+def test_a_shared_critic_learns_in_one_pass_with_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its gradient on the backbone: the policy's, plus half that of ½ (V − R)²."""
+    one = learner(critic=True, shared=True)
+    assert one.critic is not None
+    assert {name for name, _ in one.critic.named_parameters()} == {"head.weight", "head.bias"}
+    assert not one.values(batch(one)).any()
+    torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
+    part = batch(one)
+    part = replace(part, values_BT=one.values(part))
+    found = gradient(one, part, monkeypatch)
+
+    alone = learner()
+    policy = gradient(alone, part, monkeypatch)
+    errors = []
+    for row in range(part.num_rows):
+        ids = part.token_ids_BT[row, : int(part.lengths_B[row])]
+        states = alone.model.model(ids[None]).last_hidden_state[0]
+        values = one.critic.head(states)[:-1, 0]
+        assert part.returns_BT is not None
+        on = part.mask_BT[row, 1 : len(ids)]
+        errors.append(((values - part.returns_BT[row, 1 : len(ids)]) ** 2)[on])
+    (0.5 * 0.5 * torch.cat(errors).mean()).backward()
+    expected = {
+        name: policy[name] + (0 if weight.grad is None else weight.grad)
+        for name, weight in alone.model.named_parameters()
+    }
+    close(found, expected, 1e-5)
+    assert any(not torch.allclose(found[name], policy[name], atol=1e-5) for name in found)
+
+
+def test_a_shared_critic_warms_up_by_its_head_alone() -> None:
+    one = learner(critic=True, shared=True, critic_warmup_steps=2)
+    part = batch(one)
+    start = weights(one)
+    for step in range(2):
+        metrics = one.update(part, step)
+        assert "update/lr" not in metrics and one.synced
+        assert metrics["gradient/critic_norm"].value > 0
+    now = weights(one)
+    assert {name for name in now if not torch.equal(now[name], start[name])} == {
+        "critic.head.weight",
+        "critic.head.bias",
+    }
+    assert "loss/policy" in one.update(part, 2) and not one.synced
+
+
+def test_importance_is_one_where_the_sampler_is_the_learner() -> None:
+    one = learner()
+    part = batch(one)
+    metrics = one.update(part, 0)
+    assert (metrics["importance/mean"].value, metrics["importance/capped_fraction"].value) == (1, 0)
+
+
+def test_a_samplers_error_is_weighed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled half as often as the learner would: the gradient counts twice, up to the cap."""
+    one = learner(loss=PLAIN | {"importance_cap": 3.0})
+    part = batch(one)
+    rare = replace(
+        part, sampled_logprobs_BT=part.sampled_logprobs_BT - torch.log(torch.tensor(2.0))
+    )
+    found, plain = gradient(one, rare, monkeypatch), gradient(one, part, monkeypatch)
+    close(found, {name: 2 * each for name, each in plain.items()}, 1e-5)
+    rarer = replace(part, sampled_logprobs_BT=part.sampled_logprobs_BT - 9)
+    found = gradient(one, rarer, monkeypatch)
+    close(found, {name: 3 * each for name, each in plain.items()}, 1e-5)
+
+
+def test_mismatch_is_told_at_equal_weights_only() -> None:
+    one = learner()
+    part = batch(one)
+    assert one.update(part, 0)["mismatch/max_abs"].value < 1e-5
+    assert "mismatch/max_abs" not in one.update(part, 0)
+
+
+def test_the_reference_stays() -> None:
+    one = Learner(model(), UpdateConfig(lr=1e-2), LossConfig(), reference=True)
+    part = batch(one)
+    before = one.logprobs(part, reference=True)[0]
+    torch.testing.assert_close(before, one.logprobs(part)[0])
+    one.update(part, 0)
+    assert torch.equal(one.logprobs(part, reference=True)[0], before)
+    assert not torch.equal(one.logprobs(part)[0], before)
+
+
+# The optimiser.
+
+
+def test_learning_rates_by_hand() -> None:
+    """Rise over (step + 1) / (warm-up + 1); fall from 1 at step 0 towards lr_end at the last."""
+    one = learner(lr=1.0, warmup_steps=3, lr_end=0.0)  # 10 steps
+    # 1/4 · 1, 2/4 · .9, 3/4 · .8, 1 · .7, …, 1 · .1
+    expected = [0.25, 0.45, 0.6, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    assert [one._learning_rate(step) for step in range(10)] == pytest.approx(expected)
+    flat = learner(lr=1.0)
+    assert {flat._learning_rate(step) for step in range(30)} == {1.0}
+    half = learner(lr=1.0, lr_end=0.5)
+    assert half._learning_rate(5) == 0.75 and half._learning_rate(99) == 0.5
+
+
+def test_the_learning_rate_reaches_every_group() -> None:
+    one = learner(critic=True, lr=0.1, critic_lr=0.2, muon_lr=0.3, lr_end=0.0)
+    one.update(batch(one), 5)
+    rates = [g["lr"] for o in one.named_optimizers().values() for g in o.param_groups]
+    assert rates == pytest.approx([0.05, 0.15, 0.1, 0.15])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("muon_lr", [0.0, 0.02])
+def test_every_parameter_has_one_optimiser(tied: bool, muon_lr: float) -> None:
+    policy = tiny_model(tiny_tokenizer("chatml"), tie_word_embeddings=tied)
+    for module in (policy, Critic(policy)):
+        trained = dict(module.named_parameters())
+        found = optimizers(trained, 1e-3, UpdateConfig(muon_lr=muon_lr))
+        held = [id(p) for o in found for group in o.param_groups for p in group["params"]]
+        assert sorted(held) == sorted({id(p) for p in module.parameters()})
+        assert len(found) == (2 if muon_lr else 1)
+        if muon_lr:
+            names = {id(p): name for name, p in module.named_parameters()}
+            muon = {names[id(p)] for group in found[1].param_groups for p in group["params"]}
+            assert all("proj" in name for name in muon), "neither embeddings nor heads"
+
+
+@pytest.mark.parametrize("muon_lr", [0.0, 0.02])
+def test_optimisers_go_on_from_what_was_saved(muon_lr: float) -> None:
+    one = learner(critic=True, muon_lr=muon_lr)
+    part = batch(one)
+    one.update(part, 0)
+    other = learner(seed=1, critic=True, muon_lr=muon_lr)
+    other.model.load_state_dict(one.model.state_dict())
+    assert one.critic is not None and other.critic is not None
+    other.critic.load_state_dict(one.critic.state_dict())
+    for name, optimizer in other.named_optimizers().items():
+        saved = copy.deepcopy(optimizer_tensors(one.named_optimizers()[name]))
+        restore_optimizer(optimizer, saved)
+    for step in (1, 2):
+        one.update(part, step)
+        other.update(part, step)
+        assert equal(weights(one), weights(other))
+
+
+def test_supervised_learning_learns() -> None:
+    one = Learner(model(), UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=30)
+    part = batch(one)
+    losses = [one.update(part, step)["loss/nll"].value for step in range(30)]
+    assert losses[-1] < 0.5 * losses[0]

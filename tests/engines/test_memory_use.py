@@ -1,0 +1,277 @@
+"""What is in memory at once: no full logits, and layers that are computed again instead of kept.
+
+Sizes are exact: a dispatch mode sees every tensor that any operator makes, forward and backward,
+and when its storage is freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from ragen.algorithms.batch import Batch, collate
+from ragen.config.sections import LossConfig, UpdateConfig
+from ragen.core.errors import RagenError
+from ragen.core.types import Prompt
+from ragen.engines import learner as learners
+from ragen.engines.learner import Learner
+from ragen.engines.sampler import Sampler
+from ragen.models.decoder import HFDecoder
+from ragen.models.model import KEPT_LOGITS, padded_hidden_states, recompute_layers
+from tests.engines.test_learner import PLAIN, batch, sample
+from tests.tiny import tiny_model, tiny_tokenizer
+
+VOCABULARY = 150_000
+
+
+class Memory(TorchDispatchMode):
+    """Numbers of the largest tensor made inside, and of bytes made inside and held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.held = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        old = {each.untyped_storage() for each in tree_leaves(args) if isinstance(each, Tensor)}
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                if storage not in self._known and storage not in old:
+                    self._known.add(storage)
+                    self.largest = max(self.largest, storage.nbytes() // each.element_size())
+                    self._count(storage.nbytes())
+                    weakref.finalize(storage, self._count, -storage.nbytes())
+        return made
+
+    def _count(self, size: int) -> None:
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+
+def measured(work: Callable[[], object]) -> Memory:
+    with Memory() as memory:
+        work()
+    return memory
+
+
+def test_the_measure_itself() -> None:
+    def work() -> None:
+        a = torch.ones(100)
+        b = a.view(10, 10) + 1  # a view is nothing new
+        del a
+        (b * 2).sum()
+
+    memory = measured(work)
+    assert (memory.largest, memory.peak, memory.held) == (100, 804, 0)  # b, b * 2 and the sum
+
+
+# Logits.
+
+
+def wide(dtype: torch.dtype = torch.float32, kind: str = "qwen2") -> Any:
+    """A tiny model with as many words as real ones have."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1}
+    if kind == "qwen2":
+        return tiny_model(tiny_tokenizer("chatml"), **sizes).to(dtype)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval().to(dtype)
+
+
+def long_batch(one: Learner, lengths: tuple[int, ...] = (200, 100, 60)) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    made = collate([sample(e, length, generator) for e, length in enumerate(lengths)])
+    zeros = torch.zeros(made.mask_BT.shape)
+    return replace(made, old_logprobs_BT=zeros, advantages_BT=made.mask_BT.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_learning_never_holds_all_logits(dtype: torch.dtype) -> None:
+    one = Learner(wide(dtype), UpdateConfig(), LossConfig(**PLAIN))
+    part = long_batch(one)
+    assert part.num_tokens * VOCABULARY > 2 * KEPT_LOGITS > 2 * VOCABULARY * 16
+    for work in (lambda: one.logprobs(part), lambda: one.update(part, 0)):
+        memory = measured(work)
+        assert memory.largest <= KEPT_LOGITS
+        # Logits of a chunk in float32 with their softmax and its gradient, and the gradient of W.
+        assert memory.peak < 6 * 4 * KEPT_LOGITS
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_sampler_reads_logits_at_last_positions_only(fast: bool) -> None:
+    sampler = Sampler(wide(), [2], lambda _: "", slots=4, max_length=256, fast=fast)
+    prompts = [
+        Prompt((), tuple(range(start, start + 200)), 0, 2, 1.0, start) for start in (3, 4, 5)
+    ]
+
+    async def everyone() -> None:
+        await asyncio.gather(*[sampler.complete(prompt) for prompt in prompts])
+
+    memory = measured(lambda: asyncio.run(everyone()))
+    assert sampler.stats.prefilled == 600
+    assert VOCABULARY <= memory.largest <= max(3, 16) * VOCABULARY
+
+
+def test_a_frozen_output_layer_gets_no_gradient_of_its_size() -> None:
+    """As under LoRA, whose adapters leave it alone."""
+    policy = wide(kind="llama")
+    policy.requires_grad_(False)
+    policy.model.layers.requires_grad_(True)
+    one = Learner(policy, UpdateConfig(), LossConfig(**PLAIN), longest=20)
+    short = long_batch(one, (8, 6))
+    assert short.num_tokens < 16
+    assert measured(lambda: one.update(short, 0)).largest < 16 * VOCABULARY
+
+
+# Layers.
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "qwen2": lambda: tiny_model(tiny_tokenizer("chatml"), num_hidden_layers=8),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=400,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    ).eval(),
+}
+
+
+def deep(kind: str, recomputes: bool, dtype: torch.dtype = torch.float32) -> Learner:
+    torch.manual_seed(0)
+    policy = KINDS[kind]().to(dtype)
+    if recomputes:
+        recompute_layers(policy)
+    settings = UpdateConfig(lr=1e-2, critic_lr=1e-2)
+    return Learner(policy, settings, LossConfig(**PLAIN), critic=True, reference=True)
+
+
+def states(one: Learner) -> list[Tensor]:
+    assert one.critic is not None
+    return [*one.model.state_dict().values(), *one.critic.state_dict().values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_recomputed_layers_give_the_same_updates_in_less_memory(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("model", "learner"):  # the fast path rounds otherwise
+        monkeypatch.setattr(f"ragen.{module}.shares_prompts", lambda _: False)
+    found = []
+    for recomputes in (False, True):
+        one = deep(kind, recomputes, dtype)
+        part = batch(one, tuple(range(20, 60, 5)))
+        part = replace(part, values_BT=one.values(part))
+        one.update(part, 0)
+        memory = measured(lambda one=one, part=part: one.update(part, 1))  # type: ignore[misc]
+        found.append((states(one), one.logprobs(part, reference=True)[0], memory.peak))
+    (kept, reference, most), (again, reference_again, less) = found
+    assert torch.equal(reference, reference_again)
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True)), "bit for bit"
+    assert less < 0.5 * most
+
+
+def test_recomputing_takes_the_general_path_and_samples_as_ever() -> None:
+    one, plain = deep("qwen2", True), deep("qwen2", False)
+    assert one.critic is not None
+    assert not learners.shares_prompts(one.model) and learners.shares_prompts(plain.model)
+    assert not learners.shares_prompts(one.critic.backbone)
+    part = batch(plain)
+    torch.testing.assert_close(one.logprobs(part)[0], plain.logprobs(part)[0], atol=1e-5, rtol=1e-4)
+    assert "update/padding_fraction" in one.update(part, 0)
+
+    async def said(sampler: Sampler) -> Any:
+        return (await sampler.complete(Prompt((), (3, 4, 5, 6), 0, 20, 1.0, 7))).token_ids
+
+    samplers = [
+        Sampler(each, [2], lambda _: "", slots=2, max_length=64, fast=False)
+        for each in (deep("qwen2", True).model, plain.model)
+    ]
+    first, second = (asyncio.run(said(sampler)) for sampler in samplers)
+    assert first == second
+
+
+def test_a_copys_layers_are_its_own() -> None:
+    """A critic's backbone computes again with its own weights, not those of the policy."""
+    one = deep("qwen2", True)
+    assert one.critic is not None and one.reference is not None
+    with torch.no_grad():
+        for weight in one.model.parameters():
+            weight.zero_()
+    ids, lengths = torch.arange(1, 9)[None], torch.tensor([8])
+    wanted = torch.ones(1, 8, dtype=torch.bool)
+    for copied in (one.critic.backbone, one.reference):
+        assert padded_hidden_states(copied, ids, lengths, wanted).abs().sum() > 0
+
+
+def test_layers_that_cannot_be_told_are_refused() -> None:
+    with pytest.raises(RagenError, match="gradient_checkpointing = false"):
+        recompute_layers(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+# Attention.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_eager_and_sdpa_give_equal_logprobs(dtype: torch.dtype) -> None:
+    found = []
+    for attention in ("eager", "sdpa"):
+        torch.manual_seed(0)
+        policy = KINDS["llama"]().to(dtype)
+        policy.set_attn_implementation(attention)
+        one = Learner(policy, UpdateConfig(), LossConfig(**PLAIN))
+        part = batch(one)
+        found.append(one.logprobs(part)[0])
+    atol = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found[0], found[1], atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_sampler_attends_alike_by_every_implementation(kind: str) -> None:
+    """Heads that share keys are grouped, with one query each or many; flash is stood in for."""
+    torch.manual_seed(0)
+    sizes = GPT2Config(vocab_size=400, n_embd=32, n_layer=2, n_head=4)
+    model = KINDS["llama"]() if kind == "llama" else GPT2LMHeadModel(sizes).eval()
+    found = {}
+    for attention in ("eager", "sdpa", "flash_attention_2"):
+        model.config._attn_implementation = attention  # flash_attention_2 is not installed here
+        decoder = HFDecoder(model, 3, 32)
+        first = decoder.prefill([0, 2], [0, 0], [[3, 4, 5, 6], [7, 8]])
+        more = decoder.prefill([2, 0], [2, 4], [[9, 3, 4], [5]])
+        last = decoder.decode(torch.tensor([0, 2]), torch.tensor([5, 5]), torch.tensor([1, 2]))
+        found[attention] = torch.cat((first, more, last))
+        assert model.config._attn_implementation == attention
+    plain = model.eval()
+    plain.config._attn_implementation = "eager"
+    exact = plain(torch.tensor([[3, 4, 5, 6, 5, 1]])).logits[0, -1]
+    for logits in found.values():
+        torch.testing.assert_close(logits, found["eager"], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits[4], exact, atol=1e-5, rtol=1e-4)
+
+
+def test_decoding_repeats_no_keys() -> None:
+    """Eight heads share one's keys: ungrouped, eight times those that are stored would be made."""
+    model = tiny_model(tiny_tokenizer("chatml"), num_attention_heads=8, num_key_value_heads=1)
+    decoder = HFDecoder(model, 4, 512)
+    decoder.prefill(range(4), [0] * 4, [[3] * 500] * 4)
+    stored = decoder.cache.stored[0][0].numel()
+    slots, starts = torch.arange(4), torch.full((4,), 500)
+    memory = measured(lambda: decoder.decode(slots, starts, torch.ones(4, dtype=torch.long)))
+    assert memory.largest <= stored

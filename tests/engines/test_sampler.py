@@ -1,0 +1,277 @@
+"""The sampler: exact logprobs, equal paths, the cache across turns, order, nobody left hanging."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import PreTrainedModel
+
+from ragen.core.types import Completion, Prompt
+from ragen.engines.sampler import Sampler, draw
+from ragen.models.model import hidden_states, token_logprobs
+from tests.models.test_model import tiny
+
+END = 2
+
+
+def make(model: PreTrainedModel, **options: object) -> Sampler:
+    def spell(ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+    return Sampler(model, [END], spell, **{"slots": 4, "max_length": 96, **options})
+
+
+def ask(ids: Sequence[int], seed: int, **changes: object) -> Prompt:
+    fields = {"num_prefill": 0, "max_tokens": 8, "temperature": 1.0, **changes}
+    return Prompt(messages=(), token_ids=tuple(ids), seed=seed, **fields)
+
+
+Played = list[tuple[Prompt, Completion]]
+
+
+async def play(sampler: Sampler, member: int, turns: int = 3, **changes: object) -> Played:
+    """One episode: members of a group of three share their first prompt; lengths differ."""
+    ids: tuple[int, ...] = (3, 4, 5, *range(6, 8 + member // 3))
+    played = []
+    for turn in range(turns):
+        prompt = ask(ids, 100 * member + turn, max_tokens=5 + member, **changes)
+        completion = await sampler.complete(prompt)
+        played.append((prompt, completion))
+        ids += (*completion.token_ids, 7, 8, 9 + member)
+    return played
+
+
+def run(sampler: Sampler, members: int = 9, **changes: object) -> list[Played]:
+    async def together() -> list[Played]:
+        return await asyncio.gather(*[play(sampler, m, **changes) for m in range(members)])
+
+    return asyncio.run(asyncio.wait_for(together(), 60))
+
+
+def recomputed(model: PreTrainedModel, prompt: Prompt, completion: Completion) -> torch.Tensor:
+    ids = torch.tensor([prompt.token_ids + completion.token_ids])
+    wanted = torch.zeros_like(ids, dtype=torch.bool)
+    wanted[0, len(prompt.token_ids) - 1 : -1] = True
+    states = hidden_states(model, ids, torch.tensor([ids.shape[1]]), wanted)
+    targets = ids[0, len(prompt.token_ids) :]
+    return token_logprobs(model, states, targets, prompt.temperature or 1.0)[0].detach()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_logprobs_equal_the_learners(kind: str, temperature: float) -> None:
+    model = tiny(kind)
+    for played in run(make(model), temperature=temperature):
+        for prompt, completion in played:
+            expected = recomputed(model, prompt, completion)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_fast_and_general_path_sample_the_same() -> None:
+    model = tiny()
+    fast, general = (run(make(model, fast=fast)) for fast in (True, False))
+    for a, b in zip(fast, general, strict=True):
+        for (_, mine), (_, other) in zip(a, b, strict=True):
+            assert mine.token_ids == other.token_ids
+            np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_same_requests_same_bits(fast: bool) -> None:
+    model = tiny()
+    assert run(make(model, fast=fast)) == run(make(model, fast=fast))
+
+
+@pytest.mark.parametrize("slots", [1, 3, 16])
+def test_the_number_of_slots_changes_no_token(slots: int) -> None:
+    model = tiny()
+    tokens = [[c.token_ids for _, c in played] for played in run(make(model, slots=slots))]
+    assert tokens == [[c.token_ids for _, c in played] for played in run(make(model))]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_greedy_equals_generate(kind: str) -> None:
+    model = tiny(kind)
+    for played in run(make(model), members=3, temperature=0.0):
+        for prompt, completion in played:
+            ids = torch.tensor([prompt.token_ids])
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=prompt.max_tokens,
+                eos_token_id=END,
+                pad_token_id=0,
+            )
+            assert completion.token_ids == tuple(out[0, len(prompt.token_ids) :].tolist())
+
+
+def test_end_tokens_and_limits() -> None:
+    completions = [c for played in run(make(tiny()), members=12) for _, c in played]
+    reasons = {c.finish_reason for c in completions}
+    assert reasons == {
+        "stop",
+        "length",
+    }  # else this test says nothing
+    for completion in completions:
+        assert END not in completion.token_ids[:-1]
+        assert (completion.token_ids[-1] == END) == (completion.finish_reason == "stop")
+        body = completion.token_ids[: -1 if completion.finish_reason == "stop" else None]
+        assert completion.text == " ".join(map(str, body))
+
+
+def test_min_tokens_excludes_the_end_and_renormalises() -> None:
+    model = tiny()
+    prompt = ask((3, 4, 5), 1, max_tokens=12, min_tokens=12)
+    completion = asyncio.run(make(model).complete(prompt))
+    assert len(completion.token_ids) == 12 and END not in completion.token_ids
+    assert completion.finish_reason == "length"
+    ids = torch.tensor([prompt.token_ids + completion.token_ids])
+    logits = model(ids).logits[0, 2:-1]
+    logits[:, END] = -torch.inf
+    expected = torch.log_softmax(logits, -1).gather(1, ids[0, 3:, None])[:, 0].detach()
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_tokens_come_with_their_probabilities() -> None:
+    model, count = tiny(), 4000
+
+    async def many(sampler: Sampler) -> list[Completion]:
+        asked = [sampler.complete(ask((3, 4, 5), seed, max_tokens=1)) for seed in range(count)]
+        return await asyncio.gather(*asked)
+
+    drawn = [c.token_ids[0] for c in asyncio.run(many(make(model, slots=64)))]
+    expected = model(torch.tensor([[3, 4, 5]])).logits[0, -1].softmax(-1).double().detach().numpy()
+    seen = np.bincount(drawn, minlength=40)
+    common = expected * count >= 5
+    seen = np.append(seen[common], seen[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    assert stats.chisquare(seen, expected / expected.sum() * count).pvalue > 1e-3
+
+
+def test_draw_never_takes_what_has_no_probability() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf, -1e4]]).repeat(5, 1)
+    uniforms = np.array([0.0, 0.4999, 0.5001, 1 - 2**-53, np.nextafter(0.5, 1)])
+    tokens, logprobs = draw(logits, np.ones(5), uniforms)
+    assert tokens.tolist() == [1, 1, 3, 3, 3]
+    np.testing.assert_allclose(logprobs, np.log(0.5), rtol=1e-6)
+
+
+def test_every_turn_reads_only_what_is_new() -> None:
+    sampler = make(tiny(), slots=9)
+    played = run(sampler)
+    # Three first prompts, read once each; then the last sampled token and what follows it.
+    first = sum(len(played[m][0][0].token_ids) for m in (0, 3, 6))
+    later = sum(
+        len(p.token_ids) - len(before.token_ids) - len(c.token_ids) + 1
+        for turns in played
+        for (before, c), (p, _) in pairwise(turns)
+    )
+    assert sampler.stats.prefilled == first + later
+    prompts = sum(len(p.token_ids) for turns in played for p, _ in turns)
+    assert sampler.stats.reused == prompts - sampler.stats.prefilled
+    assert sampler.stats.sampled == sum(len(c.token_ids) for turns in played for _, c in turns)
+
+
+def test_with_few_slots_running_episodes_keep_theirs() -> None:
+    few, many = make(tiny(), slots=2), make(tiny(), slots=9)
+    run(few)
+    run(many)
+    # A later member copies the shared prompt and reads its last token again, for the logits; a
+    # shared prompt may have to be read once more when nobody holds it any longer.
+    assert few.stats.prefilled <= many.stats.prefilled + 3 * 6 + 6
+
+
+def test_new_weights_read_nothing_old() -> None:
+    model, other = tiny(), tiny()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    sampler = make(model)
+    run(sampler)
+    model.load_state_dict(other.state_dict())
+    sampler.forget()
+    sampler.version = 1
+    fresh = make(other)
+    fresh.version = 1
+    assert run(sampler) == run(fresh)
+
+
+def test_a_failed_forward_reaches_every_request_and_the_next_run_works() -> None:
+    model = tiny("llama")
+    sampler = make(model, slots=2)
+    whole = model.model.forward
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("out of memory")
+
+    async def three() -> list[object]:
+        asked = [sampler.complete(ask((3, 4, k), k)) for k in range(3)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    model.model.forward = broken
+    errors = asyncio.run(asyncio.wait_for(three(), 10))
+    assert [str(error) for error in errors] == ["out of memory"] * 3
+    model.model.forward = whole
+    assert run(sampler) == run(make(tiny("llama"), slots=2))
+
+
+def test_cancelled_requests_free_their_slots() -> None:
+    sampler = make(tiny(), slots=2)
+
+    async def impatient() -> list[Completion]:
+        long = {"max_tokens": 80, "min_tokens": 80}
+        tasks = [asyncio.create_task(sampler.complete(ask((3, k), k, **long))) for k in range(4)]
+        await asyncio.sleep(0.05)  # two run, two wait
+        for task in tasks[1:3]:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(d, asyncio.CancelledError) for d in done] == [False, True, True, False]
+        return await asyncio.gather(*[sampler.complete(ask((3, k), k)) for k in range(4)])
+
+    again = asyncio.run(asyncio.wait_for(impatient(), 30))
+
+    async def calmly() -> list[Completion]:
+        calm = make(tiny(), slots=2)
+        return await asyncio.gather(*[calm.complete(ask((3, k), k)) for k in range(4)])
+
+    assert [c.token_ids for c in again] == [c.token_ids for c in asyncio.run(calmly())]
+
+
+def test_it_outlives_an_event_loop_that_was_torn_down() -> None:
+    sampler = make(tiny())
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(play(sampler, 0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        raise KeyboardInterrupt(task)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(interrupted())
+    assert run(sampler) == run(make(tiny()))
+
+
+@pytest.mark.parametrize("delay", [lambda: asyncio.sleep(0), lambda: asyncio.sleep(0.002)])
+def test_a_world_that_takes_its_time_changes_no_token(delay: Callable[[], Awaitable[None]]) -> None:
+    model = tiny()
+    slow, quick = make(model), make(model)
+
+    async def slowly(member: int) -> Completion:
+        first = await slow.complete(ask((3, member), member))
+        await delay()
+        return await slow.complete(ask((3, member, *first.token_ids, 9), 50 + member))
+
+    async def quickly(member: int) -> Completion:
+        first = await quick.complete(ask((3, member), member))
+        return await quick.complete(ask((3, member, *first.token_ids, 9), 50 + member))
+
+    async def everyone(episode: Callable[[int], Awaitable[Completion]]) -> list[Completion]:
+        return await asyncio.gather(*[episode(m) for m in range(6)])
+
+    late, early = asyncio.run(everyone(slowly)), asyncio.run(everyone(quickly))
+    assert [c.token_ids for c in late] == [c.token_ids for c in early]

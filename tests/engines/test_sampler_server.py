@@ -1,0 +1,201 @@
+"""A vLLM server as policy, with a stand-in on loopback: what is asked, and answers of all kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pretend import Answer, pretend_server
+from tiny import tiny_model, tiny_tokenizer
+
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.core.types import Prompt
+from ragen.engines.sampler_server import VllmServer
+from ragen.models.lora import attach
+from ragen.rollout.chat import Chat
+from ragen.training.trainer import train
+
+MODEL = {"id": "m", "parent": None, "max_model_len": 64}
+PROMPT = Prompt((), (5, 6, 7), 0, 4, 0.7, 11, min_tokens=1)
+
+
+def completion(**changes: Any) -> dict[str, Any]:
+    choice = {
+        "token_ids": [8, 9],
+        "logprobs": {"token_logprobs": [-0.5, -0.25]},
+        "prompt_token_ids": [5, 6, 7],
+    }
+    cached = {"prompt_tokens_details": {"cached_tokens": 2}}
+    return {"choices": [choice | changes], "usage": cached}
+
+
+def answers(**changes: Answer) -> dict[str, Any]:
+    """A server that takes all there is; `changes` by path, with underscores for slashes."""
+    usual: dict[str, Any] = {
+        "/version": (200, {"version": "0.32.0"}),
+        "/v1/models": (200, {"data": [{"id": "ragen", "parent": "m"}, MODEL]}),
+        "/collective_rpc": (200, {"results": [None]}),
+        "/v1/load_lora_adapter": (200, b"Success"),
+        "/reset_prefix_cache": (200, {"success": True}),
+        "/v1/completions": (200, completion()),
+    }
+    return usual | changes
+
+
+def connect(url: str, model: Any = None) -> VllmServer:
+    chat, model = Chat(tiny_tokenizer()), model or tiny_model(tiny_tokenizer())
+    return VllmServer(url, model, chat.end_ids, chat.decode, max_length=64)
+
+
+def test_tokens_go_in_and_come_out() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def say(body: dict[str, Any]) -> Answer:
+        asked.append(body)
+        return 200, completion()
+
+    with pretend_server(answers() | {"/v1/completions": say}) as url:
+        server = connect(url + "/v1/")
+        said = asyncio.run(server.complete(PROMPT))
+        assert server.ask(PROMPT) == said
+    assert (said.token_ids, said.logprobs) == ((8, 9), (-0.5, -0.25))
+    assert said.finish_reason == "length" and said.fingerprint is not None
+    assert (server.stats.prefilled, server.stats.reused, server.stats.sampled) == (1, 2, 2)
+    assert asked[0] == {
+        "model": "m",
+        "prompt": [5, 6, 7],
+        "max_tokens": 4,
+        "min_tokens": 1,
+        "seed": 11,
+        "stop_token_ids": sorted(Chat(tiny_tokenizer()).end_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+
+
+def test_weights_go_through_a_folder_that_is_gone_afterwards() -> None:
+    seen: list[tuple[Path, list[str]]] = []
+
+    def load(body: dict[str, Any]) -> Answer:
+        assert body["method"] == "reload_weights"
+        folder = Path(body["kwargs"]["weights_path"])
+        seen.append((folder, sorted(path.suffix for path in folder.iterdir())))
+        return 200, {"results": [None]}
+
+    with pretend_server(answers() | {"/collective_rpc": load}) as url:
+        server = connect(url)
+        asyncio.run(server.publish(tiny_model(tiny_tokenizer(), seed=1), 4))
+        assert asyncio.run(server.complete(PROMPT)).policy_version == server.version == 4
+    assert len(seen) == 2
+    assert all(".safetensors" in kinds and not folder.exists() for folder, kinds in seen)
+
+
+def test_an_adapter_goes_under_a_name_of_its_own() -> None:
+    loaded: list[dict[str, Any]] = []
+    models: list[str] = []
+
+    def load(body: dict[str, Any]) -> Answer:
+        config = json.loads((Path(body["lora_path"]) / "adapter_config.json").read_text())
+        assert (config["r"], config["base_model_name_or_path"]) == (4, "base")
+        loaded.append(body)
+        return 200, b"Success: LoRA adapter 'ragen' added successfully."
+
+    def say(body: dict[str, Any]) -> Answer:
+        models.append(body["model"])
+        return 200, completion()
+
+    model = tiny_model(tiny_tokenizer())
+    attach(model, ("policy",), rank=4, alpha=8, targets="q_proj", seed=0, base="base")
+    routes = answers() | {"/v1/load_lora_adapter": load, "/v1/completions": say}
+    with pretend_server(routes) as url:
+        server = connect(url, model)
+        asyncio.run(server.complete(PROMPT))
+    assert [(body["lora_name"], body["load_inplace"]) for body in loaded] == [("ragen", True)]
+    assert models == ["ragen"]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "words"),
+    [
+        ("/version", (200, {"version": "0.10.2"}), "runs vLLM 0.10.2, and RAGEN was tested with"),
+        ("/version", (200, b"<html>"), "no vLLM server .HTTP 200 and no JSON"),
+        ("/version", (404, {"detail": "Not Found"}), "refuses: .*Not Found"),
+        ("/v1/models", (200, []), "no vLLM server .JSON that is no object"),
+        ("/v1/models", (200, {"data": [{"id": "x"}]}), "no list of models"),
+        ("/v1/models", (200, {"data": [MODEL | {"max_model_len": 32}]}), "--max-model-len 64"),
+        ("/collective_rpc", (404, {"detail": "Not Found"}), "VLLM_SERVER_DEV_MODE=1"),
+        (
+            "/collective_rpc",
+            (500, {"error": {"message": "no module 'layers.2'\nstack"}}),
+            r"layers\.2'; does it serve the model that is trained\? .* start it anew",
+        ),
+        ("/collective_rpc", (500, {"error": {"message": " "}}), "refuses: HTTP 500; does it"),
+        ("/reset_prefix_cache", (200, {"success": False}), "samples for somebody else"),
+    ],
+)
+def test_a_server_to_train_with_is_known_from_others(path: str, answer: Answer, words: str) -> None:
+    with (
+        pretend_server(answers() | {path: answer}) as url,
+        pytest.raises(RagenError, match=words) as caught,
+    ):
+        connect(url)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (200, {"choices": []}),
+        (200, {"error": "busy"}),
+        (200, b"not json"),
+        (200, completion(token_ids=None)),
+        (200, completion(token_ids=[8])),
+        (200, completion(token_ids=[], logprobs={"token_logprobs": []})),
+        (200, completion(logprobs=None)),
+        (200, completion(prompt_token_ids=[5, 6])),
+        (400, {"error": {"message": "the prompt is too long"}}),
+    ],
+)
+def test_a_strange_completion_is_one_line(answer: Answer) -> None:
+    with pretend_server(answers() | {"/v1/completions": answer}) as url:
+        server = connect(url)
+        with pytest.raises(RagenError, match=url) as caught:
+            asyncio.run(server.complete(PROMPT))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_is_down_is_one_line_and_leaves_no_run(tmp_path: Path) -> None:
+    with pretend_server({}) as url:
+        pass  # it is gone, and the port free
+    with pytest.raises(RagenError, match="cannot be reached"):
+        connect(url)
+    config = resolve("bandit", {"rollout.sampler": url, "threads": 1})
+    with pytest.raises(RagenError, match="cannot be reached"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_address_that_is_none_is_one_line() -> None:
+    for url in ("http://127.0.0.1:port", "http://[::1", "http:///v1"):
+        with pytest.raises(RagenError, match="cannot be reached"):
+            connect(url)
+
+
+def test_a_server_that_goes_away_is_one_line() -> None:
+    with pretend_server(answers()) as url:
+        server = connect(url)
+    with pytest.raises(RagenError, match="cannot be reached"):
+        asyncio.run(server.complete(PROMPT))
+    asyncio.run(server.close())

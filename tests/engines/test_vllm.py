@@ -1,0 +1,315 @@
+"""vLLM for real, on a CPU: in this process, and as a server on loopback, by the same contract."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Prompt
+from ragen.engines.sampler_server import VllmServer
+from ragen.engines.sampler_vllm import Vllm, VllmSampler
+from ragen.models.lora import adapter_of, attach
+from ragen.models.model import hidden_states, save_model, token_logprobs
+from ragen.rollout.chat import Chat
+from ragen.storage.reader import read_metrics
+from ragen.training.trainer import train
+
+pytestmark = pytest.mark.vllm
+
+MAX_LENGTH = 256
+WIDTHS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""Heads of 32, the narrowest that vLLM has kernels for."""
+START_S = 300.0
+
+Policy = VllmSampler | VllmServer
+
+
+def model_of(seed: int = 0, **changes: Any) -> Any:
+    # A server on a CPU keeps an output layer that is tied to the embedding as it was.
+    sizes = {**WIDTHS, "tie_word_embeddings": False, "initializer_range": 0.2, **changes}
+    return tiny_model(tiny_tokenizer(), seed, **sizes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    save_model(model_of(), tiny_tokenizer(), path)
+    return str(path)
+
+
+def engine_of(folder: str, **changes: Any) -> VllmSampler:
+    sizes = {"dtype": "float32", "max_length": MAX_LENGTH, "slots": 8, "gpu_memory": 0.3}
+    vllm, chat = Vllm(folder, **{**sizes, **changes}), Chat(tiny_tokenizer())
+    return VllmSampler(vllm, chat.end_ids, chat.decode, max_length=MAX_LENGTH)
+
+
+@pytest.fixture(scope="module")
+def server_url(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", folder, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_LENGTH)]
+    command += ["--block-size", "32", "--kv-cache-memory-bytes", str(2**28)]
+    command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048"]
+    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    command += ["--enable-prompt-tokens-details"]
+    own = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # not what this process has set for itself
+    }
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | own, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(process, url, log)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(60)
+        finally:
+            if alive(process.pid):  # a worker that did not end with its server
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + START_S
+    while True:
+        assert process.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
+        try:
+            if httpx.get(f"{url}/health").is_success:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.5)
+
+
+def alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def embedded(folder: str) -> Iterator[VllmSampler]:
+    sampler = engine_of(folder)
+    yield sampler
+    asyncio.run(sampler.close())
+
+
+@pytest.fixture(scope="module", params=["embedded", "server"])
+def policy(request: pytest.FixtureRequest, folder: str) -> Iterator[Policy]:
+    if request.param == "embedded":
+        yield request.getfixturevalue("embedded")
+        return
+    yield connect(request.getfixturevalue("server_url"))
+
+
+def connect(url: str, model: Any = None) -> VllmServer:
+    chat = Chat(tiny_tokenizer())
+    model = model or model_of()
+    return VllmServer(url, model, chat.end_ids, chat.decode, max_length=MAX_LENGTH)
+
+
+def ask(seed: int, **changes: Any) -> Prompt:
+    fields = {"max_tokens": 24, "temperature": 1.0, **changes}
+    ids = tuple(5 + (7 * seed + 3 * k) % 300 for k in range(40 + seed % 9))
+    return Prompt((), ids, 0, seed=seed, **fields)
+
+
+def sampled(policy: Policy, prompts: list[Prompt]) -> list[Completion]:
+    async def together() -> list[Completion]:
+        return await asyncio.gather(*[policy.complete(prompt) for prompt in prompts])
+
+    policy.forget()
+    return asyncio.run(asyncio.wait_for(together(), 120))
+
+
+@torch.no_grad()
+def difference(model: Any, prompt: Prompt, completion: Completion) -> float:
+    """Largest distance of a logprob from the learner's."""
+    ids = torch.tensor([prompt.token_ids + completion.token_ids])
+    wanted = torch.zeros_like(ids, dtype=torch.bool)
+    wanted[0, len(prompt.token_ids) - 1 : -1] = True
+    states = hidden_states(model, ids, torch.tensor([ids.shape[1]]), wanted)
+    targets = ids[0, len(prompt.token_ids) :]
+    expected, _ = token_logprobs(model, states, targets, prompt.temperature or 1.0)
+    return float((expected - torch.tensor(completion.logprobs)).abs().max())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_logprobs_are_the_learners(policy: Policy, temperature: float) -> None:
+    model = model_of()
+    asyncio.run(policy.publish(model, 1))
+    prompts = [ask(seed, temperature=temperature) for seed in range(24)]
+    completions = sampled(policy, prompts)
+    worst = max(difference(model, p, c) for p, c in zip(prompts, completions, strict=True))
+    assert worst < 1e-3
+    assert {c.policy_version for c in completions} == {1}
+    again = sampled(policy, prompts)
+    assert [c.token_ids for c in again] == [c.token_ids for c in completions]  # by their seeds
+    if temperature == 0:
+        ids = torch.tensor([prompts[0].token_ids])
+        assert completions[0].token_ids[0] == int(model(ids).logits[0, -1].argmax())
+
+
+def test_ends_are_ours_and_lengths_are_kept(policy: Policy) -> None:
+    chat = Chat(tiny_tokenizer())
+    completions = sampled(policy, [ask(seed, max_tokens=150) for seed in range(32)])
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for completion in completions:
+        ended = completion.token_ids[-1] in chat.end_ids
+        assert ended == (completion.finish_reason == "stop")
+        assert ended or len(completion.token_ids) == 150
+        assert not chat.end_ids & set(completion.token_ids[:-1])
+        assert completion.text == chat.decode(completion.token_ids)
+
+
+def test_before_min_tokens_the_ends_are_excluded_and_the_rest_renormalised(policy: Policy) -> None:
+    model, end_ids = model_of(), sorted(Chat(tiny_tokenizer()).end_ids)
+    prompts = [ask(seed, min_tokens=24, temperature=0.7) for seed in range(8)]
+    for prompt, completion in zip(prompts, sampled(policy, prompts), strict=True):
+        assert len(completion.token_ids) == 24 and not set(end_ids) & set(completion.token_ids)
+        ids = torch.tensor([prompt.token_ids + completion.token_ids])
+        logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1].detach() / 0.7
+        logits[:, end_ids] = -torch.inf
+        targets = ids[0, len(prompt.token_ids) :, None]
+        expected = torch.log_softmax(logits, -1).gather(1, targets)[:, 0]
+        assert float((expected - torch.tensor(completion.logprobs)).abs().max()) < 1e-3
+
+
+def test_a_publication_changes_the_next_sample(policy: Policy) -> None:
+    prompt, old, new = ask(3), model_of(), model_of(seed=1)
+    before = policy.ask(prompt)
+    asyncio.run(policy.publish(new, 2))
+    after = policy.ask(prompt)
+    assert after.token_ids != before.token_ids and after.policy_version == 2
+    assert difference(new, prompt, after) < 1e-3 < difference(old, prompt, after)
+    asyncio.run(policy.publish(old, 3))
+    assert policy.ask(prompt).token_ids == before.token_ids
+
+
+def test_cache_hits_grow_over_the_turns_and_end_with_the_weights(policy: Policy) -> None:
+    policy.forget()
+    ids, hits = ask(1).token_ids, []
+    for turn in range(4):
+        before = policy.stats.reused
+        prompt = Prompt((), ids, 0, 24, 1.0, turn, min_tokens=24)
+        ids += (*asyncio.run(policy.complete(prompt)).token_ids, *range(9, 18))
+        hits.append(policy.stats.reused - before)
+    assert hits[0] == 0 and hits[1] >= 32 and sorted(set(hits)) == hits  # each above the last
+    asyncio.run(policy.publish(model_of(), 4))
+    before = policy.stats.reused
+    asyncio.run(policy.complete(prompt))
+    assert policy.stats.reused == before
+
+
+def test_cancelled_requests_leave_nothing_behind(policy: Policy) -> None:
+    async def impatient() -> list[object]:
+        tasks = [
+            asyncio.create_task(policy.complete(ask(seed, max_tokens=150, min_tokens=150)))
+            for seed in range(12)
+        ]
+        await asyncio.sleep(0.2)
+        for task in tasks[:8]:
+            task.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    found = asyncio.run(asyncio.wait_for(impatient(), 120))
+    assert all(isinstance(each, Completion) for each in found[8:])
+    assert all(isinstance(each, asyncio.CancelledError) for each in found[:8])
+    for _ in range(20):  # a server hears of it when the connection ends
+        try:
+            policy.forget()
+            return
+        except RagenError:
+            time.sleep(0.1)
+    policy.forget()
+
+
+def test_tied_output_layers_follow_their_embedding(embedded: VllmSampler, tmp_path: Path) -> None:
+    """On a CPU vLLM computes from a packed copy, which reloading alone leaves as it was."""
+    tied, other = (model_of(seed, tie_word_embeddings=True) for seed in (0, 1))
+    save_model(tied, tiny_tokenizer(), tmp_path)
+    sampler = engine_of(str(tmp_path))
+    assert difference(tied, ask(1), sampler.ask(ask(1))) < 1e-3
+    asyncio.run(sampler.publish(other, 1))
+    assert difference(other, ask(1), sampler.ask(ask(1))) < 1e-3
+
+
+def test_an_adapter_is_swapped_in_place(embedded: VllmSampler, folder: str) -> None:
+    model, prompt = model_of(), ask(5)
+    attach(model, ("policy",), rank=4, alpha=8, targets="all-linear", seed=0, base=folder)
+    sampler = engine_of(folder, adapter_rank=4)
+    assert difference(model_of(), prompt, sampler.ask(prompt)) < 1e-3
+    generator = torch.Generator().manual_seed(0)
+    for version in (1, 2):
+        for weight in adapter_of(model, "policy").parameters():
+            torch.nn.init.normal_(weight, std=0.3, generator=generator)
+        asyncio.run(sampler.publish(model, version))
+        completion = sampler.ask(prompt)
+        assert (
+            difference(model, prompt, completion)
+            < 1e-3
+            < difference(model_of(), prompt, completion)
+        )
+        assert completion.policy_version == version
+
+
+def test_a_model_that_vllm_cannot_serve_is_one_line(embedded: VllmSampler, tmp_path: Path) -> None:
+    save_model(model_of(max_position_embeddings=128), tiny_tokenizer(), tmp_path)
+    with pytest.raises(RagenError, match="vLLM cannot serve the model") as caught:
+        engine_of(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_model_behind_the_server_is_one_line(server_url: str) -> None:
+    with pytest.raises(RagenError, match="does it serve the model that is trained") as caught:
+        connect(server_url, model_of(num_hidden_layers=3))
+    assert "\n" not in str(caught.value)
+    again = connect(server_url)  # it takes what it should
+    assert difference(model_of(), ask(2), again.ask(ask(2))) < 1e-3
+
+
+def test_a_run_over_a_server(server_url: str, folder: str, tmp_path: Path) -> None:
+    settings = {
+        "model.path": folder,
+        "model.max_length": 200,
+        "rollout.sampler": server_url,
+        "rollout.prompts": 2,
+        "rollout.members": 4,
+        "filter.rule": "all",
+        "filter.include_zero": True,
+        "eval.episodes": 8,
+        "update.lr": 1e-3,
+        "steps": 2,
+        "threads": 1,
+    }
+    train(resolve("bandit", settings), tmp_path / "run")
+    metrics = read_metrics(tmp_path / "run")
+    assert len(metrics["publish/logprob_difference"]) == 2
+    assert max(metrics["publish/logprob_difference"].values()) < 1e-3
+    assert max(metrics["mismatch/max_abs"].values()) < 1e-3

@@ -1,0 +1,95 @@
+"""Bandit: pay, names, order of the arms, and what a success is."""
+
+import pytest
+
+from ragen.core.errors import RagenError
+from ragen.envs.bandit import NAMES
+from ragen.envs.contract import make
+
+
+def pulls(env, arm, count=2000):
+    paid = []
+    for noise_seed in range(count):
+        env.reset(seed=123, options={"noise_seed": noise_seed})
+        paid.append(env.step(arm)[1])
+    return paid
+
+
+def test_one_pull_ends_and_the_better_arm_is_a_success_whatever_it_pays():
+    env = make("bandit")
+    outcomes = set()
+    for noise_seed in range(50):
+        env.reset(seed=123, options={"noise_seed": noise_seed})
+        _, reward, terminated, truncated, info = env.step("Dragon")
+        assert terminated and not truncated and info == {"success": True, "effective": True}
+        outcomes.add(reward)
+    assert outcomes == {0.0, 1.0}
+    env.reset(seed=123)
+    assert env.step("Phoenix")[1:] == (0.15, True, False, {"success": False, "effective": True})
+
+
+def test_the_risky_arm_pays_a_quarter_of_the_time():
+    paid = pulls(make("bandit"), "Dragon")
+    # Standard error √(.25·.75/2000) = .0097; four of them.
+    assert abs(sum(paid) / len(paid) - 0.25) < 0.039
+
+
+def test_members_of_a_group_get_payouts_of_their_own():
+    # In the first released code all members shared the noise, so that no group had any spread.
+    assert len(set(pulls(make("bandit"), "Dragon", 16))) == 2
+
+
+def test_the_noise_does_not_depend_on_the_level():
+    env = make("bandit")
+    for noise_seed in range(10):
+        paid = set()
+        for level in range(10):
+            env.reset(seed=level, options={"noise_seed": noise_seed})
+            paid.add(env.step("Dragon")[1])
+        assert len(paid) == 1
+
+
+def test_reverse_swaps_the_arms_behind_the_names():
+    env = make("bandit-rev")
+    assert set(pulls(env, "Phoenix", 50)) == {0.0, 1.0}
+    assert set(pulls(env, "Dragon", 5)) == {0.15}
+    env.reset(seed=123)
+    assert env.solve(1, 1, 1) == ["Phoenix"]
+
+
+def test_both_orders_of_the_names_appear():
+    env = make("bandit")
+    first = [(env.reset(seed=level)[0], env.actions)[1][0] for level in range(400)]
+    assert abs(first.count("Dragon") - 200) < 40  # 4·√(400·¼)
+
+
+@pytest.mark.parametrize("name_set", NAMES)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_pair_of_a_set_is_played(name_set, split):
+    env = make("bandit", name_set=name_set, split=split)
+    seen = set()
+    for level in range(300):
+        env.reset(seed=level)
+        seen.add(frozenset(env.actions))
+    assert seen == {frozenset(pair) for pair in NAMES[name_set][split]}
+
+
+def test_names_of_the_sequel_do_not_leak_from_training_into_the_test():
+    pairs = NAMES["pairs"]
+    assert (len(pairs["train"]), len(pairs["test"])) == (12, 8)
+    used = {name for pair in pairs["train"] for name in pair}
+    assert not used & {name for pair in pairs["test"] for name in pair}
+
+
+def test_a_truly_worse_risky_arm_makes_the_safe_one_best():
+    env = make("bandit", risky_probability=0.1)
+    env.reset(seed=123)
+    assert env.solve(1, 1, 1) == ["Phoenix"]
+    assert env.reference(1, 1, 1).best_return == 0.15
+
+
+def test_impossible_constants_are_refused():
+    with pytest.raises(RagenError, match="no probability"):
+        make("bandit", risky_probability=1.5)
+    with pytest.raises(RagenError, match="no arm would be the better one"):
+        make("bandit", safe_reward=0.25)

@@ -1,0 +1,304 @@
+"""Worlds by name, mistakes refused, and the checker: for each rule a world that breaks it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ragen
+from ragen.core.errors import RagenError
+from ragen.envs.contract import WORLDS, Env, check, generators, make, pick, worlds
+
+DOCS = Path(__file__).parents[2] / "docs" / "worlds.md"
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def my_world(tmp_path):
+    path = tmp_path / "my_world.py"
+    path.write_text(blocks("python")[0], encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_registered_world_keeps_the_rules(name):
+    env = make(name)
+    assert env.name == name and name in worlds()
+    check(env)
+
+
+def test_no_level_and_no_seed_depends_on_the_salt_of_hash():
+    script = (
+        "from ragen.envs.contract import make, worlds\n"
+        "from ragen.core.seeding import derive\n"
+        "print([make(name).reset(seed=level) for name in worlds() for level in range(9)])\n"
+        "print(derive(0, 'train', 1, 2))"
+    )
+    root = str(Path(ragen.__file__).parent.parent)
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": root},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for salt in ("0", "1")
+    ]
+    assert told[0] == told[1] and len(told[0]) > 1000
+
+
+@pytest.mark.parametrize("name", ["frozen-lake", "sokoban-large"])
+@pytest.mark.parametrize("observation", ["coord", "grid_coord", "named"])
+def test_every_format_keeps_the_rules(name, observation):
+    check(make(name, observation=observation), levels=2)
+
+
+def test_the_world_of_the_docs_runs_as_written(my_world):
+    root = str(Path(ragen.__file__).parent.parent)  # where the package is not installed
+    subprocess.run(
+        [sys.executable, str(my_world)], check=True, env={**os.environ, "PYTHONPATH": root}
+    )
+    env = make(f"{my_world}:Guess")
+    check(env)
+    env.reset(seed=123)
+    env.number = 5
+    assert env.step("4")[0] == "It is higher than 4."
+    assert env.step("5") == ("5 is right.", 1.0, True, False, {"success": True, "effective": True})
+
+
+def test_an_edited_file_is_read_again(my_world):
+    first = make(f"{my_world}:Guess")
+    assert type(make(f"{my_world}:Guess")) is type(first)
+    text = my_world.read_text(encoding="utf-8").replace("Guess the number", "Guess again")
+    my_world.write_text(text, encoding="utf-8")
+    assert make(f"{my_world}:Guess").goal == "Guess again"
+
+
+def test_parameters_go_before_those_of_the_name():
+    assert make("frozen-lake-still", success_probability=0.5)._success_probability == 0.5
+    assert make("sokoban-large", boxes=1).reset(seed=1)[0].count("X") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("frozn-lake", {}, "did you mean 'frozen-lake'"),
+        ("frozen-lake", {"slipp": 1, "sise": 4}, "no parameter 'slipp'"),
+        ("frozen-lake", {"sise": 4}, "did you mean 'size'"),
+        ("frozen-lake", {"size": "4"}, "should be a valid integer"),
+        ("frozen-lake", {"size": 4.5}, "size = 4.5 does not fit"),
+        ("sokoban", {"symbols": "nw"}, "should be 'standard' or 'new'"),
+        ("nowhere.py:World", {}, "no file nowhere.py"),
+    ],
+)
+def test_mistakes_are_named(name, params, message):
+    with pytest.raises(RagenError, match=re.escape(message)) as caught:
+        make(name, **params)
+    assert "\n" not in str(caught.value)
+
+
+def test_mistakes_in_files_are_named(my_world, tmp_path):
+    with pytest.raises(RagenError, match="did you mean 'Guess'"):
+        make(f"{my_world}:Gues")
+    with pytest.raises(RagenError, match="no parameter 'depth'; it has none"):
+        make(f"{my_world}:Guess", depth=3)
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(:\n", encoding="utf-8")
+    with pytest.raises(RagenError, match=r"broken\.py cannot be loaded"):
+        make(f"{broken}:World")
+    half = tmp_path / "half.py"
+    half.write_text(
+        "from ragen.envs.contract import Env\nclass Half(Env):\n    goal = 'x'\n", encoding="utf-8"
+    )
+    with pytest.raises(RagenError, match=r"lacks .*get_state"):
+        make(f"{half}:Half")
+
+
+class Coin(Env):
+    """Keeps all rules; the worlds below break one each."""
+
+    name, goal, rules, actions = "coin", "Coin", "Flip until heads.", ("Flip", "Wait")
+    shared = 0
+
+    def reset(self, *, seed=None, options=None):
+        level, self.noise = generators(seed, options)
+        self.limit = 1 + int(level.random() * 3)
+        self.heads, self.flips = False, 0
+        return self.show(), {}
+
+    def show(self):
+        return f"{'heads' if self.heads else 'tails'}, limit {self.limit}"
+
+    def step(self, action):
+        before = self.state_key()
+        if self.action_index(action) == 0:
+            self.flips += 1
+            self.heads = self.noise.random() < 0.5
+        info = {"success": self.heads, "effective": self.state_key() != before}
+        return self.show(), float(self.heads), self.heads, False, info
+
+    def get_state(self):
+        noise = self.noise.bit_generator.state
+        return {"limit": self.limit, "heads": self.heads, "flips": self.flips, "noise": noise}
+
+    def set_state(self, state):
+        self.limit, self.heads, self.flips = state["limit"], state["heads"], state["flips"]
+        self.noise.bit_generator.state = state["noise"]
+
+    def state_key(self):
+        return self.show()
+
+
+class Ambient(Coin):
+    breaks = "the same seeds must give the same episode"
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=None, options=options)
+        self.limit = int(generators(None, None)[0].random() * 1e9)  # equal by chance never
+        return self.show(), {}
+
+
+class NoisyLevel(Coin):
+    breaks = "must follow from the seed alone"
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        self.limit = int(self.noise.random() * 1e9)
+        return self.show(), {}
+
+
+class Forgetful(Coin):
+    breaks = "set_state must restore everything"
+
+    def get_state(self):
+        return {key: value for key, value in super().get_state().items() if key != "noise"}
+
+    def set_state(self, state):
+        super().set_state(state | {"noise": self.noise.bit_generator.state})
+
+
+class Arrays(Coin):
+    breaks = "get_state must return JSON values only"
+
+    def get_state(self):
+        return super().get_state() | {"limit": np.int64(self.limit)}
+
+
+class Restless(Coin):
+    breaks = "state_key must not change the world"
+
+    def state_key(self):
+        self.flips += 1
+        return self.show()
+
+
+class Ineffective(Coin):
+    breaks = "'effective'] must be true where state_key changed"
+
+    def step(self, action):
+        *rest, info = super().step(action)
+        return (*rest, info | {"effective": False})
+
+
+class EarlySuccess(Coin):
+    breaks = "only in the step that terminates"
+
+    def step(self, action):
+        observation, _, _, _, info = super().step(action)
+        return observation, 0.0, False, False, info | {"success": True}
+
+
+class NoFlag(Coin):
+    breaks = "bool info['success']"
+
+    def step(self, action):
+        return (*super().step(action)[:4], {})
+
+
+class NotFinite(Coin):
+    breaks = "finite numbers"
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return (observation, float("nan"), *rest)
+
+
+class Lenient(Coin):
+    breaks = "must raise ValueError for an unknown action"
+
+    def action_index(self, action):
+        return 1
+
+
+class Shared(Coin):
+    breaks = "must not share anything"
+
+    def reset(self, *, seed=None, options=None):
+        Shared.shared = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        Shared.shared += 1
+        observation, _, *rest = super().step(action)
+        return (observation, float(Shared.shared), *rest)
+
+
+class TwinNames(Coin):
+    breaks = "differ by more than case"
+    actions = ("Flip", "flip ")
+
+
+class Separator(Coin):
+    breaks = "must not contain"
+    actions = ("Flip", "a||b")
+
+
+class Silent(Coin):
+    breaks = "rules must be a text"
+    rules = None
+
+
+class Cheat(Coin):
+    breaks = "solve must return 1 to 2 legal actions"
+
+    def solve(self, turns_left, actions_left, actions_per_turn):
+        return ["Flip"] * 3
+
+
+class Meddling(Coin):
+    breaks = "solve and reference must not change the world"
+
+    def solve(self, turns_left, actions_left, actions_per_turn):
+        self.step("Flip")
+        return ["Flip"]
+
+
+def test_the_sound_coin_passes():
+    check(Coin())
+
+
+@pytest.mark.parametrize("cls", Coin.__subclasses__(), ids=lambda c: c.__name__)
+def test_a_broken_rule_is_named(cls):
+    with pytest.raises(RagenError, match=re.escape(cls.breaks)):
+        check(cls())
+
+
+def test_level_and_noise_are_independent():
+    level, noise = generators(5, {"noise_seed": 5})
+    assert level.random() != noise.random()
+    # Without a noise seed a reset is still determined by its seed.
+    assert generators(5, None)[1].random() == generators(5, {})[1].random()
+    assert generators(None, None)[0].random() != generators(None, None)[0].random()
+
+
+def test_pick_is_uniform():
+    generator = np.random.Generator(np.random.PCG64(0))
+    counts = np.bincount([pick(generator, (0, 1, 2)) for _ in range(3000)])
+    assert (abs(counts - 1000) < 4 * (3000 * 2 / 9) ** 0.5).all()

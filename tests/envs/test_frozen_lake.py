@@ -1,0 +1,173 @@
+"""FrozenLake: levels, slipping, formats, and a planner held against brute force."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen.core.errors import RagenError
+from ragen.envs.contract import make
+from ragen.envs.frozen_lake import (
+    FrozenLake,
+    Lake,
+    Planner,
+    Plans,
+    generate,
+    transition_matrices,
+    undominated,
+)
+
+CORRIDOR = Lake(2, frozenset({2}), 0, 3)  # P _ / O G: Right, then Down
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(2, 7), st.sampled_from([0.3, 0.8, 0.9, 1.0]))
+@settings(max_examples=60, deadline=None)
+def test_a_path_always_leads_to_the_goal(seed, size, p_frozen):
+    lake = generate(np.random.Generator(np.random.PCG64(seed)), size, p_frozen)
+    assert lake.connected() and lake.start != lake.goal
+    assert not lake.holes & {lake.start, lake.goal}
+    still = Planner(lake, 1.0)
+    assert still.values(size * size, size * size, 1)[lake.start] == 1.0
+
+
+def test_a_lake_without_a_path_is_not_connected():
+    assert CORRIDOR.connected()
+    assert not Lake(2, frozenset({1, 2}), 0, 3).connected()
+
+
+def test_moves_rewards_and_ends():
+    env = FrozenLake(size=2, success_probability=1.0)
+    start = env.get_state() | {"holes": [2], "start": 0, "goal": 3, "player": 0}
+    env.set_state(start)
+    assert env.state_key() == "P_\nOG"
+    assert env.step("Up")[1:] == (0.0, False, False, {"success": False, "effective": False})
+    assert env.step("Right")[0] == "_P\nOG"
+    assert env.step("Down") == ("__\nO√", 1.0, True, False, {"success": True, "effective": True})
+    env.set_state(start)
+    assert env.step("Down") == ("__\nXG", 0.0, True, False, {"success": False, "effective": True})
+
+
+@pytest.mark.parametrize("success_probability", [1 / 3, 0.8, 1.0])
+def test_slips_go_sideways_and_never_back(success_probability):
+    env = FrozenLake(size=3, success_probability=success_probability)
+    n, ends = 3000, Counter()
+    for noise_seed in range(n):
+        env.reset(seed=0, options={"noise_seed": noise_seed})
+        middle = {"holes": [], "start": 0, "goal": 8, "player": 4}
+        env.set_state(env.get_state() | middle)
+        env.step("Up")
+        ends[env.get_state()["player"]] += 1
+    side = (1 - success_probability) / 2
+    for cell, chance in {1: success_probability, 3: side, 5: side, 7: 0.0}.items():
+        assert abs(ends[cell] / n - chance) <= 4 * (chance * (1 - chance) / n) ** 0.5
+
+
+def test_noise_is_shared_where_its_seed_is_and_only_there():
+    def path(noise_seed):
+        env = make("frozen-lake", p_frozen=1.0, size=6)
+        env.reset(seed=5, options={"noise_seed": noise_seed})
+        return [env.step("Left")[0] for _ in range(8)]
+
+    assert path(1) == path(1)
+    assert len({tuple(path(n)) for n in range(8)}) > 1
+
+
+def test_formats():
+    env = FrozenLake(size=2, success_probability=1.0, observation="named")
+    env.set_state(env.get_state() | {"holes": [2], "start": 0, "goal": 3, "player": 0})
+    assert env.step("Up")[0] == "a0 P a1 _\nb0 O b1 G"
+    env = FrozenLake(size=2, success_probability=1.0, observation="grid_coord")
+    env.set_state(env.get_state() | {"holes": [2], "start": 0, "goal": 3, "player": 0})
+    assert env.step("Up")[0] == ("P_\nOG\nSize: 2 x 2\nPlayer: (0, 0)\nGoal: (1, 1)\nHoles: (1, 0)")
+
+
+def test_transition_rows_are_distributions():
+    matrices = transition_matrices(CORRIDOR, 0.8)
+    np.testing.assert_allclose(matrices.sum(-1), 1)
+    # Right from the corner: 0.8 on; Up 0.1 stays at the edge; Down 0.1 into the hole.
+    np.testing.assert_allclose(matrices[2, 0], [0.1, 0.8, 0.1, 0.0])
+
+
+def brute_force(lake, q, cell, turns, actions, per_turn):
+    """Best chance of success, by trying every sequence of every turn."""
+    if cell == lake.goal:
+        return 1.0
+    if cell in lake.holes or not turns or not actions:
+        return 0.0
+    matrices = transition_matrices(lake, q)
+
+    def worth(plan):
+        chances = np.eye(lake.size**2)[cell]
+        for action in plan:
+            chances = chances @ matrices[action]
+        return sum(
+            chance * brute_force(lake, q, here, turns - 1, actions - len(plan), per_turn)
+            for here, chance in enumerate(chances)
+            if chance
+        )
+
+    lengths = range(1, min(per_turn, actions) + 1)
+    return max(worth(p) for k in lengths for p in itertools.product(range(4), repeat=k))
+
+
+@pytest.mark.parametrize("q", [1 / 3, 0.8, 1.0])
+@pytest.mark.parametrize("budget", [(1, 3, 3), (2, 3, 2), (3, 3, 1)])
+def test_the_planner_finds_what_brute_force_finds(q, budget):
+    planner = Planner(CORRIDOR, q)
+    for cell in range(4):
+        expected = brute_force(CORRIDOR, q, cell, *budget)
+        assert planner.values(*budget)[cell] == pytest.approx(expected)
+
+
+def test_the_corridor_by_hand():
+    # Right succeeds with .8 (.1 stays, .1 dies), Down from there with .8 (.1 back, .1 stays).
+    # One turn of two actions: .8·.8 = .64.
+    assert Planner(CORRIDOR, 0.8).values(1, 2, 2)[0] == pytest.approx(0.64)
+    assert Planner(CORRIDOR, 0.8).best(0, 1, 2, 2) == [2, 1]
+
+
+def test_leaving_dominated_plans_out_changes_nothing():
+    lake = generate(np.random.Generator(np.random.PCG64(7)), 4, 0.8)
+    *_, plans = Planner(lake, 1 / 3)._plans(0, 0, 5)
+    kept = undominated(plans)
+    assert len(kept.values) < len(plans.values) == 4**5
+    np.testing.assert_allclose(kept.values.max(0), plans.values.max(0), atol=1e-11)
+    # Six actions a turn go through the pruning, five through enumeration: more can only be better.
+    planner = Planner(lake, 1 / 3)
+    assert (planner.values(2, 6, 6) >= planner.values(2, 6, 5) - 1e-11).all()
+    np.testing.assert_allclose(planner.values(1, 5, 6), planner.values(1, 5, 5), atol=1e-11)
+
+
+def test_of_equal_plans_one_stays():
+    kept = undominated(Plans(np.ones((3, 2)), np.arange(3)))
+    assert len(kept.values) == 1
+
+
+def test_feedback_and_budget_only_help():
+    lake = generate(np.random.Generator(np.random.PCG64(3)), 4, 0.8)
+    planner = Planner(lake, 1 / 3)
+    one_turn, five_turns = planner.values(1, 10, 5), planner.values(5, 10, 5)
+    every_action = planner.values(10, 10, 1)
+    assert (one_turn <= five_turns + 1e-12).all() and (five_turns <= every_action + 1e-12).all()
+
+
+def test_on_still_ice_the_solver_takes_a_shortest_path_in_one_turn():
+    env = make("frozen-lake-still")
+    for level in range(123, 133):
+        env.reset(seed=level)
+        state = env.get_state()
+        lake = Lake(4, frozenset(state["holes"]), state["start"], state["goal"])
+        planner = Planner(lake, 1.0)
+        shortest = next(n for n in range(17) if planner.values(n, n, 1)[lake.start] == 1.0)
+        plan = env.solve(1, 9, 9)
+        assert len(plan) == shortest
+        assert [env.step(action)[2] for action in plan][-1]
+
+
+def test_impossible_parameters_are_refused():
+    for params in ({"size": 1}, {"p_frozen": 0.0}, {"success_probability": -0.1}):
+        with pytest.raises(RagenError, match=next(iter(params))):
+            make("frozen-lake", **params)

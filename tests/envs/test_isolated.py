@@ -1,0 +1,156 @@
+"""Worlds in worker processes: the same numbers, and nothing that a world does reaches the run."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import multiprocessing
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.envs import isolation as isolated
+from ragen.envs.boundary import WorldError
+from ragen.envs.contract import make
+from ragen.envs.isolation import IsolatedEnv, Workers
+from ragen.evaluation.evaluation import evaluate_target
+from ragen.rollout.players import RandomPlayer
+from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.rollout import Place, Setup, play, run_groups, setup_of
+
+ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
+RIGHT = "t</think><answer>Right || Right || Right || Right || Right</answer>"
+
+
+@pytest.fixture
+def opened() -> Iterator[Any]:
+    made: list[Workers] = []
+
+    def workers(world: str = ROGUE, timeout_s: float = 10.0, **params: Any) -> Workers:
+        made.append(Workers(world, params, timeout_s))
+        return made[-1]
+
+    yield workers
+    for each in made:
+        each.close()
+    assert not multiprocessing.active_children()
+
+
+def setup(workers: Workers) -> Setup:
+    return Setup("corridor", workers.make, workers=workers)
+
+
+@pytest.mark.parametrize("world", ["frozen-lake", "sokoban", "bandit"])
+def test_the_proxy_is_the_world(opened: Any, world: str) -> None:
+    """It shows what the world shows, and goes back to its snapshots."""
+    proxy, plain = opened(world).make(), make(world)
+    assert (proxy.name, proxy.goal) == (plain.name, plain.goal)
+    for env in (proxy, plain):
+        env.reset(seed=5, options={"noise_seed": 6})
+    assert (proxy.rules, proxy.actions) == (plain.rules, plain.actions)
+    assert proxy.solve(3, 6, 3) == plain.solve(3, 6, 3)
+    assert proxy.reference(3, 2, 6) == plain.reference(3, 2, 6)
+    start = proxy.get_state()
+    assert start == plain.get_state()
+    player = RandomPlayer(0)
+    for _ in range(2):
+        for action in player.act(plain, 1, 5, 5):
+            shown = plain.step(action)
+            assert (proxy.step(action), proxy.state_key()) == (shown, plain.state_key())
+            assert proxy.picture() == plain.picture()
+            if shown[2]:
+                break
+        for env in (proxy, plain):
+            env.set_state(start)
+        assert proxy.picture() == plain.picture()
+    with pytest.raises(WorldError, match="knows no action 'fly'"):
+        proxy.step("fly")
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(proxy)
+    proxy.close()
+
+
+def test_episodes_are_equal_and_workers_are_used_again(opened: Any) -> None:
+    workers = opened(slip=0.5)
+    policy = ScriptedPolicy(lambda prompt: RIGHT)
+    plain = Setup("corridor", lambda: make(ROGUE, slip=0.5))
+    path, levels = (0, "train", 0), [1, 2, 3]
+    expected = asyncio.run(run_groups(policy, plain, levels, 4, path, 2))
+    assert asyncio.run(run_groups(policy, setup(workers), levels, 4, path, 2)) == expected
+    assert len(workers._all) <= 2
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "stop_reason", "complaint"),
+    [
+        ("hang in C", "timeout", "longer than 0.3 s in step"),
+        ("hang", "timeout", "longer than 0.3 s in step"),
+        ("hang in reset", "timeout", "longer than 0.3 s in reset"),
+        ("die", "error", "process ended in step (exit code 7)"),
+        ("exit", "error", "SystemExit: 3"),
+        ("raise", "error", "ZeroDivisionError: by zero"),
+        ("raise in init", "error", "KeyError"),
+        ("list as info", "error", "list as info: a dict is expected"),
+        ("nan", "error", "nan as reward"),
+    ],
+)
+def test_a_rogue_is_stopped(opened: Any, misdeed: str, stop_reason: str, complaint: str) -> None:
+    workers = opened(timeout_s=0.3, misdeed=misdeed)
+    policy, place = ScriptedPolicy(lambda prompt: RIGHT), Place(0, 0, 0, (0, "t"))
+    start = time.monotonic()
+    found = asyncio.run(play(policy, setup(workers), place))
+    assert time.monotonic() - start < 10
+    assert found.stop_reason == stop_reason
+    assert complaint in (found.error or "")
+
+
+def test_the_others_go_on(opened: Any) -> None:
+    workers = opened(timeout_s=0.3, misdeed="die", every=2)
+    policy = ScriptedPolicy(lambda prompt: RIGHT)
+    groups = asyncio.run(run_groups(policy, setup(workers), [1, 2, 3], 2, (0, "t"), 4))
+    ends = [[episode.stop_reason for episode in group.episodes] for group in groups]
+    assert ends == [["solved"] * 2, ["error"] * 2, ["solved"] * 2]
+
+
+def test_workers_retire(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "EPISODES", 2)
+    workers = opened()
+    processes = set()
+    for _ in range(4):
+        env = workers.make()
+        assert isinstance(env, IsolatedEnv)
+        processes.add(env._worker._process.pid)
+        env.close()
+        env.close()
+    assert len(processes) == 2
+
+
+def test_a_dead_worker_says_so_again(opened: Any) -> None:
+    env = opened(misdeed="die").make()
+    env.reset(seed=0)
+    for call in (lambda: env.step("Right"), env.state_key):
+        with pytest.raises(WorldError, match="process"):
+            call()
+    env.close()
+
+
+def test_a_world_that_refuses_is_the_users_mistake() -> None:
+    for misdeed in ("refuse", "raise in init"):
+        values = {"world": ROGUE, "world.params": {"misdeed": misdeed}, "world.isolate": True}
+        with pytest.raises(RagenError, match=r"no misdeed|cannot be made: KeyError"):
+            setup_of(resolve(None, values), None)
+        assert not multiprocessing.active_children()
+
+
+def test_evaluation_in_workers() -> None:
+    values = {"world": ROGUE, "world.params": {"slip": 0.25}}
+    plain = evaluate_target("random", values, episodes=6)
+    alone = evaluate_target("random", values | {"world.isolate": True}, episodes=6)
+    assert (alone.success, alone.mean_return) == (plain.success, plain.mean_return)
+    assert (alone.random, alone.best) == (plain.random, plain.best)
+    assert not multiprocessing.active_children()

@@ -1,0 +1,214 @@
+"""Sokoban: rules of the push, generated levels, the solver, and exact random play."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ragen
+from ragen.core.errors import RagenError
+from ragen.envs.contract import make
+from ragen.envs.sokoban import (
+    ACTIONS,
+    MAX_BOARDS,
+    Board,
+    Room,
+    generate,
+    random_play,
+    shortest_solution,
+)
+
+
+def read(*rows):
+    """A room and a board from a map in the standard symbols."""
+    cols, text = len(rows[0]), "".join(rows)
+
+    def where(symbols):
+        return sum(1 << i for i, symbol in enumerate(text) if symbol in symbols)
+
+    room = Room(len(rows), cols, where("_O√XPS"), where("O√S"))
+    return room, Board(where("PS").bit_length() - 1, where("X√"))
+
+
+def env_at(*rows, **params):
+    env = make("sokoban", rows=len(rows), cols=len(rows[0]), **params)
+    env._room, env._board = read(*rows)
+    return env
+
+
+def test_one_push_solution_pays_10_9():
+    env = env_at("#####", "#PXO#", "#___#", "#####")
+    observation, reward, terminated, truncated, info = env.step("Right")
+    assert observation == "#####\n#_P√#\n#___#\n#####"
+    assert reward == pytest.approx(10.9)  # −0.1 + 1 + 10
+    assert terminated and not truncated and info == {"success": True, "effective": True}
+
+
+def test_a_box_pushed_off_a_target_costs_one():
+    env = env_at("######", "#P√_X#", "#__O_#", "######", boxes=2)
+    assert env.step("Right")[1] == pytest.approx(-1.1)
+
+
+def test_from_target_to_target_neither_pays_nor_costs():
+    env = env_at("######", "#P√OX#", "#____#", "######", boxes=2)
+    assert env.step("Right")[1] == pytest.approx(-0.1)
+    assert env.state_key().split("\n")[1] == "#_S√X#"
+
+
+@pytest.mark.parametrize(
+    "row", ["#_PX#", "#PXX_#", "#P#__#"], ids=["wall behind", "box behind", "wall"]
+)
+def test_what_is_blocked_stays(row):
+    border = "#" * len(row)
+    room, board = read(border, row, border)
+    assert room.push(board, 1) == board
+
+
+def test_new_symbols_draw_the_same_levels():
+    old, new = make("sokoban"), make("sokoban-new-symbols")
+    table = str.maketrans("#_O√XPS", "W.GCBA@")
+    for level in range(123, 143):
+        assert old.reset(seed=level)[0].translate(table) == new.reset(seed=level)[0]
+    assert "@ player on target" in new.rules
+
+
+def test_named_leaves_the_outer_wall_out_and_keeps_the_names():
+    env = env_at("#####", "#PXO#", "#___#", "#####", observation="named")
+    assert env.step("Left")[0] == "b1 P b2 X b3 O\nc1 _ c2 _ c3 _"
+
+
+def test_coordinates():
+    env = env_at("#####", "#PXO#", "#___#", "#####", observation="coord")
+    assert env.step("Left")[0] == "Size: 4 x 5\nPlayer: (1, 1)\nBoxes: (1, 2)\nTargets: (1, 3)"
+
+
+@given(
+    st.integers(0, 2**63 - 1),
+    st.integers(5, 9),
+    st.integers(5, 9),
+    st.integers(1, 2),
+    st.sampled_from([10, 40]),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_level_is_solvable_and_begins_unsolved(seed, rows, cols, boxes, depth):
+    room, board = generate(np.random.Generator(np.random.PCG64(seed)), rows, cols, boxes, depth)
+    assert room.targets.bit_count() == board.boxes.bit_count() == boxes
+    assert board.boxes & room.targets == 0 and not board.boxes >> board.player & 1
+    assert (board.boxes | room.targets | 1 << board.player) & ~room.floor == 0
+    solution = shortest_solution(room, board)
+    assert solution
+    for action in solution:
+        board = room.push(board, room.steps[action])
+    assert board.boxes == room.targets
+
+
+@pytest.mark.parametrize("level", range(123, 131))
+def test_no_shorter_sequence_solves_a_level(level):
+    env = make("sokoban")
+    env.reset(seed=level)
+    solution = shortest_solution(env._room, env._board)
+    boards = {env._board}
+    for _ in range(len(solution) - 1):
+        boards = {env._room.push(board, step) for board in boards for step in env._room.steps}
+        assert all(board.boxes != env._room.targets for board in boards)
+
+
+def test_a_lost_board_has_no_solution_but_a_move():
+    env = env_at("#####", "#X__#", "#P_O#", "#####")
+    assert shortest_solution(env._room, env._board) is None
+    assert env.solve(5, 10, 5) == ["Up"]
+
+
+def test_solving_turn_by_turn_ends_in_success():
+    env = make("sokoban-large")
+    for level in range(123, 133):
+        env.reset(seed=level)
+        terminated, turns = False, 0
+        while not terminated:
+            for action in env.solve(5, 10, 3):
+                _, _, terminated, _, info = env.step(action)
+            turns += 1
+        assert info["success"] and turns <= 5
+
+
+def test_exact_random_play_equals_enumeration():
+    room, board = read("#####", "#PXO#", "#___#", "#####")
+    wins, total = 0, 0.0
+    for actions in itertools.product(room.steps, repeat=4):
+        here = board
+        for step in actions:
+            after = room.push(here, step)
+            total += room.reward(here, after)
+            here = after
+            if here.boxes == room.targets:
+                wins += 1
+                break
+    chance, expected = random_play(room, board, 4)
+    assert chance == pytest.approx(wins / 4**4) and expected == pytest.approx(total / 4**4)
+
+
+GOLDEN = {
+    "bandit": "115b9fdf2e6fce5b",
+    "frozen-lake": "bf753d6bb6583c99",
+    "sokoban": "ce587f12719a4cec",
+    "sokoban-large": "39fbc8c6c3ba2d4c",
+}
+"""BLAKE2b of the first observations from level 123 on: levels are the same for ever, everywhere."""
+
+SCRIPT = """
+import hashlib
+from ragen.envs.contract import make
+for name in {names}:
+    env = make(name)
+    shown = "\\n\\n".join(env.reset(seed=level)[0] for level in range(123, 155))
+    print(name, hashlib.blake2b(shown.encode(), digest_size=8).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_levels_are_the_same_in_every_process(hash_seed):
+    root = str(Path(ragen.__file__).parent.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(names=list(GOLDEN))],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert dict(line.split() for line in result.stdout.splitlines()) == GOLDEN
+
+
+def test_generation_is_re_entrant():
+    alone = [make("sokoban").reset(seed=level)[0] for level in range(20)]
+    envs = [make("sokoban") for _ in range(20)]
+    for env in envs:
+        env.reset(seed=99)
+    assert [env.reset(seed=level)[0] for level, env in enumerate(envs)] == alone
+
+
+def test_a_level_takes_milliseconds():
+    env, spent = make("sokoban"), []
+    for level in range(50):
+        start = time.process_time()
+        env.reset(seed=level)
+        spent.append(time.process_time() - start)
+    assert sorted(spent)[25] < 0.010  # measured: 0.0004
+
+
+def test_impossible_parameters_are_refused():
+    for params in ({"rows": 3}, {"boxes": 0}, {"boxes": 15}, {"search_depth": 2}):
+        with pytest.raises(RagenError, match=next(iter(params))):
+            make("sokoban", **params)
+    with pytest.raises(RagenError, match="no Sokoban level of"):
+        make("sokoban", rows=4, cols=4, boxes=2)
+
+
+def test_constants():
+    assert ACTIONS == ("Up", "Down", "Left", "Right") and MAX_BOARDS == 300_000

@@ -1,0 +1,481 @@
+"""Playing on from a recorded turn: the very past in the very world, and a future of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+import sqlite3
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen.cli.main import main
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Episode, FinishReason, Group, Prompt, Turn
+from ragen.evaluation.branch import branch
+from ragen.models.model import save_model
+from ragen.rollout.chat import Chat
+from ragen.rollout.policies import fingerprint
+from ragen.rollout.rollout import Branch, Place, Setup, play, refuse_changed
+from ragen.storage.branches import FILE, Request, write_branches
+from ragen.storage.database import DATABASE
+from ragen.storage.recorder import Recorder
+from ragen.storage.stored_episodes import read_episode
+from ragen.training.trainer import train
+from tests.made import episode as made_episode
+from tests.made import turn as made_turn
+from tests.rogue import Rogue
+from tests.speaker import settings
+from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
+
+Capture = pytest.CaptureFixture[str]
+Reply = tuple[str, FinishReason]
+PLACE = Place(7, 2, 1, (0, "train", 4))
+REPLIES: list[Reply] = [
+    ("go</think><answer>Right</answer>", "stop"),
+    ("no idea", "stop"),
+    ("back</think><answer>Left || Right</answer>", "stop"),
+    ("on</think><answer>Fly || Right</answer>", "stop"),
+    ("I think that", "length"),
+]
+
+
+class Said:
+    """Says what it is told to in each turn of an episode, which the prompt's seed gives away."""
+
+    def __init__(self, chat: Chat | None, replies: Sequence[Reply], place: Place) -> None:
+        self.chat = chat
+        self.replies = {place.request_seed(turn): reply for turn, reply in enumerate(replies)}
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        text, finish = self.replies[prompt.seed]
+        if self.chat is None:
+            return Completion(None, None, text, finish, 3)
+        ids = (*self.chat.encode(text), *((self.chat.end,) if finish == "stop" else ()))
+        logprobs = (-0.5,) * len(ids)
+        return Completion(ids, logprobs, text, finish, 3, fingerprint(ids, logprobs))
+
+
+def setup(template: str | None = "chatml", **more: Any) -> Setup:
+    drops = bool(more.get("drops_thoughts"))
+    chat = template and Chat(tiny_tokenizer(template), history_thoughts="drop" if drops else "keep")
+    how = Setup("corridor", partial(Rogue, slip=0.5), timeout_s=5.0, chat=chat or None)
+    return replace(how, **{"max_length": 4096, "max_tokens": 64, **more})
+
+
+def played(how: Setup, replies: Sequence[Reply], place: Place = PLACE) -> Episode:
+    return asyncio.run(play(Said(how.chat, replies, place), how, place))
+
+
+def at(episode: Episode, turn: int, **more: Any) -> Branch:
+    turns = tuple(
+        replace(t, prompt=Prompt((), t.prompt.token_ids, 0, 0, 0, 0)) for t in episode.turns
+    )
+    branch = Branch(7, 2, 1, PLACE.path, episode.noise_seed, turns[: turn + 1])
+    return replace(branch, **more)
+
+
+# The rollout begins in the middle.
+
+SHOWN = pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"window": 2},
+        {"drops_thoughts": True},
+        {"max_length": 420},
+        {"style": "paper", "prefilled": False},
+    ],
+    ids=str,
+)
+
+
+@SHOWN
+@pytest.mark.parametrize("template", [None, *TEMPLATES])
+def test_every_turn_comes_back_as_it_was(template: str | None, more: dict[str, Any]) -> None:
+    """Whoever says the same from a turn on makes the same episode, prompts and world included."""
+    how = setup(template, **more)
+    original = played(how, REPLIES)
+    assert len(original.turns) >= 3
+    for turn in range(len(original.turns)):
+        assert played(how, REPLIES, at(original, turn)) == original
+
+
+@given(st.lists(st.sampled_from(REPLIES), min_size=5, max_size=5), st.data())
+def test_budgets_and_complaints_are_those_of_the_turn(replies: list[Reply], data: Any) -> None:
+    how = setup(None, actions=data.draw(st.integers(2, 7)), actions_per_turn=2)
+    original = played(how, replies)
+    turn = data.draw(st.integers(0, len(original.turns) - 1))
+    other = data.draw(st.lists(st.sampled_from(REPLIES), min_size=5, max_size=5))
+    again = played(how, [*replies[:turn], *other[turn:]], at(original, turn))
+    assert again == played(how, [*replies[:turn], *other[turn:]])
+    assert again.turns[:turn] == original.turns[:turn]
+    assert sum(len(t.actions_executed) for t in again.turns) <= how.actions
+
+
+def test_the_worlds_coming_noise_is_the_originals() -> None:
+    how = setup(None, turns=3)
+    move: Reply = ("t</think><answer>Right || Right</answer>", "stop")
+    futures = set()
+    for noise in range(30):
+        original = played(how, [move] * 3, replace(PLACE, group=noise, path=(noise, "x")))
+        elsewhere = at(original, 1, path=(1, "other"), member=5)
+        again = played(how, [move] * 3, elsewhere)
+        assert [t.observation for t in again.turns] == [t.observation for t in original.turns]
+        assert again.noise_seed == original.noise_seed
+        futures.add(tuple(t.observation for t in again.turns))
+    assert len(futures) > 5  # and it is noise
+
+
+def test_a_conversation_without_ids_is_rebuilt_from_its_text() -> None:
+    how = setup("chatml")
+    original = played(how, REPLIES)
+    silent = [
+        replace(t, prompt=Prompt((), None, 0, 0, 0, 0), completion=replace(t.completion, **NO_IDS))
+        for t in original.turns
+    ]
+    again = played(how, REPLIES, at(original, 0, turns=tuple(silent[:4])))
+    assert [t.prompt for t in again.turns] == [t.prompt for t in original.turns]
+    assert again.turns[0].completion.token_ids is None  # what is not known is not made up
+
+
+NO_IDS: dict[str, Any] = {"token_ids": None, "logprobs": None, "fingerprint": None}
+
+
+def test_another_prompt_is_refused() -> None:
+    original = played(setup("chatml"), REPLIES)
+    ids = original.turns[2].prompt.token_ids or ()
+    turns = [*at(original, 2).turns]
+    turns[2] = replace(
+        turns[2], prompt=replace(turns[2].prompt, token_ids=(*ids[:9], 1, *ids[10:]))
+    )
+    with pytest.raises(RagenError, match="prompt of turn 2 cannot be rebuilt: its token 9 differs"):
+        refuse_changed(setup("chatml"), at(original, 2, turns=tuple(turns)))
+    with pytest.raises(RagenError, match="prompt of turn 0 cannot be rebuilt"):
+        refuse_changed(setup("llama3"), at(original, 2))
+    refuse_changed(setup("chatml"), at(original, 2))
+
+
+def test_another_world_is_refused() -> None:
+    class Forgets(Rogue):
+        def set_state(self, state: Any) -> None:
+            super().set_state({**state, "where": 3})
+
+    class Breaks(Rogue):
+        def set_state(self, state: Any) -> None:
+            raise KeyError("no such thing")
+
+    original = played(setup("chatml"), REPLIES)
+    with pytest.raises(RagenError, match="turn 1 in another state than was recorded"):
+        refuse_changed(setup("chatml", make=Forgets), at(original, 1))
+    with pytest.raises(RagenError, match=r"cannot go back to turn 1: KeyError: 'no such thing'"):
+        refuse_changed(setup("chatml", make=Breaks), at(original, 1))
+    lost = replace(original.turns[1], snapshot=None)
+    with pytest.raises(RagenError, match="no snapshot of the world is kept of turn 1"):
+        at(original, 1, turns=(original.turns[0], lost))
+
+
+# The database.
+
+
+def test_an_episode_is_read_as_it_was_recorded(tmp_path: Path) -> None:
+    episodes = [played(setup(template), REPLIES) for template in (None, "chatml", "qwen3")]
+    episodes.append(replace(made_episode(stop="error"), error="KeyError: 1"))
+    with Recorder.create(tmp_path, "") as recorder:
+        recorder.episodes(5, [Group(tuple(episodes[:2]))])
+        recorder.episodes(5, [Group(tuple(episodes[2:]))], phase="eval")
+    for number, episode in enumerate(episodes, 1):
+        found = read_episode(tmp_path, number)
+        assert (found.step, found.phase) == (5, "train" if number < 3 else "eval")
+        assert found.path == (("train", 4) if number < 3 else ("eval",))
+        shown = replace(episode, turns=tuple(map(kept, episode.turns)))
+        assert replace(found.episode, turns=tuple(map(kept, found.episode.turns))) == shown
+        assert all(found.exact(turn) for turn in range(len(episode.turns))) is (number != 1)
+
+
+def kept(turn: Turn) -> Turn:
+    """What the database keeps of a turn."""
+    prompt = Prompt((), turn.prompt.token_ids, 0, 0, 0, 0)
+    return replace(
+        turn, prompt=prompt, completion=replace(turn.completion, fingerprint=None), info={}
+    )
+
+
+def test_many_may_write_at_once(tmp_path: Path) -> None:
+    def write(number: int) -> None:
+        for turn in range(5):
+            branches = [made_episode(made_turn(number)), made_episode(made_turn(turn))]
+            write_branches(tmp_path, Request(number, turn, 3, 2, 1.0, 0), branches, True, str)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for episode, turn, member, reward in rows(
+        tmp_path,
+        "SELECT b.episode, b.turn, e.member, e.reward FROM branches b JOIN episodes e"
+        ' ON e."group" = b.number',
+    ):
+        assert reward == (episode, turn)[member]
+    assert rows(tmp_path, "SELECT count(*) FROM branches") == [(20,)]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]  # one plain file
+
+
+def test_the_same_request_is_kept_once(tmp_path: Path) -> None:
+    request = Request(1, 0, 3, 1, 1.0, 0)
+    for word in ("first", "second"):
+        thinks = made_episode(made_turn(thought=word))
+        write_branches(tmp_path, request, [thinks], True, str)
+    write_branches(tmp_path, replace(request, seed=1), [thinks], True, str)
+    assert rows(tmp_path, "SELECT seed FROM branches ORDER BY seed") == [(0,), (1,)]
+    assert rows(tmp_path, "SELECT thought FROM turns") == [("second",)] * 2
+    search = "SELECT count(*) FROM thoughts_fts WHERE thoughts_fts MATCH "
+    assert rows(tmp_path, f"{search} 'first'") == [(0,)]
+    assert rows(tmp_path, f"{search} 'second'") == [(2,)]
+
+
+# The whole way, over a run.
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps on ice, all checkpoints kept."""
+    config = resolve(
+        "frozen-lake",
+        {
+            "steps": 2,
+            "threads": 1,
+            "rollout.prompts": 3,
+            "rollout.members": 4,
+            "eval.episodes": 6,
+            "eval.every": 1,
+            "checkpoint.every": 1,
+            "checkpoint.keep": 9,
+        },
+    )
+    return train(config, tmp_path_factory.mktemp("runs") / "lake").run
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """The same, to be branched from."""
+    return Path(shutil.copytree(trained, tmp_path / "lake"))
+
+
+def rows(run: Path, query: str, file: str = FILE) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(run / file)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def long_one(run: Path, phase: str, step: int, turns: int = 3) -> int:
+    """An episode of some turns."""
+    query = f"SELECT id FROM episodes WHERE phase = '{phase}' AND step = {step}"
+    found = rows(run, f"{query} AND num_turns >= {turns} ORDER BY num_turns DESC", DATABASE)
+    return int(found[0][0])
+
+
+def tokens(episode: Episode) -> list[Any]:
+    return [(t.prompt.token_ids, t.completion.token_ids) for t in episode.turns]
+
+
+def test_greedy_play_goes_on_as_it_did(run: Path) -> None:
+    episode = long_one(run, "eval greedy", 2)
+    for turn in range(3):
+        found = branch(run, episode, turn, n=2, checkpoint=2, temperature=0)
+        original = found.original.episode
+        assert found.exact
+        for again in found.episodes:
+            assert tokens(again) == tokens(original)
+            assert [kept(t).snapshot for t in again.turns] == [t.snapshot for t in original.turns]
+            assert again.stop_reason == original.stop_reason
+            assert again.total_reward == original.total_reward
+
+
+@pytest.mark.parametrize(("phase", "step"), [("train", 1), ("train", 2), ("eval", 1)])
+def test_the_same_draws_by_the_same_weights_go_on_as_it_did(
+    run: Path, phase: str, step: int
+) -> None:
+    """A training step is played by the weights of the step before, an evaluation by its own."""
+    weights = step - 1 if phase == "train" else step
+    found = branch(
+        run, long_one(run, phase, step), 1, n=1, checkpoint=weights, temperature=1.0, _again=True
+    )
+    (again,), original = found.episodes, found.original.episode
+    assert tokens(again) == tokens(original)
+    assert again.total_reward == original.total_reward
+    for one, other in zip(again.turns, original.turns, strict=True):
+        assert one.completion.policy_version == other.completion.policy_version == weights
+        # Another batch around it: sums of other shapes, so the last bits may differ.
+        assert one.completion.logprobs == pytest.approx(other.completion.logprobs, abs=1e-5)
+        assert one.state_key == other.state_key
+
+
+def test_branches_share_the_past_and_differ_by_their_draws(run: Path) -> None:
+    episode = long_one(run, "train", 1)
+    found = branch(run, episode, 1, n=8, checkpoint=0)
+    assert len({str(tokens(each)) for each in found.episodes}) > 1
+    for each in found.episodes:
+        assert tokens(each)[0] == tokens(found.original.episode)[0]
+        assert each.turns[1].prompt.token_ids == found.original.episode.turns[1].prompt.token_ids
+        assert each.turns[1].state_key == found.original.episode.turns[1].state_key
+    assert branch(run, episode, 1, n=8, checkpoint=0).episodes == found.episodes
+    assert branch(run, episode, 1, n=8, checkpoint=0, seed=1).episodes != found.episodes
+    assert rows(run, "SELECT episode, turn, checkpoint, n, seed, exact FROM branches") == [
+        (episode, 1, 0, 8, seed, 1) for seed in (0, 1)
+    ]
+    stored = rows(run, 'SELECT phase, step, member FROM episodes WHERE "group" = 2')
+    assert stored == [("branch", 0, member) for member in range(8)]
+    said = tokens(found.episodes[0])[1]
+    texts = dict(rows(run, "SELECT id, text FROM tokens"))
+    assert all(token in texts for part in said for token in part)
+
+
+def test_a_run_that_goes_on_is_only_read(run: Path) -> None:
+    def hashed() -> dict[str, str]:
+        files = (run / name for name in (DATABASE, f"{DATABASE}-wal"))
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    with Recorder.open(run) as recorder:
+        recorder.event(3, "note", "in the middle of a step")
+        before = hashed()
+        found = branch(run, 1, 0, n=2)
+        assert found.request.checkpoint == 2  # the newest
+        assert hashed() == before
+        recorder.event(3, "note", "and it goes on")
+
+
+def test_worlds_in_processes_of_their_own_come_back(run: Path) -> None:
+    episode = long_one(run, "train", 1)
+    here = branch(run, episode, 1, n=3, checkpoint=1)
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("isolate = false", "isolate = true"))
+    assert branch(run, episode, 1, n=3, checkpoint=1).episodes == here.episodes
+
+
+def test_an_adapter_plays_on_what_it_played(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"lora__rank": 4, "steps": 2, "checkpoint__keep": 9}
+    run = train(resolve("bandit", settings(**more)), tmp_path / "bandit").run
+    for phase, step, weights in (("eval greedy", 2, 2), ("train", 2, 1)):
+        heat = 0.0 if phase == "eval greedy" else 1.0
+        found = branch(
+            run,
+            long_one(run, phase, step, 1),
+            0,
+            1,
+            checkpoint=weights,
+            temperature=heat,
+            _again=True,
+        )
+        assert tokens(found.episodes[0]) == tokens(found.original.episode)
+
+
+def test_step_0_is_the_model_that_the_run_began_with(run: Path) -> None:
+    with_checkpoint = branch(run, 1, 0, n=3, checkpoint=0)
+    shutil.rmtree(run / "checkpoints" / "step-0")
+    assert branch(run, 1, 0, n=3, checkpoint=0).episodes == with_checkpoint.episodes
+    shutil.rmtree(run / "checkpoints")
+    assert branch(run, 1, 0, n=3).request.checkpoint == 0  # the newest there is
+
+
+def test_a_record_without_ids_is_branched_from_its_text(run: Path, capsys: Capture) -> None:
+    episode = long_one(run, "eval greedy", 2)
+    connection = sqlite3.connect(run / DATABASE)
+    ids = ("prompt_ids", "prompt_joins", "completion_ids", "logprobs")
+    connection.execute(f"UPDATE turns SET {', '.join(f'{name} = NULL' for name in ids)}")
+    connection.commit()
+    connection.close()
+    found = branch(run, episode, 1, n=1, checkpoint=2, temperature=0)
+    assert not found.exact
+    assert [t.completion.text for t in found.episodes[0].turns] == [
+        t.completion.text for t in found.original.episode.turns
+    ]
+    assert rows(run, "SELECT exact FROM branches") == [(0,)]
+    assert main(["branch", str(run), str(episode), "--turn", "1", "--n", "1"]) == 0
+    assert "rebuilt from text" in capsys.readouterr().out
+
+
+def test_the_command(run: Path, capsys: Capture) -> None:
+    arguments = ["branch", str(run), "1", "--turn", "0", "--n", "3", "--checkpoint", "1"]
+    assert main([*arguments, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["episode"], record["turn"], record["checkpoint"], record["n"]) == (1, 0, 1, 3)
+    assert record["id"] == rows(run, "SELECT id FROM branches")[0][0]
+    success = [each["success"] for each in record["branches"]]
+    assert record["success"]["value"] == pytest.approx(sum(success) / 3)
+    assert record["branches"][0]["continuation"][0]["turn"] == 0
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "Episode 1 from turn 0 on, checkpoint 1" in shown and "same coming noise" in shown
+    assert [line.split()[0] for line in shown.splitlines()[-4:]].count("original") <= 1
+
+
+def test_spoilt_weights_are_one_line(run: Path, capsys: Capture) -> None:
+    (run / "checkpoints" / "step-2" / "model.safetensors").write_bytes(b"spoilt")
+    assert main(["branch", str(run), "1", "--turn", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "step-2" in said and said.count("\n") == 1
+    assert not (run / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("nowhere 1 --turn 0", "nowhere is no run folder"),
+        ("RUN 100000 --turn 0", "has no episode 100000 in its run.sqlite"),
+        ("RUN 1 --turn 9", "turn = 9: episode 1 has the turns 0 to"),
+        ("RUN 1 --turn -1", "turn = -1: episode 1 has the turns 0 to"),
+        ("RUN 1 --turn 0 --checkpoint 7", "has no checkpoint of step 7: it keeps those of 0, 1, 2"),
+        ("RUN 1 --turn 0 --n 0", "n = 0: expected a whole number from 1 to 64"),
+        ("RUN 1 --turn 0 --temperature -1", "temperature = -1.0: expected a number"),
+        ("RUN 1 --turn 0 --temperature nan", "temperature = nan: expected a number"),
+        ("RUN 1 --turn 0 --seed -1", "seed = -1: expected a whole number"),
+        ("RUN one --turn 0", "argument EPISODE: invalid int value: 'one'"),
+        ("RUN 1", "the following arguments are required: --turn"),
+    ],
+)
+def test_a_mistake_is_one_line(trained: Path, capsys: Capture, arguments: str, words: str) -> None:
+    assert main(["branch", *arguments.replace("RUN", str(trained)).split()]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+    assert not (trained / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("name", "RUN/gone.py:World", "no file"),
+        ("name", "frozen-lakes", "unknown world 'frozen-lakes'"),
+        ("path", "RUN/gone", "there is no model or run"),
+        ("path", "RUN/other", "the prompt of turn 0 cannot be rebuilt"),
+    ],
+)
+def test_what_is_gone_or_another_by_now_is_one_line(
+    run: Path, capsys: Capture, key: str, value: str, words: str
+) -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    save_model(tiny_model(tokenizer), tokenizer, run / "other")
+    if key == "path":
+        shutil.rmtree(run / "checkpoints")
+    config, was = run / "config.toml", {"name": "frozen-lake", "path": "base"}[key]
+    text = config.read_text()
+    assert text.count(f'{key} = "{was}"') == 1
+    there = value.replace("RUN", str(run))
+    config.write_text(text.replace(f'{key} = "{was}"', f'{key} = "{there}"'))
+    assert main(["branch", str(run), "1", "--turn", "0"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+    assert not (run / FILE).exists()

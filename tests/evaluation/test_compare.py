@@ -1,0 +1,322 @@
+"""Comparing two arms: scripted outcomes by hand, players and a trained model for real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.cli.main import main
+from ragen.config.reading import dump, resolve
+from ragen.core.errors import RagenError
+from ragen.core.statistics import mcnemar, smallest_detectable
+from ragen.core.tables import markdown
+from ragen.envs.contract import Reference, make
+from ragen.evaluation.compare import (
+    FEW_SEEDS,
+    SUITES,
+    Comparison,
+    compare,
+    contests,
+    in_all,
+    same_game,
+    table,
+)
+from ragen.evaluation.evaluation import Evaluation, outcomes_of, summarised
+from ragen.evaluation.outcomes import Outcome
+from ragen.storage.database import CONFIG
+from ragen.training.trainer import train
+from tests.faulty import FaultyServer, said
+from tests.speaker import settings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.chdir(tmp_path_factory.mktemp("work"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(
+        resolve("bandit", settings(steps=1)), tmp_path_factory.mktemp("compare") / "run"
+    ).run
+
+
+def scripted(solved: Mapping[str, Sequence[Sequence[bool]]]) -> Any:
+    """Measures targets by what they are said to solve: for each level, each of its samples."""
+
+    def measure(target: str, overrides: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
+        world = overrides.get("world", "bandit")
+        outcomes = [
+            Outcome(world, 123 + level, sample, success, 0.0, *(1,) * 7, stop_reason="failed")
+            for level, samples in enumerate(solved[target])
+            for sample, success in enumerate(samples)
+        ]
+        floor = Reference(0.25, 0.75, 0.0, 0.0)
+        return summarised(outcomes, floor, target, 1.0, 0.0), outcomes
+
+    return measure
+
+
+def levels(won: int, lost: int) -> list[list[bool]]:
+    return [[True]] * won + [[False]] * lost
+
+
+def test_numbers_by_hand() -> None:
+    """100 levels: both solve 40, the one alone 20, the other alone 4."""
+    solved = {
+        "random": levels(60, 40),
+        "solver": [*levels(40, 20), *levels(4, 36)],
+    }
+    found = compare("", ["random"], ["solver"], {}, scripted(solved))
+    assert (found.place, found.won, found.lost) == ("bandit", 20, 4)
+    assert found.difference.value == pytest.approx(0.16)
+    # Two levels are added: centre 16/102 = .15686; variance (26 − 102·.15686²)/101 = .23258, of the
+    # mean .0022802, its root .047751; t(.975; 101) = 1.98373, so ± .094726.
+    assert found.difference.low == pytest.approx(0.06214, abs=1e-4)
+    assert found.difference.high == pytest.approx(0.25159, abs=1e-4)
+    assert found.p_value == mcnemar([1] * 20 + [-1] * 4)
+    assert found.detectable == smallest_detectable(found.difference)
+    assert found.verdict == "random is better than solver: +16.0 points [+6.2, +25.2]."
+    turned = compare("", ["solver"], ["random"], {}, scripted(solved))
+    assert turned.verdict == "solver is worse than random: -16.0 points [-25.2, -6.2]."
+    json.dumps(found.record())
+
+
+def test_what_a_sample_could_not_have_shown() -> None:
+    solved = {"random": levels(33, 31), "solver": levels(31, 33)}
+    found = compare("", ["random"], ["solver"], {}, scripted(solved))
+    assert found.verdict == (
+        "No difference is shown: +3.1 points [-3.0, +9.1]. One of less than 8.7 points could not "
+        "have been expected to show in this sample."
+    )
+    page = markdown([table(found)])
+    assert "| random play | 25.0% |" in page and "| best play | 75.0% |" in page
+    assert "random did better on 2, solver on 0; McNemar's p = 0.5." in page
+
+
+def test_several_samples_are_paired_by_level() -> None:
+    solved = {"random": [[True, True], [True, False]], "solver": [[True, False], [False, True]]}
+    found = compare("", ["random"], ["solver"], {}, scripted(solved))
+    assert (found.difference.value, found.won, found.lost) == (0.25, 1, 0)
+    assert found.p_value == mcnemar([1, 0]) == 1.0
+    assert "Of 2 levels, 2 episodes each:" in markdown([table(found)])
+
+
+def seeds(tmp_path: Path, names: str) -> list[str]:
+    """Run folders of the same recipe, as far as their settings."""
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CONFIG).write_text(dump(resolve("bandit")), encoding="utf-8")
+    return [str(tmp_path / name) for name in names]
+
+
+def test_training_seeds_are_an_arm(tmp_path: Path) -> None:
+    a, b, c, d = seeds(tmp_path, "abcd")
+    solved = {a: levels(40, 24), b: levels(48, 16), c: levels(56, 8), d: levels(20, 44)}
+    found = compare("", [a, b, c], [d, "random"], {}, scripted(solved | {"random": levels(24, 40)}))
+    assert found.one.success.value == pytest.approx(0.75) and found.other.success.value == 22 / 64
+    assert found.one.name == f"{a} (3 seeds)" and found.p_value is None
+    assert found.difference.value == pytest.approx(0.75 - 22 / 64)
+    page = markdown([table(found), *in_all([found])])
+    assert f"{a} (3 seeds): 62.5%, 75.0%, 87.5%." in page
+    assert "2 training seeds are few" in page and FEW_SEEDS == 5
+    with pytest.raises(RagenError, match="named twice"):
+        next(contests([a, f"{a}/"], [b], {"": {}}, {}, scripted(solved)))
+
+
+def test_one_run_an_arm_is_no_method(tmp_path: Path) -> None:
+    a, b = seeds(tmp_path, "ab")
+    solved = {a: levels(1, 1), b: levels(1, 1), "random": levels(1, 1)}
+    measure = scripted(solved)
+    assert "which run is better, not which method" in compare("", [a], [b], {}, measure).cautions[0]
+    for other in (a, "random"):
+        assert compare("", [a], [other], {}, measure).cautions == ()
+
+
+def test_over_several_worlds(tmp_path: Path) -> None:
+    """Seeds at .5 and .75 of success are .5 and 1 of the way from random (.25) to best (.75)."""
+    a, b = seeds(tmp_path, "ab")
+    solved = {a: levels(32, 32), b: levels(48, 16), "random": levels(16, 48)}
+    places = {name: {"world": name} for name in ("bandit", "bandit-rev")}
+    found = list(contests([a, b], ["random"], places, {}, scripted(solved)))
+    assert [each.place for each in found] == list(places)
+    (last,) = in_all(found)
+    assert [row[:2] for row in last.rows] == [(f"{a} (2 seeds), 2 worlds", "0.75")]
+    assert "in 10% of such suites of 2 one or more misses the truth" in " ".join(last.lines)
+
+
+def test_failures_are_shown() -> None:
+    def measure(target: str, _: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
+        evaluation, outcomes = scripted({target: levels(1, 1)})(target, {})
+        broken = Outcome("bandit", 124, 0, False, 0.0, *(0,) * 7, "error", "ZeroDivisionError: 1/0")
+        return evaluation, [outcomes[0], broken]
+
+    found = compare("", ["random"], ["solver"], {}, measure)
+    assert found.failures[0] == (
+        "random: 1 of 2 episodes failed in the world and counts as no success: "
+        "ZeroDivisionError: 1/0"
+    )
+    assert found.failures[0] in " ".join(table(found).lines)
+
+
+def asked(targets: list[str], places: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """What `contests` has measured."""
+    calls = []
+
+    def measure(target: str, overrides: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
+        calls.append((target, overrides))
+        return scripted({target: levels(1, 1)})(target, {})
+
+    list(contests(targets[:1], targets[1:], places, {}, measure))
+    return calls
+
+
+def test_all_play_the_first_run_s_game(tmp_path: Path) -> None:
+    """Its parameters and budgets hold for the others; how they see the world stays their own."""
+    values = {
+        "world.params": {"observation": "coord", "p_frozen": 0.9},
+        "world.turns": 3,
+        "world.actions": 6,
+    }
+    (tmp_path / CONFIG).write_text(dump(resolve("frozen-lake-still", values)), encoding="utf-8")
+    (_, first), (_, other) = asked([str(tmp_path), "random"], {"": {}})
+    assert first == {}
+    assert other["world.name"] == "frozen-lake-still" and other["world.turns"] == 3
+    assert other["world.params.p_frozen"] == 0.9 and "world.params.observation" not in other
+    assert asked(["random", str(tmp_path)], {"": {}})[0] == ("random", other), "in either order"
+    # The recipe that is named says how who has no run is asked, and is not lost for its world.
+    (tmp_path / CONFIG).write_text(dump(resolve("sokoban", {"world.turns": 3})), encoding="utf-8")
+    model = asked([str(tmp_path), "model"], {"": {"world": "paper/sokoban"}})[1][1]
+    assert model["world"] == "paper/sokoban" and model["world.turns"] == 3
+
+
+def test_a_model_beside_a_run_is_asked_as_the_run_is(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(dump(resolve("paper/sokoban")), encoding="utf-8")
+    targets = [str(tmp_path), "Qwen/Some-Model", "base", "random"]
+    settled = same_game(targets, {})
+    model = settled["Qwen/Some-Model"]
+    assert (model["prompt.style"], model["rollout.max_tokens"]) == ("paper", 400)
+    for other in ("base", "random"):
+        assert "prompt.style" not in settled[other] and settled[other]["world.turns"] == 5
+    served = same_game(targets, {}, served=True)["Qwen/Some-Model"]
+    assert "prompt.style" not in served, "an endpoint is asked as endpoints are"
+
+
+def test_runs_of_different_games_are_not_compared_unless_settled(tmp_path: Path) -> None:
+    for name in ("bandit", "sokoban"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CONFIG).write_text(dump(resolve(name)), encoding="utf-8")
+    runs = [str(tmp_path / name) for name in ("bandit", "sokoban")]
+    with pytest.raises(RagenError, match=r"world\.name is 'bandit' and 'sokoban'; settle it with"):
+        asked(runs, {"": {}})
+    assert len(asked(runs, {"": {"world": "bandit-rev"}})) == 2
+
+
+def test_base_is_the_model_that_the_run_started_from(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(dump(resolve("sokoban")), encoding="utf-8")
+    names = [
+        Path(target).name
+        for target, _ in asked([str(tmp_path), "base"], SUITES["sokoban"])
+        if target != str(tmp_path)
+    ]
+    assert names == ["sokoban"] * 4, "also on the lake, which has an embedded model of its own"
+    alone = [Path(target).name for target, _ in asked(["base", "random"], SUITES["bandit"])[::2]]
+    assert alone == ["bandit"] * 4
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suites_can_be_played(suite: str) -> None:
+    first = next(iter(SUITES[suite]))
+    for place, overrides in SUITES[suite].items():
+        config = resolve(None, overrides)
+        make(config.world.name, **config.world.params).close()
+        assert (place == first) == (dict(overrides) == {"world": suite})
+
+
+def test_the_solver_beats_random_play_and_itself_it_does_not() -> None:
+    def measure(target: str, overrides: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
+        return outcomes_of(target, overrides, episodes=64)
+
+    def met(one: str, other: str) -> Comparison:
+        return compare("", [one], [other], {"world": "bandit"}, measure)
+
+    better = met("solver", "random")
+    assert better.difference.low > 0.2 and better.lost == 0 and better.p_value is not None
+    assert better.p_value < 1e-6
+    same = met("random", "random")
+    assert (same.won, same.lost, same.difference.value, same.p_value) == (0, 0, 0.0, 1.0)
+    assert same.detectable > 0.05, "64 levels without a difference are no proof of equality"
+
+
+def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    command = ["compare", str(run), "random", "--episodes", "8"]
+    assert main([*command, "--suite", "bandit", "--markdown", str(page)]) == 0
+    shown, written = capsys.readouterr().out, page.read_text("utf-8")
+    for place in SUITES["bandit"]:
+        assert f"# {place}\n" in written and f"\n{place}\n" in shown
+    assert written.count("random play") == 4 and "To keep in mind" in shown
+    assert main([*command, "--samples", "2", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["place"] == "bandit" and record["one"]["evaluations"][0]["samples"] == 2
+    assert set(record) >= {"verdict", "difference", "p_value", "detectable", "won", "lost"}
+
+
+def test_a_served_model_against_a_player(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only what is not found here is asked at the endpoint."""
+    rogue = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
+    with FaultyServer(lambda number, body: said()) as server:
+        command = ["compare", "some/model", "random", "--world", rogue, "--episodes", "4"]
+        assert main([*command, "--base-url", server.url, "--json"]) == 0
+    assert {body["model"] for body in server.requests} == {"some/model"}
+    record = json.loads(capsys.readouterr().out)
+    assert record["one"]["success"]["value"] == 1.0 and record["won"] > record["lost"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--suite", "lake"], "there is no suite 'lake': expected bandit or sokoban"),
+        (["--suite", "bandit", "--world", "bandit"], "leave --world out"),
+        (["--world", "sokoban,bandti"], "did you mean 'bandit'"),
+        (["--rpm", "3"], "add --base-url URL"),
+        (["--episodes", "0"], "episodes = 0"),
+        (["--markdown", "no/such/page.md"], "there is no such folder"),
+    ],
+)
+def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "random", "solver", *options]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and not shown.out, "nothing is played before it is known"
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("no-such-run", "there is no model or run 'no-such-run'"),
+        ("solver,", "with a comma between: A1,A2,A3"),
+        ("solver,human", "a person plays with `ragen play WORLD`"),
+        ("base", "no embedded model"),
+        (".", "config.json"),
+    ],
+)
+def test_nobody_plays_before_both_are_there(
+    other: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rogue = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
+    assert main(["compare", "random", other, "--world", rogue, "--episodes", "4"]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and shown.err.count("\n") == 1 and not shown.out
+    assert not list(tmp_path.iterdir()), "nothing was played"

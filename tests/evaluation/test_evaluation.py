@@ -1,0 +1,218 @@
+"""Evaluation: players reach their references, the same question gets the same answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.config.reading import dump, resolve
+from ragen.core.errors import RagenError
+from ragen.core.seeding import EVAL_LEVELS
+from ragen.engines.checkpoint import resolve_model
+from ragen.envs.boundary import WorldError
+from ragen.envs.contract import make
+from ragen.evaluation import references
+from ragen.evaluation.evaluation import (
+    Evaluation,
+    evaluate_policy,
+    evaluate_target,
+    play_target,
+)
+from ragen.evaluation.references import Budget
+from ragen.evaluation.targets import config_for
+from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.rollout import setup_of
+from ragen.storage.database import CONFIG
+from ragen.training.trainer import train
+from tests.speaker import settings, speaker
+
+ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(
+        resolve("bandit", settings(steps=1)), tmp_path_factory.mktemp("evaluate") / "run"
+    ).run
+
+
+@pytest.mark.parametrize("world", ["bandit", "frozen-lake-still", "frozen-lake"])
+@pytest.mark.parametrize("player", ["random", "solver"])
+def test_players_reach_their_references(player: str, world: str) -> None:
+    found = evaluate_target(player, {"world": world}, episodes=128, seed=3)
+    reference = found.random if player == "random" else found.best
+    assert reference is not None
+    assert found.success_low <= reference <= found.success_high
+    expected = found.random_return if player == "random" else found.best_return
+    assert expected is not None
+    # A degenerate interval (every return equal) still holds its own value.
+    assert found.mean_return_low - 1e-6 <= expected <= found.mean_return_high + 1e-6 or (
+        world != "bandit"
+    )
+    assert (found.failed, found.valid_fraction, found.first_level) == (0, 1.0, EVAL_LEVELS)
+
+
+def test_the_same_question_gets_the_same_answer() -> None:
+    def ask(seed: int) -> dict[str, Any]:
+        record = evaluate_target("random", {"world": "bandit"}, episodes=32, seed=seed).record()
+        return {key: value for key, value in record.items() if key != "seconds"}
+
+    assert ask(1) == ask(1)
+    assert ask(1) != ask(2)
+    json.dumps(ask(1))
+
+
+def test_numbers_by_hand() -> None:
+    """Two turns of two moves (.25 each) on each level, then invalid replies: nobody arrives."""
+    config = resolve(None, {"world": ROGUE, "world.turns": 4})
+    setup = setup_of(config, None)
+    said = "t</think><answer>Right || Left</answer>"
+    count = iter(range(8))
+    policy = ScriptedPolicy(lambda prompt: said if next(count) % 4 < 2 else "no")
+    found, groups = asyncio.run(
+        evaluate_policy(policy, setup, {}, target="script", episodes=2, concurrency=1)
+    )
+    assert (found.success, found.episodes, found.mean_turns) == (0.0, 2, 4.0)
+    assert (found.mean_return, found.mean_actions, found.valid_fraction) == (1.0, 4.0, 0.5)
+    assert found.best == 1.0 and 0 < found.random < 0.2  # sampled: the world knows no exact answer
+    assert [group.episodes[0].level_seed for group in groups] == [123, 124]
+    assert str(found).startswith("T=1: success 0.0% [0.0%, ") and "on 2 levels" in str(found)
+
+
+def test_a_world_that_always_fails_is_refused() -> None:
+    for misdeed, reason in (
+        ("raise", "ZeroDivisionError: by zero"),
+        ("no observation", "text is expected"),
+        ("list as info", "a dict is expected"),
+    ):
+        values = {"world": ROGUE, "world.params": {"misdeed": misdeed}}
+        with pytest.raises(RagenError, match=f"failed in every episode: .*{reason}.*ragen check"):
+            evaluate_target("random", values, episodes=4)
+
+
+def test_a_world_that_fails_now_and_then_has_no_references() -> None:
+    """Its episodes are data; the floor would be guesswork, and the message says so in one line."""
+    values = {"world": ROGUE, "world.params": {"misdeed": "raise", "every": 2}}
+    with pytest.raises(
+        RagenError, match=r"failed while it was played at random.*by zero"
+    ) as caught:
+        evaluate_target("random", values, episodes=4)
+    assert "\n" not in str(caught.value)
+
+
+def test_references_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(references, "CALL_S", 0.05)
+    with pytest.raises(WorldError, match=r"longer than 0\.05 s in an episode"):
+        references.compute(make(ROGUE, misdeed="hang"), Budget(2, 2, 4), [1], draws=1)
+
+
+def test_failed_episodes_count_as_no_success() -> None:
+    values = {"world": ROGUE, "world.params": {"misdeed": "raise in state_key", "every": 2}}
+    found = evaluate_target("solver", values, episodes=4)
+    assert (found.failed, found.success, found.episodes) == (2, 0.5, 4)
+
+
+def test_players_refuse_what_they_cannot_play() -> None:
+    with pytest.raises(RagenError):
+        evaluate_target("nobody/knows/this", {"world": "bandit"}, episodes=2)
+    with pytest.raises(RagenError, match="did you mean 'bandit'"):
+        evaluate_target("random", {"world": "bandti"}, episodes=2)
+
+
+def without_seconds(found: Evaluation) -> dict[str, Any]:
+    return {key: value for key, value in found.record().items() if key != "seconds"}
+
+
+def test_greedy_does_not_depend_on_the_seed(run: Path) -> None:
+    first = evaluate_target(str(run), episodes=8, temperature=0.0, seed=0)
+    assert first.temperature == 0 and "greedy" in str(first)
+    second = evaluate_target(str(run), episodes=8, temperature=0.0, seed=9)
+    for key in ("success", "valid_fraction", "mean_turns", "completion_tokens"):
+        assert getattr(first, key) == getattr(second, key)
+
+
+def test_sampling_follows_the_seed(run: Path) -> None:
+    first, again, other = (evaluate_target(str(run), episodes=32, seed=s) for s in (0, 0, 1))
+    assert without_seconds(first) == without_seconds(again)
+    assert without_seconds(first) != without_seconds(other)
+    assert first.valid_fraction > 0.5 and first.completion_tokens > 1
+
+
+def test_the_run_s_own_evaluation_is_repeated_exactly(run: Path) -> None:
+    """What `ragen eval RUN` says is what the run wrote down after its last step."""
+    from ragen.storage.reader import read_evaluations
+
+    (written,) = [
+        each for each in read_evaluations(run) if (each["step"], each["temperature"]) == (1, 1.0)
+    ]
+    found = evaluate_target(str(run), episodes=4, seed=0)
+    assert (found.success, found.mean_return) == (written["success"], written["mean_return"])
+
+
+def test_a_run_in_another_world(run: Path) -> None:
+    values = {"world": "bandit-rev"}
+    found = evaluate_target(str(run), values, episodes=4)
+    assert (found.world, found.random, found.best) == ("bandit-rev", 0.5, 1.0)
+    config = config_for(str(run), values)
+    assert not config.prompt.think and config.rollout.max_tokens == 10
+    lake = config_for(str(run), {"world": ROGUE})
+    assert (lake.world.turns, lake.world.actions) == (5, 10), "the other world's budgets"
+    assert config_for(str(run), {}).world.turns == 1
+
+
+def test_a_recipe_says_how_its_world_is_played(run: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('world.name = "sokoban"\nprompt.style = "paper"\nrollout.max_tokens = 400\n')
+    for recipe in ("paper/sokoban", str(mine)):
+        config = config_for("Qwen/Qwen2.5-0.5B-Instruct", {"world": recipe})
+        assert (config.world.name, config.world.params) == ("sokoban", {}), "not the embedded form"
+        assert (config.prompt.style, config.rollout.max_tokens) == ("paper", 400)
+    there = config_for(str(run), {"world": "paper/sokoban"})
+    assert (there.world.name, there.world.turns) == ("sokoban", 5)
+    assert (there.prompt.style, there.rollout.max_tokens) == ("compact", 10), "the run's own"
+
+
+def test_the_parameters_of_a_run_s_world_stay_there(tmp_path: Path) -> None:
+    lake = {"world": "frozen-lake", "world.params": {"observation": "named", "p_frozen": 0.9}}
+    (tmp_path / CONFIG).write_text(dump(resolve(None, lake)))
+    seen = {
+        world: config_for(str(tmp_path), {"world": world}).world.params
+        for world in ("frozen-lake", "sokoban-large", "bandit")
+    }
+    assert seen["frozen-lake"] == lake["world.params"]
+    assert seen["sokoban-large"] == {"observation": "named"}
+    assert seen["bandit"] == {}
+
+
+def test_a_model_folder_and_a_watched_episode(run: Path) -> None:
+    values = {"world": "bandit"} | {
+        key: value for key, value in settings().items() if key.startswith(("prompt", "rollout"))
+    }
+    found = evaluate_target(str(speaker()), values, episodes=4)
+    assert found.episodes == 4
+    episode = play_target(str(run), seed=2)
+    assert episode.level_seed == 125 and len(episode.turns) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["nobody", "runs/none", "./none", "../none", "a/b/c", "ragen/none"]
+)
+def test_what_cannot_be_a_hub_id_is_no_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ragen").mkdir()
+    with pytest.raises(RagenError, match="there is no model or run"):
+        resolve_model(name, "bandit")
+    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct", "bandit") == "Qwen/Qwen2.5-0.5B-Instruct"

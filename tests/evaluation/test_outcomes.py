@@ -1,0 +1,145 @@
+"""What came of an episode, and the database that keeps it."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Episode, Usage
+from ragen.evaluation.outcomes import Outcome, Store, key_of, outcome_of
+from ragen.storage.database import DATABASE, new_run_folder
+from ragen.storage.reader import read_evaluations
+from ragen.storage.recorder import Recorder
+from tests import made
+
+LOST = Outcome("bandit", 124, 1, False, -0.5, 2, 3, 2, 1, 7, 90, 12, "failed")
+
+
+def test_an_episode_in_numbers() -> None:
+    """Two turns: 2 prompt and 2 sampled tokens; then as the server counted, 50 and 9."""
+    first = made.turn(1.0, thought="go up  now", executed=2, info={"effective": 1})
+    second = made.turn(-0.5, thought=None, penalty=-0.1, executed=1, info={"effective": 1})
+    completion = replace(second.completion, token_ids=None, logprobs=None, usage=Usage(50, 9))
+    turns = (first, replace(second, completion=completion))
+    ends = {"terminated": True, "truncated": False, "bootstrap": False, "success": True}
+    found = outcome_of(Episode("w", 123, 17, 0, 4, turns, "solved", **ends))
+    assert found == Outcome("w", 123, 4, True, 0.5, 2, 3, 2, 1, 3, 52, 11, "solved")
+    assert not found.failed and found.reason == ""
+    failed = replace(found, error="Traceback …\nKeyError: 1\n")
+    assert failed.failed and failed.reason == "KeyError: 1"
+
+
+def test_the_table_has_the_record_s_fields(tmp_path: Path) -> None:
+    with Store(tmp_path), sqlite3.connect(tmp_path / DATABASE) as connection:
+        columns = [row[1] for row in connection.execute("PRAGMA table_info(outcomes)")]
+    assert columns == ["key", *(field.name for field in fields(Outcome))]
+
+
+def test_a_database_in_which_nothing_was_played_is_gone_again(tmp_path: Path) -> None:
+    broken = replace(LOST, error="KeyError: 1")
+    with Store(tmp_path / "new") as store:
+        store.add("a", broken)
+    assert not (tmp_path / "new").exists()
+    for outcome in (LOST, broken):  # one that was there stays, whatever comes
+        with Store(tmp_path / "kept") as store:
+            store.add("a", outcome)
+    assert (tmp_path / "kept" / DATABASE).is_file()
+
+
+def test_outcomes_come_back_in_order_and_replace_their_like(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        for outcome in (LOST, replace(LOST, sample=0, success=True), replace(LOST, level_seed=123)):
+            store.add("a", outcome)
+        store.add("b", replace(LOST, error="half a pair: \ud83d"))
+        store.add("a", replace(LOST, success=True))
+        found = store.outcomes("a")
+        assert [(o.level_seed, o.sample, o.success) for o in found] == [
+            (123, 1, False),
+            (124, 0, True),
+            (124, 1, True),
+        ]
+        assert store.outcomes("b")[0].error == "half a pair: ?"
+    with Store(tmp_path) as store:
+        assert store.outcomes("a") == found
+
+
+def test_two_write_at_once(tmp_path: Path) -> None:
+    with Store(tmp_path) as one, Store(tmp_path) as other:
+        one.add("a", LOST)
+        other.add("a", replace(LOST, sample=2))
+        one.add("a", replace(LOST, sample=3))
+        assert len(other.outcomes("a")) == 3
+    assert [path.name for path in tmp_path.iterdir()] == [DATABASE]
+
+
+def test_a_database_that_another_process_is_at_stays(tmp_path: Path) -> None:
+    """The one made it and played nothing; the other came later, and has yet to play."""
+    one = Store(tmp_path)
+    with Store(tmp_path) as other:
+        assert other.outcomes("a") == []
+        one.close()
+        other.add("a", LOST)
+    with Store(tmp_path) as store:
+        assert store.outcomes("a") == [LOST]
+
+
+def test_a_result_is_known_by_its_levels_and_samples(tmp_path: Path) -> None:
+    record = {"world": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "samples": 2}
+    with Store(tmp_path) as store:
+        assert not store.holds("a", 4, 2)
+        store.finish("a", {}, record)
+        found = [store.holds("a", 4, 2), store.holds("a", 4, 1), store.holds("a", 8, 2)]
+        assert [*found, store.holds("b", 4, 2)] == [True, False, False, False]
+
+
+def test_a_run_s_own_evaluations_stay_apart(tmp_path: Path) -> None:
+    """Also while the run is being written; and a resume forgets none that were asked for."""
+    folder = new_run_folder(tmp_path, "bandit")
+    record = {"world": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5}
+    with Recorder.create(folder, "seed = 0") as recorder:
+        recorder.evaluation(3, record)
+        recorder.commit()
+        with Store(folder) as store:
+            store.add("a", LOST)
+            store.finish("a", {"seed": 1}, {**record, "success": 1.0})
+        recorder.evaluation(5, record)
+        recorder.forget_after(0, 3)
+    assert read_evaluations(folder) == [{**record, "attempt": 0, "step": 3}]
+    with sqlite3.connect(folder / DATABASE) as connection:
+        rows = connection.execute("SELECT step, key, settings, success FROM evaluations").fetchall()
+    assert rows == [(3, None, None, 0.5), (None, "a", '{"seed": 1}', 1.0)]
+
+
+def test_a_run_of_an_older_version_is_left_alone(tmp_path: Path) -> None:
+    folder = new_run_folder(tmp_path, "bandit")
+    Recorder.create(folder, "seed = 0").close()
+    with sqlite3.connect(folder / DATABASE) as connection:
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    before = (folder / DATABASE).read_bytes()
+    with pytest.raises(
+        RagenError, match=r"has schema 1, .*that wrote it; or .*elsewhere with --out"
+    ):
+        Store(folder)
+    # Opening set the journal's mode and set it back; the header counts such changes.
+    assert (folder / DATABASE).read_bytes()[100:] == before[100:]
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RagenError, match=r"cannot be read: .*--out DIR") as caught:
+        Store(tmp_path / "file" / "evals")
+    assert "\n" not in str(caught.value)
+    with Store(tmp_path / "evals") as store:
+        store._connection.execute("PRAGMA query_only = ON")
+        with pytest.raises(RagenError, match=r"cannot write .*readonly"):
+            store.add("a", LOST)
+
+
+def test_keys_tell_settings_apart() -> None:
+    assert key_of({"a": 1, "b": [1, 2]}) == key_of({"b": [1, 2], "a": 1})
+    assert key_of({"a": 1}) != key_of({"a": 1.5}) != key_of({"a": "1.5"})

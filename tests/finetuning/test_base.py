@@ -1,0 +1,120 @@
+"""The embedded models: prepared by steps, the same each time; the shipped ones load and learn."""
+
+import asyncio
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ragen import evaluate, train
+from ragen.core.errors import RagenError
+from ragen.core.seeding import BASE_LEVELS, eval_level
+from ragen.engines.checkpoint import EMBEDDED, base_folder, fingerprint
+from ragen.envs.contract import maker
+from ragen.finetuning.base import FAMILIES, Lesson, School, Stage, prepare, prepare_family, suitable
+from ragen.finetuning.demonstrations import Demonstrator, Lookup, Piece, answer, look_up
+from ragen.finetuning.tokenizer import END, build
+from ragen.rollout.chat import Chat
+from ragen.rollout.rollout import Setup, run_groups
+
+BASES = Path(__file__).parents[2] / "src" / "ragen" / "models" / "bases"
+
+
+def test_a_short_preparation_is_deterministic_and_in_the_right_format(tmp_path: Path) -> None:
+    stages = tuple(
+        Stage(stage.name, 3, stage.lessons, episodes=4, context_weight=stage.context_weight)
+        for stage in FAMILIES["bandit"]
+    )
+    models = []
+    for name, kept in (("a", None), ("b", tmp_path / "stages")):
+        prepare(stages, tmp_path / name, stages_out=kept)
+        models.append(AutoModelForCausalLM.from_pretrained(tmp_path / name))
+    assert fingerprint(models[0]) == fingerprint(models[1])
+    config = models[0].config
+    assert (config.model_type, config.num_key_value_heads) == ("qwen2", 2)
+    assert 300_000 < models[0].num_parameters() < 1_000_000
+    assert (tmp_path / "a" / "model.safetensors").stat().st_size < 1_200_000
+    assert next(models[0].parameters()).dtype == torch.float16
+    assert [folder.name for folder in (tmp_path / "stages").iterdir()] == ["names"]
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "stages" / "names")
+    assert fingerprint(before) != fingerprint(models[1])
+    for folder in ("a", "stages"):
+        with pytest.raises(RagenError, match="exists already"):
+            prepare(stages, tmp_path / "new", stages_out=tmp_path / folder)
+    with pytest.raises(RagenError, match="exists already"):
+        prepare(stages, tmp_path / "a")
+
+
+def test_another_seed_gives_another_model(tmp_path: Path) -> None:
+    prints = set()
+    for seed in (0, 1):
+        prepare_family("bandit", tmp_path / str(seed), seed=seed, steps=1)
+        prints.add(fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path / str(seed))))
+    assert len(prints) == 2
+
+
+def test_an_unknown_family_is_named() -> None:
+    with pytest.raises(RagenError, match="unknown family 'lake'"):
+        prepare_family("lake", Path("nowhere"))
+
+
+def test_what_is_not_to_be_learnt_is_masked() -> None:
+    """Of a look-up ` b2 _`, the cell is asked and the content learnt."""
+    chat = Chat(build())
+    lesson = Lesson(look_up, lambda: Lookup("ab", "01", "FrozenLake"), held_out=False)
+    samples = School(chat, 0).samples(Stage("look-up", 1, (lesson,), episodes=2), 0, 0)
+    assert len(samples) == 2
+    for sample in samples:
+        learnt = [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+        words = chat.decode(learnt).split()
+        assert len(words) == 30
+        assert set(words) <= set("#_O√XPSG")
+
+
+def test_a_demonstration_is_what_the_parser_reads() -> None:
+    chat = Chat(build())
+    speaker = Demonstrator(
+        lambda env, limits, generator: [Piece(" go"), Piece(answer(["Left"]))], chat.encode, END
+    )
+    setup = Setup("lake", maker("frozen-lake-still"), turns=2, chat=chat)
+    (group,) = asyncio.run(run_groups(speaker, setup, [5], 1, (0, "test")))
+    turn = group.episodes[0].turns[0]
+    assert (turn.thought, turn.actions_executed, turn.well_formed) == (" go", ("Left",), True)
+    assert turn.completion.token_ids is not None
+    assert turn.completion.token_ids[-1] in chat.end_ids
+
+
+def test_no_demonstration_shows_an_evaluation_board() -> None:
+    make = maker("sokoban")
+    lesson = Lesson(look_up, make)
+    env = make()
+    held_out = set()
+    for number in range(1024):
+        env.reset(seed=eval_level(number), options={"noise_seed": 0})
+        held_out.add(env.state_key())
+    for level in islice(suitable(lesson, 0, 0), 200):
+        assert level >= BASE_LEVELS
+        env.reset(seed=level, options={"noise_seed": 0})
+        assert env.state_key() not in held_out
+
+
+def test_the_shipped_models_are_small_and_have_cards() -> None:
+    folders = sorted(BASES.iterdir())
+    assert {folder.name for folder in folders} == set(EMBEDDED.values()) == set(FAMILIES)
+    assert sum((folder / "model.safetensors").stat().st_size for folder in folders) <= 4_000_000
+    for folder in folders:
+        assert "ragen base" in (folder / "README.md").read_text()
+    for world in EMBEDDED:
+        assert base_folder(world).is_dir()
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    """Bandit from the shipped model, around even odds, to at least 90 % in seconds."""
+    result = train("bandit", {"eval.episodes": 128, "threads": 1}, out=tmp_path / "run")
+    assert result.before is not None and result.after is not None
+    assert result.before.success < 0.7
+    assert result.after.success >= 0.9
+    again = evaluate(tmp_path / "run", episodes=128)
+    assert again.success == result.after.success

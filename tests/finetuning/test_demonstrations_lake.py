@@ -1,0 +1,152 @@
+"""FrozenLake's demonstrators: what they write is true, can be carried out, and is what they do."""
+
+import re
+
+import numpy as np
+import pytest
+
+from ragen.envs.contract import make
+from ragen.envs.frozen_lake import MOVES
+from ragen.finetuning.demonstrations_lake import (
+    careful_turn,
+    name_of,
+    neighbours,
+    slippery_lake,
+    slippery_turn,
+    still_lake,
+    straight_line,
+    stroll,
+    walk,
+    winding,
+)
+from ragen.rollout.actions import parse
+from ragen.rollout.prompt import Limits
+
+LIMITS = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
+LEVELS = range(300)
+LOOK = re.compile(rf"(\w\d) (\w\d) (\S)(?: ({'|'.join(MOVES)}))?")
+
+
+def generator(seed):
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def lake(level):
+    env = make("frozen-lake-still", observation="named")
+    env.reset(seed=level)
+    return env
+
+
+def cells(env):
+    return dict(re.findall(r"(\w\d) (\S)", env._observation()))
+
+
+def read(reply, max_actions=5):
+    return parse("<think>" + reply, think=True, actions=tuple(MOVES), max_actions=max_actions)
+
+
+def said(env, seed, careful, **options):
+    pieces = still_lake(careful, **options)(env, LIMITS, generator(seed))
+    return "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("careful", [0.0, 1.0])
+def test_replies_are_valid_and_their_facts_are_true(careful):
+    for level in LEVELS:
+        env = lake(level)
+        before, shown = env.get_state(), cells(env)
+        parsed = read(said(env, level, careful))
+        assert parsed.valid and 1 <= len(parsed.actions) <= 4
+        assert env.get_state() == before
+        head, _, body = parsed.thought.partition(":")
+        for symbol, cell in re.findall(r"([PG]) (\w\d)", head):
+            assert shown[cell] == symbol
+        here, directions = env.player, []
+        for stand, cell, symbol, direction in LOOK.findall(body):
+            assert stand == name_of(env.lake, here) and shown[cell] == symbol
+            around = [name_of(env.lake, near) for _, near in neighbours(env, here)]
+            assert cell in around
+            if direction:
+                here = env.lake.neighbour(here, list(MOVES).index(direction))
+                directions.append(direction)
+                assert careful or cell == name_of(env.lake, here)
+        assert "".join(f" {' '.join(filter(None, look))}" for look in LOOK.findall(body)) == body
+        assert tuple(directions) == parsed.actions
+
+
+@pytest.mark.parametrize("moves", [1, 2, 3, 5])
+def test_careful_play_reaches_the_goal_by_a_shortest_path(moves):
+    for level in LEVELS:
+        env = lake(level)
+        steps, turns = env.lake.distances()[env.player], 0
+        taken, terminated, info = 0, False, {}
+        while not terminated:
+            for action in read(careful_turn(env, LIMITS, generator(level), moves)).actions:
+                *_, terminated, _, info = env.step(action)
+                taken += 1
+            turns += 1
+        assert info["success"]
+        assert (taken, turns) == (steps, -(-taken // moves))
+
+
+def test_on_slippery_ice_the_best_player_writes():
+    env = make("frozen-lake", observation="named")
+    for level in range(20):
+        env.reset(seed=level)
+        reply = slippery_turn(env, LIMITS, generator(0), moves=2)
+        assert list(read(reply).actions) == env.solve(5, 10, 2)
+        assert slippery_lake(1.0)(env, LIMITS, generator(0))[0].text == reply
+
+
+def test_a_walk_goes_wherever_it_looks():
+    """Each neighbour is as likely as any other: about one in so many."""
+    env = lake(123)  # the player in the corner a3
+    first = [walk(env, 1, generator(seed)).split()[4] for seed in range(400)]
+    assert set(first) == {"a2", "b3"}
+    assert abs(first.count("a2") - 200) < 40  # 4·√(400·¼)
+
+
+def test_a_stroll_never_enters_a_hole():
+    for level in LEVELS:
+        env = lake(level)
+        parsed = read(stroll(env, LIMITS, generator(level))[0].text)
+        assert parsed.valid
+        outcomes = [env.step(action) for action in parsed.actions]
+        assert all(outcome[4]["success"] == outcome[2] for outcome in outcomes)
+
+
+def test_budgets_are_kept():
+    env = lake(123)
+    for left in (1, 2):
+        limits = Limits(turn=3, turns_left=3, actions_left=left, actions_per_turn=5)
+        for careful in (0.0, 1.0):
+            reply = still_lake(careful)(env, limits, generator(0))
+            assert len(read(reply[0].text).actions) <= left
+
+
+def test_the_same_seed_writes_the_same():
+    env = lake(7)
+    assert [said(env, s, 0.5) for s in range(20)] == [said(env, s, 0.5) for s in range(20)]
+
+
+def test_only_walks_are_kept_from_being_learnt():
+    env = lake(7)
+    write = still_lake(0.5, walks_trained=False)
+    pieces = [piece for seed in range(100) for piece in write(env, LIMITS, generator(seed))]
+    assert {(" G " in piece.text.partition(":")[0], piece.trained) for piece in pieces} == {
+        (True, True),
+        (False, False),
+    }
+    assert all(piece.trained for piece in still_lake(0.0)(env, LIMITS, generator(0)))
+
+
+def test_straight_line():
+    env = lake(123)
+    assert straight_line(env.lake, env.player) == 5  # from a3 to d1: three rows and two columns
+
+
+def test_winding_levels_are_the_far_ones_and_those_with_a_detour():
+    assert winding(lake(123))  # five steps
+    far = [lake(level) for level in LEVELS if winding(lake(level))]
+    assert all(env.lake.distances()[env.player] >= 3 for env in far)
+    assert 0.2 < len(far) / len(LEVELS) < 0.4

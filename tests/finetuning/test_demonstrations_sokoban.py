@@ -1,0 +1,161 @@
+"""The Sokoban demonstrator: what it writes is true, can be carried out, and leads to the target."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen.core.seeding import base_level
+from ragen.envs.contract import make
+from ragen.envs.grid import cell_name
+from ragen.envs.sokoban import ACTIONS, Board, Room, Sokoban, shortest_solution
+from ragen.finetuning.demonstrations import Reply
+from ragen.finetuning.demonstrations_sokoban import best_push, distances, pushes, sokoban_plan
+from ragen.rollout.actions import parse
+from ragen.rollout.prompt import Limits
+
+FULL = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
+
+
+def level(number: int) -> Sokoban:
+    env = make("sokoban", observation="named")
+    assert isinstance(env, Sokoban)
+    env.reset(seed=base_level(number))
+    return env
+
+
+def written(env: Sokoban, careful: float = 1.0, seed: int = 0, limits: Limits = FULL) -> Reply:
+    return sokoban_plan(careful)(env, limits, np.random.Generator(np.random.PCG64(seed)))
+
+
+def text(reply: Reply) -> str:
+    return "".join(piece.text for piece in reply)
+
+
+def placed(rows: list[str]) -> Sokoban:
+    """A world with this map: P, X and O on floor."""
+    env = make("sokoban", rows=len(rows), cols=len(rows[0]), observation="named")
+    assert isinstance(env, Sokoban)
+    cells = dict(enumerate("".join(rows)))
+
+    def where(symbols: str) -> list[int]:
+        return [cell for cell, symbol in cells.items() if symbol in symbols]
+
+    env.set_state(
+        {
+            "floor": where("_PXO"),
+            "targets": where("O"),
+            "player": where("P")[0],
+            "boxes": where("X"),
+        }
+    )
+    return env
+
+
+CORRIDOR = placed(["######", "#P___#", "#_X_O#", "#____#", "#____#", "######"])
+
+
+def test_golden() -> None:
+    # The player walks one cell down, behind the box, and pushes it over c3 onto c4.
+    assert text(written(CORRIDOR)) == (
+        " P b1 X c2 O c4 push Right c1 c4 : b1 c1 _ Down c2 c3 _ Right c3 c4 O Right"
+        "</think><answer>Down || Right || Right</answer>"
+    )
+
+
+def test_cells_that_are_not_taken_are_looked_at() -> None:
+    # From b2, c2 is as near to the stand c1 as b1 is, and is looked at first; it holds the box.
+    env = placed(["######", "#_P__#", "#_X_O#", "#____#", "#____#", "######"])
+    assert " : b2 c2 X b2 b1 _ Left b1 c1 _ Down c2 c3 _" in text(written(env))
+
+
+def test_a_turn_ends_at_its_limits_and_the_next_goes_on() -> None:
+    reply = text(written(CORRIDOR, limits=Limits(1, 5, 2, 5)))
+    assert reply.endswith(": b1 c1 _ Down c2 c3 _ Right</think><answer>Down || Right</answer>")
+
+
+def test_distances_are_those_of_shortest_solutions() -> None:
+    room: Room = CORRIDOR.room
+    found = distances(room)
+    cells = [cell for cell in range(36) if room.floor >> cell & 1]
+    for player in cells:
+        for box in cells:
+            if player != box:
+                board = Board(player, 1 << box)
+                plan = shortest_solution(room, board)
+                assert found.get(board) == (None if plan is None else len(plan))
+
+
+def test_pushes_are_straight_and_stop_on_the_target() -> None:
+    # Right to c3 or c4, where the world ends; Down to d2 or e2; Left to c1; Up to b2.
+    lines = pushes(CORRIDOR.room, CORRIDOR.board)
+    ends = {ACTIONS[line[0].action]: [cell_name(*divmod(p.end, 6)) for p in line] for line in lines}
+    assert ends == {"Up": ["b2"], "Down": ["d2", "e2"], "Left": ["c1"], "Right": ["c3", "c4"]}
+
+
+def test_where_no_push_is_left_any_action_is_taken_and_not_learnt() -> None:
+    env = placed(["######", "#XP__#", "#__O_#", "#____#", "#____#", "######"])  # in a corner
+    assert best_push(env.room, env.board) is None
+    assert [piece.trained for piece in written(env)] == [False]
+
+
+def test_a_lost_board_gets_a_slip() -> None:
+    env = placed(["######", "#_X__#", "#P___#", "#____#", "#__O_#", "######"])  # at the upper wall
+    assert best_push(env.room, env.board) is None
+    assert text(written(env)).startswith(" P c1 X b2 push ")
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_careful_play_is_best_play(number: int) -> None:
+    env = level(number)
+    best = shortest_solution(env.room, env.board)
+    assert best is not None
+    played = 0
+    for _ in range(12):
+        actions = parse(
+            "<think>" + text(written(env)), think=True, actions=ACTIONS, max_actions=5
+        ).actions
+        played += len(actions)
+        if any(env.step(action)[2] for action in actions):
+            break
+    assert played == len(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(0, 2**32), st.integers(1, 10), st.booleans())
+def test_replies_are_valid_true_and_deterministic(
+    number: int, seed: int, actions_left: int, careful: bool
+) -> None:
+    env = level(number)
+    before = env.get_state()
+    limits = Limits(1, 5, actions_left, 5)
+    reply = written(env, float(careful), seed, limits)
+    assert reply == written(env, float(careful), seed, limits)
+    assert env.get_state() == before
+    parsed = parse("<think>" + text(reply), think=True, actions=ACTIONS, max_actions=actions_left)
+    assert parsed.valid and parsed.actions == parsed.actions_asked and len(parsed.actions) <= 5
+    head, _, steps = (parsed.thought or "").partition(" : ")
+    shown = {cell_name(*divmod(cell, 6)): env.symbol(cell) for cell in range(36)}
+    words = steps.split()
+    seen = [index for index, word in enumerate(words) if word not in shown and word not in ACTIONS]
+    assert all(words[index] == shown[words[index - 1]] for index in seen)
+    assert tuple(word for word in words if word in ACTIONS) == parsed.actions
+    places, _, choice = head.partition(" push ")
+    facts = places.split()
+    assert facts[::2] == (["P", "X", "O"] if careful else ["P", "X"])
+    assert [shown[cell] for cell in facts[1::2]] == facts[::2]
+    direction, _, end = choice.split()
+    for action in parsed.actions:
+        assert env.step(action)[4]["effective"]  # nobody walks into a wall
+    if parsed.actions[-1] == direction and len(parsed.actions) < min(5, actions_left):
+        boxes = env.get_state()["boxes"]
+        assert [cell_name(*divmod(cell, 6)) for cell in boxes] == [end]
+
+
+def test_slips_are_hidden_where_they_shall_not_be_learnt() -> None:
+    env = level(0)
+    generator = np.random.Generator(np.random.PCG64(0))
+    reply = sokoban_plan(0.0, slips_trained=False)(env, FULL, generator)
+    assert [piece.trained for piece in reply] == [True, False, True]

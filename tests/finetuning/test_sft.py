@@ -1,0 +1,300 @@
+"""Supervised fine-tuning: it teaches what the examples show, the same again each time, and what it
+is stopped at leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ragen import evaluate, train
+from ragen.cli.main import main
+from ragen.config.reading import resolve
+from ragen.config.sections import Config, LossConfig, UpdateConfig
+from ragen.core.errors import RagenError
+from ragen.core.seeding import SFT_LEVELS
+from ragen.core.types import Prompt
+from ragen.engines.checkpoint import fingerprint
+from ragen.engines.learner import Learner
+from ragen.envs.contract import make
+from ragen.finetuning.demonstrations import Planner
+from ragen.finetuning.sft import mean_nll, planned, played, rows, sft, split
+from ragen.finetuning.tokenizer import build
+from ragen.models.lora import is_adapter
+from ragen.models.model import load_policy
+from ragen.rollout.chat import Chat
+from ragen.rollout.players import SolverPlayer
+from ragen.rollout.prompt import Limits
+from tests.cli.test_bad_input import ROGUE, mistake
+from tests.speaker import SETTINGS, settings, speaker
+from tests.tiny import TEMPLATES, tiny_tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def tiny(**more: Any) -> Config:
+    """The tiny model that answers Bandit with either arm."""
+    return resolve("bandit", settings(**more))
+
+
+def weights(folder: Path) -> str:
+    return fingerprint(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def talks(path: Path, count: int, reply: str = "<answer>Dragon</answer>") -> Path:
+    """Bandit conversations in which everybody says the same."""
+    asked = "Bandit\nArms: Dragon, Phoenix\nturns 1 actions 1 max 1"
+    line = {"messages": [{"role": "user", "content": asked}]}
+    line["messages"].append({"role": "assistant", "content": reply})
+    path.write_text(f"{json.dumps(line)}\n" * count)
+    return path
+
+
+def test_the_embedded_model_learns_from_the_best_player_and_training_goes_on(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "models" / "tuned"
+    config = resolve("bandit", {"threads": 1})
+    tuned = sft(config, out, episodes=256, epochs=4)
+    assert tuned.model == out and [path.name for path in out.parent.iterdir()] == ["tuned"]
+    # A tenth of 256 is held out; 230 ÷ 32 ≈ 7 steps, four times.
+    assert (tuned.examples, tuned.held_out, tuned.steps) == (230, 26, 28)
+    assert tuned.lr == pytest.approx(5e-3) and tuned.unsolved == tuned.too_long == 0
+    assert tuned.nll_before > 3 and tuned.nll_after < 0.05
+    world = {"world": "bandit", "threads": 1}
+    before, after = evaluate("base", world, episodes=128), evaluate(out, world, episodes=128)
+    assert before.success_high < 0.7 < 0.9 < after.success_low
+    assert after.valid_fraction == 1
+    more = {"steps": 2, "threads": 1, "model": str(out), "eval.episodes": 32}
+    went_on = train("bandit", more, out=tmp_path / "run").after
+    assert went_on is not None and went_on.success > 0.9
+
+
+def test_an_adapter_learns_too_and_training_goes_on_with_it(tmp_path: Path) -> None:
+    out, world = tmp_path / "tuned", {"world": "bandit", "threads": 1}
+    config = resolve("bandit", {"threads": 1, "lora.rank": 8, "lora.alpha": 16})
+    tuned = sft(config, out, episodes=512, epochs=12)
+    assert is_adapter(out) and not (out / "model.safetensors").exists()
+    # The frozen output layer hardly knows the word "try", whatever the adapter does.
+    assert tuned.nll_after < 0.15 * tuned.nll_before
+    assert evaluate(out, world, episodes=128).success_low > 0.9
+    more = {"steps": 2, "threads": 1, "model": str(out), "eval.episodes": 32}
+    for rank in (8, 0):  # with the adapter, and with all weights after merging it
+        asked = more | ({"lora.rank": 8, "lora.alpha": 16} if rank else {})
+        went_on = train("bandit", asked, out=tmp_path / f"run-{rank}").after
+        assert went_on is not None and went_on.success > 0.9
+
+
+def test_the_same_call_gives_the_same_weights(tmp_path: Path) -> None:
+    prints = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        sft(tiny(seed=seed), tmp_path / name, episodes=12, epochs=2)
+        prints.append(weights(tmp_path / name))
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_conversations_teach_what_they_say(tmp_path: Path) -> None:
+    told: list[str] = []
+    data = talks(tmp_path / "talks.jsonl", 20)
+    tuned = sft(tiny(), tmp_path / "tuned", data, epochs=6, lr=1e-2, watch=told.append)
+    # The speaker answers with either arm: ln 2 nats for the name, among six or so certain tokens.
+    assert tuned.nll_after < 0.2 * tuned.nll_before
+    assert (tuned.examples, tuned.held_out) == (18, 2)
+    assert "20 conversations (left out: 0" in told[0] and "lr 0.01" in told[0]
+    assert told[-1].startswith(f"step {tuned.steps}/{tuned.steps}  nll ")
+    levels = evaluate(tmp_path / "tuned", SETTINGS | {"world": "bandit"}, episodes=32)
+    assert levels.success == 1  # Dragon is the better arm
+
+
+def test_held_out_loss_is_the_mean_over_the_learnt_tokens(tmp_path: Path) -> None:
+    """By hand: log softmax of the model's own logits at the tokens that the mask names."""
+    model, tokenizer = load_policy(speaker(), "cpu", "float32")
+    batch = rows(played(tiny(), Chat(tokenizer, think=False), 4).found)
+    learner = Learner(model, UpdateConfig(), LossConfig(name="nll"))
+    with torch.no_grad():
+        logprobs_BTV = model(batch.token_ids_BT).logits.log_softmax(-1)
+    said = [
+        float(logprobs_BTV[row, column - 1, batch.token_ids_BT[row, column]])
+        for row, column in batch.mask_BT.nonzero().tolist()
+    ]
+    assert mean_nll(learner, batch) == pytest.approx(-sum(said) / len(said), abs=1e-5)
+
+
+def test_every_example_is_learnt_once_a_pass() -> None:
+    tokenizer = tiny_tokenizer()
+    sizes = settings(model__max_length=512, rollout__max_tokens=64)
+    found = played(resolve("frozen-lake-still", sizes), Chat(tokenizer, think=False), 9).found
+    learnt, held_out = split(found, seed=3)
+    assert len(held_out) == 1 and held_out[0] in found
+    assert [each for each in found if each in learnt or each in held_out] == found
+    batch = rows(learnt)
+    parts = list(planned(batch, 3, 2, seed=0))
+    seen = [int(e) for part in parts for e in part.episode_B.unique()]
+    assert len(parts) == 2 * round(8 / 3) and sorted(seen) == sorted(2 * list(range(len(learnt))))
+    assert seen[: len(learnt)] != seen[len(learnt) :]  # in another order
+
+
+# The best player's episodes.
+
+
+def test_the_plan_is_the_thought_and_the_answer() -> None:
+    lake = make("frozen-lake-still")
+    lake.reset(seed=123)
+    prompt, limits = Prompt((), None, 0, 64, 1.0, 0), Limits(1, 5, 10, 5)
+    for start, rest in (("", "<think>try "), ("<think>", "try "), ("<think>\n", "try ")):
+        said = Planner(lambda _: SolverPlayer(), prefill=start).act(
+            lake, Limits(1, 5, 10, 5), prompt
+        )
+        plan = lake.solve(5, 10, 5)
+        assert len(plan) > 2
+        assert said.text == (
+            f"{rest}{' then '.join(plan)}</think><answer>{' || '.join(plan)}</answer>"
+        )
+    spoken = Planner(lambda _: SolverPlayer(), think=False).act(lake, limits, prompt).text
+    assert spoken == f"<answer>{' || '.join(plan)}</answer>"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("prefill", [True, False])
+def test_the_best_player_is_understood_in_every_chat(template: str, prefill: bool) -> None:
+    more = {"prompt.style": "paper", "prompt.prefill": prefill, "world.actions_per_turn": 1}
+    sizes = {"rollout.max_tokens": 200, "model.max_length": 16384}
+    examples = played(resolve("sokoban", more | sizes), Chat(tiny_tokenizer(template)), 2)
+    assert (len(examples.found), examples.unsolved) == (2, 0)
+
+
+def test_the_embedded_tokenizer_knows_the_words_of_a_plan() -> None:
+    plan = ["Left", "Down", "Dragon", "Phoenix", "Up"]
+    said = Planner(lambda _: SolverPlayer()).thought(plan)
+    assert len(build().encode(said, add_special_tokens=False)) == len(said.split()) == 10
+
+
+def test_only_solved_levels_that_nobody_else_plays_are_learnt_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ragen.finetuning import sft as module
+
+    asked: list[int] = []
+    play = module.run_groups
+
+    async def spy(policy: Any, setup: Any, levels: Any, *rest: Any) -> Any:
+        asked.extend(levels)
+        return await play(policy, setup, levels, *rest)
+
+    monkeypatch.setattr(module, "run_groups", spy)
+    config = resolve("frozen-lake", {"threads": 1})
+    examples = played(config, Chat(build()), 40)
+    assert asked == [SFT_LEVELS + index for index in range(40)]
+    # Best play on slippery ice solves about half of the levels.
+    assert examples.unsolved + len(examples.found) == 40 and 8 < examples.unsolved < 32
+    assert "left out: " in str(examples)
+
+
+# What goes wrong.
+
+MUTE = """
+from tests.rogue import Rogue
+class Mute(Rogue):
+    def solve(self, turns_left, actions_left, actions_per_turn):
+        return None
+"""
+
+
+def test_whatever_stops_it_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(line: str) -> None:
+        if line.startswith("step"):
+            assert not (tmp_path / "tuned").exists()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sft(tiny(), tmp_path / "tuned", episodes=8, watch=interrupt)
+    with pytest.raises(RagenError, match=r"the loss is nan after .* steps: set a lower --lr"):
+        sft(tiny(), tmp_path / "tuned", episodes=8, lr=1e38)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RagenError, match=r"could not write .* name a folder that can be written"):
+        sft(tiny(), tmp_path / "file" / "tuned", episodes=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--episodes", "1"), "episodes = 1: expected a whole number ≥ 2"),
+        (("--epochs", "0"), "epochs = 0: expected a whole number ≥ 1"),
+        (("--lr", "0"), "lr = 0.0: expected a number > 0"),
+        (("--update.lr", "1e-3"), "set --lr"),
+        (("--loss.kl", "0.1"), "loss.kl has no effect on supervised fine-tuning"),
+        (("--rollout.max_tokens", "3"), "0 solver episodes (left out: 0 unsolved, 1024 too"),
+        (("--data", "none"), "cannot read none: no such file"),
+        (("--data", "talks", "--episodes", "3"), "leave it or --data out"),
+        (("--world", f"{ROGUE}:Rogue"), "1024 unsolved, 0 too long); two are needed, one of them"),
+        (("--world", "mute.py:Mute"), "no solver; give conversations to learn from with --data"),
+        (("--out", "talks"), "talks exists already"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], complaint: str
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    talks(tmp_path / "talks", 3)
+    (tmp_path / "mute.py").write_text(MUTE)
+    start = ("sft", "bandit", "--model", speaker(), "--prompt.think", "false")
+    out = () if "--out" in arguments else ("--out", "tuned")
+    assert complaint in mistake(tmp_path, *start, *out, *arguments)
+
+
+def test_too_long_conversations_are_left_out_and_counted(tmp_path: Path) -> None:
+    data = talks(tmp_path / "talks.jsonl", 3)
+    short = data.read_text()
+    talks(data, 2, reply=f"<answer>{'Dragon ' * 20}</answer>")
+    data.write_text(short + data.read_text())
+    tuned = sft(tiny(), tmp_path / "tuned", data, epochs=1)
+    assert (tuned.examples + tuned.held_out, tuned.too_long) == (3, 2)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "tuned"
+    keys = [text for key, value in settings().items() for text in (f"--{key}", str(value).lower())]
+    keys = [
+        text
+        for key, value in zip(keys[::2], keys[1::2], strict=True)
+        for text in (key, value)
+        if key in ("--prompt.think", "--rollout.max_tokens", "--model.max_length", "--threads")
+    ]
+    keys += ["--model", str(speaker()), "--episodes", "12", "--epochs", "1"]
+    assert main(["sft", "bandit", "--out", str(out), *keys, "--json"]) == 0
+    shown = capsys.readouterr()
+    record = json.loads(shown.out)
+    assert record["model"] == str(out) and record["held_out"] == 1
+    assert record["nll_after"] < record["nll_before"]
+    assert "12 solver episodes (left out: 0" in shown.err
+    assert main(["sft", "bandit", "--out", str(tmp_path / "b"), *keys, "--quiet"]) == 0
+    shown = capsys.readouterr()
+    evaluate, train = shown.out.splitlines()[-2:]
+    asked = " --prompt.think false --rollout.max_tokens"
+    assert f"ragen eval {tmp_path / 'b'} --world bandit" in evaluate and asked in evaluate
+    assert f"ragen train bandit --model {tmp_path / 'b'}" in train and asked in train
+    assert "--threads" not in evaluate + train and shown.err == ""
+    assert weights(out) == weights(tmp_path / "b")
+
+
+def test_the_command_says_how_an_adapter_is_trained_further(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its shape it would be merged into all weights."""
+    out, shape = tmp_path / "tuned", ["--lora.rank", "4", "--lora.alpha", "8"]
+    keys = ["--model", str(speaker()), "--prompt.think", "false", "--threads", "1"]
+    asked = ["--episodes", "4", "--epochs", "1", "--quiet", *shape]
+    assert main(["sft", "bandit", "--out", str(out), *keys, *asked]) == 0
+    evaluate, train = capsys.readouterr().out.splitlines()[-2:]
+    assert " ".join(shape) in train and "lora" not in evaluate

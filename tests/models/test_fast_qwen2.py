@@ -1,0 +1,136 @@
+"""The fast path of Qwen2 is the same function as transformers' model, forward and backward."""
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from ragen.models import fast_blocks, fast_decoder, fast_qwen2
+from ragen.models.decoder import HFDecoder, make_decoder
+from ragen.models.model import Critic, padded_hidden_states
+from tests.models.test_model import ragged, tiny
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("chunk", [4, 512])
+@pytest.mark.parametrize("tied", [True, False])
+def test_values_and_gradients_equal_the_general_path(
+    layers: int, chunk: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast_qwen2, "CHUNK", chunk)
+    model = tiny(num_hidden_layers=layers, tie_word_embeddings=tied, rope_theta=300.0)
+    assert fast_qwen2.supports(model)
+    assert_equal_to_the_general_path(model, *ragged())
+
+
+def assert_equal_to_the_general_path(model: PreTrainedModel, *inputs: torch.Tensor) -> None:
+    """States and all gradients, of a random weighted sum of the states."""
+    results = []
+    for path in (padded_hidden_states, fast_qwen2.hidden_states):
+        model.zero_grad()
+        states = path(model, *inputs)
+        weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
+        (states * weights).sum().backward()
+        grads = {n: p.grad for n, p in model.model.named_parameters()}
+        results.append((states, grads))
+    (expected, expected_grads), (got, grads) = results
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_full_rows_need_no_padding_and_give_the_same() -> None:
+    model = tiny()
+    token_ids_BT, _, wanted_BT = ragged()
+    full = token_ids_BT, torch.full((4,), 9), wanted_BT
+    expected = padded_hidden_states(model, *full)
+    torch.testing.assert_close(
+        fast_qwen2.hidden_states(model, *full), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_samples_that_begin_alike_share_the_prompt_and_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two groups, one member with a prompt of its own, one without a wanted token."""
+    monkeypatch.setattr(fast_blocks, "SHARED", 3)
+    monkeypatch.setattr(fast_blocks, "QUERIES", 2)
+    model = tiny(num_hidden_layers=2)
+    generator = torch.Generator().manual_seed(2)
+    token_ids_BT = torch.randint(0, 40, (6, 12), generator=generator)
+    token_ids_BT[[2, 3], :5] = token_ids_BT[0, :5]
+    token_ids_BT[4, :6] = token_ids_BT[1, :6]
+    lengths_B = torch.tensor([12, 9, 12, 7, 8, 6])
+    wanted_BT = torch.zeros(6, 12, dtype=torch.bool)
+    wanted_BT[0, [4, 5, 9]] = wanted_BT[2, [5, 8]] = wanted_BT[3, 4] = True
+    wanted_BT[1, 2] = wanted_BT[4, [4, 6]] = wanted_BT[5, 4] = True
+    origin_B, shared_B = fast_blocks.shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
+    assert origin_B.tolist() == [0, 1, 0, 0, 1, 5]
+    assert shared_B.tolist() == [0, 0, 5, 4, 4, 0]  # up to each one's first wanted position
+    assert_equal_to_the_general_path(model, token_ids_BT, lengths_B, wanted_BT)
+
+
+def test_nothing_wanted() -> None:
+    token_ids_BT, lengths_B, wanted_BT = ragged()
+    nothing = torch.zeros_like(wanted_BT)
+    states = fast_qwen2.hidden_states(tiny(), token_ids_BT, lengths_B, nothing)
+    assert states.shape == (0, 16)
+    states.sum().backward()
+
+
+def test_the_critics_backbone_takes_it_too() -> None:
+    assert fast_qwen2.supports(Critic(tiny()).backbone)
+
+
+def test_what_it_does_not_know_takes_the_general_path() -> None:
+    assert not fast_qwen2.supports(tiny("llama"))
+    assert not fast_qwen2.supports(tiny("gpt2"))
+    assert not fast_qwen2.supports(tiny().to(torch.bfloat16))
+    window = tiny(use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    assert not fast_qwen2.supports(window)
+    adapted = tiny()
+    adapted.model.layers[0].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[0].mlp.up_proj)
+    assert not fast_qwen2.supports(adapted)
+
+
+def test_decoder_equals_the_general_one_over_ragged_reads() -> None:
+    model = tiny()
+    decoders = [HFDecoder(model, 6, 32), make_decoder(model, 6, 32)]
+    assert isinstance(decoders[1], fast_decoder.Qwen2Decoder)
+    generator = torch.Generator().manual_seed(4)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(0, 40, (count,), generator=generator).tolist()
+
+    def both(method: str, *args: object) -> None:
+        expected, got = (getattr(decoder, method)(*args) for decoder in decoders)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+    both("prefill", [0, 1, 2, 5], [0, 0, 0, 0], [ids(5), ids(1), ids(11), ids(3)])
+    both("prefill", [5, 1], [3, 1], [ids(4), ids(9)])  # reading on, slots out of order
+    slots = torch.tensor([0, 1, 2, 5])  # in place, with idle slots in between
+    both("decode", slots, torch.tensor([5, 10, 11, 7]), torch.tensor(ids(4)))
+    both("decode", torch.tensor([2]), torch.tensor([12]), torch.tensor(ids(1)))
+    both("decode", torch.tensor([5, 0]), torch.tensor([8, 6]), torch.tensor(ids(2)))
+    for decoder in decoders:
+        decoder.copy(2, 3, 12)
+    both("decode", torch.tensor([3]), torch.tensor([12]), torch.tensor(ids(1)))
+    both("prefill", [2], [0], [ids(3)])  # a slot taken anew: what was there is out of sight
+
+
+def test_scores_in_several_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = tiny(), [list(range(i, i + 3 + i)) for i in range(5)]
+    whole = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
+    monkeypatch.setattr(fast_decoder, "SCORES", 1)
+    parts = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_long_history_beside_a_long_first_prompt_needs_no_more_than_a_slot_holds() -> None:
+    model = tiny()
+    decoders = [HFDecoder(model, 2, 16), make_decoder(model, 2, 16)]
+    long = list(range(3, 17))
+    for decoder in decoders:
+        decoder.prefill([0], [0], [long[:13]])
+    # Slot 0 goes on at its 13th place, slot 1 reads 14 tokens: 27 places, of which a slot has 16.
+    expected, got = (decoder.prefill([0, 1], [13, 0], [[5], long]) for decoder in decoders)
+    torch.testing.assert_close(got, expected)

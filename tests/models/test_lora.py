@@ -1,0 +1,538 @@
+"""LoRA: what each role computes, what its gradient reaches, and the folder it is saved as."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragen.algorithms.batch import Batch
+from ragen.config.sections import LossConfig, UpdateConfig
+from ragen.core.errors import RagenError
+from ragen.core.types import Role
+from ragen.engines.learner import Learner
+from ragen.models import fast_qwen2, lora, model
+from ragen.models.decoder import HFDecoder, make_decoder
+from ragen.models.lora import acting, adapter_of, attach, load_adapter, put_on, save_adapter
+from ragen.models.model import hidden_states
+from tests.engines.test_learner import batch, close, equal, gradient, weights
+from tests.models.test_fast_qwen2 import assert_equal_to_the_general_path
+from tests.models.test_model import ragged, tiny
+from tests.tiny import merged, tiny_model, tiny_tokenizer
+
+BOTH: tuple[Role, Role] = ("policy", "critic")
+QWEN = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+SHAPE: dict[str, Any] = {"rank": 3, "alpha": 6, "targets": "all-linear", "seed": 0, "base": "here"}
+
+
+def adapted(plain: Any, roles: tuple[Role, ...] = BOTH, moved: bool = True, **shape: Any) -> Any:
+    """The base with adapters; `moved` ones are no longer zero, and each role's differ."""
+    attach(plain, roles, **(SHAPE | shape))
+    generator = torch.Generator().manual_seed(7)
+    for role in roles if moved else ():
+        for weight in adapter_of(plain, role).parameters():
+            weight.data += 0.1 * torch.randn(weight.shape, generator=generator)
+    return plain
+
+
+def learner(critic: bool = True, **update: Any) -> Learner:
+    return Learner(
+        adapted(tiny_model(tiny_tokenizer()), BOTH if critic else ("policy",), rank=4),
+        UpdateConfig(**({"lr": 1e-2, "critic_lr": 1e-2} | update)),
+        LossConfig(entropy=0.0, kl=0.0),
+        critic=critic,
+        reference=True,
+        steps=10,
+        longest=20,
+    )
+
+
+def logits(one: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = one(torch.arange(1, 9)[None]).logits
+    return found
+
+
+# What a role computes.
+
+
+def test_by_hand() -> None:
+    """y = W x + (α / r) B A x with W the identity, A = (1 0; 0 1), B = (0 1; 2 0), α / r = 3."""
+    one = tiny(hidden_size=2, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
+    attach(one, ("policy",), **SHAPE | {"rank": 2, "targets": "o_proj"})
+    layer = one.model.layers[0].self_attn.o_proj
+    with torch.no_grad():
+        layer.base_layer.weight.copy_(torch.eye(2))
+        layer.lora_A["policy"].weight.copy_(torch.eye(2))
+        layer.lora_B["policy"].weight.copy_(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
+    # x = (1, 10): A x = x, B A x = (10, 2), three times that is (30, 6); W x = (1, 10).
+    x = torch.tensor([1.0, 10.0])
+    assert layer(x).tolist() == [31.0, 16.0]
+    assert (fast_qwen2.affine(layer).weight @ x).tolist() == [31.0, 16.0]
+    with acting(one, "reference"):
+        assert layer(x).tolist() == (fast_qwen2.affine(layer).weight @ x).tolist() == [1.0, 10.0]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+def test_every_role_begins_as_the_base(kind: str) -> None:
+    plain = tiny(kind)
+    expected = logits(plain)
+    one = adapted(plain, moved=False)
+    for role in (*BOTH, "reference"):
+        with acting(one, role):
+            assert torch.equal(logits(one), expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+def test_roles_differ_and_the_reference_is_the_base(kind: str) -> None:
+    base = tiny(kind)
+    expected, one = logits(base), adapted(base)
+    policy = logits(one)
+    with acting(one, "critic"):
+        critic = logits(one)
+        with pytest.raises(ZeroDivisionError), acting(one, "reference"):
+            assert torch.equal(logits(one), expected)
+            raise ZeroDivisionError
+    assert not torch.allclose(policy, expected) and not torch.allclose(policy, critic)
+    assert torch.equal(logits(one), policy), "at rest it is the policy again"
+
+
+def test_the_seed_and_the_role_decide_and_nothing_else() -> None:
+    def drawn(seed: int, role: Role, ambient: int = 0) -> Tensor:
+        torch.manual_seed(ambient)
+        before = torch.get_rng_state()
+        one = adapted(tiny_model(tiny_tokenizer()), moved=False, seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        return torch.cat(
+            [weight.detach().flatten() for weight in adapter_of(one, role).parameters()]
+        )
+
+    assert torch.equal(drawn(0, "policy"), drawn(0, "policy", ambient=5))
+    assert not torch.equal(drawn(0, "policy"), drawn(1, "policy"))
+    assert not torch.equal(drawn(0, "policy"), drawn(0, "critic"))
+
+
+def test_a_rank_that_no_layer_has_is_refused() -> None:
+    base = tiny()
+    highest = max(min(each.weight.shape) for each in lora.linear_layers(base).values())
+    assert lora.target_names(base, "all-linear", highest) == QWEN
+    with pytest.raises(RagenError, match=f"no layer of the model has a rank above {highest}"):
+        lora.target_names(base, "all-linear", highest + 1)
+
+
+def test_all_linear_layers_but_the_output_layer() -> None:
+    for tied in (True, False):
+        base = tiny(tie_word_embeddings=tied)
+        assert lora.target_names(base, "all-linear", 2) == QWEN
+        one = adapted(base)
+        assert lora.target_names(one, "all-linear", 2) == QWEN
+        assert type(one.lm_head) is torch.nn.Linear
+        assert (one.lm_head.weight is one.model.embed_tokens.weight) == tied
+    some = adapted(tiny(), targets="q_proj, v_proj")
+    assert {
+        name.split("/")[-1].split(".")[0] for name in adapter_of(some, "policy").state_dict()
+    } == {
+        "q_proj",
+        "v_proj",
+    }
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "query"])
+def test_layers_that_may_get_none_are_told(name: str) -> None:
+    with pytest.raises(RagenError, match=f"'{name}'.* there are down_proj, gate_proj, k_proj, o_p"):
+        attach(tiny(), ("policy",), **SHAPE | {"targets": f"q_proj,{name}"})
+
+
+def test_float32_adapters_on_a_bfloat16_base() -> None:
+    one = adapted(tiny().to(torch.bfloat16))
+    assert {weight.dtype for weight in adapter_of(one, "critic").parameters()} == {torch.float32}
+    assert logits(one).dtype == torch.bfloat16
+    # One rounding of a sum W + ΔW moves it by at most 1/256 of itself.
+    plain = merged(one)
+    layer, mixed = one.model.layers[0].mlp.up_proj, plain.model.layers[0].mlp.up_proj
+    exact = layer.base_layer.weight.float() + layer.get_delta_weight("policy")
+    assert mixed.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(mixed.weight.float(), exact, rtol=1 / 256, atol=0)
+
+
+# The fast path.
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,down_proj"])
+def test_the_fast_path_is_the_same_function(targets: str) -> None:
+    one = adapted(tiny(num_hidden_layers=2), targets=targets)
+    assert fast_qwen2.supports(one)
+    for role in (*BOTH, "reference"):
+        with acting(one, role):
+            results = []
+            for path in (model.padded_hidden_states, fast_qwen2.hidden_states):
+                one.zero_grad()
+                states = path(one, *ragged())
+                if role != "reference":
+                    states.square().sum().backward()
+                results.append((states.detach(), grads(one)))
+            torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-4, atol=1e-5)
+            assert results[0][1].keys() == results[1][1].keys()
+            assert all(f".{role}." in name for name in results[0][1])
+            for name, grad in results[0][1].items():
+                torch.testing.assert_close(results[1][1][name], grad, rtol=1e-3, atol=1e-3)
+
+
+def grads(one: Any) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
+
+
+def test_without_adapters_nothing_changes() -> None:
+    assert_equal_to_the_general_path(merged(adapted(tiny(num_hidden_layers=2))), *ragged())
+
+
+def test_the_sampler_reads_the_adapter_as_it_is_when_published() -> None:
+    one = adapted(tiny())
+    fast, general = make_decoder(one, 2, 16), HFDecoder(one, 2, 16)
+    tokens = [[1, 2, 3, 4], [5, 6]]
+
+    def both() -> tuple[Tensor, Tensor]:
+        return tuple(each.prefill([0, 1], [0, 0], tokens) for each in (fast, general))  # type: ignore[return-value]
+
+    torch.testing.assert_close(*both(), rtol=1e-4, atol=1e-4)
+    for weight in adapter_of(one, "policy").parameters():
+        weight.data.mul_(2)
+    stale, new = both()
+    assert not torch.allclose(stale, new)
+    fast.refresh()
+    torch.testing.assert_close(*both(), rtol=1e-4, atol=1e-4)
+
+
+# Gradients.
+
+
+def test_the_gradient_is_that_of_all_weights_seen_through_the_pair() -> None:
+    """With G = ∂L/∂W of the merged layer: ∂L/∂B = (α/r) G Aᵀ and ∂L/∂A = (α/r) Bᵀ G."""
+    one = adapted(tiny(), ("policy",), rank=2, alpha=6)
+    plain = merged(one)
+    for each in (one, plain):
+        hidden_states(each, *ragged()).square().sum().backward()
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        layer = one.model.layers[0].get_submodule(name)
+        grad = plain.model.layers[0].get_submodule(name).weight.grad
+        thin, wide = layer.lora_A["policy"].weight, layer.lora_B["policy"].weight
+        torch.testing.assert_close(wide.grad, 3 * grad @ thin.T, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(thin.grad, 3 * wide.T @ grad, rtol=1e-3, atol=1e-3)
+
+
+def parts(one: Learner) -> dict[str, dict[str, Tensor]]:
+    """Weights by whose they are: each role's adapter, the critic's head, the base."""
+    found: dict[str, dict[str, Tensor]] = {"policy": {}, "critic": {}, "head": {}, "base": {}}
+    for name, weight in weights(one).items():
+        owner, _, rest = name.partition(".")
+        adapter = next((role for role in BOTH if f".{role}.weight" in rest), "base")
+        if owner == "policy":
+            found[adapter][rest] = weight
+        elif rest.startswith("head"):
+            found["head"][rest] = weight
+    return found
+
+
+def moved(one: Learner, before: dict[str, dict[str, Tensor]]) -> set[str]:
+    return {name for name, part in parts(one).items() if not equal(part, before[name])}
+
+
+def test_an_update_moves_each_role_by_its_own_loss() -> None:
+    one = learner(critic_warmup_steps=1, weight_decay=0.0)
+    assert one.critic is not None
+    torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
+    part = batch(one)
+    reference = one.logprobs(part, reference=True)[0]
+
+    start, said, judged = parts(one), one.logprobs(part)[0], one.values(part)
+    one.update(part, 0)  # the critic's warm-up
+    assert moved(one, start) == {"critic", "head"}
+    assert torch.equal(one.logprobs(part)[0], said) and not torch.equal(one.values(part), judged)
+
+    start, judged = parts(one), one.values(part)
+    one.critic_optimizers.clear()  # from here on the policy alone
+    one.update(part, 1)
+    assert moved(one, start) == {"policy"}
+    assert torch.equal(one.values(part), judged) and not torch.equal(one.logprobs(part)[0], said)
+    assert torch.equal(one.logprobs(part, reference=True)[0], reference)
+    assert all(p.requires_grad == ("lora_" in name) for name, p in one.model.named_parameters())
+
+
+def test_only_adapters_and_the_head_are_optimised() -> None:
+    one = learner()
+    held = {id(p) for o in one.optimizers for g in o.param_groups for p in g["params"]}
+    critics = {id(p) for o in one.critic_optimizers for g in o.param_groups for p in g["params"]}
+    named = dict(one.model.named_parameters())
+    assert held == {id(p) for name, p in named.items() if ".policy." in name}
+    assert one.critic is not None
+    heads = {id(p) for p in one.critic.head.parameters()}
+    assert critics == heads | {id(p) for name, p in named.items() if ".critic." in name}
+    assert one.reference is one.model, "no second copy of the base"
+
+
+def test_a_critic_of_its_own_learns_what_a_copy_would() -> None:
+    """The same function and gradient as a copied backbone with the critic's adapter merged."""
+    one = learner()
+    part = batch(one)
+    assert one.critic is not None
+    torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
+    critics = copy.deepcopy(one.model)
+    pairs = (adapter_of(critics, role).parameters() for role in BOTH)
+    for policys, own in zip(*pairs, strict=True):
+        policys.data.copy_(own.data)
+    copied = model.Critic(merged(critics))
+    copied.head = one.critic.head
+    before_BT = torch.zeros_like(part.mask_BT)
+    before_BT[:, :-1] = part.mask_BT[:, 1:]
+    expected = copied.values(part.token_ids_BT, part.lengths_B, before_BT)
+    found = one.values(part)[part.mask_BT]
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_microbatches_and_checkpointed_activations_change_nothing(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations are computed again in the backward pass: in the role of the forward pass."""
+    monkeypatch.setattr(fast_qwen2, "supports", lambda _: False)
+    found: list[dict[str, Tensor]] = []
+    for tokens, again in ((10_000, False), (20, False), (10_000, True), (20, True)):
+        roles: tuple[Role, ...] = ("policy",) if shared else BOTH
+        policy = adapted(tiny_model(tiny_tokenizer()), roles, rank=4)
+        if again:
+            policy.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.train()
+        one = Learner(
+            policy,
+            UpdateConfig(microbatch_tokens=tokens),
+            LossConfig(entropy=0.01, kl=0.0),
+            critic=True,
+            shared=shared,
+            longest=20,
+        )
+        assert one.critic is not None
+        torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
+        found.append(gradient(one, batch(one), monkeypatch))
+    for each in found[1:]:
+        close(each, found[0], 1e-5)
+    for role in roles:
+        assert any(bool(grad.any()) for name, grad in found[0].items() if f".{role}." in name)
+    assert all("lora_" in name for name in found[0])
+
+
+def test_norms_and_cross_scores_are_of_the_policy() -> None:
+    one = learner()
+    part = batch(one)
+    plain = Learner(merged(one.model), UpdateConfig(), LossConfig())
+    prompts, thoughts = [[1, 2, 3], [4, 5]], [[6, 7], [8]]
+    torch.testing.assert_close(
+        one.cross_scores(prompts, thoughts),
+        plain.cross_scores(prompts, thoughts),
+        rtol=1e-4,
+        atol=0,
+    )
+    found = one.gradient_norms(part, torch.zeros(4, dtype=torch.long))
+    loss = task_loss(one, part)
+    mine = torch.autograd.grad(loss, [*adapter_of(one.model, "policy").parameters()])
+    assert found["0/task_per_token"].value == pytest.approx(
+        float(torch.cat([g.flatten() for g in mine]).norm()) / part.num_tokens, rel=1e-3
+    )
+
+
+def task_loss(one: Learner, part: Batch) -> Tensor:
+    """−Σ A log π, through the general path."""
+    assert part.advantages_BT is not None
+    log_p = one.model(part.token_ids_BT[:, :-1]).logits.log_softmax(-1)
+    said = log_p.gather(2, part.token_ids_BT[:, 1:, None])[..., 0]
+    return -(part.advantages_BT[:, 1:] * said)[part.mask_BT[:, 1:]].sum()
+
+
+# Folders.
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    tiny_model(tiny_tokenizer()).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def loaded(folder: Path) -> Any:
+    from transformers import Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture
+def saved(base: Path, tmp_path: Path) -> tuple[Path, Any]:
+    one = adapted(loaded(base), base=str(base))
+    save_adapter(one, tmp_path / "adapter", lora.fingerprint_of_base(one))
+    return tmp_path / "adapter", one
+
+
+def test_the_folder_is_pefts(saved: tuple[Path, Any], base: Path) -> None:
+    folder, one = saved
+    assert {path.name for path in folder.iterdir()} == {lora.CONFIG, lora.WEIGHTS, lora.BASE}
+    told = json.loads((folder / lora.CONFIG).read_text())
+    assert told["base_model_name_or_path"] == str(base)
+    assert (told["r"], told["lora_alpha"], told["target_modules"]) == (3, 6, QWEN)
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for plain in (
+            PeftModel.from_pretrained(loaded(base), str(folder)),
+            AutoModelForCausalLM.from_pretrained(folder),
+        ):
+            torch.testing.assert_close(logits(plain.eval()), logits(one), rtol=1e-4, atol=1e-5)
+
+
+def test_load_gives_back_what_was_saved(saved: tuple[Path, Any], base: Path) -> None:
+    folder, one = saved
+    again = loaded(lora.base_of(folder))
+    put_on(again, folder)
+    assert torch.equal(logits(again), logits(one))
+    other = adapted(loaded(base), seed=3)
+    load_adapter(other, folder)
+    assert torch.equal(logits(other), logits(one))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+def test_merged_is_a_plain_model(kind: str, tmp_path: Path) -> None:
+    one = adapted(tiny(kind))
+    plain, expected = merged(one), logits(one)
+    assert not lora.adapted(plain) and lora.adapted(one)
+    assert plain.state_dict().keys() == tiny(kind).state_dict().keys()
+    torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-4)
+    assert all(p.requires_grad for p in plain.parameters())
+    plain.save_pretrained(tmp_path)
+    assert torch.equal(logits(type(plain).from_pretrained(tmp_path).eval()), logits(plain))
+
+
+def test_a_base_is_known_in_either_dtype_and_under_adapters(base: Path) -> None:
+    one = loaded(base)
+    known = lora.fingerprint_of_base(one)
+    assert lora.fingerprint_of_base(adapted(loaded(base))) == known
+    assert lora.fingerprint_of_base(one.to(torch.bfloat16)) == known
+    one.model.norm.weight.data[0] *= 1.01
+    assert lora.fingerprint_of_base(one) != known
+
+
+def message(work: Any, *args: Any) -> str:
+    with pytest.raises(RagenError) as caught:
+        work(*args)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_what_does_not_fit_is_told_in_one_line(saved: tuple[Path, Any], base: Path) -> None:
+    folder, _ = saved
+    other = loaded(base)
+    other.model.norm.weight.data[0] += 1
+    assert "another base" in message(put_on, other, folder)
+    wide = tiny_model(tiny_tokenizer(), hidden_size=64)
+    assert "another" in message(put_on, wide, folder)
+    deep = adapted(tiny_model(tiny_tokenizer()), rank=2)
+    assert "is [3, 64] in it and [2, 64] here" in message(load_adapter, deep, folder)
+
+    broken = adapted(loaded(base))
+    next(adapter_of(broken, "policy").parameters()).data[0, 0] = torch.nan
+    save_adapter(broken, folder)
+    assert "holds NaN or infinity" in message(put_on, loaded(base), folder)
+    (folder / lora.WEIGHTS).write_bytes(b"nothing")
+    assert "cannot read the adapter" in message(put_on, loaded(base), folder)
+    (folder / lora.CONFIG).write_text("{")
+    assert "cannot read the adapter" in message(put_on, loaded(base), folder)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *[{"use_dora": True}, {"bias": "all"}, {"peft_type": "IA3"}],
+        *[{"modules_to_save": ["lm_head"]}, {"lora_bias": True}, {"alora_invocation_tokens": [7]}],
+    ],
+)
+def test_what_is_more_than_lora_is_refused(
+    saved: tuple[Path, Any], base: Path, more: dict[str, Any]
+) -> None:
+    folder, _ = saved
+    config = json.loads((folder / lora.CONFIG).read_text())
+    (folder / lora.CONFIG).write_text(json.dumps(config | more))
+    assert "not plain LoRA" in message(put_on, loaded(base), folder)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_what_is_read_as_a_matrix_is_refused(
+    base: Path, tmp_path: Path, target: str
+) -> None:
+    """Its part of the logits would be left out without a word."""
+    from peft import LoraConfig, get_peft_model
+
+    there = LoraConfig(r=4, target_modules=["q_proj", target], task_type="CAUSAL_LM")
+    with warnings.catch_warnings(action="ignore"):  # of tied weights
+        get_peft_model(loaded(base), there).save_pretrained(tmp_path, save_embedding_layers=False)
+        text = message(put_on, loaded(base), tmp_path)
+    assert "the adapter changes" in text and target in text
+
+
+def test_a_folder_is_a_model_or_an_adapter(saved: tuple[Path, Any], base: Path) -> None:
+    folder, _ = saved
+    assert lora.is_adapter(folder) and not lora.is_adapter(base)
+    assert not lora.is_adapter("Qwen/Qwen2.5-0.5B-Instruct")
+    shutil.copy(folder / lora.CONFIG, base)
+    assert "holds a model and an adapter" in message(lora.is_adapter, base)
+
+
+def test_dropout_of_another_trainer_is_left_out(saved: tuple[Path, Any], base: Path) -> None:
+    folder, one = saved
+    config = json.loads((folder / lora.CONFIG).read_text())
+    (folder / lora.CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    again = loaded(base)
+    put_on(again, folder)
+    assert torch.equal(logits(again.train()), logits(one))
+
+
+def test_a_base_that_has_moved(saved: tuple[Path, Any], base: Path) -> None:
+    folder, _ = saved
+    base.rename(base.with_name("moved"))
+    assert "not there any more: put it back, or put a link" in message(lora.base_of, folder)
+    base.symlink_to(base.with_name("moved"))
+    put_on(loaded(lora.base_of(folder)), folder)
+    config = json.loads((folder / lora.CONFIG).read_text())
+    for name, found in (
+        ("/elsewhere/site-packages/ragen/bases/bandit", "bases/bandit"),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+    ):
+        text = json.dumps(config | {"base_model_name_or_path": name})
+        (folder / lora.CONFIG).write_text(text)
+        assert lora.base_of(folder).endswith(found)
+    (folder / lora.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    assert "names no base model" in message(lora.base_of, folder)
+
+
+@pytest.mark.parametrize("other", [{"rank": 4}, {"alpha": 3}, {"targets": "q_proj"}])
+def test_an_adapter_that_goes_on_keeps_its_shape(
+    saved: tuple[Path, Any], base: Path, other: dict[str, Any]
+) -> None:
+    folder, one = saved
+    again = loaded(base)
+    put_on(again, folder)
+
+    def go_on(**shape: Any) -> None:
+        attach(again, BOTH, **(SHAPE | shape))
+
+    with pytest.raises(RagenError, match=r"has rank 3 and alpha 6 on 14 layers \(down_proj,gate"):
+        go_on(**other)
+    go_on()
+    assert torch.equal(logits(again), logits(one))
+    with acting(again, "critic"):
+        assert torch.equal(logits(again), logits(loaded(base)))

@@ -1,0 +1,288 @@
+"""The policy network and the critic: any causal LM in, exact logprobs, entropies and values out."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Prompt
+from ragen.engines.sampler import Sampler
+from ragen.models import model as ragen_model
+from ragen.models.model import Critic, hidden_states, load_policy, save_model, token_logprobs
+from ragen.models.precision import Shape, shape_of
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "initializer_range": 0.4,
+}
+
+
+def tiny(kind: str = "qwen2", **changes: object) -> PreTrainedModel:
+    """A random model whose norms and biases are no constants, so that no term hides."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, initializer_range=0.4)
+        built: PreTrainedModel = GPT2LMHeadModel(config)
+    elif kind == "llama":
+        built = LlamaForCausalLM(LlamaConfig(**{**SMALL, **changes}))
+    else:
+        built = Qwen2ForCausalLM(Qwen2Config(**{**SMALL, **changes}))
+    for name, weight in built.named_parameters():
+        if weight.dim() == 1:
+            torch.nn.init.normal_(weight, 0.0 if name.endswith("bias") else 1.0, 0.3)
+    return built.eval()
+
+
+def ragged() -> tuple[Tensor, Tensor, Tensor]:
+    """Four rows of lengths 9, 4, 1, 7 with some wanted positions each, one row with none."""
+    generator = torch.Generator().manual_seed(1)
+    token_ids_BT = torch.randint(0, 40, (4, 9), generator=generator)
+    lengths_B = torch.tensor([9, 4, 1, 7])
+    wanted_BT = torch.zeros(4, 9, dtype=torch.bool)
+    wanted_BT[0, [0, 3, 4, 8]] = True
+    wanted_BT[2, 0] = True
+    wanted_BT[3, 2:7] = True
+    return token_ids_BT, lengths_B, wanted_BT
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+def test_hidden_states_are_those_of_each_row_alone(kind: str) -> None:
+    model = tiny(kind)
+    token_ids_BT, lengths_B, wanted_BT = ragged()
+    states = hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
+    alone = []
+    for ids, length, wanted in zip(token_ids_BT, lengths_B.tolist(), wanted_BT, strict=True):
+        out = model.base_model(input_ids=ids[None, :length]).last_hidden_state[0]
+        alone.append(out[wanted[:length]])
+    torch.testing.assert_close(states, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+def test_padding_never_changes_the_result(kind: str) -> None:
+    model = tiny(kind)
+    token_ids_BT, lengths_B, wanted_BT = ragged()
+    before = hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
+    padding_BT = torch.arange(9) >= lengths_B[:, None]
+    after = hidden_states(model, token_ids_BT.masked_fill(padding_BT, 7), lengths_B, wanted_BT)
+    assert torch.equal(before, after)
+
+
+def test_token_logprobs_golden() -> None:
+    model = tiny(vocab_size=3, hidden_size=4, num_attention_heads=2, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.eye(3, 4))
+    hidden = torch.tensor([[2.0, 1.0, 0.0, 9.0]])
+    # At temperature 2 the logits are 1, ½, 0; their exponentials 2.71828, 1.64872, 1 sum to
+    # 5.36700. p = .50648, .30720, .18632; log p[1] = ½ − log 5.36700 = −1.18027;
+    # entropy = Σ −p log p = 1.02020.
+    logprob, entropy = token_logprobs(model, hidden, torch.tensor([1]), temperature=2.0)
+    assert logprob.item() == pytest.approx(-1.18027, abs=1e-5)
+    assert entropy.item() == pytest.approx(1.02020, abs=1e-4)
+
+
+@pytest.mark.parametrize("kept", [2**24, 7 * 40], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_and_entropy_equal_autograd(
+    kept: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ragen_model, "KEPT_LOGITS", kept)
+    model = tiny(tie_word_embeddings=tied)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(20, 16, generator=generator).requires_grad_()
+    targets = torch.randint(0, 40, (20,), generator=generator)
+    weight = model.get_output_embeddings().weight
+    a, b = torch.randn(2, 20, generator=generator)
+
+    log_p = torch.log_softmax(hidden @ weight.t() / 0.7, dim=-1)
+    plain_logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    plain_entropy = -(log_p.exp() * log_p).sum(-1)
+    expected = torch.autograd.grad((a * plain_logprobs + b * plain_entropy).sum(), [hidden, weight])
+
+    logprobs, entropy = token_logprobs(model, hidden, targets, temperature=0.7)
+    got = torch.autograd.grad((a * logprobs + b * entropy).sum(), [hidden, weight])
+    torch.testing.assert_close(logprobs, plain_logprobs)
+    torch.testing.assert_close(entropy, plain_entropy)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_only_one_of_the_two_may_have_a_gradient() -> None:
+    model = tiny()
+    hidden = torch.randn(5, 16).requires_grad_()
+    logprobs, entropy = token_logprobs(model, hidden, torch.arange(5))
+    for result in (logprobs, entropy):
+        (grad,) = torch.autograd.grad(result.sum(), hidden, retain_graph=True)
+        assert grad.isfinite().all() and grad.abs().sum() > 0
+
+
+def test_nothing_wanted_is_no_error() -> None:
+    model = tiny("llama")
+    token_ids_BT, lengths_B, wanted_BT = ragged()
+    states = hidden_states(model, token_ids_BT, lengths_B, torch.zeros_like(wanted_BT))
+    logprobs, entropy = token_logprobs(model, states, torch.zeros(0, dtype=torch.long))
+    assert len(states) == len(logprobs) == len(entropy) == 0
+
+
+def test_critic_starts_at_zero_and_learns_apart_from_the_policy() -> None:
+    policy = tiny()
+    before = [weight.clone() for weight in policy.parameters()]
+    critic = Critic(policy)
+    values = critic.values(*ragged())
+    assert values.shape == (10,) and values.dtype == torch.float32
+    assert torch.equal(values, torch.zeros(10))
+
+    optimizer = torch.optim.SGD(critic.parameters(), 0.1)
+    for _ in range(2):  # the first step moves the head, the second the backbone too
+        optimizer.zero_grad()
+        (critic.values(*ragged()) - 1).square().mean().backward()
+        optimizer.step()
+    assert not torch.equal(critic.values(*ragged()), torch.zeros(10))
+    changed = zip(critic.backbone.parameters(), policy.base_model.parameters(), strict=True)
+    assert any(not torch.equal(mine, theirs) for mine, theirs in changed)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    raw = Tokenizer(WordLevel({f"t{i}": i for i in range(30)}, unk_token="t0"))
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="t0", eos_token="t2")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_save_and_load_give_the_same_model(tied: bool, tmp_path) -> None:
+    model = tiny(tie_word_embeddings=tied)
+    save_model(model, tokenizer(), tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    loaded, words = load_policy(tmp_path, "cpu", "float32")
+    assert words.convert_tokens_to_ids("t7") == 7
+    assert not loaded.training
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    probe = torch.arange(6)[None]
+    assert torch.equal(loaded(probe).logits, model(probe).logits)
+
+
+def test_bad_models_are_refused_in_one_line(tmp_path) -> None:
+    def message(path) -> str:
+        with pytest.raises(RagenError) as caught:
+            load_policy(path, "cpu", "float32")
+        text = str(caught.value)
+        assert "\n" not in text
+        return text
+
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in message(tmp_path / "empty")
+    assert "no-such-folder" in message(tmp_path / "no-such-folder")
+
+    tiny().save_pretrained(tmp_path / "silent")
+    assert "tokenizer" in message(tmp_path / "silent")
+
+    broken = tiny()
+    with torch.no_grad():
+        broken.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    save_model(broken, tokenizer(), tmp_path / "broken")
+    assert "up_proj" in message(tmp_path / "broken")
+
+    save_model(tiny(), tokenizer(), tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "cannot load" in message(tmp_path / "cut")
+
+    save_model(tiny(), tokenizer(), tmp_path / "alien")
+    config = json.loads((tmp_path / "alien" / "config.json").read_text())
+    config["model_type"] = "no_such_architecture"
+    (tmp_path / "alien" / "config.json").write_text(json.dumps(config))
+    assert "cannot load" in message(tmp_path / "alien")
+
+
+SHAPED: dict[str, dict[str, object]] = {
+    "Gemma2": {"head_dim": 4, "final_logit_softcapping": 2.0},
+    "Granite": {"logits_scaling": 3.0},
+    "Cohere": {"logit_scale": 0.25},
+}
+
+
+def shaped(kind: str) -> PreTrainedModel:
+    """A model that scales its logits behind the output layer, or caps them where they are large."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **SHAPED[kind], pad_token_id=0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize("kept", [2**24, 7 * 40], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", SHAPED)
+def test_scaled_and_capped_logits_are_the_models_own(
+    kind: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ragen_model, "KEPT_LOGITS", kept)
+    model = shaped(kind)
+    ids_BT = torch.randint(0, 40, (1, 20), generator=torch.Generator().manual_seed(3))
+    targets = ids_BT[0].roll(1)
+    weight = model.get_output_embeddings().weight
+    a, b = torch.randn(2, 20, generator=torch.Generator().manual_seed(4))
+
+    logits = model(input_ids=ids_BT, use_cache=False).logits[0]
+    states = hidden_states(model, ids_BT, torch.tensor([20]), ids_BT >= 0)
+    assert not torch.allclose(logits, states @ weight.t(), atol=0.1), "something is done to them"
+    log_p = torch.log_softmax(logits / 0.7, dim=-1)
+    plain = (log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
+    got = token_logprobs(model, states, targets, temperature=0.7)
+    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
+    gradients = [
+        torch.autograd.grad((a * logprobs + b * entropy).sum(), list(model.parameters()))
+        for logprobs, entropy in (got, plain)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SHAPED)
+def test_they_are_sampled_as_they_are_learnt(kind: str, tmp_path: Path) -> None:
+    save_model(shaped(kind), tokenizer(), tmp_path)
+    model, _ = load_policy(tmp_path, "cpu", "float32")
+    sampler = Sampler(model, [39], str, slots=2, max_length=32)
+    drawn = asyncio.run(sampler.complete(Prompt((), (3, 1, 4, 1, 5), 0, 12, 0.7, 7, 12)))
+    assert drawn.token_ids is not None and drawn.logprobs is not None
+    ids_BT = torch.tensor([(3, 1, 4, 1, 5, *drawn.token_ids)])
+    before = torch.arange(len(ids_BT[0]))[None]
+    wanted = (before >= 4) & (before < len(ids_BT[0]) - 1)
+    states = hidden_states(model, ids_BT, torch.tensor([len(ids_BT[0])]), wanted)
+    logits = shape_of(model).of(states @ model.get_output_embeddings().weight.t())
+    logits[:, 39] = -torch.inf  # its end was not to be drawn
+    log_p = torch.log_softmax(logits / 0.7, dim=-1)
+    expected = log_p.gather(1, ids_BT[0, 5:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(drawn.logprobs), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_else_is_done_to_logits_is_refused(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However little it changes a probe: a cap c moves a small logit z by (z / c)² / 3 of itself,
+    # 4e-6 for z = .1 and Gemma 2's c = 30.
+    small = {**SMALL, "initializer_range": 0.02, "head_dim": 4}
+    config = transformers.Gemma2Config(**small, final_logit_softcapping=30.0)
+    save_model(transformers.Gemma2ForCausalLM(config), tokenizer(), tmp_path)
+    assert load_policy(tmp_path, "cpu", dtype)
+    monkeypatch.setattr(ragen_model, "shape_of", lambda _: Shape())
+    with pytest.raises(RagenError, match="does something to its logits behind the output layer"):
+        load_policy(tmp_path, "cpu", dtype)

@@ -1,0 +1,272 @@
+"""Where models come from, and what is refused: one line each, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2Model,
+)
+
+from ragen.core.errors import RagenError
+from ragen.engines.sampler import Sampler
+from ragen.models import pretrained
+from ragen.models.model import load_policy, save_model
+from ragen.models.pretrained import is_at_hand, model_config, model_folder
+from tests.tiny import tiny_model, tiny_tokenizer
+
+WORDS = tiny_tokenizer("chatml")
+
+
+def refusal(path: str | Path, **options: Any) -> str:
+    with pytest.raises(RagenError) as caught:
+        load_policy(path, "cpu", "float32", **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def changed(folder: Path, **values: Any) -> Path:
+    """A saved model whose config.json says something else."""
+    save_model(tiny_model(WORDS), WORDS, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return folder
+
+
+def test_shards_are_loaded_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    model = tiny_model(WORDS)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    WORDS.save_pretrained(tmp_path)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 3 and not (tmp_path / "model.safetensors").exists()
+    loaded, _ = load_policy(tmp_path, "cpu", "float32")
+    probe = torch.arange(6)[None]
+    assert torch.equal(loaded(probe).logits, model(probe).logits)
+    shards[1].unlink()
+    text = refusal(tmp_path)
+    assert f"{shards[1].name} is missing (1 of {len(shards)} shards)" in text
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    save_model(tiny_model(WORDS), WORDS, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "has no weights as safetensors" in refusal(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    text = refusal(tmp_path)
+    assert "pickles" in text and "save_pretrained" in text
+
+
+def test_a_clone_without_its_weights(tmp_path: Path) -> None:
+    save_model(tiny_model(WORDS), WORDS, tmp_path)
+    note = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 988097824\n"
+    (tmp_path / "model.safetensors").write_text(note)
+    text = refusal(tmp_path)
+    assert "model.safetensors is a note of git-lfs; run `git lfs pull`" in text
+
+
+def test_only_causal_language_models_are_loaded(tmp_path: Path) -> None:
+    size = {"vocab_size": len(WORDS), "hidden_size": 16, "num_attention_heads": 2}
+    bert = BertConfig(**size, intermediate_size=16, num_hidden_layers=1, initializer_range=0.4)
+    heads = {f"{side}_attention_heads": 2 for side in ("encoder", "decoder")}
+    layers = {"encoder_layers": 1, "decoder_layers": 1}
+    bart = BartConfig(vocab_size=len(WORDS), d_model=16, **layers, **heads)
+    qwen = tiny_model(WORDS, tie_word_embeddings=False).config
+    torch.manual_seed(0)
+    others: dict[str, tuple[Any, str]] = {
+        "an encoder": (BertModel(bert), "not those of a causal language model: cls."),
+        "an encoder with a head": (BertForMaskedLM(bert), "looks ahead"),
+        "both": (BartForConditionalGeneration(bart), "(bart) is no causal language model"),
+        "no output layer": (Qwen2Model(qwen), "lm_head.weight is missing"),
+        "a classifier": (Qwen2ForSequenceClassification(qwen), "lm_head.weight is missing"),
+    }
+    for name, (model, reason) in others.items():
+        save_model(model, WORDS, tmp_path / name)
+        assert reason in refusal(tmp_path / name)
+
+
+def test_a_tied_output_layer_need_not_be_saved(tmp_path: Path) -> None:
+    model = tiny_model(WORDS)
+    save_model(model.model, WORDS, tmp_path)
+    loaded, _ = load_policy(tmp_path, "cpu", "float32")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_recurrent_past_is_refused_by_the_sampler() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(RagenError, match="of the kind mamba keeps its past in another way"):
+        Sampler(model, {0}, str)
+
+
+def test_code_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("nobody is asked"))
+    theirs = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    ours = changed(tmp_path / "known", auto_map=theirs)  # transformers has a Qwen2 of its own
+    (ours / "theirs.py").write_text("raise SystemExit\n")
+    assert load_policy(ours, "cpu", "float32")
+    unknown = changed(tmp_path / "unknown", auto_map=theirs, model_type="theirs")
+    assert "brings code of its own, which is never run here" in refusal(unknown)
+
+
+def test_a_config_that_is_not_that_of_the_weights(tmp_path: Path) -> None:
+    wrong = changed(tmp_path / "wrong", intermediate_size=48)
+    assert "do not fit its config.json: model.layers.0.mlp" in refusal(wrong)
+    assert "hidden_size" in refusal(changed(tmp_path / "text", hidden_size="wide"))
+    quantised = changed(tmp_path / "q", quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "are quantised" in refusal(quantised)
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    save_model(tiny_model(WORDS, vocab_size=len(WORDS) - 3), WORDS, tmp_path)
+    largest, rows = len(WORDS) - 1, len(WORDS) - 3
+    assert f"has the id {largest}, and the embedding {rows} rows" in refusal(tmp_path)
+
+
+def test_more_positions_than_the_model_knows(tmp_path: Path) -> None:
+    save_model(tiny_model(WORDS, max_position_embeddings=64), WORDS, tmp_path)
+    assert load_policy(tmp_path, "cpu", "float32", max_length=64)
+    text = refusal(tmp_path, max_length=65)
+    assert "model.max_length = 65" in text and "set model.max_length to 64 or less" in text
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "auto"])
+def test_attention_is_passed_on(tmp_path: Path, attention: str) -> None:
+    save_model(tiny_model(WORDS), WORDS, tmp_path)
+    model, _ = load_policy(tmp_path, "cpu", "float32", attention=attention)
+    assert model.config._attn_implementation == ("sdpa" if attention == "auto" else attention)
+
+
+def test_flash_attention_is_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "in bfloat16 only" in refusal(tmp_path, attention="flash_attention_2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RagenError, match="needs the package flash-attn"):
+        load_policy(tmp_path, "cuda", "bfloat16", attention="flash_attention_2")
+
+
+# The Hub, played by a server on loopback.
+
+SHA = "0" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One model, ``me/tiny``, read from `folder`; ``me/gated`` and all others are refused."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        info, tree = "/api/models/me/tiny", f"/api/models/me/tiny/tree/{SHA}"
+        file = self.folder / path.rpartition("/")[2]
+        if path in ("/", ""):
+            self.answer(200, b"")
+        elif "me/gated" in path:
+            self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif path in (info, f"{info}/revision/main"):
+            self.answer(200, json.dumps({"id": "me/tiny", "sha": SHA}).encode())
+        elif path == tree:
+            files = [
+                {"type": "file", "path": each.name, "oid": "a" * 40, "size": 1}
+                for each in self.folder.iterdir()
+            ]
+            self.answer(200, json.dumps(files).encode())
+        elif path.startswith(f"/me/tiny/resolve/{SHA}/") and file.is_file():
+            self.answer(200, file.read_bytes(), {"ETag": f'"{file.name}"', "X-Repo-Commit": SHA})
+        else:
+            self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: standard error is looked at."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A Hub with one model and an empty cache; what is given closes the Hub."""
+    folder = tmp_path / "on the hub"
+    save_model(tiny_model(WORDS), WORDS, folder)
+    monkeypatch.setattr(Hub, "folder", folder, raising=False)
+    monkeypatch.setattr(Hub, "asked", [], raising=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+
+    here = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", here)
+    template = here + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield close
+    close()
+
+
+def test_a_model_of_the_hub_is_loaded_and_then_needs_no_network(hub: Callable[[], None]) -> None:
+    assert not is_at_hand("me/tiny")
+    words = model_folder("me/tiny", weights=False)
+    assert is_at_hand("me/tiny") and is_at_hand(words) and not is_at_hand("no/such/model")
+    assert (words / "config.json").is_file() and not (words / "model.safetensors").exists()
+    assert model_config(words, "me/tiny").model_type == "qwen2"
+    loaded, _ = load_policy("me/tiny", "cpu", "float32")
+    probe = torch.arange(6)[None]
+    assert torch.equal(loaded(probe).logits, tiny_model(WORDS)(probe).logits)
+    hub()
+    again, _ = load_policy("me/tiny", "cpu", "float32")
+    assert torch.equal(loaded(probe).logits, again(probe).logits)
+
+
+def test_what_the_hub_refuses(hub: Callable[[], None]) -> None:
+    assert "is gated: accept its terms" in refusal("me/gated")
+    assert "the Hub has no model 'me/none' that may be read from here" in refusal("me/none")
+    assert "no model 'me/a/b'" in refusal("me/a/b")
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["closed", "silent"])
+def test_a_hub_out_of_reach_is_told_in_a_moment(
+    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    """Nothing there, or something that takes the call and never speaks."""
+    monkeypatch.setattr(pretrained, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(Hub, "do_HEAD", lambda _: time.sleep(2))
+    if not listens:
+        hub()
+    start = time.perf_counter()
+    assert "and the Hub cannot be reached" in refusal("me/tiny")
+    assert time.perf_counter() - start < 1.5
+
+
+def test_an_address_of_the_hub_that_is_none_counts_as_out_of_reach(
+    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "hub.example")  # HF_ENDPOINT without https://
+    assert "and the Hub cannot be reached" in refusal("me/tiny")

@@ -1,0 +1,342 @@
+"""What leaves a run: the same model, asked in the same words, and a card that says how it plays."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from ragen.cli.main import main
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.core.seeding import eval_level
+from ragen.core.stopping import run_async
+from ragen.engines.checkpoint import checkpoint_of, newest, read_state, write_state
+from ragen.engines.local import loaded
+from ragen.evaluation.evaluation import evaluate_target
+from ragen.models.model import load_policy
+from ragen.reports.card import until
+from ragen.reports.export import export, usage_of
+from ragen.reports.report import read_facts
+from ragen.rollout.chat import Chat
+from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.rollout import Place, play, setup_of
+from ragen.training.trainer import train
+from tests.speaker import settings
+from tests.tiny import TEMPLATES, tiny_tokenizer
+
+Capture = pytest.CaptureFixture[str]
+SILENT = ScriptedPolicy(lambda _: "")
+PROBE = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps, evaluated at T=.5 before, at step 2 and after; all checkpoints stay."""
+    more: dict[str, Any] = {"eval__every": 2, "eval__temperature": 0.5, "checkpoint__keep": 9}
+    out = tmp_path_factory.mktemp("runs") / "bandit-7"
+    return train(resolve("bandit", settings(**more)), out).run
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """The same, to be spoilt."""
+    return Path(shutil.copytree(trained, tmp_path / "bandit-7"))
+
+
+def blocks(folder: Path) -> list[str]:
+    """The Python examples of a card."""
+    return re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text("utf-8"), re.DOTALL)
+
+
+def test_plain_transformers_loads_the_very_policy(run: Path) -> None:
+    folder = export(run)
+    assert folder == run / "export-step-3"
+    policy, _ = load_policy(newest(run), "cpu", "float32")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32  # as it was trained
+    with torch.no_grad():
+        assert torch.equal(model(PROBE).logits, policy(PROBE).logits)
+    same = "model.safetensors"
+    assert (folder / same).read_bytes() == (newest(run) / same).read_bytes()
+    names = {path.name for path in folder.iterdir()}
+    assert {"README.md", "config.json", "chat_template.jinja", "tokenizer.json"} <= names
+    assert not {name for name in names if "optimizer" in name or "state" in name}
+
+
+def test_the_cards_example_asks_as_the_run_did(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = export(run)
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(blocks(folder)[0], names)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat, config = Chat(tokenizer, think=False), read_facts(run).config
+    setup = setup_of(config, chat)
+    episode = run_async(play(SILENT, setup, Place(eval_level(0), 0, 0, (0, "x"))))
+    asked = episode.turns[0].prompt.token_ids
+    assert tuple(names["prompt"]["input_ids"][0].tolist()) == asked
+    sampled = names["output"][0, len(asked or ()) :]
+    assert 0 < len(sampled) <= config.rollout.max_tokens
+    assert not set(sampled[:-1].tolist()) & chat.end_ids  # it stops where a turn ends
+
+
+@pytest.mark.parametrize("think", [True, False])
+@pytest.mark.parametrize("prefill", [True, False])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_example_asks_alike_with_every_template(
+    template: str, prefill: bool, think: bool
+) -> None:
+    tokenizer = tiny_tokenizer(template)
+    more = {"prompt.prefill": prefill, "prompt.think": think, "model.max_length": 9999}
+    config = resolve("paper/bandit", more)
+    chat = Chat(tokenizer, think)
+    usage = usage_of(config, chat, tokenizer.chat_template, adapter=False)
+    messages = [dict(message) for message in usage.messages]
+    options = {name: eval(value, {"datetime": datetime}) for name, value in usage.options.items()}
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **options
+    )
+    ids = tokenizer(text + usage.start, add_special_tokens=False)["input_ids"]
+    episode = run_async(play(SILENT, setup_of(config, chat), Place(123, 0, 0, (0, "x"))))
+    assert tuple(ids) == episode.turns[0].prompt.token_ids
+    assert usage.start in ("", setup_of(config, chat).prefill)
+
+
+def test_it_samples_as_in_the_evaluation(run: Path) -> None:
+    generation = GenerationConfig.from_pretrained(export(run))
+    assert (generation.do_sample, generation.temperature) == (True, 0.5)
+    assert (generation.top_k, generation.top_p, generation.max_new_tokens) == (0, 1.0, 10)
+    assert generation.eos_token_id == [0, 1]  # <|endoftext|> and the template's <|im_end|>
+
+
+def test_the_card_says_how_it_plays(run: Path) -> None:
+    text = (export(run) / "README.md").read_text("utf-8")
+    for words in (
+        "# bandit-7\n",
+        "| random play | 50.0% |",
+        "| best play | 100.0% |",
+        "step 0, T=0.5",
+        "step 3, T=0.5",
+        "step 0, greedy",
+        "step 3, greedy",
+        "World bandit; at most turns 1, actions a turn 1, actions in all 1.",
+        "3 steps of starpo-s/grpo, recipe bandit, seed 0.",
+        "| exactness/tokens_checked |",
+        "## Alarms and actions",
+        "| update.lr | 1e-06 | 0.001 |",
+        "Arms: Dragon, Phoenix",
+        "text += '<answer>'",
+        "vllm serve .",
+    ):
+        assert words in text
+    data = ModelCard(text).data
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert {"ragen", "bandit", "starpo-s"} <= set(data.tags)
+    assert data.license is None and data.base_model is None
+    assert str(run.parent) not in text and read_facts(run).config.model.path not in text
+
+
+def test_a_card_of_an_earlier_step_knows_nothing_later(run: Path) -> None:
+    facts = until(read_facts(run), 1)
+    assert {each.step for each in facts.evaluations} == {0}
+    assert all(max(series) <= 1 for series in facts.course.values())
+    text = (export(run, step=1) / "README.md").read_text("utf-8")
+    assert "These are the weights of step 1; step 0 was evaluated last." in text
+    assert "step 3" not in text
+
+
+def test_the_base_is_named_by_where_the_runs_began(run: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    config = (run / "config.toml").read_text()
+    hub = re.sub(r'(?<=\npath = )".*?"', '"Qwen/Qwen2.5-0.5B-Instruct"', config)
+    (first / "config.toml").write_text(hub)
+    (run / "config.toml").write_text(re.sub(r'(?<=\npath = )".*?"', f'"{first}"', config))
+    text = (export(run) / "README.md").read_text("utf-8")
+    assert ModelCard(text).data.base_model == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert "Began as Qwen/Qwen2.5-0.5B-Instruct; 3 steps" in text
+    assert "| model.path | base | first |" in text
+
+
+def test_it_is_a_model_to_ragen_again(run: Path) -> None:
+    folder = export(run)
+    alike = {key: value for key, value in settings().items() if key.startswith(("prompt", "model"))}
+    overrides = alike | {"world.name": "bandit", "threads": 1, "model.path": str(folder)}
+    mine, runs = (
+        evaluate_target(str(target), overrides, episodes=4, temperature=0.5)
+        for target in (folder, run)
+    )
+    assert mine.mean_return == runs.mean_return
+
+
+def test_which_checkpoint(run: Path, tmp_path: Path) -> None:
+    best = read_state(newest(run))["loop"]["best_step"]
+    for out, options, step in ((None, {"step": 1}, 1), (tmp_path / "b", {"best": True}, best)):
+        folder = export(run, out, **options)
+        source = checkpoint_of(run, step)
+        assert source is not None
+        weights = "model.safetensors"
+        assert (folder / weights).read_bytes() == (source / weights).read_bytes()
+
+
+def spoil(run: Path, name: str) -> None:
+    """Change a file of the newest checkpoint."""
+    (newest(run) / name).write_bytes(b"spoilt")
+
+
+def never_evaluated(run: Path) -> None:
+    state = read_state(newest(run))
+    write_state(newest(run), state | {"loop": state["loop"] | {"best_success": -1.0}})
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "no run": (lambda run: shutil.rmtree(run), "", "is no run folder (config.toml is missing)"),
+    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "", "has no checkpoint"),
+    "no such step": (
+        lambda run: None,
+        "--step 9",
+        "has no checkpoint of step 9: it keeps those of 0, 1, 2, 3",
+    ),
+    "damaged": (
+        lambda run: spoil(run, "model.safetensors"),
+        "",
+        "checkpoint step-3: model.safetensors is damaged (it is not what was written); --step "
+        "takes another (0, 1, 2)",
+    ),
+    "no best": (never_evaluated, "--best", "was evaluated: leave --best out"),
+    "both": (lambda run: None, "--best --step 1", "not allowed with argument"),
+    "nothing to merge": (lambda run: None, "--merge", "has no adapter to merge: leave --merge out"),
+    "out is there": (
+        lambda run: (run / "export-step-3").mkdir(),
+        "",
+        "export-step-3 exists already; name a folder that does not",
+    ),
+    "out is no place": (lambda run: (run / "a").touch(), "--out RUN/a/b", "could not write"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing(name: str, run: Path, capsys: Capture) -> None:
+    prepare, options, words = MISTAKES[name]
+    prepare(run)
+    before = sorted(run.rglob("*"))
+    assert main(["export", str(run), *options.replace("RUN", str(run)).split()]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.err.count("\n") == 1 and said.out == ""
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_disk_that_is_full_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", full)
+    before = sorted(run.rglob("*"))
+    with pytest.raises(RagenError, match="No space left on device"):
+        export(run)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_the_command_says_where_it_is(run: Path, capsys: Capture) -> None:
+    out = run.parent / "mine"
+    assert main(["export", str(run), "--out", str(out), "--step", "2"]) == 0
+    assert f"the policy is in {out}; its README.md" in capsys.readouterr().out
+    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen2"
+
+
+GREEDILY = """
+import re, sys
+blocks = re.findall(r"```python\\n(.*?)```", open("README.md").read(), re.DOTALL)
+here = "LLM(folder, dtype='float32', enforce_eager=True, max_model_len=512, block_size=32)"
+exec(blocks[0] + blocks[1].replace("LLM(folder)", here))
+from vllm import SamplingParams
+usual = llm.get_default_sampling_params()
+assert (usual.temperature, usual.top_k, usual.top_p, usual.max_tokens) == (1.0, 0, 1.0, 24)
+said = llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=24))
+mine = model.generate(prompt["input_ids"], do_sample=False)[0, len(ids) :].tolist()
+print("said", list(said[0].outputs[0].token_ids) == mine, reply.endswith("</answer>"))
+"""
+
+
+@pytest.mark.vllm
+def test_vllm_serves_it_by_the_cards_example(tmp_path: Path) -> None:
+    """In a process of its own: vLLM is told by the environment how to run on a CPU."""
+    small = {"steps": 1, "eval.episodes": 2, "rollout.prompts": 2, "threads": 1}
+    folder = export(train(resolve("bandit", small), tmp_path / "run").run)
+    on_cpu = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", GREEDILY],
+        cwd=folder,
+        env=os.environ | on_cpu,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "said True True" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> Path:
+    """A step of LoRA."""
+    more: dict[str, Any] = {"lora__rank": 4, "lora__alpha": 8, "update__lr": 0.1, "steps": 1}
+    return train(resolve("bandit", settings(**more)), tmp_path / "adapted").run
+
+
+def logits_of(run: Path) -> torch.Tensor:
+    """What the run's policy says to the probe, its adapter beside its base."""
+    model, _ = loaded(read_facts(run).config, str(newest(run)))
+    with torch.no_grad():
+        return model(PROBE).logits
+
+
+def test_an_adapter_leaves_as_an_adapter(adapted: Path) -> None:
+    folder = export(adapted)
+    model = AutoModelForCausalLM.from_pretrained(folder)  # transformers finds the base and peft
+    with torch.no_grad():
+        torch.testing.assert_close(model(PROBE).logits, logits_of(adapted))
+    text = (folder / "README.md").read_text("utf-8")
+    assert ModelCard(text).data.library_name == "peft"
+    assert "LLM('BASE', enable_lora=True, max_lora_rank=4, generation_config=folder)" in text
+    assert "--lora-modules policy=. --generation-config ." in text
+    assert not (folder / "model.safetensors").exists()
+
+
+def test_an_adapter_is_asked_as_the_run_was_and_not_as_its_base(
+    adapted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = export(adapted)
+    of_base = GenerationConfig.from_pretrained(read_facts(adapted).config.model.path)
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(blocks(folder)[0], names)
+    used = names["model"].generation_config
+    assert (used.temperature, used.top_k, used.max_new_tokens) == (1.0, 0, 10)
+    assert used.max_new_tokens != of_base.max_new_tokens
+
+
+def test_a_merged_adapter_leaves_as_a_model(adapted: Path) -> None:
+    folder = export(adapted, merge=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        torch.testing.assert_close(model(PROBE).logits, logits_of(adapted), rtol=1e-4, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(read_facts(adapted).config.model.path)
+    with torch.no_grad():
+        assert not torch.allclose(model(PROBE).logits, base(PROBE).logits, atol=1e-3)
+    assert not list(folder.glob("adapter_*"))
+    assert "library_name: transformers" in (folder / "README.md").read_text("utf-8")

@@ -1,0 +1,296 @@
+"""The report: what it says of a run that was made up, in words, tables and plots."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ragen.cli.main import main
+from ragen.config.reading import dump, resolve
+from ragen.core.errors import RagenError
+from ragen.core.metrics import last
+from ragen.core.tables import markdown, show
+from ragen.reports.plots import Curve, draw_signals, draw_success, draw_time, smoothed
+from ragen.reports.report import Facts, page, phases, plots, read_facts, write_report
+from ragen.storage.database import DATABASE
+from ragen.storage.recorder import Recorder
+from tests.cli.test_cli import evaluation
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Four steps; then the guard goes back to step 2, and three more of another attempt follow."""
+    config = resolve("bandit", {"steps": 5, "seed": 7})
+    folder = tmp_path / "bandit-7"
+    folder.mkdir()
+    with Recorder.create(folder, dump(config)) as recorder:
+        recorder.evaluation(0, evaluation(0.5).record())
+        for step in (1, 2, 3, 4):
+            log(recorder, step, 0.5 + step / 10)
+        recorder.evaluation(4, evaluation(0.2).record())
+        recorder.event(4, "alarm", "grad_spike: 30 | usually 1")
+        recorder.event(4, "rollback", "back to step 2")
+        recorder.commit()
+        recorder.attempt = 1
+        for step in (3, 4, 5):
+            log(recorder, step, 0.9)
+        recorder.evaluation(5, evaluation(0.9).record())
+    return folder
+
+
+def log(recorder: Recorder, step: int, success: float) -> None:
+    metrics = {
+        "success/mean": success,
+        "reward/std_in_group": 0.25,
+        "mismatch/max_abs": step * 1e-6,
+        "exactness/tokens_checked": 1000.0,
+        "tokens/sampled": 2000.0,
+        "time/rollout_s": 3.0,
+        "time/update_s": 1.0,
+        "time/step_s": 4.0,
+    }
+    recorder.log(step, {name: last(value) for name, value in metrics.items()})
+
+
+def cells(facts: Facts, title: str) -> dict[str, tuple[str, ...]]:
+    """A section's table: first cell to the others."""
+    (section,) = (section for section in page(facts) if section.title.startswith(title))
+    return {row[0]: row[1:] for row in section.rows}
+
+
+def test_a_rollback_counts_what_stands(run: Path) -> None:
+    facts = read_facts(run)
+    assert facts.steps == 5
+    assert facts.course["success/mean"] == {1: 0.6, 2: 0.7, 3: 0.9, 4: 0.9, 5: 0.9}
+    assert facts.curve("success/mean").rolled_back == ({2: 0.7, 3: 0.8, 4: 0.9},)
+    assert [each.step for each in facts.evaluations] == [0, 5]  # that of the lost step 4 is not
+    assert facts.alarms == [4]
+
+
+def test_a_second_rollback_reaches_behind_the_first() -> None:
+    attempts = {
+        0: {"x": {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}},
+        1: {"x": {4: 1.0, 5: 1.0}},
+        2: {"x": {2: 2.0}},
+    }
+    course = {"x": {1: 0.0, 2: 2.0}}
+    curve = Facts(Path(), resolve(None), course, (), (), attempts).curve("x")
+    assert curve.rolled_back == ({1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}, {4: 1.0, 5: 1.0})
+
+
+def test_what_was_learnt_stands_beside_floor_and_ceiling(run: Path) -> None:
+    facts = read_facts(run)
+    assert cells(facts, "What was learnt") == {
+        "random play": ("50.0%", "", "0.200"),
+        "step 0, T=1": ("50.0%", "40.0% – 60.0%", "0.200"),
+        "step 5, T=1": ("90.0%", "80.0% – 100.0%", "0.200"),
+        "best play": ("100.0%", "", "0.250"),
+    }
+    # Both intervals are ± 10 points, so that of their difference is ± √(10² + 10²) = 14.1.
+    (section,) = (part for part in page(facts) if part.title == "What was learnt")
+    assert section.lines[1] == "T=1: 50.0% → 90.0%, +40.0 points [+25.9, +54.1]."
+
+
+def test_no_change_is_said_to_be_none(tmp_path: Path) -> None:
+    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+        recorder.evaluation(0, evaluation(0.5).record())
+        recorder.evaluation(60, evaluation(0.6).record())
+    lines = next(part for part in page(read_facts(tmp_path)) if "learnt" in part.title).lines
+    assert lines[1].endswith(
+        "+10.0 points [-4.1, +24.1]; the interval holds 0: no change is shown."
+    )
+
+
+def test_the_best_evaluation_in_between_is_shown(tmp_path: Path) -> None:
+    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+        for step, success in ((0, 0.5), (10, 0.9), (20, 0.8)):
+            recorder.evaluation(step, evaluation(success).record())
+    players = list(cells(read_facts(tmp_path), "What was learnt"))
+    assert players[1:-1] == ["step 0, T=1", "step 10, T=1", "step 20, T=1"]
+
+
+def test_signals_have_their_extremes_with_the_step(run: Path) -> None:
+    found = cells(read_facts(run), "Signals")
+    assert found["success"] == ("0.6", "0.6 (1)", "0.9 (3)", "0.9", "▁▃███")
+    assert found["reward std"] == ("0.25", "0.25 (1)", "0.25 (1)", "0.25", "▁▁▁▁▁")
+
+
+def test_gradients_by_reward_std_stand_where_they_were_taken(run: Path) -> None:
+    assert "Gradients by reward std" not in [section.title for section in page(read_facts(run))]
+    course = {
+        "gradient_by_std/0/groups": {1: 4.0, 3: 12.0},
+        "gradient_by_std/0/task_per_token": {1: 9.0, 3: 0.0},
+        "gradient_by_std/0/task_per_sample": {1: 9.0, 3: 0.0},
+        "gradient_by_std/1/groups": {1: 4.0},  # all are alike in step 3: one bucket
+        "gradient_by_std/3/groups": {3: 4.0},
+        "gradient_by_std/3/task_per_token": {3: 0.5},
+    }
+    found = Facts(Path(), resolve(None), course, (), (), {0: course})
+    assert cells(found, "Gradients") == {"0": ("12", "0"), "3": ("4", "0.5")}
+
+
+def test_exactness_counts_checks_and_keeps_the_largest_difference(run: Path) -> None:
+    assert cells(read_facts(run), "Exactness") == {
+        "exactness/tokens_checked": ("5,000",),  # of the five steps that stand
+        "mismatch/max_abs": ("5e-06",),
+    }
+
+
+def test_time_counts_all_attempts(run: Path) -> None:
+    # Seven steps of 3 s rollout and 1 s update, three evaluations of .5 s less the lost one: 29 s.
+    facts = read_facts(run)
+    assert cells(facts, "Time") == {
+        "rollout": ("21.0", "72%", "3.000"),
+        "update": ("7.0", "24%", "1.000"),
+        "evaluations": ("1.0", "3%", ""),
+    }
+    (section,) = (part for part in page(facts) if part.title == "Time")
+    assert section.lines == ("0:29 in all, 14,000 tokens sampled in steps, 483 tokens/s.",)
+
+
+def test_no_second_is_counted_twice() -> None:
+    parts = {"generate": 2.0, "world": 1.0, "rollout": 3.0, "update": 4.0, "step": 7.0}
+    seconds = {f"time/{name}_s": {1: value} for name, value in parts.items()}
+    history = seconds | {"time/tokens_per_s": {1: 900.0}}
+    found = phases(Facts(Path(), resolve(None), history, (), (), {0: history}))
+    assert found == {"generate": 2.0, "world": 1.0, "update": 4.0}
+
+
+def test_settings_name_what_the_preset_has(run: Path) -> None:
+    found = cells(read_facts(run), "Settings that differ from starpo-s/grpo")
+    assert found["seed"] == ("0", "7")
+    assert found["world.name"] == ("frozen-lake-still", "bandit")
+
+
+def test_markdown_keeps_its_tables_whole(run: Path) -> None:
+    text = markdown(page(read_facts(run)), ["success"])
+    assert text.startswith("# Run bandit-7\n\nWorld bandit, model base, recipe bandit")
+    assert "5 steps are finished in 2 attempts; the run's length is 5 steps." in text
+    assert "| grad_spike: 30 \\| usually 1 |" in text
+    assert "![What was learnt](report-success.png)" in text
+    assert "report-time.png" not in text
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert (
+                len({line.replace("\\|", "").count("|") for line in block.strip().split("\n")}) == 1
+            )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_page_fits_a_terminal(run: Path, width: int) -> None:
+    console = Console(record=True, width=width, file=io.StringIO())
+    show(console, page(read_facts(run)))
+    shown = console.export_text()
+    assert all(len(line) <= width for line in shown.splitlines())
+    for words in ("What was learnt", "best play", "grad_spike: 30 | usually 1", "21.0"):
+        assert words in shown
+
+
+def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path) -> None:
+    Recorder.create(tmp_path, dump(resolve("bandit"))).close()
+    path = write_report(read_facts(tmp_path), tmp_path)
+    text = path.read_text(encoding="utf-8")
+    for words in (
+        "0 steps are finished; the run's length is 60 steps.",
+        "It was not evaluated.",
+        "No step is finished.",
+        "None.",
+    ):
+        assert words in text
+    assert list(tmp_path.glob("*.png")) == []
+
+
+def test_a_run_can_be_reported_while_it_goes_on(tmp_path: Path) -> None:
+    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+        log(recorder, 1, 0.5)
+        recorder.commit()
+        assert read_facts(tmp_path).steps == 1
+
+
+# Plots
+
+
+def lines(figure: object) -> Iterator[object]:
+    for axes in figure.axes:  # type: ignore[attr-defined]
+        yield from axes.lines
+
+
+def test_smoothed_golden() -> None:
+    assert smoothed({1: 1.0, 2: 3.0, 4: 5.0, 5: 7.0}, 3) == {1: 1, 2: 2, 4: 3, 5: 5}
+
+
+def test_attempts_and_alarms_are_drawn() -> None:
+    curve = Curve({1: 0.5, 2: 0.6, 3: 0.7}, ({2: 0.6, 3: 0.1},))
+    figure = draw_signals({"reward std": curve, "entropy": Curve({1: 1.0})}, [3, 3])
+    above, below = figure.axes
+    drawn = {line.get_label(): line for line in above.lines}
+    assert list(drawn["rolled back"].get_ydata()) == [0.6, 0.1]
+    assert list(drawn["mean of five steps"].get_xdata()) == [1, 2, 3]
+    assert list(drawn["alarm"].get_xdata()) == [3, 3]
+    assert sum(line.get_label() == "alarm" for line in above.lines) == 1  # two alarms, one step
+    assert [axes.get_title("left") for axes in (above, below)] == ["reward std", "entropy"]
+
+
+def test_floor_and_ceiling_are_drawn_where_they_are_known(run: Path) -> None:
+    facts = read_facts(run)
+    figure = draw_success(facts.curve("success/mean"), Curve({}), facts.evaluations, [])
+    levels = [line.get_ydata()[0] for line in figure.axes[0].lines if line.get_linestyle() == ":"]
+    assert levels == [0.5, 1.0]
+
+
+def test_bars_tell_seconds_and_share() -> None:
+    (axes,) = draw_time({"update": 1.0, "rollout": 3.0}).axes
+    assert [text.get_text() for text in axes.texts] == ["1.0 s, 25%", "3.0 s, 75%"]
+
+
+def test_plots_are_written_beside_the_page(run: Path, capsys: Capture) -> None:
+    assert set(plots(read_facts(run))) == {"success", "signals", "time"}
+    out = run.parent / "elsewhere" / "deep"
+    assert main(["report", str(run), "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "report-signals.png",
+        "report-success.png",
+        "report-time.png",
+        "report.md",
+    ]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.glob("*.png"))
+    assert f"with plots: {out / 'report.md'}" in capsys.readouterr().out
+    assert not (run / "report.md").exists()
+    assert main(["report", str(run)]) == 0
+    assert main(["report", str(run)]) == 0  # a newer one takes its place
+    assert (run / "report.md").exists()
+
+
+# Mistakes
+
+
+def test_mistakes_are_one_line_and_exit_code_2(run: Path, capsys: Capture) -> None:
+    def refused(*arguments: str) -> str:
+        assert main(["report", *arguments]) == 2
+        output = capsys.readouterr()
+        assert output.err.startswith("ragen: ") and output.err.count("\n") == 1
+        return output.err
+
+    assert "is no run folder (config.toml is missing)" in refused(str(run.parent))
+    taken = run.parent / "file"
+    taken.touch()
+    assert "cannot write the report into" in refused(str(run), "--out", str(taken))
+    assert "choose a writable place with --out" in refused(str(run), "--out", str(taken / "x"))
+    database = (run / DATABASE).read_bytes()
+    (run / DATABASE).write_bytes(b"no database" * 100)
+    assert "run.sqlite cannot be read" in refused(str(run))
+    (run / DATABASE).write_bytes(database[:5000])
+    assert "run.sqlite cannot be read" in refused(str(run))
+    (run / DATABASE).unlink()
+    assert "is no run folder (run.sqlite is missing)" in refused(str(run))
+
+
+def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
+    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+        recorder.evaluation(0, {"success": 1.0})
+    with pytest.raises(RagenError, match="evaluated by another version"):
+        read_facts(tmp_path)

@@ -1,0 +1,436 @@
+"""What was sampled stays as it was: chats over templates that differ in every way known to hurt."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tiny import TEMPLATES, tiny_model, tiny_tokenizer
+
+from ragen.core.errors import RagenError
+from ragen.rollout.chat import DAY, Chat
+
+KEEPING = ["chatml", "llama3", "gemma", "llama2", "thinker", "glm", "dated"]
+DROPPING = ["qwen3", "reasoner", "hollow"]
+"""Templates that leave out the thoughts of earlier turns."""
+EXACT = KEEPING + DROPPING
+END = {
+    "chatml": "<|im_end|>",
+    "qwen2.5": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "qwen3": "<|im_end|>",
+    "llama2": "</s>",
+    "thinker": "<|im_end|>",
+    "glm": "<|user|>",
+    "dated": "<|eot_id|>",
+    "reasoner": "<|im_end|>",
+    "hollow": "<|im_end|>",
+}
+
+
+@cache
+def chat(name: str, think: bool = True) -> Chat:
+    return Chat(tiny_tokenizer(name), think)
+
+
+def end(name: str) -> int:
+    return int(tiny_tokenizer(name).convert_tokens_to_ids(END[name]))
+
+
+def render(name: str, messages: list[dict[str, str]]) -> str:
+    text = tiny_tokenizer(name).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, strftime_now=DAY.strftime
+    )
+    return str(text)
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_found(name: str) -> None:
+    found = chat(name)
+    assert found.exact
+    assert (found.warning is None) == (name not in DROPPING)
+    assert found.fold == (name in ("gemma", "llama2"))
+    assert found.opening == ("<think>\n" if name in ("thinker", "hollow") else "")
+    eos = tiny_tokenizer(name).eos_token_id
+    assert found.end_ids == ({eos, end(name)} if name in END else {eos})
+
+
+def test_it_says_what_becomes_of_thoughts() -> None:
+    assert chat("chatml").warning is None
+    assert "here they stay as they were sampled" in str(chat("qwen3").warning)
+    assert chat("qwen3", think=False).warning is None  # there are none
+    for name in TEMPLATES:
+        dropping = Chat(tiny_tokenizer(name), history_thoughts="drop")
+        assert not dropping.exact
+        assert "left out of the prompts" in str(dropping.warning)
+    unasked = Chat(tiny_tokenizer("qwen3"), think=False, history_thoughts="drop")
+    assert unasked.exact and unasked.warning is None
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropped_thoughts_stay_where_they_are_kept(name: str) -> None:
+    """Extended or opened afresh, as a window does it: the same tokens, thoughts included."""
+    found, decode = chat(name), tiny_tokenizer(name).decode
+    messages = [user("a")]
+    ids, _ = found.open(messages, "<think>")
+    for thought, answer in (("why", "Up"), ("so", "Down")):
+        reply = f"{thought}</think><answer>{answer}</answer>"
+        ids += (*found.encode(reply), end(name))
+        messages += [assistant(f"<think>{reply}"), user("b")]
+        ids, _ = found.extend(ids, messages, "<think>")
+    afresh, _ = found.open(messages, "<think>")
+    assert decode(afresh) == decode(ids)
+    assert all(thought in decode(ids) for thought in ("why</think>", "so</think>"))
+    assert "why" not in render(name, messages)  # as the template itself would have it
+
+
+def test_an_empty_thought_belongs_to_the_prompt() -> None:
+    """Qwen3's way of asking for no thought: written by the template, in each turn."""
+    found, decode = chat("reasoner", think=False), tiny_tokenizer("reasoner").decode
+    assert found.exact and found.opening == ""
+    ids, num_prefill = found.open([user("a")], "<answer>")
+    assert decode(ids).endswith("assistant\n<think>\n\n</think>\n\n<answer>")
+    assert decode(ids[-num_prefill:]) == "<answer>"
+    ids += (*found.encode("Up</answer>"), end("reasoner"))
+    messages = [user("a"), assistant("<answer>Up</answer>"), user("b")]
+    assert decode(found.extend(ids, messages, "<answer>")[0]) == (
+        "<|im_start|>user\na<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>Up</answer><|im_end|>\n"
+        "<|im_start|>user\nb<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>"
+    )
+    assert "</think>" not in decode(chat("reasoner").open([user("a")])[0])
+
+
+def test_a_prompt_does_not_depend_on_the_day() -> None:
+    text = tiny_tokenizer("dated").decode(chat("dated").open([user("a")])[0])
+    assert "Today: 01 Jan 2025" in text
+
+
+def test_open_is_the_rendering_and_the_prefill() -> None:
+    ids, num_prefill = chat("chatml").open([user("P G")], "<think>")
+    text = "<|im_start|>user\nP G<|im_end|>\n<|im_start|>assistant\n<think>"
+    assert tiny_tokenizer("chatml").decode(ids) == text
+    assert tiny_tokenizer("chatml").decode(ids[-num_prefill:]) == "<think>"
+    assert chat("chatml").open([user("P G")])[1] == 0
+
+
+def test_open_where_the_template_opens_the_thought() -> None:
+    ids, num_prefill = chat("thinker").open([user("P")], "<think>")
+    text = tiny_tokenizer("thinker").decode(ids)
+    assert text.endswith("assistant\n<think>\n")
+    assert text.count("<think>") == 1
+    assert tiny_tokenizer("thinker").decode(ids[-num_prefill:]) == "<think>\n"
+    assert chat("thinker").open([user("P")]) == (ids, num_prefill)
+    assert chat("thinker").open([user("P")], "<think>\n") == (ids, num_prefill)  # prefill = false
+
+
+def test_extend_by_hand() -> None:
+    """ChatML, two turns: everything in front and the reply stay, the bridge comes behind."""
+    found, tokenizer = chat("chatml"), tiny_tokenizer("chatml")
+    ids, _ = found.open([user("a")], "<think>")
+    reply = (*found.encode("go</think><answer>Up</answer>"), end("chatml"))
+    content = "<think>go</think><answer>Up</answer>"
+    messages = [user("a"), assistant(content), user("b")]
+    more, num_prefill = found.extend(ids + reply, messages, "<think>")
+    assert more[: len(ids) + len(reply)] == ids + reply
+    bridge = more[len(ids) + len(reply) :]
+    assert tokenizer.decode(bridge) == (
+        "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n<think>"
+    )
+    assert tokenizer.decode(more) == render("chatml", messages) + "<think>"
+    assert tokenizer.decode(bridge[-num_prefill:]) == "<think>"
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_cut_reply_is_closed_with_tokens_nobody_sampled(name: str) -> None:
+    found = chat(name)
+    ids, _ = found.open([user("a")])
+    reply = found.encode("<answer>Up")
+    messages = [user("a"), assistant("<answer>Up"), user("b")]
+    cut, _ = found.extend(ids + reply, messages)
+    ended, _ = found.extend((*ids, *reply, end(name)), messages)
+    assert cut[: len(ids + reply)] == ended[: len(ids + reply)] == ids + reply
+    gap = " " if name == "llama2" else ""  # which this template writes in front of its end token
+    assert found.decode(cut[len(ids + reply) :]).startswith(gap + END[name])
+    assert cut[len(cut) - len(ended) + len(ids + reply) :] == ended[len(ids + reply) :]
+
+
+def test_another_end_token_ends_a_turn_too() -> None:
+    found = chat("chatml")
+    ids, _ = found.open([user("a")])
+    eos = tiny_tokenizer("chatml").eos_token_id
+    more, _ = found.extend((*ids, 50, eos), [user("a"), assistant("x"), user("b")])
+    assert more[len(ids) : len(ids) + 2] == (50, eos)
+    assert found.decode(more[len(ids) + 2 :]).startswith("\n<|im_start|>user\nb")
+
+
+@pytest.mark.parametrize("name", ["gemma", "llama2"])
+def test_system_text_is_folded_where_there_is_no_role_for_it(name: str) -> None:
+    ids, _ = chat(name).open([{"role": "system", "content": "be kind"}, user("P G")])
+    assert ids == chat(name).open([user("be kind\n\nP G")])[0]
+
+
+def test_refusals_are_one_clear_line() -> None:
+    with pytest.raises(RagenError, match=r"refuses a conversation of user, user \(roles must alt"):
+        chat("gemma").open([user("a"), user("b")])
+    tokenizer = _copy("chatml")
+    tokenizer.chat_template = None
+    with pytest.raises(RagenError, match="no chat template: choose an instruction-tuned model"):
+        Chat(tokenizer)
+    tokenizer = _copy("plain")
+    tokenizer.eos_token = None
+    with pytest.raises(RagenError, match=r"no token ends a turn.*set tokenizer\.eos_token"):
+        Chat(tokenizer)
+    tokenizer = _copy("chatml")
+    for broken in ("{% for m in messages %}{{ m.content }", "{{ 1 + messages[0].content }}"):
+        tokenizer.chat_template = broken
+        with pytest.raises(RagenError, match="refuses a conversation of user"):
+            Chat(tokenizer)
+    for mute in ("", "Hello!"):
+        tokenizer.chat_template = mute
+        with pytest.raises(RagenError, match="leaves out what the user says"):
+            Chat(tokenizer)
+
+
+def _copy(name: str) -> Any:
+    return tiny_tokenizer.__wrapped__(name)
+
+
+def test_system_text_that_moves_along_is_folded_instead() -> None:
+    """Some templates put it into the *last* user message, so that earlier turns change."""
+    tokenizer = _copy("chatml")
+    tokenizer.chat_template = (
+        "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+        "{% for m in messages if m.role != 'system' %}<|im_start|>"
+        "{{ s if loop.last }}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    )
+    found = Chat(tokenizer)
+    assert found.exact
+    assert found.fold
+    system = {"role": "system", "content": "be kind"}
+    messages = [system, user("a"), assistant("b"), user("c")]
+    ids = (*found.open(messages[:2])[0], *found.encode("b"), end("chatml"))
+    text = tokenizer.decode(found.extend(ids, messages)[0])
+    assert text == (
+        "<|im_start|>be kind\n\na<|im_end|><|im_start|>b<|im_end|>"
+        "<|im_start|>c<|im_end|><|im_start|>"
+    )
+
+
+def test_a_default_system_message_stays() -> None:
+    tokenizer = _copy("chatml")
+    tokenizer.chat_template = (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nhelp<|im_end|>\n{% endif %}"
+        + TEMPLATES["chatml"]
+    )
+    found = Chat(tokenizer)
+    assert found.exact
+    ids = (*found.open([user("a")])[0], *found.encode("b"), end("chatml"))
+    text = tokenizer.decode(found.extend(ids, [user("a"), assistant("b"), user("c")])[0])
+    assert text.count("help") == 1
+    assert text.startswith("<|im_start|>system\nhelp")
+
+
+def test_a_template_that_counts_turns_has_no_extension() -> None:
+    tokenizer = _copy("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ loop.index }}{{ m.content }}<|im_end|>{% endfor %}"
+        "<|im_start|>"
+    )
+    assert not Chat(tokenizer).exact
+
+
+def test_a_python_tokenizer_will_do() -> None:
+    """Nothing but the four methods of `ragen.rollout.chat.Tokenizer` is needed."""
+
+    class Slow:
+        def __init__(self, inner: Any) -> None:
+            self.chat_template, self.eos_token_id = inner.chat_template, inner.eos_token_id
+            self.apply_chat_template, self.encode = inner.apply_chat_template, inner.encode
+            self.decode, self.get_added_vocab = inner.decode, inner.get_added_vocab
+
+    slow = Chat(Slow(tiny_tokenizer("llama3")))
+    assert slow.exact
+    assert slow.open([user("P √")], "<think>") == chat("llama3").open([user("P √")], "<think>")
+
+
+# Properties over random histories.
+
+contents = st.text(max_size=12) | st.sampled_from(["P _\n_ G", "reward 0\n", " <b> ", "é√🙂"])
+turns = st.lists(
+    st.tuples(contents, st.text(max_size=8), st.sampled_from(["Up", "Up || Left", "é🙂"])),
+    min_size=1,
+    max_size=4,
+)
+
+
+def _reply(name: str, thought: str, answer: str) -> str:
+    """A reply that no template trims; where the template opens the thought, from there on."""
+    start = "" if name == "thinker" else "<think>"
+    return f"{start}{thought}</think><answer>{answer}</answer>"
+
+
+@pytest.mark.parametrize("name", KEEPING)
+@settings(max_examples=50)
+@given(history=turns, last=contents)
+def test_extending_equals_rendering(
+    name: str, history: list[tuple[str, str, str]], last: str
+) -> None:
+    """With canonical replies, the running sequence is the tokenisation of the full rendering."""
+    found = chat(name)
+    messages: list[dict[str, str]] = []
+    ids: tuple[int, ...] = ()
+    for content, thought, answer in history:
+        messages.append(user(content))
+        ids = found.extend(ids, messages)[0] if ids else found.open(messages)[0]
+        reply = _reply(name, thought, answer)
+        gap = " " if name == "llama2" else ""  # which it writes in front of its end token
+        text = render(name, messages) + reply + gap + END[name]
+        whole = found.encode(text)
+        assume(whole[: len(ids)] == ids)  # else the reply's start has merged with the prompt's end
+        ids = whole
+        messages.append(assistant(found.opening + reply))
+    messages.append(user(last))
+    ids, num_prefill = found.extend(ids, messages)
+    assert ids == found.encode(render(name, messages))
+    assert num_prefill == len(found.encode(found.opening))
+
+
+@pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=50)
+@given(data=st.data())
+def test_sampled_ids_are_kept_verbatim(name: str, data: st.DataObject) -> None:
+    """Whatever ids were drawn, canonical or not: each reply stands where it was sampled."""
+    found, size = chat(name), len(tiny_tokenizer(name))
+    ordinary = st.integers(0, size - 1).filter(lambda token: token not in found.end_ids)
+    messages: list[dict[str, str]] = []
+    ids: tuple[int, ...] = ()
+    written: list[tuple[int, tuple[int, ...]]] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        messages.append(user(data.draw(contents)))
+        before = ids
+        ids, num_prefill = (found.extend if ids else _open(found))(ids, messages, "<think>")
+        assert ids[: len(before)] == before
+        assert found.decode(ids[len(ids) - num_prefill :]).strip() == "<think>"
+        drawn = tuple(data.draw(st.lists(ordinary, min_size=1, max_size=6)))
+        if data.draw(st.booleans()):
+            drawn = (*drawn, end(name))
+        written.append((len(ids), drawn))
+        ids += drawn
+        messages.append(assistant(found.decode(drawn)))
+    for at, drawn in written:
+        assert ids[at : at + len(drawn)] == drawn
+
+
+def _open(found: Chat) -> Any:
+    return lambda _, messages, prefill: found.open(messages, prefill)
+
+
+# Text and tokens.
+
+
+def test_decode_leaves_only_the_end_out() -> None:
+    found = chat("chatml")
+    start = found.encode("<|im_start|>")
+    assert found.decode((*start, *found.encode("Up"), end("chatml"))) == "<|im_start|>Up"
+    assert found.decode((end("chatml"),)) == found.decode(()) == ""
+
+
+def test_the_text_of_one_token() -> None:
+    """Spaces stay, special tokens are told, and a part of a character is marked as such."""
+    chat = Chat(tiny_tokenizer())
+    ids = chat.encode("<|im_start|>user\nP  a1 <think>")
+    assert "".join(map(chat.text_of, ids)) == "<|im_start|>user\nP  a1 <think>"
+    assert set(map(chat.text_of, chat.encode("🙂"))) == {"\ufffd"}, "four tokens of a byte each"
+    assert chat.text_of(chat.end) == "<|im_end|>"
+
+
+def test_token_span_by_hand() -> None:
+    found = chat("chatml")
+    pieces = ["go", " now", "</", "think", ">"]
+    ids = tuple(token for piece in pieces for token in found.encode(piece))
+    text = found.decode(ids)
+    assert text == "go now</think>"
+    first, last = found.token_span((*ids, end("chatml")), text, 0, len("go now"))
+    assert first == 0
+    assert found.decode(ids[:last]) == "go now"
+    assert found.token_span(ids, text, 3, 3) == (0, 0)  # no characters, no tokens
+    assert found.token_span(ids, text, -7, 2)[0] == 0  # a span that began in the prefill
+    assert found.token_span((), "", 0, 0) == (0, 0)
+
+
+def test_token_span_takes_all_bytes_of_a_character() -> None:
+    found = chat("chatml")
+    ids = found.encode("a🙂b")  # the corpus has no 🙂: four tokens of a byte each
+    assert len(ids) == 6
+    assert found.token_span(ids, "a🙂b", 1, 2) == (1, 5)
+    assert found.token_span(ids, "a🙂b", 0, 1) == (0, 1)
+    assert found.token_span(ids, "a🙂b", 2, 3) == (5, 6)
+
+
+@settings(max_examples=50)
+@given(st.text(min_size=1, max_size=30), st.data())
+def test_token_span_covers_the_characters(text: str, data: st.DataObject) -> None:
+    found = chat("chatml")
+    ids = found.encode(text)
+    start = data.draw(st.integers(0, len(text) - 1))
+    stop = data.draw(st.integers(start + 1, len(text)))
+    first, last = found.token_span(ids, text, start, stop)
+    raw = [len(tiny_tokenizer("chatml").convert_ids_to_tokens(token)) for token in ids]
+    begin, finish = len(text[:start].encode()), len(text[:stop].encode())
+    if any(mark in text for mark in tiny_tokenizer("chatml").get_added_vocab()):
+        return
+    # Byte-level tokens are written with one letter a byte, so byte positions are exact.
+    assert sum(raw[:first]) <= begin < finish <= sum(raw[:last])
+    # And it is the shortest such range.
+    assert sum(raw[: first + 1]) > begin
+    assert sum(raw[: last - 1]) < finish
+
+
+def test_cheap_enough_to_call_every_turn() -> None:
+    found = chat("chatml")
+    text = "P b2 G c3 : Down c2 O at b2 Right b3 _ Down c3 G</think><answer>Right||Down</answer>"
+    ids = found.encode(text)
+    ids0, _ = found.open([user("P")], "<think>")
+    messages = [user("P"), assistant(text), user("a0 P a1 _ a2 _ a3 O\n" * 4)]
+    found.token_span(ids, text, 0, 40)
+
+    def microseconds(work: Any) -> float:
+        times = []
+        for _ in range(50):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return min(times) * 1e6
+
+    assert microseconds(lambda: found.token_span(ids, text, 0, 40)) < 300
+    once = microseconds(lambda: found.extend((*ids0, *ids), messages, "<think>"))
+    longer = messages[:-1] * 40 + messages[-1:]
+    many = microseconds(lambda: found.extend((*ids0, *ids), longer, "<think>"))
+    assert many < 2 * once + 100  # the cost does not grow with the conversation
+
+
+def test_tiny_model_runs_on_its_tokenizer() -> None:
+    import torch
+
+    tokenizer = tiny_tokenizer("chatml")
+    model = tiny_model(tokenizer)
+    ids, _ = chat("chatml").open([user("P G")], "<think>")
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits
+    assert logits.shape == (1, len(ids), len(tokenizer))
+    assert torch.equal(model.lm_head.weight, tiny_model(tokenizer).lm_head.weight)

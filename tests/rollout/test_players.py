@@ -1,0 +1,77 @@
+"""Players: the whole budget for random, the best for the solver, patience for a person."""
+
+from collections import Counter
+
+import pytest
+
+from ragen.core.errors import RagenError
+from ragen.envs.contract import make
+from ragen.rollout.players import PLAYERS, HumanPlayer, RandomPlayer, SolverPlayer, read_actions
+
+
+def test_random_play_is_uniform_and_spends_what_is_left():
+    env, player = make("sokoban"), RandomPlayer(0)
+    assert [len(player.act(env, 5, left, 5)) for left in (10, 5, 3)] == [5, 5, 3]
+    counts = Counter(action for _ in range(400) for action in player.act(env, 5, 10, 10))
+    assert set(counts) == set(env.actions)
+    # Standard deviation √(4000·¼·¾) = 27.4; four of them.
+    assert all(abs(count - 1000) < 110 for count in counts.values())
+
+
+def test_random_play_follows_from_its_seed():
+    env = make("sokoban")
+    assert RandomPlayer(3).act(env, 5, 10, 10) == RandomPlayer(3).act(env, 5, 10, 10)
+    assert RandomPlayer(3).act(env, 5, 10, 10) != RandomPlayer(4).act(env, 5, 10, 10)
+
+
+def test_the_solver_solves():
+    env = make("frozen-lake-still")
+    env.reset(seed=123)
+    for action in SolverPlayer().act(env, 1, 6, 6):
+        *_, info = env.step(action)
+    assert info["success"]
+
+
+class Unknown:
+    name, actions = "unknown", None
+
+    def solve(self, turns_left, actions_left, actions_per_turn):
+        return None
+
+
+def test_what_cannot_be_played_is_said():
+    with pytest.raises(RagenError, match="no solver"):
+        SolverPlayer().act(Unknown(), 1, 1, 1)
+    with pytest.raises(RagenError, match="free text"):
+        RandomPlayer(0).act(Unknown(), 1, 1, 1)
+    assert HumanPlayer(lambda text: "any words").act(Unknown(), 1, 1, 1) == ["any words"]
+
+
+def test_a_person_is_asked_again_and_told_why():
+    lines, questions = iter(["", "fly", "u u u", "u d"]), []
+    player = HumanPlayer(lambda question: (questions.append(question), next(lines))[1])
+    assert player.act(make("sokoban"), 5, 10, 2) == ["Up", "Down"]
+    assert questions == [
+        "Up Down Left Right (up to 2) > ",
+        "type 1 to 2 of: Up Down Left Right > ",
+        "'fly' is none of Up Down Left Right > ",
+        "type 1 to 2 of: Up Down Left Right > ",
+    ]
+
+
+@pytest.mark.parametrize("line", ["up right", "UP||Right", " u, r ", "Up  ||  r"])
+def test_ways_to_type(line):
+    assert read_actions(line, ("Up", "Down", "Left", "Right"), 5) == ["Up", "Right"]
+
+
+def test_names_of_several_words_and_ambiguous_beginnings():
+    names = ("go north", "go south", "go")
+    assert read_actions("Go North", names, 1) == ["go north"]
+    assert read_actions("go", names, 1) == ["go"]
+    with pytest.raises(ValueError, match="could be go north or go south or go"):
+        read_actions("g", names, 1)
+
+
+def test_players_by_name():
+    assert set(PLAYERS) == {"random", "solver", "human"}
+    assert PLAYERS["random"](7).act(make("bandit"), 1, 1, 1)[0] in ("Dragon", "Phoenix")

@@ -1,0 +1,334 @@
+"""Thoughts, held against the world they speak of: by hand, from demonstrators, and as a cost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made import episode, group, turn
+
+from ragen.config.reading import resolve
+from ragen.config.sections import REWARD_TERMS
+from ragen.core.errors import RagenError
+from ragen.core.metrics import values
+from ragen.core.types import Episode, Group, Turn
+from ragen.diagnostics.signals import summarize
+from ragen.envs.contract import Env, Reading, check, make
+from ragen.envs.frozen_lake import FrozenLake
+from ragen.envs.isolation import Workers
+from ragen.finetuning.demonstrations_lake import slippery_lake, still_lake
+from ragen.finetuning.demonstrations_sokoban import sokoban_plan
+from ragen.rollout.actions import parse
+from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.prompt import Limits
+from ragen.rollout.reasoning import (
+    TERMS,
+    charged,
+    consistency,
+    grounding,
+    length,
+    measures,
+    notes,
+    repetition,
+    term_metrics,
+)
+from ragen.rollout.rollout import Place, Setup, play, setup_of
+
+FULL = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
+
+
+def lake() -> Env:
+    r"""Level 123: "___P\n__O_\n___O\n_G_O"."""
+    env = make("frozen-lake-still", observation="named")
+    env.reset(seed=123)
+    return env
+
+
+# What the worlds read.
+
+
+@pytest.mark.parametrize(
+    ("thought", "stated", "true", "plan"),
+    [
+        (" P a3 G d1 : a3 a2 _ a3 b3 _ Left", 4, 4, ("Left",)),
+        (" P a3 G d2 : a3 a2 _ Left", 3, 2, ("Left",)),  # the goal is at d1
+        (" P a2 : a3 a2 O Left Down", 2, 0, ("Left", "Down")),
+        (" P a3 : a3 a2 _ Left a2 b2 _ Down", 3, 2, ("Left", "Down")),  # b2 is a hole
+        (" P a3 : a3 a4 _ Right", 2, 1, ("Right",)),  # there is no a4
+        (" P a3 O b2 O d3 :", 3, 3, None),  # finds, but plans nothing
+        (" P a3", 1, 1, None),
+        (" P a3 : Up", 1, 1, ("Up",)),
+        (" P a3 : a3 a2 a1 Left", 1, 1, ("Left",)),  # cells without a symbol state nothing
+        (" P a3 G :", 1, 1, None),
+        (" P a3 Left b3 O a1", 1, 1, None),  # without a colon nothing after the finds is a look
+        (" P a3 : a2 : a2 _ Left", 2, 2, ("Left",)),  # a second colon is no symbol
+    ],
+)
+def test_a_lake_reads_its_own_notation(
+    thought: str, stated: int, true: int, plan: tuple[str, ...] | None
+) -> None:
+    assert lake().read_thought(thought) == Reading(stated, true, plan)
+
+
+@pytest.mark.parametrize(
+    "thought",
+    ["", " ", "I stand at a3, so Left.", ": a3 a2 _ Left", " P : Left", " Left", "a3 P", " Q a3 :"],
+)
+def test_prose_is_not_guessed_at(thought: str) -> None:
+    assert lake().read_thought(thought) is None
+    assert make("bandit").read_thought(thought) is None
+
+
+def test_a_thought_is_of_the_state_before_the_turn() -> None:
+    env = lake()
+    thought = " P a3 : a3 b3 _ Down"
+    assert env.read_thought(thought) == Reading(2, 2, ("Down",))
+    env.step("Down")
+    assert env.read_thought(thought) == Reading(2, 0, ("Down",))
+
+
+@pytest.mark.parametrize("symbols", ["standard", "new"])
+def test_sokoban_reads_its_own_notation(symbols: str) -> None:
+    env = make("sokoban", symbols=symbols)
+    env.set_state({"floor": [7, 8, 9, 10, 14], "targets": [10], "player": 7, "boxes": [8]})
+    floor, target = "._"[symbols == "standard"], "GO"[symbols == "standard"]
+    # ######
+    # #PX_O#   P b1, X b2, O b4, floor b3 and c2
+    thought = f" P b1 X b2 O b4 push Right b1 b4 : b2 b3 {floor} Right b3 b4 {target} Right"
+    assert env.read_thought(thought) == Reading(5, 5, ("Right", "Right"))
+    wrong = f" P b1 X b3 O b4 push Right b1 b4 : b2 c2 # Right b3 b4 {floor} Right"
+    assert env.read_thought(wrong) == Reading(5, 2, ("Right", "Right"))
+
+
+@pytest.mark.parametrize(
+    ("world", "writer"),
+    [
+        ("frozen-lake-still", still_lake(0.5)),
+        ("frozen-lake", slippery_lake(0.5)),
+        ("sokoban", sokoban_plan(0.5)),
+    ],
+)
+def test_demonstrators_state_what_is_true_and_do_what_they_plan(world: str, writer: Any) -> None:
+    env = make(world, observation="named")
+    assert env.actions is not None
+    for level in range(40):
+        env.reset(seed=level)
+        reply = "".join(
+            p.text for p in writer(env, FULL, np.random.Generator(np.random.PCG64(level)))
+        )
+        parsed = parse("<think>" + reply, think=True, actions=env.actions, max_actions=5)
+        assert parsed.thought is not None
+        before = env.get_state()
+        reading = env.read_thought(parsed.thought)
+        assert reading is not None and reading.true == reading.stated >= 2
+        assert reading.plan == parsed.actions
+        assert env.get_state() == before
+
+
+# What is noted of a turn, and measured over many.
+
+
+def played(*replies: str, how: Setup | None = None) -> Episode:
+    setup = how or setup_of(resolve("frozen-lake-still"), None)
+    return asyncio.run(play(ScriptedPolicy(replies), setup, Place(123, 0, 0, (0, "test"))))
+
+
+TRUE = " P a3 : a3 a2 _ Left</think><answer>Left</answer>"
+FALSE = " P a2 : a2 a1 O Left</think><answer>Up</answer>"
+"""The turn after: the player is at a2, but at a1 is no hole, and Up is not what was planned."""
+PROSE = " so Down it is</think><answer>Down</answer>"
+
+
+def test_a_turn_is_noted_when_it_is_played() -> None:
+    first, second, third = played(TRUE, FALSE, PROSE).turns[:3]
+    read = {"thought_read": True, "facts_stated": 2}
+    assert first.info.items() >= (read | {"facts_true": 2, "plan_kept": True}).items()
+    assert second.info.items() >= (read | {"facts_true": 1, "plan_kept": False}).items()
+    assert third.info["thought_read"] is False
+    assert third.info.keys().isdisjoint({"facts_stated", "plan_kept", "reward_terms"})
+
+
+def test_an_invalid_reply_does_not_carry_out_its_plan() -> None:
+    (turn, *_) = played(*[" P a3 : Left</think>"] * 5).turns
+    assert (turn.well_formed, turn.info["plan_kept"]) == (False, False)
+
+
+def test_a_world_that_reads_nothing_is_not_measured() -> None:
+    (turn,) = played("P a3</think><answer>Dragon</answer>", how=resolve_setup("bandit")).turns
+    assert "thought_read" not in turn.info
+    assert measures([turn]) == {}
+
+
+def resolve_setup(recipe: str, **overrides: Any) -> Setup:
+    return setup_of(resolve(recipe, overrides), None)
+
+
+def info(stated: int, true: int, plan: tuple[str, ...] | None = None) -> Turn:
+    """A turn that asked for one move Up."""
+    return turn(thought="t", executed=1, info=notes(Reading(stated, true, plan), ("Up",)))
+
+
+def test_measures_golden() -> None:
+    turns = [info(4, 4, ("Up",)), info(2, 1, ("Down",)), info(4, 2), turn(info=notes(None, ()))]
+    assert values(measures(turns)) == {
+        "thought/read_fraction": 3 / 4,
+        "thought/hallucinated_fraction": pytest.approx(3 / 10),  # 1 of 2 and 2 of 4, of 10 facts
+        "thought/consistent_fraction": 1 / 2,  # the third plans nothing
+    }
+    assert measures([]) == {} == measures([turn()])
+
+
+def test_the_measures_are_signals_of_every_step() -> None:
+    found = values(summarize([Group((played(TRUE, FALSE, PROSE),))], [0]))
+    assert found["thought/hallucinated_fraction"] == 1 / 4
+    assert found["thought/consistent_fraction"] == 1 / 2
+    assert not any(name.startswith("reward_terms/") for name in found)
+
+
+def test_isolated_worlds_read_the_same() -> None:
+    workers = Workers("frozen-lake-still", {}, 10.0)
+    try:
+        proxy, plain = workers.make(), lake()
+        proxy.reset(seed=123)
+        assert proxy.reads_thoughts
+        for thought in ("prose", " P a3", " P a3 : a3 a2 O Left"):
+            assert proxy.read_thought(thought) == plain.read_thought(thought)
+        proxy.close()
+        how = replace(resolve_setup("frozen-lake-still"), make=workers.make, workers=workers)
+        assert [t.info for t in played(TRUE, FALSE, PROSE, how=how).turns] == [
+            t.info for t in played(TRUE, FALSE, PROSE).turns
+        ]
+    finally:
+        workers.close()
+
+
+# Worlds that read wrongly.
+
+
+class Misreader(FrozenLake):
+    """Says of any thought what it was made with; "moves" moves the player."""
+
+    def __init__(self, says: object) -> None:
+        super().__init__()
+        self.says = says
+
+    def read_thought(self, thought: str) -> Reading | None:
+        if self.says == "moves":
+            self._player = (self._player + 1) % 16
+            return None
+        return self.says  # type: ignore[return-value]
+
+
+def test_a_reading_of_another_kind_fails_the_episode() -> None:
+    failed = played(TRUE, how=Setup("lake", lambda: Misreader("much")))
+    assert failed.stop_reason == "error"
+    assert "read_thought returned str" in (failed.error or "")
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        ("moves", "must leave the world as it was"),
+        ("much", "must return None or a Reading"),
+        (Reading(1, 2, None), "true ≤ stated"),
+    ],
+)
+def test_the_checker_names_what_a_reader_breaks(says: object, words: str) -> None:
+    check(Misreader(Reading(2, 1, None)))
+    with pytest.raises(RagenError, match=words):
+        check(Misreader(says))
+
+
+# Reward terms.
+
+
+def test_terms_are_those_that_the_config_knows() -> None:
+    assert tuple(TERMS) == REWARD_TERMS
+
+
+def test_faults_golden() -> None:
+    assert (grounding(info(4, 1)), grounding(info(4, 4)), grounding(turn())) == (3 / 4, 0, 0)
+    assert consistency(info(1, 1, ("Down",))) == 1
+    assert consistency(info(1, 1, ("Up",))) == consistency(info(1, 1)) == consistency(turn()) == 0
+    assert repetition(turn(thought="a b c d a b c d")) == pytest.approx(1 / 5)  # runs of four words
+    assert repetition(turn(thought="a b c")) == repetition(turn()) == 0
+
+
+def test_the_length_band_golden() -> None:
+    # A reply may have 80 tokens: the band is 4 to 60; below it n/4 lacks, above it 20 are all.
+    def fault(number: int) -> float:
+        there = turn(thought="t")
+        prompt = replace(there.prompt, max_tokens=80)
+        return length(replace(there, prompt=prompt, thought_span=(3, 3 + number)))
+
+    assert [fault(n) for n in (0, 1, 3, 4, 60, 65, 80)] == [1, 3 / 4, 1 / 4, 0, 0, 1 / 4, 1]
+    assert fault(200) == 1
+    assert length(turn()) == 0  # nothing is known of a thought without tokens
+
+
+def test_terms_are_charged_apart_from_the_reward() -> None:
+    before = replace(info(4, 1, ("Down",)), reward=1.0, penalty=-0.1)
+    after = charged(before, {"grounding": 0.2, "consistency": 0.5, "length": 0.0})
+    # −.1 of the format, −.2 · 3/4, −.5 · 1
+    assert (after.reward, after.penalty) == (1.0, pytest.approx(-0.75))
+    assert after.info["reward_terms"] == pytest.approx(
+        {"grounding": -0.15, "consistency": -0.5, "length": 0.0}
+    )
+    assert charged(before, {}) is before
+
+
+def test_a_run_charges_what_it_is_told_to() -> None:
+    how = resolve_setup("frozen-lake-still", **{"reward.terms": {"grounding": 0.2}})
+    costly, free = played(TRUE, FALSE, PROSE, how=how), played(TRUE, FALSE, PROSE)
+    assert [t.penalty for t in costly.turns[:3]] == pytest.approx([0, -0.1, 0])
+    assert [t.penalty for t in free.turns[:3]] == [0, 0, 0]
+    assert costly.total_reward == free.total_reward
+
+
+def test_what_terms_add_to_an_episode_is_logged_by_name() -> None:
+    weights = {"grounding": 1.0, "consistency": 0.5}
+    one = episode(charged(info(4, 1), weights), charged(info(2, 1, ("Down",)), weights))
+    other = episode(charged(info(1, 1), weights))
+    # Grounding −3/4 and −1/2, consistency −1/2, of two episodes.
+    assert values(term_metrics([one, other])) == {
+        "reward_terms/grounding": -0.625,
+        "reward_terms/consistency": -0.25,
+    }
+    assert term_metrics(group(1.0, 0.0).episodes) == {}
+    found = values(summarize([Group((one, other))], [0]))
+    assert found["reward_terms/grounding"] == -0.625
+    assert found["reward/mean"] == 0  # what the world paid
+
+
+def test_a_term_that_the_world_could_never_charge_is_refused() -> None:
+    for name in ("grounding", "consistency"):
+        with pytest.raises(RagenError, match=f"reward.terms.{name}: the world bandit cannot read"):
+            resolve_setup("bandit", **{f"reward.terms.{name}": 0.1})
+    resolve_setup("bandit", **{"reward.terms.repetition": 0.1})
+    with pytest.raises(RagenError, match="cannot read thoughts"):
+        resolve_setup("bandit", **{"reward.terms.grounding": 0.1, "world.isolate": True})
+
+
+def test_a_trained_step_logs_the_measures(tmp_path: Path) -> None:
+    from ragen.storage.reader import read_metrics
+    from ragen.training.trainer import train
+
+    config = resolve(
+        "frozen-lake-still",
+        {
+            "steps": 1,
+            "rollout.prompts": 2,
+            "rollout.members": 4,
+            "eval.episodes": 0,
+            "threads": 1,
+            "reward.terms": {"grounding": 0.1, "consistency": 0.1},
+        },
+    )
+    found = read_metrics(train(config, tmp_path / "run").run)
+    for name in ("read", "hallucinated", "consistent"):
+        assert 0 <= found[f"thought/{name}_fraction"][1] <= 1
+    assert found["reward_terms/grounding"][1] <= 0

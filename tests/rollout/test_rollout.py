@@ -1,0 +1,480 @@
+"""Playing episodes: budgets, invalid replies, seeds, and worlds that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Episode, Prompt, StopReason
+from ragen.envs.bandit import Bandit
+from ragen.envs.contract import make
+from ragen.rollout.chat import Chat
+from ragen.rollout.players import PlayerPolicy, RandomPlayer, SolverPlayer
+from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.rollout import Place, Setup, play, run_groups, setup_of
+from tests.rogue import Rogue
+from tests.tiny import TEMPLATES, tiny_tokenizer
+
+RIGHT = "t</think><answer>Right</answer>"
+
+
+def setup(**more: Any) -> Setup:
+    return replace(Setup("corridor", Rogue, timeout_s=5.0), **more)
+
+
+def rogue(misdeed: str, every: int = 1) -> Callable[[], Rogue]:
+    return partial(Rogue, misdeed=misdeed, every=every)
+
+
+def episode(script: Any, how: Setup | None = None, level: int = 0) -> Episode:
+    policy = script if hasattr(script, "complete") else ScriptedPolicy(script)
+    return asyncio.run(play(policy, how or setup(), Place(level, 0, 0, (0, "test"))))
+
+
+def reply(*actions: str) -> str:
+    return f"t</think><answer>{' || '.join(actions)}</answer>"
+
+
+# Budgets and ends.
+
+
+def test_a_solved_episode() -> None:
+    found = episode([reply("Right", "Right"), reply("Right"), reply("Right", "Right")])
+    assert (found.stop_reason, found.terminated, found.truncated) == ("solved", True, False)
+    assert found.success and not found.bootstrap and found.error is None
+    assert [turn.reward for turn in found.turns] == [0.5, 0.25, 0.5]
+    assert [turn.observation for turn in found.turns] == ["A....", "..A..", "...A."]
+    assert [turn.state_key for turn in found.turns] == ["A....", "..A..", "...A."]
+    assert found.turns[0].info == {"success": False, "effective": 2}
+    assert all(turn.well_formed and turn.penalty == 0 for turn in found.turns)
+
+
+def test_the_world_ends_a_turn_early() -> None:
+    found = episode([reply(*["Right"] * 4), reply(*["Right"] * 4)], setup(actions_per_turn=4))
+    assert found.turns[1].actions_asked == ("Right",) * 4
+    assert found.turns[1].actions_executed == ("Right",)
+
+
+@pytest.mark.parametrize(
+    ("turns", "per_turn", "actions", "executed", "stop_reason"),
+    [
+        (3, 5, 10, [1, 1, 1], "max_turns"),
+        (5, 5, 2, [1, 1], "max_actions"),
+        (2, 5, 2, [1, 1], "max_actions"),
+        (1, 1, 1, [1], "max_actions"),
+    ],
+)
+def test_budgets_end_an_episode(
+    turns: int, per_turn: int, actions: int, executed: list[int], stop_reason: StopReason
+) -> None:
+    how = setup(turns=turns, actions_per_turn=per_turn, actions=actions)
+    found = episode(lambda prompt: reply("Left"), how)
+    assert [len(turn.actions_executed) for turn in found.turns] == executed
+    assert found.stop_reason == stop_reason
+    assert (found.terminated, found.truncated, found.bootstrap) == (False, True, False)
+
+
+def test_actions_over_the_limits_are_dropped_without_penalty() -> None:
+    how = setup(turns=2, actions_per_turn=3, actions=4)
+    found = episode(lambda prompt: reply(*["Left"] * 9), how)
+    assert [len(turn.actions_executed) for turn in found.turns] == [3, 1]
+    assert [len(turn.actions_asked) for turn in found.turns] == [9, 9]
+    assert [turn.penalty for turn in found.turns] == [0, 0]
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 9))
+def test_no_budget_is_ever_exceeded(counts: list[int], per_turn: int, actions: int) -> None:
+    how = setup(turns=len(counts), actions_per_turn=per_turn, actions=actions)
+    found = episode([reply(*["Left"] * n) for n in counts], how)
+    executed = [len(turn.actions_executed) for turn in found.turns]
+    assert sum(executed) <= actions and max(executed) <= per_turn
+    assert len(executed) == len(counts) or sum(executed) == actions
+    for count, done in zip(counts, executed, strict=False):
+        assert done <= count
+
+
+def test_what_the_prompt_says_is_left() -> None:
+    prompts: list[Prompt] = []
+
+    def script(prompt: Prompt) -> str:
+        prompts.append(prompt)
+        return reply("Left", "Left") if len(prompts) == 1 else "nonsense"
+
+    episode(script, setup(turns=3, actions=7))
+    asked = [prompt.messages[-1]["content"] for prompt in prompts]
+    assert [text.splitlines()[-1] for text in asked] == [
+        "turns 3 actions 7 max 5",
+        "turns 2 actions 5 max 5",
+        "turns 1 actions 5 max 5",
+    ]
+    assert "reward 0.5" in asked[1] and "invalid" not in asked[1]
+    assert "reward 0\ninvalid" in asked[2]
+
+
+# Replies that are not valid.
+
+
+@pytest.mark.parametrize("text", ["", "Right", "t</think><answer></answer>", reply("Fly")])
+def test_an_invalid_turn_leaves_the_world_alone(text: str) -> None:
+    found = episode([text, RIGHT], setup(turns=2))
+    first, second = found.turns
+    assert (first.reward, first.penalty, first.well_formed) == (0.0, -0.1, False)
+    assert first.actions_executed == () and first.info["effective"] == 0
+    assert second.observation == first.observation and second.state_key == first.state_key
+    assert (second.reward, second.penalty) == (0.25, 0.0)
+    assert found.total_reward == 0.25
+
+
+def test_one_penalty_a_turn_however_much_is_wrong() -> None:
+    found = episode([reply("Fly", "Swim", "Right")], setup(turns=1, format_penalty=0.3))
+    assert found.turns[0].penalty == -0.3
+    assert found.turns[0].actions_executed == ("Right",)
+    assert found.turns[0].reward == 0.25
+
+
+def test_a_reply_that_was_cut_is_invalid_even_if_it_reads_well() -> None:
+    class Cut:
+        async def complete(self, prompt: Prompt) -> Completion:
+            return Completion(None, None, RIGHT, "length", 0)
+
+    found = episode(Cut(), setup(turns=1))
+    assert found.turns[0].actions_executed == () and found.turns[0].penalty == -0.1
+    assert found.stop_reason == "max_turns"
+
+
+# Seeds.
+
+
+def seeds(how: Setup, members: int = 3, levels: Sequence[int] = (7, 8)) -> list[list[Episode]]:
+    policy = ScriptedPolicy(lambda prompt: reply("Right", "Left"))
+    groups = asyncio.run(run_groups(policy, how, levels, members, (0, "train", 4)))
+    return [list(group.episodes) for group in groups]
+
+
+def test_levels_are_a_groups_and_noise_a_members() -> None:
+    groups = seeds(setup())
+    assert [[e.level_seed for e in group] for group in groups] == [[7] * 3, [8] * 3]
+    assert [[e.member for e in group] for group in groups] == [[0, 1, 2]] * 2
+    assert len({e.noise_seed for group in groups for e in group}) == 6
+    common = seeds(setup(common_noise=True))
+    assert [len({e.noise_seed for e in group}) for group in common] == [1, 1]
+    assert common[0][0].noise_seed != common[1][0].noise_seed
+
+
+def test_members_of_a_group_see_the_same_first_prompt() -> None:
+    for world in ("bandit", "frozen-lake", "sokoban"):
+        groups = seeds(setup(world=world, make=partial(make, world), turns=1), levels=range(4))
+        prompts = [{str(episode.turns[0].prompt.messages) for episode in group} for group in groups]
+        assert [len(seen) for seen in prompts] == [1] * 4
+        assert len(set.union(*prompts)) > 1
+
+
+def test_common_noise_gives_all_members_the_same_events() -> None:
+    slippery = setup(make=partial(Rogue, slip=0.5), turns=5)
+
+    def ways(how: Setup) -> int:
+        policy = ScriptedPolicy(lambda prompt: reply("Right", "Left", "Right"))
+        (group,) = asyncio.run(run_groups(policy, how, [7], 8, (0, "train", 0)))
+        return len({tuple(turn.observation for turn in e.turns) for e in group.episodes})
+
+    assert ways(slippery) > 1 == ways(replace(slippery, common_noise=True))
+
+
+def test_every_request_has_a_seed_of_its_own() -> None:
+    found = [turn.prompt.seed for group in seeds(setup()) for e in group for turn in e.turns]
+    assert len(set(found)) == len(found) == 2 * 3 * 5
+
+
+def test_the_same_run_twice_is_equal() -> None:
+    slippery = setup(make=partial(Rogue, slip=0.5))
+    assert seeds(slippery) == seeds(slippery)
+    # An episode can be played again alone.
+    policy = ScriptedPolicy(lambda prompt: reply("Right", "Left"))
+    again = asyncio.run(play(policy, slippery, Place(8, 1, 2, (0, "train", 4))))
+    assert again == seeds(slippery)[1][2]
+
+
+@given(st.integers(1, 7))
+def test_episodes_begin_in_order_and_no_more_than_asked(concurrency: int) -> None:
+    began: list[int] = []
+    running, most = 0, 0
+
+    class Watching:
+        async def complete(self, prompt: Prompt) -> Completion:
+            nonlocal running, most
+            running, most = running + 1, max(most, running + 1)
+            began.append(prompt.seed)
+            await asyncio.sleep(0)
+            running -= 1
+            return Completion(None, None, RIGHT, "stop", 0)
+
+    how, path = setup(turns=1), (0, "train", 0)
+    groups = asyncio.run(run_groups(Watching(), how, [1, 2], 3, path, concurrency))
+    order = [Place(0, g, m, path).request_seed(0) for g in range(2) for m in range(3)]
+    assert began == order and most == min(concurrency, 6)
+    assert [[e.member for e in g.episodes] for g in groups] == [[0, 1, 2]] * 2
+
+
+# Worlds that misbehave.
+
+MISDEEDS: dict[str, tuple[StopReason, str, int]] = {  # how it ends, what it says, turns before
+    "raise in init": ("error", "KeyError: 'no key'", 0),
+    "raise in reset": ("error", "LookupError: no such level", 0),
+    "raise": ("error", "ZeroDivisionError: by zero", 0),
+    "raise in state_key": ("error", "RuntimeError: no key today", 0),
+    "exit": ("error", "SystemExit: 3", 0),
+    "no observation": ("error", "NoneType as observation: text is expected", 0),
+    "nan": ("error", "nan as reward: a finite number", 0),
+    "text as reward": ("error", "'much' as reward: a finite number", 0),
+    "list as info": ("error", "list as info: a dict", 0),
+    "hang": ("timeout", "longer than 0.1 s in step", 0),
+    "hang in reset": ("timeout", "longer than 0.1 s in reset", 0),
+}
+
+
+@pytest.mark.parametrize("misdeed", MISDEEDS)
+def test_a_world_that_misbehaves_is_a_failed_episode(misdeed: str) -> None:
+    stop_reason, complaint, turns = MISDEEDS[misdeed]
+    start = time.monotonic()
+    found = episode(lambda prompt: RIGHT, setup(make=rogue(misdeed), timeout_s=0.1))
+    assert time.monotonic() - start < 5
+    assert (found.stop_reason, found.failed, len(found.turns)) == (stop_reason, True, turns)
+    assert found.error is not None and complaint in found.error
+    assert (found.terminated, found.truncated, found.success) == (False, True, False)
+
+
+@pytest.mark.parametrize("misdeed", ["raise", "hang"])
+def test_the_others_go_on(misdeed: str) -> None:
+    how = setup(make=rogue(misdeed, every=2), timeout_s=0.05)
+    policy = ScriptedPolicy(lambda prompt: reply(*["Right"] * 5))
+    groups = asyncio.run(run_groups(policy, how, [1, 2, 3], 2, (0, "train", 0)))
+    assert [[e.success for e in g.episodes] for g in groups] == [
+        [True] * 2,
+        [False] * 2,
+        [True] * 2,
+    ]
+    assert [e.failed for e in groups[1].episodes] == [True, True]
+
+
+def test_turns_before_a_failure_are_kept() -> None:
+    class Late(Rogue):
+        def step(self, action: str) -> Any:
+            if self.where == 2:
+                raise ValueError("two")
+            return super().step(action)
+
+    found = episode(lambda prompt: RIGHT, setup(make=Late))
+    assert (found.stop_reason, len(found.turns), found.total_reward) == ("error", 2, 0.5)
+
+
+def test_a_worlds_own_limit_is_a_budget() -> None:
+    class Limited(Rogue):
+        def step(self, action: str) -> Any:
+            *answer, _, info = super().step(action)
+            return *answer, self.where == 2, info
+
+    found = episode(lambda prompt: RIGHT, setup(make=Limited))
+    assert (found.stop_reason, found.terminated, found.truncated) == ("max_actions", False, True)
+    assert (sum(len(turn.actions_executed) for turn in found.turns), found.bootstrap) == (2, False)
+
+
+def test_a_snapshot_is_a_copy_and_json() -> None:
+    class Shares(Rogue):
+        def reset(self, **seeds: Any) -> Any:
+            self.state = {"where": [0]}
+            return super().reset(**seeds)
+
+        def step(self, action: str) -> Any:
+            answer = super().step(action)
+            self.state["where"][0] = self.where
+            return answer
+
+        def get_state(self) -> Any:
+            return self.state
+
+    found = episode(lambda prompt: RIGHT, setup(make=Shares))
+    assert [t.snapshot for t in found.turns[:3]] == [{"where": [n]} for n in (0, 1, 2)]
+
+    class Odd(Rogue):
+        def get_state(self) -> Any:
+            return {"where": {1, 2}}
+
+    found = episode(lambda prompt: RIGHT, setup(make=Odd))
+    assert found.stop_reason == "error" and "not JSON serializable" in (found.error or "")
+
+
+def test_a_bug_is_a_crash() -> None:
+    class Broken:
+        async def complete(self, prompt: Prompt) -> Completion:
+            raise ZeroDivisionError("in RAGEN")
+
+    with pytest.raises(ZeroDivisionError, match="in RAGEN"):
+        episode(Broken())
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run_groups(Broken(), setup(), [1], 2, (0, "train", 0)))
+    assert caught.group_contains(ZeroDivisionError)
+
+
+def test_a_player_that_cannot_play_is_the_users_mistake() -> None:
+    class Free(Rogue):
+        name = "free"
+
+        @property
+        def actions(self) -> None:  # type: ignore[override]
+            return None
+
+        def solve(self, *_: int) -> None:  # type: ignore[override]
+            return None
+
+    for player in (RandomPlayer(0), SolverPlayer()):
+        with pytest.raises(RagenError, match=r"free text|no solver"):
+            asyncio.run(
+                run_groups(
+                    PlayerPolicy(lambda _, it=player: it), setup(make=Free), [1], 2, (0, "eval")
+                )
+            )
+
+
+def test_a_solver_that_raises_is_the_worlds_failure() -> None:
+    how = setup(make=rogue("raise in solve"))
+    found = asyncio.run(
+        play(PlayerPolicy(lambda _: SolverPlayer()), how, Place(0, 0, 0, (0, "eval")))
+    )
+    assert found.stop_reason == "error" and "no plan" in (found.error or "")
+
+
+def test_players_play_without_tokens() -> None:
+    found = asyncio.run(
+        play(
+            PlayerPolicy(lambda _: SolverPlayer(), prefill="<think>"),
+            setup(),
+            Place(0, 0, 0, (0, "eval")),
+        )
+    )
+    assert found.success and len(found.turns) == 1
+    assert found.turns[0].completion.token_ids is None
+    assert found.turns[0].thought == ""
+
+
+# Tokens.
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("prefilled", [True, False])
+def test_thought_spans_are_exact(template: str, prefilled: bool) -> None:
+    """The span's tokens spell the thought, whatever template and prefill do to its start."""
+    chat = Chat(tiny_tokenizer(template))
+    how = setup(chat=chat, prefilled=prefilled, turns=4, max_length=4096)
+    opened = how.prefill
+    thoughts = ["go right", " a <b> √ é🙂 ", "", "1\n2"]
+    script = [
+        f"<think>{thought}</think><answer>Left</answer>".removeprefix(opened or "")
+        for thought in thoughts
+    ]
+    if opened.strip() != opened:  # the template opens the thought with a line break
+        script = [text.removeprefix("<think>") for text in script]
+    end = min(chat.end_ids)
+    policy = ScriptedPolicy(script, lambda text: (*chat.encode(text), end))
+    found = episode(policy, how)
+    assert [turn.thought for turn in found.turns if turn.thought is not None]
+    for turn, thought in zip(found.turns, thoughts, strict=True):
+        assert turn.well_formed and turn.thought is not None
+        assert turn.thought.strip() == thought.strip()
+        assert turn.thought_span is not None and turn.completion.token_ids is not None
+        spelt = chat.decode(turn.completion.token_ids[slice(*turn.thought_span)])
+        assert thought.strip() in spelt and len(spelt) <= len(thought) + 2
+
+
+def spoken_policy(chat: Chat, text: str = RIGHT) -> ScriptedPolicy:
+    end = min(chat.end_ids)
+    return ScriptedPolicy(lambda _: text, lambda text: (*chat.encode(text), end))
+
+
+def tokens(found: Episode) -> list[tuple[int, ...]]:
+    return [turn.prompt.token_ids or () for turn in found.turns]
+
+
+@pytest.mark.parametrize("style", ["compact", "paper"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_prompt_that_is_too_long_drops_its_oldest_turns(template: str, style: str) -> None:
+    chat = Chat(tiny_tokenizer(template))
+    how = setup(chat=chat, style=style, max_tokens=40, max_length=9999)
+    whole = episode(spoken_policy(chat), how)
+    assert [turn.prompt.turns_dropped for turn in whole.turns] == [0] * 5
+    room = max(map(len, tokens(whole)[:3]))  # for the third prompt, not for the fourth
+    found = episode(spoken_policy(chat), replace(how, max_length=room + 40))
+    assert (found.stop_reason, len(found.turns)) == (whole.stop_reason, 5)
+    assert all(len(ids) <= room for ids in tokens(found))
+    assert tokens(found)[:3] == tokens(whole)[:3]
+    dropped = [turn.prompt.turns_dropped for turn in found.turns]
+    assert dropped[:3] == [0] * 3 and 0 < dropped[3] <= dropped[4]
+    for number, turn in enumerate(found.turns):
+        said = [message["content"] for message in turn.prompt.messages]
+        system = [message["role"] for message in turn.prompt.messages].count("system")
+        assert system == (style == "paper")
+        opening, present = said[system], said[-1]
+        # What the world is stays on top, over the oldest turn that is left; the present turn stays.
+        oldest = whole.turns[dropped[number]].observation
+        assert opening.startswith("Corridor") and oldest in opening
+        assert whole.turns[number].observation in present
+        assert len(said) - system == 2 * (number - dropped[number]) + 1
+
+
+def test_turns_are_dropped_one_by_one_and_only_for_room() -> None:
+    """Each turn is as long as the others: once the prompt is full, each turn costs the oldest."""
+    chat = Chat(tiny_tokenizer("chatml"))
+    how = setup(chat=chat, turns=8, max_tokens=40, max_length=9999)
+    policy = spoken_policy(chat, "t</think><answer>Left</answer>")
+    lengths = list(map(len, tokens(episode(policy, how))))
+    found = episode(policy, replace(how, max_length=lengths[3] + 40))
+    assert [turn.prompt.turns_dropped for turn in found.turns] == [0, 0, 0, 0, 1, 2, 3, 4]
+    windowed = episode(policy, replace(how, window=3, max_length=lengths[1] + 40))
+    assert [turn.prompt.turns_dropped for turn in windowed.turns] == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_turn_that_is_too_long_alone_ends_the_episode() -> None:
+    chat = Chat(tiny_tokenizer("chatml"))
+    how = setup(chat=chat, max_tokens=40, max_length=9999)
+    first = len(tokens(episode(spoken_policy(chat), how))[0])
+    found = episode(spoken_policy(chat), replace(how, max_length=first + 40))
+    assert len(found.turns) == 5, "a later turn alone is as long as the first"
+    empty = episode(spoken_policy(chat), replace(how, max_length=first + 39))
+    assert (empty.stop_reason, empty.turns) == ("context", ())
+
+    class Grows(Rogue):
+        def _look(self) -> str:
+            return super()._look() + "." * 500 * (self.where == 2)
+
+    found = episode(spoken_policy(chat), replace(how, make=Grows, max_length=first + 90))
+    assert (found.stop_reason, len(found.turns)) == ("context", 2)
+    assert (found.truncated, found.failed, found.bootstrap) == (True, False, False)
+
+
+def test_setup_of_a_config() -> None:
+    config = resolve("bandit", {"rollout.max_tokens": 33, "prompt.think": False})
+    how = setup_of(config, None)
+    assert isinstance(how.make(), Bandit)
+    assert (how.world, how.turns, how.max_tokens, how.prefill) == ("bandit", 1, 33, "<answer>")
+    with pytest.raises(RagenError, match="did you mean 'bandit'"):
+        setup_of(resolve(None, {"world": "bandti"}), None)
+
+
+def test_the_time_that_worlds_take_is_counted() -> None:
+    """Also of a world that does not come back: its reset is cut short after 0.05 s."""
+    hangs = setup(make=rogue("hang in reset"), timeout_s=0.05)
+    started = time.perf_counter()
+    assert episode([], hangs).stop_reason == "timeout"
+    assert 0.05 <= hangs.world_time.seconds <= time.perf_counter() - started
+    quick = setup(turns=1)
+    assert episode([reply("Right")], quick).turns
+    assert 0 < quick.world_time.seconds < 0.05

@@ -1,0 +1,178 @@
+"""All episodes of a run in one file, a row each, the same in both formats."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.cli.main import main
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.core.types import Group
+from ragen.storage.database import DATABASE
+from ragen.storage.export_episodes import EPISODE, TURN, export_episodes
+from ragen.storage.recorder import Recorder
+from ragen.storage.stored_episodes import read_episode
+from ragen.training.trainer import train
+from tests.made import episode, turn
+from tests.speaker import settings
+
+Capture = pytest.CaptureFixture[str]
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "episodes.md"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(resolve("bandit", settings()), tmp_path_factory.mktemp("runs") / "bandit").run
+
+
+def recording(folder: Path) -> Recorder:
+    folder.mkdir()
+    return Recorder.create(folder, "")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+
+
+def test_every_episode_is_a_line(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "all.jsonl"
+    assert main(["export", str(run), "--episodes", str(out)]) == 0
+    found = lines(out)
+    assert f"{len(found)} episodes are in {out}" in capsys.readouterr().out
+    with sqlite3.connect(run / DATABASE) as connection:
+        ((count, reward, turns),) = connection.execute(
+            "SELECT count(*), sum(reward), sum(num_turns) FROM episodes"
+        )
+    assert len(found) == count
+    assert sum(each["reward"] for each in found) == pytest.approx(reward)
+    assert sum(len(each["turns"]) for each in found) == turns
+    assert all(list(each) == [*EPISODE, "turns"] for each in found)
+    assert all(list(each["turns"][0]) == list(TURN) for each in found)
+    assert all(isinstance(each["kept"], bool) for each in found)
+    first, recorded = found[0]["turns"][0], read_episode(run, 1).episode.turns[0]
+    assert tuple(first["prompt_ids"]) == recorded.prompt.token_ids
+    assert tuple(first["completion_ids"]) == recorded.completion.token_ids
+    assert tuple(first["logprobs"]) == recorded.completion.logprobs
+    assert tuple(first["actions_executed"]) == recorded.actions_executed
+    assert json.loads(first["snapshot"]) == recorded.snapshot
+
+
+def test_prompts_are_whole(tmp_path: Path) -> None:
+    """The database keeps what a prompt adds to the turn before; a row has all of it."""
+    turns = (
+        turn(prompt=(1, 2), sampled=(7, 8)),
+        turn(prompt=(1, 2, 7, 8, 3), sampled=(9,)),
+        turn(prompt=(1, 2, 7, 8, 3, 9, 4), sampled=(9,)),
+        turn(prompt=(5,), sampled=(6,)),
+    )
+    with recording(tmp_path / "run") as recorder:
+        recorder.episodes(1, [Group((episode(*turns),))])
+        assert export_episodes(tmp_path / "run", tmp_path / "live.jsonl") == 0
+        recorder.commit()  # a run that goes on is exported as it stands
+        assert export_episodes(tmp_path / "run", tmp_path / "out.jsonl") == 1
+    (row,) = lines(tmp_path / "out.jsonl")
+    assert [tuple(each["prompt_ids"]) for each in row["turns"]] == [
+        each.prompt.token_ids for each in turns
+    ]
+
+
+def test_parquet_says_the_same(run: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+    out, other = tmp_path / "all.parquet", tmp_path / "all.jsonl"
+    assert main(["export", str(run), "--episodes", str(out)]) == 0
+    export_episodes(run, other)
+    table = parquet.read_table(out)
+    assert table.column_names == [*EPISODE, "turns"]
+    assert table.to_pylist() == lines(other)
+    assert str(table.schema.field("turns").type.value_type.field("prompt_ids").type) in (
+        "list<element: int32>",
+        "list<item: int32>",
+    )
+
+
+def test_many_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+    monkeypatch.setattr("ragen.storage.export_episodes.ROWS_AT_ONCE", 4)
+    with recording(tmp_path / "run") as recorder:
+        recorder.episodes(1, [Group(tuple(episode(turn(n)) for n in range(10)))])
+    assert export_episodes(tmp_path / "run", tmp_path / "out.parquet") == 10
+    file = parquet.ParquetFile(tmp_path / "out.parquet")
+    assert file.metadata.num_row_groups == 3
+    assert file.read().column("reward").to_pylist() == [float(n) for n in range(10)]
+
+
+def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    def most(num: int) -> int:
+        folder = tmp_path / f"run-{num}"
+        with recording(folder) as recorder:
+            for step in range(num):
+                thinks = [episode(turn(thought="t" * 10_000)) for _ in range(10)]
+                recorder.episodes(step, [Group(tuple(thinks))])
+        tracemalloc.start()
+        assert export_episodes(folder, tmp_path / f"{num}.jsonl") == 10 * num
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak
+
+    most(1)
+    assert most(40) < most(4) + 300_000  # 36 steps more hold 3.6 MB of thoughts
+
+
+def test_odd_texts_survive(tmp_path: Path) -> None:
+    odd = "\u2028 \x00 \x1b[31m </script> \U0001f600 \ud800"
+    with recording(tmp_path / "run") as recorder:
+        recorder.episodes(1, [Group((episode(turn(thought=odd, state=odd)),))])
+    export_episodes(tmp_path / "run", tmp_path / "out.jsonl")
+    (row,) = lines(tmp_path / "out.jsonl")
+    assert row["turns"][0]["thought"] == odd.replace("\ud800", "?")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("RUN --episodes out.csv", "out.csv: expected a name that ends in .jsonl or .parquet"),
+        ("RUN --episodes there.jsonl", "there.jsonl exists already"),
+        ("RUN --episodes no/such/folder.jsonl", "cannot write no/such/folder.jsonl: no such file"),
+        ("nowhere --episodes out.jsonl", "nowhere is no run folder"),
+        ("RUN --episodes out.jsonl --merge", "--episodes writes no policy: leave --out"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    arguments: str,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there.jsonl").write_text("mine")
+    assert main(["export", *arguments.replace("RUN", str(run)).split()]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["there.jsonl"]
+    assert Path("there.jsonl").read_text() == "mine"
+
+
+def test_what_is_missing_for_parquet_is_said(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(RagenError, match=r"pip install 'ragen\[parquet\]'"):
+        export_episodes(run, tmp_path / "out.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_column_is_documented() -> None:
+    _, of_episodes, of_turns = DOCUMENTED.read_text("utf-8").split("| column |")
+    for table, columns in ((of_episodes, {*EPISODE, "turns"}), (of_turns, set(TURN))):
+        first = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", " ".join(first))) == columns

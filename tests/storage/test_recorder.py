@@ -1,0 +1,431 @@
+"""The run database: whole steps or nothing, resumes, searchable thoughts, arrays."""
+
+import json
+import math
+import os
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragen.core.errors import RagenError
+from ragen.core.metrics import largest, mean, total
+from ragen.core.types import Completion, Episode, Group, Prompt, Turn
+from ragen.storage.database import DATABASE, new_run_folder
+from ragen.storage.reader import read_evaluations, read_events, read_metrics, standing
+from ragen.storage.recorder import Recorder, append_event
+from ragen.storage.schema import SAMPLE_ARRAYS, SCHEMA_VERSION, decompress
+
+
+def episode(
+    group: int, member: int, num_turns: int = 2, thought: str | None = "go right"
+) -> Episode:
+    prompt = Prompt(({"role": "user", "content": "P _ G"},), (1, 2, 3), 1, 8, 1.0, 0)
+    reply = Completion((4, 5), (-0.5, -0.25), f"{thought}</think><answer>Right</answer>", "stop", 7)
+    turns = tuple(
+        Turn(
+            f"P {k}",
+            prompt,
+            reply,
+            thought,
+            (0, 1),
+            ("Right", "Up"),
+            ("Right",),
+            0.5,
+            -0.1,
+            True,
+            f"k{k}",
+            snapshot={"grid": ["P_"]},
+        )
+        for k in range(num_turns)
+    )
+    return Episode(
+        "bandit", 10000 + group, 5, group, member, turns, "solved", True, False, False, True
+    )
+
+
+def groups(num_groups: int = 2, members: int = 2) -> list[Group]:
+    return [Group(tuple(episode(g, m) for m in range(members))) for g in range(num_groups)]
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    return Recorder.create(new_run_folder(tmp_path, "bandit"), "seed = 0\n")
+
+
+def rows(recorder: Recorder, query: str) -> list[tuple[object, ...]]:
+    connection = sqlite3.connect(recorder.folder / DATABASE)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def count(recorder: Recorder, table: str) -> int:
+    (number,) = rows(recorder, f"SELECT count(*) FROM {table}")[0]
+    assert isinstance(number, int)
+    return number
+
+
+def test_metrics_of_a_step_combine_by_their_own_rule(recorder: Recorder) -> None:
+    recorder.log(3, {"loss": mean(1.0, 2), "tokens": total(5), "norm": largest(2.0)})
+    recorder.log(3, {"loss": mean(4.0, 1), "tokens": total(7), "norm": largest(1.0)})
+    recorder.log(3, {"nothing": mean(math.nan)})
+    recorder.close()
+    # loss: (1 · 2 + 4 · 1) ÷ 3 = 2; tokens: 5 + 7; norm: the larger; no number: NULL.
+    assert rows(recorder, "SELECT step, name, value FROM metrics ORDER BY name") == [
+        (3, "loss", 2.0),
+        (3, "norm", 2.0),
+        (3, "nothing", None),
+        (3, "tokens", 12.0),
+    ]
+
+
+def test_a_step_is_seen_as_a_whole_or_not_at_all(recorder: Recorder) -> None:
+    recorder.log(0, {"loss": mean(1.0)})
+    recorder.episodes(0, groups())
+    assert count(recorder, "metrics") == count(recorder, "episodes") == 0
+    recorder.commit()
+    assert (count(recorder, "metrics"), count(recorder, "episodes")) == (1, 4)
+    recorder.log(1, {"loss": mean(2.0)})
+    recorder.log(2, {"loss": mean(3.0)})  # The first row of the next step writes the one before.
+    assert count(recorder, "metrics") == 2
+    recorder.discard()
+    recorder.close()
+    assert count(recorder, "metrics") == 2
+
+
+def test_an_interrupted_step_is_dropped_and_events_stay(recorder: Recorder) -> None:
+    with pytest.raises(KeyboardInterrupt), recorder:
+        recorder.log(0, {"loss": mean(1.0)})
+        recorder.commit()
+        recorder.log(1, {"loss": mean(1.0)})
+        recorder.event(1, "interrupt", "Ctrl-C", {"signal": 2})
+        raise KeyboardInterrupt
+    assert rows(recorder, "SELECT step FROM metrics") == [(0,)]
+    assert rows(recorder, "SELECT step, kind, data FROM events") == [
+        (1, "interrupt", '{"signal":2}')
+    ]
+
+
+def test_episodes_and_turns(recorder: Recorder) -> None:
+    recorder.episodes(4, groups(), kept=[False, True])
+    recorder.close()
+    found = rows(recorder, 'SELECT "group", member, kept, reward, penalty, num_turns FROM episodes')
+    # Two turns of reward .5 and penalty −.1.
+    assert found == [(g, m, g, 1.0, -0.2, 2) for g in range(2) for m in range(2)]
+    assert rows(
+        recorder,
+        'SELECT e."group", member, turn, actions_asked, t.num_tokens, state_key, snapshot '
+        "FROM turns t JOIN episodes e ON e.id = t.episode_id WHERE state_key = 'k1'",
+    )[2] == (1, 0, 1, '["Right","Up"]', 2, "k1", '{"grid":["P_"]}')
+
+
+def test_thoughts_can_be_searched_and_are_forgotten_with_their_turns(recorder: Recorder) -> None:
+    search = "SELECT count(*) FROM thoughts_fts WHERE thoughts_fts MATCH 'right'"
+    for step in range(3):
+        recorder.episodes(step, groups())
+    recorder.commit()
+    assert rows(recorder, search) == [(24,)]  # 3 steps × 4 episodes × 2 turns
+    recorder.forget_after(0, 0)
+    assert rows(recorder, search) == [(8,)]
+    recorder.episodes(1, [Group((episode(0, 0, thought="turn left"),))])
+    recorder.episodes(1, [Group((episode(0, 1, thought=None),))])
+    recorder.close()
+    assert rows(recorder, search) == [(8,)]
+    check = sqlite3.connect(recorder.folder / DATABASE)
+    check.execute("INSERT INTO thoughts_fts (thoughts_fts) VALUES ('integrity-check')")
+    check.close()
+
+
+def test_resume_forgets_what_came_after_the_checkpoint_of_that_attempt(recorder: Recorder) -> None:
+    for attempt in range(2):
+        recorder.attempt = attempt
+        for step in range(4):
+            recorder.log(step, {"loss": mean(step)})
+            recorder.episodes(step, groups(1, 1))
+            recorder.samples(step, [{"group": 0, "member": 0, "token_ids": [1]}])
+            recorder.evaluation(step, {"world": "bandit", "success": 0.5})
+            recorder.event(step, "note", "seen")
+    recorder.close()
+    with Recorder.open(recorder.folder) as again:
+        assert again.attempt == 1
+        again.forget_after(1, 2)
+        again.log(3, {"loss": mean(9.0)})
+    for table in ("episodes", "samples", "evaluations"):
+        assert count(recorder, table) == 4 + 3
+    assert count(recorder, "turns") == 2 * 7
+    assert count(recorder, "events") == 8
+    assert rows(recorder, "SELECT value FROM metrics WHERE attempt = 1") == [(0,), (1,), (2,), (9,)]
+
+
+def test_an_earlier_checkpoint_forgets_later_attempts_too(recorder: Recorder) -> None:
+    for attempt in range(3):
+        recorder.attempt = attempt
+        for step in (1, 2):
+            recorder.log(step, {"loss": mean(step)})
+    recorder.forget_after(1, 1)
+    assert rows(recorder, "SELECT attempt, step FROM metrics") == [(0, 1), (0, 2), (1, 1)]
+
+
+def test_an_attempt_replaces_what_came_before_from_its_first_step_on(recorder: Recorder) -> None:
+    for attempt, steps in ((0, range(1, 7)), (1, range(5, 7)), (2, range(3, 5))):
+        recorder.attempt = attempt
+        for step in steps:
+            recorder.log(step, {"loss": mean(10 * attempt + step), "reward": mean(0)})
+    recorder.commit()
+    # 3–4 are the last attempt's; 5 and 6 were of attempts that were given up.
+    expected = {1: 1.0, 2: 2.0, 3: 23.0, 4: 24.0}
+    assert read_metrics(recorder.folder, ["loss"]) == {"loss": expected}
+    assert list(read_metrics(recorder.folder)) == ["loss", "reward"]
+    assert read_metrics(recorder.folder, []) == {}
+    assert read_metrics(recorder.folder, ["loss"], after=(2, 3)) == {"loss": {4: 24.0}}
+    assert read_metrics(recorder.folder, ["loss"], after=(2, 4)) == {}
+    stands = standing(recorder.folder)
+    assert [stands(0, 2), stands(0, 3), stands(1, 5), stands(2, 9)] == [True, False, False, True]
+
+
+def test_events_come_back_in_order_with_their_data(recorder: Recorder) -> None:
+    recorder.event(3, "alarm", "loud", {"value": 1.5})
+    append_event(recorder.folder, 1, 4, "alarm", "from another thread", {})
+    recorder.event(4, "resume", "on")
+    found = [(e["attempt"], e["step"], e["data"]) for e in read_events(recorder.folder, "alarm")]
+    assert found == [(0, 3, {"value": 1.5}), (1, 4, {})]
+    assert [e["text"] for e in read_events(recorder.folder)][-1] == "on"
+
+
+def test_an_event_past_a_recorder_that_hangs_is_refused(recorder: Recorder) -> None:
+    recorder._connection.execute("BEGIN IMMEDIATE")
+    with pytest.raises(RagenError, match="locked"):
+        append_event(recorder.folder, 0, 1, "alarm", "", {})
+    recorder._connection.execute("ROLLBACK")
+
+
+def test_forgetting_is_one_transaction(recorder: Recorder) -> None:
+    for step in range(3):
+        recorder.log(step, {"loss": mean(step)})
+        recorder.episodes(step, groups(1, 1))
+    recorder.commit()
+    recorder._connection.execute(
+        "CREATE TRIGGER stuck BEFORE DELETE ON metrics BEGIN SELECT RAISE(FAIL, 'stuck'); END"
+    )
+    with pytest.raises(sqlite3.IntegrityError, match="stuck"):
+        recorder.forget_after(0, 0)
+    assert (count(recorder, "metrics"), count(recorder, "episodes"), count(recorder, "turns")) == (
+        3,
+        3,
+        6,
+    )
+
+
+def test_events_cannot_be_deleted(recorder: Recorder) -> None:
+    recorder.event(0, "alarm", "reward std fell")
+    recorder.close()
+    connection = sqlite3.connect(recorder.folder / DATABASE)
+    with pytest.raises(sqlite3.IntegrityError, match="never deleted"):
+        connection.execute("DELETE FROM events")
+    connection.close()
+
+
+def test_sample_arrays_come_back(recorder: Recorder) -> None:
+    length = 7
+    arrays = {name: np.arange(length).astype(kind) for name, kind in SAMPLE_ARRAYS.items()}
+    del arrays["values"]
+    recorder.samples(0, [{"group": 1, "member": 2, **arrays}])
+    recorder.close()
+    columns = ", ".join(f'"{name}"' for name in SAMPLE_ARRAYS)
+    (found,) = rows(recorder, f'SELECT "group", member, num_tokens, {columns} FROM samples')
+    assert found[:3] == (1, 2, length)
+    for name, blob in zip(SAMPLE_ARRAYS, found[3:], strict=True):
+        if name == "values":
+            assert blob is None
+        else:
+            assert isinstance(blob, bytes)
+            np.testing.assert_array_equal(decompress(name, blob), arrays[name])
+
+
+def test_wrong_sample_arrays_are_refused(recorder: Recorder) -> None:
+    with pytest.raises(ValueError, match="unknown sample arrays: token_id"):
+        recorder.samples(0, [{"group": 0, "member": 0, "token_ids": [1], "token_id": [1]}])
+    with pytest.raises(ValueError, match=r"returns has shape \(2,\), not \(1,\)"):
+        recorder.samples(0, [{"group": 0, "member": 0, "token_ids": [1], "returns": [1.0, 2.0]}])
+    recorder.close()
+
+
+def test_evaluations_are_read_in_order(recorder: Recorder) -> None:
+    record = {"world": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "best": 1.0}
+    recorder.evaluation(0, record)
+    recorder.evaluation(9, {**record, "success": 0.75})
+    recorder.close()
+    assert read_evaluations(recorder.folder) == [
+        {**record, "attempt": 0, "step": 0},
+        {**record, "success": 0.75, "attempt": 0, "step": 9},
+    ]
+
+
+def test_database_is_wal_while_open_and_one_plain_file_after(recorder: Recorder) -> None:
+    recorder.log(0, {"loss": mean(1.0)})
+    recorder.commit()
+    assert rows(recorder, "PRAGMA journal_mode") == [("wal",)]
+    recorder.close()
+    assert rows(recorder, "PRAGMA journal_mode") == [("delete",)]
+    assert rows(recorder, "PRAGMA user_version") == [(SCHEMA_VERSION,)]
+    assert sorted(os.listdir(recorder.folder)) == ["config.toml", "run.sqlite"]
+
+
+def test_close_with_a_reader_that_is_still_looking(recorder: Recorder) -> None:
+    recorder.log(0, {"loss": mean(1.0)})
+    recorder.commit()
+    reader = sqlite3.connect(recorder.folder / DATABASE)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM metrics").fetchall()
+    recorder.log(1, {"loss": mean(1.0)})
+    recorder.close()
+    reader.close()
+    assert count(recorder, "metrics") == 2
+
+
+def test_full_disk_is_one_line_and_leaves_whole_steps(recorder: Recorder) -> None:
+    recorder.log(0, {"loss": mean(1.0)})
+    recorder.commit()
+    (pages,) = recorder._connection.execute("PRAGMA page_count").fetchone()
+    recorder._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    recorder.log(1, {"loss": mean(1.0)})
+    recorder.episodes(1, groups(16, 16))
+    with pytest.raises(
+        RagenError, match=r"cannot write .*run.sqlite: .*full; free space"
+    ) as caught:
+        recorder.commit()
+    assert "\n" not in str(caught.value)
+    recorder.close()
+    assert rows(recorder, "SELECT step FROM metrics") == [(0,)]
+    assert count(recorder, "episodes") == 0
+
+
+def test_read_only_database_is_one_line(recorder: Recorder) -> None:
+    recorder._connection.execute("PRAGMA query_only = ON")
+    recorder.log(0, {"loss": mean(1.0)})
+    with pytest.raises(RagenError, match=r"cannot write .*readonly"):
+        recorder.commit()
+    with pytest.raises(RagenError, match=r"cannot write .*readonly"):
+        recorder.event(0, "note", "x")
+    recorder.close()
+    assert count(recorder, "metrics") == 0
+
+
+def test_failed_creation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(RagenError, match="no space left on device"):
+        Recorder.create(new_run_folder(tmp_path, "bandit"), "seed = 0")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_is_never_overwritten(recorder: Recorder) -> None:
+    recorder.close()
+    with pytest.raises(RagenError, match="holds a run already"):
+        Recorder.create(recorder.folder, "seed = 1")
+    assert (recorder.folder / "config.toml").read_text() == "seed = 0\n"
+
+
+def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(RagenError, match="is no run folder"):
+        Recorder.open(tmp_path)
+    with pytest.raises(RagenError, match="is no run folder"):
+        read_evaluations(tmp_path)
+    (tmp_path / DATABASE).write_bytes(b"not a database at all" * 100)
+    with pytest.raises(RagenError, match="cannot be read"):
+        Recorder.open(tmp_path)
+    with pytest.raises(RagenError, match="cannot be read"):
+        read_evaluations(tmp_path)
+    assert (tmp_path / DATABASE).read_bytes() == b"not a database at all" * 100
+
+
+def test_other_schema_is_refused(recorder: Recorder) -> None:
+    recorder._connection.execute("PRAGMA user_version = 99")
+    recorder.close()
+    with pytest.raises(RagenError, match="has schema 99"):
+        Recorder.open(recorder.folder)
+
+
+def test_one_writer_at_a_time(recorder: Recorder) -> None:
+    with pytest.raises(RagenError, match="being written by another process"):
+        Recorder.open(recorder.folder)
+    recorder.close()
+    Recorder.open(recorder.folder).close()
+
+
+def test_texts_that_utf8_cannot_hold(recorder: Recorder) -> None:
+    recorder.episodes(
+        0, [Group((episode(0, 0, thought="half a pair: \ud83d, a nul: \x00, \u202e"),))]
+    )
+    recorder.close()
+    assert rows(recorder, "SELECT DISTINCT thought FROM turns") == [
+        ("half a pair: ?, a nul: \x00, \u202e",)
+    ]
+
+
+def test_numbered_folders(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    assert new_run_folder(root, "bandit").name == "bandit-1"
+    (root / "bandit-7").mkdir()
+    (root / "bandit-large-9").mkdir()
+    assert new_run_folder(root, "bandit").name == "bandit-8"
+
+
+def test_numbered_folders_are_distinct_under_a_race(tmp_path: Path) -> None:
+    found: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(new_run_folder(tmp_path, "x")))
+        for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 16
+
+
+def test_existing_folder_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "run"
+    assert new_run_folder(tmp_path, "bandit", out) == out
+    with pytest.raises(RagenError) as caught:
+        new_run_folder(tmp_path, "bandit", out)
+    refused = f"{out} exists already and {{}} is never overwritten; give another --out"
+    assert str(caught.value) == refused.format("what is there")
+    (out / "config.toml").write_text("")
+    with pytest.raises(RagenError) as caught:
+        new_run_folder(tmp_path, "bandit", out)
+    resume = f", or go on with that run: ragen resume {out}"
+    assert str(caught.value) == refused.format("a run") + resume
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RagenError, match="cannot make the run folder"):
+        new_run_folder(tmp_path / "file", "bandit")
+    with pytest.raises(RagenError, match="cannot make the run folder"):
+        new_run_folder(tmp_path, "bandit", tmp_path / "file" / "run")
+
+
+def test_json_columns_are_json(recorder: Recorder) -> None:
+    recorder.episodes(0, groups(1, 1))
+    recorder.close()
+    for asked, executed in rows(recorder, "SELECT actions_asked, actions_executed FROM turns"):
+        assert json.loads(str(asked)) == ["Right", "Up"]
+        assert json.loads(str(executed)) == ["Right"]
+
+
+def test_a_default_step_is_written_in_a_blink(recorder: Recorder) -> None:
+    """128 episodes of 5 turns: about 20 ms; the bound only catches a lost transaction."""
+    step = [Group(tuple(episode(g, m, num_turns=5) for m in range(16))) for g in range(8)]
+    start = time.perf_counter()
+    recorder.episodes(0, step)
+    recorder.commit()
+    assert time.perf_counter() - start < 0.5
+    recorder.close()

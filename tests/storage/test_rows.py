@@ -1,0 +1,266 @@
+"""What a database keeps of episodes: every token that the model saw, once, and what it said."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from ragen.algorithms.filters import SCORES, scores_of, surprise
+from ragen.core.types import Completion, Episode, Group
+from ragen.storage.database import connect_to_read, fill, read
+from ragen.storage.recorder import Recorder
+from ragen.storage.rows import episode_rows, write_episodes, write_tokens
+from ragen.storage.schema import PLAYED, decompress
+from tests.made import episode, groups, turn
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    (tmp_path / "run").mkdir()
+    return Recorder.create(tmp_path / "run", "", lambda token: f"<{token}>")
+
+
+def stored(found: Episode) -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:")
+    fill(connection, PLAYED)
+    write_episodes(connection, 0, 1, [episode_rows(found, "train")])
+    return connection
+
+
+def prompts_of(connection: sqlite3.Connection) -> list[list[int]]:
+    """The prompts as a reader puts them together."""
+    prompts, before = [], list[int]()
+    for joins, ids, sampled in connection.execute(
+        "SELECT prompt_joins, prompt_ids, completion_ids FROM turns ORDER BY turn"
+    ):
+        prompts.append(before * joins + decompress("prompt_ids", ids).tolist())
+        before = prompts[-1] + decompress("completion_ids", sampled).tolist()
+    return prompts
+
+
+# Tokens.
+
+
+@given(groups())
+def test_prompts_and_completions_come_back(made: list[Group]) -> None:
+    for each in (e for group in made for e in group.episodes):
+        connection = stored(each)
+        assert prompts_of(connection) == [list(t.prompt.token_ids or ()) for t in each.turns]
+        for t, ids, logprobs, start, end in zip(
+            each.turns,
+            *zip(
+                *connection.execute(
+                    "SELECT completion_ids, logprobs, thought_start, thought_end FROM turns"
+                    " ORDER BY turn"
+                ),
+                strict=True,
+            ),
+            strict=True,
+        ):
+            assert tuple(decompress("completion_ids", ids)) == t.completion.token_ids
+            np.testing.assert_array_equal(decompress("logprobs", logprobs), t.completion.logprobs)
+            assert (start, end) == (t.thought_span or (None, None))
+
+
+def test_what_joins_is_kept_once() -> None:
+    first, joined = turn(prompt=(1, 2), sampled=(7,)), turn(prompt=(1, 2, 7, 3), sampled=(8,))
+    opened = turn(prompt=(1, 2, 3), sampled=(9,))  # as where earlier turns are left out
+    connection = stored(episode(first, joined, opened))
+    found = connection.execute(
+        "SELECT prompt_joins, prompt_ids FROM turns ORDER BY turn"
+    ).fetchall()
+    kept = [(joins, decompress("prompt_ids", ids).tolist()) for joins, ids in found]
+    assert kept == [(0, [1, 2]), (1, [3]), (0, [1, 2, 3])]
+
+
+def test_of_an_endpoint_there_are_texts_alone() -> None:
+    said = Completion(None, None, "up", "stop", 0)
+    spoken = turn(thought="up")
+    endpoint = replace(
+        spoken,
+        completion=said,
+        thought_span=None,
+        prompt=replace(spoken.prompt, token_ids=None),
+    )
+    rows = episode_rows(episode(endpoint, endpoint), "eval")
+    assert rows.token_ids == frozenset()
+    connection = stored(episode(endpoint, endpoint))
+    columns = "prompt_ids, prompt_joins, completion_ids, logprobs, thought_start, num_tokens"
+    assert connection.execute(f"SELECT DISTINCT {columns} FROM turns").fetchall() == [(None,) * 6]
+    numbers = "num_tokens, thought_tokens, entropy, group_score"
+    assert connection.execute(f"SELECT {numbers} FROM episodes").fetchall() == [(None,) * 4]
+
+
+def test_the_texts_of_all_tokens_are_written_once(recorder: Recorder) -> None:
+    asked: list[int] = []
+
+    def text_of(token: int) -> str:
+        asked.append(token)
+        return "half a pair \ud83d" if token == 7 else f"<{token}>"
+
+    recorder.close()
+    with Recorder.open(recorder.folder, text_of=text_of) as again:
+        again.episodes(1, [Group((episode(turn(prompt=(1, 2), sampled=(7,))),))])
+        again.episodes(2, [Group((episode(turn(prompt=(1, 3), sampled=(7,))),))])
+        again.samples(2, [{"group": 0, "member": 0, "token_ids": [1, 9]}])
+    with Recorder.open(recorder.folder, text_of=text_of) as again:
+        again.episodes(3, [Group((episode(turn(prompt=(1, 2, 4), sampled=())),))])
+    assert asked == [1, 2, 7, 3, 9, 4]
+    texts = dict(read(recorder.folder, "SELECT * FROM tokens"))
+    assert texts == {7: "half a pair ?"} | {n: f"<{n}>" for n in (1, 2, 3, 4, 9)}
+
+
+def test_a_step_that_could_not_be_written_leaves_its_tokens_unknown(recorder: Recorder) -> None:
+    recorder._connection.execute("CREATE TRIGGER no BEFORE INSERT ON turns BEGIN SELECT 1/0; END")
+    recorder._connection.execute(
+        "CREATE TRIGGER stuck BEFORE INSERT ON tokens BEGIN SELECT RAISE(FAIL, 'stuck'); END"
+    )
+    step = [Group((episode(turn(prompt=(1,), sampled=(7,))),))]
+    recorder.episodes(1, step)
+    with pytest.raises(sqlite3.IntegrityError, match="stuck"):
+        recorder.commit()
+    assert read(recorder.folder, "SELECT count(*) FROM episodes") == [(0,)]
+    recorder._connection.execute("DROP TRIGGER stuck")
+    recorder.episodes(1, step)
+    recorder.close()
+    assert read(recorder.folder, "SELECT id FROM tokens") == [(1,), (7,)]
+
+
+def test_a_known_text_stays() -> None:
+    connection = stored(episode())
+    write_tokens(connection, [1], lambda _: "first")
+    write_tokens(connection, [1, 2], lambda _: "second")
+    assert connection.execute("SELECT * FROM tokens").fetchall() == [(1, "first"), (2, "second")]
+
+
+# Episodes.
+
+
+def test_an_episodes_numbers() -> None:
+    quiet = turn(sampled=(7, 8, 9))  # logprobs of −.5
+    certain = replace(turn(sampled=(5,), thought="on"), picture=("P_",))
+    certain = replace(certain, completion=replace(certain.completion, logprobs=(0.0,)))
+    made = replace(
+        episode(quiet, certain), final_observation="end \ud83d", final_picture=("_P", "√H")
+    )
+    connection = stored(made)
+    columns = "num_tokens, thought_tokens, entropy, final_observation, final_picture"
+    (found,) = connection.execute(f"SELECT {columns} FROM episodes").fetchall()
+    # Three tokens of .5 and one of 0.
+    assert found[:4] == (4, 1, 0.375, "end ?") and found[2] == surprise(made)
+    assert json.loads(found[4]) == ["_P", "√H"]
+    pictures = [p for (p,) in connection.execute("SELECT picture FROM turns ORDER BY turn")]
+    assert pictures == [None, '["P_"]']
+
+
+def test_what_was_sampled_greedily_has_no_entropy() -> None:
+    certain = turn(sampled=(7, 8))
+    certain = replace(certain, completion=replace(certain.completion, logprobs=(0.0, 0.0)))
+    (entropy,) = stored(episode(certain)).execute("SELECT entropy FROM episodes").fetchone()
+    assert entropy == 0
+    assert stored(episode()).execute("SELECT entropy FROM episodes").fetchone() == (None,)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_each_group_carries_its_score(recorder: Recorder, score: Any) -> None:
+    made = [
+        Group((episode(turn(0.0)), episode(turn(1.0), turn()))),
+        Group((episode(turn(), stop="error"),)),
+    ]
+    made = [
+        Group(tuple(replace(e, group=n, member=m) for m, e in enumerate(group.episodes)))
+        for n, group in enumerate(made)
+    ]
+    recorder.episodes(1, made, [True, False], scores=scores_of(made, score))
+    recorder.episodes(1, made[:1], phase="eval")
+    recorder.close()
+    expected = SCORES[score](made[0])
+    query = "SELECT group_score FROM episodes ORDER BY id"
+    found = [value for (value,) in read(recorder.folder, query)]
+    assert found == [expected, expected, None, None, None]
+
+
+# Lists.
+
+
+SORTS = ("step", "reward", "num_tokens", "entropy", "num_turns", "group_score")
+FILTERS = (
+    "1",
+    "phase = 'train'",
+    "success = 1",
+    "stop_reason = 'error' AND kept = 0",
+    "level_seed = 123",
+    "world = 'w' AND step BETWEEN 3 AND 9 AND reward >= 0.5",
+    """attempt = 0 AND "group" = 3""",
+)
+
+
+@pytest.mark.parametrize("where", FILTERS)
+@pytest.mark.parametrize("sort", SORTS)
+def test_every_list_is_one_pass_over_one_index(where: str, sort: str) -> None:
+    connection = stored(episode(turn()))
+    for order, follows in (("DESC", "<"), ("ASC", ">")):
+        query = (
+            f"SELECT id FROM episodes INDEXED BY episodes_for_lists WHERE {where}"
+            f" AND ({sort}, id) {follows} (0, 1) ORDER BY {sort} {order}, id {order} LIMIT 50"
+        )
+        ((*_, plan), *_) = connection.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
+        assert "USING COVERING INDEX episodes_for_lists" in plan
+
+
+def test_a_group_is_found_without_a_pass() -> None:
+    where = "attempt = 0 AND step = 1 AND phase = 'train' AND \"group\" = 2"
+    query = f"EXPLAIN QUERY PLAN SELECT * FROM episodes WHERE {where}"
+    ((*_, plan),) = stored(episode()).execute(query)
+    assert "SEARCH episodes USING INDEX episodes_by_step (attempt=? AND step=? AND phase=?" in plan
+
+
+# Cross-scores.
+
+
+def test_cross_scores_come_back_and_are_forgotten_with_their_step(recorder: Recorder) -> None:
+    scores = np.array([[-1.5, -np.inf, -3.25], [-0.5, -2.0, -1.0]])
+    for step in (1, 2):
+        for path in ("first", "any"):
+            recorder.cross_scores(step, path, scores, [0, 2], ["left", "\ud83d"], ["a", "b", "c"])
+    recorder.commit()
+    recorder.forget_after(0, 1)
+    recorder.close()
+    (first, second) = read(recorder.folder, "SELECT * FROM cross_scores ORDER BY path DESC")
+    assert (first[:3], second[:3]) == ((0, 1, "first"), (0, 1, "any"))
+    _, _, _, blob, own, num_thoughts, num_prompts, thoughts, prompts = first
+    shape = (num_thoughts, num_prompts)
+    np.testing.assert_array_equal(decompress("scores", blob).reshape(shape), scores)
+    assert decompress("own", own).tolist() == [0, 2]
+    assert (json.loads(thoughts), json.loads(prompts)) == (["left", "\ud83d"], ["a", "b", "c"])
+
+
+# Reading.
+
+
+@pytest.mark.parametrize("name", ["plain", "a b?mode=rwc#x%20", "ä'\"", "two//slashes"])
+def test_reading_changes_nothing(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    with Recorder.create(folder, "") as recorder:
+        recorder.event(0, "note", "here")
+        # While it is written, and by a connection that could not write it.
+        assert read(folder, "SELECT text FROM events") == [("here",)]
+        reader = connect_to_read(folder / "run.sqlite")
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            reader.execute("DELETE FROM metrics")
+        reader.close()
+    before = (folder / "run.sqlite").read_bytes()
+    assert read(folder, "SELECT text FROM events") == [("here",)]
+    assert (folder / "run.sqlite").read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "run.sqlite"]
+    with pytest.raises(sqlite3.OperationalError):
+        connect_to_read(folder / "other.sqlite")
+    assert not (folder / "other.sqlite").exists()

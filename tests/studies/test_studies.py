@@ -1,0 +1,254 @@
+"""Studies: the rule of the verdict, and grids that are run once, whatever interrupts them."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.cli.main import main
+from ragen.config.reading import recipes
+from ragen.core.errors import RagenError
+from ragen.core.statistics import mean_difference, mean_interval
+from ragen.core.stopping import StopRequested
+from ragen.studies import studies
+from ragen.studies.measures import MEASURES, RunFacts, measure_of
+from ragen.studies.study import Decision, Prediction, Study, decide, load_study, verdict
+from ragen.studies.study import studies as names
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "number": "finding 0",
+    "title": "A study for tests",
+    "claim": "More is more.",
+    "published": "Nothing.",
+    "limits": "Everything.",
+    "predictions": [
+        {"measure": "final", "arm": "filtered", "above": "all"},
+        {"measure": "before", "arm": "all", "above": 0.2, "by": 0.0},
+    ],
+    "arms": {"all": {"filter.rule": "all"}, "filtered": {"filter.value": 0.5}},
+    "laptop": {
+        "recipes": ["bandit"],
+        "settings": {
+            "steps": 2,
+            "rollout.prompts": 4,
+            "eval.episodes": 64,
+            "eval.every": 1,
+        },
+    },
+    "paper": {"recipes": ["bandit"]},
+}
+
+
+@pytest.fixture
+def tiny() -> Study:
+    return Study(**TINY)
+
+
+# The rule.
+
+
+def decided(*bounds: tuple[float, float], by: float = 0.0) -> str:
+    said = Prediction(measure="final", arm="a", above=0.0, by=by)
+    return verdict([Decision("x", said, (a + b) / 2, a, b) for a, b in bounds])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "by", "said"),
+    [
+        ([(0.1, 0.3)], 0.0, "supports"),
+        ([(0.1, 0.3)], 0.2, "cannot decide"),
+        ([(0.1, 0.3)], 0.4, "contradicts"),
+        ([(-0.1, 0.3)], 0.0, "cannot decide"),
+        ([(0.1, 0.3), (0.1, 0.3), (-0.1, 0.3)], 0.0, "supports"),
+        ([(0.1, 0.3), (-0.1, 0.3)], 0.0, "cannot decide"),  # no majority
+        ([(0.1, 0.3), (0.1, 0.3), (-0.3, -0.1)], 0.0, "cannot decide"),
+        ([(-0.1, 0.3), (-0.1, 0.3), (-0.3, -0.1)], 0.0, "contradicts"),
+    ],
+)
+def test_the_rule(bounds: list[tuple[float, float]], by: float, said: str) -> None:
+    assert decided(*bounds, by=by) == said
+
+
+def test_decisions_are_intervals_over_seeds(tiny: Study) -> None:
+    cells = {("bandit", "all"): [0.4, 0.5, 0.6], ("bandit", "filtered"): [0.8, 0.9, math.nan]}
+    higher, above = decide(tiny, "laptop", {"final": cells, "before": cells})
+    expected = mean_difference([0.8, 0.9], [0.4, 0.5, 0.6])
+    assert (higher.excess, higher.low, higher.high) == (expected.value, expected.low, expected.high)
+    assert above.excess == pytest.approx(0.3) and above.outcome == "supported"
+    assert above.low == pytest.approx(mean_interval([0.4, 0.5, 0.6]).low - 0.2)
+
+
+def test_one_seed_decides_nothing(tiny: Study) -> None:
+    cells = {("bandit", "all"): [0.0], ("bandit", "filtered"): [1.0]}
+    outcomes = [d.outcome for d in decide(tiny, "laptop", {"final": cells, "before": cells})]
+    assert outcomes == ["undecided", "undecided"]
+
+
+def test_measures_of_a_run_without_what_they_need_are_nan() -> None:
+    assert all(
+        math.isnan(MEASURES[name](RunFacts({}, {}))) for name in MEASURES if name != "seconds"
+    )
+    for name in ("first:a", "last:a", "change:a", "onset:a", "onset:a - last:b"):
+        assert math.isnan(measure_of(name)(RunFacts({}, {})))
+    with pytest.raises(RagenError, match="there is no measure 'finale'"):
+        measure_of("finale")
+
+
+# Those that ship.
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_run_of_every_study_can_be_settled(name: str) -> None:
+    study = load_study(name)
+    for scale in ("laptop", "paper"):
+        for recipe in study.grid(scale).recipes:  # type: ignore[arg-type]
+            for arm in study.arms:
+                config = study.config(scale, recipe, arm, 3)  # type: ignore[arg-type]
+                assert config.seed == 3 and recipe in recipes()
+
+
+def test_an_arm_that_is_not_there_is_found_at_once() -> None:
+    with pytest.raises(ValueError, match="there is no arm 'none'"):
+        Study(**TINY | {"predictions": [{"measure": "final", "arm": "none", "above": 0.5}]})
+
+
+# Running.
+
+
+def rows(out: Path) -> list[dict[str, str]]:
+    with (out / "runs.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path, jobs: int) -> None:
+    said: list[str] = []
+    found = studies.run_study(tiny, seeds=2, out=tmp_path, jobs=jobs, say=said.append)
+    assert said[0] == "tiny: 4 runs, 0 of them done" and len(said) == 5
+    first = rows(tmp_path)
+    assert [(r["arm"], r["seed"]) for r in first] == [
+        ("all", "0"),
+        ("filtered", "0"),
+        ("all", "1"),
+        ("filtered", "1"),
+    ]
+    assert all(0 <= float(row["final"]) <= 1 for row in first)
+    text = (tmp_path / "study.md").read_text()
+    assert f"**Here the data {studies.SAID[found.verdict]}**" in text and "![" in text
+    assert (tmp_path / "study.svg").stat().st_size > 1000
+
+    # Killed before its first checkpoint, and after its last one: both are made whole.
+    shutil.rmtree(tmp_path / "bandit" / "all" / "seed-0" / "checkpoints")
+    shutil.rmtree(tmp_path / "bandit" / "all" / "seed-1")
+    said.clear()
+    studies.run_study(tiny, seeds=2, out=tmp_path, jobs=1, say=said.append)
+    assert said[0] == "tiny: 4 runs, 3 of them done", "a finished run needs no checkpoint"
+    same = ("before", "peak", "final")
+    assert [[r[k] for k in same] for r in rows(tmp_path)] == [[r[k] for k in same] for r in first]
+
+    other = tiny.model_copy(update={"arms": tiny.arms | {"all": {"update.lr": 1.0}}})
+    with pytest.raises(RagenError, match=r"made with other settings .* name another --out"):
+        studies.run_study(other, seeds=2, out=tmp_path)
+
+
+def test_a_killed_study_leaves_no_process_behind(tmp_path: Path) -> None:
+    """One that went on would write into the run that the same command goes on with."""
+    script = tmp_path / "pool.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\n"
+        "from ragen.studies.studies import end_with_parent\n"
+        "if __name__ == '__main__':\n"
+        "    pool = ProcessPoolExecutor(1, get_context('spawn'), end_with_parent)\n"
+        "    print(pool.submit(os.getpid).result(), flush=True)\n"
+        "    pool.submit(time.sleep, 600)\n"
+        "    time.sleep(600)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    study = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert study.stdout is not None
+    worker = int(study.stdout.readline())
+    os.kill(worker, 0)
+    study.kill()
+    study.wait()
+    study.stdout.close()
+    for _ in range(500):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        stat = Path(f"/proc/{worker}/stat")
+        if stat.exists() and ") Z " in stat.read_text():  # nobody may be there to reap it
+            return
+        time.sleep(0.02)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("it outlived the study")
+
+
+def test_an_arm_may_begin_with_a_lesson(tmp_path: Path) -> None:
+    taught = TINY | {
+        "arms": {"base": {"steps": 0}, "taught": {"steps": 0}},
+        "sft": {"taught": {"episodes": 128, "epochs": 4}},
+        "predictions": [{"measure": "final", "arm": "taught", "above": "base"}],
+    }
+    for _ in range(2):  # the second time nothing is left to do
+        said: list[str] = []
+        found = studies.run_study(Study(**taught), seeds=2, out=tmp_path, jobs=1, say=said.append)
+    assert said == ["tiny: 4 runs, 4 of them done"]
+    assert found.verdict == "supports"
+    assert (tmp_path / "bandit" / "taught" / "seed-1-sft" / "model.safetensors").is_file()
+
+
+def test_a_stop_is_an_interruption_that_the_same_command_mends(
+    tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise StopRequested(2)
+
+    monkeypatch.setattr(studies, "train", stop)
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
+        studies.run_study(tiny, seeds=2, out=tmp_path, jobs=1)
+
+
+def test_results_that_cannot_be_written_are_one_line(tiny: Study, tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").mkdir()
+    with pytest.raises(RagenError, match=r"cannot write .*runs\.csv: is a directory; .*--out"):
+        studies.conclude(tiny.model_copy(update={"predictions": []}), "laptop", 2, tmp_path, [])
+
+
+def test_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["study"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(names())
+    assert main(["study", names()[0], "--dry-run"]) == 0
+    assert "predicts " in capsys.readouterr().out
+    assert main(["study", "filterin"]) == 2
+    assert "did you mean 'filtering'?" in capsys.readouterr().err
+    Path("file").write_text("")
+    for options, message in (
+        (["--seeds", "1"], "--seeds 1: an interval over seeds takes 2 or more"),
+        (["--seeds", "0", "--dry-run"], "--seeds 0: an interval"),
+        (["--jobs", "-2"], "--jobs -2: expected a whole number"),
+        (["--out", "file"], "cannot write file: file exists; free space there or choose another"),
+        (["--out", "file/x"], "cannot write file/x: not a directory"),
+    ):
+        assert main(["study", "filtering", *options]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

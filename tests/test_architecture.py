@@ -1,0 +1,200 @@
+"""The architecture: which folder may import which, and what stays light.
+
+`FOLDERS` is the house. An import between folders may only point down this list, and the modules of
+one folder import each other without circles.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ragen
+
+PACKAGE = Path(ragen.__file__).parent
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+FOLDERS = {  # Top to bottom; whether the folder does without torch, in part or whole.
+    "cli": "no torch at import",
+    "viewer": "no torch",
+    "studies": "torch",
+    "reports": "torch",
+    "training": "torch",
+    "finetuning": "torch",
+    "evaluation": "no torch at import",
+    "diagnostics": "torch",
+    "engines": "torch",
+    "rollout": "no torch",
+    "algorithms": "torch",
+    "models": "torch",
+    "envs": "no torch",
+    "storage": "no torch",
+    "config": "no torch",
+    "core": "no torch",
+}
+PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
+LIGHT_MODULES = {"reports.report", "studies.study", "studies.measures", "diagnostics.regimes"}
+"""Modules of folders with torch that load none themselves."""
+HEAVY_MODULES = {"evaluation.branch"}
+"""Modules of folders without torch at import that need it."""
+ONLY_IN = {
+    "ray": {"engines.ray"},
+    "vllm": {"engines.sampler_vllm"},
+    "peft": {"models.lora"},
+}
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+MODULES = [path for path in FILES if path.parent != PACKAGE]
+
+
+def name_of(path: Path) -> str:
+    """A module's dotted name below `ragen`, its package's for an ``__init__.py``."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import of a file, also inside functions and for types only."""
+    package = ["ragen", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*parts, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+
+
+def module_of(name: str) -> str | None:
+    """The module below `ragen` that an imported name lies in; none for another package."""
+    root, _, rest = name.partition(".")
+    if root != "ragen":
+        return None
+    parts = rest.split(".")
+    while parts:
+        path = PACKAGE.joinpath(*parts)
+        if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
+            return ".".join(parts)
+        parts.pop()
+    return ""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_point_down(path: Path) -> None:
+    own = name_of(path)
+    folder = own.split(".")[0]
+    assert folder in PLACE, f"ragen/{folder} is no folder of the house: see FOLDERS in this file"
+    for line, name in imports(path):
+        target = module_of(name)
+        if target is not None:
+            assert target, f"{own}:{line} imports {name}: import the module itself"
+            other = target.split(".")[0]
+            assert PLACE[other] >= PLACE[folder], f"{own}:{line} imports {target}, which is above"
+        root = name.partition(".")[0]
+        if root in ("torch", "transformers"):
+            assert FOLDERS[folder] != "no torch", f"{own}:{line}: {folder} does without {root}"
+        assert own in ONLY_IN.get(root, {own}), f"{own}:{line}: {root} is for {ONLY_IN[root]}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_has_no_circles(folder: str) -> None:
+    edges = {
+        name_of(path): {module_of(name) for _, name in imports(path)} - {name_of(path)}
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+    }
+    while edges:
+        free = [name for name, targets in edges.items() if not targets & edges.keys()]
+        assert free, f"the modules {', '.join(edges)} import each other in a circle"
+        for name in free:
+            del edges[name]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_says_what_lives_in_it(folder: str) -> None:
+    tree = ast.parse((PACKAGE / folder / "__init__.py").read_text("utf-8"))
+    assert ast.get_docstring(tree)
+    assert len(tree.body) == 1, "an __init__.py of a folder holds its paragraph and nothing else"
+
+
+def test_the_page_shows_every_module_in_its_folder() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)/` \| [^|]* \| ([^|]*) \|$", PAGE.read_text("utf-8"), re.MULTILINE
+    )
+    shown = {folder: re.findall(r"`(\w+)`", modules) for folder, modules in rows}
+    assert list(shown) == list(FOLDERS), "the page has the folders in their order"
+    for folder, modules in shown.items():
+        files = {path.stem for path in (PACKAGE / folder).glob("[!_]*.py")}
+        assert sorted(modules) == sorted(files), folder
+
+
+def python(code: str) -> str:
+    """Standard output of a fresh interpreter that runs `code`."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+HEAVY = "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+
+
+def test_light_modules_load_neither_torch_nor_transformers() -> None:
+    present = sorted(
+        f"ragen.{name}"
+        for name in map(name_of, MODULES)
+        if (FOLDERS[name.split(".")[0]] != "torch" and name not in HEAVY_MODULES)
+        or name in LIGHT_MODULES
+    )
+    lines = [f"import {module}; print({module!r}, end=' '); {HEAVY}" for module in present]
+    out = python("\n".join(["import sys", "import ragen", *lines]))
+    assert [line for line in out.splitlines() if not line.endswith("[]")] == []
+    assert len(out.splitlines()) == len(present)
+
+
+def test_help_is_light() -> None:
+    code = (
+        "import sys; sys.argv = ['ragen', '--help']\n"
+        "from ragen.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        f"print(); {HEAVY}"
+    )
+    assert python(code).splitlines()[-1] == "[]"
+
+
+def test_import_ragen_is_quick() -> None:
+    code = "import time; t = time.perf_counter(); import ragen; print(time.perf_counter() - t)"
+    assert min(float(python(code)) for _ in range(3)) < 0.3
+
+
+def test_a_wrong_import_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule itself, on a house of one wrong module."""
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    for name in ("rollout/chat", "rollout/prompt", "cli/main", "core/errors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text("")
+    wrong = tmp_path / "rollout" / "chat.py"
+    for text in (
+        "from ragen.cli import main",
+        "from ragen.cli.main import run",
+        "def f():\n    import torch",
+        "from ..cli import main",
+        "import ray",
+        "from ragen import train",
+    ):
+        wrong.write_text(text)
+        with pytest.raises(AssertionError):
+            test_imports_point_down(wrong)
+    wrong.write_text("from ragen.rollout.prompt import Limits\nimport json\n")
+    test_imports_point_down(wrong)
+    (tmp_path / "rollout" / "prompt.py").write_text("from ragen.rollout.chat import Chat")
+    with pytest.raises(AssertionError, match="in a circle"):
+        test_a_folder_has_no_circles("rollout")
+    stranger = tmp_path / "elsewhere" / "new.py"
+    stranger.parent.mkdir()
+    stranger.write_text("")
+    with pytest.raises(AssertionError, match="no folder of the house"):
+        test_imports_point_down(stranger)

@@ -1,0 +1,291 @@
+"""Other people's trackers: the same names and numbers, nothing unless asked, nothing lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.cli.main import main
+from ragen.config.reading import resolve
+from ragen.config.sections import TRACKERS
+from ragen.core.errors import RagenError
+from ragen.storage.reader import read_evaluations, read_metrics
+from ragen.training import trackers
+from ragen.training.progress import Watcher
+from ragen.training.trackers import ID, Tracked, tracked
+from ragen.training.trainer import resume, train
+from tests.speaker import settings
+
+Capture = pytest.CaptureFixture[str]
+Points = dict[str, dict[int, list[float]]]
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    there = importlib.util.find_spec(name) is not None
+    return pytest.mark.skipif(not there, reason=f"needs the extra {name}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nothing leaves this folder; trackio asks where to only once in a process."""
+    home = tmp_path_factory.mktemp("trackers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("TRACKIO_DIR", str(home))
+        for name in ("WANDB_PROJECT", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            patch.delenv(name, raising=False)
+        yield home
+
+
+# What each holds, read back by its own means.
+
+
+def in_tensorboard(run: Path) -> Points:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    found: Points = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            found.setdefault(name, {}).setdefault(event.step, []).append(event.value)
+    return found
+
+
+def in_wandb(run: Path) -> Points:
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # its own process writes the rest when this one ends
+    found: Points = {}
+    for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        for data in log_records(path.read_bytes()):
+            items = Record.FromString(data).history.item
+            row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
+            into(found, row)
+    return found
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records of LevelDB's log format, in which an offline run is kept: blocks of 32 kB."""
+    at, parts = 7, b""  # behind the file's own header
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15
+        if left < 7:  # no header fits into the rest of a block
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole one, or the last part of one
+            yield parts
+            parts = b""
+
+
+def in_trackio(run: Path) -> Points:
+    from trackio.utils import TRACKIO_DIR
+
+    name = f"{run.name}-{(run / ID).read_text()}"
+    connection = sqlite3.connect(Path(TRACKIO_DIR) / "ragen.db")
+    rows = connection.execute(
+        "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", (name,)
+    ).fetchall()
+    connection.close()
+    found: Points = {}
+    for _, text in rows:
+        into(found, json.loads(text))
+    steps = [step for step, _ in rows]
+    assert steps == list(range(len(rows)))  # its own count goes on, wherever the run is
+    return found
+
+
+def into(found: Points, row: Mapping[str, Any]) -> None:
+    step = row.get(trackers.STEP)
+    for name, value in row.items():
+        if step is not None and not name.startswith("_") and name != trackers.STEP:
+            found.setdefault(name, {}).setdefault(int(step), []).append(value)
+
+
+READ = {"tensorboard": in_tensorboard, "wandb": in_wandb, "trackio": in_trackio}
+EACH = pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in TRACKERS])
+
+
+@EACH
+def test_a_run_is_tracked_under_the_same_names(name: str, tmp_path: Path) -> None:
+    config = resolve("bandit", settings(record__trackers=name))
+    run = train(config, tmp_path / "bandit-7").run
+    recorded, found = read_metrics(run), READ[name](run)
+    told = {each for each in found if not each.startswith("eval")}
+    # The database has averages and the time of a checkpoint besides, which nobody is told.
+    assert told <= recorded.keys() and len(told) > 40
+    assert {"success/mean", "reward/std_in_group", "time/rollout_s"} <= told
+    for metric in told:
+        for step, values in found[metric].items():
+            assert values == [pytest.approx(recorded[metric][step], rel=1e-5)], metric
+    assert set(found["success/mean"]) == {1, 2, 3}
+    for evaluation in read_evaluations(run):
+        section = "eval" if evaluation["temperature"] else "eval_greedy"
+        (value,) = found[f"{section}/success"][evaluation["step"]]
+        assert value == pytest.approx(evaluation["success"])
+
+
+@EACH
+def test_a_resumed_run_goes_on_in_the_same_place(name: str, tmp_path: Path) -> None:
+    config = resolve("bandit", settings(record__trackers=name, steps=2, eval__episodes=0))
+    run = train(config, tmp_path / "bandit-7").run
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("\nsteps = 2\n", "\nsteps = 4\n"))
+    resume(run)
+    found = READ[name](run)["success/mean"]
+    assert {step: len(values) for step, values in found.items()} == {1: 1, 2: 1, 3: 1, 4: 1}
+
+
+@EACH
+def test_a_rollback_leaves_what_counts(name: str, tmp_path: Path) -> None:
+    """Steps 1 to 4, back to 2, and on: what came after it is replaced, or there with the new."""
+    run = tmp_path / "bandit-7"
+    run.mkdir()
+    watcher = tracked(Watcher(), resolve("bandit", {"record.trackers": name}))
+    watcher.begin(run, resolve("bandit"), 0)
+    for step, loss in ((1, 0.5), (2, 0.25), (3, 8.0), (4, 9.0), (3, 0.125), (4, 0.0625)):
+        watcher.step(step, {"loss/policy": loss, "loss/kl": 0.0})
+    watcher.step(4, {"loss/policy": 0.5, "loss/kl": 0.0})  # back to 3, and on
+    watcher.end()
+    found = READ[name](run)["loss/policy"]
+    hidden = {} if name == "tensorboard" else {3: [8.0], 4: [9.0, 0.0625]}
+    stands = {1: 0.5, 2: 0.25, 3: 0.125, 4: 0.5}
+    assert found == {step: [*hidden.get(step, []), value] for step, value in stands.items()}
+
+
+@needs("trackio")
+def test_standard_output_is_left_to_results(tmp_path: Path, capsys: Capture) -> None:
+    run = tmp_path / "bandit-7"
+    run.mkdir()
+    watcher = tracked(Watcher(), resolve("bandit", {"record.trackers": "trackio"}))
+    watcher.begin(run, resolve("bandit"), 0)
+    watcher.step(1, {"loss/policy": 0.5})
+    watcher.end()
+    assert capsys.readouterr().out == ""
+
+
+# Whatever is installed.
+
+
+class Heard(Watcher):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("note", "begin", "episode", "step", "evaluated", "alarm", "end"):
+            return lambda *_: self.calls.append(name)
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """One tracker that only remembers."""
+    calls: list[Any] = []
+
+    class Pretended:
+        def __init__(self, run: Path, config: Any, step: int) -> None:
+            calls.append(("begin", run, step))
+
+        def log(self, step: int, numbers: Mapping[str, float]) -> None:
+            calls.append(("log", step, dict(numbers)))
+
+        def close(self) -> None:
+            calls.append("close")
+
+    monkeypatch.setattr(trackers, "TRACKERS", {"pretended": Pretended})
+    yield calls
+
+
+def test_all_is_passed_on(pretended: list[Any], tmp_path: Path) -> None:
+    inner = Heard()
+    watcher = Tracked(inner, ["pretended"])
+    watcher.note("by the way")
+    watcher.begin(tmp_path, resolve("bandit"), 3)
+    watcher.episode(None)  # type: ignore[arg-type]
+    watcher.step(4, {"loss/policy": 0.5})
+    watcher.alarm(4, "look")
+    watcher.end()
+    watcher.end()  # the command ends it, too
+    assert inner.calls == ["note", "begin", "episode", "step", "alarm", "end", "end"]
+    assert pretended == [("begin", tmp_path, 3), ("log", 4, {"loss/policy": 0.5}), "close"]
+
+
+def test_a_run_that_fails_is_closed(pretended: list[Any], tmp_path: Path) -> None:
+    class Fails(Watcher):
+        def step(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise ZeroDivisionError
+
+    config = resolve("bandit", settings())
+    with pytest.raises(ZeroDivisionError):
+        train(config, tmp_path / "run", watcher=Tracked(Fails(), ["pretended"]))
+    assert pretended[-1] == "close"
+
+
+def test_a_run_whose_tracker_does_not_begin_is_gone_on_with(
+    pretended: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuses(run: Path, config: Any, step: int) -> Any:
+        raise RagenError("no login")
+
+    config, run = resolve("bandit", settings()), tmp_path / "run"
+    begins = trackers.TRACKERS["pretended"]
+    monkeypatch.setattr(trackers, "TRACKERS", {"pretended": refuses})
+    with pytest.raises(RagenError, match="no login"):
+        train(config, run, watcher=Tracked(Watcher(), ["pretended"]))
+    monkeypatch.setattr(trackers, "TRACKERS", {"pretended": begins})
+    assert resume(run, Tracked(Watcher(), ["pretended"])).after is not None
+    assert {each[1] for each in pretended[1:-1]} == {0, 1, 2, 3}
+
+
+def test_nothing_is_imported_unless_asked() -> None:
+    code = (
+        "import sys, ragen.training.trainer\n"
+        "from ragen.training.trackers import tracked\n"
+        "from ragen.config.reading import resolve; from ragen.training.progress import Watcher\n"
+        "quiet = Watcher(); assert tracked(quiet, resolve('bandit')) is quiet\n"
+        "print([name for name in ('tensorboard', 'wandb', 'trackio') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_what_is_missing_is_one_line_before_anything_begins(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda found: None if found == name else find(found)
+    )
+    out = tmp_path / "run"
+    assert main(["train", "bandit", "--out", str(out), "--record.trackers", name]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"ragen: record.trackers: {name} is not installed: pip install 'ragen[{name}]'\n"
+    )
+    assert not out.exists()
+
+
+def test_names_that_nobody_has_are_refused() -> None:
+    for wrong in ("mlflow", "wandb,mlflow", "wandb tensorboard"):
+        with pytest.raises(RagenError, match=r"record.trackers = .*: expected nothing, or of"):
+            resolve("bandit", {"record.trackers": wrong})
+    assert resolve("bandit").record.trackers == ""
+    assert resolve("bandit", {"record.trackers": "wandb, trackio"}).record.trackers
+
+
+def test_the_names_are_those_of_the_config() -> None:
+    assert tuple(trackers.TRACKERS) == TRACKERS

@@ -1,0 +1,844 @@
+"""The loop as a whole: what a run leaves behind, and that stopping it changes no number."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ragen.algorithms.advantages import ADVANTAGES, NEEDS_VALUES
+from ragen.algorithms.batch import Batch
+from ragen.config.reading import resolve
+from ragen.config.sections import Config
+from ragen.core.errors import RagenError
+from ragen.core.stopping import StopRequested
+from ragen.core.types import Role
+from ragen.engines import checkpoint
+from ragen.engines import local as engine_local
+from ragen.engines.learner import Learner
+from ragen.engines.local import LocalEngine
+from ragen.engines.sampler import Sampler
+from ragen.storage.database import DATABASE
+from ragen.storage.recorder import Recorder
+from ragen.training import running
+from ragen.training.progress import Watcher
+from ragen.training.trainer import Result, resume, train
+from tests.speaker import settings
+
+GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__passes": 2, "update__lr_end": 0.1}
+DAPO = {"algorithm": "dapo", "rollout__refill": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "gae": GAE,
+    "shared": GAE | {"model__critic": "shared", "update__critic_warmup_steps": 1},
+    "dapo": DAPO,
+    "updates": {"budget": "updates", "filter__rule": "all", "update__lr_end": 0.1, "steps": 5},
+    "bfloat16": {"model__dtype": "bfloat16"},
+    "bfloat16 gae": GAE | {"model__dtype": "bfloat16", "update__muon_lr": 1e-3},
+}
+BOTH = pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
+
+
+def config(**more: Any) -> Config:
+    return resolve("bandit", settings(**more))
+
+
+def test_a_run_that_does_not_begin_closes_what_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    async def close(engine: LocalEngine) -> None:
+        closed.append("engine")
+
+    monkeypatch.setattr(LocalEngine, "close", close)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RagenError, match="cannot make the run folder"):
+        train(config(), out=tmp_path / "file" / "run")
+    assert closed == ["engine"]
+    train(config(steps=1), out=tmp_path / "run")
+    assert closed == ["engine"] * 2  # once, by the run itself
+
+    def full(recorder: Recorder, attempt: int, step: int) -> None:
+        raise RagenError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "forget_after", full)
+        with pytest.raises(RagenError, match="no space left"):
+            resume(tmp_path / "run")
+    assert closed == ["engine"] * 3
+    Recorder.open(tmp_path / "run").close()  # nobody claims it any more
+
+
+def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(run / DATABASE)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def numbers(run: Path) -> dict[str, Any]:
+    """All that a run came to, except for the time it took and the events on its way."""
+    newest = checkpoint.newest(run)
+    state = json.loads((newest / checkpoint.STATE).read_text())
+    del state["loop"]["seconds"], state[checkpoint.SEAL]
+    evaluations = [
+        {k: v for k, v in json.loads(record).items() if k not in ("seconds", "target")}
+        for (record,) in rows(run, "SELECT record FROM evaluations ORDER BY step, temperature")
+    ]
+    return {
+        "step": newest.name,
+        "state": state,
+        "metrics": rows(
+            run,
+            "SELECT attempt, step, name, value FROM metrics WHERE name NOT LIKE 'time/%'"
+            " ORDER BY 1, 2, 3",
+        ),
+        "episodes": rows(
+            run,
+            'SELECT step, phase, "group", member, level_seed, noise_seed, reward, success,'
+            " num_turns, num_tokens, thought_tokens, entropy, group_score, final_observation"
+            " FROM episodes ORDER BY step, phase, level_seed, member, noise_seed, reward",
+        ),
+        "replies": rows(
+            run, "SELECT count(*), sum(length(reply)), sum(reward), sum(num_tokens) FROM turns"
+        ),
+        "turns": rows(
+            run,
+            "SELECT prompt_ids, prompt_joins, completion_ids, logprobs, thought_start FROM turns"
+            " ORDER BY prompt_ids, completion_ids, logprobs",
+        ),
+        "tokens": rows(run, "SELECT * FROM tokens"),
+        "thoughts": rows(run, "SELECT count(*) FROM thoughts_fts"),
+        "samples": rows(
+            run,
+            'SELECT step, "group", member, token_ids, sampled_logprobs, advantages, "values",'
+            " returns FROM samples ORDER BY id",
+        ),
+        "evaluations": evaluations,
+        "tensors": {
+            f"{path.name}:{name}": tensor.flatten().view(torch.uint8).numpy().tobytes()
+            for path in sorted(newest.glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        },
+    }
+
+
+def same(run: Path, whole: dict[str, Any]) -> None:
+    found = numbers(run)
+    for part, value in whole.items():
+        assert found[part] == value, part
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Start `work` in a copy of this process; returns its id. It ends with the code of `ragen`."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        work()
+        code = 0
+    except StopRequested as stop:
+        code = 128 + stop.signal_number
+    except RagenError:
+        code = 2
+    except KeyboardInterrupt:
+        code = 99
+    finally:
+        os._exit(code)
+
+
+def end_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Interrupts(Watcher):
+    """Sends this process a signal when something happens for the n-th time."""
+
+    def __init__(self, what: str, at: int, number: int) -> None:
+        self.what, self.left, self.number = what, at, number
+
+    def _happens(self, what: str) -> None:
+        self.left -= what == self.what
+        if self.left == 0 and what == self.what:
+            os.kill(os.getpid(), self.number)
+
+    def episode(self, episode: Any) -> None:
+        self._happens("episode")
+
+    def step(self, step: int, metrics: Any) -> None:
+        self._happens("step")
+
+    def evaluated(self, step: int, evaluation: Any) -> None:
+        self._happens("evaluated")
+
+
+# What a run leaves behind.
+
+
+def test_a_run_and_its_database(tmp_path: Path) -> None:
+    result = train(config(), tmp_path / "run")
+    run = tmp_path / "run"
+    assert isinstance(result, Result) and result.run == run and result.world == "bandit"
+    assert result.before is not None and result.after is not None
+    assert result.before_greedy is not None and result.before_greedy.temperature == 0
+    assert (result.before.random, result.before.best, result.before.episodes) == (0.5, 1.0, 4)
+
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.toml", DATABASE]
+    # 3 steps of 2 × 4 training episodes; 4 levels, sampled and greedy, before and after.
+    assert rows(run, "SELECT phase, step, count(*) FROM episodes GROUP BY 1, 2 ORDER BY 1, 2") == [
+        ("eval", 0, 4),
+        ("eval", 3, 4),
+        ("eval greedy", 0, 4),
+        ("eval greedy", 3, 4),
+        ("train", 1, 8),
+        ("train", 2, 8),
+        ("train", 3, 8),
+    ]
+    levels = "SELECT DISTINCT level_seed FROM episodes WHERE phase = 'train' ORDER BY 1"
+    assert [seed for (seed,) in rows(run, levels)] == list(range(10_000, 10_006))
+    assert rows(run, "SELECT min(policy_version), max(policy_version) FROM turns") == [(0, 3)]
+    names = {name for (name,) in rows(run, "SELECT DISTINCT name FROM metrics")}
+    assert {"reward/mean", "gradient/policy_norm", "update/lr", "time/step_s"} <= names
+    assert {"progress/updates", "mismatch/max_abs", "entropy/mean"} <= names
+    phases = ("generate", "world", "rollout", "score", "update", "publish", "record", "save")
+    assert {*(f"time/{phase}_s" for phase in phases), "time/tokens_per_s"} <= names
+    assert {"ema/reward/mean", "ema/entropy/mean"} <= names
+    assert not {"ema/time/step_s", "ema/progress/updates"} & names
+    parts = "name IN ('time/generate_s', 'time/world_s')"
+    for seconds, split in rows(
+        run,
+        f"SELECT sum(value * (name = 'time/rollout_s')), sum(value * ({parts})) FROM metrics"
+        " WHERE step > 0 GROUP BY step",
+    ):
+        assert split == pytest.approx(seconds)
+    assert not rows(run, "SELECT name FROM metrics WHERE value IS NULL")
+    worst = rows(run, "SELECT max(value) FROM metrics WHERE name = 'mismatch/max_abs'")
+    assert worst[0][0] < 1e-4
+    state = json.loads((checkpoint.newest(run) / "state.json").read_text())
+    assert state["loop"]["step"] == 3 and state["loop"]["episodes"] == 24
+    assert state["engine"]["version"] == 3
+    # Every, but two newest kept (and the best).
+    best = state["loop"]["best_step"]
+    assert {p.name for p in checkpoint.folders(run)} == {"step-2", "step-3", f"step-{best}"}
+
+
+def test_the_best_checkpoint_stays_whatever_is_evaluated_between_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 does best and has no checkpoint: of those that have one, step 2 does."""
+    evaluate, success = running.evaluate_policy, iter([0.1, 0.2, 0.6, 0.9, 0.3])
+
+    async def scripted(*args: Any, **more: Any) -> Any:
+        evaluation, groups = await evaluate(*args, **more)
+        sampled = evaluation.temperature == 1.0
+        return replace(evaluation, success=next(success, 0.0) if sampled else 0.0), groups
+
+    monkeypatch.setattr(running, "evaluate_policy", scripted)
+    asked = config(steps=5, eval__every=1, checkpoint__every=2, checkpoint__keep=1)
+    train(asked, tmp_path / "run")
+    names = [p.name for p in checkpoint.folders(tmp_path / "run")]
+    assert names == ["step-2", "step-4", "step-5"]
+
+
+def test_weights_move_and_the_model_of_the_start_does_not(tmp_path: Path) -> None:
+    asked = config()
+    before = load_file(Path(asked.model.path) / "model.safetensors")
+    train(asked, tmp_path / "run")
+    after = load_file(checkpoint.newest(tmp_path / "run") / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_every_estimator_trains(tmp_path: Path, name: str) -> None:
+    asked = config(
+        algorithm="starpo/ppo",
+        steps=1,
+        advantage__name=name,
+        reward__placement="turn" if name == "bi_level_gae" else "episode",
+        loss__kl=0.0,
+        eval__episodes=0,
+        checkpoint__every=0,
+    )
+    train(asked, tmp_path / "run")
+    critic = checkpoint.newest(tmp_path / "run") / "critic.safetensors"
+    assert critic.exists() == (name in NEEDS_VALUES)
+    query = "SELECT value FROM metrics WHERE name = 'gradient/policy_norm'"
+    assert rows(tmp_path / "run", query)[0][0] > 0
+
+
+def test_filters_read_raw_rewards_however_they_are_normalised(tmp_path: Path) -> None:
+    asked = config(
+        algorithm="starpo-s/ppo",
+        rollout__prompts=4,
+        filter__value=0.5,
+        reward__normalise="mean_std",
+        eval__episodes=0,
+        checkpoint__every=0,
+    )
+    train(asked, tmp_path / "run")
+    spread: dict[int, list[tuple[bool, float]]] = {}
+    told = rows(tmp_path / "run", 'SELECT step, "group", kept, reward FROM episodes ORDER BY 1, 2')
+    for (step, _, kept), members in groupby(told, key=lambda row: row[:3]):
+        std = statistics.stdev(reward for *_, reward in members)
+        spread.setdefault(step, []).append((bool(kept), std))
+    assert list(spread) == [1, 2, 3]
+    for groups in spread.values():
+        assert min(std for kept, std in groups if kept) >= max(
+            std for kept, std in groups if not kept
+        )
+    assert len({std for groups in spread.values() for _, std in groups}) > 2, "there was a choice"
+
+
+@BOTH
+def test_the_same_run_twice_is_the_same_run(tmp_path: Path, more: dict[str, Any]) -> None:
+    for name in ("a", "b"):
+        train(config(**more), tmp_path / name)
+    same(tmp_path / "b", numbers(tmp_path / "a"))
+    query = "SELECT count(*) FROM metrics WHERE name = 'kl/reference' AND value > -1e-6"
+    assert rows(tmp_path / "a", query) == [(3 if more else 0,)], "in every step with a reference"
+    train(config(seed=1, **more), tmp_path / "c")
+    assert numbers(tmp_path / "c")["tensors"] != numbers(tmp_path / "a")["tensors"]
+
+
+@pytest.mark.parametrize(("dtype", "roles"), [("bfloat16", ["policy"]), ("float32", [])])
+def test_where_rounding_differs_the_old_logprobs_are_the_learners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, roles: list[str]
+) -> None:
+    asked, score = [], LocalEngine.score
+
+    async def watched(engine: LocalEngine, batch: Batch, role: Role) -> Batch:
+        asked.append(role)
+        return await score(engine, batch, role)
+
+    monkeypatch.setattr(LocalEngine, "score", watched)
+    once = config(steps=1, model__dtype=dtype, eval__episodes=0, record__tokens_every=0)
+    train(once, tmp_path / "run")
+    assert asked == roles
+
+
+LOSSES = {
+    "gspo": {"loss__clip_low": 3e-4, "loss__clip_high": 4e-4},
+    "cispo": {"loss__clip_low": 1.0},
+    "ppo_clip": {"loss__aggregation": "constant"},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_trains(tmp_path: Path, name: str) -> None:
+    more = {"loss__name": name, "update__passes": 2, "eval__episodes": 0} | LOSSES[name]
+    train(config(steps=1, **more), tmp_path / "run")
+    found = dict(rows(tmp_path / "run", "SELECT name, value FROM metrics"))
+    assert found["importance/mean"] == 1, "one set of weights, float32"
+    assert found["ratio/max"] > 1 and found["kl/old"] > 0, "the second pass is off-policy"
+    assert found["gradient/policy_norm"] > 0 and found["update/skipped_policy"] == 0
+    assert ("clip/dual_fraction" in found) == (name == "ppo_clip")
+
+
+def test_constant_weights_count_by_the_longest_episode_there_can_be(tmp_path: Path) -> None:
+    """8 episodes of one turn of 10 tokens at most: Σ ÷ 80, where the mean is Σ ÷ tokens sampled."""
+    norms = []
+    for aggregation in ("token_mean", "constant"):
+        more = {"filter__rule": "all", "update__minibatch_episodes": 8, "loss__entropy": 0.0}
+        asked = config(steps=1, eval__episodes=0, loss__aggregation=aggregation, **more)
+        train(asked, tmp_path / aggregation)
+        found = dict(rows(tmp_path / aggregation, "SELECT name, value FROM metrics"))
+        norms.append(found["gradient/policy_norm"])
+    assert norms[0] > 0
+    assert norms[1] / norms[0] == pytest.approx(found["tokens/sampled"] / 80, rel=1e-4)
+
+
+def test_a_budget_of_updates_is_spent_to_the_last(tmp_path: Path) -> None:
+    """Two updates a step, five in all: 2, 2 and 1, and the learning rate falls over those five."""
+    result = train(config(**KINDS["updates"], eval__every=2), tmp_path / "run")
+    run = tmp_path / "run"
+    state = json.loads((checkpoint.newest(run) / "state.json").read_text())["loop"]
+    assert (state["step"], state["updates"]) == (3, 5)
+    query = "SELECT value FROM metrics WHERE name = '{}' ORDER BY step"
+    assert rows(run, query.format("update/count")) == [(2,), (2,), (1,)]
+    rates = [rate for (rate,) in rows(run, query.format("update/lr"))]
+    # The last update of each step, at 1, 3 and 4 of 5, on the way from 1 to .1: 1 − .9 · at / 5.
+    assert rates == pytest.approx([1e-3 * (1 - 0.9 * at / 5) for at in (1, 3, 4)])
+    assert result.before is not None and result.after is not None
+    evaluated = rows(run, "SELECT step FROM evaluations WHERE temperature = 1 ORDER BY id")
+    assert evaluated == [(0,), (2,), (3,)]
+
+
+FLAT = {"safe_reward": 0.0, "risky_probability": 1e-12}
+"""A bandit that pays the same whatever happens."""
+
+
+def test_groups_without_spread_are_replaced_on_new_levels(tmp_path: Path) -> None:
+    """2 groups and 2 rounds of 2 more in each of five steps, none of which has any spread."""
+    asked = config(steps=20, eval__episodes=0, **DAPO, **{"world.params": FLAT})
+    with pytest.raises(RagenError, match="no group had any spread of reward for 5 steps"):
+        train(asked, tmp_path / "run")
+    run = tmp_path / "run"
+    query = "SELECT value FROM metrics WHERE name = 'rollout/refilled_groups' ORDER BY step"
+    assert rows(run, query) == [(4,)] * 5
+    played = rows(run, 'SELECT step, "group", level_seed, count(*) FROM episodes GROUP BY 1, 2, 3')
+    assert [(step, group, members) for step, group, _, members in played] == [
+        (step, group, 4) for step in range(1, 6) for group in range(6)
+    ]
+    assert len({level for _, _, level, _ in played}) == len(played), "no level comes twice"
+    assert len(rows(run, "SELECT DISTINCT noise_seed FROM episodes")) == 5 * 6 * 4
+    first = [level for _, group, level, _ in played if group < 2]
+    assert first == list(range(10_000, 10_010)), "as in a run that does not refill"
+    assert rows(run, "SELECT max(value) FROM metrics WHERE name = 'progress/episodes'") == [(120,)]
+
+
+def test_only_groups_with_spread_are_learnt_from_and_no_more_than_asked(tmp_path: Path) -> None:
+    train(config(**DAPO, eval__episodes=0), tmp_path / "run")
+    query = """SELECT step, "group", kept, max(reward) > min(reward) FROM episodes GROUP BY 1, 2"""
+    groups = rows(tmp_path / "run", query)
+    assert all(kept == spread for _, _, kept, spread in groups)
+    for step in range(1, 4):
+        mine = [kept for at, _, kept, _ in groups if at == step]
+        assert sum(mine) <= 2 <= len(mine) <= 6
+        assert sum(mine) == 2 or len(mine) > 2, "what is missing has been looked for"
+
+
+@pytest.mark.parametrize(
+    ("more", "factor"), [({"filter__scale": "linear"}, 0.5), ({"filter__scale": "sqrt"}, 0.5**0.5)]
+)
+def test_the_kept_share_scales_the_advantages(
+    tmp_path: Path, more: dict[str, Any], factor: float
+) -> None:
+    """StarPO-S keeps one of two groups."""
+    found = []
+    for name, scaled in (("plain", {}), ("scaled", more)):
+        train(config(steps=1, eval__episodes=0, **scaled), tmp_path / name)
+        stored = rows(tmp_path / name, "SELECT advantages FROM samples ORDER BY id")
+        found.append(
+            torch.frombuffer(
+                bytearray().join(zlib.decompress(b) for (b,) in stored), dtype=torch.float32
+            )
+        )
+    assert found[0].any()
+    torch.testing.assert_close(found[1], factor * found[0])
+
+
+def test_another_seed_evaluates_the_same_levels(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        train(config(seed=seed, steps=0), tmp_path / str(seed))
+    query = "SELECT level_seed FROM episodes WHERE phase = 'eval' ORDER BY id"
+    assert rows(tmp_path / "0", query) == rows(tmp_path / "1", query)
+
+
+def test_nothing_evaluated_nothing_recorded(tmp_path: Path) -> None:
+    more = {"eval__episodes": 0, "record__episodes_every": 0, "record__tokens_every": 0}
+    result = train(config(checkpoint__every=0, **more), tmp_path / "run")
+    assert result.before is result.after is None
+    assert rows(tmp_path / "run", "SELECT count(*) FROM episodes") == [(0,)]
+    assert rows(tmp_path / "run", "SELECT count(*) FROM samples") == [(0,)]
+    assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-0", "step-3"]
+
+
+def test_train_inside_a_running_event_loop(tmp_path: Path) -> None:
+    async def notebook() -> Result:
+        return train(config(steps=1), tmp_path / "run")
+
+    assert asyncio.run(notebook()).after is not None
+
+
+def test_isolated_worlds_change_no_number(tmp_path: Path) -> None:
+    train(config(steps=1), tmp_path / "a")
+    train(config(steps=1, world__isolate=True), tmp_path / "b")
+    same(tmp_path / "b", numbers(tmp_path / "a"))
+
+
+# Resume.
+
+
+MOMENTS = {  # what happens, for the how many-th time, after how many finished steps
+    "first evaluation": ("evaluated", 1, 0),
+    "first rollout": ("episode", 2, 0),
+    "second rollout": ("episode", 10, 1),
+    "third rollout": ("episode", 20, 2),
+    "before an evaluation": ("step", 2, 2),
+    "evaluation between": ("evaluated", 3, 2),
+    "after the last step": ("step", 3, 3),
+    "last evaluation": ("evaluated", 4, 3),
+}
+CASES = [(moment, signal.SIGINT, kind) for moment in MOMENTS for kind in ("grpo", "gae")]
+CASES += [("second rollout", signal.SIGTERM, "grpo"), ("last evaluation", signal.SIGTERM, "grpo")]
+CASES += [
+    ("second rollout", signal.SIGINT, "shared"),
+    ("before an evaluation", signal.SIGINT, "dapo"),
+]
+CASES += [
+    ("third rollout", signal.SIGINT, "updates"),
+    ("last evaluation", signal.SIGINT, "updates"),
+    ("second rollout", signal.SIGINT, "bfloat16"),
+    ("third rollout", signal.SIGINT, "bfloat16 gae"),
+]
+
+
+@pytest.mark.parametrize(("moment", "number", "kind"), CASES)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, moment: str, number: int, kind: str
+) -> None:
+    what, at, steps = MOMENTS[moment]
+    asked = config(eval__every=2, rollout__slots=2, **KINDS[kind])
+    run = tmp_path / "run"
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(StopRequested, match=f"after {steps} steps; go on with: ragen resume"):
+        train(asked, run, watcher=Interrupts(what, at, number))
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert checkpoint.newest(run).name == f"step-{steps}"
+    assert not list(run.glob(f"{DATABASE}-*")), "the database is a plain file again"
+    result = resume(run)
+    assert result.after is not None
+    same(run, uninterrupted(asked, tmp_path))
+    assert rows(run, "SELECT kind FROM events") == [("resume",)]
+
+
+_WHOLE: dict[str, dict[str, Any]] = {}
+
+
+def uninterrupted(asked: Config, tmp_path: Path) -> dict[str, Any]:
+    key = asked.model_dump_json()
+    if key not in _WHOLE:
+        train(asked, tmp_path / "whole")
+        _WHOLE[key] = numbers(tmp_path / "whole")
+    return _WHOLE[key]
+
+
+def kill_and_resume(
+    tmp_path: Path, asked: Config, seconds: float, chooser: random.Random, most: int
+) -> int:
+    """Kill a run at random moments and go on with it until it ends; returns the kills."""
+    run, kills = tmp_path / "run", 0
+    while True:
+        try:
+            checkpoint.newest(run)
+            work: Callable[[], object] = lambda: resume(run)  # noqa: E731
+        except RagenError:  # killed before its first checkpoint: it is begun anew
+            shutil.rmtree(run, ignore_errors=True)
+            work = lambda: train(asked, run)  # noqa: E731
+        pid = forked(work)
+        if kills < most:
+            time.sleep(chooser.uniform(0.02, seconds))
+            os.kill(pid, signal.SIGKILL)
+        if end_of(pid) == 0:
+            return kills
+        kills += 1
+
+
+@BOTH
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, more: dict[str, Any]) -> None:
+    asked = config(eval__every=2, **more)
+    start = time.monotonic()
+    train(asked, tmp_path / "timed")
+    seconds = time.monotonic() - start
+    kills = kill_and_resume(tmp_path, asked, seconds, random.Random(1), most=6)
+    assert kills > 0
+    same(tmp_path / "run", uninterrupted(asked, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@BOTH
+def test_kills_at_many_moments(tmp_path: Path, more: dict[str, Any], seed: int) -> None:
+    asked = config(eval__every=2, steps=5, checkpoint__every=2, **more)
+    kill_and_resume(tmp_path, asked, 1.5, random.Random(seed), most=20)
+    same(tmp_path / "run", uninterrupted(asked, tmp_path))
+
+
+def killed(
+    asked: Config, run: Path, place: tuple[Any, str], number: int, after: str = "step-1"
+) -> None:
+    """Begin a run in a process that is killed at a function's `number`-th call after a step."""
+    owner, name = place
+    before, left = getattr(owner, name), number
+
+    def then(*arguments: Any, **named: Any) -> Any:
+        nonlocal left
+        left -= (run / "checkpoints" / after).exists()
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return before(*arguments, **named)
+
+    def work() -> None:
+        setattr(owner, name, then)
+        train(asked, run)
+
+    assert end_of(forked(work)) == -signal.SIGKILL
+
+
+PHASES: dict[str, tuple[tuple[Any, str], int]] = {  # a call in it, the how many-th after step 1
+    "rollout": ((Sampler, "_draw"), 5),
+    "update": ((Learner, "_apply"), 2),  # the first pass, or the policy, has moved
+    "inside an optimiser": ((torch.optim.AdamW, "step"), 2),
+    "before a commit": ((Recorder, "commit"), 1),
+    "after a commit": ((Watcher, "step"), 1),
+    "evaluation": ((running, "evaluate_policy"), 1),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_in_every_phase(tmp_path: Path, phase: str, more: dict[str, Any]) -> None:
+    asked, run = config(eval__every=2, **more | {"update__passes": 2}), tmp_path / "run"
+    place, number = PHASES[phase]
+    killed(asked, run, place, number)
+    assert checkpoint.newest(run).name == "step-1"
+    resume(run)
+    same(run, uninterrupted(asked, tmp_path))
+
+
+@BOTH
+@pytest.mark.parametrize("number", [1, 2], ids=["sampled", "greedy"])
+def test_killed_in_the_first_evaluation(tmp_path: Path, number: int, more: dict[str, Any]) -> None:
+    asked, run = config(**more), tmp_path / "run"
+    killed(asked, run, PHASES["evaluation"][0], number, after="step-0")
+    resume(run)
+    same(run, uninterrupted(asked, tmp_path))
+
+
+@BOTH
+@pytest.mark.parametrize("moment", ["write_state", "save_model", "_flush", "rename", "drop_old"])
+def test_killed_while_a_checkpoint_is_written(
+    tmp_path: Path, moment: str, more: dict[str, Any]
+) -> None:
+    asked, run = config(**more), tmp_path / "run"
+    owners = {"write_state": running, "save_model": engine_local, "rename": Path}
+    killed(asked, run, (owners.get(moment, checkpoint), moment), 1)
+    for folder in checkpoint.folders(run):  # each is whole
+        checkpoint.verified_state(folder)
+    resume(run)
+    same(run, uninterrupted(asked, tmp_path))
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    first = train(config(), tmp_path / "run")
+    before = numbers(tmp_path / "run")
+    weights = checkpoint.newest(tmp_path / "run") / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    again = resume(tmp_path / "run")
+    assert (again.before, again.after) == (first.before, first.after)
+    same(tmp_path / "run", before)
+    assert weights.stat().st_mtime_ns == written
+
+
+def test_a_second_signal_is_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who insists while the last step is saved leaves at once; what was there is whole."""
+    run, before = tmp_path / "run", running.write_state
+
+    def impatient(folder: Path, state: dict[str, Any]) -> None:
+        if state["loop"]["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        before(folder, state)
+
+    asked = config(checkpoint__every=0)
+    monkeypatch.setattr(running, "write_state", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, run, watcher=Interrupts("step", 2, signal.SIGINT))
+    monkeypatch.undo()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-0"]
+    resume(run)
+    same(run, uninterrupted(asked, tmp_path))
+
+
+# What cannot go on says so in one line.
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(config(steps=1, **{"algorithm": "starpo/ppo"}), run)
+    return run
+
+
+class Hears(Watcher):
+    def __init__(self) -> None:
+        self.alarms: list[str] = []
+
+    def alarm(self, step: int, text: str) -> None:
+        self.alarms.append(text)
+
+
+def goes_on_from_the_one_before(run: Path, finished: Path, name: str) -> None:
+    """The damage is told, nothing is lost but the damaged checkpoint, and no number changes."""
+    hears = Hears()
+    resume(run, hears)
+    same(run, numbers(finished))
+    (line,) = hears.alarms
+    aside = run / "checkpoints" / "damaged-step-1"
+    assert line.startswith(f"going on from step-0: in {aside}, {name} is damaged (")
+    assert "\n" not in line and aside.is_dir()
+    assert rows(run, "SELECT kind, text FROM events WHERE kind != 'resume'") == [
+        ("damaged checkpoint", line)
+    ]
+    assert [path.name for path in checkpoint.folders(run)] == ["step-0", "step-1"]
+    resume(run, hears)
+    assert len(hears.alarms) == 1, "what was set aside is not met again"
+
+
+def half(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def one_bit(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "zeros": lambda data: bytes(len(data)),  # what a file system may leave after a power cut
+    "half": half,
+    "one bit": one_bit,
+    "other": lambda data: b'{"loop": {}}',
+    "no object": lambda data: b"[]",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "name", ["state.json", "model.safetensors", "critic.safetensors", "optimizer-0.safetensors"]
+)
+def test_a_damaged_checkpoint(tmp_path: Path, finished: Path, name: str, damage: str) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    path = checkpoint.newest(run) / name
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    goes_on_from_the_one_before(run, finished, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["state.json", "config.json", "tokenizer.json", "model.safetensors"]
+)
+def test_a_checkpoint_without_a_file(tmp_path: Path, finished: Path, name: str) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    (checkpoint.newest(run) / name).unlink()
+    goes_on_from_the_one_before(run, finished, name)
+
+
+def test_no_checkpoint_is_whole(tmp_path: Path, finished: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "checkpoints" / "step-1" / "model.safetensors").unlink()
+    (run / "checkpoints" / "step-0" / "state.json").write_text("{")
+    before = sorted(run.rglob("*"))
+    with pytest.raises(RagenError) as caught:
+        resume(run)
+    assert str(caught.value).startswith(
+        f"no checkpoint of {run} is whole (step-1: model.safetensors is damaged (it is missing); "
+        "step-0: state.json is damaged ("
+    )
+    assert "\n" not in str(caught.value) and sorted(run.rglob("*")) == before
+
+
+def test_a_damaged_database(tmp_path: Path, finished: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / DATABASE).write_bytes(b"no database at all" * 100)
+    with pytest.raises(RagenError, match="cannot be read"):
+        resume(run)
+
+
+def test_no_checkpoint_no_run(tmp_path: Path, finished: Path) -> None:
+    with pytest.raises(RagenError, match="nowhere"):
+        resume(tmp_path / "nowhere")
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(RagenError, match="no checkpoint"):
+        resume(run)
+
+
+def test_the_reference_is_known_again(tmp_path: Path) -> None:
+    model = shutil.copytree(config().model.path, tmp_path / "model")
+    asked = config(steps=1, loss__kl=0.01, model__path=str(model), **{"algorithm": "starpo/ppo"})
+    train(asked, tmp_path / "run")
+    newest = checkpoint.newest(tmp_path / "run")
+    shutil.copy(newest / "model.safetensors", model / "model.safetensors")
+    with pytest.raises(RagenError, match="reference is lost"):
+        resume(tmp_path / "run")
+
+
+def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(RagenError, match="exists already"):
+        train(config(), tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RagenError, match="cannot make the run folder"):
+        train(config(), tmp_path / "file" / "run")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_read_only_run(tmp_path: Path, finished: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    for path in (run, *run.rglob("*")):
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    try:
+        with pytest.raises(RagenError):
+            resume(run)
+    finally:
+        for path in (run, *run.rglob("*")):
+            path.chmod(0o700)
+
+
+@pytest.mark.parametrize("size", [20_000, 60_000, 200_000])
+def test_a_full_disk_leaves_what_was_saved(tmp_path: Path, size: int) -> None:
+    """No file may grow beyond `size`: the database, a tensor file or the WAL meets the limit."""
+    run = tmp_path / "run"
+    asked = config()
+    train(config(steps=1), run)
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("steps = 1\n", "steps = 3\n", 1))
+    before = sorted(checkpoint.folders(run))
+
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        resume(run)
+
+    assert end_of(forked(work)) == 2
+    for folder in before:
+        load_file(folder / "model.safetensors")
+        load_file(folder / "optimizer-0.safetensors")
+        checkpoint.read_state(folder)
+    assert not list((run / "checkpoints").glob(".*"))
+    resume(run)
+    found, whole = numbers(run), uninterrupted(asked, tmp_path)
+    # This run was evaluated after its first step too; all else is what it would have been.
+    assert [e for e in found["metrics"] if e[1] == 3] == [e for e in whole["metrics"] if e[1] == 3]
+    assert found["tensors"] == whole["tensors"]
+
+
+def test_a_run_with_nothing_to_learn_stops(tmp_path: Path) -> None:
+    """One arm pays the same whatever happens: no spread in any group, for five steps."""
+    asked = config(
+        steps=20,
+        filter__include_zero=False,
+        eval__episodes=0,
+        checkpoint__every=0,
+        **{"world.params": FLAT},
+    )
+    with pytest.raises(RagenError, match="no group had any spread of reward for 5 steps"):
+        train(asked, tmp_path / "run")
+    assert checkpoint.newest(tmp_path / "run").name == "step-5"
+    assert not rows(tmp_path / "run", "SELECT * FROM metrics WHERE name = 'update/count'")

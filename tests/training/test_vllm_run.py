@@ -1,0 +1,68 @@
+"""Whole runs on vLLM in this process, and engines that follow one another."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.engines.checkpoint import resolve_model
+from ragen.engines.local import LocalEngine
+from ragen.engines.sampler_vllm import Vllm
+from ragen.evaluation.evaluation import evaluate_target
+from ragen.storage.reader import read_metrics
+from ragen.training.trainer import resume, train
+
+pytestmark = pytest.mark.vllm
+
+SETTINGS = {"rollout.sampler": "vllm", "eval.episodes": 64, "threads": 1}
+
+
+def test_a_bandit_learns(tmp_path: Path) -> None:
+    """From about even odds; the local sampler reaches the same in as many steps."""
+    found = train(resolve("bandit", SETTINGS | {"steps": 25}), tmp_path / "run")
+    assert found.before.success < 0.75 < 0.85 < found.after.success
+    metrics = read_metrics(tmp_path / "run")
+    assert len(metrics["publish/logprob_difference"]) == 25
+    assert max(metrics["publish/logprob_difference"].values()) < 1e-3
+    assert max(metrics["mismatch/max_abs"].values()) < 1e-3
+    assert set(metrics["importance/capped_fraction"].values()) == {0.0}
+
+    # The run is one to go on with and to evaluate: each makes an engine where one was closed.
+    assert resume(tmp_path / "run").after.success == found.after.success
+    again = evaluate_target(str(tmp_path / "run"), episodes=64)
+    assert again.success > 0.85
+
+
+def test_a_rank_that_vllm_does_not_take_is_one_line() -> None:
+    asked: dict[str, Any] = {"dtype": "float32", "max_length": 64, "slots": 2, "gpu_memory": 0.4}
+    with pytest.raises(RagenError, match=r"lora.rank = 600: vLLM takes adapters up to rank 512"):
+        Vllm(resolve_model("base", "bandit"), **asked, adapter_rank=600)
+
+
+def test_an_engine_follows_a_closed_one() -> None:
+    """As when the guard rolls back."""
+    config = resolve("bandit", SETTINGS)
+    path = resolve_model("base", "bandit")
+    for _ in range(2):
+        engine = LocalEngine(config, path)
+        asyncio.run(engine.publish())
+        assert engine.metrics()["publish/logprob_difference"].value < 1e-3
+        asyncio.run(engine.close())
+
+
+def test_a_bandit_learns_with_adapters(tmp_path: Path) -> None:
+    """Pushed at each step, taken up again by a resume, merged for an evaluation."""
+    settings = SETTINGS | {"steps": 15, "lora.rank": 8, "update.lr": 5e-3}
+    found = train(resolve("bandit", settings), tmp_path / "run")
+    assert found.after.success > found.before.success + 0.1
+    metrics = read_metrics(tmp_path / "run")
+    assert max(metrics["publish/logprob_difference"].values()) < 1e-3
+    assert max(metrics["mismatch/max_abs"].values()) < 1e-3
+    assert resume(tmp_path / "run").after.success == found.after.success
+    again = evaluate_target(str(tmp_path / "run"), episodes=64)
+    assert again.success == pytest.approx(found.after.success, abs=0.1)

@@ -1,0 +1,243 @@
+"""The list of episodes: filters, orders, pages and the search, and what they read to answer."""
+
+from __future__ import annotations
+
+import base64
+import sqlite3
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from viewed import THOUGHTS, make_run
+
+from ragen.storage.database import DATABASE
+from ragen.viewer import lists, search
+from ragen.viewer.answers import answer
+from ragen.viewer.lists import SORTS, facets, filter_of
+from ragen.viewer.reading import Unanswered, reading
+from ragen.viewer.search import match_of
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "lake").parent
+
+
+def listed(root: Path, **query: Any) -> dict[str, Any]:
+    said = {name: str(value) for name, value in query.items()}
+    return answer(root, "/api/episodes", {"run": "lake", **said})
+
+
+def ids(root: Path, **query: Any) -> list[int]:
+    return [each["id"] for each in listed(root, **{"limit": 200, **query})["episodes"]]
+
+
+def test_a_list_says_what_there_is(root: Path) -> None:
+    found = listed(root)
+    assert (found["total"], found["next"], len(found["episodes"])) == (44, None, 44)
+    assert found["facets"] == {
+        "phases": ["eval", "train"],
+        "worlds": ["frozen-lake"],
+        "stop_reasons": ["max_turns", "solved"],
+        "steps": [0, 6],
+    }
+    first = found["episodes"][0]
+    assert (first["id"], first["num_turns"], first["num_tokens"]) == (1, 2, 3)
+    assert first["success"] is True and first["kept"] is True and first["terminated"] is True
+    assert first["snippet"] == THOUGHTS[0]
+
+
+@pytest.mark.parametrize(
+    ("query", "count", "holds"),
+    [
+        ({"phase": "eval"}, 12, lambda e: e["phase"] == "eval"),
+        ({"success": 1}, 11, lambda e: e["success"]),
+        ({"success": 0}, 33, lambda e: not e["success"]),
+        ({"step_from": 5, "step_to": 6}, 12, lambda e: e["step"] in (5, 6)),
+        ({"reward_min": 0.5}, 11, lambda e: e["reward"] == 1.0),
+        ({"reward_max": 0.5, "phase": "train"}, 24, lambda e: e["reward"] == 0.0),
+        ({"stop_reason": "solved"}, 11, lambda e: e["stop_reason"] == "solved"),
+        ({"kept": 0}, 16, lambda e: not e["kept"]),
+        ({"alarm": 1}, 8, lambda e: (e["attempt"], e["step"]) == (0, 4)),
+        ({"level_seed": 123}, 6, lambda e: e["level_seed"] == 123),
+        ({"world": "sokoban"}, 0, lambda e: False),
+        ({"group": 1, "step_to": 0}, 2, lambda e: e["group"] == 1),
+        ({"phase": ""}, 44, lambda e: True),
+    ],
+)
+def test_filters(root: Path, query: dict[str, Any], count: int, holds: Any) -> None:
+    found = listed(root, limit=200, **query)
+    assert found["total"] == len(found["episodes"]) == count
+    assert all(holds(each) for each in found["episodes"])
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("sort", SORTS)
+def test_pages_hold_each_episode_once_in_order(root: Path, sort: str, order: str) -> None:
+    found, cursor = [], ""
+    while cursor is not None:
+        page = listed(root, sort=sort, order=order, limit=7, cursor=cursor)
+        found += page["episodes"]
+        assert page["total"] == 44
+        cursor = page["next"]
+    assert sorted(each["id"] for each in found) == list(range(1, 45))
+    values = [each[SORTS[sort]] for each in found]
+    known = [value for value in values if value is not None]
+    assert values == known + [None] * (len(values) - len(known)), "what has no value comes last"
+    assert known == sorted(known, reverse=order == "desc")
+    assert sort != "score" or len(known) == 16
+
+
+def test_a_page_stays_where_it_was_when_episodes_are_added(tmp_path: Path) -> None:
+    """Pages go on after a row; counted from the front, new rows would show some twice."""
+    run = make_run(tmp_path / "lake")
+    first = listed(tmp_path, sort="reward", order="desc", limit=5)
+    with sqlite3.connect(run / DATABASE) as connection:
+        connection.execute("UPDATE episodes SET reward = 9 WHERE id = 44")
+    second = listed(tmp_path, sort="reward", order="desc", limit=5, cursor=first["next"])
+    shown = [each["id"] for page in (first, second) for each in page["episodes"]]
+    assert len(set(shown)) == 10
+
+
+def test_the_search_finds_words_their_beginnings_and_phrases(root: Path) -> None:
+    assert len(ids(root, q="box")) == 11
+    assert len(ids(root, q="THE WALL")) == 11 and len(ids(root, q="under wal")) == 11
+    assert len(ids(root, q='"the box"')) == 11 and ids(root, q='"box the"') == []
+    assert len(ids(root, q="the")) == 22 and len(ids(root, q="box wall")) == 0
+    assert ids(root, q="bo") == []  # too short to go on
+    assert len(ids(root, q="the", success=1)) == 11
+    assert len(ids(root, q="  ")) == len(ids(root, q='"')) == 44
+    snippet = listed(root, q="left", group=1)["episodes"][0]["snippet"]
+    assert snippet == THOUGHTS[2]
+
+
+def test_a_beginning_is_spelled_out_where_it_goes_on_to_few_words(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with reading(root / "lake") as connection:
+        assert search.spelled_out(connection, '"SAI"*') == '"said"'
+        assert search.spelled_out(connection, '"l"*') == '"left"'
+        assert search.spelled_out(connection, '"und"*') == '"under"'  # as the index folds it
+        for as_it_is in ('"the"', '"she" "sai"*', '"zebra"*', '"ünd"*', '"a-wal"*'):
+            assert search.spelled_out(connection, as_it_is) == as_it_is
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            connection.execute("DELETE FROM turns")
+        monkeypatch.setattr(search, "MOST_ENDINGS", 0)
+        assert search.spelled_out(connection, '"und"*') == '"und"*'
+
+
+@pytest.mark.parametrize("endings", [0, 50])
+@pytest.mark.parametrize("words", ["she said", "the"])
+@pytest.mark.parametrize("following", [1, 3, 500])
+@pytest.mark.parametrize("filters", [{}, {"phase": "eval"}, {"sort": "reward", "order": "desc"}])
+def test_what_is_common_is_found_as_what_is_rare_is(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    endings: int,
+    words: str,
+    following: int,
+    filters: dict[str, Any],
+) -> None:
+    query: dict[str, Any] = {"q": words, "limit": 2, **filters}
+
+    def pages() -> tuple[list[int], int | None]:
+        ids, cursor, total = list[int](), "", None
+        while cursor is not None:
+            found = listed(root, **query, cursor=cursor)
+            ids += [each["id"] for each in found["episodes"]]
+            cursor, total = found["next"], found["total"]
+        return ids, total
+
+    rare, total = pages()
+    assert len(rare) == total >= 3
+    monkeypatch.setattr(search, "COMMON", 2)
+    monkeypatch.setattr(search, "MOST_ENDINGS", endings)
+    monkeypatch.setattr(lists, "FOLLOWING", following)
+    assert pages() == (rare, None)
+
+
+def test_a_snippet_is_cut_around_what_was_found(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "lake")
+    thought = "a " * 500_000 + "needle " + "b " * 100
+    with sqlite3.connect(run / DATABASE) as connection:
+        connection.execute("UPDATE turns SET thought = ? WHERE id = 65536", (thought,))
+        connection.execute("INSERT INTO thoughts_fts (thoughts_fts) VALUES ('rebuild')")
+    (found,) = listed(tmp_path, q="needle")["episodes"]
+    assert len(found["snippet"]) <= 160 and "needle" in found["snippet"]
+    assert found["snippet"].startswith("…") and found["snippet"].endswith("…")
+
+
+@given(st.text(max_size=30))
+def test_no_search_can_raise(root: Path, text: str) -> None:
+    listed(root, q=text, limit=1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *['"', '""', '" "', "*", "a*", "a OR", "NOT", "NEAR(a b", "thought:x", "-x", "^a", "("],
+        *["a\0b", "{a}:b", "'; DROP TABLE turns", "\ud800", "||", "é", "\u202e", "x" * 10_000],
+    ],
+)
+def test_signs_of_the_search_language_mean_nothing(root: Path, text: str) -> None:
+    assert len(listed(root, q=text)["episodes"]) in (0, 44)
+
+
+def test_match_of_quotes_every_word() -> None:
+    assert match_of('a "b c" d') == '"a" "b c" "d"'
+    assert match_of("word ") == '"word"' and match_of("word") == '"word"*'
+    assert match_of(" || ") is None
+
+
+def test_lists_read_the_index_alone(root: Path) -> None:
+    """A scan of the table would read every observation and error of a run."""
+    plans = []
+
+    def explained(query: str) -> None:
+        if "episodes" in query and "turns" not in query:
+            plans.append(query)
+
+    with reading(root / "lake") as connection:
+        connection.set_trace_callback(explained)
+        facets(connection)
+        connection.set_trace_callback(None)
+        for query in plans:
+            steps = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
+            assert any("COVERING INDEX" in step for step in steps)
+            assert not any(")>(" in step for step in steps)  # which seeks by the first alone
+            assert not any(step.startswith("SCAN episodes") for step in steps[1:])
+        wanted = filter_of({"success": "1", "alarm": "1", "reward_min": "0"})
+        for column in SORTS.values():
+            (step, *_) = connection.execute(
+                f"EXPLAIN QUERY PLAN SELECT id FROM episodes INDEXED BY episodes_for_lists"
+                f" WHERE {' AND '.join(wanted.where)} ORDER BY {column}, id",
+                wanted.values,
+            )
+            assert "COVERING INDEX episodes_for_lists" in step[3]
+
+
+def test_facets_of_no_episode(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "lake")
+    with sqlite3.connect(run / DATABASE) as connection:
+        connection.execute("DELETE FROM episodes")
+    found = listed(tmp_path)
+    assert (found["episodes"], found["total"]) == ([], 0)
+    assert found["facets"] == {"phases": [], "worlds": [], "stop_reasons": [], "steps": None}
+
+
+def test_cursors_of_others_are_refused(root: Path) -> None:
+    for cursor in ("x", "bnVsbA", "WzEsICJhIl0", "W1tdLCAxXQ", HUGE):
+        with pytest.raises(Unanswered, match="none of this list"):
+            listed(root, cursor=cursor)
+
+
+HUGE = base64.urlsafe_b64encode(b"[1, 1" + b"0" * 400 + b"]").decode()
+"""An id that no database holds."""
+
+
+def test_by_step_is_by_step_over_attempts(root: Path) -> None:
+    steps = [each["step"] for each in listed(root, limit=200)["episodes"]]
+    assert all(a <= b for a, b in pairwise(steps))

@@ -1,0 +1,373 @@
+"""The server: who is let in, what every answer says, and how news reach a page."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+from viewed import log_step, make_run
+
+from ragen.cli import view as cli_viewer
+from ragen.cli.main import main
+from ragen.config.reading import dump, resolve
+from ragen.storage.recorder import Recorder
+from ragen.viewer import live
+from ragen.viewer.security import POLICY
+from ragen.viewer.server import application, listen
+from tests.cli.test_cli import evaluation
+
+Capture = pytest.CaptureFixture[str]
+OURS = {"host": "localhost:7246"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "lake").parent
+
+
+@pytest.fixture(scope="module")
+def client(root: Path) -> TestClient:
+    app = application(root, 7246).app
+    return TestClient(app, headers=OURS, raise_server_exceptions=False)
+
+
+# Answers
+
+
+def test_pages_and_answers(client: TestClient) -> None:
+    assert client.get("/").headers["content-type"] == "text/html; charset=utf-8"
+    script = client.get("/static/vendor/preact-htm.js")
+    assert script.headers["content-type"].startswith("text/javascript")
+    assert client.get("/api/runs").json()["runs"][0]["run"] == "lake"
+    assert client.get("/api/runs").headers["content-type"] == "application/json"
+    assert client.head("/api/runs").status_code == client.head("/api/events").status_code == 200
+    large = client.get("/api/episodes", params={"run": "lake"})
+    assert large.headers["content-encoding"] == "gzip"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/api/run", 400, "the parameter 'run' is missing"),
+        ("/api/run?run=x", 404, "there is no run 'x' here"),
+        ("/api/events?run=../lake", 404, "there is no run"),
+        ("/api/nothing", 404, "Not Found"),
+        ("/static/../server.py", 404, "Not Found"),
+        ("/static/%2e%2e/server.py", 404, "Not Found"),
+        ("/static/..%2fserver.py", 404, "Not Found"),
+        ("/static/%2fetc/passwd", 404, "Not Found"),
+        ("/static/", 404, "Not Found"),
+        ("/static/vendor", 404, "Not Found"),
+    ],
+)
+def test_errors_are_one_line_of_json(
+    client: TestClient, path: str, status: int, words: str
+) -> None:
+    found = client.get(path)
+    assert (found.status_code, list(found.json())) == (status, ["error"])
+    assert words in found.json()["error"] and "\n" not in found.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/api/runs", "/api/run", "/nothing", "/static/vendor/uplot.js"]
+)
+def test_every_answer_says_what_a_browser_may_do(client: TestClient, path: str) -> None:
+    for found in (client.get(path), client.get(path, headers={"host": "evil.example"})):
+        assert found.headers["content-security-policy"] == POLICY
+        assert "script-src 'self'" in POLICY and "unsafe" not in POLICY
+        assert found.headers["x-content-type-options"] == "nosniff"
+        assert found.headers["referrer-policy"] == "no-referrer"
+        assert not [name for name in found.headers if name.startswith("access-control")]
+    assert client.get("/api/runs").headers["cache-control"] == "no-store"
+
+
+def test_a_bug_is_no_stack_trace(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("secret")
+
+    monkeypatch.setattr("ragen.viewer.runs.find_runs", broken)
+    found = client.get("/api/runs")
+    assert found.status_code == 500 and "secret" not in found.text
+    assert found.headers["content-security-policy"] == POLICY
+
+
+# Who is let in
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "LOCALHOST", "127.0.0.2"])
+def test_this_machine_is_let_in(client: TestClient, host: str) -> None:
+    assert client.get("/api/runs", headers={"host": f"{host}:7246"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *["evil.example:7246", "localhost:80", "localhost", "127.0.0.1.evil.example:7246", ""],
+        *["0.0.0.0", "localhost:7246.evil.example", "evil.example#localhost:7246", "[::1]"],
+        "2130706433:7246",
+    ],
+)
+def test_another_name_is_refused(client: TestClient, host: str) -> None:
+    """A name that is pointed here (DNS rebinding) makes another site's pages ours to a browser."""
+    for path in ("/", "/api/runs", "/static/vendor/uplot.js"):
+        assert client.get(path, headers={"host": host}).status_code == 403
+
+
+def test_another_page_is_refused(client: TestClient) -> None:
+    def status(path: str = "/api/runs", **headers: str) -> int:
+        return client.get(
+            path, headers={n.replace("_", "-"): v for n, v in headers.items()}
+        ).status_code
+
+    assert status(origin="http://localhost:7246") == 200
+    for origin in ("https://evil.example", "null", "http://localhost:1", "https://localhost:7246"):
+        assert status(origin=origin) == 403
+    assert status(sec_fetch_site="same-origin") == status(sec_fetch_site="none") == 200
+    assert status(sec_fetch_site="cross-site") == status(sec_fetch_site="same-site") == 403
+    assert status("/", sec_fetch_site="cross-site") == 200  # a link to the viewer may be followed
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "CONNECT"])
+def test_other_methods_are_refused(client: TestClient, method: str) -> None:
+    assert client.request(method, "/api/runs").status_code == 405
+
+
+def test_nothing_is_posted_by_another_page(client: TestClient) -> None:
+    own = {"x-ragen": "1", "content-type": "application/json"}
+
+    def post(body: bytes, headers: dict[str, str] = own) -> tuple[int, str]:
+        found = client.post("/api/branch", content=body, headers=headers)
+        return found.status_code, found.json()["error"]
+
+    assert post(b"{}", {"content-type": "application/json"})[0] == 403  # what a form cannot set
+    assert post(b"{}", {"x-ragen": "1", "content-type": "text/plain"})[0] == 403
+    assert post(b"{}", own | {"origin": "https://evil.example"})[0] == 403
+    assert post(b"{}", own | {"sec-fetch-site": "same-site"})[0] == 403
+    assert post(b" " * 10_001) == (413, "at most 10000 bytes")
+    assert post(b"{") == (400, "what was sent is no JSON")
+    assert post(b"[" * 9000) == (400, "what was sent is no JSON")
+    assert post(b"[]") == (400, "what was sent is no JSON object")
+    assert post(b"{}") == (400, "the key 'run' is missing")
+    assert post(b'{"run": "../lake"}')[0] == 404
+    assert post(b'{"run": "lake"}')[0] == 400
+    assert client.get("/api/branch").status_code == 405
+    assert client.post("/api/runs", headers=own).status_code == 405
+
+
+def test_beyond_this_machine_a_token_is_needed(root: Path) -> None:
+    app = application(root, 7246, token="secret").app
+    client = TestClient(app, "http://box:7246", follow_redirects=False)
+    for path in ("/", "/api/runs", "/?token=wrong", "/?token=", "/?token=%C3%A9", "/static/app.js"):
+        assert client.get(path).status_code == 403
+    found = client.get("/?a=1&token=secret")
+    assert (found.status_code, found.headers["location"]) == (303, "/?a=1")
+    cookie = found.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie and "ragen-7246=secret" in cookie
+    assert client.get("/api/runs").status_code == 200  # the client keeps the cookie
+    assert client.get("/api/runs", headers={"origin": "http://evil"}).status_code == 403
+    away = client.get("//evil.example/?token=secret").headers["location"]
+    assert away.startswith("/") and not away.startswith("//")
+    assert TestClient(app, headers={"cookie": "ragen-7246=sec"}).get("/").status_code == 403
+
+
+# A real server
+
+
+@contextlib.contextmanager
+def viewing(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`ragen view` in a process of its own; its address and the process."""
+    command = [sys.executable, "-m", "ragen", "view", str(folder), "--port", "0", *options]
+    environment = os.environ | {"CI": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"http://\S+", line)
+            assert found, line
+            yield found[0], process
+        finally:
+            process.kill()
+
+
+def heard(address: str, said: list[tuple[str, Any, float]], ready: threading.Event) -> None:
+    """Listen to a stream until it ends."""
+    with (
+        contextlib.suppress(httpx.RemoteProtocolError),
+        httpx.stream("GET", address, timeout=30) as stream,
+    ):
+        name = ""
+        for line in stream.iter_lines():
+            ready.set()
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                said.append((name, json.loads(line.removeprefix("data: ")), time.monotonic()))
+
+
+def test_news_reach_a_page_within_two_seconds_of_the_step(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    (runs / "a").mkdir(parents=True)
+    of_run: list[tuple[str, Any, float]] = []
+    of_all: list[tuple[str, Any, float]] = []
+    with viewing(runs, "--no-browser") as (address, process):
+        recorder = Recorder.create(runs / "a", dump(resolve("bandit")))
+        log_step(recorder, 1, 0.5)
+        recorder.commit()
+        listeners = []
+        for path, said in (("api/events?run=a", of_run), ("api/events", of_all)):
+            ready = threading.Event()
+            thread = threading.Thread(target=heard, args=(address + path, said, ready))
+            thread.start()
+            listeners.append(thread)
+            assert ready.wait(10)
+        time.sleep(2 * live.LOOK_S)
+        log_step(recorder, 2, 0.6)
+        committed = time.monotonic()
+        recorder.commit()
+        recorder.event(2, "alarm", "grad_spike: 30", {"detector": "grad_spike"})
+        wait(lambda: {"step", "alarm"} <= {name for name, _, _ in of_run})
+        (step,) = (event for event in of_run if event[0] == "step")
+        assert (step[1]["attempt"], step[1]["step"]) == (0, 2) and step[2] - committed < 2
+        (alarm,) = (event for event in of_run if event[0] == "alarm")
+        assert alarm[1]["text"] == "grad_spike: 30" and alarm[1]["data"]["detector"] == "grad_spike"
+        wait(lambda: "runs" in {name for name, _, _ in of_all})
+        recorder.close()
+        wait(lambda: bool(of_run) and of_run[-1][0] == "end")
+        assert not (runs / "a" / "run.sqlite-wal").exists()
+        told = len(of_run)
+        with Recorder.open(runs / "a") as resumed:  # the same connection tells of what goes on
+            wait(lambda: [name for name, _, _ in of_run[told:]] == ["begin"])
+            log_step(resumed, 3, 0.7)
+            resumed.commit()
+            wait(lambda: of_run[-1][0] == "step")
+        wait(lambda: of_run[-1][0] == "end")
+        assert [name for name, _, _ in of_run[told:]] == ["begin", "step", "end"]
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)  # both streams are still open
+        assert process.wait(10) == 0 and time.monotonic() - begun < 3
+        assert process.stderr is not None and process.stderr.read() == ""
+        for thread in listeners:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def wait(holds: Any, seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.02)
+
+
+def test_an_evaluation_is_news_when_it_ends(tmp_path: Path) -> None:
+    """It is written after its step, which was told of before."""
+    (tmp_path / "a").mkdir()
+    recorder = Recorder.create(tmp_path / "a", dump(resolve("bandit")))
+    watched = live.WatchedRun(tmp_path / "a")
+    for step in (0, 1):
+        if step:
+            log_step(recorder, step, 0.5)
+            recorder.commit()
+            assert [name for name, _ in watched.news()] == ["step"]
+        recorder.evaluation(step, evaluation(0.5).record())
+        recorder.commit()
+        ((name, said),) = watched.news()
+        assert (name, said["attempt"], said["step"]) == ("step", 0, step)
+    assert watched.news() == []
+    recorder.close()
+
+
+def test_nobody_is_watched_for_pages_that_have_gone(tmp_path: Path) -> None:
+    """The watcher of a stream ends with its last listener."""
+    import asyncio
+
+    make_run(tmp_path / "a")
+    watching = live.Live(tmp_path)
+
+    async def look() -> None:
+        stream = watching.stream(tmp_path / "a")
+        assert await anext(stream) == b": here\n\n"
+        assert list(watching._tasks) == [tmp_path / "a"]
+        await stream.aclose()
+        while watching._tasks:
+            await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(look(), 10))
+
+
+def test_the_viewer_loads_no_torch_and_listens_on_loopback(root: Path) -> None:
+    with viewing(root) as (address, process):
+        assert httpx.get(address + "api/runs").json()["runs"][0]["run"] == "lake"
+        assert address.startswith("http://127.0.0.1:")
+        maps = Path(f"/proc/{process.pid}/maps")
+        assert not maps.exists() or "libtorch" not in maps.read_text(encoding="utf-8")
+
+
+def test_a_token_is_printed_for_another_address(root: Path) -> None:
+    with viewing(root, "--host", "0.0.0.0") as (address, _):
+        port, token = re.findall(r":(\d+)/\?token=(\S{20,})$", address)[0]
+        here = f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{here}/api/runs").status_code == 403
+        with httpx.Client(follow_redirects=True) as client:
+            assert client.get(f"{here}/?token={token}").status_code == 200
+            assert client.get(f"{here}/api/runs").status_code == 200
+
+
+# The command
+
+
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
+    def refused(*arguments: str) -> str:
+        assert main(["view", *arguments]) == 2
+        output = capsys.readouterr()
+        assert output.err.startswith("ragen: ") and output.err.count("\n") == 1
+        return output.err
+
+    assert "there is no folder" in refused(str(tmp_path / "none"))
+    assert "expected a whole number from 0 to 65535" in refused(str(tmp_path), "--port", "70000")
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        assert "already in use; choose another with --port" in refused(
+            str(tmp_path), "--port", port
+        )
+    assert "cannot listen on nowhere.invalid" in refused(
+        str(tmp_path), "--host", "nowhere.invalid", "--port", "0"
+    )
+
+
+def test_a_browser_is_opened_where_somebody_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("CI", "SSH_CONNECTION", "DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not cli_viewer._has_browser()
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert cli_viewer._has_browser()
+    monkeypatch.setenv("SSH_CONNECTION", "1.2.3.4 5 6.7.8.9 22")
+    assert not cli_viewer._has_browser()
+    monkeypatch.delenv("SSH_CONNECTION")
+    monkeypatch.setenv("CI", "true")
+    assert not cli_viewer._has_browser()
+
+
+def test_an_address_of_the_newer_kind() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("this machine knows no IPv6")
+    try:
+        listen("::1", 0).close()
+    except ValueError:
+        pytest.skip("this machine has no IPv6 loopback")
