@@ -87,7 +87,7 @@ class Play:
         return Play(draws, rewards, (*self.turns, turn), (*self.ends, False), self.luck)
 
     def answered(self, reward: float, chance: float) -> Play:
-        """The same, once the world has answered the turn."""
+        """The same, once the environment has answered the turn."""
         rewards, ends = (*self.rewards[:-1], reward), (*self.ends[:-1], True)
         return Play(self.draws, rewards, self.turns, ends, self.luck * chance)
 

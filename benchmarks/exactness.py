@@ -1,6 +1,6 @@
 """What the comparison of sampled and trained tokens costs, as a share of a run's steps.
 
-    python benchmarks/exactness.py                     # three worlds, four steps each
+    python benchmarks/exactness.py                     # three environments, four steps each
     python benchmarks/exactness.py sokoban --steps 10
 
 Times the hashes taken at the sampler and the checks before each update in a real training run and

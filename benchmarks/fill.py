@@ -56,9 +56,9 @@ def settled(steps: int) -> Config:
         "sokoban",
         {
             "steps": steps,
-            "rollout.prompts": PROMPTS,
-            "rollout.members": MEMBERS,
-            "world.actions": 5,
+            "rollout.num_groups": PROMPTS,
+            "rollout.group_size": MEMBERS,
+            "env.max_actions": 5,
         },
     )
 
@@ -146,7 +146,7 @@ def evaluation(success: float) -> dict[str, Any]:
     """The record of an evaluation."""
     mean_return = {"mean_return": success, "mean_return_low": success - 0.1}
     return Evaluation(
-        **{"world": "sokoban", "target": "large", "temperature": 1.0, "episodes": EVAL_LEVELS},
+        **{"env": "sokoban", "target": "large", "temperature": 1.0, "episodes": EVAL_LEVELS},
         **{"success": success, "success_low": success - 0.08, "success_high": success + 0.08},
         **{"random": 0.165, "best": 0.988, "random_return": -0.5, "best_return": 10.4},
         **{**mean_return, "mean_return_high": success + 0.1, "mean_turns": 4.5, "failed": 0},

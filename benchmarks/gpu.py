@@ -3,10 +3,10 @@
 The model has the configuration of Qwen2.5-0.5B and random weights, in bfloat16; the tokenizer is
 made on the spot, so nothing is downloaded. A step is the papers' batch (arXiv:2504.20073): 8 levels
 × 16 episodes of 5 turns, each of exactly 400 sampled tokens, under the papers' prompts, on each of
-three worlds. It is played, scored, trained and published by the engine of `ragen train`; only
+three environments. It is played, scored, trained and published by the engine of `ragen train`; only
 evaluation and checkpoints are left out.
 
-    python benchmarks/gpu.py [--steps 2] [--worlds sokoban] [--modes full lora] [--json]
+    python benchmarks/gpu.py [--steps 2] [--environments sokoban] [--modes full lora] [--json]
     python benchmarks/gpu.py --tiny       # every phase on a CPU, with a tiny model, in a minute
 
 MFU is the share of the card's own bfloat16 matrix rate, measured at the start, that the update's
@@ -40,7 +40,7 @@ from ragen.rollout.rollout import setup_of
 from ragen.training.collection import groups_of, learnable, planned
 from ragen.training.running import LoopState
 
-WORLDS = ("bandit", "frozen-lake", "sokoban")
+ENVS = ("bandit", "frozen-lake", "sokoban")
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
     "full, recomputed": {"model.gradient_checkpointing": True},
@@ -122,20 +122,20 @@ def make_model(folder: Path, size: Size) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_config(model: Path, size: Size, world: str, mode: str) -> Config:
+def make_config(model: Path, size: Size, env: str, mode: str) -> Config:
     """StarPO with GRPO's advantage and the papers' prompts."""
     return resolve(
         None,
         {
             "algorithm": "starpo/grpo",
-            "world.name": world,
-            "world.turns": size.turns,
+            "env.name": env,
+            "env.max_turns": size.turns,
             "prompt.style": "paper",
             "model.path": str(model),
             "model.dtype": "bfloat16",
             "model.max_length": size.max_length,
-            "rollout.prompts": size.prompts,
-            "rollout.members": size.members,
+            "rollout.num_groups": size.prompts,
+            "rollout.group_size": size.members,
             "rollout.slots": size.prompts * size.members,
             "rollout.min_tokens": size.turn_tokens,
             "rollout.max_tokens": size.turn_tokens,
@@ -245,7 +245,7 @@ def matrix_rate(width: int, device: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2, help="steps that are counted")
-    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=WORLDS)
+    parser.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS)
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--tiny", action="store_true", help="a tiny model and step, on any machine")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each run")
@@ -261,21 +261,21 @@ def main() -> None:
     print(f"{name}: {rate / 1e12:.3g} TFLOP/s in bfloat16", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch), size)
-        for world in args.worlds:
-            # Worlds differ in the length of their prompts alone: one of them shows all modes.
-            for mode in args.modes if world == args.worlds[-1] else args.modes[:1]:
-                config = make_config(Path(scratch), size, world, mode)
+        for env in args.envs:
+            # Environments differ in the length of their prompts alone: one of them shows all modes.
+            for mode in args.modes if env == args.envs[-1] else args.modes[:1]:
+                config = make_config(Path(scratch), size, env, mode)
                 found = asyncio.run(measure(config, size, args.steps, rate))
                 gc.collect()
-                report(world, mode, found, as_json=args.json)
+                report(env, mode, found, as_json=args.json)
 
 
-def report(world: str, mode: str, found: dict[str, float], *, as_json: bool) -> None:
+def report(env: str, mode: str, found: dict[str, float], *, as_json: bool) -> None:
     rounded = {name: float(f"{value:.4g}") for name, value in found.items()}
     if as_json:
-        print(json.dumps({"world": world, "mode": mode} | rounded), flush=True)
+        print(json.dumps({"env": env, "mode": mode} | rounded), flush=True)
         return
-    print(f"\n{world}, {mode}")
+    print(f"\n{env}, {mode}")
     for name, value in rounded.items():
         print(f"  {name:24} {value:>12g}", flush=True)
 

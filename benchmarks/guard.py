@@ -1,12 +1,13 @@
 """Does the guard help? Settings in which vanilla StarPO fails, with and without it.
 
-    python benchmarks/guard.py --world bandit --seeds 5                       # all three arms
-    python benchmarks/guard.py --world lake --arm guard --seeds 1 --first 3   # a part of it
+    python benchmarks/guard.py --env bandit --seeds 5                       # all three arms
+    python benchmarks/guard.py --env lake --arm guard --seeds 1 --first 3   # a part of it
     python benchmarks/guard.py --table bandit.jsonl lake.jsonl                # the table of parts
 
 Prints one JSON line a run; `--table` makes the Markdown table of such lines.
 
-Worlds: `bandit` is the recipe `collapse` (vanilla GRPO in groups of 8, 60 steps). `lake` is the
+Environments: `bandit` is the recipe `collapse` (vanilla GRPO in groups of 8, 60 steps). `lake` is
+    the
 recipe `frozen-lake-still` under vanilla GRPO at a constant learning rate of 3e-3 (the recipe's is
 4e-4, falling), with two passes and eight prompts a step.
 Arms: `vanilla`; `guard`, vanilla with rollbacks for the detectors in `ACTS`; `starpo-s`, StarPO-S
@@ -40,7 +41,7 @@ from ragen.diagnostics.guard import read_alarms
 from ragen.storage.reader import read_evaluations, read_events, standing
 
 ACTS = ("reward_std_cliff", "entropy_cliff", "entropy_blowup", "reward_drop", "format_loss")
-WORLDS: dict[str, tuple[str, dict[str, Any]]] = {
+ENVS: dict[str, tuple[str, dict[str, Any]]] = {
     "bandit": (
         "collapse",
         {
@@ -54,17 +55,17 @@ WORLDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "algorithm": "starpo/grpo",
             "steps": 24,
-            "rollout.prompts": 8,
+            "rollout.num_groups": 8,
             "update.lr": 3e-3,
             "update.lr_end": 1.0,
-            "update.passes": 2,
+            "update.epochs": 2,
             "eval.every": 3,
             "eval.episodes": 128,
             "checkpoint.every": 3,
         },
     ),
 }
-"""Recipe and changes of each world."""
+"""Recipe and changes of each environment."""
 
 REMEDY = {"bandit": "filter", "lake": "lr"}
 
@@ -79,7 +80,7 @@ Success = dict[int, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--world", choices=WORLDS, default="bandit")
+    parser.add_argument("--env", choices=ENVS, default="bandit")
     parser.add_argument("--arm", choices=ARMS, action="append", help="which arms [all]")
     parser.add_argument("--seeds", type=int, default=5, help="how many, from --first")
     parser.add_argument("--first", type=int, default=0)
@@ -94,16 +95,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(args.first, args.first + args.seeds):
             for arm in args.arm or ARMS:
-                folder = (args.out or Path(scratch)) / f"{args.world}-{arm}-{seed}"
-                rows.append(run(args.world, arm, seed, folder))
+                folder = (args.out or Path(scratch)) / f"{args.env}-{arm}-{seed}"
+                rows.append(run(args.env, arm, seed, folder))
                 print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
 
 
-def run(world: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
-    recipe, changes = WORLDS[world]
+def run(env: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
+    recipe, changes = ENVS[env]
     episodes: int = changes["eval.episodes"]
-    arms = {**ARMS, "guard": {**ARMS["guard"], "guard.remedy": REMEDY[world]}}
+    arms = {**ARMS, "guard": {**ARMS["guard"], "guard.remedy": REMEDY[env]}}
     fixed = {"seed": seed, "threads": 1, "record.episodes_every": 0, "record.tokens_every": 0}
     cpu, stopped = time.process_time(), ""
     try:
@@ -118,7 +119,7 @@ def run(world: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     alarms = read_alarms(folder)
     fell = fall(first_attempt, episodes)
     return {
-        "world": world,
+        "env": env,
         "arm": arm,
         "seed": seed,
         "episodes": episodes,
@@ -156,26 +157,26 @@ def collapse(success: Success) -> int | None:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| world | arm | seeds | collapsed | step of collapse | step of fall "
+        "| environment | arm | seeds | collapsed | step of collapse | step of fall "
         "| step of the first alarm | lead before the fall | rollbacks | final success, by seed "
         "| mean of the seeds |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for world in WORLDS:
+    for env in ENVS:
         for arm in ARMS:
-            here = [row for row in rows if (row["world"], row["arm"]) == (world, arm)]
+            here = [row for row in rows if (row["env"], row["arm"]) == (env, arm)]
             if here:
-                lines.append(line(world, arm, here))
+                lines.append(line(env, arm, here))
     return "\n".join(lines)
 
 
-def line(world: str, arm: str, rows: Sequence[dict[str, Any]]) -> str:
+def line(env: str, arm: str, rows: Sequence[dict[str, Any]]) -> str:
     collapsed = sum(row["collapse"] is not None for row in rows)
     rate = wilson(collapsed, len(rows))
     rollbacks = [sum("rolled" in text for text in row["actions"]) for row in rows]
     finals = ", ".join(f"{row['final']:.0%}" for row in rows)
     cells = [
-        *(world, arm, str(len(rows))),
+        *(env, arm, str(len(rows))),
         f"{collapsed} of {len(rows)} [{rate.low:.0%}, {rate.high:.0%}]",
         *(middle([row[name] for row in rows]) for name in ("collapse", "fall", "alarm", "lead")),
         ", ".join(map(str, rollbacks)),

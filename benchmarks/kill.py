@@ -42,10 +42,10 @@ MOST_KILLS = 3
 SETTINGS: dict[str, Any] = {
     "threads": 1,
     "steps": 4,
-    "rollout.prompts": 4,
-    "rollout.members": 8,
+    "rollout.num_groups": 4,
+    "rollout.group_size": 8,
     "update.minibatch_episodes": 8,
-    "update.passes": 2,
+    "update.epochs": 2,
     "eval.every": 2,
     "eval.episodes": 8,
     "checkpoint.every": 1,

@@ -1,6 +1,6 @@
 """What the recipes reach: each trained from its embedded model, several seeds, on held-out levels.
 
-    python benchmarks/learning.py                                  # four worlds, three seeds
+    python benchmarks/learning.py                                  # four environments, three seeds
     python benchmarks/learning.py collapse collapse-s --seeds 5    # collapse in a minute
     python benchmarks/learning.py collapse --set advantage.name=dr_grpo --name "no std"
 
@@ -21,13 +21,13 @@ import ragen
 from ragen.config.reading import canonical_key, parse_value
 from ragen.storage.reader import read_metrics
 
-WORLDS = ("bandit", "frozen-lake-still", "frozen-lake", "sokoban")
+ENVS = ("bandit", "frozen-lake-still", "frozen-lake", "sokoban")
 COLUMNS = ("before", "before_greedy", "after", "after_greedy", "random", "best")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("recipes", nargs="*", default=WORLDS)
+    parser.add_argument("recipes", nargs="*", default=ENVS)
     parser.add_argument("--seeds", type=int, default=3, help="how many, from --first")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--episodes", type=int, default=512, help="held-out levels")

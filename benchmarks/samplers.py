@@ -39,7 +39,7 @@ def measured(way: str, recipe: str, repeat: int) -> dict[str, Any]:
     if way.endswith("cache"):
         without_prefix_cache()
     config = resolve(recipe, {"rollout.sampler": way.split()[0]})
-    policy, chat = policy_of(config, resolve_model("base", config.world.name))
+    policy, chat = policy_of(config, resolve_model("base", config.env.name))
     setup, size = setup_of(config, chat), config.rollout
 
     async def step(number: int) -> None:

@@ -25,7 +25,14 @@ LARGEST = 150_000
 """Bytes of a picture."""
 
 MEASURED = [
-    *["--rollout.prompts", "8", "--rollout.members", "8", "--update.minibatch_episodes", "16"],
+    *[
+        "--rollout.num_groups",
+        "8",
+        "--rollout.group_size",
+        "8",
+        "--update.minibatch_episodes",
+        "16",
+    ],
     *["--eval.episodes", "64", "--eval.every", "5", "--record.tokens_every", "5"],
     *["--diagnose.information_every", "1", "--diagnose.gradients_every", "5"],
 ]

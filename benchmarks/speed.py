@@ -33,7 +33,7 @@ from ragen.models.model import (
 
 EPISODES, MEMBERS, TURNS, TURN_TOKENS = 128, 16, 5, 24
 FIRST, ANSWER = 102, 40
-"""Tokens of the first prompt, and of what the world adds before each later turn."""
+"""Tokens of the first prompt, and of what the environment adds before each later turn."""
 MICROBATCH = 16
 
 

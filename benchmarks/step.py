@@ -3,8 +3,8 @@
 The work of a step is known in advance: 8 levels × 16 episodes, each exactly 5 turns of exactly 24
 sampled tokens (the shortest and the longest reply are equal, so every reply is cut, none is valid
 and no episode ends early), about 382 tokens at the end; then one GRPO loss and one AdamW step over
-all of them. World, prompts, parser and recorder take part as in any run. The model is that of the
-peer's script: Qwen2 with 1.12M random parameters.
+all of them. Environment, prompts, parser and recorder take part as in any run. The model is that
+of the peer's script: Qwen2 with 1.12M random parameters.
 
 All seconds are CPU seconds of the process, on one thread: they can be compared on a shared machine.
 
@@ -108,11 +108,11 @@ def make_config(model: Path, steps: int) -> Config:
             "algorithm": "starpo/grpo",
             "steps": steps,
             "threads": 1,
-            "world": {"name": f"{__file__}:Lake", "turns": TURNS},
+            "env": {"name": f"{__file__}:Lake", "max_turns": TURNS},
             "model": {"path": str(model), "max_length": 512},
             "rollout": {
-                "prompts": GROUPS,
-                "members": MEMBERS,
+                "num_groups": GROUPS,
+                "group_size": MEMBERS,
                 "min_tokens": TURN_TOKENS,
                 "max_tokens": TURN_TOKENS,
                 "slots": EPISODES,
@@ -198,7 +198,7 @@ def ours(steps: int) -> dict[str, float]:
     """
     torch.set_num_threads(1)
     rate, meter = mm_rate(), Meter()
-    # The loop's own clock by phase, and that of the worlds, running on CPU seconds.
+    # The loop's own clock by phase, and that of the environments, running on CPU seconds.
     clock = SimpleNamespace(perf_counter=time.process_time)
     with (
         tempfile.TemporaryDirectory() as folder,

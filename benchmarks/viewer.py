@@ -55,7 +55,7 @@ FILTERS: Mapping[str, Mapping[str, object]] = {
     "all": {},
     "phase": {"phase": "eval"},
     "steps": {"step_from": 100, "step_to": 110},
-    "world": {"world": "sokoban"},
+    "env": {"env": "sokoban"},
     "success": {"success": 1},
     "reward range": {"reward_min": 9.5, "reward_max": 10.5},
     "stop reason": {"stop_reason": "solved"},

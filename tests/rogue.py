@@ -1,4 +1,4 @@
-"""A small world that behaves, or breaks the contract in one chosen way.
+"""A small environment that behaves, or breaks the contract in one chosen way.
 
 In a file of its own, so that it can be named ``tests/rogue.py:Rogue``.
 """

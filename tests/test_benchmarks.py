@@ -58,7 +58,7 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
 def test_every_phase_runs_anywhere() -> None:
     _, *runs = (line for line in gpu_benchmark("--tiny", "--steps", "1", "--json"))
     found = [json.loads(line) for line in runs]
-    assert [each["world"] for each in found] == ["bandit", "frozen-lake", *["sokoban"] * 4]
+    assert [each["env"] for each in found] == ["bandit", "frozen-lake", *["sokoban"] * 4]
     assert len({each["mode"] for each in found}) == 4
     for each in found:
         assert each["tokens_sampled"] == 2 * 2 * 2 * 8 < each["tokens_trained_on"]

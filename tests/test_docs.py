@@ -50,7 +50,7 @@ def test_the_first_page_leads_to_every_other() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_named_tests_exist(page: Path) -> None:
-    for file, name in re.findall(r"`(tests/\w+\.py)(?:::(\w+))?`", page.read_text("utf-8")):
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text("utf-8")):
         assert f"def {name}" in (ROOT / file).read_text("utf-8"), f"{file}::{name}"
 
 

@@ -28,7 +28,7 @@ def episode(group: int, member: int, reward: float, level: int, thought: str) ->
     )
     ended: dict[str, Any] = {"terminated": reward > 0, "truncated": reward == 0}
     return Episode(
-        world="frozen-lake",
+        env="frozen-lake",
         level_seed=level,
         noise_seed=2**60 + 1,
         group=group,
@@ -75,7 +75,7 @@ def log_step(recorder: Recorder, step: int, success: float) -> None:
 
 def evaluate(recorder: Recorder, step: int, success: float) -> None:
     """An evaluation of two levels, twice each, and its episodes."""
-    recorder.evaluation(step, evaluation(success).record() | {"world": "frozen-lake"})
+    recorder.evaluation(step, evaluation(success).record() | {"env": "frozen-lake"})
     recorder.episodes(step, groups(step, (123, 124)), phase="eval")
 
 

@@ -4,7 +4,7 @@
 
     result = ragen.train("bandit", {"steps": 10})
     print(result.after)
-    print(ragen.evaluate("solver", {"world": "sokoban"}))
+    print(ragen.evaluate("solver", {"env": "sokoban"}))
 
 Everything here loads what it needs when it is called, so that importing costs nothing.
 """
@@ -46,7 +46,8 @@ def train(
         The run's folder and its evaluations, sampled and greedy, before and after.
 
     Raises:
-        RagenError: Something in the settings, the world, the model or the disk does not allow it.
+        RagenError: Something in the settings, the environment, the model or the disk does not
+            allow it.
     """
     from ragen.config.reading import flatten, resolve
     from ragen.config.sections import Config
@@ -72,16 +73,16 @@ def evaluate(
     Args:
         target: A run folder or one of its checkpoints, ``"base"``, ``"random"``, ``"solver"``, a
             model folder or a hub id.
-        overrides: Values by key, such as ``{"world": "sokoban"}``.
+        overrides: Values by key, such as ``{"env": "sokoban"}``.
         episodes: Levels, one episode each.
-        seed: Of the world's events and of sampling; the levels are always the same.
+        seed: Of the environment's events and of sampling; the levels are always the same.
         temperature: Of sampling; 0 is greedy.
 
     Returns:
         Success with its interval, beside random and best play on the same levels.
 
     Raises:
-        RagenError: No such target or world.
+        RagenError: No such target or environment.
     """
     from ragen.evaluation.evaluation import evaluate_target
 
@@ -91,10 +92,10 @@ def evaluate(
 
 
 def make(name: str, **params: Any) -> Env:
-    """Build a world by its name, or by ``path/to/file.py:Class``.
+    """Build an environment by its name, or by ``path/to/file.py:Class``.
 
     Raises:
-        RagenError: No such world or parameter.
+        RagenError: No such environment or parameter.
     """
     from ragen.envs.contract import make
 
@@ -102,7 +103,7 @@ def make(name: str, **params: Any) -> Env:
 
 
 def check(env: Env) -> None:
-    """Hold a world to the contract that training relies on.
+    """Hold an environment to the contract that training relies on.
 
     Raises:
         RagenError: It breaks a rule; the message says which, and on which level.

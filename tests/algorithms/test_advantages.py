@@ -49,7 +49,7 @@ def test_config_names_the_estimators() -> None:
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_config_and_estimators_agree_on_who_compares_members(name: str) -> None:
-    alone = {"advantage.name": name, "rollout.members": 1, "reward.placement": "turn"}
+    alone = {"advantage.name": name, "rollout.group_size": 1, "reward.placement": "turn"}
     if name in COMPARES_MEMBERS:
         with pytest.raises(RagenError, match="compares the members"):
             resolve(None, alone)

@@ -185,7 +185,7 @@ def test_groups_with_too_few_played_episodes_are_never_kept() -> None:
 @pytest.mark.parametrize("rule", sorted(FILTERS))
 @pytest.mark.parametrize("keep", ["largest", "smallest"])
 def test_groups_that_cannot_be_kept_take_no_place(rule: str, keep: str) -> None:
-    """A group in which the world broke has score 0: it must not be the smallest and then drop."""
+    """A group whose environment broke has score 0: it must not be the smallest and then drop."""
     for out, more in ((BROKEN, {}), (FLAT, {"include_zero": False})):
         kept = select([out, SURE, out, UNSURE], rule=rule, value=0.25, keep=keep, **more)  # type: ignore[arg-type]
         assert kept and set(kept) <= {1, 3}

@@ -157,7 +157,7 @@ def _by_hand(total: float, same: list[float], method: Normalise) -> float:
 
 
 def test_whose_episodes_are_compared() -> None:
-    here, there = episode(turn(1.0)), replace(episode(turn(2.0)), world="x")
+    here, there = episode(turn(1.0)), replace(episode(turn(2.0)), env="x")
     made = [Group((here, there)), Group((here,))]
     index = episode_index(collate(flat_samples(made)))
     found = {
@@ -165,7 +165,7 @@ def test_whose_episodes_are_compared() -> None:
         for over in get_args(Over)
     }
     assert found["group"] == [0, 0, 1] and found["batch"] == [0, 0, 0]
-    assert found["world"][0] == found["world"][2] != found["world"][1]
+    assert found["env"][0] == found["env"][2] != found["env"][1]
 
 
 def test_statistics_go_by_episode_however_many_turns_or_rows_it_has() -> None:

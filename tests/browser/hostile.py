@@ -67,7 +67,7 @@ def turn(text: str, ids: tuple[int, ...] = (7, 8), prompt: tuple[int, ...] = (1,
 def episode(number: int, *turns: Turn, text: str) -> Episode:
     """The `number`-th group's only member."""
     return Episode(
-        world=ATTACKS["handler"],
+        env=ATTACKS["handler"],
         level_seed=123,
         noise_seed=0,
         group=number,
@@ -106,4 +106,4 @@ def make_hostile(folder: Path) -> None:
             recorder.cross_scores(step, "first", scores, range(len(short)), short, short)
             sample = {"group": len(texts), "member": 0, "token_ids": ids}
             recorder.samples(step, [{**sample, "loss_mask": [True] * MANY}])
-            recorder.evaluation(step, evaluation(0.5) | {"world": script, "target": script})
+            recorder.evaluation(step, evaluation(0.5) | {"env": script, "target": script})

@@ -1,4 +1,4 @@
-"""What a model, a world or a folder's name writes is shown and never obeyed."""
+"""What a model, an environment or a folder's name writes is shown and never obeyed."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_an_evaluation_reaches_the_pages_that_are_open(newcomer: Path, visitors:
         expect(row).to_contain_text("2 levels")
         log_step(recorder, 5, 0.5)
         recorder.episodes(5, groups(5, (123, 124))[:1], phase="eval")
-        recorder.evaluation(5, evaluation(0.5).record() | {"world": "frozen-lake"})
+        recorder.evaluation(5, evaluation(0.5).record() | {"env": "frozen-lake"})
         with recurring.expect_response(re.compile("api/phrases")):
             recorder.commit()
         levels = recurring.get_by_role("table", name="Levels by step")

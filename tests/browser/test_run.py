@@ -122,7 +122,7 @@ def test_time_exactness_and_settings(visitor: Visitor) -> None:
     exact = page.get_by_role("region", name="Exactness")
     expect(exact).to_contain_text(run["exactness"][0]["name"])
     settings = page.get_by_role("region", name="Settings")
-    expect(settings).to_contain_text("rollout.members")
+    expect(settings).to_contain_text("rollout.group_size")
     settings.get_by_role("button", name="All").click()
     settings.get_by_role("searchbox").fill("max_grad_norm")
     expect(settings.locator("tbody tr")).to_have_count(1)
@@ -182,7 +182,7 @@ def test_a_run_of_another_schema_is_a_clear_page(visitor: Visitor, runs: Path) -
 
 def test_steps_appear_while_the_run_trains(newcomer: Path, visitor: Visitor) -> None:
     """The whole way: a run in a process of its own, its database, the server, the open page."""
-    options = ["--steps", "8", "--eval.episodes", "4", "--rollout.prompts", "4"]
+    options = ["--steps", "8", "--eval.episodes", "4", "--rollout.num_groups", "4"]
     process = ragen("train", "collapse", *options, "--out", newcomer, "--json", "--quiet")
     page = visitor.visit()
     row = page.get_by_role("row", name=re.compile("newcomer"))
@@ -194,7 +194,7 @@ def test_steps_appear_while_the_run_trains(newcomer: Path, visitor: Visitor) -> 
     page.evaluate("window.sameDocument = true")
     expect(page.get_by_role("main")).to_contain_text("finished", timeout=60_000)
     assert page.evaluate("window.sameDocument")  # nothing was loaded anew
-    assert json.loads(succeed(process).splitlines()[-1])["world"] == "bandit"
+    assert json.loads(succeed(process).splitlines()[-1])["env"] == "bandit"
     expect(progress).to_contain_text(re.compile(r"8\s*of 8"))
 
 

@@ -133,7 +133,7 @@ def test_a_comparison_has_intervals_and_what_it_could_have_seen(visitor: Visitor
     assert difference["low"] <= difference["value"] <= difference["high"]
     main = page.get_by_role("main")
     expect(main).to_contain_text(re.compile(r"could have shown \d+\.\d points"))
-    expect(main).to_contain_text(contests[0]["world"])
+    expect(main).to_contain_text(contests[0]["env"])
 
 
 def test_a_run_that_begins_appears_by_itself(newcomer: Path, visitor: Visitor) -> None:

@@ -77,15 +77,15 @@ def test_the_matrix_counts_what_the_metric_beside_it_counts(said: Any) -> None:
             [ALIKE, {**ALIKE, "actions_executed": []}],
             {"turn": 1, "by": "actions", "counts": [["nothing", 2], ["Up", 1]]},
         ),
-        (  # the same actions led elsewhere: on slippery ice the world has its own say
+        (  # the same actions led elsewhere: on slippery ice the environment has its own say
             [ALIKE, {**ALIKE, "state_key": "b"}],
             [ALIKE, ALIKE],
-            {"turn": 1, "by": "world", "counts": [["a", 2], ["b", 1]]},
+            {"turn": 1, "by": "env", "counts": [["a", 2], ["b", 1]]},
         ),
         (
             [ALIKE],
             [ALIKE, ALIKE],
-            {"turn": 1, "by": "world", "counts": [["a", 2], ["over", 1]]},
+            {"turn": 1, "by": "env", "counts": [["a", 2], ["over", 1]]},
         ),
     ],
 )
@@ -100,8 +100,12 @@ def test_members_part_at_the_first_difference(
     ("asked", "executed", "struck"),
     [
         (["Up", "Down"], ["Up", "Down"], []),
-        (["up", "Down"], ["Up"], ["Down"]),  # in the world's spelling; no budget for the second
-        (["fly", "Up"], ["Up"], ["fly"]),  # no action of the world
+        (
+            ["up", "Down"],
+            ["Up"],
+            ["Down"],
+        ),  # in the environment's spelling; no budget for the second
+        (["fly", "Up"], ["Up"], ["fly"]),  # no action of the environment
         (["Up", "Up", "Up"], ["Up"], ["Up", "Up"]),
         (["Up"], [], ["Up"]),
     ],

@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from tests.browser.visitor import Visitor
 
 JOB_MS = 60_000
-"""A branch loads torch, a model and a world before it plays."""
+"""A branch loads torch, a model and an environment before it plays."""
 
 
 def test_branches_appear_beside_the_original(visitor: Visitor, runs: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 WIDE, PHONE = (1280, 720), (390, 844)
 
 LAKE = [
-    *["frozen-lake-still", "--rollout.prompts", "8", "--rollout.members", "4"],
+    *["frozen-lake-still", "--rollout.num_groups", "8", "--rollout.group_size", "4"],
     *["--update.minibatch_episodes", "16", "--eval.episodes", "16", "--eval.every", "3"],
     *["--record.tokens_every", "1", "--diagnose.information_every", "1"],
 ]

@@ -81,24 +81,24 @@ def mistake(cwd: Path, *arguments: str | Path) -> str:
         (["train", "bandit", "--update", "1"], "set one of update."),
         (["train", "bandit", "--filter.rule", "best"], "all, top_k, top_p, top_p_softmax or min_p"),
         (["train", "bandit", "--algorithm", "starpo-s/pppo"], "did you mean 'starpo-s/ppo'?"),
-        (["train", "bandit", "--world", "bandti"], "did you mean 'bandit'?"),
-        (["train", "bandit", "--world.params.slip", "1"], "it has name_set"),
-        (["train", "bandit", "--world.params.split", "tset"], "split"),
-        (["train", "bandit", "--world.params.risky_probability", "2.0"], "no probability"),
-        (["train", "bandit", "--rollout.members", "1"], "set rollout.members to 2 or more"),
+        (["train", "bandit", "--env", "bandti"], "did you mean 'bandit'?"),
+        (["train", "bandit", "--env.params.slip", "1"], "it has name_set"),
+        (["train", "bandit", "--env.params.split", "tset"], "split"),
+        (["train", "bandit", "--env.params.risky_probability", "2.0"], "no probability"),
+        (["train", "bandit", "--rollout.group_size", "1"], "set rollout.group_size to 2 or more"),
         (["train", "bandit", "--rollout.max_tokens", "2000"], "below model.max_length"),
         (["train", "bandit", "--model", "./no-model"], "no-model"),
         (["train", "bandit", "--model", "/no/model/here"], "/no/model/here"),
-        (["train", "bandit", "--world", "nowhere.py:World"], "no file nowhere.py"),
-        (["eval", "random", "--world", "bandit", "--episodes", "0"], "from 1 to 9877"),
-        (["eval", "random", "--world", "bandit", "--episodes", "9878"], "from 1 to 9877"),
-        (["eval", "random", "--world", "bandit", "--seed", "-1"], "≥ 0"),
-        (["eval", "human", "--world", "bandit"], "ragen play"),
+        (["train", "bandit", "--env", "nowhere.py:World"], "no file nowhere.py"),
+        (["eval", "random", "--env", "bandit", "--episodes", "0"], "from 1 to 9877"),
+        (["eval", "random", "--env", "bandit", "--episodes", "9878"], "from 1 to 9877"),
+        (["eval", "random", "--env", "bandit", "--seed", "-1"], "≥ 0"),
+        (["eval", "human", "--env", "bandit"], "ragen play"),
         (["envs", "--episodes", "0"], "≥ 1"),
         (["play", "bandit", "--player", "random", "--seed", "-1"], "≥ 0"),
-        (["eval", "random", "--world", "bandit", "--temperature", "-1"], "≥ 0"),
-        (["eval", "random", "--world", "bandti"], "did you mean 'bandit'?"),
-        (["eval", "./no-run", "--world", "bandit"], "no-run"),
+        (["eval", "random", "--env", "bandit", "--temperature", "-1"], "≥ 0"),
+        (["eval", "random", "--env", "bandti"], "did you mean 'bandit'?"),
+        (["eval", "./no-run", "--env", "bandit"], "no-run"),
         (["resume", "no-run"], "no-run"),
         (["play", "bandti"], "did you mean 'bandit'?"),
         (["check", "bandti"], "did you mean 'bandit'?"),
@@ -109,12 +109,12 @@ def test_mistakes(tmp_path: Path, arguments: list[str], remedy: str) -> None:
     assert remedy in mistake(tmp_path, *arguments)
 
 
-WORLDS = {
+ENVS = {
     "import.py": ("import no_such_module_of_mine\n", "no_such_module_of_mine"),
     "syntax.py": ("def broken(:\n", "invalid syntax"),
     "value.py": ("raise ValueError('at import')\n", "at import"),
     "exit.py": ("import sys\nsys.exit(0)\n", "SystemExit"),
-    "empty.py": ("", "no world (subclass of ragen.Env) named 'World'"),
+    "empty.py": ("", "no environment (subclass of ragen.Env) named 'World'"),
     "partial.py": (
         "from ragen.envs.contract import Env\nclass World(Env): pass\n",
         "lacks actions",
@@ -122,14 +122,14 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_a_world_file_that_cannot_be_loaded(
+@pytest.mark.parametrize("name", ENVS)
+def test_an_environment_file_that_cannot_be_loaded(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    text, reason = WORLDS[name]
+    text, reason = ENVS[name]
     (tmp_path / name).write_text(text)
-    for command in (["train", "bandit", "--out", "run", "--world"], ["check"], ["play"]):
+    for command in (["train", "bandit", "--out", "run", "--env"], ["check"], ["play"]):
         line = mistake(tmp_path, *command, f"{tmp_path / name}:World")
         assert reason in line and name in line
 
@@ -140,7 +140,7 @@ def test_a_world_file_that_cannot_be_loaded(
         ("steps = \n", "not valid TOML"),
         ("steps = 'three'\n", 'steps = "three" in recipe'),
         ("[wolrd]\nname = 'bandit'\n", "did you mean"),
-        ("[world]\nname = 'bandti'\n", "did you mean 'bandit'?"),
+        ("[env]\nname = 'bandti'\n", "did you mean 'bandit'?"),
         ("algorithm = 7\n", "expected the name of a preset"),
         ("\udcff", "not UTF-8"),
     ],
@@ -190,7 +190,7 @@ def refused(tmp_path: Path, model: str | Path, *more: str) -> str:
     (tmp_path / "cwd").mkdir()
     asked = ("--model", model, "--rollout.max_tokens", "8", "--model.max_length", "128", *more)
     line = mistake(tmp_path / "cwd", "train", "bandit", *asked)
-    assert mistake(tmp_path / "cwd", "eval", model, "--world", "bandit", *asked[2:]) == line
+    assert mistake(tmp_path / "cwd", "eval", model, "--env", "bandit", *asked[2:]) == line
     return line
 
 
@@ -246,25 +246,25 @@ def test_a_run_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("misdeed", ["raise in reset", "hang in reset", "no observation"])
-def test_a_world_that_breaks_in_every_episode(tmp_path: Path, misdeed: str) -> None:
+def test_an_environment_that_breaks_in_every_episode(tmp_path: Path, misdeed: str) -> None:
     line = mistake(
         tmp_path,
-        *("eval", "random", "--world", f"{ROGUE}:Rogue", "--world.params.misdeed", misdeed),
-        *("--episodes", "2", "--world.timeout_s", "0.05"),
+        *("eval", "random", "--env", f"{ROGUE}:Rogue", "--env.params.misdeed", misdeed),
+        *("--episodes", "2", "--env.timeout_s", "0.05"),
     )
     assert "failed in every episode" in line and "ragen check" in line
-    values = settings(eval__episodes=2, world__timeout_s=0.05, world__name=f"{ROGUE}:Rogue")
+    values = settings(eval__episodes=2, env__timeout_s=0.05, env__name=f"{ROGUE}:Rogue")
     keys = [text for key, value in values.items() for text in (f"--{key}", str(value).lower())]
     keys[keys.index("--model.path") + 1] = str(speaker())
-    keys[keys.index("--world.name") + 1] = f"{ROGUE}:Rogue"
-    keys += ["--world.params.misdeed", misdeed]
+    keys[keys.index("--env.name") + 1] = f"{ROGUE}:Rogue"
+    keys += ["--env.params.misdeed", misdeed]
     code, _, err = ragen("train", "bandit", *keys, "--out", "run", cwd=tmp_path)
     assert code == 2 and "Traceback" not in err, err
     assert "failed in every episode" in err.splitlines()[-1]
 
 
 def test_a_prompt_that_leaves_no_room(tmp_path: Path) -> None:
-    more = ("--world", "bandit", "--rollout.max_tokens", "24", "--model.max_length", "26")
+    more = ("--env", "bandit", "--rollout.max_tokens", "24", "--model.max_length", "26")
     assert "raise model.max_length" in mistake(tmp_path, "eval", speaker(), *more)
     values = settings(steps=1, model__max_length=16, eval__episodes=0)
     with pytest.raises(RagenError, match=r"raise model\.max_length"):
@@ -272,14 +272,14 @@ def test_a_prompt_that_leaves_no_room(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_world_that_cannot_be_made(tmp_path: Path) -> None:
-    world = ("--world", f"{ROGUE}:Rogue", "--world.params.misdeed", "raise in init")
-    assert "cannot be made: KeyError" in mistake(tmp_path, "train", "bandit", *world)
-    assert "cannot be made: KeyError" in mistake(tmp_path, "eval", "random", *world)
-    assert "cannot be made: KeyError" in mistake(tmp_path, "play", *world[1:])
+def test_an_environment_that_cannot_be_made(tmp_path: Path) -> None:
+    env = ("--env", f"{ROGUE}:Rogue", "--env.params.misdeed", "raise in init")
+    assert "cannot be made: KeyError" in mistake(tmp_path, "train", "bandit", *env)
+    assert "cannot be made: KeyError" in mistake(tmp_path, "eval", "random", *env)
+    assert "cannot be made: KeyError" in mistake(tmp_path, "play", *env[1:])
 
 
-def test_a_world_that_hangs_when_it_is_made(
+def test_an_environment_that_hangs_when_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragen.envs.contract.MAKE_S", 0.05)
@@ -289,13 +289,13 @@ def test_a_world_that_hangs_when_it_is_made(
 
 
 @pytest.mark.parametrize("misdeed", ["raise", "hang", "text as reward", "raise in solve"])
-def test_a_world_that_breaks_while_it_is_played(tmp_path: Path, misdeed: str) -> None:
-    more = ("--world.params.misdeed", misdeed, "--world.timeout_s", "0.05")
+def test_an_environment_that_breaks_while_it_is_played(tmp_path: Path, misdeed: str) -> None:
+    more = ("--env.params.misdeed", misdeed, "--env.timeout_s", "0.05")
     line = mistake(tmp_path, "play", f"{ROGUE}:Rogue", "--player", "solver", *more)
     assert "failed" in line and "ragen check" in line
 
 
-def test_a_world_that_breaks_while_it_is_checked(
+def test_an_environment_that_breaks_while_it_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

@@ -31,7 +31,7 @@ Capture = pytest.CaptureFixture[str]
 
 def evaluation(success: float, temperature: float = 1.0) -> Evaluation:
     return Evaluation(
-        world="bandit",
+        env="bandit",
         target="run",
         temperature=temperature,
         episodes=64,
@@ -58,7 +58,7 @@ def evaluation(success: float, temperature: float = 1.0) -> Evaluation:
 def result(run: Path) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         run=run,
-        world="bandit",
+        env="bandit",
         before=evaluation(0.5),
         after=evaluation(0.875),
         before_greedy=evaluation(0.5, 0.0),
@@ -96,10 +96,10 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
         ("train bandit --update.lr --json", "--update.lr needs a value: a number > 0"),
         ("train bandit --filter top_k", "'filter' is a section: set one of filter."),
         ("train bandit --jsn", "unknown option --jsn; did you mean --json?"),
-        ("train bandit --world banditt", "unknown world 'banditt'; did you mean 'bandit'?"),
-        ("train bandit --world.params.zz 1", "world bandit has no parameter 'zz'"),
+        ("train bandit --env banditt", "unknown environment 'banditt'; did you mean 'bandit'?"),
+        ("train bandit --env.params.zz 1", "environment bandit has no parameter 'zz'"),
         ("train bandit --algorithm starpo/pppo", "did you mean 'starpo/ppo'?"),
-        ("train bandit --rollout.members 1", "set rollout.members to 2 or more"),
+        ("train bandit --rollout.group_size 1", "set rollout.group_size to 2 or more"),
         ("eval random --episodes many", "argument --episodes: invalid int value: 'many'"),
         ("eval random --episodes 0", "episodes = 0: expected a whole number"),
         ("eval random --temperature=-1", "temperature = -1.0: expected a number"),
@@ -107,7 +107,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
         ("envs --update.lr 3", "unknown option --update.lr; ragen envs --help lists them all"),
         ("train bandit --reward.terms.length", "--reward.terms.length needs a value\n"),
         ("check nowhere.py:World", "no file nowhere.py"),
-        ("play banditt --player random", "unknown world 'banditt'"),
+        ("play banditt --player random", "unknown environment 'banditt'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -151,12 +151,12 @@ def test_dry_run_prints_a_config_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = "train --update.lr 3e-4 bandit --model there --seed=7 --prompt.think false --dry-run"
-    assert main([*line.split(), "--world.params.risky-probability", ".5"]) == 0
+    assert main([*line.split(), "--env.params.risky-probability", ".5"]) == 0
     shown = capsys.readouterr().out
     assert "#   update.lr = 0.0003  (preset: 1e-06)" in shown
     config = Config.model_validate(tomllib.loads(shown))
     assert (config.update.lr, config.model.path, config.seed) == (3e-4, "there", 7)
-    assert (config.prompt.think, config.world.params) == (False, {"risky_probability": 0.5})
+    assert (config.prompt.think, config.env.params) == (False, {"risky_probability": 0.5})
     assert os.listdir(tmp_path) == []
 
 
@@ -191,7 +191,7 @@ def test_a_run_ends_with_table_and_json(
     assert seen == [(3, out)]
     output = capsys.readouterr()
     assert json.loads(output.out) == {
-        "world": "bandit",
+        "env": "bandit",
         "before": 0.5,
         "after": 0.875,
         "random": 0.5,
@@ -292,17 +292,16 @@ def test_eval_prints_one_json_object(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert (
-        main(["eval", "solver", "--world", "bandit", "--episodes", "8", "--seed", "1", "--json"])
-        == 0
+        main(["eval", "solver", "--env", "bandit", "--episodes", "8", "--seed", "1", "--json"]) == 0
     )
     record = json.loads(capsys.readouterr().out)
-    assert (record["world"], record["episodes"], record["success"]) == ("bandit", 8, 1.0)
+    assert (record["env"], record["episodes"], record["success"]) == ("bandit", 8, 1.0)
     assert record["success_low"] < 1.0 == record["success_high"] == record["best"]
-    assert main(["eval", "random", "--world", "bandit", "--episodes", "8"]) == 0
+    assert main(["eval", "random", "--env", "bandit", "--episodes", "8"]) == 0
     assert "random play" in capsys.readouterr().out
 
 
-def test_envs_lists_every_world_with_its_references(capsys: Capture) -> None:
+def test_envs_lists_every_environment_with_its_references(capsys: Capture) -> None:
     assert main(["envs", "--json", "--episodes", "4"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert {"bandit", "frozen-lake", "frozen-lake-still", "sokoban"} <= rows.keys()
@@ -311,7 +310,7 @@ def test_envs_lists_every_world_with_its_references(capsys: Capture) -> None:
     assert "random play" in capsys.readouterr().out
 
 
-def test_check_holds_worlds_to_the_contract(capsys: Capture) -> None:
+def test_check_holds_environments_to_the_contract(capsys: Capture) -> None:
     assert main(["check", "bandit", "frozen-lake"]) == 0
     assert capsys.readouterr().out.count("keeps the contract") == 2
 

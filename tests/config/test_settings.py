@@ -50,15 +50,15 @@ def test_preset_named_on_the_command_line_goes_below_the_recipe(tmp_path: Path) 
 
 
 def test_nested_dotted_and_short_overrides_agree() -> None:
-    dotted = resolve(None, {"world.name": "bandit", "world.params.slip": 0.5, "model.path": "x"})
-    nested = resolve(None, {"world": {"name": "bandit", "params": {"slip": 0.5}}, "model": "x"})
+    dotted = resolve(None, {"env.name": "bandit", "env.params.slip": 0.5, "model.path": "x"})
+    nested = resolve(None, {"env": {"name": "bandit", "params": {"slip": 0.5}}, "model": "x"})
     assert dotted == nested
 
 
-def test_world_parameters_merge_over_layers(tmp_path: Path) -> None:
+def test_environment_parameters_merge_over_layers(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
-    recipe.write_text('[world.params]\nsize = 5\nnames = "pairs"\n')
-    assert resolve(recipe, {"world.params.size": 4}).world.params == {"size": 4, "names": "pairs"}
+    recipe.write_text('[env.params]\nsize = 5\nnames = "pairs"\n')
+    assert resolve(recipe, {"env.params.size": 4}).env.params == {"size": 4, "names": "pairs"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -103,8 +103,8 @@ def test_presets_hold_the_published_values() -> None:
         assert (stable.filter.rule, stable.filter.value) == ("top_k", 0.25)
         assert (stable.loss.kl, stable.loss.clip_low, stable.loss.clip_high) == (0.0, 0.2, 0.28)
     for config in (starpo_ppo, starpo_grpo, s_ppo, s_grpo):
-        assert (config.rollout.prompts, config.rollout.members) == (8, 16)
-        assert (config.update.minibatch_episodes, config.update.passes) == (32, 1)
+        assert (config.rollout.num_groups, config.rollout.group_size) == (8, 16)
+        assert (config.update.minibatch_episodes, config.update.epochs) == (32, 1)
         assert config.reward.format_penalty == 0.1
 
 
@@ -132,7 +132,7 @@ def test_presets_of_other_papers_hold_their_values(
     assert (config.advantage.name, loss.aggregation) == (advantage, aggregation)
     assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.entropy) == (0.2, clip_high, 0, 0)
     assert (loss.kl, loss.kl_kind if loss.kl else None) == kl
-    episodes = rollout.prompts * rollout.members * update.passes
+    episodes = rollout.num_groups * rollout.group_size * update.epochs
     assert episodes / update.minibatch_episodes == updates
     assert (rollout.refill, config.filter.include_zero) == (
         (3, False) if name == "dapo" else (0, True)
@@ -152,7 +152,7 @@ def test_number_of_knobs() -> None:
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
-    config = resolve("bandit", {"world.params.deep": {"a": [1, 2.5, "x"]}, "update.lr": 3e-4})
+    config = resolve("bandit", {"env.params.deep": {"a": [1, 2.5, "x"]}, "update.lr": 3e-4})
     (tmp_path / "config.toml").write_text(dump(config), encoding="utf-8")
     assert read_config(tmp_path / "config.toml") == config
 
@@ -163,7 +163,7 @@ def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
     name=st.text(st.characters(exclude_categories=("Cs",))),
 )
 def test_any_value_survives_the_toml(lr: float, seed: int, name: str) -> None:
-    config = resolve(None, {"update.lr": lr, "seed": seed, "world.params.name": name})
+    config = resolve(None, {"update.lr": lr, "seed": seed, "env.params.name": name})
     assert Config.model_validate(tomllib.loads(dump(config))) == config
 
 
@@ -190,20 +190,20 @@ def test_differences_name_the_preset_value() -> None:
     [
         ({"update.lrr": 1.0}, "unknown key 'update.lrr'; did you mean 'update.lr'?"),
         ({"lr": 1.0}, "unknown key 'lr'; did you mean 'update.lr'?"),
-        ({"update": {"pases": 1}}, "unknown key 'update.pases'; did you mean 'update.passes'?"),
-        ({"wrld.name": "x"}, "unknown key 'wrld.name'; did you mean 'world.name'?"),
+        ({"update": {"pases": 1}}, "unknown key 'update.pases'; did you mean 'update.epochs'?"),
+        ({"wrld.name": "x"}, "unknown key 'wrld.name'; did you mean 'env.name'?"),
         ({"qqqq": 1}, "unknown key 'qqqq'; ragen train --help lists them all"),
         ({"filter": "top_k"}, "'filter' is a section: set one of filter.score, filter.rule"),
         ({"update.lr": "fast"}, 'update.lr = "fast": expected a number > 0'),
         ({"update.lr": float("nan")}, "update.lr = nan: expected a number > 0"),
-        ({"update.passes": 1.5}, "update.passes = 1.5: expected a whole number ≥ 1"),
+        ({"update.epochs": 1.5}, "update.epochs = 1.5: expected a whole number ≥ 1"),
         ({"seed": True}, "seed = true: expected a whole number ≥ 0"),
         ({"prompt.think": 1}, "prompt.think = 1: expected true or false"),
         (
             {"filter.rule": "topk"},
             'filter.rule = "topk": expected all, top_k, top_p, top_p_softmax or min_p',
         ),
-        ({"world.params": 3}, "world.params = 3: expected a table; set world.params.NAME"),
+        ({"env.params": 3}, "env.params = 3: expected a table; set env.params.NAME"),
         ({"algorithm": "ppo"}, "unknown algorithm 'ppo'; did you mean 'starpo/ppo'?"),
         (
             {"algorithm": "starpos/ppo"},
@@ -219,7 +219,10 @@ def test_differences_name_the_preset_value() -> None:
         ),
         ({"filter.rule": "min_p", "filter.score": "mean"}, '"mean" may be negative; use "top_k"'),
         ({"filter.rule": "top_k", "filter.reweight": True}, 'set filter.rule = "all"'),
-        ({"filter.include_zero": False, "rollout.members": 1}, "rollout.members to 2 or more"),
+        (
+            {"filter.include_zero": False, "rollout.group_size": 1},
+            "rollout.group_size to 2 or more",
+        ),
         ({"rollout.refill": 1}, "set filter.include_zero = false"),
         ({"rollout.refill": 4}, "rollout.refill = 4: expected a whole number ≥ 0 and ≤ 3"),
         ({"loss.name": "gspo"}, "set loss.clip_low = 3e-4 and loss.clip_high = 4e-4"),
@@ -236,13 +239,16 @@ def test_differences_name_the_preset_value() -> None:
             "reward.terms are about thoughts: set prompt.think = true",
         ),
         ({"loss.name": "nll"}, 'loss.name = "nll" learns from demonstrations'),
-        ({"advantage.name": "grpo", "rollout.members": 1}, "set rollout.members to 2 or more"),
+        (
+            {"advantage.name": "grpo", "rollout.group_size": 1},
+            "set rollout.group_size to 2 or more",
+        ),
         ({"advantage.name": "grpo"}, 'use "k3" or "k2", or loss.kl = 0'),
         ({"advantage.name": "gigpo", "loss.kl": 0.1}, "divides by a std of rewards"),
         ({"advantage.name": "bi_level_gae"}, 'set reward.placement to "turn"'),
         (
-            {"reward.normalise": "mean", "rollout.members": 1, "filter.rule": "all"},
-            'reward.over = "group" compares the members of a group: set rollout.members to 2',
+            {"reward.normalise": "mean", "rollout.group_size": 1, "filter.rule": "all"},
+            'reward.over = "group" compares the members of a group: set rollout.group_size to 2',
         ),
     ],
 )
@@ -259,7 +265,7 @@ GROUP_OF_THEIRS = {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gigpo"}
         *[(method, "group", GROUP_OF_THEIRS) for method in ("mean", "mean_std", "asym_clip")],
         ("mean", "batch", GROUP_OF_THEIRS | {"reinforce_pp"}),
         ("mean_std", "batch", GROUP_OF_THEIRS - {"dr_grpo", "rloo"} | {"reinforce_pp"}),
-        ("mean_std", "world", GROUP_OF_THEIRS - {"dr_grpo", "rloo"} | {"reinforce_pp"}),
+        ("mean_std", "env", GROUP_OF_THEIRS - {"dr_grpo", "rloo"} | {"reinforce_pp"}),
         ("asym_clip", "batch", set()),
         ("identity", "group", set()),
     ],
@@ -292,7 +298,7 @@ UNREAD = {  # a value other than the default for each key, and an algorithm that
     "filter.keep": ("smallest", {"algorithm": "starpo/grpo"}),
     "filter.scale": ("sqrt", {"algorithm": "starpo/grpo"}),
     "advantage.gamma": (0.9, {"algorithm": "starpo/grpo"}),
-    "advantage.lam": (0.9, {"algorithm": "starpo/grpo"}),
+    "advantage.gae_lambda": (0.9, {"algorithm": "starpo/grpo"}),
     "advantage.turn_gamma": (0.9, {"algorithm": "starpo/grpo"}),
     "advantage.step_weight": (0.5, {"algorithm": "starpo/grpo"}),
     "advantage.whiten": (False, {"algorithm": "starpo/grpo"}),
@@ -387,7 +393,7 @@ def test_mistake_in_a_recipe_names_the_file(tmp_path: Path) -> None:
 
 def test_what_toml_cannot_hold_is_refused_before_a_run_begins() -> None:
     with pytest.raises(RagenError, match="cannot be saved"):
-        dump(resolve(None, {"world.params.x": {1, 2}}))
+        dump(resolve(None, {"env.params.x": {1, 2}}))
 
 
 @pytest.mark.parametrize(
@@ -398,11 +404,11 @@ def test_what_toml_cannot_hold_is_refused_before_a_run_begins() -> None:
         ("prompt.think", "false", False),
         ("model.path", "123", "123"),
         ("filter.rule", "all", "all"),
-        ("world.params.size", "4", 4),
-        ("world.params.slip", ".5", 0.5),
-        ("world.params.names", "pairs", "pairs"),
-        ("world.params.sizes", "[4, 5]", [4, 5]),
-        ("world.params.trick", "1\nother = 2", "1\nother = 2"),
+        ("env.params.size", "4", 4),
+        ("env.params.slip", ".5", 0.5),
+        ("env.params.names", "pairs", "pairs"),
+        ("env.params.sizes", "[4, 5]", [4, 5]),
+        ("env.params.trick", "1\nother = 2", "1\nother = 2"),
         ("update.lr", "fast", "fast"),
     ],
 )

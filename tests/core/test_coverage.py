@@ -94,7 +94,7 @@ def test_difference_of_independent_rates(trials: int, rate: float, other: float)
     assert holds(exact_difference(trials, rate, other))
 
 
-# Means: levels drawn from worlds with long tails and short ones.
+# Means: levels drawn from environments with long tails and short ones.
 
 
 def measured(draw: Draw, size: int, interval: Callable[[Floats], Interval]) -> list[Interval]:
@@ -332,7 +332,7 @@ BY_SEEDS = {3: 0.75, 4: 0.88, 5: 0.93, 6: 0.955, 8: 0.97, 12: 0.97, 16: 0.96, 20
 
 
 @pytest.mark.parametrize(("seeds", "expected"), BY_SEEDS.items())
-def test_interquartile_mean_of_one_world(seeds: int, expected: float) -> None:
+def test_interquartile_mean_of_one_environment(seeds: int, expected: float) -> None:
     found = measured(
         lambda g, n: g.normal(0.5, 0.1, n), seeds, lambda s: interquartile_mean([s.tolist()])
     )
@@ -340,7 +340,7 @@ def test_interquartile_mean_of_one_world(seeds: int, expected: float) -> None:
 
 
 @pytest.mark.parametrize("seeds", [5, 8, 10])
-def test_interquartile_mean_of_three_worlds(seeds: int) -> None:
+def test_interquartile_mean_of_three_environments(seeds: int) -> None:
     centres = np.array([[0.4], [0.5], [0.6]])
     found = measured(
         lambda g, n: g.normal(centres, 0.1, (3, n)),

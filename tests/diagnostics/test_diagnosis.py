@@ -178,8 +178,8 @@ def asked(**more: Any) -> Config:
             "algorithm": "starpo/ppo",
             "steps": 2,
             "threads": 1,
-            "rollout.prompts": 4,
-            "rollout.members": 4,
+            "rollout.num_groups": 4,
+            "rollout.group_size": 4,
             "rollout.slots": 16,
             "eval.episodes": 0,
             "record.tokens_every": 0,
@@ -296,7 +296,7 @@ def test_a_resumed_run_ends_with_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_every_fifth_step_from_the_first(tmp_path: Path) -> None:
-    train(asked(**{"steps": 7, "rollout.prompts": 1, "rollout.members": 2}), tmp_path / "run")
+    train(asked(**{"steps": 7, "rollout.num_groups": 1, "rollout.group_size": 2}), tmp_path / "run")
     steps = {at for at, name in metrics(tmp_path / "run") if name == "information/first/left_out"}
     assert steps == {1, 6}
 
@@ -308,8 +308,8 @@ def test_it_works_in_every_context_window(tmp_path: Path, window: int) -> None:
         {
             "steps": 1,
             "threads": 1,
-            "rollout.prompts": 2,
-            "rollout.members": 4,
+            "rollout.num_groups": 2,
+            "rollout.group_size": 4,
             "rollout.slots": 8,
             "prompt.window": window,
             "eval.episodes": 0,

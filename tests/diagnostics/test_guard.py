@@ -57,7 +57,7 @@ def wave(step: int) -> float:
 
 
 HEALTHY: dict[str, dict[int, float]] = {
-    # A world being solved: what is left to fail, to choose and to compare shrinks together.
+    # An environment being solved: what is left to fail, to choose and to compare shrinks together.
     SUCCESS: series(lambda s: min(0.95, (0.3 + 0.01 * s) * wave(s))),
     REWARD_STD: series(lambda s: max(0.1, 0.45 - 0.004 * s) * wave(s)),
     ENTROPY: series(lambda s: max(0.05, 0.25 - 0.003 * s) * wave(s)),
@@ -284,7 +284,7 @@ def test_responses_that_cannot_be(overrides: dict[str, Any], words: str) -> None
 
 def test_a_filter_as_remedy_needs_members() -> None:
     with pytest.raises(RagenError, match="compares the members"):
-        resolve(None, {"guard.remedy": "filter", "rollout.members": 1})
+        resolve(None, {"guard.remedy": "filter", "rollout.group_size": 1})
 
 
 def test_remedies() -> None:

@@ -174,7 +174,7 @@ def test_a_rollback_begins_another_attempt_before_the_onset(
 def test_a_remedy_changes_one_thing(tmp_path: Path, alarms_at: Plan, remedy: str) -> None:
     run = tmp_path / "run"
     alarms_at((0, 3))
-    asked = config(**BACK, guard__remedy=remedy, filter__rule="all", rollout__prompts=4)
+    asked = config(**BACK, guard__remedy=remedy, filter__rule="all", rollout__num_groups=4)
     train(asked, run)
     noise = 'SELECT noise_seed FROM episodes WHERE step = 2 AND attempt = ? ORDER BY "group", id'
     first, second = (rows(run, noise.replace("?", str(attempt))) for attempt in (0, 1))

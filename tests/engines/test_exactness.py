@@ -83,8 +83,8 @@ def test_a_policy_without_fingerprints_is_told_what_to_do() -> None:
 # Mutations: each must stop a real run.
 
 CORRIDOR = {
-    "world.name": f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue",
-    "world.turns": 3,
+    "env.name": f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue",
+    "env.max_turns": 3,
     "model.max_length": 256,
 }
 
@@ -304,7 +304,7 @@ def test_a_reply_that_was_tokenised_anew_stops_the_run(
 def test_every_run_reports_that_all_was_compared(
     tmp_path: Path, algorithm: str, window: int
 ) -> None:
-    more = {"algorithm": algorithm, "prompt__window": window, "update__passes": 2}
+    more = {"algorithm": algorithm, "prompt__window": window, "update__epochs": 2}
     train(corridor(**more), tmp_path / "run")
     found = {name: series[1] for name, series in read_metrics(tmp_path / "run").items()}
     # 2 prompts × 4 members × 3 turns, and all of their tokens, in each of 2 passes.

@@ -193,7 +193,7 @@ def test_a_model_on_a_gpu_takes_the_general_path(monkeypatch: pytest.MonkeyPatch
     """The learner's fast path is for CPUs as well; elsewhere its padding is told."""
     one = learner("cpu", torch.float32)
     assert "update/padding_fraction" not in one.update(batch(one), 0)
-    for module in ("model", "learner"):
+    for module in ("models.model", "engines.learner"):
         monkeypatch.setattr(f"ragen.{module}.shares_prompts", lambda _: False)
     part = batch(one)
     wide = part.num_rows * int(part.lengths_B.max())

@@ -172,7 +172,7 @@ def states(one: Learner) -> list[Tensor]:
 def test_recomputed_layers_give_the_same_updates_in_less_memory(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("model", "learner"):  # the fast path rounds otherwise
+    for module in ("models.model", "engines.learner"):  # the fast path rounds otherwise
         monkeypatch.setattr(f"ragen.{module}.shares_prompts", lambda _: False)
     found = []
     for recomputes in (False, True):

@@ -257,7 +257,9 @@ def test_it_outlives_an_event_loop_that_was_torn_down() -> None:
 
 
 @pytest.mark.parametrize("delay", [lambda: asyncio.sleep(0), lambda: asyncio.sleep(0.002)])
-def test_a_world_that_takes_its_time_changes_no_token(delay: Callable[[], Awaitable[None]]) -> None:
+def test_an_environment_that_takes_its_time_changes_no_token(
+    delay: Callable[[], Awaitable[None]],
+) -> None:
     model = tiny()
     slow, quick = make(model), make(model)
 

@@ -184,8 +184,8 @@ def settings(folder: str, **more: Any) -> Any:
         "model.path": folder,
         "model.max_length": 256,
         "rollout.sampler": "vllm",
-        "rollout.prompts": 2,
-        "rollout.members": 2,
+        "rollout.num_groups": 2,
+        "rollout.group_size": 2,
         "rollout.max_tokens": 8,
         "filter.rule": "all",
         "filter.include_zero": True,
@@ -258,18 +258,18 @@ def test_an_evaluation_samples_with_vllm_and_leaves_a_server_alone(
 def test_an_evaluation_lets_go_of_the_engine_that_it_made(
     folder: str, pretended: list[PretendVllm]
 ) -> None:
-    """Another world's may follow in this process."""
+    """Another environment's may follow in this process."""
     settings_ = {"model.path": folder, "rollout.sampler": "vllm", "model.max_length": 256}
-    play_target(folder, settings_ | {"world": "bandit"})
-    for world in ("bandit", "bandit-rev"):
-        evaluate_target(folder, settings_ | {"world": world}, episodes=2)
+    play_target(folder, settings_ | {"env": "bandit"})
+    for env in ("bandit", "bandit-rev"):
+        evaluate_target(folder, settings_ | {"env": env}, episodes=2)
     assert [vllm.calls[-1] for vllm in pretended] == ["close"] * 3
 
 
 def test_temperatures_of_an_evaluation_are_refused_too(
     folder: str, pretended: list[PretendVllm]
 ) -> None:
-    settings_ = {"model.path": folder, "world": "bandit", "rollout.sampler": "vllm"}
+    settings_ = {"model.path": folder, "env": "bandit", "rollout.sampler": "vllm"}
     for temperature in (3.0, 0.005):
         with pytest.raises(RagenError, match=r"^temperature = .*: vLLM samples at 0.01 to 2, or"):
             evaluate_target(folder, settings_, episodes=2, temperature=temperature)

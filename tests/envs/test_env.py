@@ -1,4 +1,4 @@
-"""Worlds by name, mistakes refused, and the checker: for each rule a world that breaks it."""
+"""Environments by name, mistakes refused, and the checker: each rule with one that breaks it."""
 
 import os
 import re
@@ -11,9 +11,9 @@ import pytest
 
 import ragen
 from ragen.core.errors import RagenError
-from ragen.envs.contract import WORLDS, Env, check, generators, make, pick, worlds
+from ragen.envs.contract import ENVS, Env, check, envs, generators, make, pick
 
-DOCS = Path(__file__).parents[2] / "docs" / "worlds.md"
+DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
 
 
 def blocks(language):
@@ -21,24 +21,24 @@ def blocks(language):
 
 
 @pytest.fixture
-def my_world(tmp_path):
-    path = tmp_path / "my_world.py"
+def my_env(tmp_path):
+    path = tmp_path / "my_env.py"
     path.write_text(blocks("python")[0], encoding="utf-8")
     return path
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_every_registered_world_keeps_the_rules(name):
+@pytest.mark.parametrize("name", ENVS)
+def test_every_registered_environment_keeps_the_rules(name):
     env = make(name)
-    assert env.name == name and name in worlds()
+    assert env.name == name and name in envs()
     check(env)
 
 
 def test_no_level_and_no_seed_depends_on_the_salt_of_hash():
     script = (
-        "from ragen.envs.contract import make, worlds\n"
+        "from ragen.envs.contract import make, envs\n"
         "from ragen.core.seeding import derive\n"
-        "print([make(name).reset(seed=level) for name in worlds() for level in range(9)])\n"
+        "print([make(name).reset(seed=level) for name in envs() for level in range(9)])\n"
         "print(derive(0, 'train', 1, 2))"
     )
     root = str(Path(ragen.__file__).parent.parent)
@@ -60,12 +60,12 @@ def test_every_format_keeps_the_rules(name, observation):
     check(make(name, observation=observation), levels=2)
 
 
-def test_the_world_of_the_docs_runs_as_written(my_world):
+def test_the_environment_of_the_docs_runs_as_written(my_env):
     root = str(Path(ragen.__file__).parent.parent)  # where the package is not installed
     subprocess.run(
-        [sys.executable, str(my_world)], check=True, env={**os.environ, "PYTHONPATH": root}
+        [sys.executable, str(my_env)], check=True, env={**os.environ, "PYTHONPATH": root}
     )
-    env = make(f"{my_world}:Guess")
+    env = make(f"{my_env}:Guess")
     check(env)
     env.reset(seed=123)
     env.number = 5
@@ -73,12 +73,12 @@ def test_the_world_of_the_docs_runs_as_written(my_world):
     assert env.step("5") == ("5 is right.", 1.0, True, False, {"success": True, "effective": True})
 
 
-def test_an_edited_file_is_read_again(my_world):
-    first = make(f"{my_world}:Guess")
-    assert type(make(f"{my_world}:Guess")) is type(first)
-    text = my_world.read_text(encoding="utf-8").replace("Guess the number", "Guess again")
-    my_world.write_text(text, encoding="utf-8")
-    assert make(f"{my_world}:Guess").goal == "Guess again"
+def test_an_edited_file_is_read_again(my_env):
+    first = make(f"{my_env}:Guess")
+    assert type(make(f"{my_env}:Guess")) is type(first)
+    text = my_env.read_text(encoding="utf-8").replace("Guess the number", "Guess again")
+    my_env.write_text(text, encoding="utf-8")
+    assert make(f"{my_env}:Guess").goal == "Guess again"
 
 
 def test_parameters_go_before_those_of_the_name():
@@ -104,11 +104,11 @@ def test_mistakes_are_named(name, params, message):
     assert "\n" not in str(caught.value)
 
 
-def test_mistakes_in_files_are_named(my_world, tmp_path):
+def test_mistakes_in_files_are_named(my_env, tmp_path):
     with pytest.raises(RagenError, match="did you mean 'Guess'"):
-        make(f"{my_world}:Gues")
+        make(f"{my_env}:Gues")
     with pytest.raises(RagenError, match="no parameter 'depth'; it has none"):
-        make(f"{my_world}:Guess", depth=3)
+        make(f"{my_env}:Guess", depth=3)
     broken = tmp_path / "broken.py"
     broken.write_text("def f(:\n", encoding="utf-8")
     with pytest.raises(RagenError, match=r"broken\.py cannot be loaded"):
@@ -122,7 +122,7 @@ def test_mistakes_in_files_are_named(my_world, tmp_path):
 
 
 class Coin(Env):
-    """Keeps all rules; the worlds below break one each."""
+    """Keeps all rules; the environments below break one each."""
 
     name, goal, rules, actions = "coin", "Coin", "Flip until heads.", ("Flip", "Wait")
     shared = 0
@@ -192,7 +192,7 @@ class Arrays(Coin):
 
 
 class Restless(Coin):
-    breaks = "state_key must not change the world"
+    breaks = "state_key must not change the environment"
 
     def state_key(self):
         self.flips += 1
@@ -273,7 +273,7 @@ class Cheat(Coin):
 
 
 class Meddling(Coin):
-    breaks = "solve and reference must not change the world"
+    breaks = "solve and reference must not change the environment"
 
     def solve(self, turns_left, actions_left, actions_per_turn):
         self.step("Flip")

@@ -1,4 +1,4 @@
-"""Worlds in worker processes: the same numbers, and nothing that a world does reaches the run."""
+"""Environments in worker processes: the same numbers, and a run that nothing can reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.envs import isolation as isolated
-from ragen.envs.boundary import WorldError
+from ragen.envs.boundary import EnvError
 from ragen.envs.contract import make
 from ragen.envs.isolation import IsolatedEnv, Workers
 from ragen.evaluation.evaluation import evaluate_target
@@ -31,8 +31,8 @@ RIGHT = "t</think><answer>Right || Right || Right || Right || Right</answer>"
 def opened() -> Iterator[Any]:
     made: list[Workers] = []
 
-    def workers(world: str = ROGUE, timeout_s: float = 10.0, **params: Any) -> Workers:
-        made.append(Workers(world, params, timeout_s))
+    def workers(env: str = ROGUE, timeout_s: float = 10.0, **params: Any) -> Workers:
+        made.append(Workers(env, params, timeout_s))
         return made[-1]
 
     yield workers
@@ -45,10 +45,10 @@ def setup(workers: Workers) -> Setup:
     return Setup("corridor", workers.make, workers=workers)
 
 
-@pytest.mark.parametrize("world", ["frozen-lake", "sokoban", "bandit"])
-def test_the_proxy_is_the_world(opened: Any, world: str) -> None:
-    """It shows what the world shows, and goes back to its snapshots."""
-    proxy, plain = opened(world).make(), make(world)
+@pytest.mark.parametrize("name", ["frozen-lake", "sokoban", "bandit"])
+def test_the_proxy_is_the_environment(opened: Any, name: str) -> None:
+    """It shows what the environment shows, and goes back to its snapshots."""
+    proxy, plain = opened(name).make(), make(name)
     assert (proxy.name, proxy.goal) == (plain.name, plain.goal)
     for env in (proxy, plain):
         env.reset(seed=5, options={"noise_seed": 6})
@@ -68,7 +68,7 @@ def test_the_proxy_is_the_world(opened: Any, world: str) -> None:
         for env in (proxy, plain):
             env.set_state(start)
         assert proxy.picture() == plain.picture()
-    with pytest.raises(WorldError, match="knows no action 'fly'"):
+    with pytest.raises(EnvError, match="knows no action 'fly'"):
         proxy.step("fly")
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(proxy)
@@ -134,23 +134,23 @@ def test_a_dead_worker_says_so_again(opened: Any) -> None:
     env = opened(misdeed="die").make()
     env.reset(seed=0)
     for call in (lambda: env.step("Right"), env.state_key):
-        with pytest.raises(WorldError, match="process"):
+        with pytest.raises(EnvError, match="process"):
             call()
     env.close()
 
 
-def test_a_world_that_refuses_is_the_users_mistake() -> None:
+def test_an_environment_that_refuses_is_the_users_mistake() -> None:
     for misdeed in ("refuse", "raise in init"):
-        values = {"world": ROGUE, "world.params": {"misdeed": misdeed}, "world.isolate": True}
+        values = {"env": ROGUE, "env.params": {"misdeed": misdeed}, "env.isolate": True}
         with pytest.raises(RagenError, match=r"no misdeed|cannot be made: KeyError"):
             setup_of(resolve(None, values), None)
         assert not multiprocessing.active_children()
 
 
 def test_evaluation_in_workers() -> None:
-    values = {"world": ROGUE, "world.params": {"slip": 0.25}}
+    values = {"env": ROGUE, "env.params": {"slip": 0.25}}
     plain = evaluate_target("random", values, episodes=6)
-    alone = evaluate_target("random", values | {"world.isolate": True}, episodes=6)
+    alone = evaluate_target("random", values | {"env.isolate": True}, episodes=6)
     assert (alone.success, alone.mean_return) == (plain.success, plain.mean_return)
     assert (alone.random, alone.best) == (plain.random, plain.best)
     assert not multiprocessing.active_children()

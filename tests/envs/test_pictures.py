@@ -1,4 +1,4 @@
-"""How worlds draw themselves: one alphabet, whatever the observation looks like."""
+"""How environments draw themselves: one alphabet, whatever the observation looks like."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt
-from ragen.envs.boundary import WorldError
+from ragen.envs.boundary import EnvError
 from ragen.envs.contract import Env, Info, check, is_picture, make
 from ragen.envs.isolation import Workers
 from ragen.rollout.policies import NoCompletion, ScriptedPolicy
@@ -22,7 +22,7 @@ def reply(*actions: str) -> str:
 
 
 def episode(make: Any, *replies: str, **more: Any) -> Episode:
-    setup = Setup("world", make, timeout_s=5.0, **more)
+    setup = Setup("env", make, timeout_s=5.0, **more)
     return asyncio.run(play(ScriptedPolicy(replies), setup, Place(123, 0, 0, (0, "test"))))
 
 
@@ -60,7 +60,7 @@ def test_a_lake(observation: str) -> None:
 @pytest.mark.parametrize("symbols", ["standard", "new"])
 @pytest.mark.parametrize("observation", ["grid", "coord", "named"])
 def test_a_store_room(symbols: str, observation: str) -> None:
-    """The standard map, whatever the world is shown with: from the start until it is solved."""
+    """The standard map, whatever the environment shows: from the start until it is solved."""
     env, plain = make("sokoban", symbols=symbols, observation=observation), make("sokoban")
     for each in (env, plain):
         each.reset(seed=123)
@@ -111,26 +111,26 @@ def test_what_is_no_picture_is_refused(bad: Any) -> None:
     assert not is_picture(bad)
     with pytest.raises(RagenError, match="picture must return None or a list of rows"):
         check(Bad())
-    world = Guarded(Bad, None)
-    world.reset(0, 0)
-    with pytest.raises(WorldError, match="rows of one length are expected"):
-        world.picture()
+    env = Guarded(Bad, None)
+    env.reset(0, 0)
+    with pytest.raises(EnvError, match="rows of one length are expected"):
+        env.picture()
     found = episode(Bad, reply("Right"), turns=1)
     assert (found.stop_reason, found.turns, found.final_picture) == ("error", (), None)
 
 
-def test_a_picture_must_leave_the_world_alone() -> None:
+def test_a_picture_must_leave_the_environment_alone() -> None:
     class Moving(Drawn):
         def picture(self) -> list[str]:
             self.where = (self.where + 1) % 5
             return super().picture()
 
     check(Drawn())
-    with pytest.raises(RagenError, match="picture must not change the world"):
+    with pytest.raises(RagenError, match="picture must not change the environment"):
         check(Moving())
 
 
-def test_a_world_may_draw_at_times() -> None:
+def test_an_environment_may_draw_at_times() -> None:
     class Shy(Drawn):
         def picture(self) -> Any:
             return super().picture() if self.where == 1 else None
@@ -162,7 +162,7 @@ def test_without_a_picture_there_is_still_the_last_observation() -> None:
     assert found.turns[0].picture is None
 
 
-def test_a_world_that_failed_shows_nothing_and_is_no_success() -> None:
+def test_an_environment_that_failed_shows_nothing_and_is_no_success() -> None:
     class Late(Drawn):
         def picture(self) -> list[str]:
             if self.where > 4:
@@ -185,7 +185,7 @@ def test_a_server_that_fails_leaves_the_board_as_it_stands() -> None:
         async def complete(self, prompt: Prompt) -> Completion:
             raise NoCompletion("gone")
 
-    setup = Setup("world", Drawn)
+    setup = Setup("env", Drawn)
     found = asyncio.run(play(Fails(), setup, Place(0, 0, 0, (0, "test"))))
     assert (found.stop_reason, found.error, found.final_picture) == (
         "request",
@@ -194,24 +194,24 @@ def test_a_server_that_fails_leaves_the_board_as_it_stands() -> None:
     )
 
 
-@pytest.mark.parametrize("world", ["frozen-lake-still", "sokoban-new-symbols", "bandit"])
-def test_worlds_in_processes_draw_the_same(world: str) -> None:
-    workers = Workers(world, {}, timeout_s=10.0)
+@pytest.mark.parametrize("name", ["frozen-lake-still", "sokoban-new-symbols", "bandit"])
+def test_environments_in_processes_draw_the_same(name: str) -> None:
+    workers = Workers(name, {}, timeout_s=10.0)
     try:
-        proxy, plain = workers.make(), make(world)
+        proxy, plain = workers.make(), make(name)
         for env in (proxy, plain):
             env.reset(seed=5)
         assert proxy.picture() == plain.picture()
-        assert proxy.draws == plain.draws == (world != "bandit")
+        assert proxy.draws == plain.draws == (name != "bandit")
         proxy.close()
         replies = [reply("Up", "Left"), reply("Down")]
         isolated = episode(workers.make, *replies, turns=2, workers=workers)
-        assert isolated == episode(lambda: make(world), *replies, turns=2)
+        assert isolated == episode(lambda: make(name), *replies, turns=2)
     finally:
         workers.close()
 
 
-def test_a_world_that_draws_nothing_is_not_asked() -> None:
+def test_an_environment_that_draws_nothing_is_not_asked() -> None:
     class Silent(Rogue):
         draws = False
 

@@ -1,4 +1,4 @@
-"""Playing on from a recorded turn: the very past in the very world, and a future of its own."""
+"""Playing on from a recorded turn: the same past in the same environment, and a new future."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ SHOWN = pytest.mark.parametrize(
 @SHOWN
 @pytest.mark.parametrize("template", [None, *TEMPLATES])
 def test_every_turn_comes_back_as_it_was(template: str | None, more: dict[str, Any]) -> None:
-    """Whoever says the same from a turn on makes the same episode, prompts and world included."""
+    """The same replies from a turn on make the same episode, with the same prompts."""
     how = setup(template, **more)
     original = played(how, REPLIES)
     assert len(original.turns) >= 3
@@ -123,7 +123,7 @@ def test_budgets_and_complaints_are_those_of_the_turn(replies: list[Reply], data
     assert sum(len(t.actions_executed) for t in again.turns) <= how.actions
 
 
-def test_the_worlds_coming_noise_is_the_originals() -> None:
+def test_the_environments_coming_noise_is_the_originals() -> None:
     how = setup(None, turns=3)
     move: Reply = ("t</think><answer>Right || Right</answer>", "stop")
     futures = set()
@@ -166,7 +166,7 @@ def test_another_prompt_is_refused() -> None:
     refuse_changed(setup("chatml"), at(original, 2))
 
 
-def test_another_world_is_refused() -> None:
+def test_another_environment_is_refused() -> None:
     class Forgets(Rogue):
         def set_state(self, state: Any) -> None:
             super().set_state({**state, "where": 3})
@@ -181,7 +181,7 @@ def test_another_world_is_refused() -> None:
     with pytest.raises(RagenError, match=r"cannot go back to turn 1: KeyError: 'no such thing'"):
         refuse_changed(setup("chatml", make=Breaks), at(original, 1))
     lost = replace(original.turns[1], snapshot=None)
-    with pytest.raises(RagenError, match="no snapshot of the world is kept of turn 1"):
+    with pytest.raises(RagenError, match="no snapshot of the environment is kept of turn 1"):
         at(original, 1, turns=(original.turns[0], lost))
 
 
@@ -256,8 +256,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {
             "steps": 2,
             "threads": 1,
-            "rollout.prompts": 3,
-            "rollout.members": 4,
+            "rollout.num_groups": 3,
+            "rollout.group_size": 4,
             "eval.episodes": 6,
             "eval.every": 1,
             "checkpoint.every": 1,
@@ -358,7 +358,7 @@ def test_a_run_that_goes_on_is_only_read(run: Path) -> None:
         recorder.event(3, "note", "and it goes on")
 
 
-def test_worlds_in_processes_of_their_own_come_back(run: Path) -> None:
+def test_environments_in_processes_of_their_own_come_back(run: Path) -> None:
     episode = long_one(run, "train", 1)
     here = branch(run, episode, 1, n=3, checkpoint=1)
     text = (run / "config.toml").read_text()
@@ -458,7 +458,7 @@ def test_a_mistake_is_one_line(trained: Path, capsys: Capture, arguments: str, w
     ("key", "value", "words"),
     [
         ("name", "RUN/gone.py:World", "no file"),
-        ("name", "frozen-lakes", "unknown world 'frozen-lakes'"),
+        ("name", "frozen-lakes", "unknown environment 'frozen-lakes'"),
         ("path", "RUN/gone", "there is no model or run"),
         ("path", "RUN/other", "the prompt of turn 0 cannot be rebuilt"),
     ],

@@ -52,9 +52,9 @@ def scripted(solved: Mapping[str, Sequence[Sequence[bool]]]) -> Any:
     """Measures targets by what they are said to solve: for each level, each of its samples."""
 
     def measure(target: str, overrides: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
-        world = overrides.get("world", "bandit")
+        env = overrides.get("env", "bandit")
         outcomes = [
-            Outcome(world, 123 + level, sample, success, 0.0, *(1,) * 7, stop_reason="failed")
+            Outcome(env, 123 + level, sample, success, 0.0, *(1,) * 7, stop_reason="failed")
             for level, samples in enumerate(solved[target])
             for sample, success in enumerate(samples)
         ]
@@ -140,15 +140,15 @@ def test_one_run_an_arm_is_no_method(tmp_path: Path) -> None:
         assert compare("", [a], [other], {}, measure).cautions == ()
 
 
-def test_over_several_worlds(tmp_path: Path) -> None:
+def test_over_several_environments(tmp_path: Path) -> None:
     """Seeds at .5 and .75 of success are .5 and 1 of the way from random (.25) to best (.75)."""
     a, b = seeds(tmp_path, "ab")
     solved = {a: levels(32, 32), b: levels(48, 16), "random": levels(16, 48)}
-    places = {name: {"world": name} for name in ("bandit", "bandit-rev")}
+    places = {name: {"env": name} for name in ("bandit", "bandit-rev")}
     found = list(contests([a, b], ["random"], places, {}, scripted(solved)))
     assert [each.place for each in found] == list(places)
     (last,) = in_all(found)
-    assert [row[:2] for row in last.rows] == [(f"{a} (2 seeds), 2 worlds", "0.75")]
+    assert [row[:2] for row in last.rows] == [(f"{a} (2 seeds), 2 environments", "0.75")]
     assert "in 10% of such suites of 2 one or more misses the truth" in " ".join(last.lines)
 
 
@@ -160,7 +160,7 @@ def test_failures_are_shown() -> None:
 
     found = compare("", ["random"], ["solver"], {}, measure)
     assert found.failures[0] == (
-        "random: 1 of 2 episodes failed in the world and counts as no success: "
+        "random: 1 of 2 episodes failed in the environment and counts as no success: "
         "ZeroDivisionError: 1/0"
     )
     assert found.failures[0] in " ".join(table(found).lines)
@@ -179,22 +179,23 @@ def asked(targets: list[str], places: Mapping[str, Mapping[str, Any]]) -> list[t
 
 
 def test_all_play_the_first_run_s_game(tmp_path: Path) -> None:
-    """Its parameters and budgets hold for the others; how they see the world stays their own."""
+    """Its parameters and budgets hold for the others; their observations stay their own."""
     values = {
-        "world.params": {"observation": "coord", "p_frozen": 0.9},
-        "world.turns": 3,
-        "world.actions": 6,
+        "env.params": {"observation": "coord", "p_frozen": 0.9},
+        "env.max_turns": 3,
+        "env.max_actions": 6,
     }
     (tmp_path / CONFIG).write_text(dump(resolve("frozen-lake-still", values)), encoding="utf-8")
     (_, first), (_, other) = asked([str(tmp_path), "random"], {"": {}})
     assert first == {}
-    assert other["world.name"] == "frozen-lake-still" and other["world.turns"] == 3
-    assert other["world.params.p_frozen"] == 0.9 and "world.params.observation" not in other
+    assert other["env.name"] == "frozen-lake-still" and other["env.max_turns"] == 3
+    assert other["env.params.p_frozen"] == 0.9 and "env.params.observation" not in other
     assert asked(["random", str(tmp_path)], {"": {}})[0] == ("random", other), "in either order"
-    # The recipe that is named says how who has no run is asked, and is not lost for its world.
-    (tmp_path / CONFIG).write_text(dump(resolve("sokoban", {"world.turns": 3})), encoding="utf-8")
-    model = asked([str(tmp_path), "model"], {"": {"world": "paper/sokoban"}})[1][1]
-    assert model["world"] == "paper/sokoban" and model["world.turns"] == 3
+    # The recipe that is named says how who has no run is asked, and is not lost for its
+    # environment.
+    (tmp_path / CONFIG).write_text(dump(resolve("sokoban", {"env.max_turns": 3})), encoding="utf-8")
+    model = asked([str(tmp_path), "model"], {"": {"env": "paper/sokoban"}})[1][1]
+    assert model["env"] == "paper/sokoban" and model["env.max_turns"] == 3
 
 
 def test_a_model_beside_a_run_is_asked_as_the_run_is(tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def test_a_model_beside_a_run_is_asked_as_the_run_is(tmp_path: Path) -> None:
     model = settled["Qwen/Some-Model"]
     assert (model["prompt.style"], model["rollout.max_tokens"]) == ("paper", 400)
     for other in ("base", "random"):
-        assert "prompt.style" not in settled[other] and settled[other]["world.turns"] == 5
+        assert "prompt.style" not in settled[other] and settled[other]["env.max_turns"] == 5
     served = same_game(targets, {}, served=True)["Qwen/Some-Model"]
     assert "prompt.style" not in served, "an endpoint is asked as endpoints are"
 
@@ -214,9 +215,9 @@ def test_runs_of_different_games_are_not_compared_unless_settled(tmp_path: Path)
         (tmp_path / name).mkdir()
         (tmp_path / name / CONFIG).write_text(dump(resolve(name)), encoding="utf-8")
     runs = [str(tmp_path / name) for name in ("bandit", "sokoban")]
-    with pytest.raises(RagenError, match=r"world\.name is 'bandit' and 'sokoban'; settle it with"):
+    with pytest.raises(RagenError, match=r"env\.name is 'bandit' and 'sokoban'; settle it with"):
         asked(runs, {"": {}})
-    assert len(asked(runs, {"": {"world": "bandit-rev"}})) == 2
+    assert len(asked(runs, {"": {"env": "bandit-rev"}})) == 2
 
 
 def test_base_is_the_model_that_the_run_started_from(tmp_path: Path) -> None:
@@ -236,8 +237,8 @@ def test_suites_can_be_played(suite: str) -> None:
     first = next(iter(SUITES[suite]))
     for place, overrides in SUITES[suite].items():
         config = resolve(None, overrides)
-        make(config.world.name, **config.world.params).close()
-        assert (place == first) == (dict(overrides) == {"world": suite})
+        make(config.env.name, **config.env.params).close()
+        assert (place == first) == (dict(overrides) == {"env": suite})
 
 
 def test_the_solver_beats_random_play_and_itself_it_does_not() -> None:
@@ -245,7 +246,7 @@ def test_the_solver_beats_random_play_and_itself_it_does_not() -> None:
         return outcomes_of(target, overrides, episodes=64)
 
     def met(one: str, other: str) -> Comparison:
-        return compare("", [one], [other], {"world": "bandit"}, measure)
+        return compare("", [one], [other], {"env": "bandit"}, measure)
 
     better = met("solver", "random")
     assert better.difference.low > 0.2 and better.lost == 0 and better.p_value is not None
@@ -273,7 +274,7 @@ def test_a_served_model_against_a_player(capsys: pytest.CaptureFixture[str]) -> 
     """Only what is not found here is asked at the endpoint."""
     rogue = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
     with FaultyServer(lambda number, body: said()) as server:
-        command = ["compare", "some/model", "random", "--world", rogue, "--episodes", "4"]
+        command = ["compare", "some/model", "random", "--env", rogue, "--episodes", "4"]
         assert main([*command, "--base-url", server.url, "--json"]) == 0
     assert {body["model"] for body in server.requests} == {"some/model"}
     record = json.loads(capsys.readouterr().out)
@@ -284,8 +285,8 @@ def test_a_served_model_against_a_player(capsys: pytest.CaptureFixture[str]) -> 
     ("options", "message"),
     [
         (["--suite", "lake"], "there is no suite 'lake': expected bandit or sokoban"),
-        (["--suite", "bandit", "--world", "bandit"], "leave --world out"),
-        (["--world", "sokoban,bandti"], "did you mean 'bandit'"),
+        (["--suite", "bandit", "--env", "bandit"], "leave --env out"),
+        (["--env", "sokoban,bandti"], "did you mean 'bandit'"),
         (["--rpm", "3"], "add --base-url URL"),
         (["--episodes", "0"], "episodes = 0"),
         (["--markdown", "no/such/page.md"], "there is no such folder"),
@@ -316,7 +317,7 @@ def test_nobody_plays_before_both_are_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rogue = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
-    assert main(["compare", "random", other, "--world", rogue, "--episodes", "4"]) == 2
+    assert main(["compare", "random", other, "--env", rogue, "--episodes", "4"]) == 2
     shown = capsys.readouterr()
     assert message in shown.err and shown.err.count("\n") == 1 and not shown.out
     assert not list(tmp_path.iterdir()), "nothing was played"

@@ -1,4 +1,4 @@
-"""`ragen eval`: endpoints, several worlds and samples; what was played is kept, and never lost."""
+"""`ragen eval`: endpoints, several environments and samples; nothing that was played is lost."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def half(_: int, body: dict[str, Any]) -> Answer:
     return said(GOOD if body["seed"] % 2 else SLOWLY)
 
 
-def ask(server: FaultyServer, *more: str, episodes: int = 8, world: str = ROGUE) -> list[str]:
+def ask(server: FaultyServer, *more: str, episodes: int = 8, env: str = ROGUE) -> list[str]:
     return (
-        f"eval some/model --base-url {server.url} --world {world} --episodes {episodes} --json"
+        f"eval some/model --base-url {server.url} --env {env} --episodes {episodes} --json"
     ).split() + list(more)
 
 
@@ -82,7 +82,7 @@ def test_an_endpoint_is_measured_like_anyone(
 ) -> None:
     """Two turns an episode at most, each of which may walk to the end or a step to the left."""
     monkeypatch.setenv(endpoint.KEY_ENV, KEY)
-    more = shlex.split("--world.turns 2 --price-in 2 --price-out 10 --markdown table.md")
+    more = shlex.split("--env.max_turns 2 --price-in 2 --price-out 10 --markdown table.md")
     with FaultyServer(half) as server:
         assert main(ask(server, *more, episodes=24)) == 0
         found = json.loads(capsys.readouterr().out)
@@ -106,7 +106,7 @@ def test_an_endpoint_is_measured_like_anyone(
 
 def test_an_endpoint_is_asked_in_full_words() -> None:
     with FaultyServer(lambda *_: said(SLOWLY)) as server:
-        values = {"world": "frozen-lake-still"}
+        values = {"env": "frozen-lake-still"}
         found, outcomes = outcomes_of("m", values, episodes=1, server=Server(server.url))
     first, second, *_ = server.requests
     system, user = first["messages"]
@@ -166,7 +166,7 @@ def test_no_more_at_once_than_asked() -> None:
 
     with FaultyServer(slowly) as server:
         how = Server(server.url)
-        values = {"world": ROGUE, "world.turns": 1}
+        values = {"env": ROGUE, "env.max_turns": 1}
         outcomes_of("m", values, episodes=12, server=how, concurrency=3)
         assert server.most <= 3
         outcomes_of("m", values, episodes=12, server=how, concurrency=12, seed=1)
@@ -195,7 +195,7 @@ def test_a_stopped_evaluation_goes_on_where_it_was(
                 return 0
 
     with FaultyServer(slowly) as server:
-        more = shlex.split("--concurrency 2 --samples 2 --world.turns 1")
+        more = shlex.split("--concurrency 2 --samples 2 --env.max_turns 1")
         command = [sys.executable, "-m", "ragen", *ask(server, *more, episodes=12)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         killed = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
@@ -224,13 +224,9 @@ def test_players_go_on_too_and_more_levels_cost_only_those() -> None:
         played.append(outcome)
         assert 0 <= left < 24
 
-    _, some = outcomes_of("random", {"world": "bandit"}, episodes=4, samples=2)
-    found, more = outcomes_of(
-        "random", {"world": "bandit"}, episodes=8, samples=3, on_outcome=count
-    )
-    fresh, whole = outcomes_of(
-        "random", {"world": "bandit"}, episodes=8, samples=3, out=Path("new")
-    )
+    _, some = outcomes_of("random", {"env": "bandit"}, episodes=4, samples=2)
+    found, more = outcomes_of("random", {"env": "bandit"}, episodes=8, samples=3, on_outcome=count)
+    fresh, whole = outcomes_of("random", {"env": "bandit"}, episodes=8, samples=3, out=Path("new"))
     assert more == whole and len(played) == 24
     assert set(some) <= set(more) and played[:8] == some
     assert without_seconds(found.record()) == without_seconds(fresh.record())
@@ -269,24 +265,26 @@ def test_whose_run_a_target_is(run: Path) -> None:
 
 
 def test_what_a_key_depends_on(tmp_path: Path) -> None:
-    world = tmp_path / "world.py"
-    world.write_text(Path(ROGUE.partition(":")[0]).read_text("utf-8"), "utf-8")
+    env = tmp_path / "env.py"
+    env.write_text(Path(ROGUE.partition(":")[0]).read_text("utf-8"), "utf-8")
 
     def key(server: Server | None = None, seed: int = 0, **values: Any) -> dict[str, Any]:
         named = {key.replace("__", "."): value for key, value in values.items()}
-        config = config_for("random", {"world": f"{world}:Rogue", **named}, server)
+        config = config_for("random", {"env": f"{env}:Rogue", **named}, server)
         return settings_of("random", config, server, seed, 1.0)
 
     assert key() == key(rollout__slots=3) == key(seed=0, steps=7)
     served = "http://127.0.0.1:8000"  # is left alone: the local sampler plays
     assert key() == key(rollout__sampler=served) != key(rollout__sampler="vllm")
     assert (
-        key() != key(world__turns=3) and key() != key(seed=1) and key() != key(prompt__think=False)
+        key() != key(env__max_turns=3)
+        and key() != key(seed=1)
+        and key() != key(prompt__think=False)
     )
     one, other = Server("http://127.0.0.1:1/v1"), Server("http://127.0.0.1:2/v1")
     assert key(one) != key(other) and key(one) == key(Server("http://127.0.0.1:1/v1/", timeout_s=9))
     before = key()
-    world.write_text(world.read_text("utf-8").replace("reward: Any = 0.25", "reward: Any = 0.5"))
+    env.write_text(env.read_text("utf-8").replace("reward: Any = 0.25", "reward: Any = 0.5"))
     assert key() != before
 
 
@@ -304,22 +302,22 @@ def test_a_model_goes_by_what_it_plays_with(tmp_path: Path) -> None:
         before = weights_hash(tmp_path)
 
 
-def test_several_worlds_and_samples_in_tables(capsys: Capture) -> None:
-    line = "eval solver --world bandit,frozen-lake-still --world sokoban --episodes 4 --samples 2"
+def test_several_environments_and_samples_in_tables(capsys: Capture) -> None:
+    line = "eval solver --env bandit,frozen-lake-still --env sokoban --episodes 4 --samples 2"
     assert main([*line.split(), "--markdown", "all.md"]) == 0
     shown = capsys.readouterr().out
-    for world in ("bandit", "frozen-lake-still", "sokoban"):
-        assert f"{world}, 4 held-out levels × 2" in shown
+    for env in ("bandit", "frozen-lake-still", "sokoban"):
+        assert f"{env}, 4 held-out levels × 2" in shown
     assert "pass@2" in shown and shown.count("random play") == shown.count("best play") == 3
     assert Path("all.md").read_text("utf-8").count("| solver, T=1 |") == 3
     assert main([*line.split(), "--json"]) == 0
-    worlds = [json.loads(each)["world"] for each in capsys.readouterr().out.splitlines()]
-    assert worlds == ["bandit", "frozen-lake-still", "sokoban"]
+    envs = [json.loads(each)["env"] for each in capsys.readouterr().out.splitlines()]
+    assert envs == ["bandit", "frozen-lake-still", "sokoban"]
 
 
 def test_a_table_by_hand() -> None:
     """Two levels of two samples, 1 and 0 solved; 3 turns of which 2 valid, 4 actions, 2 of use."""
-    found, _ = outcomes_of("solver", {"world": "bandit"}, episodes=2, samples=2)
+    found, _ = outcomes_of("solver", {"env": "bandit"}, episodes=2, samples=2)
     outcomes = [
         Outcome("bandit", 123, 0, True, 1.0, 1, 2, 1, 1, 6, 10, 5, "solved"),
         Outcome("bandit", 123, 1, False, 0.0, 1, 1, 1, 1, 3, 10, 5, "failed"),
@@ -350,7 +348,7 @@ def test_a_table_by_hand() -> None:
         ("--samples 0", "samples = 0: expected a whole number ≥ 1"),
         ("--concurrency 0", "concurrency = 0: expected a whole number ≥ 1"),
         ("--seed=-1", "seed = -1: expected a whole number ≥ 0"),
-        ("--world bandit,sokobann", "unknown world 'sokobann'; did you mean 'sokoban'?"),
+        ("--env bandit,sokobann", "unknown environment 'sokobann'; did you mean 'sokoban'?"),
         ("--base-url nowhere", "--base-url 'nowhere' is no address"),
         ("--key-env NO_SUCH_KEY --base-url http://127.0.0.1:1/v1", "NO_SUCH_KEY: that environment"),
         ("--rpm 5", "are about an endpoint: add --base-url URL"),
@@ -361,7 +359,7 @@ def test_a_table_by_hand() -> None:
     ],
 )
 def test_mistakes_are_one_line(arguments: str, words: str, capsys: Capture) -> None:
-    assert main(["eval", "random", "--world", "bandit", "--episodes", "2", *arguments.split()]) == 2
+    assert main(["eval", "random", "--env", "bandit", "--episodes", "2", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
     assert os.listdir() == []
@@ -369,7 +367,7 @@ def test_mistakes_are_one_line(arguments: str, words: str, capsys: Capture) -> N
 
 def test_a_page_that_cannot_be_written_in_the_end_is_one_line(capsys: Capture) -> None:
     """What was played is kept all the same."""
-    line = "eval random --world bandit --episodes 2 --markdown /dev/full"
+    line = "eval random --env bandit --episodes 2 --markdown /dev/full"
     assert main(line.split()) == 2
     output = capsys.readouterr()
     assert output.err == "ragen: cannot write /dev/full: no space left on device\n"
@@ -377,7 +375,7 @@ def test_a_page_that_cannot_be_written_in_the_end_is_one_line(capsys: Capture) -
 
 
 def test_killed_before_its_result_was_kept(capsys: Capture) -> None:
-    command = shlex.split("eval random --world bandit --episodes 4 --samples 2 --json")
+    command = shlex.split("eval random --env bandit --episodes 4 --samples 2 --json")
     assert main(command) == 0
     with closing(sqlite3.connect(Path("evals", DATABASE))) as connection, connection:
         connection.execute("DELETE FROM evaluations")  # as if it had come to the last episode

@@ -13,7 +13,7 @@ from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.engines.checkpoint import resolve_model
-from ragen.envs.boundary import WorldError
+from ragen.envs.boundary import EnvError
 from ragen.envs.contract import make
 from ragen.evaluation import references
 from ragen.evaluation.evaluation import (
@@ -47,10 +47,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run
 
 
-@pytest.mark.parametrize("world", ["bandit", "frozen-lake-still", "frozen-lake"])
+@pytest.mark.parametrize("env", ["bandit", "frozen-lake-still", "frozen-lake"])
 @pytest.mark.parametrize("player", ["random", "solver"])
-def test_players_reach_their_references(player: str, world: str) -> None:
-    found = evaluate_target(player, {"world": world}, episodes=128, seed=3)
+def test_players_reach_their_references(player: str, env: str) -> None:
+    found = evaluate_target(player, {"env": env}, episodes=128, seed=3)
     reference = found.random if player == "random" else found.best
     assert reference is not None
     assert found.success_low <= reference <= found.success_high
@@ -58,14 +58,14 @@ def test_players_reach_their_references(player: str, world: str) -> None:
     assert expected is not None
     # A degenerate interval (every return equal) still holds its own value.
     assert found.mean_return_low - 1e-6 <= expected <= found.mean_return_high + 1e-6 or (
-        world != "bandit"
+        env != "bandit"
     )
     assert (found.failed, found.valid_fraction, found.first_level) == (0, 1.0, EVAL_LEVELS)
 
 
 def test_the_same_question_gets_the_same_answer() -> None:
     def ask(seed: int) -> dict[str, Any]:
-        record = evaluate_target("random", {"world": "bandit"}, episodes=32, seed=seed).record()
+        record = evaluate_target("random", {"env": "bandit"}, episodes=32, seed=seed).record()
         return {key: value for key, value in record.items() if key != "seconds"}
 
     assert ask(1) == ask(1)
@@ -75,7 +75,7 @@ def test_the_same_question_gets_the_same_answer() -> None:
 
 def test_numbers_by_hand() -> None:
     """Two turns of two moves (.25 each) on each level, then invalid replies: nobody arrives."""
-    config = resolve(None, {"world": ROGUE, "world.turns": 4})
+    config = resolve(None, {"env": ROGUE, "env.max_turns": 4})
     setup = setup_of(config, None)
     said = "t</think><answer>Right || Left</answer>"
     count = iter(range(8))
@@ -85,25 +85,27 @@ def test_numbers_by_hand() -> None:
     )
     assert (found.success, found.episodes, found.mean_turns) == (0.0, 2, 4.0)
     assert (found.mean_return, found.mean_actions, found.valid_fraction) == (1.0, 4.0, 0.5)
-    assert found.best == 1.0 and 0 < found.random < 0.2  # sampled: the world knows no exact answer
+    assert (
+        found.best == 1.0 and 0 < found.random < 0.2
+    )  # sampled: the environment knows no exact answer
     assert [group.episodes[0].level_seed for group in groups] == [123, 124]
     assert str(found).startswith("T=1: success 0.0% [0.0%, ") and "on 2 levels" in str(found)
 
 
-def test_a_world_that_always_fails_is_refused() -> None:
+def test_an_environment_that_always_fails_is_refused() -> None:
     for misdeed, reason in (
         ("raise", "ZeroDivisionError: by zero"),
         ("no observation", "text is expected"),
         ("list as info", "a dict is expected"),
     ):
-        values = {"world": ROGUE, "world.params": {"misdeed": misdeed}}
+        values = {"env": ROGUE, "env.params": {"misdeed": misdeed}}
         with pytest.raises(RagenError, match=f"failed in every episode: .*{reason}.*ragen check"):
             evaluate_target("random", values, episodes=4)
 
 
-def test_a_world_that_fails_now_and_then_has_no_references() -> None:
+def test_an_environment_that_fails_now_and_then_has_no_references() -> None:
     """Its episodes are data; the floor would be guesswork, and the message says so in one line."""
-    values = {"world": ROGUE, "world.params": {"misdeed": "raise", "every": 2}}
+    values = {"env": ROGUE, "env.params": {"misdeed": "raise", "every": 2}}
     with pytest.raises(
         RagenError, match=r"failed while it was played at random.*by zero"
     ) as caught:
@@ -113,21 +115,21 @@ def test_a_world_that_fails_now_and_then_has_no_references() -> None:
 
 def test_references_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(references, "CALL_S", 0.05)
-    with pytest.raises(WorldError, match=r"longer than 0\.05 s in an episode"):
+    with pytest.raises(EnvError, match=r"longer than 0\.05 s in an episode"):
         references.compute(make(ROGUE, misdeed="hang"), Budget(2, 2, 4), [1], draws=1)
 
 
 def test_failed_episodes_count_as_no_success() -> None:
-    values = {"world": ROGUE, "world.params": {"misdeed": "raise in state_key", "every": 2}}
+    values = {"env": ROGUE, "env.params": {"misdeed": "raise in state_key", "every": 2}}
     found = evaluate_target("solver", values, episodes=4)
     assert (found.failed, found.success, found.episodes) == (2, 0.5, 4)
 
 
 def test_players_refuse_what_they_cannot_play() -> None:
     with pytest.raises(RagenError):
-        evaluate_target("nobody/knows/this", {"world": "bandit"}, episodes=2)
+        evaluate_target("nobody/knows/this", {"env": "bandit"}, episodes=2)
     with pytest.raises(RagenError, match="did you mean 'bandit'"):
-        evaluate_target("random", {"world": "bandti"}, episodes=2)
+        evaluate_target("random", {"env": "bandti"}, episodes=2)
 
 
 def without_seconds(found: Evaluation) -> dict[str, Any]:
@@ -160,43 +162,43 @@ def test_the_run_s_own_evaluation_is_repeated_exactly(run: Path) -> None:
     assert (found.success, found.mean_return) == (written["success"], written["mean_return"])
 
 
-def test_a_run_in_another_world(run: Path) -> None:
-    values = {"world": "bandit-rev"}
+def test_a_run_in_another_environment(run: Path) -> None:
+    values = {"env": "bandit-rev"}
     found = evaluate_target(str(run), values, episodes=4)
-    assert (found.world, found.random, found.best) == ("bandit-rev", 0.5, 1.0)
+    assert (found.env, found.random, found.best) == ("bandit-rev", 0.5, 1.0)
     config = config_for(str(run), values)
     assert not config.prompt.think and config.rollout.max_tokens == 10
-    lake = config_for(str(run), {"world": ROGUE})
-    assert (lake.world.turns, lake.world.actions) == (5, 10), "the other world's budgets"
-    assert config_for(str(run), {}).world.turns == 1
+    lake = config_for(str(run), {"env": ROGUE})
+    assert (lake.env.max_turns, lake.env.max_actions) == (5, 10), "the other environment's budgets"
+    assert config_for(str(run), {}).env.max_turns == 1
 
 
-def test_a_recipe_says_how_its_world_is_played(run: Path, tmp_path: Path) -> None:
+def test_a_recipe_says_how_its_environment_is_played(run: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
-    mine.write_text('world.name = "sokoban"\nprompt.style = "paper"\nrollout.max_tokens = 400\n')
+    mine.write_text('env.name = "sokoban"\nprompt.style = "paper"\nrollout.max_tokens = 400\n')
     for recipe in ("paper/sokoban", str(mine)):
-        config = config_for("Qwen/Qwen2.5-0.5B-Instruct", {"world": recipe})
-        assert (config.world.name, config.world.params) == ("sokoban", {}), "not the embedded form"
+        config = config_for("Qwen/Qwen2.5-0.5B-Instruct", {"env": recipe})
+        assert (config.env.name, config.env.params) == ("sokoban", {}), "not the embedded form"
         assert (config.prompt.style, config.rollout.max_tokens) == ("paper", 400)
-    there = config_for(str(run), {"world": "paper/sokoban"})
-    assert (there.world.name, there.world.turns) == ("sokoban", 5)
+    there = config_for(str(run), {"env": "paper/sokoban"})
+    assert (there.env.name, there.env.max_turns) == ("sokoban", 5)
     assert (there.prompt.style, there.rollout.max_tokens) == ("compact", 10), "the run's own"
 
 
-def test_the_parameters_of_a_run_s_world_stay_there(tmp_path: Path) -> None:
-    lake = {"world": "frozen-lake", "world.params": {"observation": "named", "p_frozen": 0.9}}
+def test_the_parameters_of_a_run_s_environment_stay_there(tmp_path: Path) -> None:
+    lake = {"env": "frozen-lake", "env.params": {"observation": "named", "p_frozen": 0.9}}
     (tmp_path / CONFIG).write_text(dump(resolve(None, lake)))
     seen = {
-        world: config_for(str(tmp_path), {"world": world}).world.params
-        for world in ("frozen-lake", "sokoban-large", "bandit")
+        env: config_for(str(tmp_path), {"env": env}).env.params
+        for env in ("frozen-lake", "sokoban-large", "bandit")
     }
-    assert seen["frozen-lake"] == lake["world.params"]
+    assert seen["frozen-lake"] == lake["env.params"]
     assert seen["sokoban-large"] == {"observation": "named"}
     assert seen["bandit"] == {}
 
 
 def test_a_model_folder_and_a_watched_episode(run: Path) -> None:
-    values = {"world": "bandit"} | {
+    values = {"env": "bandit"} | {
         key: value for key, value in settings().items() if key.startswith(("prompt", "rollout"))
     }
     found = evaluate_target(str(speaker()), values, episodes=4)

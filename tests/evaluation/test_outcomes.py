@@ -88,7 +88,7 @@ def test_a_database_that_another_process_is_at_stays(tmp_path: Path) -> None:
 
 
 def test_a_result_is_known_by_its_levels_and_samples(tmp_path: Path) -> None:
-    record = {"world": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "samples": 2}
+    record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "samples": 2}
     with Store(tmp_path) as store:
         assert not store.holds("a", 4, 2)
         store.finish("a", {}, record)
@@ -99,7 +99,7 @@ def test_a_result_is_known_by_its_levels_and_samples(tmp_path: Path) -> None:
 def test_a_run_s_own_evaluations_stay_apart(tmp_path: Path) -> None:
     """Also while the run is being written; and a resume forgets none that were asked for."""
     folder = new_run_folder(tmp_path, "bandit")
-    record = {"world": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5}
+    record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5}
     with Recorder.create(folder, "seed = 0") as recorder:
         recorder.evaluation(3, record)
         recorder.commit()

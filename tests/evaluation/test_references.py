@@ -12,7 +12,8 @@ LEVELS = range(123, 379)
 PAPER = Budget(5, 5, 10)
 
 PUBLISHED = [
-    # world, parameters, actions, random, best (per cent, levels 123–378 of the released generators)
+    # environment, parameters, actions, random, best (per cent, levels 123–378 of the released
+    # generators)
     ("sokoban", {}, 5, 12.8, 77.7),
     ("sokoban", {}, 10, 18.4, 100.0),
     ("sokoban", {}, 20, 26.7, None),
@@ -26,12 +27,12 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("world", "params", "actions", "random", "best"), PUBLISHED)
-def test_the_published_table_within_sampling_error(world, params, actions, random, best):
+@pytest.mark.parametrize(("name", "params", "actions", "random", "best"), PUBLISHED)
+def test_the_published_table_within_sampling_error(name, params, actions, random, best):
     # Both means are over 256 levels drawn independently (other generators, other random streams),
     # so their difference has the standard error √2·s/√256, s the deviation over levels. Three of
     # them. The published ceilings are those of feedback after every action: one action a turn.
-    env = make(world, **params)
+    env = make(name, **params)
     parts = [level_reference(env, Budget(actions, 1, actions), level, 0) for level in LEVELS]
     for ours, published in (([p.random for p in parts], random), ([p.best for p in parts], best)):
         if published is not None:
@@ -58,7 +59,7 @@ def test_the_bandit():
 
 
 @pytest.mark.parametrize(
-    ("world", "params", "budget"),
+    ("name", "params", "budget"),
     [
         ("bandit", {}, Budget(1, 1, 1)),
         ("frozen-lake", {"success_probability": 0.8}, Budget(3, 3, 7)),
@@ -67,8 +68,8 @@ def test_the_bandit():
         ("sokoban-large", {"boxes": 1}, Budget(2, 3, 10)),
     ],
 )
-def test_exact_and_sampled_agree(world, params, budget):
-    env, draws = make(world, **params), 200
+def test_exact_and_sampled_agree(name, params, budget):
+    env, draws = make(name, **params), 200
     for level in (123, 124):
         exact = level_reference(env, budget, level, 0)
         sampled = sample(env, budget, level, draws)
@@ -78,7 +79,7 @@ def test_exact_and_sampled_agree(world, params, budget):
             assert abs(ours - theirs) <= 4 * error
         # Returns lie within 12 of each other; 4 standard errors of the widest case.
         assert abs(exact.random_return - sampled.random_return) <= 4 * 6 / draws**0.5
-        if exact.best in (0.0, 1.0) and world != "bandit":
+        if exact.best in (0.0, 1.0) and name != "bandit":
             assert exact.best_return == pytest.approx(sampled.best_return)
 
 
@@ -89,7 +90,7 @@ def test_a_budget_is_what_turns_and_actions_allow():
     assert same[0] == same[1]
 
 
-def test_a_world_without_a_solver_has_no_ceiling(tmp_path, monkeypatch):
+def test_an_environment_without_a_solver_has_no_ceiling(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "heads.py"
     path.write_text(

@@ -106,8 +106,8 @@ def test_the_shipped_models_are_small_and_have_cards() -> None:
     assert sum((folder / "model.safetensors").stat().st_size for folder in folders) <= 4_000_000
     for folder in folders:
         assert "ragen base" in (folder / "README.md").read_text()
-    for world in EMBEDDED:
-        assert base_folder(world).is_dir()
+    for env in EMBEDDED:
+        assert base_folder(env).is_dir()
 
 
 def test_it_learns(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def test_the_embedded_model_learns_from_the_best_player_and_training_goes_on(
     assert (tuned.examples, tuned.held_out, tuned.steps) == (230, 26, 28)
     assert tuned.lr == pytest.approx(5e-3) and tuned.unsolved == tuned.too_long == 0
     assert tuned.nll_before > 3 and tuned.nll_after < 0.05
-    world = {"world": "bandit", "threads": 1}
-    before, after = evaluate("base", world, episodes=128), evaluate(out, world, episodes=128)
+    env = {"env": "bandit", "threads": 1}
+    before, after = evaluate("base", env, episodes=128), evaluate(out, env, episodes=128)
     assert before.success_high < 0.7 < 0.9 < after.success_low
     assert after.valid_fraction == 1
     more = {"steps": 2, "threads": 1, "model": str(out), "eval.episodes": 32}
@@ -81,13 +81,13 @@ def test_the_embedded_model_learns_from_the_best_player_and_training_goes_on(
 
 
 def test_an_adapter_learns_too_and_training_goes_on_with_it(tmp_path: Path) -> None:
-    out, world = tmp_path / "tuned", {"world": "bandit", "threads": 1}
+    out, env = tmp_path / "tuned", {"env": "bandit", "threads": 1}
     config = resolve("bandit", {"threads": 1, "lora.rank": 8, "lora.alpha": 16})
     tuned = sft(config, out, episodes=512, epochs=12)
     assert is_adapter(out) and not (out / "model.safetensors").exists()
     # The frozen output layer hardly knows the word "try", whatever the adapter does.
     assert tuned.nll_after < 0.15 * tuned.nll_before
-    assert evaluate(out, world, episodes=128).success_low > 0.9
+    assert evaluate(out, env, episodes=128).success_low > 0.9
     more = {"steps": 2, "threads": 1, "model": str(out), "eval.episodes": 32}
     for rank in (8, 0):  # with the adapter, and with all weights after merging it
         asked = more | ({"lora.rank": 8, "lora.alpha": 16} if rank else {})
@@ -112,7 +112,7 @@ def test_conversations_teach_what_they_say(tmp_path: Path) -> None:
     assert (tuned.examples, tuned.held_out) == (18, 2)
     assert "20 conversations (left out: 0" in told[0] and "lr 0.01" in told[0]
     assert told[-1].startswith(f"step {tuned.steps}/{tuned.steps}  nll ")
-    levels = evaluate(tmp_path / "tuned", SETTINGS | {"world": "bandit"}, episodes=32)
+    levels = evaluate(tmp_path / "tuned", SETTINGS | {"env": "bandit"}, episodes=32)
     assert levels.success == 1  # Dragon is the better arm
 
 
@@ -167,7 +167,7 @@ def test_the_plan_is_the_thought_and_the_answer() -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("prefill", [True, False])
 def test_the_best_player_is_understood_in_every_chat(template: str, prefill: bool) -> None:
-    more = {"prompt.style": "paper", "prompt.prefill": prefill, "world.actions_per_turn": 1}
+    more = {"prompt.style": "paper", "prompt.prefill": prefill, "env.actions_per_turn": 1}
     sizes = {"rollout.max_tokens": 200, "model.max_length": 16384}
     examples = played(resolve("sokoban", more | sizes), Chat(tiny_tokenizer(template)), 2)
     assert (len(examples.found), examples.unsolved) == (2, 0)
@@ -237,8 +237,8 @@ def test_whatever_stops_it_leaves_nothing(tmp_path: Path) -> None:
         (("--rollout.max_tokens", "3"), "0 solver episodes (left out: 0 unsolved, 1024 too"),
         (("--data", "none"), "cannot read none: no such file"),
         (("--data", "talks", "--episodes", "3"), "leave it or --data out"),
-        (("--world", f"{ROGUE}:Rogue"), "1024 unsolved, 0 too long); two are needed, one of them"),
-        (("--world", "mute.py:Mute"), "no solver; give conversations to learn from with --data"),
+        (("--env", f"{ROGUE}:Rogue"), "1024 unsolved, 0 too long); two are needed, one of them"),
+        (("--env", "mute.py:Mute"), "no solver; give conversations to learn from with --data"),
         (("--out", "talks"), "talks exists already"),
     ],
 )
@@ -282,7 +282,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     shown = capsys.readouterr()
     evaluate, train = shown.out.splitlines()[-2:]
     asked = " --prompt.think false --rollout.max_tokens"
-    assert f"ragen eval {tmp_path / 'b'} --world bandit" in evaluate and asked in evaluate
+    assert f"ragen eval {tmp_path / 'b'} --env bandit" in evaluate and asked in evaluate
     assert f"ragen train bandit --model {tmp_path / 'b'}" in train and asked in train
     assert "--threads" not in evaluate + train and shown.err == ""
     assert weights(out) == weights(tmp_path / "b")

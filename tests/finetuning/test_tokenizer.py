@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen.envs.contract import make, worlds
+from ragen.envs.contract import envs, make
 from ragen.finetuning.tokenizer import build, words
 from ragen.rollout.chat import Chat
 from ragen.rollout.prompt import Limits, PromptBuilder
@@ -38,10 +38,10 @@ def test_a_named_cell_costs_two_tokens() -> None:
     ]
 
 
-@pytest.mark.parametrize("world", sorted(worlds()))
-def test_no_prompt_of_an_embedded_world_falls_apart_into_bytes(world: str) -> None:
-    params = {} if "bandit" in world else {"observation": "named"}
-    env = make(world, **params)
+@pytest.mark.parametrize("name", sorted(envs()))
+def test_no_prompt_of_an_embedded_environment_falls_apart_into_bytes(name: str) -> None:
+    params = {} if "bandit" in name else {"observation": "named"}
+    env = make(name, **params)
     observation, _ = env.reset(seed=123, options={"noise_seed": 0})
     builder = PromptBuilder()
     texts = [

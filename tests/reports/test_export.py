@@ -131,7 +131,7 @@ def test_the_card_says_how_it_plays(run: Path) -> None:
         "step 3, T=0.5",
         "step 0, greedy",
         "step 3, greedy",
-        "World bandit; at most turns 1, actions a turn 1, actions in all 1.",
+        "Environment bandit; at most turns 1, actions a turn 1, actions in all 1.",
         "3 steps of starpo-s/grpo, recipe bandit, seed 0.",
         "| exactness/tokens_checked |",
         "## Alarms and actions",
@@ -173,7 +173,7 @@ def test_the_base_is_named_by_where_the_runs_began(run: Path, tmp_path: Path) ->
 def test_it_is_a_model_to_ragen_again(run: Path) -> None:
     folder = export(run)
     alike = {key: value for key, value in settings().items() if key.startswith(("prompt", "model"))}
-    overrides = alike | {"world.name": "bandit", "threads": 1, "model.path": str(folder)}
+    overrides = alike | {"env.name": "bandit", "threads": 1, "model.path": str(folder)}
     mine, runs = (
         evaluate_target(str(target), overrides, episodes=4, temperature=0.5)
         for target in (folder, run)
@@ -273,7 +273,7 @@ print("said", list(said[0].outputs[0].token_ids) == mine, reply.endswith("</answ
 @pytest.mark.vllm
 def test_vllm_serves_it_by_the_cards_example(tmp_path: Path) -> None:
     """In a process of its own: vLLM is told by the environment how to run on a CPU."""
-    small = {"steps": 1, "eval.episodes": 2, "rollout.prompts": 2, "threads": 1}
+    small = {"steps": 1, "eval.episodes": 2, "rollout.num_groups": 2, "threads": 1}
     folder = export(train(resolve("bandit", small), tmp_path / "run").run)
     on_cpu = {
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -153,22 +153,22 @@ def test_time_counts_all_attempts(run: Path) -> None:
 
 
 def test_no_second_is_counted_twice() -> None:
-    parts = {"generate": 2.0, "world": 1.0, "rollout": 3.0, "update": 4.0, "step": 7.0}
+    parts = {"generate": 2.0, "env": 1.0, "rollout": 3.0, "update": 4.0, "step": 7.0}
     seconds = {f"time/{name}_s": {1: value} for name, value in parts.items()}
     history = seconds | {"time/tokens_per_s": {1: 900.0}}
     found = phases(Facts(Path(), resolve(None), history, (), (), {0: history}))
-    assert found == {"generate": 2.0, "world": 1.0, "update": 4.0}
+    assert found == {"generate": 2.0, "env": 1.0, "update": 4.0}
 
 
 def test_settings_name_what_the_preset_has(run: Path) -> None:
     found = cells(read_facts(run), "Settings that differ from starpo-s/grpo")
     assert found["seed"] == ("0", "7")
-    assert found["world.name"] == ("frozen-lake-still", "bandit")
+    assert found["env.name"] == ("frozen-lake-still", "bandit")
 
 
 def test_markdown_keeps_its_tables_whole(run: Path) -> None:
     text = markdown(page(read_facts(run)), ["success"])
-    assert text.startswith("# Run bandit-7\n\nWorld bandit, model base, recipe bandit")
+    assert text.startswith("# Run bandit-7\n\nEnvironment bandit, model base, recipe bandit")
     assert "5 steps are finished in 2 attempts; the run's length is 5 steps." in text
     assert "| grad_spike: 30 \\| usually 1 |" in text
     assert "![What was learnt](report-success.png)" in text

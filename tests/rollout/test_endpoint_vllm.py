@@ -29,8 +29,8 @@ pytestmark = pytest.mark.vllm
 START_S = 300.0
 MODEL = "embedded"
 SETTINGS = {
-    "world": "frozen-lake-still",
-    "world.params.observation": "named",
+    "env": "frozen-lake-still",
+    "env.params.observation": "named",
     "prompt.style": "compact",
     "prompt.prefill": False,
     "rollout.max_tokens": 56,

@@ -1,7 +1,7 @@
 """Random conversations over all chat templates: recorded tokens are trained tokens, each once.
 
-A scripted policy draws its ids at random, whatever they spell, and a world shows random texts; what
-the templates, the context windows and the length limit make of them must not matter.
+A scripted policy draws its ids at random, whatever they spell, and an environment shows random
+texts; what the templates, the context windows and the length limit make of them must not matter.
 """
 
 from __future__ import annotations
@@ -288,8 +288,8 @@ def test_a_run_says_what_becomes_of_thoughts(tmp_path: Path, kept: str, told: st
     """From the setting to the samples, with a template that would drop them."""
     tokenizer = tiny_tokenizer("reasoner")
     save_model(tiny_model(tokenizer), tokenizer, tmp_path / "model")
-    wanted = {"steps": 1, "threads": 1, "rollout.prompts": 1, "rollout.members": 2}
-    sizes = {"rollout.max_tokens": 8, "rollout.slots": 2, "world.turns": 3, "eval.episodes": 0}
+    wanted = {"steps": 1, "threads": 1, "rollout.num_groups": 1, "rollout.group_size": 2}
+    sizes = {"rollout.max_tokens": 8, "rollout.slots": 2, "env.max_turns": 3, "eval.episodes": 0}
     keys = {"model.path": str(tmp_path / "model"), "record.tokens_every": 1, "filter.rule": "all"}
     more = {"filter.include_zero": True, "prompt.history_thoughts": kept}
     config = resolve("frozen-lake-still", wanted | sizes | keys | more)

@@ -1,4 +1,4 @@
-"""Thoughts, held against the world they speak of: by hand, from demonstrators, and as a cost."""
+"""Thoughts compared with the environment they describe: by hand, from demonstrators, as a cost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lake() -> Env:
     return env
 
 
-# What the worlds read.
+# What the environments read.
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,15 @@ def test_sokoban_reads_its_own_notation(symbols: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "writer"),
+    ("name", "writer"),
     [
         ("frozen-lake-still", still_lake(0.5)),
         ("frozen-lake", slippery_lake(0.5)),
         ("sokoban", sokoban_plan(0.5)),
     ],
 )
-def test_demonstrators_state_what_is_true_and_do_what_they_plan(world: str, writer: Any) -> None:
-    env = make(world, observation="named")
+def test_demonstrators_state_what_is_true_and_do_what_they_plan(name: str, writer: Any) -> None:
+    env = make(name, observation="named")
     assert env.actions is not None
     for level in range(40):
         env.reset(seed=level)
@@ -157,7 +157,7 @@ def test_an_invalid_reply_does_not_carry_out_its_plan() -> None:
     assert (turn.well_formed, turn.info["plan_kept"]) == (False, False)
 
 
-def test_a_world_that_reads_nothing_is_not_measured() -> None:
+def test_an_environment_that_reads_nothing_is_not_measured() -> None:
     (turn,) = played("P a3</think><answer>Dragon</answer>", how=resolve_setup("bandit")).turns
     assert "thought_read" not in turn.info
     assert measures([turn]) == {}
@@ -189,7 +189,7 @@ def test_the_measures_are_signals_of_every_step() -> None:
     assert not any(name.startswith("reward_terms/") for name in found)
 
 
-def test_isolated_worlds_read_the_same() -> None:
+def test_isolated_environments_read_the_same() -> None:
     workers = Workers("frozen-lake-still", {}, 10.0)
     try:
         proxy, plain = workers.make(), lake()
@@ -206,7 +206,7 @@ def test_isolated_worlds_read_the_same() -> None:
         workers.close()
 
 
-# Worlds that read wrongly.
+# Environments that read wrongly.
 
 
 class Misreader(FrozenLake):
@@ -232,7 +232,7 @@ def test_a_reading_of_another_kind_fails_the_episode() -> None:
 @pytest.mark.parametrize(
     ("says", "words"),
     [
-        ("moves", "must leave the world as it was"),
+        ("moves", "must leave the environment as it was"),
         ("much", "must return None or a Reading"),
         (Reading(1, 2, None), "true ≤ stated"),
     ],
@@ -301,16 +301,18 @@ def test_what_terms_add_to_an_episode_is_logged_by_name() -> None:
     assert term_metrics(group(1.0, 0.0).episodes) == {}
     found = values(summarize([Group((one, other))], [0]))
     assert found["reward_terms/grounding"] == -0.625
-    assert found["reward/mean"] == 0  # what the world paid
+    assert found["reward/mean"] == 0  # what the environment paid
 
 
-def test_a_term_that_the_world_could_never_charge_is_refused() -> None:
+def test_a_term_that_the_environment_could_never_charge_is_refused() -> None:
     for name in ("grounding", "consistency"):
-        with pytest.raises(RagenError, match=f"reward.terms.{name}: the world bandit cannot read"):
+        with pytest.raises(
+            RagenError, match=f"reward.terms.{name}: the environment bandit cannot read"
+        ):
             resolve_setup("bandit", **{f"reward.terms.{name}": 0.1})
     resolve_setup("bandit", **{"reward.terms.repetition": 0.1})
     with pytest.raises(RagenError, match="cannot read thoughts"):
-        resolve_setup("bandit", **{"reward.terms.grounding": 0.1, "world.isolate": True})
+        resolve_setup("bandit", **{"reward.terms.grounding": 0.1, "env.isolate": True})
 
 
 def test_a_trained_step_logs_the_measures(tmp_path: Path) -> None:
@@ -321,8 +323,8 @@ def test_a_trained_step_logs_the_measures(tmp_path: Path) -> None:
         "frozen-lake-still",
         {
             "steps": 1,
-            "rollout.prompts": 2,
-            "rollout.members": 4,
+            "rollout.num_groups": 2,
+            "rollout.group_size": 4,
             "eval.episodes": 0,
             "threads": 1,
             "reward.terms": {"grounding": 0.1, "consistency": 0.1},

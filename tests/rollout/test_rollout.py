@@ -1,4 +1,4 @@
-"""Playing episodes: budgets, invalid replies, seeds, and worlds that misbehave."""
+"""Playing episodes: budgets, invalid replies, seeds, and environments that misbehave."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_solved_episode() -> None:
     assert all(turn.well_formed and turn.penalty == 0 for turn in found.turns)
 
 
-def test_the_world_ends_a_turn_early() -> None:
+def test_the_environment_ends_a_turn_early() -> None:
     found = episode([reply(*["Right"] * 4), reply(*["Right"] * 4)], setup(actions_per_turn=4))
     assert found.turns[1].actions_asked == ("Right",) * 4
     assert found.turns[1].actions_executed == ("Right",)
@@ -125,7 +125,7 @@ def test_what_the_prompt_says_is_left() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "Right", "t</think><answer></answer>", reply("Fly")])
-def test_an_invalid_turn_leaves_the_world_alone(text: str) -> None:
+def test_an_invalid_turn_leaves_the_environment_alone(text: str) -> None:
     found = episode([text, RIGHT], setup(turns=2))
     first, second = found.turns
     assert (first.reward, first.penalty, first.well_formed) == (0.0, -0.1, False)
@@ -172,8 +172,8 @@ def test_levels_are_a_groups_and_noise_a_members() -> None:
 
 
 def test_members_of_a_group_see_the_same_first_prompt() -> None:
-    for world in ("bandit", "frozen-lake", "sokoban"):
-        groups = seeds(setup(world=world, make=partial(make, world), turns=1), levels=range(4))
+    for env in ("bandit", "frozen-lake", "sokoban"):
+        groups = seeds(setup(env=env, make=partial(make, env), turns=1), levels=range(4))
         prompts = [{str(episode.turns[0].prompt.messages) for episode in group} for group in groups]
         assert [len(seen) for seen in prompts] == [1] * 4
         assert len(set.union(*prompts)) > 1
@@ -225,7 +225,7 @@ def test_episodes_begin_in_order_and_no_more_than_asked(concurrency: int) -> Non
     assert [[e.member for e in g.episodes] for g in groups] == [[0, 1, 2]] * 2
 
 
-# Worlds that misbehave.
+# Environments that misbehave.
 
 MISDEEDS: dict[str, tuple[StopReason, str, int]] = {  # how it ends, what it says, turns before
     "raise in init": ("error", "KeyError: 'no key'", 0),
@@ -243,7 +243,7 @@ MISDEEDS: dict[str, tuple[StopReason, str, int]] = {  # how it ends, what it say
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
-def test_a_world_that_misbehaves_is_a_failed_episode(misdeed: str) -> None:
+def test_an_environment_that_misbehaves_is_a_failed_episode(misdeed: str) -> None:
     stop_reason, complaint, turns = MISDEEDS[misdeed]
     start = time.monotonic()
     found = episode(lambda prompt: RIGHT, setup(make=rogue(misdeed), timeout_s=0.1))
@@ -277,7 +277,7 @@ def test_turns_before_a_failure_are_kept() -> None:
     assert (found.stop_reason, len(found.turns), found.total_reward) == ("error", 2, 0.5)
 
 
-def test_a_worlds_own_limit_is_a_budget() -> None:
+def test_an_environments_own_limit_is_a_budget() -> None:
     class Limited(Rogue):
         def step(self, action: str) -> Any:
             *answer, _, info = super().step(action)
@@ -345,7 +345,7 @@ def test_a_player_that_cannot_play_is_the_users_mistake() -> None:
             )
 
 
-def test_a_solver_that_raises_is_the_worlds_failure() -> None:
+def test_a_solver_that_raises_is_the_environments_failure() -> None:
     how = setup(make=rogue("raise in solve"))
     found = asyncio.run(
         play(PlayerPolicy(lambda _: SolverPlayer()), how, Place(0, 0, 0, (0, "eval")))
@@ -423,7 +423,8 @@ def test_a_prompt_that_is_too_long_drops_its_oldest_turns(template: str, style: 
         system = [message["role"] for message in turn.prompt.messages].count("system")
         assert system == (style == "paper")
         opening, present = said[system], said[-1]
-        # What the world is stays on top, over the oldest turn that is left; the present turn stays.
+        # What the environment is stays on top, over the oldest turn that is left; the present turn
+        # stays.
         oldest = whole.turns[dropped[number]].observation
         assert opening.startswith("Corridor") and oldest in opening
         assert whole.turns[number].observation in present
@@ -464,17 +465,17 @@ def test_setup_of_a_config() -> None:
     config = resolve("bandit", {"rollout.max_tokens": 33, "prompt.think": False})
     how = setup_of(config, None)
     assert isinstance(how.make(), Bandit)
-    assert (how.world, how.turns, how.max_tokens, how.prefill) == ("bandit", 1, 33, "<answer>")
+    assert (how.env, how.turns, how.max_tokens, how.prefill) == ("bandit", 1, 33, "<answer>")
     with pytest.raises(RagenError, match="did you mean 'bandit'"):
-        setup_of(resolve(None, {"world": "bandti"}), None)
+        setup_of(resolve(None, {"env": "bandti"}), None)
 
 
-def test_the_time_that_worlds_take_is_counted() -> None:
-    """Also of a world that does not come back: its reset is cut short after 0.05 s."""
+def test_the_time_that_environments_take_is_counted() -> None:
+    """Also of an environment that does not come back: its reset is cut short after 0.05 s."""
     hangs = setup(make=rogue("hang in reset"), timeout_s=0.05)
     started = time.perf_counter()
     assert episode([], hangs).stop_reason == "timeout"
-    assert 0.05 <= hangs.world_time.seconds <= time.perf_counter() - started
+    assert 0.05 <= hangs.env_time.seconds <= time.perf_counter() - started
     quick = setup(turns=1)
     assert episode([reply("Right")], quick).turns
-    assert 0 < quick.world_time.seconds < 0.05
+    assert 0 < quick.env_time.seconds < 0.05

@@ -148,7 +148,7 @@ def test_resume_forgets_what_came_after_the_checkpoint_of_that_attempt(recorder:
             recorder.log(step, {"loss": mean(step)})
             recorder.episodes(step, groups(1, 1))
             recorder.samples(step, [{"group": 0, "member": 0, "token_ids": [1]}])
-            recorder.evaluation(step, {"world": "bandit", "success": 0.5})
+            recorder.evaluation(step, {"env": "bandit", "success": 0.5})
             recorder.event(step, "note", "seen")
     recorder.close()
     with Recorder.open(recorder.folder) as again:
@@ -256,7 +256,7 @@ def test_wrong_sample_arrays_are_refused(recorder: Recorder) -> None:
 
 
 def test_evaluations_are_read_in_order(recorder: Recorder) -> None:
-    record = {"world": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "best": 1.0}
+    record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "best": 1.0}
     recorder.evaluation(0, record)
     recorder.evaluation(9, {**record, "success": 0.75})
     recorder.close()

@@ -197,7 +197,7 @@ FILTERS = (
     "success = 1",
     "stop_reason = 'error' AND kept = 0",
     "level_seed = 123",
-    "world = 'w' AND step BETWEEN 3 AND 9 AND reward >= 0.5",
+    "env = 'w' AND step BETWEEN 3 AND 9 AND reward >= 0.5",
     """attempt = 0 AND "group" = 3""",
 )
 

@@ -41,7 +41,7 @@ TINY: dict[str, Any] = {
         "recipes": ["bandit"],
         "settings": {
             "steps": 2,
-            "rollout.prompts": 4,
+            "rollout.num_groups": 4,
             "eval.episodes": 64,
             "eval.every": 1,
         },

@@ -165,7 +165,7 @@ def test_an_adapters_tokenizer_has_to_fit(finished: Path, tmp_path: Path) -> Non
 def test_a_run_is_evaluated_under_other_settings(finished: Path) -> None:
     """What they leave unread of the run's falls away; of what is asked for, it is refused."""
     asked_ = config_for(str(finished), {"lora.rank": 0})
-    assert (asked_.lora.alpha, asked_.world) == (64, config().world)
+    assert (asked_.lora.alpha, asked_.env) == (64, config().env)
     with pytest.raises(RagenError, match=r"lora\.alpha = 3 has no effect"):
         config_for(str(finished), {"lora.rank": 0, "lora.alpha": 3})
 

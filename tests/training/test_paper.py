@@ -24,8 +24,8 @@ QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 SMALL = {
     "steps": 2,
     "threads": 1,
-    "rollout.prompts": 2,
-    "rollout.members": 2,
+    "rollout.num_groups": 2,
+    "rollout.group_size": 2,
     "rollout.max_tokens": 12,
     "eval.episodes": 2,
     "eval.every": 1,
@@ -42,28 +42,30 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_there_is_one_for_each_world_of_the_paper() -> None:
+def test_there_is_one_for_each_environment_of_the_paper() -> None:
     assert PAPER == ["paper/bandit", "paper/frozen-lake", "paper/sokoban"]
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_they_hold_the_published_values(name: str) -> None:
     config = resolve(name)
-    rollout, update, world = config.rollout, config.update, config.world
+    rollout, update, env = config.rollout, config.update, config.env
     assert (config.algorithm, config.prompt.style, config.model.path) == (
         "starpo-s/ppo",
         "paper",
         QWEN,
     )
-    assert (rollout.prompts, rollout.members, rollout.max_tokens) == (8, 16, 400)
+    assert (rollout.num_groups, rollout.group_size, rollout.max_tokens) == (8, 16, 400)
     assert (update.minibatch_episodes, update.lr, update.critic_lr) == (32, 1e-6, 1e-5)
     assert (update.weight_decay, update.beta2, update.max_grad_norm) == (0.01, 0.999, 1.0)
     assert (config.steps, config.eval.every, config.eval.episodes) == (200, 10, 256)
     assert (config.eval.temperature, config.model.dtype) == (0.5, "bfloat16")
     assert (config.filter.rule, config.filter.value, config.loss.kl) == ("top_k", 0.25, 0.0)
     budgets = (1, 1, 1) if name == "paper/bandit" else (5, 5, 10)
-    assert (world.turns, world.actions_per_turn, world.actions) == budgets
-    assert not world.common_noise and world.params == {}  # .15; slip 1/3; 6×6, one box: the worlds'
+    assert (env.max_turns, env.actions_per_turn, env.max_actions) == budgets
+    assert (
+        not env.common_noise and env.params == {}
+    )  # .15; slip 1/3; 6×6, one box: the environments'
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -85,7 +87,7 @@ def test_the_longest_episode_has_room() -> None:
     """A first prompt is under 450 tokens of English and map, a later message under 120."""
     for name in PAPER:
         config = resolve(name)
-        turns = config.world.turns
+        turns = config.env.max_turns
         assert 450 + (turns - 1) * 120 + turns * 400 <= config.model.max_length
 
 
@@ -110,8 +112,8 @@ def test_names_with_a_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("arguments", "words"),
     [
         ("sokoban --model there", "for others: paper/sokoban\n"),
-        ("bandit-rev --model there", "for others: paper/bandit --world bandit-rev\n"),
-        ("frozen-lake-still --model a/b", "paper/frozen-lake --world frozen-lake-still\n"),
+        ("bandit-rev --model there", "for others: paper/bandit --env bandit-rev\n"),
+        ("frozen-lake-still --model a/b", "paper/frozen-lake --env frozen-lake-still\n"),
         ("sokoban", ""),
         ("sokoban --model there --prompt.style paper", ""),
         ("paper/sokoban --model there", ""),

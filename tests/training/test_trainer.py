@@ -42,7 +42,7 @@ from ragen.training.progress import Watcher
 from ragen.training.trainer import Result, resume, train
 from tests.speaker import settings
 
-GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__passes": 2, "update__lr_end": 0.1}
+GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__epochs": 2, "update__lr_end": 0.1}
 DAPO = {"algorithm": "dapo", "rollout__refill": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -198,7 +198,7 @@ class Interrupts(Watcher):
 def test_a_run_and_its_database(tmp_path: Path) -> None:
     result = train(config(), tmp_path / "run")
     run = tmp_path / "run"
-    assert isinstance(result, Result) and result.run == run and result.world == "bandit"
+    assert isinstance(result, Result) and result.run == run and result.env == "bandit"
     assert result.before is not None and result.after is not None
     assert result.before_greedy is not None and result.before_greedy.temperature == 0
     assert (result.before.random, result.before.best, result.before.episodes) == (0.5, 1.0, 4)
@@ -220,11 +220,11 @@ def test_a_run_and_its_database(tmp_path: Path) -> None:
     names = {name for (name,) in rows(run, "SELECT DISTINCT name FROM metrics")}
     assert {"reward/mean", "gradient/policy_norm", "update/lr", "time/step_s"} <= names
     assert {"progress/updates", "mismatch/max_abs", "entropy/mean"} <= names
-    phases = ("generate", "world", "rollout", "score", "update", "publish", "record", "save")
+    phases = ("generate", "env", "rollout", "score", "update", "publish", "record", "save")
     assert {*(f"time/{phase}_s" for phase in phases), "time/tokens_per_s"} <= names
     assert {"ema/reward/mean", "ema/entropy/mean"} <= names
     assert not {"ema/time/step_s", "ema/progress/updates"} & names
-    parts = "name IN ('time/generate_s', 'time/world_s')"
+    parts = "name IN ('time/generate_s', 'time/env_s')"
     for seconds, split in rows(
         run,
         f"SELECT sum(value * (name = 'time/rollout_s')), sum(value * ({parts})) FROM metrics"
@@ -290,7 +290,7 @@ def test_every_estimator_trains(tmp_path: Path, name: str) -> None:
 def test_filters_read_raw_rewards_however_they_are_normalised(tmp_path: Path) -> None:
     asked = config(
         algorithm="starpo-s/ppo",
-        rollout__prompts=4,
+        rollout__num_groups=4,
         filter__value=0.5,
         reward__normalise="mean_std",
         eval__episodes=0,
@@ -346,7 +346,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_trains(tmp_path: Path, name: str) -> None:
-    more = {"loss__name": name, "update__passes": 2, "eval__episodes": 0} | LOSSES[name]
+    more = {"loss__name": name, "update__epochs": 2, "eval__episodes": 0} | LOSSES[name]
     train(config(steps=1, **more), tmp_path / "run")
     found = dict(rows(tmp_path / "run", "SELECT name, value FROM metrics"))
     assert found["importance/mean"] == 1, "one set of weights, float32"
@@ -390,7 +390,7 @@ FLAT = {"safe_reward": 0.0, "risky_probability": 1e-12}
 
 def test_groups_without_spread_are_replaced_on_new_levels(tmp_path: Path) -> None:
     """2 groups and 2 rounds of 2 more in each of five steps, none of which has any spread."""
-    asked = config(steps=20, eval__episodes=0, **DAPO, **{"world.params": FLAT})
+    asked = config(steps=20, eval__episodes=0, **DAPO, **{"env.params": FLAT})
     with pytest.raises(RagenError, match="no group had any spread of reward for 5 steps"):
         train(asked, tmp_path / "run")
     run = tmp_path / "run"
@@ -461,9 +461,9 @@ def test_train_inside_a_running_event_loop(tmp_path: Path) -> None:
     assert asyncio.run(notebook()).after is not None
 
 
-def test_isolated_worlds_change_no_number(tmp_path: Path) -> None:
+def test_isolated_environments_change_no_number(tmp_path: Path) -> None:
     train(config(steps=1), tmp_path / "a")
-    train(config(steps=1, world__isolate=True), tmp_path / "b")
+    train(config(steps=1, env__isolate=True), tmp_path / "b")
     same(tmp_path / "b", numbers(tmp_path / "a"))
 
 
@@ -599,7 +599,7 @@ PHASES: dict[str, tuple[tuple[Any, str], int]] = {  # a call in it, the how many
 @BOTH
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed_in_every_phase(tmp_path: Path, phase: str, more: dict[str, Any]) -> None:
-    asked, run = config(eval__every=2, **more | {"update__passes": 2}), tmp_path / "run"
+    asked, run = config(eval__every=2, **more | {"update__epochs": 2}), tmp_path / "run"
     place, number = PHASES[phase]
     killed(asked, run, place, number)
     assert checkpoint.newest(run).name == "step-1"
@@ -836,7 +836,7 @@ def test_a_run_with_nothing_to_learn_stops(tmp_path: Path) -> None:
         filter__include_zero=False,
         eval__episodes=0,
         checkpoint__every=0,
-        **{"world.params": FLAT},
+        **{"env.params": FLAT},
     )
     with pytest.raises(RagenError, match="no group had any spread of reward for 5 steps"):
         train(asked, tmp_path / "run")

@@ -53,7 +53,7 @@ def run_of(root: Path, name: str) -> dict[str, Any]:
 def test_runs_tell_how_they_stand(root: Path) -> None:
     lake = run_of(root, "lake")
     assert (lake["state"], lake["step"], lake["steps"], lake["attempts"]) == ("finished", 6, 6, 2)
-    assert (lake["world"], lake["recipe"], lake["seed"]) == ("frozen-lake", "frozen-lake", 7)
+    assert (lake["env"], lake["recipe"], lake["seed"]) == ("frozen-lake", "frozen-lake", 7)
     assert lake["success"] == {"value": 0.9, "low": 0.8, "high": 1.0, "step": 6, "how": "T=1"}
     assert lake["before"]["value"] == 0.5 and (lake["random"], lake["best"]) == (0.5, 1.0)
     assert lake["spark"] == [0.6, 0.7, 0.9, 0.9, 0.9, 0.9]  # what was rolled back is not in it
@@ -127,7 +127,7 @@ def test_what_cannot_be_read_says_why_in_one_line(root: Path, tmp_path: Path) ->
     said = {run["name"]: run for run in ask(tmp_path, "runs")["runs"]}
     assert said["good"]["state"] == "finished"
     for name, words in {
-        "schema": "run.sqlite has schema 99, this RAGEN reads 3; use the version that wrote it",
+        "schema": "run.sqlite has schema 99, this RAGEN reads 4; use the version that wrote it",
         "junk": "run.sqlite cannot be read: file is not a database",
         "half": "run.sqlite cannot be read: database disk image is malformed",
         "config": "config.toml is damaged",
@@ -248,7 +248,7 @@ def test_a_run_that_ends_while_it_is_read_becomes_one_plain_file(tmp_path: Path)
 
 def test_a_run_says_what_there_is_to_see(root: Path) -> None:
     run = ask(root, "run", run="lake")
-    assert run["config"]["world.name"] == "frozen-lake" and run["config"]["steps"] == 6
+    assert run["config"]["env.name"] == "frozen-lake" and run["config"]["steps"] == 6
     changes = {each["key"]: each for each in run["differences"]}
     assert set(changes) == {"steps", "seed"}
     assert changes["seed"] == {"key": "seed", "value": 7, "base": 0, "source": "recipe frozen-lake"}
@@ -267,8 +267,8 @@ def test_what_was_asked_for_since_is_not_the_runs_success(tmp_path: Path) -> Non
     make_run(tmp_path / "a")
     before = ask(tmp_path, "runs")["runs"][0]
     with Store(tmp_path / "a") as store:
-        settings = {"world.name": "w", "seed": 0, "temperature": 1.0}
-        store.finish("asked", settings, evaluation(0.12).record() | {"world": "w", "random": 0.01})
+        settings = {"env.name": "w", "seed": 0, "temperature": 1.0}
+        store.finish("asked", settings, evaluation(0.12).record() | {"env": "w", "random": 0.01})
     after = ask(tmp_path, "runs")["runs"][0]
     names = ("success", "before", "random", "best", "state")
     assert {name: after[name] for name in names} == {name: before[name] for name in names}
@@ -442,7 +442,7 @@ def test_two_runs_are_compared_level_by_level(root: Path, tmp_path: Path) -> Non
     with sqlite3.connect(tmp_path / "b" / DATABASE) as connection:
         connection.execute("UPDATE episodes SET success = 1 WHERE phase = 'eval'")
     (found,) = ask(tmp_path, "compare", run="a", other="b")["contests"]
-    assert (found["world"], found["how"], found["levels"]) == ("frozen-lake", "T=1", 2)
+    assert (found["env"], found["how"], found["levels"]) == ("frozen-lake", "T=1", 2)
     assert (found["a"]["value"], found["b"]["value"]) == (0.25, 1.0)
     assert found["difference"]["value"] == -0.75 and found["mcnemar_p"] == 0.5
     assert "level by level" in found["note"]
@@ -475,7 +475,7 @@ def test_an_evaluation_without_its_interval_is_compared_with_nothing(tmp_path: P
     for name in ("a", "b"):
         make_run(tmp_path / name)
         with sqlite3.connect(tmp_path / name / DATABASE) as connection:
-            connection.execute('UPDATE evaluations SET record = \'{"world": "frozen-lake"}\'')
+            connection.execute('UPDATE evaluations SET record = \'{"env": "frozen-lake"}\'')
             connection.execute("DELETE FROM episodes")
     assert ask(tmp_path, "compare", run="a", other="b")["contests"] == []
 
@@ -483,12 +483,12 @@ def test_an_evaluation_without_its_interval_is_compared_with_nothing(tmp_path: P
 def test_other_games_are_compared_by_their_rates(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     (tmp_path / "b").mkdir()
-    shorter = resolve("frozen-lake", {"world.turns": 3})
+    shorter = resolve("frozen-lake", {"env.max_turns": 3})
     with Recorder.create(tmp_path / "b", dump(shorter)) as recorder:
-        recorder.evaluation(0, evaluation(0.7).record() | {"world": "frozen-lake"})
+        recorder.evaluation(0, evaluation(0.7).record() | {"env": "frozen-lake"})
     (found,) = ask(tmp_path, "compare", run="a", other="b")["contests"]
     assert found["difference"]["value"] == pytest.approx(0.2) and found["mcnemar_p"] is None
-    assert found["note"] == "two rates, not level by level: the games differ in world.turns"
+    assert found["note"] == "two rates, not level by level: the games differ in env.max_turns"
 
 
 def test_stored_outcomes_are_compared_where_the_game_is_one(tmp_path: Path) -> None:
@@ -499,14 +499,14 @@ def test_stored_outcomes_are_compared_where_the_game_is_one(tmp_path: Path) -> N
             for level in range(4):
                 played = Outcome("w", level, 0, level < solved, 0.0, 1, 1, 1, 1, 7, 9, 9, "failed")
                 store.add(agent, played)
-            game = {"world.name": "w", "seed": 0, "temperature": 0.5, "target": agent}
-            store.finish(agent, game, evaluation(0.5, 0.5).record() | {"world": "w"})
+            game = {"env.name": "w", "seed": 0, "temperature": 0.5, "target": agent}
+            store.finish(agent, game, evaluation(0.5, 0.5).record() | {"env": "w"})
     found = ask(tmp_path, "compare", run="a", other="b")["contests"]
-    (stored,) = (each for each in found if each["world"] == "w")
+    (stored,) = (each for each in found if each["env"] == "w")
     assert (stored["how"], stored["levels"], stored["mcnemar_p"]) == ("T=0.5", 4, 0.5)
     assert (stored["a"]["value"], stored["b"]["value"]) == (0.75, 0.25)
     asked = [each for each in ask(tmp_path, "run", run="a")["evaluations"] if each["step"] is None]
-    assert [each["world"] for each in asked] == ["w", "w"]
+    assert [each["env"] for each in asked] == ["w", "w"]
 
 
 # Mistakes

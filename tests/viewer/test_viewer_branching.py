@@ -228,17 +228,17 @@ HINDRANCES: dict[str, tuple[list[Callable[[Path], None]], str]] = {
         [without_model, lambda run: written(run, "rank = 0", "rank = 4")],
         "below the run's adapter is not on this machine",
     ),
-    "another's world": (
+    "another's environment": (
         [lambda run: written(run, 'name = "bandit"', 'name = "casino"')],
-        "the world 'casino' is not installed here",
+        "the environment 'casino' is not installed here",
     ),
-    "a world in a file": (
+    "an environment in a file": (
         [lambda run: written(run, 'name = "bandit"', 'name = "gone.py:Casino"')],
-        "the world 'gone.py:Casino' is not installed here",
+        "the environment 'gone.py:Casino' is not installed here",
     ),
     "no snapshots": (
         [lambda run: changed(run, "UPDATE turns SET snapshot = NULL")],
-        "no snapshots of its world are kept",
+        "no snapshots of its environment are kept",
     ),
     "no turns": (
         [lambda run: changed(run, "DELETE FROM turns")],
@@ -246,7 +246,7 @@ HINDRANCES: dict[str, tuple[list[Callable[[Path], None]], str]] = {
     ),
     "another config": (
         [lambda run: written(run, 'name = "bandit"', "name = 3")],
-        "world.name",
+        "env.name",
     ),
 }
 

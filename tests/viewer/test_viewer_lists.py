@@ -40,7 +40,7 @@ def test_a_list_says_what_there_is(root: Path) -> None:
     assert (found["total"], found["next"], len(found["episodes"])) == (44, None, 44)
     assert found["facets"] == {
         "phases": ["eval", "train"],
-        "worlds": ["frozen-lake"],
+        "envs": ["frozen-lake"],
         "stop_reasons": ["max_turns", "solved"],
         "steps": [0, 6],
     }
@@ -63,7 +63,7 @@ def test_a_list_says_what_there_is(root: Path) -> None:
         ({"kept": 0}, 16, lambda e: not e["kept"]),
         ({"alarm": 1}, 8, lambda e: (e["attempt"], e["step"]) == (0, 4)),
         ({"level_seed": 123}, 6, lambda e: e["level_seed"] == 123),
-        ({"world": "sokoban"}, 0, lambda e: False),
+        ({"env": "sokoban"}, 0, lambda e: False),
         ({"group": 1, "step_to": 0}, 2, lambda e: e["group"] == 1),
         ({"phase": ""}, 44, lambda e: True),
     ],
@@ -225,7 +225,7 @@ def test_facets_of_no_episode(tmp_path: Path) -> None:
         connection.execute("DELETE FROM episodes")
     found = listed(tmp_path)
     assert (found["episodes"], found["total"]) == ([], 0)
-    assert found["facets"] == {"phases": [], "worlds": [], "stop_reasons": [], "steps": None}
+    assert found["facets"] == {"phases": [], "envs": [], "stop_reasons": [], "steps": None}
 
 
 def test_cursors_of_others_are_refused(root: Path) -> None:

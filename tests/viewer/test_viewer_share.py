@@ -49,7 +49,7 @@ each_kind = pytest.mark.parametrize(
 def run(tmp_path: Path) -> Path:
     """A run whose model writes attacks, under a folder with a blank in its path."""
     folder = new_run_folder(tmp_path / "my runs", "made")
-    config = resolve("bandit", {"world.name": f"{tmp_path}/secret place/w.py:World"})
+    config = resolve("bandit", {"env.name": f"{tmp_path}/secret place/w.py:World"})
     with Recorder.create(folder, dump(config)) as recorder:
         recorder.log(1, {"reward/mean": last(1.0), "success/mean": last(0.5)})
         recorder.event(1, "alarm", f"see {folder}/checkpoints and /home/alice/x.log", {"a": 1})
@@ -206,7 +206,7 @@ def test_a_file_tells_nothing_of_this_machine(run: Path, what: dict[str, int]) -
     for secret in (run.parent, Path(__file__).parent, Path.home(), "/home/alice", "secret place"):
         assert str(secret) not in text
     assert socket.gethostname() not in text
-    assert "World" in text  # the name of the world itself is told
+    assert "World" in text  # the name of the environment itself is told
 
 
 def test_places_are_taken_out_of_our_words_alone() -> None:

@@ -51,7 +51,7 @@ def credit(
         state_ES=state_numbers(episodes, index),
         group_E=index.group_E,
         gamma=advantage.gamma,
-        lam=advantage.lam,
+        lam=advantage.gae_lambda,
         turn_gamma=advantage.turn_gamma,
         step_weight=advantage.step_weight,
         whiten=advantage.whiten,

@@ -7,7 +7,7 @@ StarPO-S (arXiv:2504.20073) keeps the prompts whose outcome is most uncertain to
 measured by the spread of the group's rewards. Whole groups are kept or left, lost episodes with the
 won. A score ranks the groups, a rule says how many of them stay.
 
-Scores read the world's own rewards (format penalties and normalisation come later), count by
+Scores read the environment's own rewards (format penalties and normalisation come later), count by
 episode, and leave failed episodes out.
 """
 
@@ -33,7 +33,7 @@ SLACK = 1e-9
 
 
 def reward_std(group: Group) -> float:
-    """Spread of the world's rewards in a group, format penalties left out.
+    """Spread of the environment's rewards in a group, format penalties left out.
 
     The standard deviation with G − 1 of `Episode.total_reward` over the episodes that did not fail.
     Exactly 0 where all are equal, or where fewer than two remain.

@@ -1,10 +1,11 @@
-"""From what the worlds paid to what each sampled token is credited with.
+"""From what the environments paid to what each sampled token is credited with.
 
 Axes: **E** episodes, **S** an episode's sampled tokens in time order, **N** what is compared.
 
-Rewards exist three times over. **Raw**, what the world paid (`Episode.total_reward`): filters and
+Rewards exist three times over. **Raw**, what the environment paid (`Episode.total_reward`):
+filters and
 reports read this. **Penalised**, with format penalties and reward terms, which have a field of
-their own in a `Turn` and meet the world's reward only in `token_rewards`. **Normalised**
+their own in a `Turn` and meet the environment's reward only in `token_rewards`. **Normalised**
 (`normalise`): compared with the other episodes', once penalised. The estimators read the last.
 """
 
@@ -26,8 +27,8 @@ Placement = Literal["episode", "turn"]
 Normalise = Literal["identity", "mean", "mean_std", "asym_clip"]
 """What becomes of an episode's total: as it is, less the mean, also over the std, also clipped."""
 
-Over = Literal["group", "world", "batch"]
-"""Whose episodes share a mean and a std: those of one prompt, of one world, or all."""
+Over = Literal["group", "env", "batch"]
+"""Whose episodes share a mean and a std: those of one prompt, of one environment, or all."""
 
 STD_FLOOR = 1e-6
 """Added to a std before dividing by it, as in GRPO's published code."""
@@ -122,8 +123,8 @@ def comparison_classes(episodes: Sequence[Episode], index: EpisodeIndex, over: O
         return index.group_E
     if over == "batch":
         return torch.zeros_like(index.group_E)
-    worlds = [episodes[e].world for e in index.episode_E.tolist()]
-    return torch.tensor([worlds.index(world) for world in worlds])
+    envs = [episodes[e].env for e in index.episode_E.tolist()]
+    return torch.tensor([envs.index(env) for env in envs])
 
 
 def compare_within(values_N: Tensor, class_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Reading a command line: a command's own options, and any config key as ``--section.key value``.
 
 argparse reads the options; keys are taken out before it sees them, since they depend on the preset
-and the world and must be refused by the nearest name. Every mistake is a `RagenError` of one line.
+and the environment and must be refused by the nearest name. Every mistake is a `RagenError` of one
+line.
 """
 
 from __future__ import annotations

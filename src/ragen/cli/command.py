@@ -1,7 +1,7 @@
 """What the commands share: what a command is, and where its words go.
 
-Whatever is heavy (torch, the worlds, pydantic, even rich) is imported by the command that needs it:
-help and mistakes must not wait for it.
+Whatever is heavy (torch, the environments, pydantic, even rich) is imported by the command that
+needs it: help and mistakes must not wait for it.
 """
 
 from __future__ import annotations

@@ -38,14 +38,14 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     server = _server(options)
     _refuse_unwritable(options.markdown)
     prices = Prices(options.price_in, options.price_out)
-    named = [name for each in options.world or [] for name in each.split(",")]
-    asked_in = [overrides | {"world": name} for name in named] or [overrides]
-    worlds = [config_for(options.target, values, server).world for values in asked_in]
-    for world in worlds:  # none is played before all are known to exist
-        make(world.name, **world.params)
+    named = [name for each in options.env or [] for name in each.split(",")]
+    asked_in = [overrides | {"env": name} for name in named] or [overrides]
+    envs = [config_for(options.target, values, server).env for values in asked_in]
+    for env in envs:  # none is played before all are known to exist
+        make(env.name, **env.params)
     sections = []
-    for world, values in zip(worlds, asked_in, strict=True):
-        with _counting(world.name, options.episodes * options.samples) as count:
+    for env, values in zip(envs, asked_in, strict=True):
+        with _counting(env.name, options.episodes * options.samples) as count:
             evaluation, outcomes = outcomes_of(
                 options.target,
                 values,
@@ -122,8 +122,8 @@ def _compare(options: Namespace, overrides: Overrides) -> int:
 def _playing_options(parser: Parser) -> None:
     """What `eval` and `compare` take alike."""
     add = parser.add_argument
-    which = "a world, or a recipe that says how it is shown; or several: W1,W2 [the run's]"
-    add("--world", action="append", metavar="W", help=which)
+    which = "an environment, or a recipe that says how it is shown; or several: W1,W2 [the run's]"
+    add("--env", action="append", metavar="W", help=which)
     add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
     add("--samples", type=int, default=1, metavar="K", help="episodes a level, for pass@K [1]")
     add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
@@ -133,7 +133,7 @@ def _playing_options(parser: Parser) -> None:
     add("--key-env", metavar="NAME", help="variable that holds its key [OPENAI_API_KEY]")
     add("--timeout", type=float, metavar="S", help="seconds of one request [120]")
     add("--rpm", type=float, metavar="N", help="requests a minute [no limit]")
-    add("--json", action="store_true", help="print one JSON object a world")
+    add("--json", action="store_true", help="print one JSON object an environment")
     add("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
     add("--out", type=Path, metavar="DIR", help="where outcomes are kept [the run, or evals]")
     parser.epilog = (
@@ -158,18 +158,18 @@ def _server(options: Namespace) -> Server | None:
 
 
 def _places(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
-    """Where is compared: a suite, the worlds that were named, or where the first run was trained.
+    """Where to compare: a suite, the named environments, or that of the first run.
 
     Raises:
-        RagenError: There is no such suite, or worlds are named besides.
+        RagenError: There is no such suite, or environments are named besides.
     """
     from ragen.evaluation.compare import SUITES
 
-    named = [name for each in options.world or [] for name in each.split(",")]
+    named = [name for each in options.env or [] for name in each.split(",")]
     if options.suite is None:
-        return {name: {"world": name} for name in named} or {"": {}}
+        return {name: {"env": name} for name in named} or {"": {}}
     if named:
-        raise RagenError("--suite names the worlds already: leave --world out")
+        raise RagenError("--suite names the environments already: leave --env out")
     if options.suite not in SUITES:
         raise RagenError(f"there is no suite {options.suite!r}: expected {' or '.join(SUITES)}")
     return SUITES[options.suite]
@@ -206,8 +206,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _play_options(parser: Parser) -> None:
-    which = "a world (ragen envs), file.py:Class, or a recipe"
-    parser.add_argument("world", metavar="WORLD", help=which)
+    which = "an environment (ragen envs), file.py:Class, or a recipe"
+    parser.add_argument("env", metavar="ENV", help=which)
     parser.add_argument(
         "--player",
         default="human",
@@ -219,20 +219,20 @@ def _play_options(parser: Parser) -> None:
 
 
 def _play(options: Namespace, overrides: Overrides) -> int:
-    from ragen.cli.play import play_world, show_episode
+    from ragen.cli.play import play_env, show_episode
     from ragen.evaluation.targets import config_for
     from ragen.rollout.players import PLAYERS
 
     if options.seed < 0:
         raise RagenError(f"--seed {options.seed}: expected a whole number ≥ 0")
-    overrides = {**overrides, "world.name": options.world}
+    overrides = {**overrides, "env.name": options.env}
     console = terminal()
     if options.player in PLAYERS:
         config = config_for(options.player, overrides)
-        if options.player == "human" and "world.params.observation" not in overrides:
-            config.world.params.pop("observation", None)  # the world's own: a map
+        if options.player == "human" and "env.params.observation" not in overrides:
+            config.env.params.pop("observation", None)  # the environment's own: a map
         try:
-            play_world(console, config.world, PLAYERS[options.player](options.seed), options.seed)
+            play_env(console, config.env, PLAYERS[options.player](options.seed), options.seed)
         except EOFError:  # Ctrl-D at the prompt: the person has had enough.
             print()
         return 0
@@ -253,7 +253,8 @@ def _branch_options(parser: Parser) -> None:
     add("--seed", type=int, default=0, metavar="S", help="another one gives other branches [0]")
     add("--json", action="store_true", help="print the result as one JSON line")
     parser.epilog = (
-        "The world goes back to its snapshot of that turn, with the noise that lay before it, and "
+        "The environment goes back to its snapshot of that turn, with the noise that lay before "
+        "it, and "
         "the\npolicy plays on from the very tokens it saw. Kept in RUN/branches.sqlite, whole "
         "episodes each."
     )
@@ -284,6 +285,6 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(
         "which of two is better, on the same levels", _compare_options, _compare, True
     ),
-    "play": Command("play a world yourself, or watch it played", _play_options, _play, True),
+    "play": Command("play an environment yourself, or watch it played", _play_options, _play, True),
     "branch": Command("play a recorded episode on from one of its turns", _branch_options, _branch),
 }

@@ -7,47 +7,49 @@ from contextlib import closing
 from rich.console import Console
 from rich.text import Text
 
-from ragen.config.sections import WorldConfig
+from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive, eval_level
 from ragen.core.types import Episode
-from ragen.envs.boundary import WorldError
+from ragen.envs.boundary import EnvError
 from ragen.envs.contract import make, maker
 from ragen.rollout.players import Player
 from ragen.rollout.rollout import Guarded
 
 
-def play_world(console: Console, world: WorldConfig, player: Player, seed: int) -> bool:
+def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> bool:
     """Let a player (a person, a solver, chance) play a level; returns whether it was solved.
 
     Args:
-        console: Where the world is shown.
-        world: The world and its budgets.
+        console: Where the environment is shown.
+        env: The environment and its budgets.
         player: Who chooses the actions; a person is asked in the terminal.
         seed: Counts evaluation levels, so that ``--seed 0`` is the first level of ``ragen eval``.
 
     Raises:
-        RagenError: The world or its solver fails.
+        RagenError: The environment or its solver fails.
     """
-    make(world.name, **world.params).close()  # what the class itself refuses shows now
+    make(env.name, **env.params).close()  # what the class itself refuses shows now
     try:
-        with closing(Guarded(maker(world.name, **world.params), world.timeout_s)) as guarded:
-            return _play(console, guarded, world, player, seed)
-    except WorldError as failure:
+        with closing(Guarded(maker(env.name, **env.params), env.timeout_s)) as guarded:
+            return _play(console, guarded, env, player, seed)
+    except EnvError as failure:
         raise RagenError(
-            f"the world {world.name!r} failed: {failure.reason}; run `ragen check` on it"
+            f"the environment {env.name!r} failed: {failure.reason}; run `ragen check` on it"
         ) from failure
 
 
-def _play(console: Console, env: Guarded, world: WorldConfig, player: Player, seed: int) -> bool:
+def _play(console: Console, env: Guarded, settings: EnvConfig, player: Player, seed: int) -> bool:
     env.reset(eval_level(seed), derive(seed, "play"))
     console.print(Text(env.rules), soft_wrap=True)
-    actions_left, total = world.actions, 0.0
-    for turn in range(world.turns):
-        turns_left = world.turns - turn
-        console.rule(f"turn {turn + 1} of {world.turns}, {actions_left} actions left", align="left")
+    actions_left, total = settings.max_actions, 0.0
+    for turn in range(settings.max_turns):
+        turns_left = settings.max_turns - turn
+        console.rule(
+            f"turn {turn + 1} of {settings.max_turns}, {actions_left} actions left", align="left"
+        )
         console.print(Text(env.observation))
-        for action in player.act(env.env, turns_left, actions_left, world.actions_per_turn):
+        for action in player.act(env.env, turns_left, actions_left, settings.actions_per_turn):
             reward = env.step(action)
             total += reward
             actions_left -= 1

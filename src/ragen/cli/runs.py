@@ -41,7 +41,7 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.envs.contract import make
 
     config = resolve(options.recipe, overrides)
-    make(config.world.name, **config.world.params)
+    make(config.env.name, **config.env.params)
     if options.dry_run:
         from ragen.training.progress import hint
 
@@ -136,7 +136,7 @@ def _result_record(result: Result) -> dict[str, Any]:
         return None if evaluation is None else evaluation.success
 
     return {
-        "world": result.world,
+        "env": result.env,
         "before": success(result.before),
         "after": success(result.after),
         "random": None if shown is None else shown.random,
@@ -166,7 +166,7 @@ def _show_result(console: Console, result: Result) -> None:
     for line in (
         *_collapse(result),
         f"\n{result.seconds:.0f} s; everything is in {result.run}",
-        f"watch it play:  {program()} play {result.world} --player {run}",
+        f"watch it play:  {program()} play {result.env} --player {run}",
         f"evaluate it:    {program()} eval {run}",
         f"look inside it: {program()} view {run}",
         f"read about it:  {program()} report {run}",
@@ -196,7 +196,7 @@ def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) 
     from rich.table import Table
 
     first = rows[0][1]
-    table = Table(title=f"{first.world}, {first.episodes} held-out levels", title_justify="left")
+    table = Table(title=f"{first.env}, {first.episodes} held-out levels", title_justify="left")
     table.add_column("player")
     table.add_column("success", justify="right")
     table.add_column("95 % interval", justify="right")

@@ -41,7 +41,7 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     from ragen.envs.contract import make
 
     config = resolve(options.recipe, overrides)
-    make(config.world.name, **config.world.params)
+    make(config.env.name, **config.env.params)
     from ragen.evaluation.targets import PLAYED_UNDER
     from ragen.finetuning.sft import refuse_unread, sft
 
@@ -70,9 +70,9 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     again = {key: value for key, value in overrides.items() if key != "model.path"}
     asked = {key: value for key, value in again.items() if key.startswith(PLAYED_UNDER)}
     kept = {key: value for key, value in again.items() if key.startswith((*PLAYED_UNDER, "lora."))}
-    world = asked.pop("world.name", options.recipe)
+    env = asked.pop("env.name", options.recipe)
     model, ragen = tuned.model, program()
-    print(f"evaluate it:       {ragen} eval {model} --world {world}{_typed(asked)}")
+    print(f"evaluate it:       {ragen} eval {model} --env {env}{_typed(asked)}")
     print(f"train it further:  {ragen} train {options.recipe} --model {model}{_typed(kept)}")
     return 0
 
@@ -81,8 +81,8 @@ def _typed(overrides: Overrides) -> str:
     """Values by key as they are typed.
 
     Example:
-        >>> _typed({"prompt.think": False, "world.params.names": "two words"})
-        " --prompt.think false --world.params.names 'two words'"
+        >>> _typed({"prompt.think": False, "env.params.names": "two words"})
+        " --prompt.think false --env.params.names 'two words'"
     """
     texts = {
         key: str(value).lower() if isinstance(value, bool) else str(value)
@@ -122,15 +122,15 @@ def _envs(options: Namespace, _: Overrides) -> int:
         raise RagenError(f"--episodes {options.episodes}: expected a whole number ≥ 1")
     from ragen.config.reading import recipes, resolve
     from ragen.core.seeding import eval_level
-    from ragen.envs.contract import worlds
+    from ragen.envs.contract import envs
     from ragen.evaluation.references import Budget, reference
 
     levels = [eval_level(index) for index in range(options.episodes)]
     rows: list[dict[str, Any]] = []
-    for name, world in worlds().items():
+    for name, env in envs().items():
         recipe = name if name in recipes() else None
-        budgets = resolve(recipe, {"world.name": name}).world
-        budget = Budget(budgets.turns, budgets.actions_per_turn, budgets.actions)
+        budgets = resolve(recipe, {"env.name": name}).env
+        budget = Budget(budgets.max_turns, budgets.actions_per_turn, budgets.max_actions)
         found = reference(name, {}, budget, levels)
         rows.append(
             {
@@ -141,7 +141,7 @@ def _envs(options: Namespace, _: Overrides) -> int:
                 "best_return": found.best_return,
                 "turns": budget.turns,
                 "actions": budget.actions,
-                "description": world.description,
+                "description": env.description,
             }
         )
     if options.json:
@@ -149,10 +149,12 @@ def _envs(options: Namespace, _: Overrides) -> int:
         return 0
     from rich.table import Table
 
-    table = Table(title=f"worlds, {len(levels)} levels, within their budgets", title_justify="left")
-    for column in ("world", "random play", "best play", "turns", "actions", "what it is"):
-        left = column in ("world", "what it is")
-        table.add_column(column, justify="left" if left else "right", no_wrap=column == "world")
+    table = Table(
+        title=f"environments, {len(levels)} levels, within their budgets", title_justify="left"
+    )
+    for column in ("env", "random play", "best play", "turns", "actions", "what it is"):
+        left = column in ("env", "what it is")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column == "env")
     for row in rows:
         best = "?" if row["best"] is None else f"{row['best']:.1%}"
         numbers = (f"{row['random']:.1%}", best, str(row["turns"]), str(row["actions"]))
@@ -163,14 +165,14 @@ def _envs(options: Namespace, _: Overrides) -> int:
 
 def _check_options(parser: Parser) -> None:
     parser.add_argument(
-        "worlds", nargs="*", metavar="WORLD", help="worlds, or path/to/file.py:Class [all]"
+        "envs", nargs="*", metavar="ENV", help="environments, or path/to/file.py:Class [all]"
     )
 
 
 def _check(options: Namespace, _: Overrides) -> int:
-    from ragen.envs.contract import check, make, worlds
+    from ragen.envs.contract import check, envs, make
 
-    for name in options.worlds or worlds():
+    for name in options.envs or envs():
         check(make(name))
         print(f"{name}: keeps the contract")
     return 0
@@ -196,7 +198,7 @@ def _doctor(options: Namespace, _: Overrides) -> int:
 COMMANDS: dict[str, Command] = {
     "sft": Command("fine-tune a model on examples", _sft_options, _sft, True),
     "base": Command("prepare the embedded model anew", _base_options, _base),
-    "envs": Command("list the worlds with their floor and ceiling", _envs_options, _envs),
-    "check": Command("hold worlds to the contract", _check_options, _check),
+    "envs": Command("list the environments with their floor and ceiling", _envs_options, _envs),
+    "check": Command("hold environments to the contract", _check_options, _check),
     "doctor": Command("what is installed, what this machine can do", _doctor_options, _doctor),
 }

@@ -26,13 +26,13 @@ from ragen.config.sections import READ_WITH, Config, Section
 from ragen.core.errors import RagenError
 
 Flat = dict[str, Any]
-"""Values by dotted key; what stands in an open table is ``world.params.<name>``."""
+"""Values by dotted key; what stands in an open table is ``env.params.<name>``."""
 
-SHORT = MappingProxyType({"model": "model.path", "world": "world.name"})
+SHORT = MappingProxyType({"model": "model.path", "env": "env.name"})
 """Sections whose bare name stands for their main key, as in ``--model base``."""
 
-PARAMS = "world.params"
-"""A table whose keys belong to the world, which checks them itself."""
+PARAMS = "env.params"
+"""A table whose keys belong to the environment, which checks them itself."""
 
 TABLES = (PARAMS, "reward.terms", "guard.responses")
 """The open tables: keys of their own choosing, which the layers merge one by one."""
@@ -67,8 +67,8 @@ def resolve(
             value that would never be read, or broken TOML; one line with the remedy.
 
     Example:
-        >>> config = resolve("bandit", {"update.lr": 3e-4, "world.params.slip": 0.5})
-        >>> config.world.name, config.update.lr, config.world.params, config.loss.clip_high
+        >>> config = resolve("bandit", {"update.lr": 3e-4, "env.params.slip": 0.5})
+        >>> config.env.name, config.update.lr, config.env.params, config.loss.clip_high
         ('bandit', 0.0003, {'slip': 0.5}, 0.28)
     """
     above: list[tuple[str, Flat]] = []
@@ -106,7 +106,7 @@ def unread(config: Config) -> list[str]:
     """The keys that the config's algorithm never reads.
 
     Example:
-        >>> "advantage.lam" in unread(resolve(None, {"algorithm": "starpo/grpo"}))
+        >>> "advantage.gae_lambda" in unread(resolve(None, {"algorithm": "starpo/grpo"}))
         True
     """
     return [key for key, use in READ_WITH.items() if not use.holds(config)]
@@ -125,7 +125,7 @@ def dump(config: Config) -> str:
     """The config as TOML text, which `read_config` reads back to an equal one.
 
     Raises:
-        RagenError: A world parameter is of a type that TOML does not have.
+        RagenError: An environment parameter is of a type that TOML does not have.
     """
     try:
         return tomli_w.dumps(config.model_dump())
@@ -241,13 +241,13 @@ def parse_value(key: str, text: str) -> Any:
     """The value that a text from the command line stands for.
 
     Keys that hold text take it as it is; for all others it is read as TOML (``3e-4``, ``true``,
-    ``[1, 2]``), and what TOML cannot read stays text, for the validation to refuse or a world to
-    accept.
+    ``[1, 2]``), and what TOML cannot read stays text, for the validation to refuse or an
+    environment to accept.
 
     Example:
         >>> parse_value("update.lr", "3e-4"), parse_value("model.path", "7")
         (0.0003, '7')
-        >>> parse_value("world.params.names", "pairs"), parse_value("world.params.slip", ".5")
+        >>> parse_value("env.params.names", "pairs"), parse_value("env.params.slip", ".5")
         ('pairs', 0.5)
     """
     if not key.startswith(TABLES) and _holds_text(keys()[key].annotation):
@@ -265,7 +265,7 @@ def expected(field: FieldInfo) -> str:
     """In words, what a key takes.
 
     Example:
-        >>> expected(keys()["update.passes"]), expected(keys()["filter.scale"])
+        >>> expected(keys()["update.epochs"]), expected(keys()["filter.scale"])
         ('a whole number ≥ 1', 'none, linear or sqrt')
     """
     kind = field.annotation

@@ -75,25 +75,25 @@ class Section(BaseModel):
     )
 
 
-class WorldConfig(Section):
-    """The world that is played, and the budgets of an episode."""
+class EnvConfig(Section):
+    """The environment that is played, and the budgets of an episode."""
 
     name: str = "frozen-lake-still"
-    """A registered world (`ragen envs`), or path/to/file.py:Class."""
+    """A registered environment (`ragen envs`), or path/to/file.py:Class."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the world itself, such as slip or observation."""
-    turns: int = Field(5, ge=1)
+    """Parameters of the environment itself, such as slip or observation."""
+    max_turns: int = Field(5, ge=1)
     """Turns an episode may take."""
     actions_per_turn: int = Field(5, ge=1)
     """Actions carried out of one answer at most."""
-    actions: int = Field(10, ge=1)
+    max_actions: int = Field(10, ge=1)
     """Actions an episode may take in all."""
     common_noise: bool = False
     """Give all members of a group the same random events."""
     timeout_s: float = Field(30.0, gt=0)
-    """Seconds that one call of the world may take before its episode fails."""
+    """Seconds that one call of the environment may take before its episode fails."""
     isolate: bool = False
-    """Run each world in a worker process, so that one that hangs can be stopped."""
+    """Run each environment in a worker process, so that one that hangs can be stopped."""
 
 
 class PromptConfig(Section):
@@ -143,10 +143,10 @@ class LoraConfig(Section):
 class RolloutConfig(Section):
     """How the experience of one step is collected."""
 
-    prompts: int = Field(8, ge=1)
-    """Prompts (groups) a step: P."""
-    members: int = Field(16, ge=1)
-    """Episodes of one prompt: G."""
+    num_groups: int = Field(8, ge=1)
+    """Groups (prompts) in a step: P."""
+    group_size: int = Field(16, ge=1)
+    """Episodes in a group: G."""
     max_tokens: int = Field(80, ge=1)
     """Tokens of one completion at most."""
     min_tokens: int = Field(0, ge=0)
@@ -163,7 +163,7 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    """From the world's rewards to what the optimiser sees."""
+    """From the environment's rewards to what the optimiser sees."""
 
     format_penalty: float = Field(0.1, ge=0)
     """Subtracted once for each turn whose reply is invalid."""
@@ -171,7 +171,7 @@ class RewardConfig(Section):
     """The episode's sum at its last sampled token, or each turn's reward at its own end."""
     normalise: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
     """Episode totals as they are, less their mean, also over their std, also cut to -1 … 3."""
-    over: Literal["group", "world", "batch"] = "group"
+    over: Literal["group", "env", "batch"] = "group"
     """Whose episodes share the mean and std of reward.normalise."""
     terms: dict[str, Any] = Field(default_factory=dict)
     """What a fault of the thought costs in a turn at most: grounding, consistency, length or
@@ -221,7 +221,7 @@ class AdvantageConfig(Section):
     ] = "gae"
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount a token, of gae and reinforce_pp."""
-    lam: float = Field(1.0, ge=0, le=1)
+    gae_lambda: float = Field(1.0, ge=0, le=1)
     """λ of gae and bi_level_gae: 1 trusts the rewards, 0 the critic."""
     turn_gamma: float = Field(0.95, ge=0, le=1)
     """Discount a turn, of bi_level_gae and gigpo."""
@@ -259,7 +259,7 @@ class UpdateConfig(Section):
     """The optimiser and how often it steps on one collection."""
 
     minibatch_episodes: int = Field(32, ge=1)
-    passes: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1)
     lr: float = Field(1e-6, gt=0)
     critic_lr: float = Field(1e-5, gt=0)
     lr_end: float = Field(1.0, ge=0, le=1)
@@ -350,7 +350,7 @@ class Config(Section):
     """What steps, warm-ups and the fall of the learning rate count: collections or updates."""
     threads: int = Field(0, ge=0)
     """CPU threads of the learner and the sampler; 0 probes this machine once."""
-    world: WorldConfig = WorldConfig()
+    env: EnvConfig = EnvConfig()
     prompt: PromptConfig = PromptConfig()
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
@@ -379,10 +379,10 @@ class Config(Section):
                 'its own; train with "ppo_clip"'
             )
         compares = self.advantage.name not in ("gae", "bi_level_gae", "reinforce_pp")
-        if compares and self.rollout.members < 2:
+        if compares and self.rollout.group_size < 2:
             raise ValueError(
                 f'advantage.name = "{self.advantage.name}" compares the members of a group: '
-                "set rollout.members to 2 or more"
+                "set rollout.group_size to 2 or more"
             )
         if self.advantage.name == "bi_level_gae" and self.reward.placement != "turn":
             raise ValueError(
@@ -443,10 +443,10 @@ class Config(Section):
         name, reward = self.advantage.name, self.reward
         if reward.normalise == "identity":
             return
-        if reward.over == "group" and self.rollout.members < 2:
+        if reward.over == "group" and self.rollout.group_size < 2:
             raise ValueError(
                 'reward.over = "group" compares the members of a group: '
-                "set rollout.members to 2 or more"
+                "set rollout.group_size to 2 or more"
             )
         if reward.over == "group":
             again = compares
@@ -467,21 +467,21 @@ class Config(Section):
         rule, value, score = self.filter.rule, self.filter.value, self.filter.score
         spread = rule != "all" and score in ("reward_std", "variance", "entropy_variance")
         if (spread or self.filter.reweight or not self.filter.include_zero) and (
-            self.rollout.members < 2
+            self.rollout.group_size < 2
         ):
             raise ValueError(
                 "a filter on spread compares the members of a group: "
-                "set rollout.members to 2 or more"
+                "set rollout.group_size to 2 or more"
             )
         if value > 1 and not (rule == "top_k" and value.is_integer()):
             raise ValueError(
                 f"filter.value = {value:g}: expected a share up to 1, or a whole number of groups "
                 'with filter.rule = "top_k"'
             )
-        if value > self.rollout.prompts:
+        if value > self.rollout.num_groups:
             raise ValueError(
-                f"filter.value = {value:g}: a step has {self.rollout.prompts} groups "
-                "(rollout.prompts), so that nothing would be filtered; set fewer, or a share"
+                f"filter.value = {value:g}: a step has {self.rollout.num_groups} groups "
+                "(rollout.num_groups), so that nothing would be filtered; set fewer, or a share"
             )
         if rule in ("top_p", "min_p") and score in ("mean", "sum"):
             raise ValueError(
@@ -560,10 +560,10 @@ class Config(Section):
                 "a run that hangs cannot go back by itself: set guard.responses.stalled to "
                 '"stop" and resume it'
             )
-        if self.guard.remedy == "filter" and self.rollout.members < 2:
+        if self.guard.remedy == "filter" and self.rollout.group_size < 2:
             raise ValueError(
                 'guard.remedy = "filter" compares the members of a group: '
-                "set rollout.members to 2 or more"
+                "set rollout.group_size to 2 or more"
             )
         return self
 
@@ -635,7 +635,7 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
             lambda c: c.advantage.name in ("gae", "reinforce_pp"),
             'advantage.name = "gae" or "reinforce_pp"',
         ),
-        "advantage.lam": _CRITIC,
+        "advantage.gae_lambda": _CRITIC,
         "advantage.turn_gamma": Use(
             lambda c: c.advantage.name in ("bi_level_gae", "gigpo"),
             'advantage.name = "bi_level_gae" or "gigpo"',

@@ -5,8 +5,8 @@ class RagenError(ValueError):
     """A user's mistake or a machine's limit, in one line with the remedy; commands exit with 2.
 
     Example:
-        >>> str(RagenError("unknown world 'banditt'; did you mean 'bandit'?"))
-        "unknown world 'banditt'; did you mean 'bandit'?"
+        >>> str(RagenError("unknown environment 'banditt'; did you mean 'bandit'?"))
+        "unknown environment 'banditt'; did you mean 'bandit'?"
     """
 
     exit_code = 2

@@ -1,8 +1,8 @@
 """How sure a number is: intervals for rates, means and differences, and tests of two agents.
 
 Each docstring says from which size on its interval holds the truth in 95 ± 1.5 of 100 samples, and
-what it does below; `tests/test_coverage.py` measures that. Letters: **L** levels, **K** episodes of
-a level, **S** training seeds.
+what it does below; `tests/core/test_coverage.py` measures that. Letters: **L** levels, **K**
+episodes of a level, **S** training seeds.
 """
 
 from __future__ import annotations
@@ -285,7 +285,8 @@ def interquartile_mean(
     """Mean of the middle half of all scores, with a stratified bootstrap interval.
 
     A quarter of the scores, rounded down, is left out at each end, so that one lucky or collapsed
-    training seed does not decide; the bootstrap draws seeds within each world (Agarwal et al. 2021,
+    training seed does not decide; the bootstrap draws seeds within each environment (Agarwal et
+    al. 2021,
     arXiv:2108.13264). A score is a seed's success over levels: of single episodes, zeros and ones,
     a middle half means nothing. The interval speaks of other seeds on the same levels. Its bounds
     are expanded as those of `bootstrap_mean`, n the seeds of the smallest stratum.
@@ -297,7 +298,7 @@ def interquartile_mean(
     with 3 to 6 seeds. Where three of ten seeds collapse, 63 (3), 83 (5), 93 (8), 96 (10).
 
     Args:
-        strata: Scores of each world's seeds.
+        strata: Scores of each environment's seeds.
         confidence: Share of such intervals that hold the true interquartile mean.
         draws: Bootstrap samples.
         seed: Of the draws.

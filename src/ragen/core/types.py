@@ -1,7 +1,7 @@
 """The records: what flows from a prompt to a training sample.
 
-A policy reads a `Prompt` and returns a `Completion`. The parsed completion and the world's answer
-are a `Turn`; the turns of one playthrough are an `Episode`; the episodes of one prompt are a
+A policy reads a `Prompt` and returns a `Completion`. The parsed completion and the environment's
+answer are a `Turn`; the turns of one playthrough are an `Episode`; the episodes of one prompt are a
 `Group`. Episodes become `Sample`s, flat token sequences that the learner trains on. All are frozen;
 a field is written once, at the moment it becomes known, and never inferred later.
 """
@@ -21,12 +21,13 @@ FinishReason = Literal["stop", "length"]
 StopReason = Literal[
     "solved", "failed", "max_turns", "max_actions", "context", "error", "timeout", "request"
 ]
-"""Why an episode ended: the first two are the world's own end, the next two the task's budgets (a
-limit of the world's own counts as the second), the others cuts from outside: no room for a prompt,
-a world that raised or hung, a server that gave no completion."""
+"""Why an episode ended: the first two are the environment's own end, the next two the task's
+budgets (a
+limit of the environment's own counts as the second), the others cuts from outside: no room for a
+prompt, an environment that raised or hung, a server that gave no completion."""
 
 FAILED: tuple[StopReason, ...] = ("error", "timeout", "request")
-"""Stop reasons of episodes in which a world or a server failed."""
+"""Stop reasons of episodes in which an environment or a server failed."""
 
 Role = Literal["policy", "reference", "critic"]
 """What a model is asked as: who acts, what it is measured from, who says what a state is worth."""
@@ -103,15 +104,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange: observation and prompt, completion, what it says, and the world's answer.
+    """One exchange: observation and prompt, completion, what it says, and the environment's answer.
 
     `thought_span` is the half-open range of `completion.token_ids` that spells the thought.
     `well_formed` says that the whole reply was valid; otherwise the format penalty is due. It and
-    the reward terms are the `penalty`, which is kept apart from the world's `reward`. `state_key`
-    is the observable state before the turn. `info` holds the world's last info, in ``effective``
+    the reward terms are the `penalty`, which is kept apart from the environment's `reward`.
+    `state_key`
+    is the observable state before the turn. `info` holds the environment's last info, in
+    ``effective``
     how many actions changed the state, and what `ragen.rollout.reasoning` notes of the thought.
-    `snapshot` is the world before the turn, from which it can be played on, and `picture` the rows
-    of what it draws of itself (`Env.picture`), ``None`` where it draws nothing.
+    `snapshot` is the environment before the turn, from which it can be played on, and `picture`
+    the rows of what it draws of itself (`Env.picture`), ``None`` where it draws nothing.
 
     Example:
         >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
@@ -139,15 +142,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One world played once.
+    """One environment played once.
 
     `bootstrap` says that the value of the next state should stand in for the rest of the return. It
     takes a cut from outside the task whose next prompt was scored, and `rollout` knows none: turns
-    and actions are budgets of the task, a failed world's episode is not trained on, and
+    and actions are budgets of the task, a failed environment's episode is not trained on, and
     ``"context"`` means that the next turn alone was too long for the model. So it writes false.
-    `error` is the traceback of a world that failed, or the last complaint of a server.
-    `final_observation` and `final_picture` are what the world showed after the last action, and
-    ``None`` where the world failed.
+    `error` is the traceback of an environment that failed, or the last complaint of a server.
+    `final_observation` and `final_picture` are what the environment showed after the last action,
+    and ``None`` where the environment failed.
 
     Example:
         >>> ends = {"terminated": False, "truncated": True, "bootstrap": False, "success": False}
@@ -156,7 +159,7 @@ class Episode:
         (0.0, True)
     """
 
-    world: str
+    env: str
     level_seed: int
     noise_seed: int
     group: int
@@ -173,18 +176,18 @@ class Episode:
 
     @property
     def total_reward(self) -> float:
-        """Sum of the world's rewards, format penalties left out."""
+        """Sum of the environment's rewards, format penalties left out."""
         return sum((turn.reward for turn in self.turns), 0.0)
 
     @property
     def failed(self) -> bool:
-        """True where the world raised or hung, or a server failed: nothing to learn from."""
+        """True where the environment raised or hung, or a server failed: nothing to learn from."""
         return self.stop_reason in FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The episodes of one prompt: same world, same level, different members.
+    """The episodes of one prompt: same environment, same level, different members.
 
     Example:
         >>> e = Episode("bandit", 10000, 17, 0, 0, (), "failed", True, False, False, False)

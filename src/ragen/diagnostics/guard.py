@@ -21,7 +21,7 @@ last checkpoint from before the onset, with one setting changed. The loop carrie
 
 Baselines and trailing means are `diagnostics`': the first and the last five steps. *Failures
 explain* a fall of spread or entropy where an agent that fails a fraction f as often as at first has
-kept at least that fraction of it: a world that is being solved leaves less to be unsure of. The
+kept at least that fraction of it: an environment that is being solved leaves less to be unsure of. The
 eleventh, ``stalled``, is the `Watchdog`'s.
 
 Sources: order and kind of the signs, arXiv:2504.20073; MI, arXiv:2604.06268. The published hard
@@ -420,7 +420,7 @@ def tighter(config: Config, attempt: int) -> dict[str, Any]:
         return {"filter.value": value // 2}
     if value > 1:  # One group, which as a number cannot be said: 1.0 is the share of all.
         rollout = config.rollout
-        return {"filter.value": 1 / (rollout.prompts * (1 + rollout.refill))}
+        return {"filter.value": 1 / (rollout.num_groups * (1 + rollout.refill))}
     return {"filter.value": value / 2}
 
 

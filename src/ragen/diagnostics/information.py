@@ -41,7 +41,7 @@ class Thoughts:
     Of thought i the tokens are ``thoughts[thought_N[i]]`` and the prompt ``prompts[prompt_N[i]]``:
     equal thoughts and equal prompts cost one forward, and what is equal is what repeats in a
     collapse. `left_out` counts the drawn turns without a valid thought. For people to read there
-    are the thoughts' `texts`, and `observations`, the last that a prompt shows of the world.
+    are the thoughts' `texts`, and `observations`, the last that a prompt shows of the environment.
     """
 
     prompts: tuple[Tokens, ...]

@@ -46,36 +46,36 @@ EMBEDDED = {
     "sokoban-large": "sokoban",
     "sokoban-new-symbols": "sokoban",
 }
-"""The embedded model of each world, by its folder in ``ragen/bases``."""
+"""The embedded model of each environment, by its folder in ``ragen/bases``."""
 
 
-def base_folder(world: str) -> Path:
-    """The embedded model that was prepared for `world`.
+def base_folder(env: str) -> Path:
+    """The embedded model that was prepared for `env`.
 
     Raises:
-        RagenError: The world has none.
+        RagenError: The environment has none.
     """
-    folder = Path(str(resources.files("ragen.models") / "bases" / EMBEDDED.get(world, "none")))
+    folder = Path(str(resources.files("ragen.models") / "bases" / EMBEDDED.get(env, "none")))
     if not folder.is_dir():
         raise RagenError(
-            f"there is no embedded model for world {world!r} (only for {', '.join(EMBEDDED)}); "
+            f"there is no embedded model for environment {env!r} (only for {', '.join(EMBEDDED)}); "
             "name a model with --model"
         )
     return folder
 
 
-def resolve_model(name: str, world: str) -> str:
+def resolve_model(name: str, env: str) -> str:
     """The folder or hub id that a model's name stands for.
 
     Args:
         name: ``base``, a run folder (its newest checkpoint), a model folder, or a hub id.
-        world: The world that will be played, for ``base``.
+        env: The environment that will be played, for ``base``.
 
     Raises:
         RagenError: A run folder without a checkpoint, or a path that does not exist.
     """
     if name == "base":
-        return str(base_folder(world))
+        return str(base_folder(env))
     path = Path(name)
     if (path / "config.toml").exists():
         return str(newest(path))

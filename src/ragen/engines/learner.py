@@ -1,6 +1,7 @@
 """The learner: scores batches and takes optimiser steps. Written once, for every engine.
 
-It sees tensors and a few numbers; it knows no world, no sampler and no algorithm beyond its losses.
+It sees tensors and a few numbers; it knows no environment, no sampler and no algorithm beyond its
+losses.
 """
 
 from __future__ import annotations

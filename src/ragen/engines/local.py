@@ -78,7 +78,7 @@ class LocalEngine:
             reference=loss.kl > 0,
             steps=config.steps,
             temperature=config.rollout.temperature,
-            longest=config.world.turns * config.rollout.max_tokens,
+            longest=config.env.max_turns * config.rollout.max_tokens,
         )
         self._dtype, self._temperature = config.model.dtype, config.rollout.temperature
         self._parity = self._compared()

@@ -107,7 +107,7 @@ def plan(config: Config) -> Plan:
         RagenError: The model does not exist, or is none that can be trained.
     """
     asked, device = config.model, found_device(config.model.device)
-    path = base_of(resolve_model(asked.path, config.world.name))
+    path = base_of(resolve_model(asked.path, config.env.name))
     read = model_config(model_folder(path, weights=False), path, asked.max_length)
     try:
         with torch.device("meta"):

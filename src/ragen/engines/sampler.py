@@ -32,7 +32,8 @@ PREFILL_TOKENS = 1024
 QUIET_ROUNDS = 4
 """Rounds of the event loop without a new request after which the next forward begins.
 
-An episode whose world answers at once comes back within them, through the rollout's own awaits."""
+An episode whose environment answers at once comes back within them, through the rollout's own
+awaits."""
 TAIL = 8
 """Last tokens by which a remembered sequence is found before it is compared in full."""
 

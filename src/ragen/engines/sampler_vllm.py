@@ -30,7 +30,7 @@ TESTED = "0.32"
 
 CACHE_BLOCK = 32
 """Tokens of which the prefix cache keeps all or none on a CPU: fewer than the usual 128, since a
-turn of a small world is short."""
+turn of a small environment is short."""
 
 CPU_CACHE_BYTES = 2**30
 """Memory for keys and values on a CPU, where no share of a card's memory can be named."""

@@ -1,7 +1,7 @@
 """The one boundary to other people's code.
 
-A world may raise, hang, or leave through `sys.exit`. Whatever it does becomes one exception here,
-with the traceback as text; nowhere else in the package is `Exception` caught.
+An environment may raise, hang, or leave through `sys.exit`. Whatever it does becomes one exception
+here, with the traceback as text; nowhere else in the package is `Exception` caught.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class WorldError(Exception):
-    r"""A world that raised, hung or returned nonsense; the text is the traceback or the complaint.
+class EnvError(Exception):
+    r"""An environment raised, hung or returned nonsense; the text is the traceback or reason.
 
     Example:
-        >>> WorldError("Traceback (most recent call last):\nKeyError: 1\n").reason
+        >>> EnvError("Traceback (most recent call last):\nKeyError: 1\n").reason
         'KeyError: 1'
     """
 
@@ -34,42 +34,42 @@ class WorldError(Exception):
 
 @contextmanager
 def boundary(call: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Call a world's code inside.
+    """Call an environment's code inside.
 
     Args:
         call: What is called, for the message.
         timeout_s: Seconds after which Python code is interrupted; ``None`` waits for ever.
 
     Raises:
-        WorldError: The code raised or took too long.
+        EnvError: The code raised or took too long.
 
     Example:
         >>> try:
         ...     with boundary("step", timeout_s=0.01):
         ...         while True:
         ...             pass
-        ... except WorldError as failure:
+        ... except EnvError as failure:
         ...     print(failure)
-        the world took longer than 0.01 s in step
+        the environment took longer than 0.01 s in step
     """
     try:
         with _alarm(timeout_s):
             yield
-    except WorldError:
+    except EnvError:
         raise
     except _TimedOutError:
         raise too_long(call, timeout_s) from None
     except (Exception, SystemExit) as error:
-        raise WorldError("".join(traceback.format_exception(error))) from error
+        raise EnvError("".join(traceback.format_exception(error))) from error
 
 
-def too_long(call: str, timeout_s: float | None) -> WorldError:
+def too_long(call: str, timeout_s: float | None) -> EnvError:
     """The failure of a call that did not come back."""
-    return WorldError(f"the world took longer than {timeout_s:g} s in {call}", timed_out=True)
+    return EnvError(f"the environment took longer than {timeout_s:g} s in {call}", timed_out=True)
 
 
 class _TimedOutError(BaseException):
-    """Raised inside a world's code by the timer; no `except Exception` of the world catches it."""
+    """Raised by the timer inside an environment's code; `except Exception` does not catch it."""
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def _alarm(seconds: float | None) -> Iterator[None]:
     """Interrupt Python code that runs longer, by the process's timer.
 
     Signals reach the main thread of a POSIX process alone; elsewhere a call is not bounded, and
-    `world.isolate` is the way to stop a world that hangs.
+    `env.isolate` is the way to stop an environment that hangs.
     """
     main = threading.current_thread() is threading.main_thread()
     if seconds is None or not main or not hasattr(signal, "setitimer"):

@@ -1,6 +1,6 @@
-"""A world: what it must offer, how it is found by name, and a checker to run on yours.
+"""An environment: what it must offer, how it is found by name, and a checker to run on yours.
 
-A world is a `gymnasium.Env` in text. `docs/worlds.md` shows one in full, in one file.
+An environment is a `gymnasium.Env` in text. `docs/environments.md` shows one in full, in one file.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from ragen.core.errors import RagenError
-from ragen.envs.boundary import WorldError, boundary
+from ragen.envs.boundary import EnvError, boundary
 
 MAKE_S = 60.0
-"""Seconds that a world may take to be made, or its file to be loaded."""
+"""Seconds that an environment may take to be made, or its file to be loaded."""
 
 Item = TypeVar("Item")
 Info: TypeAlias = dict[str, Any]
-"""What a world tells besides: ``success`` and ``effective`` after every step."""
+"""What an environment tells besides: ``success`` and ``effective`` after every step."""
 State: TypeAlias = dict[str, Any]
 """A snapshot that survives ``json.loads(json.dumps(state))``."""
 
@@ -62,9 +62,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a thought says of the world: facts, and the actions that it plans.
+    """What a thought says of the environment: facts, and the actions that it plans.
 
-    Of the facts `stated`, `true` hold in the world's state. `plan` is ``None`` where there is none.
+    Of the facts `stated`, `true` hold in the environment's state. `plan` is ``None`` where there
+    is none.
 
     Example:
         >>> Reading(stated=3, true=2, plan=("Right", "Down")).plan
@@ -77,19 +78,20 @@ class Reading:
 
 
 class Env(gymnasium.Env[str, str], ABC):
-    """Base of all worlds: strings in, strings out, and all randomness from two seeds.
+    """Base of all environments: strings in, strings out, and all randomness from two seeds.
 
     The level (what is shown and what is hidden) follows from `seed` alone, random events while
     playing from ``options["noise_seed"]`` alone, so that a group can share the one and not the
-    other. A world gives `rules`, `goal` and `actions`, the five abstract methods, `solve` and
+    other. An environment gives `rules`, `goal` and `actions`, the five abstract methods, `solve`
+    and
     `reference` if it knows the answer, and `picture` if it has a board. Read `rules` and `actions`
     after `reset`: they may depend on the level.
     """
 
     name: str
-    """How the world is registered; `make` sets it."""
+    """How the environment is registered; `make` sets it."""
     goal: str
-    """The world in a few words, all that the compact prompt says of it."""
+    """The environment in a few words, all that the compact prompt says of it."""
 
     @property
     @abstractmethod
@@ -122,7 +124,7 @@ class Env(gymnasium.Env[str, str], ABC):
 
         Returns:
             Observation, reward, terminated, truncated, and an info in which ``success`` says
-            whether the world was solved by this step and ``effective`` whether the observable
+            whether the environment was solved by this step and ``effective`` whether the observable
             state changed.
 
         Raises:
@@ -154,7 +156,7 @@ class Env(gymnasium.Env[str, str], ABC):
         return None
 
     def read_thought(self, thought: str) -> Reading | None:
-        """What a thought of the coming turn says of the present state, for worlds that can read it.
+        """What a thought says of the present state, for environments that can read it.
 
         Returns:
             ``None`` where the thought cannot be read with certainty: it is then not measured.
@@ -173,12 +175,12 @@ class Env(gymnasium.Env[str, str], ABC):
 
     @property
     def draws(self) -> bool:
-        """Whether this world has a `picture` of its own."""
+        """Whether this environment has a `picture` of its own."""
         return type(self).picture is not Env.picture
 
     @property
     def reads_thoughts(self) -> bool:
-        """Whether this world has a `read_thought` of its own."""
+        """Whether this environment has a `read_thought` of its own."""
         return type(self).read_thought is not Env.read_thought
 
     def action_index(self, action: str) -> int:
@@ -238,11 +240,11 @@ def pick(generator: np.random.Generator, items: Sequence[Item]) -> Item:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """A registered world: where its class is, the parameters this name stands for, what it is.
+class Registered:
+    """A registered environment: its class, the parameters of this name, and a description.
 
     Example:
-        >>> World("ragen.envs.frozen_lake:FrozenLake", {"success_probability": 1.0}).params
+        >>> Registered("ragen.envs.frozen_lake:FrozenLake", {"success_probability": 1.0}).params
         {'success_probability': 1.0}
     """
 
@@ -251,62 +253,62 @@ class World:
     description: str = ""
 
 
-WORLDS: dict[str, World] = {
-    "bandit": World(
+ENVS: dict[str, Registered] = {
+    "bandit": Registered(
         "ragen.envs.bandit:Bandit",
         {},
         "Two named arms, one pull: tell from the names which pays more.",
     ),
-    "bandit-rev": World(
+    "bandit-rev": Registered(
         "ragen.envs.bandit:Bandit",
         {"reverse": True},
         "Bandit with the meanings swapped: the name that sounds safe is the risky arm.",
     ),
-    "frozen-lake": World(
+    "frozen-lake": Registered(
         "ragen.envs.frozen_lake:FrozenLake",
         {},
         "Cross slippery ice: a third of the moves go as meant.",
     ),
-    "frozen-lake-still": World(
+    "frozen-lake-still": Registered(
         "ragen.envs.frozen_lake:FrozenLake",
         {"success_probability": 1.0},
         "FrozenLake without slipping: a shortest path around the holes.",
     ),
-    "sokoban": World(
+    "sokoban": Registered(
         "ragen.envs.sokoban:Sokoban", {}, "Push one box onto its target; a wrong push may be final."
     ),
-    "sokoban-large": World(
+    "sokoban-large": Registered(
         "ragen.envs.sokoban:Sokoban",
         {"rows": 8, "cols": 8, "boxes": 2, "search_depth": 10},
         "Sokoban on 8×8 cells with two boxes.",
     ),
-    "sokoban-new-symbols": World(
+    "sokoban-new-symbols": Registered(
         "ragen.envs.sokoban:Sokoban",
         {"symbols": "new"},
         "Sokoban drawn with other symbols: does the skill carry over?",
     ),
 }
-"""Worlds that come with RAGEN; `worlds` adds those of installed packages."""
+"""Worlds that come with RAGEN; `envs` adds those of installed packages."""
 
 
-def worlds() -> dict[str, World]:
-    """All worlds with a name: RAGEN's, and the ``ragen.envs`` entry points of packages."""
+def envs() -> dict[str, Registered]:
+    """All environments with a name: RAGEN's, and the ``ragen.envs`` entry points of packages."""
     others = {
-        point.name: World(point.value, {}, f"from {point.dist.name}" if point.dist else "")
+        point.name: Registered(point.value, {}, f"from {point.dist.name}" if point.dist else "")
         for point in entry_points(group="ragen.envs")
     }
-    return others | WORLDS
+    return others | ENVS
 
 
 def make(name: str, **params: Any) -> Env:
-    """Build a world.
+    """Build an environment.
 
     Args:
-        name: A name from `worlds`, or ``path/to/file.py:Class``.
-        **params: Parameters of the world's class; they go before those the name stands for.
+        name: A name from `envs`, or ``path/to/file.py:Class``.
+        **params: Parameters of the environment's class; they go before those the name stands for.
 
     Raises:
-        RagenError: No such world, file, class or parameter, or a value that does not fit.
+        RagenError: No such environment, file, class or parameter, or a value that does not fit.
 
     Example:
         >>> env = make("frozen-lake", size=5)
@@ -317,7 +319,7 @@ def make(name: str, **params: Any) -> Env:
 
 
 def construct(build: Callable[[], Env], name: str) -> Env:
-    """A new world, or why there is none.
+    """A new environment, or why there is none.
 
     Raises:
         RagenError: The class refuses its parameters, or fails.
@@ -325,21 +327,21 @@ def construct(build: Callable[[], Env], name: str) -> Env:
     try:
         with boundary("being made", MAKE_S):
             return build()
-    except WorldError as failure:
+    except EnvError as failure:
         if isinstance(failure.__cause__, RagenError):
             raise failure.__cause__ from None
-        raise RagenError(f"world {name} cannot be made: {failure.reason}") from failure
+        raise RagenError(f"environment {name} cannot be made: {failure.reason}") from failure
 
 
 def maker(name: str, **params: Any) -> Callable[[], Env]:
-    """What `make` calls: everything is looked up and checked here, once for many worlds.
+    """What `make` calls: everything is looked up and checked here, once for many environments.
 
     Raises:
         RagenError: As `make`, but for what the class itself refuses.
     """
-    world = _world(name)
-    cls = _load(world.entry)
-    settings = {**world.params, **params}
+    registered = _registered(name)
+    cls = _load(registered.entry)
+    settings = {**registered.params, **params}
     _check_params(name, cls, settings)
 
     def build() -> Env:
@@ -354,26 +356,26 @@ def maker(name: str, **params: Any) -> Callable[[], Env]:
 
 
 def parameters(name: str) -> list[str]:
-    """The names of what a world's class can be told.
+    """The names of what an environment's class can be told.
 
     Raises:
-        RagenError: No such world.
+        RagenError: No such environment.
 
     Example:
         >>> parameters("frozen-lake")
         ['size', 'p_frozen', 'success_probability', 'observation']
     """
-    return _named_parameters(_load(_world(name).entry))
+    return _named_parameters(_load(_registered(name).entry))
 
 
-def _world(name: str) -> World:
-    known = worlds()
+def _registered(name: str) -> Registered:
+    known = envs()
     if ":" in name:
-        return World(name)
+        return Registered(name)
     if name in known:
         return known[name]
     raise RagenError(
-        f"unknown world {name!r}{_nearest(name, known)}; "
+        f"unknown environment {name!r}{_nearest(name, known)}; "
         "`ragen envs` lists them, and path/to/file.py:Class names your own"
     )
 
@@ -396,7 +398,7 @@ def _load(entry: str) -> type[Env]:
             module = (
                 _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
             )
-    except WorldError as failure:
+    except EnvError as failure:
         if isinstance(failure.__cause__, RagenError):
             raise failure.__cause__ from None
         raise RagenError(f"{where} cannot be loaded: {failure.reason}") from failure
@@ -408,20 +410,22 @@ def _load(entry: str) -> type[Env]:
             if inspect.isclass(value) and issubclass(value, Env) and value is not Env
         ]
         raise RagenError(
-            f"{where} has no world (subclass of ragen.Env) named {class_name!r}"
+            f"{where} has no environment (subclass of ragen.Env) named {class_name!r}"
             f"{_nearest(class_name, classes)}"
         )
     if missing := sorted(cls.__abstractmethods__):
-        raise RagenError(f"world {entry} lacks {', '.join(missing)}")
+        raise RagenError(f"environment {entry} lacks {', '.join(missing)}")
     return cls
 
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise RagenError(f"no file {path}; a world of your own is named path/to/file.py:Class")
+        raise RagenError(
+            f"no file {path}; an environment of your own is named path/to/file.py:Class"
+        )
     # One module per file and content: an edited file is read anew, another keeps its classes.
     digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:16]
-    module_name = f"ragen_world_{path.stem}_{digest}"
+    module_name = f"ragen_env_{path.stem}_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -444,28 +448,32 @@ def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
     for key, value in params.items():
         if key not in known and not open_ended:
             has = f"it has {', '.join(known)}" if known else "it has none"
-            raise RagenError(f"world {name} has no parameter {key!r}{_nearest(key, known)}; {has}")
+            raise RagenError(
+                f"environment {name} has no parameter {key!r}{_nearest(key, known)}; {has}"
+            )
         try:
             TypeAdapter(hints.get(key, Any)).validate_python(value, strict=True)
         except ValidationError as error:
             raise RagenError(
-                f"world {name}: {key} = {value!r} does not fit: {error.errors()[0]['msg'].lower()}"
+                f"environment {name}: {key} = {value!r} does not fit: "
+                f"{error.errors()[0]['msg'].lower()}"
             ) from error
 
 
 def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
-    """Hold a world to the contract; run it on yours.
+    """Hold an environment to the contract; run it on yours.
 
     It plays random actions on some levels, again, in two copies at once, and from snapshots, and
-    compares. For free text (``actions`` is ``None``) it sends short words, which a world must bear.
+    compares. For free text (``actions`` is ``None``) it sends short words, which an environment
+    must bear.
 
     Args:
-        env: The world; it is left in some other state.
+        env: The environment; it is left in some other state.
         levels: How many levels are tried.
         steps: Actions on each at most.
 
     Raises:
-        RagenError: The world breaks a rule, which the message names, or raises.
+        RagenError: The environment breaks a rule, which the message names, or raises.
 
     Example:
         >>> check(make("bandit"))
@@ -477,7 +485,7 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
                 _check_level(env, level, steps)
             _check_unknown_action(env)
             _check_reading(env)
-    except WorldError as failure:
+    except EnvError as failure:
         if isinstance(failure.__cause__, RagenError):
             raise failure.__cause__ from None
         name = getattr(env, "name", type(env).__name__)
@@ -593,7 +601,7 @@ def _picture(env: Env) -> Any:
     state, picture = _json(env), env.picture()
     rule = "picture must return None or a list of rows: texts of one length, printable characters"
     _require(env, is_picture(picture), rule)
-    _require(env, state == _json(env), "picture must not change the world")
+    _require(env, state == _json(env), "picture must not change the environment")
     return picture
 
 
@@ -603,7 +611,9 @@ def _key(env: Env) -> str:
     key = env.state_key()
     _require(env, isinstance(key, str), "state_key must return a text")
     _require(
-        env, key == env.state_key() and state == _json(env), "state_key must not change the world"
+        env,
+        key == env.state_key() and state == _json(env),
+        "state_key must not change the environment",
     )
     return key
 
@@ -640,11 +650,11 @@ def _check_twins(env: Env, level: int, steps: int) -> None:
 
 
 def _check_references(env: Env, level: int) -> None:
-    """What the world knows of its own answer is possible, and asking does not change the world."""
+    """The environment's own answer is possible, and asking for it changes nothing."""
     env.reset(seed=level, options={"noise_seed": 1})
     before = _json(env)
     plan, known = env.solve(3, 4, 2), env.reference(3, 2, 4)
-    _require(env, _json(env) == before, "solve and reference must not change the world")
+    _require(env, _json(env) == before, "solve and reference must not change the environment")
     if plan is not None:
         legal = all(action in (env.actions or plan) for action in plan)
         _require(env, 1 <= len(plan) <= 2 and legal, "solve must return 1 to 2 legal actions of 2")
@@ -699,7 +709,7 @@ def _check_reading(env: Env) -> None:
         if reading is not None:
             ok = isinstance(reading, Reading) and 0 <= reading.true <= reading.stated
             _require(env, ok, "read_thought must return None or a Reading, true ≤ stated")
-    _require(env, _json(env) == before, "read_thought must leave the world as it was")
+    _require(env, _json(env) == before, "read_thought must leave the environment as it was")
 
 
 def _check_unknown_action(env: Env) -> None:
@@ -710,6 +720,8 @@ def _check_unknown_action(env: Env) -> None:
     try:
         env.step("no such action")
     except ValueError:
-        _require(env, _json(env) == before, "an unknown action must leave the world as it was")
+        _require(
+            env, _json(env) == before, "an unknown action must leave the environment as it was"
+        )
         return
     raise RagenError(f"{env.name}: step must raise ValueError for an unknown action")

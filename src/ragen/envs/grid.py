@@ -1,4 +1,4 @@
-"""How worlds on a grid are shown: as a map, as coordinates, as both, or cell by cell."""
+"""How environments on a grid are shown: as a map, as coordinates, as both, or cell by cell."""
 
 from __future__ import annotations
 

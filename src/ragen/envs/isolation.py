@@ -1,8 +1,9 @@
 """Worlds in processes of their own, so that one that hangs, leaks or dies takes nobody with it.
 
-A worker process plays one world at a time and answers one call after the other; the caller waits in
+A worker process plays one environment at a time and answers one call after the other; the caller
+waits in
 the loop's thread, so the order of everything is what it is without workers. What passes between
-them is JSON, as the contract of a world asks of its infos and snapshots anyway.
+them is JSON, as the contract of an environment asks of its infos and snapshots anyway.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ragen.core.errors import RagenError
-from ragen.envs.boundary import WorldError, boundary, too_long
+from ragen.envs.boundary import EnvError, boundary, too_long
 from ragen.envs.contract import Env, Info, Reading, Reference, State, construct, maker
 
 START_S = 60.0
 """Seconds that a worker may take to start, whatever a call may take."""
 EPISODES = 500
-"""Episodes after which a worker is replaced: what a world leaks goes with it."""
+"""Episodes after which a worker is replaced: what an environment leaks goes with it."""
 
 
 class Workers:
     """The worker processes of one run; they are started when needed and used again.
 
     Where the platform can fork, a server process forks them off, which takes milliseconds; it is
-    Python's usual one, so a script that trains with isolated worlds keeps its start behind
+    Python's usual one, so a script that trains with isolated environments keeps its start behind
     ``if __name__ == "__main__":``.
 
     Args:
-        world: The world's name, as for `make`.
+        environment: The environment's name, as for `make`.
         params: Its parameters.
         timeout_s: Seconds that one call may take before its worker is killed.
 
@@ -46,30 +47,30 @@ class Workers:
         >>> workers.close()
     """
 
-    def __init__(self, world: str, params: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(self, env: str, params: Mapping[str, Any], timeout_s: float) -> None:
         forks = "forkserver" in multiprocessing.get_all_start_methods()
         self._context = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             self._context.set_forkserver_preload([__name__])
-        self._job = (world, dict(params), timeout_s)
+        self._job = (env, dict(params), timeout_s)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
 
     def make(self) -> Env:
-        """A fresh world in a worker; `Env.close` gives the worker back.
+        """A fresh environment in a worker; `Env.close` gives the worker back.
 
         Raises:
-            WorldError: The world could not be made.
+            EnvError: The environment could not be made.
         """
         worker = self._idle.pop() if self._idle else self._start()
         try:
             return IsolatedEnv(self, worker)
-        except WorldError:
+        except EnvError:
             self.give_back(worker)
             raise
 
     def give_back(self, worker: _Worker) -> None:
-        """Keep a worker that is alive for the next world."""
+        """Keep a worker that is alive for the next environment."""
         worker.episodes += 1
         if worker.alive and worker.episodes < EPISODES:
             self._idle.append(worker)
@@ -107,10 +108,10 @@ class _Worker:
         """The result of one call.
 
         Raises:
-            WorldError: The world raised, the call took too long, or the process died.
+            EnvError: The environment raised, the call took too long, or the process died.
         """
         if not self.alive:
-            raise WorldError(f"the world's process had ended before {call}")
+            raise EnvError(f"the environment's process had ended before {call}")
         try:
             self._pipe.send_bytes(json.dumps([call, arguments]).encode())
         except OSError:
@@ -127,13 +128,13 @@ class _Worker:
             raise self._died(call) from None
         if kind == "answer":
             return value
-        raise WorldError(value) from (RagenError(value) if kind == "refusal" else None)
+        raise EnvError(value) from (RagenError(value) if kind == "refusal" else None)
 
-    def _died(self, call: str) -> WorldError:
+    def _died(self, call: str) -> EnvError:
         self._process.join(1.0)
         code = self._process.exitcode
         self.stop()
-        return WorldError(f"the world's process ended in {call} (exit code {code})")
+        return EnvError(f"the environment's process ended in {call} (exit code {code})")
 
     def stop(self) -> None:
         """Kill the process, whatever it is doing."""
@@ -146,7 +147,7 @@ class _Worker:
 
 
 class IsolatedEnv(Env):
-    """Stands for a world in a worker: each method is one call over the pipe."""
+    """Stands for an environment in a worker: each method is one call over the pipe."""
 
     def __init__(self, workers: Workers, worker: _Worker) -> None:
         self._workers, self._worker = workers, worker
@@ -163,12 +164,12 @@ class IsolatedEnv(Env):
 
     @property
     def rules(self) -> str:
-        """As the world said after it was made, reset or set back."""
+        """As the environment said after it was made, reset or set back."""
         return self._rules
 
     @property
     def actions(self) -> tuple[str, ...] | None:
-        """As the world said after it was made, reset or set back."""
+        """As the environment said after it was made, reset or set back."""
         return self._actions
 
     def reset(
@@ -235,10 +236,10 @@ class IsolatedEnv(Env):
         return self._draws
 
     def __deepcopy__(self, _: dict[int, Any]) -> IsolatedEnv:
-        raise TypeError("a world in a process of its own cannot be copied; use get_state")
+        raise TypeError("an environment in a process of its own cannot be copied; use get_state")
 
     def close(self) -> None:
-        """Close the world and give its worker back."""
+        """Close the environment and give its worker back."""
         if self._closed:
             return
         self._closed = True
@@ -249,11 +250,11 @@ class IsolatedEnv(Env):
             self._workers.give_back(self._worker)
 
 
-def _serve(pipe: Connection, world: str, params: dict[str, Any], timeout_s: float) -> None:
+def _serve(pipe: Connection, env: str, params: dict[str, Any], timeout_s: float) -> None:
     """A worker's life: answer calls until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which stops its workers
     pipe.send_bytes(b'["answer", null]')
-    served = _Served(world, params)
+    served = _Served(env, params)
     while True:
         try:
             call, arguments = json.loads(pipe.recv_bytes())
@@ -269,17 +270,17 @@ def _serve(pipe: Connection, world: str, params: dict[str, Any], timeout_s: floa
 
 
 class _Served:
-    """The world inside a worker, and the calls it takes."""
+    """The environment inside a worker, and the calls it takes."""
 
-    def __init__(self, world: str, params: dict[str, Any]) -> None:
-        self._world, self._params = world, params
+    def __init__(self, name: str, params: dict[str, Any]) -> None:
+        self._name, self._params = name, params
         self._env: Env | None = None
 
     def answer(self, call: str, arguments: list[Any]) -> str:
         try:
             with boundary(call):
                 return json.dumps(["answer", self._call(call, arguments)])
-        except WorldError as failure:
+        except EnvError as failure:
             cause = failure.__cause__
             if isinstance(cause, RagenError):
                 return json.dumps(["refusal", str(cause)])
@@ -287,7 +288,7 @@ class _Served:
 
     def _call(self, call: str, arguments: list[Any]) -> Any:
         if call == "make":
-            self._env = construct(maker(self._world, **self._params), self._world)
+            self._env = construct(maker(self._name, **self._params), self._name)
             return self._words()
         env = self._env
         assert env is not None

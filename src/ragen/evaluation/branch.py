@@ -1,7 +1,9 @@
 """`ragen branch`: what else a recorded episode could have come to, from one of its turns on.
 
-The world goes back to its snapshot of that turn and the prompt is rebuilt token for token; then a
-policy plays on, several times. The snapshot holds the state of the world's generators too, so all
+The environment goes back to its snapshot of that turn and the prompt is rebuilt token for token;
+then a
+policy plays on, several times. The snapshot holds the state of the environment's generators too,
+so all
 branches meet the same coming noise, that of the original: they differ by the policy's draws alone.
 """
 
@@ -120,7 +122,8 @@ def branch(
 
     Raises:
         RagenError: A number is out of its range, there is no such run, episode, turn or checkpoint,
-            the world or the model is gone or another by now, or the branches cannot be written.
+            the environment or the model is gone or another by now, or the branches cannot be
+            written.
     """
     if not (run / CONFIG).is_file():
         raise RagenError(f"{run} is no run folder ({CONFIG} is missing)")
@@ -135,7 +138,9 @@ def branch(
     min_tokens = config.rollout.min_tokens if recorded.phase == "train" else 0
     playing = replace(setup_of(config, None), temperature=heat, min_tokens=min_tokens)
     with closing(playing):
-        refuse_changed(playing, places[0])  # the world, which is quicker to ask than the model
+        refuse_changed(
+            playing, places[0]
+        )  # the environment, which is quicker to ask than the model
         policy, chat = policy_of(config, model)
         policy.version = int(saved["engine"]["version"]) if saved else 0
         playing = replace(playing, chat=chat)
@@ -155,7 +160,7 @@ def weights(
     """
     wanted = 0 if checkpoint is None and not folders(run) else checkpoint
     if wanted == 0 and checkpoint_of(run, 0) is None:
-        return 0, resolve_model(config.model.path, config.world.name), None
+        return 0, resolve_model(config.model.path, config.env.name), None
     folder = chosen(run, wanted)
     return step_of(folder), str(folder), read_state(folder)
 
@@ -225,7 +230,7 @@ def page(branched: Branched) -> list[Section]:
             (
                 f"{rate.value:.0%} of {request.n} succeed [{rate.low:.0%}, {rate.high:.0%}]; the "
                 f"original {'succeeded' if original.episode.success else 'did not'}",
-                "All meet the world's same coming noise; only the policy's draws differ.",
+                "All meet the environment's same coming noise; only the policy's draws differ.",
                 *(() if branched.exact else ("The conversation is rebuilt from text.",)),
             ),
             ("branch", "success", "return", "turns", "ended by", "actions"),

@@ -1,8 +1,8 @@
 """Which of two arms is better: the same levels, the same events, and what they could have shown.
 
 An arm is one agent, or the training seeds of one method. Who has the same level, sample and seed
-meets the same world and draws from the same random numbers, so that most of what is luck is alike
-for both, and what is left is compared level by level.
+meets the same environment and draws from the same random numbers, so that most of what is luck is
+alike for both, and what is left is compared level by level.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ Measure = Callable[[str, Overrides], tuple[Evaluation, list[Outcome]]]
 SUITES: Mapping[str, Mapping[str, Overrides]] = MappingProxyType(
     {
         "bandit": {
-            "bandit": {"world": "bandit"},
-            "bandit-rev": {"world": "bandit-rev"},
+            "bandit": {"env": "bandit"},
+            "bandit-rev": {"env": "bandit-rev"},
             "bandit, held-out professions": {
-                "world": "bandit",
-                "world.params.name_set": "professions",
-                "world.params.split": "test",
+                "env": "bandit",
+                "env.params.name_set": "professions",
+                "env.params.split": "test",
             },
             "bandit, held-out pairs": {
-                "world": "bandit",
-                "world.params.name_set": "pairs",
-                "world.params.split": "test",
+                "env": "bandit",
+                "env.params.name_set": "pairs",
+                "env.params.split": "test",
             },
         },
         "sokoban": {
-            name: {"world": name}
+            name: {"env": name}
             for name in ("sokoban", "sokoban-large", "sokoban-new-symbols", "frozen-lake")
         },
     }
@@ -68,10 +68,10 @@ FEW_SEEDS = 5
 """Training seeds below which the interval of their interquartile mean misses the truth much more
 often than it says (`statistics.interquartile_mean`)."""
 
-AS_SHOWN = ("world.params.observation", "world.timeout_s", "world.isolate")
-"""Keys of a world that do not change the game: how it is shown, and how it is run."""
+AS_SHOWN = ("env.params.observation", "env.timeout_s", "env.isolate")
+"""Keys of an environment that do not change the game: how it is shown, and how it is run."""
 
-ASKED = ("prompt.", "rollout.max_tokens", "model.max_length", "world.params.observation")
+ASKED = ("prompt.", "rollout.max_tokens", "model.max_length", "env.params.observation")
 """How an agent is asked. A model's folder does not know that of itself."""
 
 
@@ -146,7 +146,8 @@ def contests(
 ) -> Iterator[Comparison]:
     """Compare two arms in one place after the other.
 
-    ``base`` is the same embedded model in all of them, that of the world where the first run was
+    ``base`` is the same embedded model in all of them, that of the environment where the first run
+    was
     trained, or else of the first place: an agent that was trained on Sokoban and walks a lake meets
     the model that it started from, not one that has seen lakes.
 
@@ -160,7 +161,7 @@ def contests(
 
     Raises:
         RagenError: As `compare`; an arm names a target twice; there is no embedded model for that
-            world.
+            environment.
     """
     for arm in (ones, others):
         for target in arm:
@@ -194,15 +195,15 @@ def compare(
     """Let two arms play the same levels.
 
     Args:
-        place: What the world is called in the result; by default what it calls itself.
+        place: What the environment is called in the result; by default what it calls itself.
         ones: The first arm: a target, or the runs of its training seeds.
         others: The second.
-        overrides: Values by config key; the world among them, or all play the first run's.
+        overrides: Values by config key; the environment among them, or all play the first run's.
         measure: Plays one of them.
         served: As in `contests`.
 
     Raises:
-        RagenError: There is no such world, or runs were trained in different games.
+        RagenError: There is no such environment, or runs were trained in different games.
     """
     settled = same_game([*ones, *others], overrides, served)
     played = [[measure(target, settled[target]) for target in arm] for arm in (ones, others)]
@@ -216,7 +217,7 @@ def compare(
     gains = np.round(shares[0].mean(0) - shares[1].mean(0), 9)  # thirds do not add up exactly
     alone = one.seeds == other.seeds == 1
     return Comparison(
-        place or one.evaluations[0].world,
+        place or one.evaluations[0].env,
         one,
         other,
         difference,
@@ -276,29 +277,30 @@ def same_game(
 ) -> dict[str, dict[str, Any]]:
     """The settings of each target under which all play the same game.
 
-    Those of the first run hold for whoever has none of its own. How the world is shown to it and
-    how it is prompted stays each run's own; where no world is named, a model beside a run is asked
-    as the first run is, but for the embedded one and, where `served`, those of a server.
+    Those of the first run hold for whoever has none of its own. How the environment is shown to it
+    and
+    how it is prompted stays each run's own; where no environment is named, a model beside a run is
+    asked as the first run is, but for the embedded one and, where `served`, those of a server.
 
     Raises:
-        RagenError: There is no such world; or two runs were trained in different games, and
+        RagenError: There is no such environment; or two runs were trained in different games, and
             `overrides` do not settle it.
     """
     runs = [target for target in targets if run_of(target)]
     first = (runs or targets)[0]
     config = config_for(first, overrides)
-    make(config.world.name, **config.world.params).close()
+    make(config.env.name, **config.env.params).close()
     game = _game(config)
     for run in runs:
         own = _game(config_for(run, overrides))
-        for key in sorted(game | own, key=lambda key: (key != "world.name", key)):
+        for key in sorted(game | own, key=lambda key: (key != "env.name", key)):
             if game.get(key) != own.get(key):
                 raise RagenError(
                     f"{first} and {run} were trained in different games: {key} is "
                     f"{game.get(key)!r} and {own.get(key)!r}; settle it with --{key}"
                 )
     asked = {key: value for key, value in flatten(config).items() if key.startswith(ASKED)}
-    if not runs or not overrides.keys().isdisjoint(("world", "world.name")):
+    if not runs or not overrides.keys().isdisjoint(("env", "env.name")):
         asked = {}  # what is named there says how a model is asked
 
     def settled(target: str) -> dict[str, Any]:
@@ -315,16 +317,16 @@ def _game(config: Config) -> dict[str, Any]:
     return {
         key: value
         for key, value in flatten(config).items()
-        if key.startswith("world.") and key not in AS_SHOWN
+        if key.startswith("env.") and key not in AS_SHOWN
     }
 
 
 def _home(targets: Sequence[str], overrides: Overrides) -> str:
-    """The world where the first run was trained; without a run, the one that is played."""
+    """The environment where the first run was trained; without a run, the one that is played."""
     for target in targets:
         if (run := run_of(target)) is not None:
-            return read_config(run / CONFIG).world.name
-    return config_for(targets[0], overrides).world.name
+            return read_config(run / CONFIG).env.name
+    return config_for(targets[0], overrides).env.name
 
 
 def table(comparison: Comparison) -> Section:
@@ -356,7 +358,7 @@ def table(comparison: Comparison) -> Section:
 
 
 def in_all(comparisons: Sequence[Comparison]) -> list[Section]:
-    """What holds of all comparisons: the seeds' mean over worlds, and how far the verdicts go."""
+    """What holds for all comparisons: the mean over environments, and the verdicts' limits."""
     lines = list(dict.fromkeys(line for each in comparisons for line in each.cautions))
     rows = []
     if len(comparisons) > 1:
@@ -371,11 +373,12 @@ def in_all(comparisons: Sequence[Comparison]) -> list[Section]:
                 found = interquartile_mean(strata)
                 interval = f"{found.low:.2f} – {found.high:.2f}"
                 rows.append(
-                    (f"{arms[0].name}, {len(strata)} worlds", f"{found.value:.2f}", interval)
+                    (f"{arms[0].name}, {len(strata)} environments", f"{found.value:.2f}", interval)
                 )
     if rows:
         lines.append(
-            "Score: the interquartile mean over seeds and worlds of success, with random play as 0 "
+            "Score: the interquartile mean over seeds and environments of success, with random "
+            "play as 0 "
             "and best play as 1."
         )
     columns = ("player", "score", "95 %")

@@ -39,18 +39,19 @@ class Evaluation:
     """What an agent reached on a fixed set of levels, `samples` episodes each.
 
     `success` is a share of episodes with its 95 % interval (`statistics.success_rate`); failed
-    episodes (a world or a server that broke) count as no success. `pass_at_k` is the chance that
+    episodes (an environment or a server that broke) count as no success. `pass_at_k` is the chance
+    that
     one of k = `samples` episodes of a level succeeds, `pass_at` that of one of fewer: for k = 1, 2,
     4, … up to `samples` the chance and its interval, where there are several. `random` and `best`
     are the success of uniformly random and of best play on the same levels under the same budgets;
-    `best` is ``None`` for worlds without a solver. Returns are sums of the world's rewards, format
-    penalties left out.
+    `best` is ``None`` for environments without a solver. Returns are sums of the environment's
+    rewards, format penalties left out.
 
     Of a turn: `valid_fraction` had a valid reply, `completion_tokens` and `thought_words` are means
-    where they are known. `effective_fraction` is the share of actions that changed the world.
+    where they are known. `effective_fraction` is the share of actions that changed the environment.
     """
 
-    world: str
+    env: str
     target: str
     temperature: float
     episodes: int
@@ -143,11 +144,11 @@ async def evaluate_policy(
 
     Args:
         policy: Who plays.
-        setup: World, budgets, prompts and temperature.
-        params: Parameters of the world, for its references.
+        setup: Environment, budgets, prompts and temperature.
+        params: Parameters of the environment, for its references.
         target: What `policy` is called in the result.
         episodes: Levels, counted up from `first_level`.
-        seed: Of the world's events and of sampling; the levels do not depend on it.
+        seed: Of the environment's events and of sampling; the levels do not depend on it.
         first_level: The first level seed.
         concurrency: Episodes played at once.
         on_episode: Called as each episode ends.
@@ -173,7 +174,7 @@ def floor_and_ceiling(setup: Setup, params: Mapping[str, Any], levels: Sequence[
     """Random and best play on the levels, under the budgets of `setup`."""
     budget = Budget(setup.turns, setup.actions_per_turn, setup.actions)
     build = setup.make if setup.workers else None
-    return reference(setup.world, params, budget, levels, build=build)
+    return reference(setup.env, params, budget, levels, build=build)
 
 
 def summarised(
@@ -211,7 +212,7 @@ def summarised(
 
     completion_tokens = sum(outcome.completion_tokens for outcome in outcomes)
     return Evaluation(
-        world=outcomes[0].world,
+        env=outcomes[0].env,
         target=target,
         temperature=temperature,
         episodes=len(samples),
@@ -255,7 +256,7 @@ def tries(samples: int) -> list[int]:
 
 
 def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
-    """A world that breaks or has no room in every episode is not to be trained or measured on.
+    """Refuse an environment that breaks or leaves no room in every episode.
 
     Raises:
         RagenError: All of the episodes failed, or none had room for its first prompt.
@@ -265,12 +266,12 @@ def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
         if first.stop_reason == "request":
             raise RagenError(f"the server failed in every episode: {first.reason}")
         raise RagenError(
-            f"the world {first.world!r} failed in every episode: {first.reason}; "
+            f"the environment {first.env!r} failed in every episode: {first.reason}; "
             "run `ragen check` on it"
         )
     if outcomes and all(o.stop_reason == "context" and not o.num_turns for o in outcomes):
         raise RagenError(
-            f"no first prompt of the world {outcomes[0].world!r} leaves room for a reply; "
+            f"no first prompt of the environment {outcomes[0].env!r} leaves room for a reply; "
             "raise model.max_length, or lower rollout.max_tokens"
         )
 
@@ -357,9 +358,9 @@ def outcomes_of(
     Args:
         target: A run folder (its newest checkpoint), one of its checkpoints, ``base``, ``random``,
             ``solver``, a model folder or a hub id; with `server`, the model's name there.
-        overrides: Values by config key, such as ``{"world": "sokoban"}``.
+        overrides: Values by config key, such as ``{"env": "sokoban"}``.
         episodes: Levels; the same ones for every target, none of training's.
-        seed: Of the world's events and of sampling.
+        seed: Of the environment's events and of sampling.
         temperature: Of sampling; 0 is greedy.
         samples: Episodes a level.
         server: Where an endpoint is.
@@ -373,8 +374,8 @@ def outcomes_of(
         The result, and what came of each episode, in the order of (level, sample).
 
     Raises:
-        RagenError: No such target or world, the world cannot be played by it, a number is out of
-            its range, every episode failed, or the outcomes cannot be stored.
+        RagenError: No such target or environment, the environment cannot be played by it, a number
+            is out of its range, every episode failed, or the outcomes cannot be stored.
     """
     ask = Ask(target, overrides or {}, episodes, seed, temperature, samples, server, concurrency)
     folder = out or (None if server else run_of(target)) or EVALS
@@ -423,7 +424,7 @@ def _answered(
         outcomes = [found[at] for at in wanted]
         refuse_unplayable(outcomes)
         with closing(setup_of(config, None)) as setup:
-            floor = floor_and_ceiling(setup, config.world.params, ask.levels)
+            floor = floor_and_ceiling(setup, config.env.params, ask.levels)
         seconds = time.monotonic() - start
         evaluation = summarised(outcomes, floor, ask.target, ask.temperature, seconds)
         # Who was killed between its last episode and here left outcomes without a result.

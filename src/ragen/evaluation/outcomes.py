@@ -39,8 +39,10 @@ class Outcome:
 
     `sample` counts the episodes of a level. Tokens are summed over the turns, those of a server as
     it counted them; `thought_words` are the thoughts' words, which every target has alike.
-    `valid_turns` had a valid reply, `effective_actions` changed the world. `error` is the traceback
-    of a world, or the last complaint of a server, that failed: such an episode is no success.
+    `valid_turns` had a valid reply, `effective_actions` changed the environment. `error` is the
+    traceback
+    of an environment, or the last complaint of a server, that failed: such an episode is no
+    success.
 
     Example:
         >>> lost = Outcome("bandit", 123, 0, False, 0.0, 1, 1, 1, 1, 7, 90, 12, "failed")
@@ -48,7 +50,7 @@ class Outcome:
         (False, 0.0)
     """
 
-    world: str
+    env: str
     level_seed: int
     sample: int
     success: bool
@@ -65,7 +67,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the world or the server failed in it, so that it says little of the agent."""
+        """Whether the environment or the server failed, which says little about the agent."""
         return self.error is not None
 
     @property
@@ -85,7 +87,7 @@ def outcome_of(episode: Episode) -> Outcome:
     """What came of an episode; its member is the sample."""
     turns = episode.turns
     return Outcome(
-        world=episode.world,
+        env=episode.env,
         level_seed=episode.level_seed,
         sample=episode.member,
         success=episode.success,
@@ -167,7 +169,7 @@ class Store:
         Raises:
             RagenError: The database cannot be written.
         """
-        columns = ("world", "temperature", "episodes", "success")
+        columns = ("env", "temperature", "episodes", "success")
         names = ", ".join(("time", *columns, "record", "key", "settings"))
         shown = (record[name] for name in columns)
         row = (time.time(), *shown, json.dumps(record), key, json.dumps(settings, default=repr))
@@ -221,7 +223,7 @@ def key_of(settings: Mapping[str, Any]) -> str:
     """The key under which outcomes of these settings are kept.
 
     Example:
-        >>> key_of({"seed": 0, "world": "bandit"}) == key_of({"world": "bandit", "seed": 0})
+        >>> key_of({"seed": 0, "env": "bandit"}) == key_of({"env": "bandit", "seed": 0})
         True
     """
     text = json.dumps(settings, sort_keys=True, default=repr)

@@ -23,16 +23,16 @@ from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
-from ragen.envs.boundary import WorldError, boundary
+from ragen.envs.boundary import EnvError, boundary
 from ragen.envs.contract import Env, Reference, make
 from ragen.rollout.players import Player, RandomPlayer, SolverPlayer
 
 VERSION = 1
-"""Raised when what is computed here changes; the worlds' own sources are part of the key."""
+"""Raised when what is computed here changes; the environments' own sources are part of the key."""
 
 
 CALL_S = 60.0
-"""Seconds that one level's exact answer, or one episode, may take before the world is given up."""
+"""Seconds that one level's exact answer, or one episode, may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ def reference(
 ) -> Reference:
     """Mean of random and of best play over `levels`, from the cache where it was computed before.
 
-    Exact for the worlds that know their own answer (`Env.reference`; all of RAGEN's). For others
-    both players play `draws` episodes a level.
+    Exact for the environments that know their own answer (`Env.reference`; all of RAGEN's). For
+    others both players play `draws` episodes a level.
 
     Args:
-        name: World, as for `make`.
+        name: Environment, as for `make`.
         params: Its parameters.
         budget: The episode's.
         levels: Level seeds.
@@ -77,7 +77,7 @@ def reference(
         build: Makes the instance that is played; `make` does by default.
 
     Raises:
-        RagenError: The world cannot be made, or fails when it is played.
+        RagenError: The environment cannot be made, or fails when it is played.
         ValueError: No levels.
 
     Example:
@@ -93,9 +93,9 @@ def reference(
         try:
             with closing(build() if build else env) as played:
                 known = compute(played, budget, levels, draws=draws)
-        except WorldError as error:
+        except EnvError as error:
             raise RagenError(
-                f"the world {name!r} failed while it was played at random and by its solver: "
+                f"the environment {name!r} failed while it was played at random and by its solver: "
                 f"{error.reason}; run `ragen check` on it"
             ) from error
         _write(path, known)
@@ -119,7 +119,7 @@ def compute(env: Env, budget: Budget, levels: Sequence[int], *, draws: int = 64)
 
 
 def level_reference(env: Env, budget: Budget, level: int, draws: int) -> Reference:
-    """Random and best play on one level: the world's exact answer, else sampled."""
+    """Random and best play on one level: the environment's exact answer, else sampled."""
     with boundary("a level's reference", CALL_S):
         env.reset(seed=level, options={"noise_seed": 0})
         exact = env.reference(budget.turns, budget.actions_per_turn, budget.actions)
@@ -129,7 +129,8 @@ def level_reference(env: Env, budget: Budget, level: int, draws: int) -> Referen
 def sample(env: Env, budget: Budget, level: int, draws: int) -> Reference:
     """Random and best play on one level by `draws` episodes of each.
 
-    Random play of a world of free text has no meaning and counts as no success and no reward.
+    Random play of an environment of free text has no meaning and counts as no success and no
+    reward.
     """
     env.reset(seed=level, options={"noise_seed": 0})
     random = [(False, 0.0)]
@@ -193,7 +194,7 @@ def _cache_path(
     key = {
         "version": VERSION,
         "sources": sources(type(env)),
-        "world": name,
+        "env": name,
         "params": dict(params),
         "budget": asdict(budget),
         "levels": list(levels),
@@ -204,7 +205,7 @@ def _cache_path(
 
 
 def sources(cls: type[Env]) -> list[str]:
-    """Hashes of the files in which the world and its bases are written."""
+    """Hashes of the files in which the environment and its bases are written."""
     files = {inspect.getsourcefile(base) for base in cls.__mro__ if issubclass(base, Env)}
     return sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
 

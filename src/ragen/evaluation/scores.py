@@ -39,7 +39,7 @@ class Prices:
 
 
 def scores(evaluation: Evaluation, outcomes: Sequence[Outcome], prices: Prices) -> Section:
-    """One target in one world."""
+    """One target in one environment."""
     e = evaluation
     best_return = "" if e.best_return is None else f"{e.best_return:.3f}"
     rows = [
@@ -59,7 +59,7 @@ def scores(evaluation: Evaluation, outcomes: Sequence[Outcome], prices: Prices) 
     several = e.samples > 1
     width = len(columns) if several else len(columns) - 2
     return Section(
-        f"{e.world}, {e.episodes} held-out levels" + (f" × {e.samples}" if several else ""),
+        f"{e.env}, {e.episodes} held-out levels" + (f" × {e.samples}" if several else ""),
         tuple(_lines(e, outcomes, prices)),
         columns[:width],
         tuple(row[:width] for row in rows),
@@ -105,7 +105,11 @@ def failures(outcomes: Sequence[Outcome]) -> list[str]:
             [o for o in outcomes if o.failed and o.stop_reason == "request"],
             "; the same command plays them again",
         ),
-        ("in the world", [o for o in outcomes if o.failed and o.stop_reason != "request"], ""),
+        (
+            "in the environment",
+            [o for o in outcomes if o.failed and o.stop_reason != "request"],
+            "",
+        ),
     ):
         if failed:
             ((reason, _),) = Counter(outcome.reason for outcome in failed).most_common(1)
@@ -120,7 +124,7 @@ def failures(outcomes: Sequence[Outcome]) -> list[str]:
 def as_record(
     evaluation: Evaluation, outcomes: Sequence[Outcome], prices: Prices
 ) -> dict[str, Any]:
-    """What ``ragen eval --json`` prints of one world."""
+    """What ``ragen eval --json`` prints of one environment."""
     e = evaluation
     return e.record() | {
         "cost": prices.cost(e.total_prompt_tokens, e.total_completion_tokens),

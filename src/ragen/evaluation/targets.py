@@ -19,7 +19,7 @@ from ragen.rollout.rollout import Setup, setup_of
 from ragen.storage.database import CONFIG
 
 VERSION = 1
-"""Raised when the same settings come to play otherwise; the worlds' own sources are told apart."""
+"""Incremented when equal settings start to play differently; environment sources are hashed."""
 
 SERVED: Mapping[str, Any] = MappingProxyType(
     {
@@ -32,7 +32,7 @@ SERVED: Mapping[str, Any] = MappingProxyType(
 """How an endpoint's model is prompted unless told otherwise: in full words, with room to think. How
 long a conversation may be, the server knows."""
 
-PLAYED_UNDER = ("world.", "prompt.", "model.", "rollout.max_tokens")
+PLAYED_UNDER = ("env.", "prompt.", "model.", "rollout.max_tokens")
 """Beginnings of the keys that decide how an episode is played."""
 
 
@@ -80,28 +80,29 @@ def refuse_absent(target: str, server: Server | None = None) -> None:
 
 
 def config_for(target: str, overrides: Mapping[str, Any], server: Server | None = None) -> Config:
-    """The settings under which a target plays: its run's, or the recipe's of the world.
+    """The settings under which a target plays: its run's, or the recipe's of the environment.
 
-    A recipe may be named as the world: it stands for its own, played as the recipe says. `sokoban`
-    and `paper/sokoban` are one world, told in other words.
+    A recipe may be named as the environment: it stands for its own, played as the recipe says.
+    `sokoban` and `paper/sokoban` are one environment, told in other words.
 
-    A run that is evaluated in another world keeps how it is prompted, the form of its observations
-    included, and takes the other's budgets and parameters. A model at an endpoint sees a world as
-    the world itself shows it (`SERVED`), not as the embedded models know it.
+    A run that is evaluated in another environment keeps how it is prompted, the form of its
+    observations
+    included, and takes the other's budgets and parameters. A model at an endpoint sees an
+    environment as the environment itself shows it (`SERVED`), not as the embedded models know it.
 
     Raises:
-        RagenError: No such key or world, or values that exclude each other.
+        RagenError: No such key or environment, or values that exclude each other.
     """
     wanted = {canonical_key(key): value for key, value in overrides.items()}
-    world = wanted.get("world.name")
-    is_recipe = world in recipes() or str(world).endswith(".toml")
-    recipe = resolve(world if is_recipe else None)
+    env = wanted.get("env.name")
+    is_recipe = env in recipes() or str(env).endswith(".toml")
+    recipe = resolve(env if is_recipe else None)
     if is_recipe:
-        world = wanted["world.name"] = recipe.world.name
-    of_world = {k: v for k, v in flatten(recipe).items() if k.startswith("world.")}
+        env = wanted["env.name"] = recipe.env.name
+    of_env = {k: v for k, v in flatten(recipe).items() if k.startswith("env.")}
     if server is not None:
-        of_world.pop("world.params.observation", None)
-        config = resolve(None, {**of_world, **SERVED, **wanted})
+        of_env.pop("env.params.observation", None)
+        config = resolve(None, {**of_env, **SERVED, **wanted})
         if config.prompt.prefill:
             raise RagenError("prompt.prefill: a chat endpoint's reply cannot be begun for it")
         return config
@@ -109,14 +110,12 @@ def config_for(target: str, overrides: Mapping[str, Any], server: Server | None 
     if run is None:
         return resolve(None, wanted, saved=flatten(recipe))
     config = read_config(run / CONFIG)
-    if world is None or world == config.world.name:
+    if env is None or env == config.env.name:
         return resolve(None, wanted, saved=flatten(config))
-    of_run = {k: v for k, v in flatten(config).items() if not k.startswith("world.params.")}
-    seen = config.world.params.get("observation")
-    shown = (
-        {"world.params.observation": seen} if seen and "observation" in parameters(world) else {}
-    )
-    return resolve(None, wanted, saved={**of_run, **of_world, **shown})
+    of_run = {k: v for k, v in flatten(config).items() if not k.startswith("env.params.")}
+    seen = config.env.params.get("observation")
+    shown = {"env.params.observation": seen} if seen and "observation" in parameters(env) else {}
+    return resolve(None, wanted, saved={**of_run, **of_env, **shown})
 
 
 def opponent(
@@ -139,7 +138,7 @@ def opponent(
 
     use_threads(config.threads)
 
-    policy, chat = policy_of(config, resolve_model(target, config.world.name))
+    policy, chat = policy_of(config, resolve_model(target, config.env.name))
     return policy, setup_of(config, chat)
 
 
@@ -152,13 +151,13 @@ def settings_of(
     other tokens than the local sampler does.
 
     Raises:
-        RagenError: There is no such target or world.
+        RagenError: There is no such target or environment.
     """
-    env = make(config.world.name, **config.world.params)
+    env = make(config.env.name, **config.env.params)
     env.close()
     return {
         "version": VERSION,
-        "target": _identity(target, config.world.name, server),
+        "target": _identity(target, config.env.name, server),
         "seed": seed,
         "temperature": temperature,
         "sources": sources(type(env)),
@@ -168,12 +167,12 @@ def settings_of(
     }
 
 
-def _identity(target: str, world: str, server: Server | None) -> str:
+def _identity(target: str, env: str, server: Server | None) -> str:
     if server is not None:
         return f"{target} at {server.url}"
     if target in PLAYERS:
         return target
     from ragen.engines.checkpoint import resolve_model, weights_hash
 
-    model = resolve_model(target, world)
+    model = resolve_model(target, env)
     return weights_hash(Path(model)) if Path(model).is_dir() else model

@@ -1,6 +1,7 @@
 """Preparing the embedded models: supervised learning on demonstrations, by the path of training.
 
-Demonstrators play the worlds through the rollout; their episodes become samples; the learner takes
+Demonstrators play the environments through the rollout; their episodes become samples; the learner
+takes
 its steps on them with the loss ``nll``. What is learnt, in which order, stands in `FAMILIES`. The
 preparation counts steps, not seconds, so it gives the same weights again on the same machine and
 build.
@@ -63,7 +64,7 @@ def anything(env: Env) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Episodes of one kind: a world, who plays it, on which levels, and how many turns of it."""
+    """Episodes of one kind: the environment, its player, the levels and the number of turns."""
 
     write: Writer
     make: Callable[[], Env]
@@ -75,7 +76,7 @@ class Lesson:
 
     @property
     def name(self) -> str:
-        """The world's."""
+        """The environment's."""
         return self.make().name
 
 

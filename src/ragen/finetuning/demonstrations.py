@@ -1,6 +1,7 @@
 """Demonstrators: players that write thoughts, the first words of the embedded models.
 
-A demonstrator writes a turn as pieces of text, each of them trained on or not. It sees the world
+A demonstrator writes a turn as pieces of text, each of them trained on or not. It sees the
+environment
 itself; what it writes states facts of the map and simulates its plan, cell by cell, before it
 answers.
 """
@@ -31,7 +32,7 @@ Reply = list[Piece]
 """What follows the pre-filled ``<think>``, up to the closing ``</answer>``."""
 
 Writer = Callable[[Env, Limits, np.random.Generator], Reply]
-"""Writes a turn, looking at the world, which it leaves as it is."""
+"""Writes a turn, looking at the environment, which it leaves as it is."""
 
 
 class Demonstrator(PlayerPolicy):
@@ -75,7 +76,7 @@ def answer(actions: list[str]) -> str:
 
 
 class Planner(PlayerPolicy):
-    """A player who says its plan before it answers, in words that hold in every world.
+    """A player who says its plan before it answers, in words that hold in every environment.
 
     So a thought is short, true and kept. It shows no reasoning, since a solver cannot tell of any:
     it teaches the form of a reply and where to go, and leaves longer thoughts to be found. The
@@ -102,7 +103,7 @@ class Lookup(Env):
     Args:
         rows: Letters of the rows.
         cols: Numbers of the columns.
-        title: The title of the world whose prompts it looks like.
+        title: The title of the environment whose prompts it looks like.
     """
 
     actions = ("Left",)

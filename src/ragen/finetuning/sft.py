@@ -1,6 +1,7 @@
 """Supervised fine-tuning: a model learns from examples what reinforcement learning goes on from.
 
-The examples are episodes of the world's own best player, or conversations from a file. They take
+The examples are episodes of the environment's own best player, or conversations from a file. They
+take
 the path of training: prompts and completions become samples, and the learner takes its steps on
 them with the loss ``nll``. The result is a model folder, for ``--model`` and ``ragen eval``.
 """
@@ -52,7 +53,7 @@ LINES = 10
 """Lines of progress in all."""
 
 READ = (
-    *("seed", "threads", "world.", "prompt.", "lora.", "rollout.max_tokens", "model.path"),
+    *("seed", "threads", "env.", "prompt.", "lora.", "rollout.max_tokens", "model.path"),
     *("model.device", "model.dtype", "model.attention", "model.gradient_checkpointing"),
     *("model.max_length", "update.minibatch_episodes", "update.microbatch_tokens"),
     *("update.lr_end", "update.warmup_steps", "update.muon_lr", "update.beta2"),
@@ -125,10 +126,10 @@ def sft(
     """Fine-tune a model on examples and save it in Hugging Face's layout, or its adapter in PEFT's.
 
     Args:
-        config: World, prompts, budgets and model; of ``update`` what `READ` names.
+        config: Environment, prompts, budgets and model; of ``update`` what `READ` names.
         out: A folder that does not exist yet.
-        data: Conversations (`ragen.finetuning.transcripts`); without it the world's best player is
-        asked.
+        data: Conversations (`ragen.finetuning.transcripts`); without it the environment's best
+        player is asked.
         episodes: How many episodes it plays, on levels that neither training nor evaluation shows.
         epochs: Passes over the examples.
         lr: The learning rate at its highest; `LR_FACTOR` times ``update.lr`` if not given.
@@ -148,7 +149,7 @@ def sft(
     _refuse(config, out, episodes, epochs, lr)
     transcripts = None if data is None else read_transcripts(data)
     use_threads(config.threads)
-    path = resolve_model(config.model.path, config.world.name)
+    path = resolve_model(config.model.path, config.env.name)
     model, tokenizer = loaded(config, path)
     model = prepared(config, path, model, critic=False)
     chat = chat_of(config, tokenizer)
@@ -210,7 +211,7 @@ def refuse_unread(overrides: Mapping[str, Any]) -> None:
         RagenError: `sft` does not read one of them.
 
     Example:
-        >>> refuse_unread({"seed": 1, "world.turns": 3})
+        >>> refuse_unread({"seed": 1, "env.max_turns": 3})
         >>> refuse_unread({"update.lr": 1e-4})
         Traceback (most recent call last):
         ragen.core.errors.RagenError: update.lr is the rate of reinforcement learning; set --lr
@@ -223,10 +224,10 @@ def refuse_unread(overrides: Mapping[str, Any]) -> None:
 
 
 def played(config: Config, chat: Chat, episodes: int) -> Examples:
-    """Episodes of the world's best player, who says its plan; those that it does not solve go.
+    """Solved episodes of the environment's best player, who says its plan.
 
     Raises:
-        RagenError: The world has no solver, breaks in every episode, or too few are left.
+        RagenError: The environment has no solver, breaks in every episode, or too few are left.
     """
     setup = setup_of(config, chat)
     player = SolverPlayer("give conversations to learn from with --data FILE.jsonl")
@@ -272,7 +273,7 @@ def _with_room(source: str, found: list[list[Exchange]], unsolved: int, config: 
     if len(kept) < 2:
         remedy = "give more"
         if examples.unsolved > examples.too_long:
-            remedy = "raise world.turns or world.actions, or play more"
+            remedy = "raise env.max_turns or env.max_actions, or play more"
         elif examples.too_long:
             remedy = "raise rollout.max_tokens (of a reply) or model.max_length (of all)"
         raise RagenError(f"{examples}; two are needed, one of them to be held out: {remedy}")

@@ -68,11 +68,11 @@ def until(facts: Facts, step: int) -> Facts:
 
 def without_paths(config: Config) -> Config:
     """The config with the last part of each path of this machine."""
-    world, model = config.world, config.model
+    env, model = config.env, config.model
     path = hub_id(model.path) or Path(model.path).name
     return config.model_copy(
         update={
-            "world": world.model_copy(update={"name": Path(world.name).name}),
+            "env": env.model_copy(update={"name": Path(env.name).name}),
             "model": model.model_copy(update={"path": path}),
         }
     )
@@ -102,14 +102,15 @@ def hub_id(model: str) -> str | None:
 
 def headline(facts: Facts, base: str, step: int) -> Section:
     """What was trained where, from what and by what."""
-    config, world = facts.config, facts.config.world
+    config, env = facts.config, facts.config.env
     local = "RAGEN's embedded model" if base == "base" else f"the local model {Path(base).name}"
-    params = "".join(f", {name} = {value}" for name, value in world.params.items())
+    params = "".join(f", {name} = {value}" for name, value in env.params.items())
     lines = [
-        "A language model that acts in a world turn by turn, trained by reinforcement learning on "
+        "A language model that acts in an environment turn by turn, trained by reinforcement "
+        "learning on "
         f"whole episodes with RAGEN {version('ragen')} (arXiv:2504.20073).",
-        f"World {world.name}{params}; at most turns {world.turns}, actions a turn "
-        f"{world.actions_per_turn}, actions in all {world.actions}.",
+        f"Environment {env.name}{params}; at most turns {env.max_turns}, actions a turn "
+        f"{env.actions_per_turn}, actions in all {env.max_actions}.",
         f"Began as {hub_id(base) or local}; {step} steps of {config.algorithm}, recipe "
         f"{config.recipe}, seed {config.seed}.",
     ]
@@ -122,7 +123,7 @@ def headline(facts: Facts, base: str, step: int) -> Section:
 def front_matter(config: Config, base: str, usage: Usage) -> str:
     """What the Hub sorts models by, in YAML, of which JSON's strings are a part."""
     known, algorithm = hub_id(base), config.algorithm.partition("/")[0]
-    tags = ("ragen", "reinforcement-learning", "multi-turn", algorithm, config.world.name)
+    tags = ("ragen", "reinforcement-learning", "multi-turn", algorithm, config.env.name)
     lines = [
         "---",
         "# license: name one here; that of the base model binds it",
@@ -167,7 +168,7 @@ def how_to_use(config: Config, base: str, usage: Usage) -> str:
         )
     return f"""## How to use it
 
-A reply has the form `{form}`, with `||` between actions. What the world
+A reply has the form `{form}`, with `||` between actions. What the environment
 answers is the next user message. `generation_config.json` holds the temperature of the evaluation,
 without top-k or top-p, and the tokens that end a turn. With {libraries}, in this folder:
 

@@ -62,8 +62,8 @@ def export(
         The folder.
 
     Raises:
-        RagenError: There is no such run or checkpoint, it is damaged, its world is gone, nothing is
-            there to be merged, or `out` exists or cannot be written.
+        RagenError: There is no such run or checkpoint, it is damaged, its environment is gone,
+            nothing is there to be merged, or `out` exists or cannot be written.
     """
     facts = read_facts(run)
     checkpoint = chosen(run, step, best)
@@ -102,13 +102,13 @@ def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
     What `Chat` tells every template is told where this one asks for it.
 
     Raises:
-        RagenError: The world is gone or fails.
+        RagenError: The environment is gone or fails.
     """
     with closing(setup_of(config, None)) as setup:
         silent = ScriptedPolicy(lambda _: "")
         episode = run_async(play(silent, setup, Place(eval_level(0), 0, 0, (config.seed, "play"))))
     if not episode.turns:
-        raise RagenError(f"the world {config.world.name!r} failed; run `ragen check` on it")
+        raise RagenError(f"the environment {config.env.name!r} failed; run `ragen check` on it")
     messages = chat.taken(episode.turns[0].prompt.messages)
     begun, _ = chat.open(messages, setup.prefill)
     written = begun == chat.open(messages)[0]  # by the template itself

@@ -152,7 +152,8 @@ def headline(facts: Facts) -> Section:
     config = facts.config
     attempts = "" if len(facts.attempts) < 2 else f" in {len(facts.attempts)} attempts"
     lines = (
-        f"World {config.world.name}, model {config.model.path}, recipe {config.recipe}, algorithm "
+        f"Environment {config.env.name}, model {config.model.path}, recipe {config.recipe}, "
+        f"algorithm "
         f"{config.algorithm}, seed {config.seed}.",
         f"{facts.steps} steps are finished{attempts}; the run's length is {config.steps} "
         f"{config.budget}.",

@@ -27,8 +27,8 @@ class Parsed:
             the start of the reply, or when no thought is asked for.
         thought_chars: Half-open range of characters of the reply that spells the thought.
         actions_asked: Names in the answer, trimmed, as written, unknown ones included.
-        actions: What the world is to carry out: the legal ones in their canonical spelling, in
-            order, at most `max_actions`. Where some of several names are unknown, the others are
+        actions: What the environment is to carry out: the legal ones in their canonical spelling,
+            in order, at most `max_actions`. Where some of several names are unknown, the others are
             still here.
         well_formed: The reply has exactly the asked structure.
         valid: Well formed, at least one legal action, and no unknown one. The format penalty is due
@@ -74,8 +74,8 @@ def parse(
     Args:
         reply: The text.
         think: Whether the reply must open with ``<think>…</think>``; if not, thoughts are refused.
-        actions: The world's action names, matched whatever their case; ``None`` for worlds of free
-            text, where the whole answer is one action.
+        actions: The environment's action names, matched whatever their case; ``None`` for
+            environments of free text, where the whole answer is one action.
         separator: Stands between the actions of one answer.
         max_actions: How many may be carried out now: the smaller of the turn's limit and what is
             left of the episode's.

@@ -106,7 +106,7 @@ class Chat:
         self._tokenizer = tokenizer
         # The Rust tokenizer behind the Python one encodes in two thirds of the time.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        # The members of a group open alike, and in a small world often see the same again.
+        # The members of a group open alike, and in a small environment often see the same again.
         self._cached_ids = lru_cache(maxsize=1024)(self._ids)
         self._cached_bridge = lru_cache(maxsize=1024)(self._bridge)
         self._pieces: dict[int, str] = {}

@@ -2,7 +2,7 @@
 
 Earlier replies are shown with their thoughts, or without. Whichever it is, a prompt that would be
 too long leaves out the oldest turns it would show. The message that opens a conversation (the
-system text, what the world is) stays on top of those that are left.
+system text, what the environment is) stays on top of those that are left.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Conversation:
 
     Args:
         builder: Writes the messages.
-        words: The world's rules, its title and the names of its actions.
+        words: The environment's rules, its title and the names of its actions.
         chat: Renders messages as tokens; ``None`` for policies that take messages only.
         window: Turns that a prompt shows, the present one among them; 0 shows all.
         max_length: Tokens that a prompt may have.

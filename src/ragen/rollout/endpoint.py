@@ -181,7 +181,7 @@ class ChatEndpoint:
     async def _ask(self, prompt: Prompt) -> Completion:
         """One request and what its answer says."""
         sent = self._body(prompt)
-        text = json.dumps(sent)  # in ASCII: a world may show half a surrogate pair
+        text = json.dumps(sent)  # in ASCII: an environment may show half a surrogate pair
         await self._pace.turn()
         try:
             async with asyncio.timeout(self._server.timeout_s):

@@ -1,4 +1,4 @@
-"""Players: who may look at the world itself, and choose a turn's actions by it."""
+"""Players: who may look at the environment itself, and choose a turn's actions by it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Player(Protocol):
         """Actions for this turn, in order: at least one, at most the smaller of the last two.
 
         Args:
-            env: The world in its present state, to be left as it is.
+            env: The environment in its present state, to be left as it is.
             turns_left: Turns the episode still has, this one included.
             actions_left: Actions the episode still has.
             actions_per_turn: Actions a turn may have.
@@ -46,7 +46,7 @@ class RandomPlayer:
         """Draw every action of the turn.
 
         Raises:
-            RagenError: The world takes free text, of which there is no uniform choice.
+            RagenError: The environment takes free text, of which there is no uniform choice.
         """
         if env.actions is None:
             raise RagenError(f"{env.name} takes free text: there is no random player for it")
@@ -55,10 +55,10 @@ class RandomPlayer:
 
 
 class SolverPlayer:
-    """The world's own best player (`Env.solve`): the ceiling of every score.
+    """The environment's own best player (`Env.solve`): the ceiling of every score.
 
     Args:
-        instead: What to do where the world has none.
+        instead: What to do where the environment has none.
 
     Example:
         >>> from ragen.envs.contract import make
@@ -70,11 +70,11 @@ class SolverPlayer:
         self._instead = instead
 
     def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        """Ask the world.
+        """Ask the environment.
 
         Raises:
             RagenError: No solver is known for it.
-            WorldError: Its solver fails.
+            EnvError: Its solver fails.
         """
         with boundary("solve"):
             actions = env.solve(turns_left, actions_left, actions_per_turn)

@@ -81,16 +81,16 @@ class PromptBuilder:
         observation: str,
         limits: Limits,
     ) -> str:
-        """The user message that opens a conversation: what the world is, and what it shows now.
+        """The user message that opens a conversation: the environment, and what it shows now.
 
         Where the history is cut (a window, or none of it), this message opens later turns too;
         `limits` then says how far the episode is.
 
         Args:
-            rules: The world's rules and its legend of symbols.
-            goal: The world's short title.
+            rules: The environment's rules and its legend of symbols.
+            goal: The environment's short title.
             actions: Names of the actions; ``None`` where an action is free text.
-            observation: What the world shows.
+            observation: What the environment shows.
             limits: What is left before this turn.
         """
         if self.style == "compact":
@@ -109,8 +109,8 @@ class PromptBuilder:
         """The user message of a later turn.
 
         Args:
-            observation: What the world shows now.
-            reward: The world's reward for the last turn, the format penalty left out.
+            observation: What the environment shows now.
+            reward: The environment's reward for the last turn, the format penalty left out.
             problem: What was wrong with the last reply, ``None`` if it was valid.
             limits: What is left before this turn.
         """

@@ -1,13 +1,14 @@
 """Thoughts beside the reward: are they true, are they kept, and what their faults cost.
 
 The papers train on the reward alone and leave open how reasoning itself could be rewarded
-(arXiv:2504.20073, arXiv:2604.06268). Here it is measured always, wherever the world can read its
+(arXiv:2504.20073, arXiv:2604.06268). Here it is measured always, wherever the environment can read
+its
 agent's thoughts (`Env.read_thought`), and rewarded only where a run asks for it (``reward.terms``).
 
 What was read is written into `Turn.info` when the turn is played, by `notes`:
 
-- ``thought_read``: whether the thought could be read; absent where the world reads none.
-- ``facts_stated``, ``facts_true``: of its facts, against the world's state before the turn.
+- ``thought_read``: whether the thought could be read; absent where the environment reads none.
+- ``facts_stated``, ``facts_true``: of its facts, against the environment's state before the turn.
 - ``plan_kept``: whether the answer asks for the actions that the thought planned, in their order.
 - ``reward_terms``: what each reward term added to `Turn.penalty`.
 """
@@ -33,7 +34,7 @@ there is hardly a word, above them hardly room for the answer."""
 
 
 def notes(reading: Reading | None, actions_asked: Sequence[str]) -> dict[str, Any]:
-    """What `Turn.info` keeps of a thought that the world was asked to read.
+    """What `Turn.info` keeps of a thought that the environment was asked to read.
 
     Example:
         >>> notes(Reading(3, 2, ("Down",)), ("Down", "Left"))
@@ -56,8 +57,10 @@ def notes(reading: Reading | None, actions_asked: Sequence[str]) -> dict[str, An
 def measures(turns: Sequence[Turn]) -> Metrics:
     """How true thoughts are and whether they are kept; what nothing is known of is left out.
 
-    - ``thought/read_fraction``: thoughts that could be read, of those the world was asked to read.
-    - ``thought/hallucinated_fraction``: facts that the world's state contradicts, of those stated.
+    - ``thought/read_fraction``: thoughts that could be read, of those the environment was asked to
+    read.
+    - ``thought/hallucinated_fraction``: facts that the environment's state contradicts, of those
+    stated.
     - ``thought/consistent_fraction``: plans that the answer carries out, of those stated.
     """
     read = [turn.info["thought_read"] for turn in turns if "thought_read" in turn.info]
@@ -135,13 +138,13 @@ TERMS: Mapping[str, Callable[[Turn], float]] = MappingProxyType(
 ``reward.format_penalty``."""
 
 NEED_READING = frozenset({"grounding", "consistency"})
-"""Terms that a world which reads no thoughts could never charge."""
+"""Terms that an environment which reads no thoughts could never charge."""
 
 
 def charged(turn: Turn, weights: Mapping[str, float]) -> Turn:
     """The turn with what its reward terms cost, as part of `Turn.penalty` and apart in its info.
 
-    `Turn.reward` stays what the world paid: filters, reports and evaluations read that.
+    `Turn.reward` stays what the environment paid: filters, reports and evaluations read that.
 
     Args:
         turn: A finished turn.

@@ -1,7 +1,7 @@
 """Playing episodes: one coroutine each, no lock-step.
 
-Worlds are other people's code. They are called through `Guarded` and nowhere else: what they raise,
-a call that takes too long, and answers that make no sense become a failed episode with its
+Environments are other people's code. They are called through `Guarded` and nowhere else: what they
+raise, a call that takes too long, and answers that make no sense become a failed episode with its
 traceback, which is data. Anything else that goes wrong here is a bug and crashes.
 """
 
@@ -23,7 +23,7 @@ from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Completion, Episode, Group, Prompt, StopReason, Turn
-from ragen.envs.boundary import WorldError, boundary
+from ragen.envs.boundary import EnvError, boundary
 from ragen.envs.contract import Env, Reading, construct, is_picture, maker
 from ragen.envs.isolation import Workers
 from ragen.rollout.actions import Parsed, parse
@@ -51,7 +51,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How episodes are played: the world, its budgets, and how the agent is prompted and read.
+    """How episodes are played: the environment, its budgets, the prompts and the parser.
 
     Example:
         >>> from ragen.envs.bandit import Bandit
@@ -60,7 +60,7 @@ class Setup:
         '<think>'
     """
 
-    world: str
+    env: str
     make: Callable[[], Env]
     turns: int = 5
     actions_per_turn: int = 5
@@ -80,10 +80,10 @@ class Setup:
     timeout_s: float = 30.0
     common_noise: bool = False
     workers: Workers | None = None
-    world_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
+    env_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
 
     def close(self) -> None:
-        """Stop the processes that its worlds run in, if they do."""
+        """Stop the processes that its environments run in, if they do."""
         if self.workers is not None:
             self.workers.close()
 
@@ -99,24 +99,25 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
     """The setup that a config describes.
 
     Raises:
-        RagenError: The world, or a parameter of it, does not exist.
+        RagenError: The environment, or a parameter of it, does not exist.
     """
-    world, prompt, rollout = config.world, config.prompt, config.rollout
-    workers = Workers(world.name, world.params, world.timeout_s) if world.isolate else None
-    make = workers.make if workers else maker(world.name, **world.params)
+    settings, prompt, rollout = config.env, config.prompt, config.rollout
+    name, params = settings.name, settings.params
+    workers = Workers(name, params, settings.timeout_s) if settings.isolate else None
+    make = workers.make if workers else maker(name, **params)
     try:
-        with closing(construct(make, world.name)) as env:  # what the class itself refuses shows now
+        with closing(construct(make, name)) as env:  # what the class itself refuses shows now
             _refuse_unreadable(env, config.reward.terms)
     except RagenError:
         if workers is not None:
             workers.close()
         raise
     return Setup(
-        world=world.name,
+        env=name,
         make=make,
-        turns=world.turns,
-        actions_per_turn=world.actions_per_turn,
-        actions=world.actions,
+        turns=settings.max_turns,
+        actions_per_turn=settings.actions_per_turn,
+        actions=settings.max_actions,
         style=prompt.style,
         think=prompt.think,
         prefilled=prompt.prefill,
@@ -129,23 +130,24 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
         temperature=rollout.temperature,
         format_penalty=config.reward.format_penalty,
         terms=config.reward.terms,
-        timeout_s=world.timeout_s,
-        common_noise=world.common_noise,
+        timeout_s=settings.timeout_s,
+        common_noise=settings.common_noise,
         workers=workers,
     )
 
 
 def _refuse_unreadable(env: Env, terms: Mapping[str, float]) -> None:
-    """Terms about what a thought says take a world that can tell.
+    """Terms about what a thought says take an environment that can tell.
 
     Raises:
-        RagenError: The world reads no thoughts.
+        RagenError: The environment reads no thoughts.
     """
     for name in terms:
         if name in NEED_READING and not env.reads_thoughts:
             raise RagenError(
-                f"reward.terms.{name}: the world {env.name} cannot read thoughts; leave it out, or "
-                "give the world a read_thought (docs/worlds.md)"
+                f"reward.terms.{name}: the environment {env.name} cannot read thoughts; leave it "
+                f"out, or "
+                "give the environment a read_thought (docs/environments.md)"
             )
 
 
@@ -169,7 +171,7 @@ class Place:
     path: tuple[int | str, ...]
 
     def noise_seed(self, common: bool) -> int:
-        """Seed of the world's random events: one for each member, or one for the group."""
+        """Seed of the environment's random events: one for each member, or one for the group."""
         return _derive(self.path, "noise", self.group, 0 if common else self.member)
 
     def request_seed(self, turn: int) -> int:
@@ -182,7 +184,8 @@ class Branch(Place):
     """A recorded episode that is played anew from one of its turns on.
 
     `turns` are the recorded ones up to that turn, which comes last and of which only what went
-    before the reply counts. The world goes on from its snapshot, with the noise that lay before the
+    before the reply counts. The environment goes on from its snapshot, with the noise that lay
+    before the
     original: `noise` is that episode's seed, and `path` decides the sampling alone.
 
     Raises:
@@ -194,7 +197,9 @@ class Branch(Place):
 
     def __post_init__(self) -> None:
         if self.turns[-1].snapshot is None:
-            raise RagenError(f"no snapshot of the world is kept of turn {len(self.turns) - 1}")
+            raise RagenError(
+                f"no snapshot of the environment is kept of turn {len(self.turns) - 1}"
+            )
 
     def noise_seed(self, common: bool) -> int:
         """The original's."""
@@ -229,7 +234,7 @@ async def run_groups(
         first_group: Number of the first group; the others count up from it.
 
     Raises:
-        RagenError: The player cannot play this world.
+        RagenError: The player cannot play this environment.
     """
     places = [
         Place(level, group, member, path)
@@ -280,14 +285,14 @@ async def play(policy: Policy | PlayerPolicy, setup: Setup, place: Place) -> Epi
     # A worker's calls are timed where it is waited for, and those of others by the process's timer.
     timeout_s = None if setup.workers else setup.timeout_s
     try:
-        with closing(Guarded(setup.make, timeout_s, setup.world_time)) as world:
+        with closing(Guarded(setup.make, timeout_s, setup.env_time)) as env:
             try:
-                await running.play(world, policy)
+                await running.play(env, policy)
             except NoCompletion as failure:
                 running.stop_reason = failure.stop_reason
                 running.error = str(failure) if failure.stop_reason == "request" else None
-            running.final = world.observation, world.picture()
-    except WorldError as failure:
+            running.final = env.observation, env.picture()
+    except EnvError as failure:
         running.stop_reason = "timeout" if failure.timed_out else "error"
         running.error, running.success = str(failure), False
     return running.episode()
@@ -300,15 +305,15 @@ def refuse_cramped(setup: Setup, level: int) -> None:
         RagenError: The prompt of `level` is too long. Other levels may be shorter, but not by much.
     """
     try:
-        with closing(Guarded(setup.make, None if setup.workers else setup.timeout_s)) as world:
-            conversation, view = _Running(setup, Place(level, 0, 0, (0, "look"))).begin(world)
-    except WorldError:
+        with closing(Guarded(setup.make, None if setup.workers else setup.timeout_s)) as env:
+            conversation, view = _Running(setup, Place(level, 0, 0, (0, "look"))).begin(env)
+    except EnvError:
         return  # the episodes that fail will tell
     _, token_ids, _ = conversation.ask(view)
     if token_ids and len(token_ids) + setup.max_tokens > setup.max_length:
         setup.close()
         raise RagenError(
-            f"the first prompt of the world {setup.world!r} has {len(token_ids)} tokens, which "
+            f"the first prompt of the environment {setup.env!r} has {len(token_ids)} tokens, which "
             f"leaves no room for a reply of rollout.max_tokens = {setup.max_tokens}: "
             f"raise model.max_length from {setup.max_length}, or lower rollout.max_tokens"
         )
@@ -318,16 +323,16 @@ def refuse_changed(setup: Setup, branch: Branch) -> None:
     """Make sure that a recorded turn comes back as it was, before anyone plays on from it.
 
     Raises:
-        RagenError: The world, or what the policy is shown of it, is another one by now.
+        RagenError: The environment, or what the policy is shown of it, is another one by now.
     """
     running = _Running(setup, branch)
     try:
-        with closing(Guarded(setup.make, None if setup.workers else setup.timeout_s)) as world:
-            conversation, view = running.begin(world)
+        with closing(Guarded(setup.make, None if setup.workers else setup.timeout_s)) as env:
+            conversation, view = running.begin(env)
             running.prompt(conversation, view, len(running.turns))
-    except WorldError as failure:
+    except EnvError as failure:
         raise RagenError(
-            f"the world {setup.world!r} cannot go back to turn {len(branch.turns) - 1}: "
+            f"the environment {setup.env!r} cannot go back to turn {len(branch.turns) - 1}: "
             f"{failure.reason}; run `ragen check` on it"
         ) from failure
 
@@ -345,40 +350,42 @@ class _Running:
         self.error: str | None = None
         self.final: tuple[str | None, tuple[str, ...] | None] = (None, None)
 
-    async def play(self, world: Guarded, policy: Policy | PlayerPolicy) -> None:
+    async def play(self, env: Guarded, policy: Policy | PlayerPolicy) -> None:
         setup = self.setup
-        conversation, view = self.begin(world)
+        conversation, view = self.begin(env)
         for number in range(len(self.turns), setup.turns):
             prompt = self.prompt(conversation, view, number)
             if prompt.token_ids and len(prompt.token_ids) + setup.max_tokens > setup.max_length:
                 self.stop_reason = "context"
                 return
             if isinstance(policy, PlayerPolicy):
-                completion = policy.act(world.env, view.limits, prompt)
+                completion = policy.act(env.env, view.limits, prompt)
             else:
                 completion = await policy.complete(prompt)
             conversation.reply(completion)
-            turn, problem = self._turn(world, view.observation, prompt, completion)
+            turn, problem = self._turn(env, view.observation, prompt, completion)
             self.turns.append(turn)
-            if world.terminated:
-                self.success = bool(world.info.get("success", False))
+            if env.terminated:
+                self.success = bool(env.info.get("success", False))
                 self.stop_reason = "solved" if self.success else "failed"
                 return
-            if world.truncated or self.actions_left == 0:  # a world's own limit is a budget too
+            if (
+                env.truncated or self.actions_left == 0
+            ):  # an environment's own limit is a budget too
                 self.stop_reason = "max_actions"
                 return
-            view = View(world.observation, self._limits(number + 1), turn.reward, problem)
+            view = View(env.observation, self._limits(number + 1), turn.reward, problem)
 
-    def begin(self, world: Guarded) -> tuple[Conversation, View]:
-        """Reset the world; what is talked about it, and the first thing that is seen.
+    def begin(self, env: Guarded) -> tuple[Conversation, View]:
+        """Reset the environment; what is talked about it, and the first thing that is seen.
 
         A branch begins behind its earlier turns, with all of them already talked about.
         """
         setup, place = self.setup, self.place
-        observation = world.reset(place.level_seed, place.noise_seed(setup.common_noise))
+        observation = env.reset(place.level_seed, place.noise_seed(setup.common_noise))
         conversation = Conversation(
             PromptBuilder(setup.style, setup.think, max_tokens=setup.max_tokens),
-            (world.rules, world.goal, world.actions),
+            (env.rules, env.goal, env.actions),
             setup.chat,
             setup.window,
             setup.max_length - setup.max_tokens,
@@ -386,26 +393,26 @@ class _Running:
             setup.drops_thoughts,
         )
         if isinstance(place, Branch):
-            return conversation, self._replay(world, conversation, place)
+            return conversation, self._replay(env, conversation, place)
         return conversation, View(observation, self._limits(0))
 
-    def _replay(self, world: Guarded, conversation: Conversation, branch: Branch) -> View:
-        """Talk through the earlier turns and put the world back; what is seen behind them."""
+    def _replay(self, env: Guarded, conversation: Conversation, branch: Branch) -> View:
+        """Talk through the earlier turns and put the environment back; what is seen behind them."""
         view = View(branch.turns[0].observation, self._limits(0))
         for number, (turn, following) in enumerate(pairwise(branch.turns)):
             prompt = self.prompt(conversation, view, number)
             conversation.reply(self._said(turn.completion))
-            problem = self._read(world, turn.completion).problem
+            problem = self._read(env, turn.completion).problem
             self.turns.append(replace(turn, prompt=prompt))
             self.actions_left -= len(turn.actions_executed)
             limits = self._limits(number + 1)
             view = View(following.observation, limits, turn.reward, problem)
         present = branch.turns[-1]
         assert present.snapshot is not None
-        world.restore(present.snapshot, present.observation)
-        if world.state()[0] != present.state_key:
+        env.restore(present.snapshot, present.observation)
+        if env.state()[0] != present.state_key:
             raise RagenError(
-                f"the world {self.setup.world!r} comes back to turn {len(branch.turns) - 1} in "
+                f"the environment {self.setup.env!r} comes back to turn {len(branch.turns) - 1} in "
                 "another state than was recorded: its code or its parameters have changed since"
             )
         return view
@@ -444,23 +451,23 @@ class _Running:
         )
 
     def _turn(
-        self, world: Guarded, observation: str, prompt: Prompt, completion: Completion
+        self, env: Guarded, observation: str, prompt: Prompt, completion: Completion
     ) -> tuple[Turn, str | None]:
         """Carry out what the completion asks for."""
         setup = self.setup
-        (key, snapshot), picture = world.state(), world.picture()
-        parsed = self._read(world, completion)
+        (key, snapshot), picture = env.state(), env.picture()
+        parsed = self._read(env, completion)
         read: dict[str, Any] = {}
-        if parsed.thought is not None and world.env.reads_thoughts:
-            read = notes(world.read_thought(parsed.thought), parsed.actions_asked)
+        if parsed.thought is not None and env.env.reads_thoughts:
+            read = notes(env.read_thought(parsed.thought), parsed.actions_asked)
         executed: list[str] = []
         reward, effective = 0.0, 0
         for action in parsed.actions:
-            reward += world.step(action)
+            reward += env.step(action)
             executed.append(action)
-            effective += bool(world.info.get("effective", True))
+            effective += bool(env.info.get("effective", True))
             self.actions_left -= 1
-            if world.terminated or world.truncated:
+            if env.terminated or env.truncated:
                 break
         turn = Turn(
             observation,
@@ -474,19 +481,19 @@ class _Running:
             0.0 if parsed.valid else -setup.format_penalty,
             parsed.valid,
             key,
-            {**(world.info if executed else {}), "effective": effective, **read},
+            {**(env.info if executed else {}), "effective": effective, **read},
             snapshot,
             picture,
         )
         return charged(turn, setup.terms), parsed.problem
 
-    def _read(self, world: Guarded, completion: Completion) -> Parsed:
+    def _read(self, env: Guarded, completion: Completion) -> Parsed:
         """What a completion says, and what of it is to be done."""
         setup = self.setup
         parsed = parse(
             setup.prefill + completion.text,
             think=setup.think,
-            actions=world.actions,
+            actions=env.actions,
             max_actions=min(setup.actions_per_turn, self.actions_left),
         )
         if completion.finish_reason == "length":
@@ -498,7 +505,7 @@ class _Running:
         place = self.place
         terminated = self.stop_reason in ("solved", "failed")
         return Episode(
-            self.setup.world,
+            self.setup.env,
             place.level_seed,
             place.noise_seed(self.setup.common_noise),
             place.group,
@@ -528,7 +535,7 @@ def _refuse_other(
     first = next((at for at, (one, other) in pairs if one != other), min(len(asked), len(recorded)))
     raise RagenError(
         f"the prompt of turn {number} cannot be rebuilt: its token {first} differs from what the "
-        "model saw; the tokenizer, its chat template, the world or RAGEN has changed since"
+        "model saw; the tokenizer, its chat template, the environment or RAGEN has changed since"
     )
 
 
@@ -542,10 +549,10 @@ def _thought_span(setup: Setup, completion: Completion, parsed: Parsed) -> tuple
 
 
 class Guarded:
-    """A world, each call of it behind the boundary and its answer checked.
+    """An environment, each call of it behind the boundary and its answer checked.
 
     After each call `observation`, `terminated`, `truncated` and `info` hold what it answered. The
-    time that the world takes is added to `spent`.
+    time that the environment takes is added to `spent`.
     """
 
     def __init__(
@@ -564,7 +571,7 @@ class Guarded:
         """Begin an episode; returns the first observation."""
         with self._calling("reset"):
             observation, info = self.env.reset(seed=level_seed, options={"noise_seed": noise_seed})
-            # A world may have names of its own for each level (a bandit's arms).
+            # An environment may have names of its own for each level (a bandit's arms).
             self.rules, self.goal, self.actions = self.env.rules, self.env.goal, self.env.actions
         self._answer("reset", observation, info)
         return self.observation
@@ -574,7 +581,7 @@ class Guarded:
         with self._calling("step"):
             observation, reward, terminated, truncated, info = self.env.step(action)
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise WorldError(f"step returned {reward!r} as reward: a finite number is expected")
+            raise EnvError(f"step returned {reward!r} as reward: a finite number is expected")
         self._answer("step", observation, info)
         self.terminated, self.truncated = bool(terminated), bool(truncated)
         return float(reward)
@@ -582,17 +589,19 @@ class Guarded:
     def restore(self, state: Mapping[str, Any], observation: str) -> None:
         """Go back to a snapshot of the level that was begun, and to what was seen there."""
         with self._calling("set_state"):
-            self.env.set_state(copy.deepcopy(dict(state)))  # a world may keep what it is given
+            self.env.set_state(
+                copy.deepcopy(dict(state))
+            )  # an environment may keep what it is given
         self.observation, self.info = observation, {}
         self.terminated, self.truncated = False, False
 
     def read_thought(self, thought: str) -> Reading | None:
-        """What the thought says of the world as it is now."""
+        """What the thought says of the environment as it is now."""
         with self._calling("read_thought"):
             reading = self.env.read_thought(thought)
         if not (reading is None or isinstance(reading, Reading)):
             kind = type(reading).__name__
-            raise WorldError(f"read_thought returned {kind}: a Reading or None is expected")
+            raise EnvError(f"read_thought returned {kind}: a Reading or None is expected")
         return reading
 
     def state(self) -> tuple[str, dict[str, Any]]:
@@ -600,17 +609,18 @@ class Guarded:
         with self._calling("state_key"):
             key = str(self.env.state_key())
         with self._calling("get_state"):
-            # A copy: the world may go on with what it returned. And what is no JSON shows here.
+            # A copy: the environment may go on with what it returned. And what is no JSON shows
+            # here.
             return key, json.loads(json.dumps(self.env.get_state()))
 
     def picture(self) -> tuple[str, ...] | None:
-        """What the world draws of its present state; ``None`` where it draws nothing."""
+        """What the environment draws of its present state; ``None`` where it draws nothing."""
         if not self.env.draws:
             return None
         with self._calling("picture"):
             rows = self.env.picture()
         if not is_picture(rows):
-            raise WorldError(
+            raise EnvError(
                 f"picture returned {shortened(rows)}: rows of one length are expected, of single "
                 "printable characters"
             )
@@ -624,12 +634,12 @@ class Guarded:
     def _answer(self, call: str, observation: Any, info: Any) -> None:
         if not isinstance(observation, str):
             kind = type(observation).__name__
-            raise WorldError(f"{call} returned {kind} as observation: text is expected")
+            raise EnvError(f"{call} returned {kind} as observation: text is expected")
         if not isinstance(info, dict):
-            raise WorldError(f"{call} returned {type(info).__name__} as info: a dict is expected")
+            raise EnvError(f"{call} returned {type(info).__name__} as info: a dict is expected")
         self.observation, self.info = observation, info
 
     def close(self) -> None:
-        """Let the world free what it holds. An episode that is over cannot fail any more."""
-        with suppress(WorldError), self._calling("close"):
+        """Let the environment free what it holds. An episode that is over cannot fail any more."""
+        with suppress(EnvError), self._calling("close"):
             self.env.close()

@@ -53,7 +53,7 @@ EPISODE: dict[str, str] = {
     "member": "int32",
     "kept": "bool",
     "group_score": "float64",
-    "world": "text",
+    "env": "text",
     "level_seed": "int64",
     "noise_seed": "int64",
     "stop_reason": "text",

@@ -201,7 +201,7 @@ class Recorder:
             scores: log p(thought i | prompt j), (N, M).
             own: Each thought's own prompt, (N,).
             thoughts: The N thoughts as text.
-            prompts: What the M prompts' last message shows of the world.
+            prompts: What the M prompts' last message shows of the environment.
         """
         assert np.shape(scores) == (len(thoughts), len(prompts)), "a score for each pair"
         self._step(step).cross_scores.append(
@@ -218,7 +218,7 @@ class Recorder:
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """The result of an evaluation: what ``ragen eval --json`` prints."""
-        columns = (record.get(name) for name in ("world", "temperature", "episodes", "success"))
+        columns = (record.get(name) for name in ("env", "temperature", "episodes", "success"))
         self._step(step).evaluations.append((time.time(), *columns, as_json(record)))
 
     def commit(self) -> None:

@@ -56,7 +56,7 @@ def episode_rows(
         episode.group,
         episode.member,
         kept,
-        episode.world,
+        episode.env,
         episode.level_seed,
         episode.noise_seed,
         episode.stop_reason,
@@ -151,12 +151,12 @@ def insert(connection: sqlite3.Connection, table: str, rows: Sequence[Row]) -> N
 
 
 def as_json(value: Any) -> str:
-    """ASCII with escapes, so that half a surrogate pair in a world's snapshot comes back whole."""
+    """ASCII with escapes, so that half a surrogate pair in a snapshot comes back whole."""
     return json.dumps(value, separators=(",", ":"))
 
 
 def storable(text: str) -> str:
-    """The text as UTF-8 can hold it; a world may send half a surrogate pair."""
+    """The text as UTF-8 can hold it; an environment may send half a surrogate pair."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

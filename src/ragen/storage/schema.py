@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """`PRAGMA user_version` of the database; a reader refuses versions it does not know."""
 
 SAMPLE_ARRAYS: Mapping[str, str] = MappingProxyType(
@@ -51,7 +51,7 @@ ARRAYS: Mapping[str, str] = MappingProxyType(
 """The type of every column that holds an array, those of turns and cross-scores among them."""
 
 LISTED = (
-    *("phase", "world", "stop_reason", "step", "attempt", "success", "kept", "reward"),
+    *("phase", "env", "stop_reason", "step", "attempt", "success", "kept", "reward"),
     *("num_turns", "num_tokens", "entropy", "group_score", '"group"', "level_seed"),
 )
 """The columns by which lists of episodes are filtered and sorted, all in one index.
@@ -66,7 +66,7 @@ PLAYED = f"""
 CREATE TABLE episodes (
     id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL, phase TEXT NOT NULL,
     "group" INTEGER NOT NULL, member INTEGER NOT NULL, kept INTEGER NOT NULL,
-    world TEXT NOT NULL, level_seed INTEGER NOT NULL, noise_seed INTEGER NOT NULL,
+    env TEXT NOT NULL, level_seed INTEGER NOT NULL, noise_seed INTEGER NOT NULL,
     stop_reason TEXT NOT NULL, terminated INTEGER NOT NULL, truncated INTEGER NOT NULL,
     bootstrap INTEGER NOT NULL, success INTEGER NOT NULL,
     reward REAL NOT NULL, penalty REAL NOT NULL, num_turns INTEGER NOT NULL,
@@ -122,11 +122,11 @@ CREATE TRIGGER events_are_kept BEFORE DELETE ON events
     BEGIN SELECT RAISE(ABORT, 'events are never deleted'); END;
 CREATE TABLE evaluations (
     id INTEGER PRIMARY KEY, attempt INTEGER, step INTEGER, time REAL NOT NULL,
-    world TEXT, temperature REAL, episodes INTEGER, success REAL, record TEXT NOT NULL,
+    env TEXT, temperature REAL, episodes INTEGER, success REAL, record TEXT NOT NULL,
     key TEXT, settings TEXT
 );
 CREATE TABLE outcomes (
-    key TEXT NOT NULL, world TEXT NOT NULL, level_seed INTEGER NOT NULL, sample INTEGER NOT NULL,
+    key TEXT NOT NULL, env TEXT NOT NULL, level_seed INTEGER NOT NULL, sample INTEGER NOT NULL,
     success INTEGER NOT NULL, total_reward REAL NOT NULL, num_turns INTEGER NOT NULL,
     num_actions INTEGER NOT NULL, effective_actions INTEGER NOT NULL,
     valid_turns INTEGER NOT NULL, thought_words INTEGER NOT NULL,
@@ -139,7 +139,8 @@ PRAGMA user_version = {SCHEMA_VERSION};
 """The whole database, empty.
 
 Of `cross_scores`, `scores` are num_thoughts × num_prompts, row by row, and `own` says which prompt
-is each thought's own. Thoughts, and what prompts show of the world, are JSON lists of texts."""
+is each thought's own. Thoughts, and what prompts show of the environment, are JSON lists of
+texts."""
 
 
 def turn_id(episode: int, turn: int) -> int:

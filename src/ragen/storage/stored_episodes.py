@@ -61,7 +61,7 @@ def read_episode(run: Path, episode: int) -> Recorded:
     record = next(records(run, episode), None)
     if record is None:
         raise RagenError(f"{run} has no episode {episode} in its {DATABASE}")
-    names = ("group", "member", "world", "level_seed", "noise_seed", "stop_reason", "error")
+    names = ("group", "member", "env", "level_seed", "noise_seed", "stop_reason", "error")
     ends = ("terminated", "truncated", "bootstrap", "success", "final_observation")
     picture = record["final_picture"]
     return Recorded(

@@ -37,9 +37,9 @@ async def groups_of(
     DAPO's dynamic sampling (arXiv:2503.14476), in `rollout.refill` rounds at most: what is replaced
     stays among the groups, counted and recorded as all others, and the filter leaves it out.
     """
-    num_prompts = config.rollout.prompts
+    num_prompts = config.rollout.num_groups
     engine.forget()
-    setup.world_time.seconds = 0.0
+    setup.env_time.seconds = 0.0
     groups: list[Group] = []
     levels = [train_level(step, group, num_prompts) for group in range(num_prompts)]
     for _ in range(1 + config.rollout.refill):
@@ -47,7 +47,7 @@ async def groups_of(
             engine.policy,
             setup,
             levels,
-            config.rollout.members,
+            config.rollout.group_size,
             (config.seed, "train", step),
             config.rollout.slots,
             on_episode,
@@ -108,8 +108,8 @@ def planned(batch: Batch, state: LoopState, config: Config) -> list[tuple[Batch,
         RagenError: An episode was lost or doubled on the way.
     """
     update, seed = config.update, derive(config.seed, "minibatches", state.step)
-    parts = minibatches(batch, update.minibatch_episodes, update.passes, seed)
-    verify_split(batch, parts, update.passes)
+    parts = minibatches(batch, update.minibatch_episodes, update.epochs, seed)
+    verify_split(batch, parts, update.epochs)
     if config.budget == "steps":
         return [(part, state.step) for part in parts]
     left = config.steps - state.updates
@@ -120,4 +120,4 @@ def refilled(groups: Sequence[Group], config: Config) -> Metrics:
     """How many of the step's groups replaced others, in runs that do so."""
     if not config.rollout.refill:
         return {}
-    return {"rollout/refilled_groups": total(len(groups) - config.rollout.prompts)}
+    return {"rollout/refilled_groups": total(len(groups) - config.rollout.num_groups)}

@@ -245,7 +245,9 @@ class LiveTable(Watcher):
         if self._config.budget == "updates":
             return self._spent
         rollout = self._config.rollout
-        return self._spent + 0.9 * min(self._episodes / (rollout.prompts * rollout.members), 1.0)
+        return self._spent + 0.9 * min(
+            self._episodes / (rollout.num_groups * rollout.group_size), 1.0
+        )
 
     def _left(self) -> str:
         """How long the rest takes if it goes as what was before, evaluations included."""
@@ -274,17 +276,17 @@ def hint(config: Config) -> str | None:
     Example:
         >>> from ragen.config.reading import resolve
         >>> hint(resolve("sokoban-large", {"model": "Qwen/Qwen2.5-0.5B-Instruct"}))
-        'recipe sokoban-large is made for the embedded model; for others: paper/sokoban --world ...'
+        'recipe sokoban-large is made for the embedded model; for others: paper/sokoban --env ...'
         >>> hint(resolve("sokoban")), hint(resolve("paper/sokoban"))
         (None, None)
     """
-    world, model = config.world.name, config.model.path
+    env, model = config.env.name, config.model.path
     if config.prompt.style == "paper" or model == "base" or (Path(model) / CONFIG).is_file():
         return None
     for name in recipes() if config.recipe in recipes() else ():
         family = name.removeprefix("paper/")
-        if name != family and world.startswith(family):
-            other = f"{name} --world {world}" if world != family else name
+        if name != family and env.startswith(family):
+            other = f"{name} --env {env}" if env != family else name
             return f"recipe {config.recipe} is made for the embedded model; for others: {other}"
     return None
 

@@ -36,7 +36,7 @@ class Result:
     """A finished run: its evaluations before and after, the guard's alarms, signs of collapse."""
 
     run: Path
-    world: str
+    env: str
     before: Evaluation | None
     after: Evaluation | None
     before_greedy: Evaluation | None
@@ -112,16 +112,16 @@ class Clock:
         """Sum of the phases."""
         return sum(self._seconds.values())
 
-    def metrics(self, world_s: float, num_tokens: float) -> Metrics:
+    def metrics(self, env_s: float, num_tokens: float) -> Metrics:
         """``time/rollout_s`` and so on, their sum ``time/step_s``, and the step's speed.
 
         Args:
-            world_s: Seconds of the rollout that the worlds took; the rest of it is generation.
+            env_s: Seconds of the rollout that the environments took; the rest of it is generation.
             num_tokens: Tokens that were sampled.
         """
         phases = self._seconds | {
-            "world": world_s,
-            "generate": self._seconds["rollout"] - world_s,
+            "env": env_s,
+            "generate": self._seconds["rollout"] - env_s,
             "step": self.seconds,
         }
         speed = {"time/tokens_per_s": last(num_tokens / self.seconds)}
@@ -152,7 +152,7 @@ async def evaluate(run: Run, temperature: float) -> Evaluation | None:
         evaluate_policy(
             run.engine.policy,
             replace(run.setup, temperature=temperature, min_tokens=0),
-            config.world.params,
+            config.env.params,
             target=str(run.folder),
             episodes=config.eval.episodes,
             seed=run.asked.seed,
@@ -237,7 +237,7 @@ def result(run: Run) -> Result:
     }
     return Result(
         run=run.folder,
-        world=run.config.world.name,
+        env=run.config.env.name,
         before=found.get((0, temperature)),
         after=found.get((steps, temperature)),
         before_greedy=found.get((0, 0.0)),

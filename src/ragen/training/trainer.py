@@ -91,7 +91,7 @@ async def loop(run: Run) -> None:
         counted = counters(state) | refilled(groups, config) | engine.metrics()
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counted])
         metrics |= judged(batch) if updates else {}
-        metrics |= clock.metrics(run.setup.world_time.seconds, metrics["tokens/sampled"].value)
+        metrics |= clock.metrics(run.setup.env_time.seconds, metrics["tokens/sampled"].value)
         state.averages = smooth(state.averages, metrics)
         recorder.log(state.step, metrics | averaged(state.averages, metrics))
         recorder.commit()
@@ -211,7 +211,7 @@ def tokens_of(batch: Batch, after: Batch, row: int, episodes: Sequence[Episode])
 
 def local_engine(config: Config) -> Engine:
     """The engine of one process, with the model that the config names."""
-    return LocalEngine(config, resolve_model(config.model.path, config.world.name))
+    return LocalEngine(config, resolve_model(config.model.path, config.env.name))
 
 
 def train(
@@ -230,8 +230,8 @@ def train(
         watcher: Who is told of the progress.
 
     Raises:
-        RagenError: The settings, the world, the model or the disk do not allow it. The run's folder
-            is made when all of them are known to, the disk excepted.
+        RagenError: The settings, the environment, the model or the disk do not allow it. The run's
+            folder is made when all of them are known to, the disk excepted.
         GuardStop: The run got into trouble for which `config.guard` asks to stop; it is saved.
         StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
     """
@@ -245,7 +245,7 @@ def train(
 
     async def begin() -> Result:
         async with opened(engine, config) as (setup, stack):
-            refuse_cramped(setup, train_level(0, 0, config.rollout.prompts))
+            refuse_cramped(setup, train_level(0, 0, config.rollout.num_groups))
             folder = new_run_folder(root, config.recipe, out)
             recorder = Recorder.create(folder, dump(config), engine.chat.text_of)
             stack.callback(recorder.close)
@@ -274,13 +274,13 @@ async def opened(engine: Engine, config: Config) -> AsyncIterator[tuple[Setup, A
 
 def rooted(config: Config) -> Config:
     """The config with its files named from the root, so that it can be read from any folder."""
-    model, world = config.model, config.world
+    model, env = config.model, config.env
     if Path(model.path).exists():
         model = model.model_copy(update={"path": str(Path(model.path).resolve())})
-    if ".py:" in world.name:
-        file, _, name = world.name.rpartition(":")
-        world = world.model_copy(update={"name": f"{Path(file).resolve()}:{name}"})
-    return config.model_copy(update={"model": model, "world": world})
+    if ".py:" in env.name:
+        file, _, name = env.name.rpartition(":")
+        env = env.model_copy(update={"name": f"{Path(file).resolve()}:{name}"})
+    return config.model_copy(update={"model": model, "env": env})
 
 
 def resume(folder: Path, watcher: Watcher | None = None) -> Result:

@@ -17,7 +17,7 @@ from typing import Any
 from ragen.config.reading import read_config
 from ragen.config.sections import Config
 from ragen.core.errors import RagenError
-from ragen.envs.contract import worlds
+from ragen.envs.contract import envs
 from ragen.storage.branches import FILE, MOST, Request, has_branches
 from ragen.storage.database import CONFIG
 from ragen.viewer.line import Job, Line
@@ -138,11 +138,13 @@ def _hindrance(folder: Path, turns: int) -> str | None:
         config = read_config(folder / CONFIG)
     except RagenError as error:
         return str(error)
-    world, model = config.world.name, config.model.path
+    env, model = config.env.name, config.model.path
     if turns == 0:
-        return "the episode ended before its first turn, or no snapshots of its world are kept"
-    if not _world_is_there(world):
-        return f"the world {world!r} is not installed here"
+        return (
+            "the episode ended before its first turn, or no snapshots of its environment are kept"
+        )
+    if not _env_is_there(env):
+        return f"the environment {env!r} is not installed here"
     if not _steps(folder) and not _model_is_there(model):
         return f"the run has no checkpoint, and its model {model!r} is not on this machine"
     if config.lora.rank and not _model_is_there(model):
@@ -152,9 +154,9 @@ def _hindrance(folder: Path, turns: int) -> str | None:
     return None
 
 
-def _world_is_there(name: str) -> bool:
-    """Whether a world can be found; its code is not run."""
-    return Path(name.rpartition(":")[0]).is_file() if ":" in name else name in worlds()
+def _env_is_there(name: str) -> bool:
+    """Whether an environment can be found; its code is not run."""
+    return Path(name.rpartition(":")[0]).is_file() if ":" in name else name in envs()
 
 
 def _model_is_there(path: str) -> bool:

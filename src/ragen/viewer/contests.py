@@ -53,12 +53,12 @@ def compare(root: Path, query: Query) -> Answer:
         alike = differing is None and one.how(phase) == other.how(phase)
         if alike and a is not None and b is not None and a[1] == b[1]:
             note = f"last evaluation of each, {how}, level by level"
-            found += _paired(one.world, one.how(phase), a[0], b[0], a[1], note)
-    seen = {(each["world"], each["how"]) for each in found}
+            found += _paired(one.env, one.how(phase), a[0], b[0], a[1], note)
+    seen = {(each["env"], each["how"]) for each in found}
     for key in one.evaluated.keys() & other.evaluated.keys():
         if key not in seen:
             found.append(_unpaired(one.evaluated[key], other.evaluated[key], differing))
-    return {"contests": sorted(found, key=lambda each: (each["world"], each["how"]))}
+    return {"contests": sorted(found, key=lambda each: (each["env"], each["how"]))}
 
 
 class _Side:
@@ -69,14 +69,14 @@ class _Side:
         self.game = {
             key: value
             for key, value in settings.items()
-            if key.startswith("world.") and key not in AS_SHOWN
+            if key.startswith("env.") and key not in AS_SHOWN
         }
-        self.world = str(settings.get("world.name"))
+        self.env = str(settings.get("env.name"))
         self.temperature = settings.get("eval.temperature", 1.0)
         with reading(folder) as connection:
             stands = standing_in(connection)
             made = (each for each in evaluations(connection, stands) if _measured(each))
-            self.evaluated = {(str(each["world"]), str(each["how"])): each for each in made}
+            self.evaluated = {(str(each["env"]), str(each["how"])): each for each in made}
             self.played = {phase: _last_played(connection, phase, stands) for phase in PHASES}
             self.stored = dict(_outcomes(connection))  # of several agents in one game the last
 
@@ -119,19 +119,19 @@ def _shares(rows: list[sqlite3.Row]) -> Shares | None:
 def _outcomes(
     connection: sqlite3.Connection,
 ) -> Iterator[tuple[tuple[str, int], tuple[str, str, Levels]]]:
-    """What was asked for by hand, in order: in which game, how often a level; world, how, levels.
+    """Evaluations asked for by hand, in order: environment, samples a level, sampling, levels.
 
     The game is all of the settings that is not the agent's.
     """
-    for key, world, settings in connection.execute(
-        "SELECT key, world, settings FROM evaluations WHERE key IS NOT NULL"
+    for key, env, settings in connection.execute(
+        "SELECT key, env, settings FROM evaluations WHERE key IS NOT NULL"
         " AND id IN (SELECT max(id) FROM evaluations GROUP BY key) ORDER BY id"
     ):
         game = {
             name: value
             for name, value in loaded(settings).items()
             if name in ("seed", "temperature", "sources")
-            or (name.startswith("world.") and name not in AS_SHOWN)
+            or (name.startswith("env.") and name not in AS_SHOWN)
         }
         shares = _shares(
             connection.execute(
@@ -143,20 +143,18 @@ def _outcomes(
         if shares is not None:
             levels, samples = shares
             how = how_sampled(game.get("temperature", 1.0))
-            yield (json.dumps(game, sort_keys=True), samples), (world, how, levels)
+            yield (json.dumps(game, sort_keys=True), samples), (env, how, levels)
 
 
 def _stored(one: _Side, other: _Side) -> Iterator[Answer]:
-    for (game, samples), (world, how, a) in one.stored.items():
+    for (game, samples), (env, how, a) in one.stored.items():
         if (game, samples) in other.stored:
             _, _, b = other.stored[game, samples]
             note = "outcomes that ragen eval stored last, level by level"
-            yield from _paired(world, how, a, b, samples, note)
+            yield from _paired(env, how, a, b, samples, note)
 
 
-def _paired(
-    world: str, how: str, a: Levels, b: Levels, samples: int, note: str
-) -> Iterator[Answer]:
+def _paired(env: str, how: str, a: Levels, b: Levels, samples: int, note: str) -> Iterator[Answer]:
     """The contest on the levels that both played, if there are any."""
     levels = sorted(a.keys() & b.keys())
     if not levels:
@@ -165,7 +163,7 @@ def _paired(
     found = paired_difference([ones], [others], samples)
     gains = [round((x - y) * samples) for x, y in zip(ones, others, strict=True)]
     yield {
-        "world": world,
+        "env": env,
         "how": how,
         "a": asdict(_rate(ones, samples)),
         "b": asdict(_rate(others, samples)),
@@ -192,7 +190,7 @@ def _unpaired(a: Answer, b: Answer, differing: str | None) -> Answer:
     unpaired = "no levels that both played are recorded"
     why = f"the games differ in {differing}" if differing else unpaired
     return {
-        "world": a["world"],
+        "env": a["env"],
         "how": a["how"],
         "a": a["success"],
         "b": b["success"],
@@ -206,5 +204,5 @@ def _unpaired(a: Answer, b: Answer, differing: str | None) -> Answer:
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """The first key in which two games differ."""
-    keys = sorted(one.keys() | other.keys(), key=lambda key: (key != "world.name", key))
+    keys = sorted(one.keys() | other.keys(), key=lambda key: (key != "env.name", key))
     return next((key for key in keys if one.get(key) != other.get(key)), None)

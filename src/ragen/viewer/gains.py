@@ -30,8 +30,8 @@ def gains(root: Path, query: Query) -> Answer:
     found = (_gain(levels) for levels in played.values())
     return {
         "gains": [
-            {"phase": phase, "world": world} | gain
-            for (phase, world), gain in zip(played, found, strict=True)
+            {"phase": phase, "env": env} | gain
+            for (phase, env), gain in zip(played, found, strict=True)
             if gain is not None
         ]
     }
@@ -62,15 +62,15 @@ def _gain(levels: dict[int, Course]) -> dict[str, Any] | None:
 
 
 def _played(connection: sqlite3.Connection) -> dict[tuple[str, str], dict[int, Course]]:
-    """By phase and world, and by level, how the level went at each step that counts."""
+    """By phase and environment, and by level, how the level went at each step that counts."""
     stands = standing_in(connection)
     found: dict[tuple[str, str], dict[int, Course]] = {}
     rows = connection.execute(
-        "SELECT phase, world, level_seed, step, attempt, success FROM episodes"
+        "SELECT phase, env, level_seed, step, attempt, success FROM episodes"
         f" WHERE phase IN ({','.join('?' * len(PHASES))}) ORDER BY phase, step, id",
         PHASES,
     )
-    for phase, world, level, step, number, success in rows:
+    for phase, env, level, step, number, success in rows:
         if stands(number, step):
-            found.setdefault((phase, world), defaultdict(dict))[level][step] = bool(success)
+            found.setdefault((phase, env), defaultdict(dict))[level][step] = bool(success)
     return found

@@ -49,7 +49,7 @@ FOLLOWING = 500
 as long as to look through all that is found."""
 
 COLUMNS = (
-    *("id", "attempt", "step", "phase", "group", "member", "kept", "group_score", "world"),
+    *("id", "attempt", "step", "phase", "group", "member", "kept", "group_score", "env"),
     *("level_seed", "noise_seed", "stop_reason", "terminated", "truncated", "success", "reward"),
     *("penalty", "num_turns", "num_tokens", "thought_tokens", "entropy", "error"),
 )
@@ -63,7 +63,7 @@ NAMED = ", ".join(f'"{column}"' for column in COLUMNS)
 LISTS = "INDEXED BY episodes_for_lists"
 """A list names none but the columns of that index (`schema.LISTED`)."""
 
-FACETS = ("phase", "world", "stop_reason")
+FACETS = ("phase", "env", "stop_reason")
 """Columns whose values one may choose from, the first of that index."""
 
 _WHOLE = {
@@ -277,7 +277,7 @@ def facets(connection: sqlite3.Connection) -> Answer:
             ).fetchone()
     return {
         "phases": sorted({phase for phase, _, _ in found}),
-        "worlds": sorted({world for _, world, _ in found}),
+        "envs": sorted({env for _, env, _ in found}),
         "stop_reasons": sorted({reason for _, _, reason in found}),
         "steps": [min(steps), max(steps)] if steps else None,
     }

@@ -178,24 +178,24 @@ def recurring(root: Path, query: Query) -> Answer:
     with reading(folder) as connection:
         stands = standing_in(connection)
         for row in connection.execute(
-            "SELECT phase, world, level_seed, attempt, step, success FROM episodes"
+            "SELECT phase, env, level_seed, attempt, step, success FROM episodes"
             " WHERE phase = coalesce(?, phase) AND (? IS NOT NULL OR phase <> 'train')"
-            " ORDER BY phase, world, level_seed, attempt, step",
+            " ORDER BY phase, env, level_seed, attempt, step",
             (query.get("phase"), query.get("phase")),
         ):
             if stands(row["attempt"], row["step"]):
-                level = levels.setdefault((row["phase"], row["world"], row["level_seed"]), {})
+                level = levels.setdefault((row["phase"], row["env"], row["level_seed"]), {})
                 level[row["step"]] = row["success"]
     return {
         "levels": [
             {
                 "phase": phase,
-                "world": world,
+                "env": env,
                 "level_seed": seed,
                 "steps": list(steps),
                 "successes": list(steps.values()),
             }
-            for (phase, world, seed), steps in levels.items()
+            for (phase, env, seed), steps in levels.items()
             if len(steps) > 1
         ]
     }

@@ -77,7 +77,7 @@ def _summarise(folder: Path, stamps: Signature) -> Answer:
 
 
 _NOTHING: Answer = {
-    **dict.fromkeys(("world", "model", "algorithm", "recipe", "seed", "budget", "steps", "step")),
+    **dict.fromkeys(("env", "model", "algorithm", "recipe", "seed", "budget", "steps", "step")),
     **dict.fromkeys(("attempts", "num_episodes", "success", "before", "random", "best")),
     **{"spark": [], "alarms": 0, "last_event": None, "problem": None},
 }
@@ -103,7 +103,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def config_facts(config: Mapping[str, Any]) -> Answer:
     """What is said of a run's config in a line."""
     return {
-        "world": _inside(config, "world", "name"),
+        "env": _inside(config, "env", "name"),
         "model": _inside(config, "model", "path"),
         **{key: config.get(key) for key in ("algorithm", "recipe", "seed", "budget", "steps")},
     }
@@ -120,7 +120,7 @@ def _facts(connection: sqlite3.Connection, config: Mapping[str, Any]) -> Answer:
         attempts, histories(connection, attempts, ("success/mean", "progress/updates"))
     )
     stand = evaluations(connection, standing_in(connection))
-    # What somebody asked for since may be of any world; it tells nothing of the run's course.
+    # What somebody asked for since may be of any environment; it tells nothing of the run's course.
     evaluated = [each for each in stand if each["step"] is not None]
     temperature = _inside(config, "eval", "temperature")
     trained = [each for each in evaluated if each.get("temperature") == temperature]

@@ -2,8 +2,8 @@
 
 The file holds the front end and the answers that its pages will ask for. It is made to be mailed:
 of this machine it says nothing but the name of the run's folder. Paths become the last part of
-theirs, addresses of servers and the machine's name are left out; what the model and the world wrote
-stays as it is, and stays text.
+theirs, addresses of servers and the machine's name are left out; what the model and the
+environment wrote stays as it is, and stays text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PHRASE_LENGTHS = (3, 5, 8)
 
 TOLD_BY_US = frozenset(
     {
-        *("config", "differences", "events", "last_event", "evaluations", "world", "model"),
+        *("config", "differences", "events", "last_event", "evaluations", "env", "model"),
         *("recipe", "error", "problem", "reason"),
     }
 )
@@ -185,8 +185,8 @@ def _encoded(value: Any) -> str:
 class Discreet:
     """Takes what tells of this machine out of answers.
 
-    Only below keys where this program or Python speaks: the text of models and worlds is the matter
-    itself, and would be another if parts of it were missing.
+    Only below keys where this program or Python speaks: the text of models and environments is the
+    matter itself, and would be another if parts of it were missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -212,8 +212,8 @@ class Discreet:
             >>> discreet = Discreet(Path("/data/my runs/a"))
             >>> discreet.text("File '/usr/lib/x.py': /data/my runs/a/step-1 at http://gpu7:80/v1")
             "File 'x.py': a/step-1 at http://…/v1"
-            >>> discreet.text("Qwen/Qwen2.5 reward/mean C:\\Users\\me\\w.py:World /home/me")
-            'Qwen/Qwen2.5 reward/mean w.py:World ~'
+            >>> discreet.text("Qwen/Qwen2.5 reward/mean C:\\Users\\me\\w.py:Environment /home/me")
+            'Qwen/Qwen2.5 reward/mean w.py:Environment ~'
         """
         if _WHOLE.fullmatch(text):  # may have blanks, where in a sentence one ends the path
             return re.split(r"[/\\]", text.rstrip("/\\"))[-1]

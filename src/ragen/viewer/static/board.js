@@ -1,7 +1,7 @@
-// A world's board as SVG, from the picture that the world drew of itself: rows of one character a
-// cell, in one alphabet for all worlds. Sokoban and FrozenLake have a look of their own; any other
+// An environment's board as SVG, from the picture that the environment drew of itself: rows of one character a
+// cell, in one alphabet for all environments. Sokoban and FrozenLake have a look of their own; any other
 // character is shown as itself in a plain cell. Bandit has no picture: its two arms are drawn from
-// what the turn shows and does. A world with neither is shown as its text.
+// what the turn shows and does. An environment with neither is shown as its text.
 
 import { pieces, Text } from "./parts.js";
 import { html } from "./vendor/preact-htm.js";
@@ -52,18 +52,18 @@ const SHAPES = {
 };
 
 /**
- * The world as the policy met it before a turn, or as it was left after the last one.
+ * The environment as the policy met it before a turn, or as it was left after the last one.
  *
- * @param picture Rows of the board, or null where the world draws none.
- * @param world The world's name.
+ * @param picture Rows of the board, or null where the environment draws none.
+ * @param env The environment's name.
  * @param turn The turn that is shown, or null.
- * @param after What the world showed after the turn, where that is to be drawn: `{observation}`.
+ * @param after What the environment showed after the turn, where that is to be drawn: `{observation}`.
  */
-export function Board({ picture, world, turn = null, after = null }) {
+export function Board({ picture, env, turn = null, after = null }) {
   if (picture?.length && picture.length * picture[0].length <= MOST_CELLS) {
-    return html`<${Grid} rows=${picture} world=${world} />`;
+    return html`<${Grid} rows=${picture} env=${env} />`;
   }
-  const arms = world.startsWith("bandit") && turn ? armsOf(turn.observation) : null;
+  const arms = env.startsWith("bandit") && turn ? armsOf(turn.observation) : null;
   if (arms) return html`<${Arms} arms=${arms} turn=${turn} after=${after} />`;
   const text = picture ? picture.join("\n") : (after ?? turn)?.observation;
   return html`<div class="board board-text" data-testid="board" tabindex="0">
@@ -71,14 +71,14 @@ export function Board({ picture, world, turn = null, after = null }) {
   </div>`;
 }
 
-function Grid({ rows, world }) {
+function Grid({ rows, env }) {
   const cells = rows.map((row) => Array.from(row));
   const height = cells.length;
   const width = Math.max(...cells.map((row) => row.length));
   const ice = rows.some((row) => ICE.test(row));
   return html`<svg class=${`board board-grid ${ice ? "on-ice" : "on-floor"}`} data-testid="board"
     viewBox=${`-0.03 -0.03 ${width + 0.06} ${height + 0.06}`} role="img"
-    aria-label=${`${world}: ${described(cells)}`}>
+    aria-label=${`${env}: ${described(cells)}`}>
     ${cells.map((row, y) => row.map((character, x) => html`
       <g key=${`${x},${y}`} transform=${`translate(${x} ${y})`}>
         <${Cell} character=${character} />
@@ -110,7 +110,7 @@ function described(cells) {
   return [`${cells.length} rows of ${cells[0].length}`, ...named.filter(Boolean)].join(", ");
 }
 
-/** Row letter and column number, as the worlds themselves name cells. */
+/** Row letter and column number, as the environments themselves name cells. */
 const place = (y, x) => `${String.fromCharCode(97 + y)}${x}`;
 
 /** The arms that Bandit offers: `Arms: Dragon, Phoenix`; null where the text is another. */

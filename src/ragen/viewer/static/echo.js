@@ -101,7 +101,7 @@ function Turn({ episode, place, list, marks, over, setOver }) {
     </div>
     <div class="turn-body">
       ${turn.picture &&
-      html`<${Board} picture=${turn.picture} world=${episode.world} turn=${turn} />`}
+      html`<${Board} picture=${turn.picture} env=${episode.env} turn=${turn} />`}
       <p class="thought">${!turn.thought?.trim()
         ? html`<span class="muted">${turn.thought === null ? "not a valid" : "empty"} thought</span>`
         : marked(list.words, list.starts[place], end, marks).map(({ text, run }, i) =>

@@ -8,7 +8,7 @@ import { html } from "./vendor/preact-htm.js";
 
 export function Headline({ run }) {
   const facts = [
-    run.world,
+    run.env,
     `model ${run.model}`,
     `recipe ${run.recipe}`,
     run.algorithm,

@@ -70,7 +70,7 @@ export function mark(character) {
   return code === 0x7f ? "␡" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-/** Whatever a model, a world or an error wrote: shown as it is, never acted upon. */
+/** Whatever a model, an environment or an error wrote: shown as it is, never acted upon. */
 export function Text({ text, limit = CUT }) {
   const [shown, setShown] = useState(limit);
   const whole = String(text ?? "");

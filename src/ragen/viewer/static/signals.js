@@ -154,8 +154,8 @@ function Signal({ name, runs, answers, axis, large, onLarge, ...rest }) {
       { y: own.random, label: "random play" },
       { y: own.best, label: "best play" },
     ];
-    // Runs in other worlds have another floor: a line would be wrong of all but one.
-    const alike = runs.every(({ world }) => world === own.world);
+    // Runs in other environments have another floor: a line would be wrong of all but one.
+    const alike = runs.every(({ env }) => env === own.env);
     return isSuccess && alike ? levels.filter(({ y }) => y !== null) : [];
   }, [runs]);
   return html`<${Curves}

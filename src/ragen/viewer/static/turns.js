@@ -19,14 +19,14 @@ const SHORT = 300;
 /**
  * What an episode looked like before each turn and after the last one, in order.
  *
- * @returns `[{turn, picture, after}]`, one more than turns: the last has `after`, what the world
+ * @returns `[{turn, picture, after}]`, one more than turns: the last has `after`, what the environment
  *     showed in the end, beside the last turn.
  */
 export function framesOf(episode) {
   const before = episode.turns.map((turn) => ({ turn, picture: turn.picture, after: null }));
   const turn = episode.turns.at(-1) ?? null;
   const after = { observation: episode.final_observation ?? "" };
-  // A world that failed told nothing of its end: what it showed last stays.
+  // An environment that failed told nothing of its end: what it showed last stays.
   const last = episode.final_observation === null ? (turn?.picture ?? null) : episode.final_picture;
   return [...before, { turn, picture: last, after }];
 }
@@ -50,7 +50,7 @@ export function signed(x) {
   return x > 0 ? `+${number(x)}` : number(x);
 }
 
-/** What a turn asked for; what the world did not execute is struck through. */
+/** What a turn asked for; what the environment did not execute is struck through. */
 export function Actions({ asked, executed }) {
   const marked = useMemo(() => matched(asked, executed), [asked, executed]);
   if (!asked.length) return html`<span class="muted">no action</span>`;
@@ -62,7 +62,7 @@ export function Actions({ asked, executed }) {
 
 /**
  * Which of the asked actions were executed. Those are a part of the asked ones in their order, in
- * the world's own spelling: unknown names and what no budget was left for are missing.
+ * the environment's own spelling: unknown names and what no budget was left for are missing.
  */
 export function matched(asked, executed) {
   let done = 0;
@@ -92,13 +92,13 @@ export function Outcome({ episode }) {
 
 /** What each stop reason means. */
 export const ENDS = {
-  solved: "the world ended it with success",
-  failed: "the world ended it without success",
+  solved: "the environment ended it with success",
+  failed: "the environment ended it without success",
   max_turns: "no turns were left",
   max_actions: "no actions were left",
   context: "the next prompt had no room in the model's context",
-  error: "the world raised an error",
-  timeout: "the world did not answer in time",
+  error: "the environment raised an error",
+  timeout: "the environment did not answer in time",
   request: "the server gave no completion",
 };
 
@@ -167,7 +167,7 @@ export function SideBySide({ columns, from = 0, selected = null }) {
           <td colspan=${columns.length + 1}><p>${saidOf(parting)}</p></td></tr>`}
         <tr key=${k}><th scope="row">${k + 1}</th>${episodes.map((episode, i) => html`
           <td key=${i} class=${i === selected ? "selected" : ""}>
-            ${episode.turns[k] && html`<${SmallTurn} turn=${episode.turns[k]} world=${episode.world}
+            ${episode.turns[k] && html`<${SmallTurn} turn=${episode.turns[k]} env=${episode.env}
               board=${boards} />`}
           </td>`)}</tr>`)}
       </tbody>
@@ -182,9 +182,9 @@ function ColumnHead({ title, episode, href }) {
       in ${plural(episode.turns.length, "turn")}</div>`;
 }
 
-function SmallTurn({ turn, world, board }) {
+function SmallTurn({ turn, env, board }) {
   return html`<div class="small-turn">
-    ${board && turn.picture && html`<${Board} picture=${turn.picture} world=${world}
+    ${board && turn.picture && html`<${Board} picture=${turn.picture} env=${env}
       turn=${turn} />`}
     <div>
       <p class="small-acts"><${Actions} asked=${turn.actions_asked}
@@ -203,7 +203,7 @@ function smallBoards(episodes) {
 }
 
 /**
- * The first turn at which episodes of one level are no longer alike, and whether the world parted
+ * The first turn at which episodes of one level are no longer alike, and whether the environment parted
  * them (another state after the same actions) or they did (other actions): `{turn, by, counts}`.
  */
 export function partingOf(episodes) {
@@ -211,7 +211,7 @@ export function partingOf(episodes) {
   for (let turn = 0; turn < last; turn += 1) {
     const here = episodes.map(({ turns }) => turns[turn]);
     const states = tally(here.map((each) => each?.state_key ?? "over"));
-    if (states.length > 1) return { turn, by: "world", counts: states };
+    if (states.length > 1) return { turn, by: "env", counts: states };
     const acts = tally(here.map((each) => each.actions_executed.join(", ") || "nothing"));
     if (acts.length > 1) return { turn, by: "actions", counts: acts };
   }
@@ -226,7 +226,7 @@ function tally(words) {
 }
 
 function saidOf({ by, counts }) {
-  if (by === "world") {
+  if (by === "env") {
     return `Here they part: the same actions led to ${plural(counts.length, "different state")}.`;
   }
   const said = counts.slice(0, MOST_WAYS).map(([acts, count], i) => html`${i ? " · " : " "}

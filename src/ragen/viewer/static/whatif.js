@@ -64,7 +64,7 @@ function Ask({ run, episode, turn, over, reason, known, checkpoints, onAsked }) 
   const idle = !known || reason !== null || sending || !valid(n);
   const typed = (set) => (event) => set(event.target.value);
   return html`<form class="ask" onSubmit=${ask}>
-    <p>Let the policy play on from ${over ? "a turn" : `turn ${turn + 1}`}: the same world, put back
+    <p>Let the policy play on from ${over ? "a turn" : `turn ${turn + 1}`}: the same environment, put back
       as it was, with the same luck to come; only what is sampled differs.</p>
     <label>times <input type="number" min="1" max=${MOST} value=${n}
       onInput=${(event) => setN(event.target.valueAsNumber)} /></label>

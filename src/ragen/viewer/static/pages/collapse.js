@@ -109,7 +109,7 @@ function standing(path, name, { min_prompts: least }) {
   if (prompts < least) {
     return html`${where} <b>That is undecidable</b>: the thoughts came
       from ${plural(prompts, "different prompt")}, and a regime needs ${least} or more (more levels
-      a step: rollout.prompts; some worlds have fewer first prompts than that).`;
+      a step: rollout.num_groups; some environments have fewer first prompts than that).`;
   }
   const [kind, words] = REGIMES[path.regime[last]];
   return html`${where} That is <b class=${kind}>${path.regime[last]}</b>: ${words}`;

@@ -84,8 +84,8 @@ function Standings({ runs, onRemove }) {
       key: "what",
       title: "World, recipe",
       align: "wide muted",
-      render: ({ world, recipe, algorithm }) =>
-        html`<${Text} text=${[world, recipe, algorithm].join(", ")} />`,
+      render: ({ env, recipe, algorithm }) =>
+        html`<${Text} text=${[env, recipe, algorithm].join(", ")} />`,
     },
     {
       key: "gone",
@@ -101,7 +101,7 @@ function Standings({ runs, onRemove }) {
   </section>`;
 }
 
-/** Each other run against the first, on the worlds and ways of sampling that both played. */
+/** Each other run against the first, on the environments and ways of sampling that both played. */
 function Contests({ names }) {
   const [first, ...others] = names;
   const asked = others.map((other) => ["/api/compare", { run: first, other }]);
@@ -124,8 +124,8 @@ function Contests({ names }) {
       key: "how",
       title: "Contest",
       align: "run",
-      render: ({ world, how }) => html`<div class="lines">
-        <${Text} text=${world} /><span class="muted"><${Text} text=${how} /></span>
+      render: ({ env, how }) => html`<div class="lines">
+        <${Text} text=${env} /><span class="muted"><${Text} text=${how} /></span>
       </div>`,
     },
     {
@@ -151,7 +151,7 @@ function Contests({ names }) {
     ${data &&
     rows.length === 0 &&
     html`<p class="muted">
-      They share no evaluation: runs are set against each other on the same world and way of
+      They share no evaluation: runs are set against each other on the same environment and way of
       sampling.
     </p>`}
     ${rows.length > 0 && html`<${Table} label="Contests" columns=${columns} rows=${rows} />`}

@@ -90,11 +90,11 @@ const neighbour = (run, id, view) => id === null ? undefined
 
 /** Which episode this is, how it ended, and the way to its neighbours and its group. */
 function Headline({ run, episode, view }) {
-  const { step, phase, group, member, world, level_seed: level, previous, next } = episode;
+  const { step, phase, group, member, env, level_seed: level, previous, next } = episode;
   return html`<header class="headline">
     <div>
       <h1>Episode ${episode.id} <${Outcome} episode=${episode} /></h1>
-      <p class="muted"><${Text} text=${world} />, level ${level} · ${phase}, step ${step}${
+      <p class="muted"><${Text} text=${env} />, level ${level} · ${phase}, step ${step}${
         episode.attempt > 0 && `, attempt ${episode.attempt}`} <${Undone} ...${episode} /> · <a href=${groupLink(run, episode)}>
         group ${group}</a>, member ${member}${
         phase === "train" && `, ${episode.kept ? "kept" : "dropped"} by the filter`}</p>
@@ -123,7 +123,7 @@ function Headline({ run, episode, view }) {
 function Stage({ episode, at }) {
   const frames = useMemo(() => framesOf(episode), [episode]);
   const { turn, picture, after } = frames[at];
-  return html`<${Board} picture=${picture} world=${episode.world} turn=${turn} after=${after} />
+  return html`<${Board} picture=${picture} env=${episode.env} turn=${turn} after=${after} />
     <p class="caption">${after ? html`After the last turn: <${Outcome} episode=${episode} />`
       : html`Before turn ${at + 1} of ${frames.length - 1}`}</p>`;
 }
@@ -186,7 +186,7 @@ function Turns({ episode, at, go }) {
     ${episode.turns.map((turn, k) => html`<${TurnCard} key=${k} turn=${turn} sum=${sums[k]}
       current=${k === at} onChoose=${() => go(k)} />`)}
     <p class="muted">It ended: <${Outcome} episode=${episode} /></p>
-    ${!episode.final_picture && episode.final_observation && html`<p class="muted">The world's last
+    ${!episode.final_picture && episode.final_observation && html`<p class="muted">The environment's last
       words: <span class="last-words"><${Text} text=${episode.final_observation} /></span></p>`}
   </div>`;
 }

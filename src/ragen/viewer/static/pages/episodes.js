@@ -15,7 +15,7 @@ const AHEAD = 5; // Rows before the end at which j asks for the next page.
 
 /** The filters' names in the address; the API has the same. */
 const FILTERS = [
-  "q", "phase", "step_from", "step_to", "world", "success", "reward_min", "reward_max",
+  "q", "phase", "step_from", "step_to", "env", "success", "reward_min", "reward_max",
   "stop_reason", "kept", "alarm", "group", "level_seed",
 ];
 
@@ -127,7 +127,7 @@ function useList(run, asked) {
   return { ...state, stale: state.key !== key, more, retry, reload: () => load(null) };
 }
 
-function columnsOf(run, facets = { phases: [], worlds: [] }) {
+function columnsOf(run, facets = { phases: [], envs: [] }) {
   const right = "right";
   return [
     {
@@ -135,8 +135,8 @@ function columnsOf(run, facets = { phases: [], worlds: [] }) {
       render: (row) => html`<${Undone} ...${row} /> <span class="unit">step </span>${row.step}`,
     },
     facets.phases.length > 1 && { key: "phase", title: "phase" },
-    facets.worlds.length > 1 && {
-      key: "world", title: "world", render: ({ world }) => html`<${Text} text=${world} />`,
+    facets.envs.length > 1 && {
+      key: "env", title: "environment", render: ({ env }) => html`<${Text} text=${env} />`,
     },
     {
       key: "group", title: "group", align: right, hint: "group and member",
@@ -193,8 +193,8 @@ function Filters({ query, setQuery, facets, search }) {
     <${Typed} ...${common} name="step_from" title="steps" placeholder=${facets?.steps?.[0] ?? ""} />
     <${Typed} ...${common} name="step_to" title="to" placeholder=${facets?.steps?.[1] ?? ""} />
     <${Choice} ...${common} name="phase" options=${named(facets?.phases)} />
-    ${facets?.worlds?.length > 1 && html`<${Choice} ...${common} name="world"
-      options=${named(facets.worlds)} />`}
+    ${facets?.envs?.length > 1 && html`<${Choice} ...${common} name="env"
+      options=${named(facets.envs)} />`}
     <${Choice} ...${common} name="success" options=${[ANY, ["1", "yes"], ["0", "no"]]} />
     <${Choice} ...${common} name="stop_reason" title="ended by"
       options=${named(facets?.stop_reasons)} />

@@ -64,15 +64,15 @@ function Gains({ gains: { data, error, reload }, evaluations }) {
   if (!data.gains.length) return null;
   return html`<section class="panel">
     <h2>Before and after, level by level</h2>
-    ${data.gains.map((gain) => html`<${Gain} key=${`${gain.phase} ${gain.world}`} gain=${gain}
-      evaluation=${evaluations.find(({ world }) => world === gain.world)} />`)}
+    ${data.gains.map((gain) => html`<${Gain} key=${`${gain.phase} ${gain.env}`} gain=${gain}
+      evaluation=${evaluations.find(({ env }) => env === gain.env)} />`)}
   </section>`;
 }
 
 function Gain({ gain, evaluation }) {
-  const { phase, world, levels, won, lost, mcnemar_p: p } = gain;
+  const { phase, env, levels, won, lost, mcnemar_p: p } = gain;
   return html`<div class="contest" data-testid="gain">
-    <${Sides} title=${`${world}, ${PHASES[phase] ?? phase}`} difference=${gain.difference}
+    <${Sides} title=${`${env}, ${PHASES[phase] ?? phase}`} difference=${gain.difference}
       a=${[`step ${gain.from_step}`, gain.before]} b=${[`step ${gain.to_step}`, gain.after]}
       floor=${evaluation?.random} ceiling=${evaluation?.best} />
     <p>${verdict(gain, "Training helped", "Training harmed")}${` Of ${plural(levels, "level")} it
@@ -93,7 +93,7 @@ function Sides({ title, a, b, difference, floor, ceiling }) {
 
 // ---- all of them
 
-/** Every evaluation, the latest first, by world and way of choosing tokens. */
+/** Every evaluation, the latest first, by env and way of choosing tokens. */
 function All({ evaluations }) {
   const kinds = useMemo(() => kindsOf(evaluations), [evaluations]);
   return kinds.map(([name, rows]) => html`<section class="panel" key=${name}>
@@ -110,7 +110,7 @@ function All({ evaluations }) {
 function kindsOf(evaluations) {
   const found = new Map();
   for (const one of [...evaluations].sort((a, b) => b.step - a.step || b.time - a.time)) {
-    const name = `${one.world}, ${one.how}`;
+    const name = `${one.env}, ${one.how}`;
     found.set(name, [...(found.get(name) ?? []), one]);
   }
   const greedy = ([, rows]) => rows[0].how === "greedy";
@@ -177,7 +177,7 @@ function Contests({ run, other, setQuery }) {
         <select value=${other ?? ""} onChange=${choose}>
           <option value="">choose a run</option>
           ${others.map((one) => html`<option key=${one.run} value=${one.run}
-            selected=${one.run === other}>${one.run} (${one.world})</option>`)}
+            selected=${one.run === other}>${one.run} (${one.env})</option>`)}
         </select></label>
       ${other &&
       html`<a href=${link("compare", { run }, { other })}>curves and settings of both</a>`}
@@ -185,19 +185,19 @@ function Contests({ run, other, setQuery }) {
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${other && !data && !error && html`<${Loading} />`}
     ${other && data?.contests.length === 0 &&
-    html`<p class="muted">The two were evaluated in no world alike: nothing can be compared.</p>`}
+    html`<p class="muted">The two were evaluated in no common environment: nothing can be compared.</p>`}
     ${other && data?.contests.map((contest, i) =>
       html`<${Contest} key=${i} run=${run} other=${other} contest=${contest} />`)}
   </section>`;
 }
 
 function Contest({ run, other, contest }) {
-  const { world, how, a, b, levels, mcnemar_p: p, smallest_detectable: detectable, note } = contest;
+  const { env, how, a, b, levels, mcnemar_p: p, smallest_detectable: detectable, note } = contest;
   const tested = known(p) ? `, McNemar's p ${small(p)}` : "";
   const shows = contest.difference.low > 0 || contest.difference.high < 0;
   const effect = `${(100 * detectable).toFixed(1)} points`;
   return html`<div class="contest" data-testid="contest">
-    <${Sides} title=${`${world}, ${how}`} a=${[run, a]} b=${[other, b]}
+    <${Sides} title=${`${env}, ${how}`} a=${[run, a]} b=${[other, b]}
       difference=${contest.difference} />
     <p>${verdict(contest, `${run} is better`, `${run} is worse than ${other}`)}
       ${levels > 0 && ` On ${plural(levels, "level")}${tested}.`}

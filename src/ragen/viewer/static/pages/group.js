@@ -34,7 +34,7 @@ export default function Page({ params, query }) {
     <header class="headline">
       <div><h1>Group ${group} of step ${step}</h1>
         <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html`
-          ${" "}<${Undone} ...${data} /> · <${Text} text=${data.episodes[0]?.world ?? ""} />,
+          ${" "}<${Undone} ...${data} /> · <${Text} text=${data.episodes[0]?.env ?? ""} />,
           level ${data.level_seed}`}
           ${" "}· <a href=${link("episodes", { run }, inList)}>as a list</a></p></div>
       ${data && html`<${Figures} group=${data} />`}

@@ -81,9 +81,9 @@ function Gain({ run }) {
   </span>`;
 }
 
-function Name({ run, name, problem, world, model, seed }) {
+function Name({ run, name, problem, env, model, seed }) {
   const short = model?.replace(/\/+$/, "").split("/").at(-1);
-  const facts = [world, short, seed !== null && `seed ${seed}`].filter(Boolean).join(" · ");
+  const facts = [env, short, seed !== null && `seed ${seed}`].filter(Boolean).join(" · ");
   return html`<div class="run-name">
     <a href=${link("run", { run })}><${Text} text=${run === "." ? name : run} /></a>
     <span class="muted"><${Text} text=${problem ?? facts} /></span>
@@ -105,8 +105,8 @@ function Alarms({ alarms, last_event: last }) {
 }
 
 /** Whether all words of the filter occur in what the row says. */
-function holds({ run, state, world, model, recipe, algorithm, seed }, words) {
-  const said = [run, state, world, model, recipe, algorithm, `seed ${seed}`].join(" ");
+function holds({ run, state, env, model, recipe, algorithm, seed }, words) {
+  const said = [run, state, env, model, recipe, algorithm, `seed ${seed}`].join(" ");
   return words.every((word) => said.toLowerCase().includes(word));
 }
 
@@ -158,7 +158,7 @@ export default function Runs({ query, setQuery }) {
       <span class="grow"></span>
       <input
         type="search" ref=${search} aria-label="Filter runs" value=${query.q ?? ""}
-        placeholder="Filter: world, recipe, state …  ( / )"
+        placeholder="Filter: environment, recipe, state …  ( / )"
         onInput=${(event) => setQuery({ q: event.target.value || null })}
       />
       <button class="primary" disabled=${picked.length < 2} onClick=${compare}>
