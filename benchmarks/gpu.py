@@ -37,7 +37,7 @@ from ragen.config.sections import Config
 from ragen.core.metrics import Metrics, merge
 from ragen.engines.local import LocalEngine
 from ragen.rollout.rollout import setup_of
-from ragen.training.collection import groups_of, learnable, planned
+from ragen.training.collection import groups_of, make_batch, planned
 from ragen.training.running import LoopState
 
 ENVS = ("bandit", "frozen-lake", "sokoban")
@@ -181,7 +181,7 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
         with phases("rollout"):
             groups = await groups_of(engine, setup, config, step)
         with phases("score"):
-            batch = await learnable(engine, groups, config)
+            batch = await make_batch(engine, *to_samples(groups), config)
         with phases("update"):
             for part, at in planned(batch, LoopState(step=step), config):
                 metrics = merge([metrics, await engine.update(part, at)])

@@ -58,7 +58,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 IDENTICAL = "identical"
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (trainer, "play"),
-    "score": (trainer, "learnable"),
+    "score": (trainer, "make_batch"),
     "update": (LocalEngine, "update"),
     "record": (trainer, "record"),
     "checkpoint": (trainer, "save"),

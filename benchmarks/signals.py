@@ -34,7 +34,7 @@ from ragen.training.progress import Watcher
 EVERY = 5
 SIGNALS: tuple[tuple[Any, str], ...] = (
     (trainer, "summarize"),
-    (trainer, "judged"),
+    (trainer, "critic_metrics"),
     (trainer, "counters"),
     (trainer, "smooth"),
     (trainer, "averaged"),

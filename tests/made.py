@@ -74,4 +74,4 @@ def groups(draw: st.DrawFn, min_members: int = 1) -> list[Group]:
 
 @st.composite
 def samples(draw: st.DrawFn) -> list[Sample]:
-    return to_samples(draw(groups()))
+    return to_samples(draw(groups()))[0]

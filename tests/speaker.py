@@ -70,7 +70,7 @@ def speaker() -> Path:
     )
     groups = asyncio.run(run_groups(policy, setup_of(config, chat), range(4), 4, (0, "speak")))
     learner = Learner(model, UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=80)
-    batch = collate(to_samples(groups))
+    batch = collate(to_samples(groups)[0])
     for step in range(80):
         learner.update(batch, step)
     folder = Path(mkdtemp(prefix="ragen-speaker-"))

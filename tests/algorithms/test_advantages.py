@@ -23,8 +23,7 @@ from ragen.algorithms.advantages_members import (
 )
 from ragen.algorithms.batch import collate, episode_index, to_episodes
 from ragen.algorithms.rewards import token_rewards
-from ragen.algorithms.samples import to_samples as flat_samples
-from ragen.algorithms.samples import trainable
+from ragen.algorithms.samples import to_samples
 from ragen.config.reading import resolve
 from ragen.config.sections import AdvantageConfig
 from ragen.core.errors import RagenError
@@ -397,8 +396,8 @@ def test_no_reward_and_no_value_is_no_advantage(name: str) -> None:
 
 @given(groups(min_members=2))
 def test_group_statistics_count_episodes_however_they_were_cut_into_rows(made: list[Group]) -> None:
-    index = episode_index(collate(flat_samples(made)))
-    rewards_ES = token_rewards([e for _, e in trainable(made)], index, "turn")
+    index = episode_index(collate(to_samples(made)[0]))
+    rewards_ES = token_rewards(to_samples(made)[1], index, "turn")
     credit = dr_grpo(rewards_ES=rewards_ES, mask_ES=index.mask_ES, group_E=index.group_E)
     at = 0
     for group in made:
@@ -412,7 +411,7 @@ def test_group_statistics_count_episodes_however_they_were_cut_into_rows(made: l
 def test_three_contexts_give_the_same_credit() -> None:
     def credit(*prompts: tuple[int, ...]) -> Tensor:
         turns = [turn(float(k), prompt=p, sampled=(8, 9)) for k, p in enumerate(prompts)]
-        batch = collate(flat_samples([Group((episode(*turns),))]))
+        batch = collate(to_samples([Group((episode(*turns),))])[0])
         index = episode_index(batch)
         rewards_ES = token_rewards([episode(*turns)], index, "turn")
         values_ES = to_episodes((batch.token_ids_BT == 8).float(), index)

@@ -16,16 +16,16 @@ from ragen.algorithms.batch import (
     flatten,
     minibatches,
     row_splits,
+    scatter_to_rows,
     take,
     to_episodes,
-    to_samples,
 )
-from ragen.algorithms.samples import to_samples as flat_samples
+from ragen.algorithms.samples import to_samples
 from ragen.core.types import Group, Sample
 
 
 def test_collate_pads_on_the_right() -> None:
-    batch = collate(flat_samples([Group((episode(turn()), episode(turn(sampled=(7,)))))]))
+    batch = collate(to_samples([Group((episode(turn()), episode(turn(sampled=(7,)))))])[0])
     assert batch.token_ids_BT.tolist() == [[1, 2, 7, 8], [1, 2, 7, 0]]
     assert batch.mask_BT.tolist() == [[False, False, True, True], [False, False, True, False]]
     assert batch.turn_BT.tolist() == [[-1, -1, 0, 0], [-1, -1, 0, -1]]
@@ -57,7 +57,7 @@ def test_an_untrained_completion_gets_no_context_weight() -> None:
 def test_to_samples_undoes_to_episodes_on_the_mask(rows: list[Sample]) -> None:
     batch = collate(rows)
     index = episode_index(batch)
-    back_BT = to_samples(to_episodes(batch.token_ids_BT, index), index)
+    back_BT = scatter_to_rows(to_episodes(batch.token_ids_BT, index), index)
     assert torch.equal(back_BT, batch.token_ids_BT * batch.mask_BT)
     assert index.mask_ES.sum() == batch.mask_BT.sum()
 
@@ -88,7 +88,7 @@ def test_time_does_not_depend_on_the_order_of_rows(rows: list[Sample], random: o
 
 
 def test_take_cuts_to_the_longest_and_carries_every_known_field() -> None:
-    batch = collate(flat_samples([Group((episode(turn()), episode(turn(sampled=(7,)))))]))
+    batch = collate(to_samples([Group((episode(turn()), episode(turn(sampled=(7,)))))])[0])
     batch = replace(batch, values_BT=batch.token_ids_BT.float())
     part = take(batch, torch.tensor([1]))
     assert part.values_BT is not None and part.values_BT.tolist() == [[1, 2, 7]]
@@ -114,7 +114,7 @@ def test_each_episode_comes_once_a_pass_and_whole(
 
 
 def test_minibatches_follow_their_seed_and_no_other() -> None:
-    batch = collate(flat_samples([Group(tuple(episode(turn()) for _ in range(32)))]))
+    batch = collate(to_samples([Group(tuple(episode(turn()) for _ in range(32)))])[0])
     torch.manual_seed(1)
     one = [part.episode_B.tolist() for part in minibatches(batch, 8, 2, seed=5)]
     torch.manual_seed(2)

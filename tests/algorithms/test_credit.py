@@ -14,8 +14,7 @@ from made import episode, groups, turn
 from ragen.algorithms.advantages import ADVANTAGES, NEEDS_VALUES
 from ragen.algorithms.batch import Batch, collate, episode_index
 from ragen.algorithms.credit import credit, state_numbers
-from ragen.algorithms.samples import to_samples as flat_samples
-from ragen.algorithms.samples import trainable
+from ragen.algorithms.samples import to_samples
 from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
 from ragen.core.types import Group
 
@@ -33,9 +32,14 @@ GROUP = Group(
 
 
 def credited(
-    made: list[Group], reward: RewardConfig, loss: LossConfig = NO_KL, **how: Any
+    made: list[Group],
+    reward: RewardConfig,
+    loss: LossConfig = NO_KL,
+    group_weights: list[float] | None = None,
+    **how: Any,
 ) -> Batch:
-    batch = collate(flat_samples(made))
+    samples, episodes = to_samples(made)
+    batch = collate(samples)
     zeros_BT = torch.zeros(batch.mask_BT.shape)
     batch = replace(
         batch,
@@ -43,8 +47,7 @@ def credited(
         old_logprobs_BT=zeros_BT,
         reference_logprobs_BT=zeros_BT - 2.0 * batch.mask_BT,
     )
-    episodes = [e for _, e in trainable(made)]
-    return credit(batch, episodes, reward, AdvantageConfig(**how), loss)
+    return credit(batch, episodes, reward, AdvantageConfig(**how), loss, group_weights)
 
 
 def on_tokens(batch: Batch) -> list[float]:
@@ -90,16 +93,24 @@ def test_rewards_are_normalised_before_the_kl_penalty_comes_on_top() -> None:
     assert batch.rewards_BT[batch.mask_BT].tolist() == [-0.5, -0.5, -0.5, 0.75, -0.5, -1.75]
 
 
+def test_the_weight_of_a_group_multiplies_its_advantages() -> None:
+    # Rewards 0 and 2 in both groups: advantages ∓1 on two sampled tokens each.
+    pair = Group((episode(turn(0.0)), episode(turn(2.0))))
+    batch = credited([pair, pair], RewardConfig(), group_weights=[0.5, 2.0], name="dr_grpo")
+    assert batch.advantages_BT is not None
+    assert batch.advantages_BT.sum(dim=1).tolist() == [-1, 1, -4, 4]
+
+
 @given(groups(), st.integers(1, 4))
 def test_state_numbers_are_equal_where_states_are(made: list[Group], num_states: int) -> None:
     episodes = [
         replace(
             e, turns=tuple(replace(t, state_key=f"{(i + j) % num_states}") for j, t in numbered)
         )
-        for i, (_, e) in enumerate(trainable(made))
+        for i, e in enumerate(to_samples(made)[1])
         for numbered in [list(enumerate(e.turns))]
     ]
-    index = episode_index(collate(flat_samples(made)))
+    index = episode_index(collate(to_samples(made)[0]))
     state_ES = state_numbers(episodes, index)
     assert torch.equal(state_ES >= 0, index.mask_ES)
     pairs = {

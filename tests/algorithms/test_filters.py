@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from made import episode, group, turn
 
 from ragen.algorithms import filters
-from ragen.algorithms.batch import collate
-from ragen.algorithms.credit import weighed
 from ragen.algorithms.filters import (
     FILTERS,
     SCALES,
@@ -26,7 +24,6 @@ from ragen.algorithms.filters import (
     reward_std,
     select,
 )
-from ragen.algorithms.samples import to_samples
 from ragen.config.sections import FilterConfig
 from ragen.core.types import Episode, Group, Turn
 
@@ -229,11 +226,3 @@ def test_soft_reweighting_golden() -> None:
     groups = [SURE, UNSURE, FLAT]
     assert group_weights(groups, [0, 1, 2], reweight=True) == pytest.approx([0.5, 1, 0])
     assert group_weights([FLAT, FLAT], [0, 1], reweight=True) == [0, 0]
-
-
-def test_each_groups_tokens_take_its_weight() -> None:
-    both = collate(to_samples([Group((episode(turn()), episode(turn()))), UNSURE]))
-    batch = replace(both, advantages_BT=both.mask_BT.float())
-    found = weighed(batch, [0.5, 2.0]).advantages_BT
-    assert found is not None
-    assert found.sum(dim=1).tolist() == [1, 1, 4, 4]  # two sampled tokens each

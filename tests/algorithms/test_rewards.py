@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import episode, groups, turn
 
-from ragen.algorithms.batch import collate, episode_index, to_samples
+from ragen.algorithms.batch import collate, episode_index, scatter_to_rows
 from ragen.algorithms.rewards import (
     Normalise,
     Over,
@@ -23,8 +23,7 @@ from ragen.algorithms.rewards import (
     normalise,
     token_rewards,
 )
-from ragen.algorithms.samples import to_samples as flat_samples
-from ragen.algorithms.samples import trainable
+from ragen.algorithms.samples import to_samples
 from ragen.config.sections import RewardConfig
 from ragen.core.types import Group
 
@@ -33,7 +32,7 @@ EPISODE = episode(turn(1.0, penalty=-0.1), turn(-0.25, prompt=(3,), sampled=(9,)
 
 
 def test_placement_golden() -> None:
-    index = episode_index(collate(flat_samples([Group((EPISODE,))])))
+    index = episode_index(collate(to_samples([Group((EPISODE,))])[0]))
     assert token_rewards([EPISODE], index, "turn").tolist() == [pytest.approx([0, 0.9, -0.25])]
     assert token_rewards([EPISODE], index, "episode").tolist() == [pytest.approx([0, 0, 0.65])]
     raw = token_rewards([EPISODE], index, "turn", penalties=False)
@@ -44,8 +43,8 @@ def test_placement_golden() -> None:
 def test_both_placements_pay_the_same_sum_and_raw_differs_by_the_penalties(
     made: list[Group],
 ) -> None:
-    episodes = [e for _, e in trainable(made)]
-    index = episode_index(collate(flat_samples(made)))
+    episodes = to_samples(made)[1]
+    index = episode_index(collate(to_samples(made)[0]))
     at_turns = token_rewards(episodes, index, "turn").sum(dim=1)
     at_end = token_rewards(episodes, index, "episode").sum(dim=1)
     raw = token_rewards(episodes, index, "episode", penalties=False).sum(dim=1)
@@ -57,15 +56,15 @@ def test_both_placements_pay_the_same_sum_and_raw_differs_by_the_penalties(
 
 @given(groups())
 def test_turn_rewards_stand_on_turn_ends_only(made: list[Group]) -> None:
-    batch = collate(flat_samples(made))
+    batch = collate(to_samples(made)[0])
     index = episode_index(batch)
-    rewards_ES = token_rewards([e for _, e in trainable(made)], index, "turn")
-    rewards_BT = to_samples(rewards_ES, index)
+    rewards_ES = token_rewards(to_samples(made)[1], index, "turn")
+    rewards_BT = scatter_to_rows(rewards_ES, index)
     assert torch.all(rewards_BT[~batch.turn_ends_BT] == 0)
 
 
 def test_an_episode_that_lost_a_turn_is_a_bug() -> None:
-    index = episode_index(collate(flat_samples([Group((EPISODE,))])))
+    index = episode_index(collate(to_samples([Group((EPISODE,))])[0]))
     with pytest.raises(AssertionError, match="every turn"):
         token_rewards([episode(turn(1.0))], index, "turn")
 
@@ -123,8 +122,8 @@ def test_asymmetric_clip_golden() -> None:
 def test_an_episodes_rewards_sum_to_its_normalised_total_in_both_placements(
     made: list[Group], method: Normalise, over: Over
 ) -> None:
-    episodes = [e for _, e in trainable(made)]
-    index = episode_index(collate(flat_samples(made)))
+    episodes = to_samples(made)[1]
+    index = episode_index(collate(to_samples(made)[0]))
     classes = comparison_classes(episodes, index, over)
     sums = []
     for placement in get_args(Placement):
@@ -159,7 +158,7 @@ def _by_hand(total: float, same: list[float], method: Normalise) -> float:
 def test_whose_episodes_are_compared() -> None:
     here, there = episode(turn(1.0)), replace(episode(turn(2.0)), env="x")
     made = [Group((here, there)), Group((here,))]
-    index = episode_index(collate(flat_samples(made)))
+    index = episode_index(collate(to_samples(made)[0]))
     found = {
         over: comparison_classes([here, there, here], index, over).tolist()
         for over in get_args(Over)
@@ -172,7 +171,7 @@ def test_statistics_go_by_episode_however_many_turns_or_rows_it_has() -> None:
     # Totals 1 (four turns, four rows) and 0: centred ±.5, not weighed by turns.
     long = episode(*(turn(0.25, prompt=(k,)) for k in range(1, 5)))
     made = [Group((long, episode(turn(0.0))))]
-    index = episode_index(collate(flat_samples(made)))
+    index = episode_index(collate(to_samples(made)[0]))
     paid_ES = token_rewards([long, made[0].episodes[1]], index, "turn")
     rewards_ES = normalise(paid_ES, index.mask_ES, index.group_E, "mean")
     assert rewards_ES.sum(dim=1).tolist() == [0.5, -0.5]

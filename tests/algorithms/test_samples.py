@@ -13,9 +13,9 @@ from hypothesis import given
 from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import collate, episode_index
 from ragen.algorithms.rewards import token_rewards
-from ragen.algorithms.samples import to_samples, trainable
+from ragen.algorithms.samples import to_samples
 from ragen.core.errors import RagenError
-from ragen.core.types import Group, Sample
+from ragen.core.types import Episode, Group, Sample
 from ragen.rollout.chat import Chat
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.rollout import Setup, run_groups
@@ -30,10 +30,12 @@ def sampled(sample: Sample) -> list[int]:
 
 @given(made.groups())
 def test_samples_hold_what_was_recorded(groups: list[Group]) -> None:
-    samples = to_samples(groups)
-    for index, (group, episode) in enumerate(trainable(groups)):
+    samples, episodes = to_samples(groups)
+    assert episodes == [episode for group in groups for episode in group.episodes]
+    for index, episode in enumerate(episodes):
         own = [sample for sample in samples if sample.episode == index]
-        assert {sample.group for sample in own} == {group}
+        assert [episode in groups[sample.group].episodes for sample in own] == [True] * len(own)
+        assert len({sample.group for sample in own}) == 1
         covered: list[int] = []
         for sample in own:
             turns = sorted({turn for turn in sample.turn_index if turn >= 0})
@@ -62,8 +64,8 @@ def test_samples_hold_what_was_recorded(groups: list[Group]) -> None:
 
 @given(made.groups())
 def test_one_rule_decides_where_a_sample_begins(groups: list[Group]) -> None:
-    samples = to_samples(groups)
-    for index, (_, episode) in enumerate(trainable(groups)):
+    samples, episodes = to_samples(groups)
+    for index, episode in enumerate(episodes):
         so_far: tuple[int, ...] = ()
         expected = 0
         for turn in episode.turns:
@@ -80,9 +82,10 @@ def test_failed_and_empty_episodes_are_left_out() -> None:
         Group((made.episode(made.turn(), stop="timeout"),)),
         Group((good, made.episode(made.turn(), stop="context"))),
     ]
-    assert [group for group, _ in trainable(groups)] == [0, 2, 2]
-    assert [(s.episode, s.group) for s in to_samples(groups)] == [(0, 0), (1, 2), (2, 2)]
-    assert to_samples([Group((bad,))]) == []
+    samples, episodes = to_samples(groups)
+    assert episodes == [good, good, groups[2].episodes[1]]
+    assert [(s.episode, s.group) for s in samples] == [(0, 0), (1, 2), (2, 2)]
+    assert to_samples([Group((bad,))]) == ([], [])
 
 
 @pytest.mark.parametrize("missing", ["prompt", "token_ids", "logprobs"])
@@ -117,10 +120,10 @@ def played(template: str, window: int) -> list[Group]:
     return asyncio.run(run_groups(policy, how, [1, 2], 2, (0, "train", 0), concurrency=1))
 
 
-def returns(groups: list[Group], samples: list[Sample]) -> tuple[Any, Any]:
+def returns(episodes: list[Episode], samples: list[Sample]) -> tuple[Any, Any]:
     """Returns and (with a made-up critic) advantages of each episode's sampled tokens."""
     index = episode_index(collate(samples))
-    rewards_ES = token_rewards([e for _, e in trainable(groups)], index, "turn")
+    rewards_ES = token_rewards(episodes, index, "turn")
     values_ES = torch.linspace(0, 1, index.mask_ES.shape[1]) * index.mask_ES
     found = ADVANTAGES["gae"](
         rewards_ES=rewards_ES,
@@ -145,14 +148,14 @@ def test_the_contexts_differ_in_rows_alone(template: str) -> None:
     found = {}
     for window in WINDOWS:
         groups = played(template, window)
-        samples = to_samples(groups)
+        samples, episodes = to_samples(groups)
         assert len(samples) == 4 * rows[window]
-        for index, (_, episode) in enumerate(trainable(groups)):
+        for index, episode in enumerate(episodes):
             said = [t for turn in episode.turns for t in turn.completion.token_ids or ()]
             own = [sample for sample in samples if sample.episode == index]
             assert [token for sample in own for token in sampled(sample)] == said
             assert [turn.reward for turn in episode.turns] == [0.25, 0.25, 0.0, 0.25]
-        found[window] = returns(groups, samples)
+        found[window] = returns(episodes, samples)
     for window in (2, 1):
         for ours, theirs in zip(found[window], found[0], strict=True):
             torch.testing.assert_close(ours, theirs)
@@ -161,7 +164,7 @@ def test_the_contexts_differ_in_rows_alone(template: str) -> None:
 def test_prefilled_tokens_are_never_trained() -> None:
     chat = Chat(tiny_tokenizer("chatml"))
     for group in played("chatml", 1):
-        for sample in to_samples([group]):
+        for sample in to_samples([group])[0]:
             begin = sample.loss_mask.index(True)
             assert chat.decode(sample.token_ids[begin - 1 : begin]).endswith(">")
             assert chat.decode(sample.token_ids[:begin]).endswith("<think>")

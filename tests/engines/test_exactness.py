@@ -13,18 +13,18 @@ import torch
 from hypothesis import given
 
 from ragen.algorithms.batch import Batch, collate, minibatches, take
-from ragen.algorithms.samples import to_samples, trainable
+from ragen.algorithms.samples import to_samples
 from ragen.config.reading import resolve
 from ragen.config.sections import Config
 from ragen.core.errors import RagenError
-from ragen.core.types import Group, Sample
+from ragen.core.types import Episode, Group, Sample
 from ragen.engines.checkpoint import folders
 from ragen.engines.exactness import verify, with_births
 from ragen.rollout.policies import fingerprint
 from ragen.rollout.rollout import run_groups
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_metrics
-from ragen.training import collection
+from ragen.training import collection, trainer
 from ragen.training.trainer import train
 from tests import made
 from tests.speaker import settings
@@ -55,8 +55,8 @@ def test_a_fingerprint_tells_everything_apart() -> None:
 
 @given(made.groups())
 def test_a_true_batch_passes_however_it_is_split(groups: list[Group]) -> None:
-    episodes = [episode for _, episode in trainable(groups)]
-    batch = with_births(collate(to_samples(groups)), episodes)
+    samples, episodes = to_samples(groups)
+    batch = with_births(collate(samples), episodes)
     for part in minibatches(batch, minibatch_episodes=2, passes=1, seed=0):
         rows = [take(part, torch.tensor([row])) for row in range(part.num_rows)]
         for split in ([part], rows, rows[::-1]):
@@ -69,7 +69,7 @@ def test_a_true_batch_passes_however_it_is_split(groups: list[Group]) -> None:
 
 
 def test_demonstrations_are_not_compared() -> None:
-    assert verify([collate(to_samples([made.group(0.0, 1.0)]))]) == {}
+    assert verify([collate(to_samples([made.group(0.0, 1.0)])[0])]) == {}
 
 
 def test_a_policy_without_fingerprints_is_told_what_to_do() -> None:
@@ -77,7 +77,7 @@ def test_a_policy_without_fingerprints_is_told_what_to_do() -> None:
     turn = replace(turn, completion=replace(turn.completion, fingerprint=None))
     groups = [Group((made.episode(turn),))]
     with pytest.raises(RagenError, match=r"let it set Completion\.fingerprint with"):
-        with_births(collate(to_samples(groups)), groups[0].episodes)
+        with_births(collate(to_samples(groups)[0]), groups[0].episodes)
 
 
 # Mutations: each must stop a real run.
@@ -209,7 +209,11 @@ def test_a_mutated_sample_stops_the_run(
     mutation: Callable[[list[Sample]], list[Sample]],
     window: int,
 ) -> None:
-    monkeypatch.setattr(collection, "to_samples", lambda groups: mutation(to_samples(groups)))
+    def mutated(groups: list[Group]) -> tuple[list[Sample], list[Episode]]:
+        samples, episodes = to_samples(groups)
+        return mutation(samples), episodes
+
+    monkeypatch.setattr(trainer, "to_samples", mutated)
     in_a_row, apart = WRONG[mutation]
     words = in_a_row if window == 0 or apart == "the same" else apart
     stopped(corridor(prompt__window=window), tmp_path / "run", words)

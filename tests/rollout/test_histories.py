@@ -23,10 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen.algorithms.advantages import ADVANTAGES
-from ragen.algorithms.batch import Batch, collate, episode_index, minibatches, to_episodes
-from ragen.algorithms.batch import to_samples as to_rows
+from ragen.algorithms.batch import (
+    Batch,
+    collate,
+    episode_index,
+    minibatches,
+    scatter_to_rows,
+    to_episodes,
+)
 from ragen.algorithms.credit import credit
-from ragen.algorithms.samples import to_samples, trainable
+from ragen.algorithms.samples import to_samples
 from ragen.config.reading import resolve
 from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig, UpdateConfig
 from ragen.core.types import Completion, Episode, Group, Prompt, Sample
@@ -124,9 +130,9 @@ def played(
     return asyncio.run(run_groups(policy, how, [1], 2, (0, "train", 0), concurrency=1))
 
 
-def check(groups: list[Group], samples: list[Sample]) -> None:
+def check(episodes: list[Episode], samples: list[Sample]) -> None:
     """Recorded ids are training ids; mask, logprobs and turn ends are where they were sampled."""
-    for index, (_, episode) in enumerate(trainable(groups)):
+    for index, episode in enumerate(episodes):
         trained: list[tuple[int, int, float]] = []
         ends: list[int] = []
         for sample in (each for each in samples if each.episode == index):
@@ -164,7 +170,7 @@ def credited(batch: Batch, episodes: list[Episode]) -> list[torch.Tensor]:
     """Rewards, returns and advantages along each episode, of all estimators, both placements."""
     index = episode_index(batch)
     values_ES = torch.linspace(0, 1, index.mask_ES.shape[1]) * index.mask_ES
-    batch = replace(batch, values_BT=to_rows(values_ES, index))
+    batch = replace(batch, values_BT=scatter_to_rows(values_ES, index))
     found = [index.turn_ES, index.turn_ends_ES]
     for placement, name in product(("episode", "turn"), ADVANTAGES):
         reward = RewardConfig(placement=placement)
@@ -185,10 +191,9 @@ def test_every_sampled_token_is_trained_once_in_every_window(
     alike = []
     for window in WINDOWS:
         groups = played(template, said, shown, window, max_length)
-        samples = to_samples(groups)
+        samples, episodes = to_samples(groups)
         assert samples, "the first turn fits"
-        check(groups, samples)
-        episodes = [episode for _, episode in trainable(groups)]
+        check(episodes, samples)
         batch = with_births(collate(samples), episodes)
         for part in minibatches(batch, minibatch_episodes=1, passes=1, seed=0):
             verify([part])
@@ -224,9 +229,9 @@ def test_earlier_thoughts_are_all_there_or_none(
     """Whatever the template does of itself, and also where old turns had to go for their length."""
     said = [thinking(template, number, n in cut) for n, number in enumerate(NUMBERS)]
     groups = played(template, said, shown, window, max_length, kept)
-    samples = to_samples(groups)
-    check(groups, samples)
-    for _, episode in trainable(groups):
+    samples, episodes = to_samples(groups)
+    check(episodes, samples)
+    for episode in episodes:
         for number, turn in enumerate(episode.turns):
             seen = chat(template).decode(turn.prompt.token_ids or ())
             told = "".join(message["content"] for message in turn.prompt.messages)
@@ -236,7 +241,7 @@ def test_earlier_thoughts_are_all_there_or_none(
                 is_there = kept == "keep" and first <= n < number
                 assert (f"Q{name}q" in seen) == (f"Q{name}q" in told) == is_there
     if kept == "keep" and window == 0 and max_length == ROOMY:
-        assert len(samples) == len(trainable(groups)), "an episode is one sample"
+        assert len(samples) == len(episodes), "an episode is one sample"
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -266,9 +271,9 @@ def test_recomputed_logprobs_are_those_that_were_sampled(
     )
     sampler = Sampler(model, found.end_ids, found.decode, slots=4, max_length=max_length)
     groups = asyncio.run(run_groups(sampler, how, [1, 2], 2, (seed, "train", 0)))
-    samples = to_samples(groups)
-    check(groups, samples)
-    batch = with_births(collate(samples), [episode for _, episode in trainable(groups)])
+    samples, episodes = to_samples(groups)
+    check(episodes, samples)
+    batch = with_births(collate(samples), episodes)
     learner = Learner(model, UpdateConfig(), LossConfig(kl=0.0), temperature=temperature)
     recomputed_BT, _ = learner.logprobs(batch)
     gap_BT = (recomputed_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs()

@@ -190,7 +190,7 @@ def to_episodes(field_BT: Tensor, index: EpisodeIndex) -> Tensor:
     return field_BT[index.row_ES, index.column_ES].masked_fill(~index.mask_ES, 0)
 
 
-def to_samples(field_ES: Tensor, index: EpisodeIndex) -> Tensor:
+def scatter_to_rows(field_ES: Tensor, index: EpisodeIndex) -> Tensor:
     """Scatter an episode-major field back to its tokens, ``(B, T)``; 0 on tokens nobody sampled."""
     field_BT = torch.zeros(index.shape_BT, dtype=field_ES.dtype)
     field_BT[index.row_ES[index.mask_ES], index.column_ES[index.mask_ES]] = field_ES[index.mask_ES]

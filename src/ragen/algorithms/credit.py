@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ragen.algorithms.advantages import ADVANTAGES
-from ragen.algorithms.batch import Batch, EpisodeIndex, episode_index, to_episodes, to_samples
+from ragen.algorithms.batch import Batch, EpisodeIndex, episode_index, scatter_to_rows, to_episodes
 from ragen.algorithms.rewards import comparison_classes, kl_penalty, normalise, token_rewards
 from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
 from ragen.core.types import Episode
@@ -21,6 +21,7 @@ def credit(
     reward: RewardConfig,
     advantage: AdvantageConfig,
     loss: LossConfig,
+    group_weights: Sequence[float] | None = None,
 ) -> Batch:
     """The batch with rewards, advantages and (with a critic) returns.
 
@@ -31,6 +32,8 @@ def credit(
         reward: Where rewards are paid and how they are normalised. A KL penalty comes on top.
         advantage: The estimator and its constants.
         loss: For the weight of a KL penalty in the reward.
+        group_weights: A factor on the advantages of each group that `Batch.group_B` indexes
+            (`filters.group_weights`); ``None`` weighs all groups alike.
     """
     index = episode_index(batch)
     penalised_ES = token_rewards(episodes, index, reward.placement)
@@ -56,12 +59,14 @@ def credit(
         step_weight=advantage.step_weight,
         whiten=advantage.whiten,
     )
-    returns_ES = found.returns_ES
+    returns_ES, advantages_BT = found.returns_ES, scatter_to_rows(found.advantages_ES, index)
+    if group_weights is not None:
+        advantages_BT = advantages_BT * torch.tensor(group_weights)[batch.group_B][:, None]
     return replace(
         batch,
-        rewards_BT=to_samples(rewards_ES, index),
-        advantages_BT=to_samples(found.advantages_ES, index),
-        returns_BT=None if returns_ES is None else to_samples(returns_ES, index),
+        rewards_BT=scatter_to_rows(rewards_ES, index),
+        advantages_BT=advantages_BT,
+        returns_BT=None if returns_ES is None else scatter_to_rows(returns_ES, index),
     )
 
 
@@ -81,15 +86,3 @@ def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
         mask_S = index.mask_ES[e]
         state_ES[e, mask_S] = torch.tensor(states)[index.turn_ES[e, mask_S]]
     return state_ES
-
-
-def weighed(batch: Batch, weights: Sequence[float]) -> Batch:
-    """The batch with each group's advantages times its weight (`filters.group_weights`).
-
-    Args:
-        batch: With advantages.
-        weights: One for each group that `Batch.group_B` indexes.
-    """
-    assert batch.advantages_BT is not None
-    weight_B = torch.tensor(weights)[batch.group_B]
-    return replace(batch, advantages_BT=batch.advantages_BT * weight_B[:, None])

@@ -7,7 +7,7 @@ becomes one sample a turn, and in each case every sampled token is trained exact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Group, Prompt, Sample
@@ -16,32 +16,28 @@ Exchange = tuple[Prompt, Completion]
 """One turn's tokens: what was asked and what was said."""
 
 
-def trainable(groups: Iterable[Group]) -> list[tuple[int, Episode]]:
-    """The episodes that have something to learn from, each with the index of its group.
+def to_samples(groups: Iterable[Group]) -> tuple[list[Sample], list[Episode]]:
+    """Flatten the episodes of `groups`, in order.
 
-    A `Sample`'s `episode` is an index into this list. Left out are failed episodes and those cut
-    before their first completion.
-    """
-    return [
-        (index, episode)
-        for index, group in enumerate(groups)
-        for episode in group.episodes
-        if not episode.failed and episode.turns
-    ]
+    Failed episodes and episodes that were cut before their first completion are left out.
 
-
-def to_samples(groups: Sequence[Group]) -> list[Sample]:
-    """Flatten the trainable episodes of `groups`, in order.
+    Returns:
+        The samples, and the episodes that they come from: `Sample.episode` indexes this list,
+        `Sample.group` indexes `groups`.
 
     Raises:
-        RagenError: A completion has no token ids or no logprobs, as from a chat endpoint: it can be
-            evaluated, not trained on.
+        RagenError: A completion has no token ids or no logprobs, as from a chat endpoint. It can be
+            evaluated, but not trained on.
     """
-    return [
-        sample
-        for index, (group, episode) in enumerate(trainable(groups))
-        for sample in join([(turn.prompt, turn.completion) for turn in episode.turns], index, group)
-    ]
+    samples: list[Sample] = []
+    episodes: list[Episode] = []
+    for number, group in enumerate(groups):
+        for episode in group.episodes:
+            if episode.turns and not episode.failed:
+                exchanges = [(turn.prompt, turn.completion) for turn in episode.turns]
+                samples += join(exchanges, len(episodes), number)
+                episodes.append(episode)
+    return samples, episodes
 
 
 def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample]:

@@ -29,11 +29,11 @@ from transformers import (
 )
 
 from ragen.algorithms.batch import collate
-from ragen.algorithms.samples import to_samples, trainable
+from ragen.algorithms.samples import to_samples
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import base_level, derive, eval_level
-from ragen.core.types import Group, Sample
+from ragen.core.types import Sample
 from ragen.engines.learner import Learner
 from ragen.engines.threads import use_threads
 from ragen.envs.contract import Env, maker
@@ -230,7 +230,7 @@ class School:
         groups = asyncio.run(run_groups(demonstrator, setup, levels, 1, path))
         errors = [e.error for group in groups for e in group.episodes if e.error is not None]
         assert not errors, errors[0]
-        return hide(to_samples(groups), groups, demonstrator.trained)
+        return hide(*to_samples(groups), demonstrator.trained)
 
 
 def suitable(lesson: Lesson, stage: int, index: int) -> Iterator[int]:
@@ -248,16 +248,15 @@ def suitable(lesson: Lesson, stage: int, index: int) -> Iterator[int]:
 
 
 def hide(
-    samples: Sequence[Sample], groups: Sequence[Group], trained: Mapping[int, Sequence[bool]]
+    samples: Sequence[Sample], episodes: Sequence[Episode], trained: Mapping[int, Sequence[bool]]
 ) -> list[Sample]:
     """Take from the mask what a demonstrator does not want learnt.
 
     Args:
-        samples: Of `groups`.
-        groups: Demonstrations.
+        samples: Of `episodes`.
+        episodes: Demonstrations.
         trained: For each turn, by its prompt's seed, which tokens of the completion stay.
     """
-    episodes = [episode for _, episode in trainable(groups)]
     found = []
     for sample in samples:
         turns = episodes[sample.episode].turns

@@ -13,11 +13,11 @@ from ragen.algorithms.advantages import COMPARES_MEMBERS, NEEDS_VALUES
 from ragen.algorithms.batch import Batch, collate, minibatches
 from ragen.algorithms.credit import credit
 from ragen.algorithms.filters import group_weights, reward_std, select
-from ragen.algorithms.samples import to_samples, trainable
+from ragen.algorithms.samples import to_samples
 from ragen.config.sections import Config
 from ragen.core.metrics import Metrics, total
 from ragen.core.seeding import derive, refill_level, train_level
-from ragen.core.types import Episode, Group
+from ragen.core.types import Episode, Group, Sample
 from ragen.diagnostics.diagnosis import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.engines.exactness import verify_split, with_births
@@ -75,10 +75,23 @@ def weights_of(config: Config, groups: Sequence[Group], kept: Sequence[int]) -> 
     return group_weights(groups, kept, scale=scale, reweight=reweight)
 
 
-async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> Batch:
-    """The groups' tokens with all that the loss needs: logprobs, values, credit."""
-    episodes = [episode for _, episode in trainable(groups)]
-    batch = with_births(collate(to_samples(groups)), episodes)
+async def make_batch(
+    engine: Engine,
+    samples: Sequence[Sample],
+    episodes: Sequence[Episode],
+    config: Config,
+    group_weights: Sequence[float] | None = None,
+) -> Batch:
+    """The samples as a batch with all that the loss needs: logprobs, values, credit.
+
+    Args:
+        engine: Scores the tokens.
+        samples: What `to_samples` made of the chosen groups.
+        episodes: Their episodes.
+        config: The run's settings.
+        group_weights: As in `credit`.
+    """
+    batch = with_births(collate(samples), episodes)
     if config.one_arithmetic:
         batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT)
     else:
@@ -87,16 +100,18 @@ async def learnable(engine: Engine, groups: Sequence[Group], config: Config) -> 
         batch = await engine.score(batch, "reference")
     if config.advantage.name in NEEDS_VALUES:
         batch = await engine.score(batch, "critic")
-    return credit(batch, episodes, config.reward, config.advantage, config.loss)
+    return credit(batch, episodes, config.reward, config.advantage, config.loss, group_weights)
 
 
 async def gradients(engine: Engine, groups: Sequence[Group], config: Config) -> Metrics:
     """Gradient norms by reward std over all groups, those that the filter would leave too."""
     everything = chosen_by(config) | {"rule": "all", "include_zero": True}
     chosen = [groups[index] for index in select(groups, **everything)]
-    if not trainable(chosen):
+    samples, episodes = to_samples(chosen)
+    if not samples:
         return {}
-    return await gradients_by_std(engine, await learnable(engine, chosen, config), chosen)
+    batch = await make_batch(engine, samples, episodes, config)
+    return await gradients_by_std(engine, batch, chosen)
 
 
 def planned(batch: Batch, state: LoopState, config: Config) -> list[tuple[Batch, int]]:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ragen.algorithms.batch import Batch
-from ragen.algorithms.credit import weighed
 from ragen.algorithms.filters import scores_of, select
-from ragen.algorithms.samples import trainable
+from ragen.algorithms.samples import to_samples
 from ragen.config.reading import changed, dump, read_config
 from ragen.config.sections import Config
 from ragen.core.errors import RagenError
@@ -40,7 +39,7 @@ from ragen.training.collection import (
     chosen_by,
     gradients,
     groups_of,
-    learnable,
+    make_batch,
     planned,
     refilled,
     weights_of,
@@ -74,10 +73,11 @@ async def loop(run: Run) -> None:
         chosen = [groups[index] for index in kept]
         diagnosis, matrices = await diagnose(run, groups, clock)
         updates: list[Metrics] = []
-        if trainable(chosen):
+        samples, episodes = to_samples(chosen)
+        if samples:
             with clock("score"):
-                batch = await learnable(engine, chosen, config)
-                batch = weighed(batch, weights_of(config, groups, kept))
+                weights = weights_of(config, groups, kept)
+                batch = await make_batch(engine, samples, episodes, config, weights)
             with clock("update"):
                 for part, at in planned(batch, state, config):
                     updates.append(await engine.update(part, at))
@@ -86,11 +86,11 @@ async def loop(run: Run) -> None:
                 await engine.publish()
         advance(state, groups, updates)
         with clock("record"):
-            await record(run, groups, kept, chosen, batch if updates else None)
+            await record(run, groups, kept, episodes, batch if updates else None)
             record_scores(run, matrices)
         counted = counters(state) | refilled(groups, config) | engine.metrics()
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counted])
-        metrics |= judged(batch) if updates else {}
+        metrics |= critic_metrics(batch) if updates else {}
         metrics |= clock.metrics(run.setup.env_time.seconds, metrics["tokens/sampled"].value)
         state.averages = smooth(state.averages, metrics)
         recorder.log(state.step, metrics | averaged(state.averages, metrics))
@@ -152,7 +152,7 @@ async def record(
     run: Run,
     groups: Sequence[Group],
     kept: Sequence[int],
-    chosen: Sequence[Group],
+    episodes: Sequence[Episode],
     batch: Batch | None,
 ) -> None:
     """Write the step's episodes, and now and then its tokens, as `config.record` asks."""
@@ -164,7 +164,6 @@ async def record(
         run.recorder.episodes(step, groups, flags, scores=scores)
     if batch is not None and due(step, wanted.tokens_every):
         after = await run.engine.score(batch, "policy")
-        episodes = [episode for _, episode in trainable(chosen)]
         rows = [tokens_of(batch, after, row, episodes) for row in range(batch.num_rows)]
         run.recorder.samples(step, rows)
 
@@ -178,7 +177,7 @@ def record_scores(run: Run, matrices: Sequence[CrossScores]) -> None:
         )
 
 
-def judged(batch: Batch) -> Metrics:
+def critic_metrics(batch: Batch) -> Metrics:
     """What critic and reference say of a step's tokens, where the run has them."""
     on, metrics = batch.mask_BT, Metrics()
     if batch.values_BT is not None and batch.returns_BT is not None:
