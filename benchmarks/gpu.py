@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import ragen
+from ragen.algorithms.samples import to_samples
 from ragen.config.reading import resolve
 from ragen.config.sections import Config
 from ragen.core.metrics import Metrics, merge

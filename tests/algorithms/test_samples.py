@@ -31,11 +31,11 @@ def sampled(sample: Sample) -> list[int]:
 @given(made.groups())
 def test_samples_hold_what_was_recorded(groups: list[Group]) -> None:
     samples, episodes = to_samples(groups)
-    assert episodes == [episode for group in groups for episode in group.episodes]
-    for index, episode in enumerate(episodes):
+    expected = [(number, e) for number, group in enumerate(groups) for e in group.episodes]
+    assert episodes == [episode for _, episode in expected]
+    for index, (group, episode) in enumerate(expected):
         own = [sample for sample in samples if sample.episode == index]
-        assert [episode in groups[sample.group].episodes for sample in own] == [True] * len(own)
-        assert len({sample.group for sample in own}) == 1
+        assert {sample.group for sample in own} == {group}
         covered: list[int] = []
         for sample in own:
             turns = sorted({turn for turn in sample.turn_index if turn >= 0})

@@ -33,7 +33,7 @@ from ragen.algorithms.samples import to_samples
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import base_level, derive, eval_level
-from ragen.core.types import Sample
+from ragen.core.types import Episode, Sample
 from ragen.engines.learner import Learner
 from ragen.engines.threads import use_threads
 from ragen.envs.contract import Env, maker
