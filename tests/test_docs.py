@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,3 +113,23 @@ def test_the_table_of_memory_follows_from_its_formulas(name: str) -> None:
     counts = [f"{number / 1e6:,.0f} M" for number in (whole, adapters)]
     row = " | ".join([name, *counts, *(f"{part / 2**30:.1f}" for part in parts)])
     assert f"| {row} |" in (ROOT / "docs" / "models.md").read_text("utf-8")
+
+
+HINT = re.compile(r"pip install[^\n`]*")
+
+
+def test_hints_install_this_distribution() -> None:
+    """The name `ragen` on PyPI is another project's; every hint names an extra that exists."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    named = 0
+    for path in sources:
+        text = path.read_text("utf-8")
+        assert not re.search(r"\bragen\[", text), f"{path}: the distribution is {project['name']}"
+        for hint in HINT.findall(text):
+            assert not re.search(r"[ '\"]ragen\b(?!-rl)", hint), f"{path}: {hint}"
+            for extra in re.findall(r"ragen-rl\[(\w+)\]", hint):
+                assert extra in extras, f"{path}: there is no extra {extra!r}"
+                named += 1
+    assert named >= 5

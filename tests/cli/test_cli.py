@@ -17,6 +17,8 @@ from typing import Any, Never
 import pytest
 from rich.console import Console
 
+import ragen
+from ragen.cli.help import FIRST_KEYS
 from ragen.cli.main import COMMANDS, main
 from ragen.config import reading as settings
 from ragen.config.sections import Config
@@ -103,6 +105,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
         ("eval random --episodes many", "argument --episodes: invalid int value: 'many'"),
         ("eval random --episodes 0", "episodes = 0: expected a whole number"),
         ("eval random --temperature=-1", "temperature = -1.0: expected a number"),
+        ("help kesy", "unknown command 'kesy'; did you mean 'keys'?"),
+        ("completion csh", "argument SHELL: invalid choice: 'csh'"),
         ("envs --jsn", "unknown option --jsn; did you mean --json?"),
         ("envs --update.lr 3", "unknown option --update.lr; ragen envs --help lists them all"),
         ("train bandit --reward.terms.length", "--reward.terms.length needs a value\n"),
@@ -137,13 +141,70 @@ def test_each_command_explains_itself(name: str, capsys: Capture) -> None:
     assert f"usage: ragen {name}" in capsys.readouterr().out
 
 
-def test_train_help_has_every_key_recipe_and_preset(capsys: Capture) -> None:
+def test_train_help_shows_the_recipes_and_the_first_keys(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = capsys.readouterr().out
+    assert all(f"  --{key} " in shown for key in FIRST_KEYS)
+    assert all(name in shown for name in settings.recipes())
+    assert "ragen help keys" in shown and shown.count("\n") < 80
+
+
+def test_help_topics_list_everything(capsys: Capture) -> None:
+    assert main(["help", "keys"]) == 0
+    shown = capsys.readouterr().out
     assert [key for key in set(settings.keys()) if f"--{key}" not in shown] == ["recipe"]
-    for name in (*settings.recipes(), *settings.presets()):
-        assert f"  {name} " in shown
+    for topic, names in (("recipes", settings.recipes()), ("algorithms", settings.presets())):
+        assert main(["help", topic]) == 0
+        shown = capsys.readouterr().out
+        assert all(f"  {name} " in shown for name in names)
+
+
+def test_help_of_a_command_is_its_help(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["help", "train"])
+    assert capsys.readouterr().out == shown
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out.startswith("RAGEN trains")
+
+
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_version(flag: str, capsys: Capture) -> None:
+    assert main([flag]) == 0
+    assert capsys.readouterr().out == f"ragen {ragen.__version__}\n"
+
+
+def test_bash_completes_commands_recipes_and_keys(capsys: Capture, tmp_path: Path) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "ragen.bash"
+    script.write_text(capsys.readouterr().out)
+    code = """
+        source "$0"
+        for line in "ragen tr" "ragen train ban" "ragen train --update.l" "ragen help k"; do
+            COMP_WORDS=($line); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
+            _shtab_ragen; echo "${COMPREPLY[@]}"
+        done"""
+    done = subprocess.run(["bash", "-c", code, script], capture_output=True, text=True, check=True)
+    trains, recipes, keys, topics = done.stdout.splitlines()
+    assert (trains, set(recipes.split()), topics) == ("train", {"bandit", "bandit-rev"}, "keys")
+    assert {"--update.lr", "--update.lr_end"} <= set(keys.split())
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_complete_too(shell: str, capsys: Capture) -> None:
+    assert main(["completion", shell]) == 0
+    shown = capsys.readouterr().out
+    assert "sokoban-large" in shown and "rollout.group_size" in shown
+
+
+def test_envs_fits_a_narrow_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["envs", "--episodes", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("sokoban-new-symbols") for line in lines)
 
 
 def test_dry_run_prints_a_config_and_writes_nothing(
@@ -298,7 +359,7 @@ def test_eval_prints_one_json_object(
     assert (record["env"], record["episodes"], record["success"]) == ("bandit", 8, 1.0)
     assert record["success_low"] < 1.0 == record["success_high"] == record["best"]
     assert main(["eval", "random", "--env", "bandit", "--episodes", "8"]) == 0
-    assert "random play" in capsys.readouterr().out
+    assert "random  optimal" in capsys.readouterr().out
 
 
 def test_envs_lists_every_environment_with_its_references(capsys: Capture) -> None:
@@ -307,7 +368,7 @@ def test_envs_lists_every_environment_with_its_references(capsys: Capture) -> No
     assert {"bandit", "frozen-lake", "frozen-lake-still", "sokoban"} <= rows.keys()
     assert (rows["bandit"]["random"], rows["bandit"]["best"]) == (0.5, 1.0)
     assert main(["envs", "--episodes", "4"]) == 0
-    assert "random play" in capsys.readouterr().out
+    assert "random  optimal" in capsys.readouterr().out
 
 
 def test_check_holds_environments_to_the_contract(capsys: Capture) -> None:

@@ -147,7 +147,7 @@ def test_it_keeps_to_the_length_and_asks_nothing_while_it_samples(sampler: VllmS
 
 def test_vllm_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(RagenError, match=r"needs vLLM .*pip install 'ragen\[vllm\]'"):
+    with pytest.raises(RagenError, match=r"needs vLLM .*pip install 'ragen-rl\[vllm\]'"):
         Vllm(folder, **SIZES)
 
 

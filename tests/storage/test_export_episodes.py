@@ -166,7 +166,7 @@ def test_what_is_missing_for_parquet_is_said(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(RagenError, match=r"pip install 'ragen\[parquet\]'"):
+    with pytest.raises(RagenError, match=r"pip install 'ragen-rl\[parquet\]'"):
         export_episodes(run, tmp_path / "out.parquet")
     assert list(tmp_path.iterdir()) == []
 

@@ -274,7 +274,7 @@ def test_what_is_missing_is_one_line_before_anything_begins(
     assert main(["train", "bandit", "--out", str(out), "--record.trackers", name]) == 2
     said = capsys.readouterr().err
     assert said == (
-        f"ragen: record.trackers: {name} is not installed: pip install 'ragen[{name}]'\n"
+        f"ragen: record.trackers: {name} is not installed: pip install 'ragen-rl[{name}]'\n"
     )
     assert not out.exists()
 

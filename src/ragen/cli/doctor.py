@@ -19,7 +19,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gymnasium", "
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; `ok` is false where something that RAGEN needs is missing.
+    """One line of the report; `ok` is false if something that RAGEN needs is missing.
 
     Example:
         >>> Finding("python", "3.11.7", True).ok
@@ -32,7 +32,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Look at Python, the packages, the database, the speed of matrix products; then train."""
+    """Examine Python, the packages, SQLite and matrix products; then run a tiny training."""
     yield Finding("python", f"{platform.python_version()} on {platform.system()}", True)
     for package in PACKAGES:
         yield _package(package)

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragen.cli.command import Command, Overrides, terminal
+from ragen.cli.command import Command, Overrides, Parser, terminal
 from ragen.core.errors import RagenError
 
 if TYPE_CHECKING:
-    from ragen.cli.arguments import Parser
     from ragen.evaluation.evaluation import Evaluation
     from ragen.evaluation.outcomes import Outcome
     from ragen.rollout.endpoint import Server
@@ -41,7 +40,7 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     named = [name for each in options.env or [] for name in each.split(",")]
     asked_in = [overrides | {"env": name} for name in named] or [overrides]
     envs = [config_for(options.target, values, server).env for values in asked_in]
-    for env in envs:  # none is played before all are known to exist
+    for env in envs:  # all must exist before one is played
         make(env.name, **env.params)
     sections = []
     for env, values in zip(envs, asked_in, strict=True):
@@ -72,7 +71,11 @@ def _compare_options(parser: Parser) -> None:
     add = parser.add_argument
     add("one", metavar="A", help="what ragen eval takes; runs of several seeds: A1,A2,A3")
     add("other", metavar="B", help="the same, such as base")
-    add("--suite", metavar="NAME", help="where a skill may carry over to: bandit or sokoban")
+    add(
+        "--suite",
+        metavar="NAME",
+        help="a suite of environments for generalisation: bandit or sokoban",
+    )
     _playing_options(parser)
 
 
@@ -120,25 +123,25 @@ def _compare(options: Namespace, overrides: Overrides) -> int:
 
 
 def _playing_options(parser: Parser) -> None:
-    """What `eval` and `compare` take alike."""
+    """Add the options that `eval` and `compare` share."""
     add = parser.add_argument
-    which = "an environment, or a recipe that says how it is shown; or several: W1,W2 [the run's]"
-    add("--env", action="append", metavar="W", help=which)
+    which = "an environment or a recipe; or several: E1,E2 [the run's]"
+    add("--env", action="append", metavar="E", help=which)
     add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
     add("--samples", type=int, default=1, metavar="K", help="episodes a level, for pass@K [1]")
     add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
     add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]")
     add("--concurrency", type=int, metavar="N", help="episodes played at once")
-    add("--base-url", metavar="URL", help="an OpenAI-compatible endpoint, to ask models there")
-    add("--key-env", metavar="NAME", help="variable that holds its key [OPENAI_API_KEY]")
+    add("--base-url", metavar="URL", help="an OpenAI-compatible endpoint that serves the model")
+    add("--key-env", metavar="NAME", help="environment variable with its key [OPENAI_API_KEY]")
     add("--timeout", type=float, metavar="S", help="seconds of one request [120]")
     add("--rpm", type=float, metavar="N", help="requests a minute [no limit]")
     add("--json", action="store_true", help="print one JSON object an environment")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables there, too")
-    add("--out", type=Path, metavar="DIR", help="where outcomes are kept [the run, or evals]")
+    add("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
+    add("--out", type=Path, metavar="DIR", help="folder for the outcomes [the run, or evals]")
     parser.epilog = (
-        "Any config key (ragen train --help) may be set as well. Outcomes are kept as episodes end:"
-        "\nthe same command goes on where another was stopped, and plays nothing twice."
+        "Any config key (ragen help keys) may be set too. Outcomes are stored as episodes end:"
+        "\nafter a stop, the same command continues and plays nothing twice."
     )
 
 
@@ -153,7 +156,7 @@ def _server(options: Namespace) -> Server | None:
     }
     asked = {name: value for name, value in asked.items() if value is not None}
     if asked and options.base_url is None:
-        raise RagenError("--key-env, --timeout and --rpm are about an endpoint: add --base-url URL")
+        raise RagenError("--key-env, --timeout and --rpm configure an endpoint: add --base-url URL")
     return None if options.base_url is None else Server(options.base_url, **asked)
 
 
@@ -161,7 +164,7 @@ def _places(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
     """Where to compare: a suite, the named environments, or that of the first run.
 
     Raises:
-        RagenError: There is no such suite, or environments are named besides.
+        RagenError: There is no such suite, or environments are named as well.
     """
     from ragen.evaluation.compare import SUITES
 
@@ -169,7 +172,7 @@ def _places(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
     if options.suite is None:
         return {name: {"env": name} for name in named} or {"": {}}
     if named:
-        raise RagenError("--suite names the environments already: leave --env out")
+        raise RagenError("--suite already names the environments: leave --env out")
     if options.suite not in SUITES:
         raise RagenError(f"there is no suite {options.suite!r}: expected {' or '.join(SUITES)}")
     return SUITES[options.suite]
@@ -177,7 +180,7 @@ def _places(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
 
 @contextmanager
 def _counting(name: str, total: int) -> Iterator[Callable[[Outcome, int], None]]:
-    """A bar of the episodes that are played, where somebody sees it."""
+    """A progress bar over the episodes, if standard error is a terminal."""
     from rich.progress import Progress
 
     console = terminal(stderr=True)
@@ -186,11 +189,11 @@ def _counting(name: str, total: int) -> Iterator[Callable[[Outcome, int], None]]
             task = bar.add_task(name, total=total)
             yield lambda _, left: bar.update(task, completed=total - left)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
+        raise KeyboardInterrupt("interrupted; the same command continues from here") from None
 
 
 def _refuse_unwritable(path: Path | None) -> None:
-    """A page that cannot be written is known of before anything is played."""
+    """Refuse a Markdown file that cannot be written, before anything is played."""
     if path is not None:
         folder = "is a folder" if path.is_dir() else ""
         if reason := folder or ("" if path.parent.is_dir() else "there is no such folder"):
@@ -215,7 +218,7 @@ def _play_options(parser: Parser) -> None:
         help="human, random, solver, base or RUN [human]",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which level [0]")
-    parser.epilog = "Any config key (ragen train --help) may be set as well."
+    parser.epilog = "Any config key (ragen help keys) may be set too."
 
 
 def _play(options: Namespace, overrides: Overrides) -> int:
@@ -233,7 +236,7 @@ def _play(options: Namespace, overrides: Overrides) -> int:
             config.env.params.pop("observation", None)  # the environment's own: a map
         try:
             play_env(console, config.env, PLAYERS[options.player](options.seed), options.seed)
-        except EOFError:  # Ctrl-D at the prompt: the person has had enough.
+        except EOFError:  # Ctrl-D at the prompt ends the game.
             print()
         return 0
     from ragen.evaluation.evaluation import play_target
@@ -246,17 +249,20 @@ def _branch_options(parser: Parser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
     add("episode", metavar="EPISODE", type=int, help="an episode's id, as ragen view shows it")
-    add("--turn", type=int, required=True, metavar="K", help="the turn to play anew, from 0")
+    add("--turn", type=int, required=True, metavar="K", help="the turn to branch at, from 0")
     add("--n", type=int, default=4, metavar="N", help="branches [4]")
-    add("--checkpoint", type=int, metavar="STEP", help="whose weights play [the newest]")
+    add(
+        "--checkpoint",
+        type=int,
+        metavar="STEP",
+        help="the step of the checkpoint that plays [the newest]",
+    )
     add("--temperature", type=float, metavar="T", help="0: greedy [the run's]")
-    add("--seed", type=int, default=0, metavar="S", help="another one gives other branches [0]")
+    add("--seed", type=int, default=0, metavar="S", help="another seed gives other branches [0]")
     add("--json", action="store_true", help="print the result as one JSON line")
     parser.epilog = (
-        "The environment goes back to its snapshot of that turn, with the noise that lay before "
-        "it, and "
-        "the\npolicy plays on from the very tokens it saw. Kept in RUN/branches.sqlite, whole "
-        "episodes each."
+        "The environment returns to its snapshot of that turn, with the same coming noise, and\n"
+        "the policy continues from the tokens it saw. Branches are stored in RUN/branches.sqlite."
     )
 
 
@@ -283,8 +289,8 @@ def _branch(options: Namespace, _: Overrides) -> int:
 COMMANDS: dict[str, Command] = {
     "eval": Command("measure a run, a model or a player", _eval_options, _eval, True),
     "compare": Command(
-        "which of two is better, on the same levels", _compare_options, _compare, True
+        "compare two agents or methods on the same levels", _compare_options, _compare, True
     ),
-    "play": Command("play an environment yourself, or watch it played", _play_options, _play, True),
-    "branch": Command("play a recorded episode on from one of its turns", _branch_options, _branch),
+    "play": Command("play an environment, or watch an agent play it", _play_options, _play, True),
+    "branch": Command("branch a recorded episode at one of its turns", _branch_options, _branch),
 }

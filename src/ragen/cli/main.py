@@ -1,4 +1,4 @@
-"""The command line, ``ragen COMMAND …``: each command calls one function and shows its result.
+"""The command line ``ragen COMMAND …``: each command calls one function and shows its result.
 
 Results go to standard output, progress and errors to standard error. A user's mistake is one line
 and exit code 2; a run that the guard stopped exits with 3; an interrupted run says how to go on and
@@ -10,21 +10,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ragen.cli import evaluations as cli_evaluations
-from ragen.cli import runs as cli_runs
-from ragen.cli import tools as cli_tools
-from ragen.cli import view as cli_viewer
-from ragen.cli.command import complain
+from ragen.cli import evaluations, runs, tools, view
+from ragen.cli.command import Command, Overrides, Parser, complain, parse
+from ragen.cli.help import SHELLS, TOPICS, completion, overview
 from ragen.core.errors import RagenError
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes: 128 + the signal's number, as shells have it; an error brings its own."""
 
-COMMANDS = cli_runs.COMMANDS | cli_evaluations.COMMANDS | cli_viewer.COMMANDS | cli_tools.COMMANDS
-"""All commands, by name."""
+COMMANDS = runs.COMMANDS | evaluations.COMMANDS | view.COMMANDS | tools.COMMANDS
+"""All commands that do some work, by name; ``help`` and ``completion`` are about them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             complain(str(error) or "interrupted")
             return TERMINATED if terminated else INTERRUPTED
         except BrokenPipeError:
-            # The reader (head, less) has seen enough; keep Python from flushing into a closed pipe.
+            # The reader (head, less) closed the pipe: keep Python from flushing into it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
 
@@ -56,55 +55,69 @@ def _mistake(error: RagenError | ExceptionGroup[RagenError]) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_overview())
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help") or (name == "help" and not rest):
+        print(overview(COMMANDS | ABOUT))
         return 0
-    if arguments[0] == "--version":
-        from importlib.metadata import version
+    if name in ("-V", "--version"):
+        import ragen
 
-        print(f"ragen {version('ragen')}")
+        print(f"ragen {ragen.__version__}")
         return 0
-    name, *rest = arguments
-    if name not in COMMANDS:
-        raise RagenError(f"unknown command {name!r}{_nearest(name)}; ragen --help lists them all")
-    from ragen.cli.arguments import Parser, keys_help, parse
+    if name == "help" and rest[0] not in TOPICS:
+        name, rest = rest[0], ["--help"]
+    command = (COMMANDS | ABOUT).get(name)
+    if command is None:
+        from ragen.config.reading import nearest
 
-    command = COMMANDS[name]
+        hint = nearest(name, [*COMMANDS, *ABOUT, *TOPICS])
+        raise RagenError(f"unknown command {name!r}{hint}; ragen --help lists them all")
     asks_help = any(argument in ("-h", "--help") for argument in rest)
-    epilog = keys_help() if command.keys_in_help and asks_help else ""
-    parser = Parser(f"ragen {name}", command.summary, epilog)
+    parser = Parser(f"ragen {name}", command.summary)
+    if asks_help and command.epilog is not None:
+        parser.epilog = command.epilog()
     command.options(parser)
     return command.run(*parse(parser, rest, command.takes_keys))
 
 
-def _overview() -> str:
-    lines = [
-        "RAGEN trains and evaluates LLM agents with multi-turn reinforcement learning.",
-        "",
-        "usage: ragen COMMAND [options]",
-        "",
-        *(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()),
-        "",
-        "Begin with:  ragen train bandit        (seconds on a laptop)",
-        "More:        ragen COMMAND --help",
-    ]
-    return "\n".join(lines)
+def _help_options(parser: Parser) -> None:
+    topics = ", ".join(TOPICS)
+    parser.add_argument("topic", choices=TOPICS, metavar="TOPIC", help=f"a command, or {topics}")
 
 
-def _nearest(name: str) -> str:
-    import difflib
+def _help(options: Namespace, _: Overrides) -> int:
+    print(TOPICS[options.topic]())
+    return 0
 
-    found = difflib.get_close_matches(name, COMMANDS, 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+
+def _completion_options(parser: Parser) -> None:
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    parser.epilog = (
+        "bash: ragen completion bash > ~/.local/share/bash-completion/completions/ragen\n"
+        "zsh:  ragen completion zsh > a folder of $fpath, as _ragen\n"
+        "fish: ragen completion fish > ~/.config/fish/completions/ragen.fish"
+    )
+
+
+def _completion(options: Namespace, _: Overrides) -> int:
+    print(completion(COMMANDS | ABOUT, options.shell))
+    return 0
+
+
+ABOUT: dict[str, Command] = {
+    "help": Command("explain a command, or list recipes, algorithms, keys", _help_options, _help),
+    "completion": Command("print a completion script", _completion_options, _completion),
+}
+"""The commands about the other commands."""
 
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
-    """Let SIGTERM take Ctrl-C's way inside; what is yielded is no longer empty once it came."""
-    came: list[int] = []
+    """Handle SIGTERM like Ctrl-C; the yielded list is no longer empty once it arrived."""
+    received: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
-        came.append(number)
+        received.append(number)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.raise_signal(signal.SIGINT)
             return
@@ -115,7 +128,7 @@ def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
 
     before = signal.signal(signal.SIGTERM, pass_on)
     try:
-        yield came
+        yield received
     finally:
         signal.signal(signal.SIGTERM, before)
 

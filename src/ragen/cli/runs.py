@@ -1,4 +1,4 @@
-"""The commands about runs: train, resume, report, export, study."""
+"""The commands for runs: train, resume, report, export, study."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragen.cli.command import Command, Overrides, complain, output_options, program, terminal
+from ragen.cli.command import (
+    Command,
+    Overrides,
+    Parser,
+    complain,
+    output_options,
+    program,
+    terminal,
+)
+from ragen.cli.help import train_epilog
 from ragen.core.errors import RagenError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ragen.cli.arguments import Parser
     from ragen.config.sections import Config
     from ragen.evaluation.evaluation import Evaluation
     from ragen.training.progress import Watcher
@@ -31,7 +39,7 @@ def _train_options(parser: Parser) -> None:
         help="the run's folder; it must not exist [runs/RECIPE-N]",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the settled config and do nothing"
+        "--dry-run", action="store_true", help="print the resolved config and do nothing"
     )
     output_options(parser)
 
@@ -61,7 +69,7 @@ def _resume_options(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     output_options(parser)
     parser.epilog = (
-        "A run goes on by its own settings. To train its model further by others: "
+        "A run is resumed with its own settings. To train its model further with others: "
         "ragen train RECIPE --model RUN"
     )
 
@@ -85,21 +93,21 @@ def _watch_run(work: Callable[[Watcher], Result], options: Namespace) -> int:
         result = work(watcher)
     except StopRequested as stop:
         watcher.end()
-        complain(f"stopped after the last finished step; {_go_on(watcher)}")
+        complain(f"stopped after the last finished step; {_advice(watcher)}")
         return 128 + stop.signal_number
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted at once; {_go_on(watcher)}") from None
+        raise KeyboardInterrupt(f"interrupted at once; {_advice(watcher)}") from None
     finally:
         watcher.end()
-    # With --json, standard output is for the machine.
+    # With --json, standard output holds the JSON line only.
     _show_result(terminal(stderr=options.json), result)
     if options.json:
         print(json.dumps(_result_record(result)))
     return 0
 
 
-def _go_on(watcher: Watcher) -> str:
-    return f"go on with: {program()} resume {watcher.run}" if watcher.run else "nothing had begun"
+def _advice(watcher: Watcher) -> str:
+    return f"resume with: {program()} resume {watcher.run}" if watcher.run else "nothing had begun"
 
 
 def _show_config(config: Config) -> None:
@@ -115,7 +123,7 @@ def _show_config(config: Config) -> None:
 
 
 def _show_memory(config: Config) -> None:
-    """The memory plan as comments, where nothing has to be fetched for it."""
+    """Print the memory plan as comments, unless the model would have to be downloaded."""
     from ragen.engines.memory import plan
     from ragen.models.pretrained import is_at_hand
 
@@ -124,9 +132,7 @@ def _show_memory(config: Config) -> None:
         for line in plan(config).lines():
             print(f"# {line}")
     else:
-        print(
-            f"# memory: told once the model is here; {model} is no folder, nor in the Hub's cache"
-        )
+        print(f"# memory: unknown as yet; {model} is no folder, nor in the Hub's cache")
 
 
 def _result_record(result: Result) -> dict[str, Any]:
@@ -164,18 +170,18 @@ def _show_result(console: Console, result: Result) -> None:
         _show_evaluations(console, rows)
     run = shlex.quote(str(result.run))
     for line in (
-        *_collapse(result),
+        *_collapse_signs(result),
         f"\n{result.seconds:.0f} s; everything is in {result.run}",
         f"watch it play:  {program()} play {result.env} --player {run}",
         f"evaluate it:    {program()} eval {run}",
-        f"look inside it: {program()} view {run}",
-        f"read about it:  {program()} report {run}",
+        f"view it:        {program()} view {run}",
+        f"report on it:   {program()} report {run}",
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _collapse(result: Result) -> list[str]:
-    """What a run that ended worse than it began shows of the Echo Trap's published signs."""
+def _collapse_signs(result: Result) -> list[str]:
+    """The Echo Trap's published signs, in a run that ended worse than it began."""
     before, after = result.before, result.after
     if before is None or after is None or after.success >= before.success:
         return []
@@ -207,14 +213,14 @@ def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) 
         table.add_row(name, f"{e.success:.1%}", interval, f"{e.mean_return:.3f}", style="bold")
     if first.best is not None:
         best_return = "" if first.best_return is None else f"{first.best_return:.3f}"
-        table.add_row("best play", f"{first.best:.1%}", "", best_return)
+        table.add_row("optimal play", f"{first.best:.1%}", "", best_return)
     console.print(table)
 
 
 def _report_options(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where report.md and its plots go [RUN]"
+        "--out", type=Path, metavar="DIR", help="folder for report.md and its plots [RUN]"
     )
 
 
@@ -237,15 +243,15 @@ def _export_options(parser: Parser) -> None:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="a checkpoint's step [the newest]")
-    which.add_argument("--best", action="store_true", help="the checkpoint that was evaluated best")
-    parser.add_argument(
-        "--merge", action="store_true", help="add a LoRA adapter to its base: whole weights"
+    which.add_argument(
+        "--best", action="store_true", help="the checkpoint with the best evaluation"
     )
+    parser.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base")
     parser.add_argument(
         "--episodes",
         type=Path,
         metavar="FILE",
-        help="write all recorded episodes instead, a row each: FILE.jsonl or FILE.parquet",
+        help="write all recorded episodes instead, one a row: FILE.jsonl or FILE.parquet",
     )
 
 
@@ -278,10 +284,12 @@ def _study_options(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/study-NAME-SCALE]")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="runs at once [cores]")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print claim, rule and runs, and do nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the claim, the rule and the runs, and do nothing",
     )
     parser.add_argument("--json", action="store_true", help="end with the verdict as one JSON line")
-    parser.epilog = "What is done is kept: the same command goes on after a stop or a kill."
+    parser.epilog = "Finished runs are kept: the same command continues after a stop or a kill."
 
 
 def _study(options: Namespace, _: Overrides) -> int:
@@ -310,9 +318,9 @@ def _study(options: Namespace, _: Overrides) -> int:
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("train an agent by a recipe", _train_options, _train, True, True),
-    "resume": Command("go on with a run that was stopped", _resume_options, _resume),
-    "report": Command("one page about a run, with plots", _report_options, _report),
-    "export": Command("a run's policy for transformers and vLLM", _export_options, _export),
-    "study": Command("run a published claim again, with a verdict", _study_options, _study),
+    "train": Command("train an agent with a recipe", _train_options, _train, True, train_epilog),
+    "resume": Command("resume a stopped run", _resume_options, _resume),
+    "report": Command("write a one-page report of a run, with plots", _report_options, _report),
+    "export": Command("export a run's policy for transformers and vLLM", _export_options, _export),
+    "study": Command("test a published claim again, with a verdict", _study_options, _study),
 }

@@ -1,18 +1,16 @@
-"""The commands around training: sft and base make models; envs, check and doctor look."""
+"""The commands around training: sft and base make models; envs, check and doctor inspect."""
 
 from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ragen.cli.command import Command, Overrides, output_options, program, terminal
+from ragen.cli.command import Command, Overrides, Parser, output_options, program, terminal
 from ragen.core.errors import RagenError
-
-if TYPE_CHECKING:
-    from ragen.cli.arguments import Parser
 
 
 def _sft_options(parser: Parser) -> None:
@@ -24,15 +22,15 @@ def _sft_options(parser: Parser) -> None:
         "--data",
         type=Path,
         metavar="FILE",
-        help='conversations, one {"messages": […]} a line [episodes of the best player]',
+        help='conversations, one {"messages": […]} a line [episodes of the optimal player]',
     )
-    parser.add_argument("--episodes", type=int, metavar="N", help="of the best player [1024]")
-    parser.add_argument("--epochs", type=int, metavar="E", help="passes over the examples [3]")
+    parser.add_argument("--episodes", type=int, metavar="N", help="of the optimal player [1024]")
+    parser.add_argument("--epochs", type=int, metavar="E", help="epochs over the examples [3]")
     parser.add_argument("--lr", type=float, metavar="LR", help="[10 times the recipe's update.lr]")
     output_options(parser)
     parser.epilog = (
-        "World, prompts, budgets and model are the recipe's; keys of these and most of update "
-        "(ragen train --help) may be set as well. Then: ragen train RECIPE --model DIR"
+        "The recipe sets environment, prompts, budgets and model; their keys and most of update's "
+        "(ragen help keys) may be set too. Then: ragen train RECIPE --model DIR"
     )
 
 
@@ -47,7 +45,9 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
 
     refuse_unread(overrides)
     if options.data and options.episodes is not None:
-        raise RagenError("--episodes counts those of the best player; leave it or --data out")
+        raise RagenError(
+            "--episodes counts episodes of the optimal player: leave out --episodes or --data"
+        )
     given = {name: getattr(options, name) for name in ("episodes", "epochs", "lr")}
     console = terminal(stderr=True)
 
@@ -78,7 +78,7 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
 
 
 def _typed(overrides: Overrides) -> str:
-    """Values by key as they are typed.
+    """Config keys as they are typed on the command line.
 
     Example:
         >>> _typed({"prompt.think": False, "env.params.names": "two words"})
@@ -106,14 +106,18 @@ def _base(options: Namespace, _: Overrides) -> int:
     from ragen.finetuning.base import prepare_family
 
     prepare_family(options.family, options.out, options.seed, options.steps, print, options.stages)
-    print(f"the base of {options.family} is in {options.out}")
+    print(f"the base model of {options.family} is in {options.out}")
     return 0
 
 
 def _envs_options(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.add_argument(
-        "--episodes", type=int, default=256, metavar="N", help="levels behind random and best [256]"
+        "--episodes",
+        type=int,
+        default=256,
+        metavar="N",
+        help="levels for random and optimal play [256]",
     )
 
 
@@ -147,19 +151,18 @@ def _envs(options: Namespace, _: Overrides) -> int:
     if options.json:
         print(json.dumps(rows))
         return 0
-    from rich.table import Table
-
-    table = Table(
-        title=f"environments, {len(levels)} levels, within their budgets", title_justify="left"
-    )
-    for column in ("env", "random play", "best play", "turns", "actions", "what it is"):
-        left = column in ("env", "what it is")
-        table.add_column(column, justify="left" if left else "right", no_wrap=column == "env")
+    width = max(len(row["name"]) for row in rows)
+    heads = ("random", "optimal", "turns", "actions")
+    print(f"{'environment':<{width}}  {'  '.join(f'{head:>7}' for head in heads)}")
     for row in rows:
-        best = "?" if row["best"] is None else f"{row['best']:.1%}"
-        numbers = (f"{row['random']:.1%}", best, str(row["turns"]), str(row["actions"]))
-        table.add_row(row["name"], *numbers, row["description"])
-    terminal().print(table)
+        optimal = "?" if row["best"] is None else f"{row['best']:.1%}"
+        cells = (f"{row['random']:.1%}", optimal, str(row["turns"]), str(row["actions"]))
+        print(f"{row['name']:<{width}}  {'  '.join(f'{cell:>7}' for cell in cells)}")
+        print(textwrap.fill(row["description"], 78, initial_indent="  ", subsequent_indent="  "))
+    print(
+        f"\nSuccess of random and optimal play over {len(levels)} levels, within the turns and\n"
+        "actions of an episode."
+    )
     return 0
 
 
@@ -197,8 +200,10 @@ def _doctor(options: Namespace, _: Overrides) -> int:
 
 COMMANDS: dict[str, Command] = {
     "sft": Command("fine-tune a model on examples", _sft_options, _sft, True),
-    "base": Command("prepare the embedded model anew", _base_options, _base),
-    "envs": Command("list the environments with their floor and ceiling", _envs_options, _envs),
-    "check": Command("hold environments to the contract", _check_options, _check),
-    "doctor": Command("what is installed, what this machine can do", _doctor_options, _doctor),
+    "base": Command("prepare an embedded model from scratch", _base_options, _base),
+    "envs": Command("list the environments with random and optimal play", _envs_options, _envs),
+    "check": Command("check that environments keep the contract", _check_options, _check),
+    "doctor": Command(
+        "show what is installed and what this machine can do", _doctor_options, _doctor
+    ),
 }

@@ -1,4 +1,4 @@
-"""The command about looking: view."""
+"""The command view."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ import webbrowser
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ragen.cli.command import Command, Overrides
+from ragen.cli.command import Command, Overrides, Parser
 from ragen.core.errors import RagenError
 
-if TYPE_CHECKING:
-    from ragen.cli.arguments import Parser
-
 PORT = 7246
-"""RAGN on the keys of a telephone."""
+"""RAGN on a telephone keypad."""
 
 
 def _view_options(parser: Parser) -> None:
@@ -27,23 +23,25 @@ def _view_options(parser: Parser) -> None:
         type=Path,
         default=Path("runs"),
         metavar="FOLDER",
-        help="where the runs are, or one run [runs]",
+        help="folder of the runs, or one run [runs]",
     )
     parser.add_argument(
-        "--port", type=int, default=PORT, metavar="N", help=f"0 takes any that is free [{PORT}]"
+        "--port", type=int, default=PORT, metavar="N", help=f"0 takes any free port [{PORT}]"
     )
     parser.add_argument(
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="beyond this machine, whoever looks needs the token in the printed URL [127.0.0.1]",
+        help="address to serve on; beyond this machine the printed URL has a token [127.0.0.1]",
     )
-    parser.add_argument("--no-browser", action="store_true", help="only print the URL")
+    parser.add_argument(
+        "--no-browser", action="store_true", help="print the URL and open no browser"
+    )
     parser.add_argument(
         "--export",
         type=Path,
         metavar="FILE",
-        help="write the run FOLDER into one HTML file that needs no server, and serve nothing",
+        help="write the run FOLDER to one HTML file that needs no server",
     )
     parser.add_argument("--episode", type=int, metavar="ID", help="export this episode alone")
     parser.add_argument(
@@ -55,17 +53,17 @@ def _view(options: Namespace, _: Overrides) -> int:
     if options.export is not None:
         return _export(options)
     if options.episode is not None or options.group is not None:
-        raise RagenError("--episode and --group say what is exported: name a file with --export")
+        raise RagenError("--episode and --group choose what is exported: name a file with --export")
     if not 0 <= options.port <= 65535:
         raise RagenError(f"--port {options.port}: expected a whole number from 0 to 65535")
     from ragen.viewer.server import serve
 
     def say(address: str) -> None:
-        print(f"{options.folder} is shown at {address} (Ctrl-C ends it)", flush=True)
+        print(f"{options.folder} is served at {address} (Ctrl-C stops it)", flush=True)
         if not options.no_browser and _has_browser():
             webbrowser.open(address)
 
-    with suppress(KeyboardInterrupt):  # the usual end
+    with suppress(KeyboardInterrupt):  # the usual way to stop
         serve(options.folder, options.host, options.port, say)
     return 0
 
@@ -74,12 +72,12 @@ def _export(options: Namespace) -> int:
     from ragen.viewer.share import share
 
     file = share(options.folder, options.export, episode=options.episode, group=options.group)
-    print(f"{file} holds it ({file.stat().st_size / 1e6:.1f} MB) and opens in any browser")
+    print(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB); it opens in any browser")
     return 0
 
 
 def _has_browser() -> bool:
-    """Whether somebody sits before this machine, with a browser that leaves the terminal alone."""
+    """Whether this session has a graphical browser."""
     if os.environ.get("CI") or os.environ.get("SSH_CONNECTION"):
         return False
     if sys.platform.startswith("linux"):

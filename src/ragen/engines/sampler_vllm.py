@@ -240,13 +240,13 @@ def _import() -> Any:
         import vllm.sampling_params
     except ImportError as error:
         raise RagenError(
-            f"rollout.sampler = \"vllm\" needs vLLM ({error}): pip install 'ragen[vllm]', or use "
+            f"rollout.sampler = \"vllm\" needs vLLM ({error}): pip install 'ragen-rl[vllm]' or use "
             '"local"'
         ) from error
     if not vllm.__version__.startswith(f"{TESTED}."):
         raise RagenError(
             f"vLLM {vllm.__version__} is installed, and RAGEN was tested with {TESTED}: "
-            "pip install 'ragen[vllm]', or use rollout.sampler = \"local\""
+            "pip install 'ragen-rl[vllm]', or use rollout.sampler = \"local\""
         )
     return vllm
 

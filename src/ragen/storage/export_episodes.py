@@ -127,7 +127,7 @@ def _write_parquet(rows: Iterator[Record], path: Path) -> int:
         from pyarrow.parquet import ParquetWriter
     except ImportError:
         raise RagenError(
-            "writing Parquet needs pyarrow: pip install 'ragen[parquet]', or name a .jsonl file"
+            "writing Parquet needs pyarrow: pip install 'ragen-rl[parquet]', or name a .jsonl file"
         ) from None
 
     kinds = {

@@ -212,7 +212,7 @@ def tracked(watcher: Watcher, config: Config) -> Watcher:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise RagenError(
-                f"record.trackers: {name} is not installed: pip install 'ragen[{name}]'"
+                f"record.trackers: {name} is not installed: pip install 'ragen-rl[{name}]'"
             )
     return Tracked(watcher, names) if names else watcher
 
