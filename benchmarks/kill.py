@@ -32,8 +32,8 @@ from typing import Any
 from ragen.config.reading import resolve
 from ragen.config.sections import Config
 from ragen.core.errors import RagenError
-from ragen.engines.checkpoint import newest_whole
 from ragen.engines.local import LocalEngine
+from ragen.storage.checkpoint import newest_intact
 from ragen.storage.database import DATABASE
 from ragen.training import running, trainer
 from ragen.training.trainer import resume, train
@@ -141,7 +141,7 @@ def kill_and_resume(config: Config, run: Path, seconds: float, chooser: random.R
 def go_on(config: Config, run: Path) -> None:
     """Resume, or begin anew where the kill came before the first checkpoint."""
     try:
-        newest_whole(run)
+        newest_intact(run)
     except RagenError:
         shutil.rmtree(run, ignore_errors=True)
         train(config, run)
@@ -164,7 +164,7 @@ def watched(phase: str, work: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
 
 def contents(run: Path) -> dict[str, Any]:
     """All that a run came to, except for the time it took and what happened on its way."""
-    checkpoint, state, _ = newest_whole(run)
+    checkpoint, state, _ = newest_intact(run)
     del state["loop"]["seconds"]
     tables = {
         "metrics": "SELECT * FROM metrics WHERE name NOT LIKE 'time/%'",

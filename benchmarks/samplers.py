@@ -17,9 +17,9 @@ import torch
 
 from ragen.config.reading import resolve
 from ragen.core.seeding import train_level
-from ragen.engines.checkpoint import resolve_model
 from ragen.engines.local import policy_of
 from ragen.engines.sampler import Stats
+from ragen.models.names import resolve_model
 from ragen.rollout.rollout import run_groups, setup_of
 
 WAYS = ("local", "vllm", "vllm without its prefix cache")

@@ -38,7 +38,10 @@ FOLDERS = {  # Top to bottom; whether the folder does without torch, in part or 
     "core": "no torch",
 }
 PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
-LIGHT_MODULES = {"reports.report", "studies.study", "studies.measures", "diagnostics.regimes"}
+LIGHT_MODULES = {
+    *("reports.report", "studies.study", "studies.measures", "diagnostics.regimes"),
+    "models.names",
+}
 """Modules of folders with torch that load none themselves."""
 HEAVY_MODULES = {"evaluation.branch"}
 """Modules of folders without torch at import that need it."""

@@ -18,8 +18,8 @@ import torch
 from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
-from ragen.engines.checkpoint import write_state, writing
 from ragen.models.model import save_model
+from ragen.storage.checkpoint import write_state, writing
 from ragen.training.trainer import train
 from tests.speaker import settings, speaker
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -340,4 +340,4 @@ def test_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
     assert f"remove {tmp_path}, which holds no step yet, and start again" in refused(0)
     with writing(tmp_path, 0, keep=2) as folder:
         write_state(folder, {"step": 0})
-    assert f"then go on with: ragen resume {tmp_path}" in refused(1)
+    assert f"then continue with: ragen resume {tmp_path}" in refused(1)

@@ -25,9 +25,9 @@ from ragen.diagnostics.diagnosis import gradients_by_std
 from ragen.diagnostics.information import measure
 from ragen.diagnostics.regimes import REGIMES
 from ragen.diagnostics.signals import averaged, smooth, std_buckets
-from ragen.engines import checkpoint
-from ragen.engines.checkpoint import optimizer_tensors
 from ragen.engines.learner import Learner
+from ragen.engines.tensors import optimizer_tensors
+from ragen.storage import checkpoint
 from ragen.storage.database import DATABASE, read
 from ragen.storage.schema import decompress
 from ragen.training.trainer import examine, resume, train

@@ -22,9 +22,9 @@ from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
 from ragen.diagnostics.guard import EVALUATED, GRACE, LEVELS, Alarm, GuardState, read_history
-from ragen.engines import checkpoint
-from ragen.engines.checkpoint import folders
 from ragen.engines.local import LocalEngine
+from ragen.storage import checkpoint
+from ragen.storage.checkpoint import folders
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.recorder import Recorder
 from ragen.training import recovery, trainer

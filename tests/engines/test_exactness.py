@@ -18,10 +18,10 @@ from ragen.config.reading import resolve
 from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Sample
-from ragen.engines.checkpoint import folders
 from ragen.engines.exactness import verify, with_births
 from ragen.rollout.policies import fingerprint
 from ragen.rollout.rollout import run_groups
+from ragen.storage.checkpoint import folders
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_metrics
 from ragen.training import collection, trainer

@@ -21,11 +21,11 @@ from ragen.algorithms.batch import collate
 from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Completion, Prompt, Sample
-from ragen.engines.checkpoint import newest
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
 from ragen.models.decoder import HFDecoder, make_decoder
 from ragen.models.model import recompute_layers
+from ragen.storage.checkpoint import newest
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import resume, train
 from tests.engines.test_learner import PLAIN, batch

@@ -20,8 +20,8 @@ from ragen.algorithms.batch import Batch, collate, take
 from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Sample
-from ragen.engines.checkpoint import optimizer_tensors, restore_optimizer
 from ragen.engines.learner import Learner, optimizers
+from ragen.engines.tensors import optimizer_tensors, restore_optimizer
 from ragen.models.model import Critic, load_policy
 from ragen.storage.database import DATABASE
 from ragen.storage.schema import SAMPLE_ARRAYS, decompress

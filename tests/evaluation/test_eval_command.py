@@ -20,12 +20,12 @@ import pytest
 from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
-from ragen.engines.checkpoint import weights_hash
 from ragen.evaluation import evaluation
 from ragen.evaluation.evaluation import outcomes_of
 from ragen.evaluation.outcomes import Outcome
 from ragen.evaluation.scores import Prices, failures, scores
 from ragen.evaluation.targets import config_for, run_of, settings_of
+from ragen.models.names import hash_model_folder
 from ragen.rollout import endpoint
 from ragen.rollout.endpoint import Server
 from ragen.storage.database import DATABASE
@@ -292,14 +292,14 @@ def test_a_model_goes_by_what_it_plays_with(tmp_path: Path) -> None:
     files = {"model.safetensors": "w", "tokenizer.json": "t", "chat_template.jinja": "c"}
     for name, text in (files | {"critic.safetensors": "v", "state.json": "s"}).items():
         (tmp_path / name).write_text(text)
-    before = weights_hash(tmp_path)
+    before = hash_model_folder(tmp_path)
     for name in ("critic.safetensors", "state.json"):
         (tmp_path / name).unlink()
-    assert weights_hash(tmp_path) == before
+    assert hash_model_folder(tmp_path) == before
     for name in files:
         (tmp_path / name).write_text("another")
-        assert weights_hash(tmp_path) != before
-        before = weights_hash(tmp_path)
+        assert hash_model_folder(tmp_path) != before
+        before = hash_model_folder(tmp_path)
 
 
 def test_several_environments_and_samples_in_tables(capsys: Capture) -> None:

@@ -12,7 +12,6 @@ import pytest
 from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
-from ragen.engines.checkpoint import resolve_model
 from ragen.envs.boundary import EnvError
 from ragen.envs.contract import make
 from ragen.evaluation import references
@@ -24,6 +23,7 @@ from ragen.evaluation.evaluation import (
 )
 from ragen.evaluation.references import Budget
 from ragen.evaluation.targets import config_for
+from ragen.models.names import resolve_model
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.rollout import setup_of
 from ragen.storage.database import CONFIG

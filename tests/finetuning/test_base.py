@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 from ragen import evaluate, train
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS, eval_level
-from ragen.engines.checkpoint import EMBEDDED, base_folder, fingerprint
+from ragen.engines.tensors import hash_weights
 from ragen.envs.contract import maker
 from ragen.finetuning.base import FAMILIES, Lesson, School, Stage, prepare, prepare_family, suitable
 from ragen.finetuning.demonstrations import Demonstrator, Lookup, Piece, answer, look_up
 from ragen.finetuning.tokenizer import END, build
+from ragen.models.names import EMBEDDED, base_folder
 from ragen.rollout.chat import Chat
 from ragen.rollout.rollout import Setup, run_groups
 
@@ -31,7 +32,7 @@ def test_a_short_preparation_is_deterministic_and_in_the_right_format(tmp_path: 
     for name, kept in (("a", None), ("b", tmp_path / "stages")):
         prepare(stages, tmp_path / name, stages_out=kept)
         models.append(AutoModelForCausalLM.from_pretrained(tmp_path / name))
-    assert fingerprint(models[0]) == fingerprint(models[1])
+    assert hash_weights(models[0]) == hash_weights(models[1])
     config = models[0].config
     assert (config.model_type, config.num_key_value_heads) == ("qwen2", 2)
     assert 300_000 < models[0].num_parameters() < 1_000_000
@@ -39,7 +40,7 @@ def test_a_short_preparation_is_deterministic_and_in_the_right_format(tmp_path: 
     assert next(models[0].parameters()).dtype == torch.float16
     assert [folder.name for folder in (tmp_path / "stages").iterdir()] == ["names"]
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "stages" / "names")
-    assert fingerprint(before) != fingerprint(models[1])
+    assert hash_weights(before) != hash_weights(models[1])
     for folder in ("a", "stages"):
         with pytest.raises(RagenError, match="exists already"):
             prepare(stages, tmp_path / "new", stages_out=tmp_path / folder)
@@ -51,7 +52,7 @@ def test_another_seed_gives_another_model(tmp_path: Path) -> None:
     prints = set()
     for seed in (0, 1):
         prepare_family("bandit", tmp_path / str(seed), seed=seed, steps=1)
-        prints.add(fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path / str(seed))))
+        prints.add(hash_weights(AutoModelForCausalLM.from_pretrained(tmp_path / str(seed))))
     assert len(prints) == 2
 
 

@@ -19,8 +19,8 @@ from ragen.config.sections import Config, LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import SFT_LEVELS
 from ragen.core.types import Prompt
-from ragen.engines.checkpoint import fingerprint
 from ragen.engines.learner import Learner
+from ragen.engines.tensors import hash_weights
 from ragen.envs.contract import make
 from ragen.finetuning.demonstrations import Planner
 from ragen.finetuning.sft import mean_nll, planned, played, rows, sft, split
@@ -48,7 +48,7 @@ def tiny(**more: Any) -> Config:
 
 
 def weights(folder: Path) -> str:
-    return fingerprint(AutoModelForCausalLM.from_pretrained(folder))
+    return hash_weights(AutoModelForCausalLM.from_pretrained(folder))
 
 
 def talks(path: Path, count: int, reply: str = "<answer>Dragon</answer>") -> Path:

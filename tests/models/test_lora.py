@@ -509,7 +509,7 @@ def test_a_base_that_has_moved(saved: tuple[Path, Any], base: Path) -> None:
     put_on(loaded(lora.base_of(folder)), folder)
     config = json.loads((folder / lora.CONFIG).read_text())
     for name, found in (
-        ("/elsewhere/site-packages/ragen/bases/bandit", "bases/bandit"),
+        ("/elsewhere/site-packages/ragen/models/bases/bandit", "bases/bandit"),
         ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
     ):
         text = json.dumps(config | {"base_model_name_or_path": name})

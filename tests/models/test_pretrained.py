@@ -29,7 +29,8 @@ from ragen.core.errors import RagenError
 from ragen.engines.sampler import Sampler
 from ragen.models import pretrained
 from ragen.models.model import load_policy, save_model
-from ragen.models.pretrained import is_at_hand, model_config, model_folder
+from ragen.models.names import is_available_offline
+from ragen.models.pretrained import model_config, model_folder
 from tests.tiny import tiny_model, tiny_tokenizer
 
 WORDS = tiny_tokenizer("chatml")
@@ -232,9 +233,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
 
 
 def test_a_model_of_the_hub_is_loaded_and_then_needs_no_network(hub: Callable[[], None]) -> None:
-    assert not is_at_hand("me/tiny")
+    assert not is_available_offline("me/tiny")
     words = model_folder("me/tiny", weights=False)
-    assert is_at_hand("me/tiny") and is_at_hand(words) and not is_at_hand("no/such/model")
+    assert (
+        is_available_offline("me/tiny")
+        and is_available_offline(words)
+        and not is_available_offline("no/such/model")
+    )
     assert (words / "config.json").is_file() and not (words / "model.safetensors").exists()
     assert model_config(words, "me/tiny").model_type == "qwen2"
     loaded, _ = load_policy("me/tiny", "cpu", "float32")

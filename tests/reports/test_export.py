@@ -23,7 +23,6 @@ from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.seeding import eval_level
 from ragen.core.stopping import run_async
-from ragen.engines.checkpoint import checkpoint_of, newest, read_state, write_state
 from ragen.engines.local import loaded
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.models.model import load_policy
@@ -33,6 +32,7 @@ from ragen.reports.report import read_facts
 from ragen.rollout.chat import Chat
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.rollout import Place, play, setup_of
+from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_state
 from ragen.training.trainer import train
 from tests.speaker import settings
 from tests.tiny import TEMPLATES, tiny_tokenizer

@@ -19,8 +19,8 @@ import pytest
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
-from ragen.engines.checkpoint import base_folder
 from ragen.evaluation.evaluation import outcomes_of
+from ragen.models.names import base_folder
 from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.policies import NoCompletion
 

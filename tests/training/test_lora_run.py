@@ -20,12 +20,13 @@ from ragen.config.reading import resolve
 from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
-from ragen.engines import checkpoint
 from ragen.engines.local import LocalEngine, loaded, policy_of
+from ragen.engines.tensors import load_tensors
 from ragen.evaluation.evaluation import evaluate_target, evaluations_of
 from ragen.evaluation.targets import config_for
 from ragen.models import fast_qwen2, lora
 from ragen.reports.export import export
+from ragen.storage import checkpoint
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import examine, resume, train
 from tests.diagnostics.test_guard_run import BACK, Plan, alarms_at, events
@@ -62,7 +63,7 @@ def test_a_checkpoint_holds_the_adapter_and_not_the_base(finished: Path) -> None
     assert {lora.CONFIG, lora.WEIGHTS, "tokenizer.json", "chat_template.jinja"} <= names
     assert {"critic.safetensors", "optimizer-0.safetensors", "state.json"} <= names
     assert not {"config.json", "model.safetensors"} & names
-    critic = checkpoint.load_tensors(newest / "critic.safetensors")
+    critic = load_tensors(newest / "critic.safetensors")
     matrices = {name.rpartition(".lora_")[2] for name in critic if "lora_" in name}
     assert matrices == {"A.weight", "B.weight"} and "head.weight" in critic
 
@@ -122,8 +123,8 @@ def test_training_goes_on_from_a_run(finished: Path, tmp_path: Path) -> None:
     """With adapters of the same shape, or merged with all weights."""
     on = {"model__path": str(finished), "steps": 1, "algorithm": "starpo/grpo", "loss__kl": 0.0}
     train(asked(**on), tmp_path / "on")
-    start = checkpoint.load_tensors(tmp_path / "on" / "checkpoints" / "step-0" / lora.WEIGHTS)
-    end = checkpoint.load_tensors(checkpoint.newest(finished) / lora.WEIGHTS)
+    start = load_tensors(tmp_path / "on" / "checkpoints" / "step-0" / lora.WEIGHTS)
+    end = load_tensors(checkpoint.newest(finished) / lora.WEIGHTS)
     assert start.keys() == end.keys() and all(torch.equal(start[k], end[k]) for k in end)
     base = json.loads((checkpoint.newest(tmp_path / "on") / lora.CONFIG).read_text())
     assert base["base_model_name_or_path"] == config().model.path
@@ -173,7 +174,7 @@ def test_a_run_is_evaluated_under_other_settings(finished: Path) -> None:
 def test_the_base_is_known_again(tmp_path: Path) -> None:
     model = shutil.copytree(config().model.path, tmp_path / "model")
     train(asked(model__path=str(model), steps=1), tmp_path / "run")
-    weights = checkpoint.load_tensors(model / "model.safetensors")
+    weights = load_tensors(model / "model.safetensors")
     weights["model.norm.weight"][0] *= 2
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     for use in (lambda: resume(tmp_path / "run"), lambda: evaluate_target(str(tmp_path / "run"))):

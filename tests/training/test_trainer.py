@@ -30,11 +30,11 @@ from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Role
-from ragen.engines import checkpoint
 from ragen.engines import local as engine_local
 from ragen.engines.learner import Learner
 from ragen.engines.local import LocalEngine
 from ragen.engines.sampler import Sampler
+from ragen.storage import checkpoint
 from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
 from ragen.training import running
@@ -743,7 +743,7 @@ def test_no_checkpoint_is_whole(tmp_path: Path, finished: Path) -> None:
     with pytest.raises(RagenError) as caught:
         resume(run)
     assert str(caught.value).startswith(
-        f"no checkpoint of {run} is whole (step-1: model.safetensors is damaged (it is missing); "
+        f"no checkpoint of {run} is intact (step-1: model.safetensors is damaged (it is missing); "
         "step-0: state.json is damaged ("
     )
     assert "\n" not in str(caught.value) and sorted(run.rglob("*")) == before

@@ -125,10 +125,10 @@ def _show_config(config: Config) -> None:
 def _show_memory(config: Config) -> None:
     """Print the memory plan as comments, unless the model would have to be downloaded."""
     from ragen.engines.memory import plan
-    from ragen.models.pretrained import is_at_hand
+    from ragen.models.names import is_available_offline
 
     model = config.model.path
-    if model == "base" or is_at_hand(model):
+    if model == "base" or is_available_offline(model):
         for line in plan(config).lines():
             print(f"# {line}")
     else:

@@ -18,24 +18,24 @@ from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics
 from ragen.core.types import Role
-from ragen.engines.checkpoint import (
-    Damaged,
-    fingerprint,
-    load_tensors,
-    optimizer_tensors,
-    restore_optimizer,
-    save_tensors,
-)
 from ragen.engines.engine import WeightedPolicy
 from ragen.engines.learner import Learner
 from ragen.engines.parity import compared
 from ragen.engines.sampler import Sampler, Stats
 from ragen.engines.sampler_server import VllmServer
 from ragen.engines.sampler_vllm import Vllm, VllmSampler
+from ragen.engines.tensors import (
+    hash_weights,
+    load_tensors,
+    optimizer_tensors,
+    restore_optimizer,
+    save_tensors,
+)
 from ragen.models import lora
 from ragen.models.model import load_policy, load_tokenizer, recompute_layers, save_model
 from ragen.models.precision import Masters
 from ragen.rollout.chat import Chat
+from ragen.storage.checkpoint import Damaged
 
 
 class LocalEngine:
@@ -183,7 +183,7 @@ class LocalEngine:
     def _reference(self) -> str | None:
         """What the reference is known by; with LoRA it is the base, which the adapter knows."""
         reference = self.learner.reference
-        return None if reference is None or reference is self.model else fingerprint(reference)
+        return None if reference is None or reference is self.model else hash_weights(reference)
 
     async def close(self) -> None:
         """See `Engine.close`: a rollback builds the next engine while this one is still named."""

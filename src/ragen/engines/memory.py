@@ -22,13 +22,13 @@ from ragen.algorithms.advantages import NEEDS_VALUES
 from ragen.config.reading import changed, flatten
 from ragen.config.sections import Config
 from ragen.core.errors import RagenError
-from ragen.engines.checkpoint import resolve_model
 from ragen.engines.learner import is_matrix
 from ragen.engines.sampler_vllm import CPU_CACHE_BYTES
 from ragen.models import fast_qwen2
 from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.lora import base_of, linear_layers, target_names
 from ragen.models.model import KEPT_LOGITS, KEPT_LOGITS_GPU, backbone, found_device
+from ragen.models.names import resolve_model
 from ragen.models.pretrained import LOAD_ERRORS, cannot_load, model_config, model_folder
 
 GIB = 2**30

@@ -23,20 +23,14 @@ from ragen.core.statistics import Interval, wilson
 from ragen.core.stopping import run_async
 from ragen.core.tables import Section
 from ragen.core.types import Episode
-from ragen.engines.checkpoint import (
-    checkpoint_of,
-    chosen,
-    folders,
-    read_state,
-    resolve_model,
-    step_of,
-)
 from ragen.engines.engine import WeightedPolicy
 from ragen.engines.local import policy_of
 from ragen.engines.threads import use_threads
 from ragen.evaluation.outcomes import how_sampled
+from ragen.models.names import resolve_model
 from ragen.rollout.rollout import Branch, Setup, refuse_changed, run_places, setup_of
 from ragen.storage.branches import MOST, Request, write_branches
+from ragen.storage.checkpoint import checkpoint_of, choose, folders, read_state, step_of
 from ragen.storage.database import CONFIG
 from ragen.storage.stored_episodes import Recorded, read_episode
 
@@ -161,7 +155,7 @@ def weights(
     wanted = 0 if checkpoint is None and not folders(run) else checkpoint
     if wanted == 0 and checkpoint_of(run, 0) is None:
         return 0, resolve_model(config.model.path, config.env.name), None
-    folder = chosen(run, wanted)
+    folder = choose(run, wanted)
     return step_of(folder), str(folder), read_state(folder)
 
 

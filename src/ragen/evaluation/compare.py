@@ -32,6 +32,7 @@ from ragen.evaluation.evaluation import Evaluation
 from ragen.evaluation.outcomes import Outcome
 from ragen.evaluation.scores import failures
 from ragen.evaluation.targets import config_for, is_local, run_of
+from ragen.models.names import base_folder
 from ragen.rollout.players import PLAYERS
 from ragen.storage.database import CONFIG
 
@@ -171,8 +172,6 @@ def contests(
         same_game([*ones, *others], {**overrides, **settings}, served)
     base = "base"
     if base in (*ones, *others):
-        from ragen.engines.checkpoint import base_folder  # torch is needed from here on
-
         base = str(
             base_folder(_home([*ones, *others], {**overrides, **next(iter(places.values()))}))
         )

@@ -12,6 +12,7 @@ from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.envs.contract import make, parameters
 from ragen.evaluation.references import sources
+from ragen.models.names import hash_model_folder, resolve_model
 from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.players import PLAYERS, PlayerPolicy
 from ragen.rollout.policies import Policy
@@ -71,8 +72,7 @@ def refuse_absent(target: str, server: Server | None = None) -> None:
         raise RagenError("a person plays with `ragen play WORLD`; random and solver are measured")
     if target == "base" or target in PLAYERS or (server is not None and not is_local(target)):
         return
-    from ragen.engines.checkpoint import resolve_model  # torch is needed from here on
-    from ragen.models.lora import base_of
+    from ragen.models.lora import base_of  # torch is needed from here on
     from ragen.models.pretrained import model_config, model_folder
 
     model = base_of(resolve_model(target, ""))
@@ -132,8 +132,7 @@ def opponent(
         refuse_absent(target)
         setup = setup_of(config, None)
         return PlayerPolicy(PLAYERS[target], setup.think, setup.prefill), setup
-    from ragen.engines.checkpoint import resolve_model  # torch is needed from here on
-    from ragen.engines.local import policy_of
+    from ragen.engines.local import policy_of  # torch is needed from here on
     from ragen.engines.threads import use_threads
 
     use_threads(config.threads)
@@ -172,7 +171,5 @@ def _identity(target: str, env: str, server: Server | None) -> str:
         return f"{target} at {server.url}"
     if target in PLAYERS:
         return target
-    from ragen.engines.checkpoint import resolve_model, weights_hash
-
     model = resolve_model(target, env)
-    return weights_hash(Path(model)) if Path(model).is_dir() else model
+    return hash_model_folder(Path(model)) if Path(model).is_dir() else model

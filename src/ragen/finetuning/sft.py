@@ -25,7 +25,6 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive, sft_level
 from ragen.core.stopping import run_async
-from ragen.engines.checkpoint import new_folder, resolve_model
 from ragen.engines.learner import Learner
 from ragen.engines.local import chat_of, loaded, prepared, save_trained
 from ragen.engines.threads import use_threads
@@ -33,10 +32,12 @@ from ragen.evaluation.evaluation import refuse_unplayable
 from ragen.evaluation.outcomes import outcome_of
 from ragen.finetuning.demonstrations import Planner
 from ragen.finetuning.transcripts import Transcript, read_transcripts, recite
+from ragen.models.names import resolve_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.players import SolverPlayer
 from ragen.rollout.prompt import prefill
 from ragen.rollout.rollout import run_groups, setup_of
+from ragen.storage.checkpoint import new_folder
 
 EPISODES, EPOCHS = 1024, 3
 """Solver episodes, and passes over the examples, where nobody says otherwise."""

@@ -22,7 +22,6 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from transformers.pytorch_utils import Conv1D
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Role
+from ragen.models.names import embedded_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of a PEFT folder."""
@@ -291,10 +291,10 @@ def base_of(path: str | Path) -> str:
             "base_model_name_or_path"
         )
     base = Path(name)
-    embedded = Path(str(resources.files("ragen.models") / "bases" / base.name))
+    embedded = embedded_folder(base.name)
     if base.is_dir():
         return name
-    if base.parts[-3:-1] == ("ragen", "bases") and embedded.is_dir():
+    if base.parts[-4:-1] == ("ragen", "models", "bases") and embedded.is_dir():
         return str(embedded)
     if base.is_absolute():
         raise RagenError(

@@ -14,7 +14,7 @@ import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -91,15 +91,6 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
             "check the name and the network, or name a local folder"
         ) from error
     return Path(found)
-
-
-def is_at_hand(name: str | Path) -> bool:
-    """Whether a model is a folder here, or an id whose config is in the local cache."""
-    try:
-        cached = try_to_load_from_cache(str(name), "config.json")
-    except HFValidationError:  # no id
-        cached = None
-    return Path(name).exists() or isinstance(cached, str)
 
 
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:

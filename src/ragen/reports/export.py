@@ -18,14 +18,6 @@ from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.seeding import eval_level
 from ragen.core.stopping import run_async
-from ragen.engines.checkpoint import (
-    Damaged,
-    chosen,
-    folders,
-    new_folder,
-    step_of,
-    verified_state,
-)
 from ragen.engines.local import chat_of, loaded
 from ragen.models import lora
 from ragen.reports.card import Usage, card
@@ -33,6 +25,7 @@ from ragen.reports.report import read_facts
 from ragen.rollout.chat import DAY, Chat
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.rollout import Place, play, setup_of
+from ragen.storage.checkpoint import Damaged, choose, folders, new_folder, step_of, verified_state
 
 WEIGHTS = (
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
@@ -66,7 +59,7 @@ def export(
             nothing is there to be merged, or `out` exists or cannot be written.
     """
     facts = read_facts(run)
-    checkpoint = chosen(run, step, best)
+    checkpoint = choose(run, step, best)
     number, config = step_of(checkpoint), facts.config
     target = out or run / f"export-step-{number}"
     try:

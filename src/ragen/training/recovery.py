@@ -18,7 +18,7 @@ from ragen.diagnostics.guard import (
     look,
     read_history,
 )
-from ragen.engines.checkpoint import (
+from ragen.storage.checkpoint import (
     drop_after,
     folders,
     regular,

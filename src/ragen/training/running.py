@@ -14,7 +14,10 @@ from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
 from ragen.diagnostics.guard import REACH, Alarm, GuardState, read_alarms
 from ragen.diagnostics.signals import Sign, echo_trap_signs
-from ragen.engines.checkpoint import (
+from ragen.engines.engine import Engine
+from ragen.evaluation.evaluation import Evaluation, evaluate_policy, evaluations_of
+from ragen.rollout.rollout import Setup
+from ragen.storage.checkpoint import (
     checkpoint_of,
     drop_old,
     read_state,
@@ -22,9 +25,6 @@ from ragen.engines.checkpoint import (
     write_state,
     writing,
 )
-from ragen.engines.engine import Engine
-from ragen.evaluation.evaluation import Evaluation, evaluate_policy, evaluations_of
-from ragen.rollout.rollout import Setup
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.storage.recorder import Recorder
 from ragen.training.progress import Watcher

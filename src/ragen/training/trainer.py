@@ -25,14 +25,15 @@ from ragen.diagnostics.diagnosis import information
 from ragen.diagnostics.guard import REMEDIES, GuardState
 from ragen.diagnostics.information import CrossScores
 from ragen.diagnostics.signals import averaged, explained_variance, reference_kl, smooth, summarize
-from ragen.engines.checkpoint import newest, newest_whole, read_state, resolve_model, set_aside
 from ragen.engines.engine import Engine
 from ragen.engines.local import LocalEngine
 from ragen.engines.memory import refuse_too_large
 from ragen.engines.threads import use_threads
 from ragen.evaluation.evaluation import refuse_unplayable
 from ragen.evaluation.outcomes import outcome_of
+from ragen.models.names import resolve_model
 from ragen.rollout.rollout import Setup, refuse_cramped, setup_of
+from ragen.storage.checkpoint import newest, newest_intact, read_state, set_aside
 from ragen.storage.database import CONFIG, new_run_folder, refuse_existing
 from ragen.storage.recorder import Recorder
 from ragen.training.collection import (
@@ -297,7 +298,7 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
         StopRequested: As in `train`.
     """
     asked = read_config(folder / CONFIG)
-    checkpoint, saved, damaged = newest_whole(folder)
+    checkpoint, saved, damaged = newest_intact(folder)
     try:
         state, engine_state = LoopState(**saved["loop"]), saved["engine"]
         guard = GuardState(**saved["guard"])

@@ -18,7 +18,9 @@ from ragen.config.reading import read_config
 from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.envs.contract import envs
+from ragen.models.names import is_available_offline
 from ragen.storage.branches import FILE, MOST, Request, has_branches
+from ragen.storage.checkpoint import folders, step_of
 from ragen.storage.database import CONFIG
 from ragen.viewer.line import Job, Line
 from ragen.viewer.played import detail, episode_row
@@ -145,7 +147,7 @@ def _hindrance(folder: Path, turns: int) -> str | None:
         )
     if not _env_is_there(env):
         return f"the environment {env!r} is not installed here"
-    if not _steps(folder) and not _model_is_there(model):
+    if not folders(folder) and not _model_is_there(model):
         return f"the run has no checkpoint, and its model {model!r} is not on this machine"
     if config.lora.rank and not _model_is_there(model):
         return f"the model {model!r} below the run's adapter is not on this machine"
@@ -160,36 +162,19 @@ def _env_is_there(name: str) -> bool:
 
 
 def _model_is_there(path: str) -> bool:
-    """Whether a model is here without asking the network."""
-    if path == "base" or Path(path).exists():
-        return True
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(path, "config.json"), str)
-    except HFValidationError:
-        return False
+    """Whether a model is on this machine; the network is not asked."""
+    return path == "base" or is_available_offline(path)
 
 
 def _checkpoints(folder: Path) -> list[int]:
     """The steps whose weights can play, 0 among them while the first model is there."""
-    steps = _steps(folder)
+    steps = {step_of(path) for path in folders(folder)}
     try:
         config: Config | None = read_config(folder / CONFIG)
     except RagenError:
         config = None
     begun = config is not None and _model_is_there(config.model.path)
     return sorted({*steps, 0} if begun else steps)
-
-
-def _steps(folder: Path) -> set[int]:
-    """Steps of the run's complete checkpoints (`engines.checkpoint.folders` needs torch)."""
-    found = (path.parent.name.removeprefix("step-") for path in folder.glob(_COMPLETE))
-    return {int(step) for step in found if step.isdecimal()}
-
-
-_COMPLETE = "checkpoints/step-*/state.json"
 
 
 def _listed(steps: list[int]) -> str:

@@ -1,0 +1,367 @@
+"""Checkpoints of a run: their names, their state, and writing them atomically. Loads no torch.
+
+A checkpoint is written under a temporary name, flushed to disk and renamed, so that it is either
+complete or absent. It holds the policy in Hugging Face's layout, the critic and the optimisers as
+safetensors, and the state of the loop as JSON; nothing in it is executable. The state names every
+other file with its hash and carries a hash of itself, so that a file that was changed or damaged
+later is detected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ragen.core.errors import RagenError
+
+STATE = "state.json"
+"""The loop's state inside a checkpoint; written last."""
+
+FILES, SEAL = "files", "seal"
+"""Keys of the state: the hash of each other file, and the hash of the state itself."""
+
+
+class Damaged(RagenError):
+    """A file of a checkpoint is unreadable or was changed; `reason` says which and why.
+
+    Example:
+        >>> Damaged(Path("step-3/model.safetensors"), "it is missing").reason
+        'model.safetensors is damaged (it is missing)'
+    """
+
+    def __init__(self, path: Path, error: object) -> None:
+        super().__init__(
+            f"{path} is damaged ({error}); delete {path.parent} to continue from the checkpoint "
+            "before it"
+        )
+        self.reason = f"{path.name} is damaged ({error})"
+
+
+# Finding checkpoints.
+
+
+def folders(run: Path) -> list[Path]:
+    """The run's complete checkpoints, oldest first."""
+    return [path for path in _step_folders(run) if (path / STATE).exists()]
+
+
+def _step_folders(run: Path) -> list[Path]:
+    """All folders with the name of a checkpoint, complete or not, oldest first."""
+    paths = (run / "checkpoints").glob("step-*")
+    return sorted((path for path in paths if re.fullmatch(r"step-\d+", path.name)), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name.
+
+    Example:
+        >>> step_of(Path("runs/bandit-1/checkpoints/step-20"))
+        20
+    """
+    return int(folder.name.removeprefix("step-"))
+
+
+def newest(run: Path) -> Path:
+    """The run's last complete checkpoint.
+
+    Raises:
+        RagenError: There is none.
+    """
+    complete = folders(run)
+    if not complete:
+        raise _no_checkpoint(run)
+    return complete[-1]
+
+
+def _no_checkpoint(run: Path) -> RagenError:
+    return RagenError(
+        f"{run} has no checkpoint to continue from; delete it and start it again with `ragen train`"
+    )
+
+
+def checkpoint_of(run: Path, step: int) -> Path | None:
+    """The run's complete checkpoint of a step, if it exists."""
+    return next((path for path in folders(run) if path.name == f"step-{step}"), None)
+
+
+def choose(run: Path, step: int | None = None, best: bool = False) -> Path:
+    """The checkpoint of a step, the one with the best evaluation, or the newest.
+
+    Raises:
+        RagenError: The run has none, none of that step, or none was evaluated.
+    """
+    last = newest(run)
+    if best:
+        state = read_state(last)["loop"]
+        if state["best_success"] < 0:
+            raise RagenError(f"no checkpoint of {run} was evaluated: leave --best out")
+        step = int(state["best_step"])
+    if step is None:
+        return last
+    checkpoint = checkpoint_of(run, step)
+    if checkpoint is None:
+        kept = ", ".join(str(step_of(each)) for each in folders(run))
+        raise RagenError(f"{run} has no checkpoint of step {step}; it has those of steps {kept}")
+    return checkpoint
+
+
+def newest_intact(run: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
+    """The run's last checkpoint whose files are unchanged since they were written.
+
+    Returns:
+        The checkpoint, its state, and for each later checkpoint what is wrong with it.
+
+    Raises:
+        RagenError: There is no checkpoint, or none is intact.
+    """
+    wrong: dict[Path, str] = {}
+    for folder in reversed(_step_folders(run)):
+        try:
+            return folder, verified_state(folder), wrong
+        except Damaged as error:
+            wrong[folder] = error.reason
+    if not wrong:
+        raise _no_checkpoint(run)
+    complaints = "; ".join(f"{folder.name}: {reason}" for folder, reason in wrong.items())
+    raise RagenError(
+        f"no checkpoint of {run} is intact ({complaints}); restore the damaged files, or start "
+        "the run again with `ragen train`"
+    )
+
+
+# Reading and writing the state.
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The loop's state in a checkpoint, and under `FILES` the hashes of the other files.
+
+    Raises:
+        Damaged: The file is missing or was changed.
+    """
+    try:
+        state = json.loads((folder / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise Damaged(folder / STATE, error) from error
+    if not isinstance(state, dict):
+        raise Damaged(folder / STATE, "not an object")
+    if state.pop(SEAL, None) != _seal(json.dumps(state)):
+        raise Damaged(folder / STATE, "it is not what was written, or by an older RAGEN")
+    return state
+
+
+def verified_state(folder: Path) -> dict[str, Any]:
+    """The state of a checkpoint, after checking the hash of every file.
+
+    Raises:
+        Damaged: A file is missing or was changed.
+    """
+    state = read_state(folder)
+    for name, expected in state[FILES].items():
+        path = folder / name
+        if not path.is_file():
+            raise Damaged(path, "it is missing")
+        if hash_file(path) != expected:
+            raise Damaged(path, "it is not what was written")
+    return state
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the loop's state into a checkpoint, after all other files: it holds their hashes."""
+    hashes = {
+        str(path.relative_to(folder)): hash_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    (folder / STATE).write_text(_sealed(state | {FILES: hashes}))
+
+
+def replace_state(folder: Path, state: dict[str, Any]) -> None:
+    """Replace the state of a complete checkpoint atomically.
+
+    Raises:
+        RagenError: The disk is full or cannot be written; the old state stays.
+    """
+    temporary = folder / f".{STATE}.{os.getpid()}"
+    try:
+        temporary.write_text(_sealed(state))
+        _flush(temporary)
+        temporary.replace(folder / STATE)
+        _flush(folder)
+    except OSError as error:
+        raise _unwritten(folder, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def hash_file(path: Path) -> str:
+    """A hash of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _sealed(state: dict[str, Any]) -> str:
+    return json.dumps(state | {SEAL: _seal(json.dumps(state))}, indent=1)
+
+
+def _seal(text: str) -> str:
+    """A hash of the content of a JSON text, whatever its spacing and order of keys."""
+    canonical = json.dumps(json.loads(text), sort_keys=True)
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+# Writing folders.
+
+
+@contextmanager
+def writing(
+    run: Path, step: int, keep: int, best: int | None = None, every: int = 1
+) -> Iterator[Path]:
+    """A folder to fill with the checkpoint of `step`; it gets its name once it is complete.
+
+    Args:
+        run: The run folder.
+        step: Finished steps.
+        keep: How many of the newest regular checkpoints to keep.
+        best: A step whose checkpoint is kept too.
+        every: Steps between regular checkpoints. An irregular one, written when a run was stopped,
+            is kept while it is the newest and does not count towards `keep`.
+
+    Raises:
+        RagenError: The disk is full or cannot be written; earlier checkpoints are untouched.
+
+    Example:
+        >>> import tempfile
+        >>> run = Path(tempfile.mkdtemp())
+        >>> with writing(run, 7, keep=2) as folder:
+        ...     write_state(folder, {"step": 7})
+        >>> newest(run).name
+        'step-7'
+    """
+    parent = run / "checkpoints"
+    target, temporary = parent / f"step-{step}", parent / f".step-{step}.{os.getpid()}"
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _flush_tree(temporary)
+        shutil.rmtree(target, ignore_errors=True)  # at most an incomplete one
+        temporary.rename(target)
+        _flush(parent)
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(target, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    drop_old(run, keep, best, every)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it gets its name once it is complete, and is removed if that fails.
+
+    Raises:
+        RagenError: `target` exists already, or the disk is full or cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> target = Path(tempfile.mkdtemp()) / "model"
+        >>> with new_folder(target) as folder:
+        ...     _ = (folder / "config.json").write_text("{}")
+        ...     target.exists()
+        False
+        >>> (target / "config.json").exists()
+        True
+    """
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if target.exists():  # renaming would replace an empty folder
+            raise RagenError(f"{target} exists already; name a folder that does not")
+        temporary.mkdir(parents=True)
+        yield temporary
+        _flush_tree(temporary)
+        temporary.rename(target)
+        _flush(target.parent)
+    except (OSError, SafetensorError) as error:
+        raise RagenError(
+            f"could not write {target} ({error}); make room, or name a folder that can be written"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _unwritten(folder: Path, error: Exception) -> RagenError:
+    run = folder.parent.parent
+    then = (
+        f"continue with: ragen resume {run}"
+        if folders(run)
+        else f"remove {run}, which holds no step yet, and start again"
+    )
+    return RagenError(
+        f"could not write the checkpoint {folder.name} ({error}); make room or make "
+        f"{folder.parent} writable, then {then}"
+    )
+
+
+def _flush_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _flush(path)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Dropping checkpoints.
+
+
+def regular(run: Path, every: int) -> list[Path]:
+    """The complete checkpoints at multiples of `every` steps, oldest first."""
+    return [path for path in folders(run) if step_of(path) % every == 0]
+
+
+def drop_old(run: Path, keep: int, best: int | None = None, every: int = 1) -> None:
+    """Remove all checkpoints except those that `writing` keeps."""
+    kept = {*regular(run, every)[-keep:], *folders(run)[-1:]}
+    for path in folders(run):
+        if path not in kept and step_of(path) != best:
+            shutil.rmtree(path)
+    for path in (run / "checkpoints").glob(".step-*"):  # left by a process that was killed
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def drop_after(run: Path, step: int) -> None:
+    """Remove the checkpoints later than `step`, whose attempt is abandoned.
+
+    The newest goes first: after a kill in between, the newest that is left leads here again.
+    """
+    for path in reversed(folders(run)):
+        if step_of(path) > step:
+            hidden = path.with_name(f".{path.name}.{os.getpid()}")
+            path.rename(hidden)  # atomic: a half-deleted checkpoint would pass for a damaged one
+            shutil.rmtree(hidden)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that its step can be saved again; returns the new path.
+
+    Raises:
+        RagenError: The run's folder cannot be written.
+    """
+    aside = folder.with_name(f"damaged-{folder.name}")
+    try:
+        if aside.exists():
+            shutil.rmtree(aside)
+        return folder.rename(aside)
+    except OSError as error:
+        raise RagenError(f"could not set {folder} aside ({error}); make it writable") from error
