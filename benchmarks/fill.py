@@ -148,7 +148,7 @@ def evaluation(success: float) -> dict[str, Any]:
     return Evaluation(
         **{"env": "sokoban", "target": "large", "temperature": 1.0, "episodes": EVAL_LEVELS},
         **{"success": success, "success_low": success - 0.08, "success_high": success + 0.08},
-        **{"random": 0.165, "best": 0.988, "random_return": -0.5, "best_return": 10.4},
+        **{"random": 0.165, "optimal": 0.988, "random_return": -0.5, "optimal_return": 10.4},
         **{**mean_return, "mean_return_high": success + 0.1, "mean_turns": 4.5, "failed": 0},
         **{"mean_actions": 4.8, "valid_fraction": 1.0, "completion_tokens": 24.0},
         **{"first_level": 123, "seconds": 12.0},

@@ -22,7 +22,7 @@ from ragen.config.reading import canonical_key, parse_value
 from ragen.storage.reader import read_metrics
 
 ENVS = ("bandit", "frozen-lake-still", "frozen-lake", "sokoban")
-COLUMNS = ("before", "before_greedy", "after", "after_greedy", "random", "best")
+COLUMNS = ("before", "before_greedy", "after", "after_greedy", "random", "optimal")
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def run(recipe: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
         "after_low": result.after.success_low,
         "after_high": result.after.success_high,
         "random": result.after.random,
-        "best": result.after.best,
+        "optimal": result.after.optimal,
         "training_s": round(training, 1),
         "cpu_s": round(cpu, 1),
         "reward_std_end": last(metrics["reward/std_in_group"]),
@@ -85,7 +85,7 @@ def last(series: dict[int, float], window: int = 5) -> float:
 def table(rows: list[tuple[str, list[dict[str, Any]]]]) -> str:
     """Medians over the seeds, the seeds' own values for what counts, in per cent."""
     lines = [
-        "| recipe | random / best | base T=1 (greedy) | trained T=1, median | seeds "
+        "| recipe | random / optimal | base T=1 (greedy) | trained T=1, median | seeds "
         "| trained greedy | training s | reward std | largest gradient norm |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -95,9 +95,9 @@ def table(rows: list[tuple[str, list[dict[str, Any]]]]) -> str:
             return statistics.median(each[key] for each in runs)
 
         seeds = ", ".join(f"{each['after']:.1%}" for each in runs)
-        best = f"{middle('best'):.1%}" if runs[0]["best"] is not None else "?"
+        optimal = f"{middle('optimal'):.1%}" if runs[0]["optimal"] is not None else "?"
         lines.append(
-            f"| {name} | {middle('random'):.1%} / {best} "
+            f"| {name} | {middle('random'):.1%} / {optimal} "
             f"| {middle('before'):.1%} ({middle('before_greedy'):.1%}) "
             f"| **{middle('after'):.1%}** | {seeds} | {middle('after_greedy'):.1%} "
             f"| {middle('training_s'):.0f} | {middle('reward_std_end'):.3f} "

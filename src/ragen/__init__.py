@@ -79,7 +79,7 @@ def evaluate(
         temperature: Of sampling; 0 is greedy.
 
     Returns:
-        Success with its interval, beside random and best play on the same levels.
+        Success with its interval, beside random and optimal play on the same levels.
 
     Raises:
         RagenError: No such target or environment.

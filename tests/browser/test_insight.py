@@ -120,7 +120,7 @@ def test_evaluations_stand_between_floor_and_ceiling(visitor: Visitor) -> None:
     evaluations = visitor.api("/api/run?run=lake")["evaluations"]
     main = page.get_by_role("main")
     expect(main).to_contain_text("16.2 %")  # random play
-    expect(main).to_contain_text("100.0 %")  # best play
+    expect(main).to_contain_text("100.0 %")  # optimal play
     for each in evaluations:
         expect(main).to_contain_text(f"{100 * each['success']['value']:.1f} %")
     expect(page.get_by_test_id("gain").first).to_contain_text("points")

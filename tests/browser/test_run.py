@@ -31,7 +31,7 @@ def test_the_headline_says_what_was_reached(visitor: Visitor) -> None:
     tile = page.get_by_role("region", name="Success")
     expect(tile).to_contain_text(f"{100 * run['success']['value']:.1f} %")
     expect(tile).to_contain_text("random 16 %")
-    expect(tile).to_contain_text("best 100 %")
+    expect(tile).to_contain_text("optimal 100 %")
     gain = 100 * (run["success"]["value"] - run["before"]["value"])
     expect(page.get_by_role("region", name="Gain")).to_contain_text(f"{abs(gain):.1f}")
 

@@ -27,7 +27,7 @@ def test_each_run_has_its_row_with_state_success_and_course(visitor: Visitor) ->
     success = visitor.api("/api/run?run=lake")["success"]
     for number in (success["value"], success["low"], success["high"]):
         assert f"{100 * number:.1f} %" in label
-    assert "random play" in label and "best play 100.0 %" in label
+    assert "random play" in label and "optimal play 100.0 %" in label
     expect(lake.locator("svg.spark polyline")).to_have_count(1)
     expect(lake).to_contain_text("frozen-lake-still")
 

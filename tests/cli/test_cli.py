@@ -41,12 +41,12 @@ def evaluation(success: float, temperature: float = 1.0) -> Evaluation:
         success_low=success - 0.1,
         success_high=success + 0.1,
         random=0.5,
-        best=1.0,
+        optimal=1.0,
         mean_return=0.2,
         mean_return_low=0.1,
         mean_return_high=0.3,
         random_return=0.2,
-        best_return=0.25,
+        optimal_return=0.25,
         mean_turns=1.0,
         mean_actions=1.0,
         valid_fraction=1.0,
@@ -256,14 +256,14 @@ def test_a_run_ends_with_table_and_json(
         "before": 0.5,
         "after": 0.875,
         "random": 0.5,
-        "best": 1.0,
+        "optimal": 1.0,
         "seconds": 12.3,
         "run": str(out),
         "before_greedy": 0.5,
         "after_greedy": 0.9375,
         "alarms": ["step 3, grad_spike: the gradient norm jumped to 9, usual is 1"],
     }
-    for words in ("random play", "before, T=1", "after, greedy", "77.5% – 97.5%", "best play"):
+    for words in ("random play", "before, T=1", "after, greedy", "77.5% – 97.5%", "optimal play"):
         assert words in output.err
     assert "step 1/3  success 50%  reward std 0.25  entropy 0.12" in output.err
     assert f"ragen play bandit --player {out}" in output.err
@@ -357,16 +357,16 @@ def test_eval_prints_one_json_object(
     )
     record = json.loads(capsys.readouterr().out)
     assert (record["env"], record["episodes"], record["success"]) == ("bandit", 8, 1.0)
-    assert record["success_low"] < 1.0 == record["success_high"] == record["best"]
+    assert record["success_low"] < 1.0 == record["success_high"] == record["optimal"]
     assert main(["eval", "random", "--env", "bandit", "--episodes", "8"]) == 0
     assert "random  optimal" in capsys.readouterr().out
 
 
-def test_envs_lists_every_environment_with_its_references(capsys: Capture) -> None:
+def test_envs_lists_every_environment_with_its_baselines(capsys: Capture) -> None:
     assert main(["envs", "--json", "--episodes", "4"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert {"bandit", "frozen-lake", "frozen-lake-still", "sokoban"} <= rows.keys()
-    assert (rows["bandit"]["random"], rows["bandit"]["best"]) == (0.5, 1.0)
+    assert (rows["bandit"]["random"], rows["bandit"]["optimal"]) == (0.5, 1.0)
     assert main(["envs", "--episodes", "4"]) == 0
     assert "random  optimal" in capsys.readouterr().out
 
@@ -455,18 +455,20 @@ def watch(watcher: Watcher, run: Path, steps: int = 2) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_live_table_shows_signals_beside_floor_and_ceiling(width: int, tmp_path: Path) -> None:
+def test_live_table_shows_signals_with_the_baselines(width: int, tmp_path: Path) -> None:
     console = Console(force_terminal=True, record=True, width=width, file=io.StringIO())
     watch(LiveTable(console), tmp_path)
     shown = console.export_text()
     assert "! step 2, grad_spike: 30, usual is 1\n" in shown
-    above = "T=1: success 50.0% [40.0%, 60.0%] on 64 levels (random play 50.0%, best play 100.0%)"
+    above = (
+        "T=1: success 50.0% [40.0%, 60.0%] on 64 levels (random play 50.0%, optimal play 100.0%)"
+    )
     assert f"step 0  {above}\n" in shown
     table = [line.strip() for line in shown.splitlines()[-7:]]
     assert table[0].startswith("bandit  ━━━") and table[0].endswith("step 2 of 2  evaluating")
     assert [" ".join(line.split()) for line in table[1:]] == [
         "evaluated 50.0% ▁ [40.0%, 60.0%] T=1, step 0",  # the greedy one stays above
-        "success 100% ▁█ random play 50.0%, best play 100.0%",
+        "success 100% ▁█ random play 50.0%, optimal 100.0%",
         "reward std 0.25 ▁▁",
         "entropy 0.12 ▁▁",
         "gradient norm 1.50 ▁▁",
@@ -520,9 +522,9 @@ def test_lines_say_the_same_without_a_terminal(tmp_path: Path) -> None:
     signals = "reward std 0.25  entropy 0.12  gradient norm 1.50  tokens/s 5.0k"
     assert console.export_text().splitlines()[1:] == [
         "step 0/2  T=1: success 50.0% [40.0%, 60.0%] on 64 levels "
-        "(random play 50.0%, best play 100.0%)",
+        "(random play 50.0%, optimal play 100.0%)",
         "step 0/2  greedy: success 25.0% [15.0%, 35.0%] on 64 levels "
-        "(random play 50.0%, best play 100.0%)",
+        "(random play 50.0%, optimal play 100.0%)",
         f"step 1/2  success 50%  {signals}",
         f"step 2/2  success 100%  {signals}",
         "! step 2, grad_spike: 30, usual is 1",

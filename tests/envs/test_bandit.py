@@ -85,7 +85,7 @@ def test_a_truly_worse_risky_arm_makes_the_safe_one_best():
     env = make("bandit", risky_probability=0.1)
     env.reset(seed=123)
     assert env.solve(1, 1, 1) == ["Phoenix"]
-    assert env.reference(1, 1, 1).best_return == 0.15
+    assert env.baselines(1, 1, 1).optimal_return == 0.15
 
 
 def test_impossible_constants_are_refused():

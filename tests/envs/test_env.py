@@ -273,7 +273,7 @@ class Cheat(Coin):
 
 
 class Meddling(Coin):
-    breaks = "solve and reference must not change the environment"
+    breaks = "solve and baselines must not change the environment"
 
     def solve(self, turns_left, actions_left, actions_per_turn):
         self.step("Flip")

@@ -14,7 +14,7 @@ from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
 from ragen.core.statistics import mcnemar, smallest_detectable
 from ragen.core.tables import markdown
-from ragen.envs.contract import Reference, make
+from ragen.envs.contract import Baselines, make
 from ragen.evaluation.compare import (
     FEW_SEEDS,
     SUITES,
@@ -58,7 +58,7 @@ def scripted(solved: Mapping[str, Sequence[Sequence[bool]]]) -> Any:
             for level, samples in enumerate(solved[target])
             for sample, success in enumerate(samples)
         ]
-        floor = Reference(0.25, 0.75, 0.0, 0.0)
+        floor = Baselines(0.25, 0.75, 0.0, 0.0)
         return summarised(outcomes, floor, target, 1.0, 0.0), outcomes
 
     return measure
@@ -97,7 +97,7 @@ def test_what_a_sample_could_not_have_shown() -> None:
         "have been expected to show in this sample."
     )
     page = markdown([table(found)])
-    assert "| random play | 25.0% |" in page and "| best play | 75.0% |" in page
+    assert "| random play | 25.0% |" in page and "| optimal play | 75.0% |" in page
     assert "random did better on 2, solver on 0; McNemar's p = 0.5." in page
 
 
@@ -141,7 +141,7 @@ def test_one_run_an_arm_is_no_method(tmp_path: Path) -> None:
 
 
 def test_over_several_environments(tmp_path: Path) -> None:
-    """Seeds at .5 and .75 of success are .5 and 1 of the way from random (.25) to best (.75)."""
+    """Seeds at .5 and .75 of success are .5 and 1 of the way from random (.25) to optimal (.75)."""
     a, b = seeds(tmp_path, "ab")
     solved = {a: levels(32, 32), b: levels(48, 16), "random": levels(16, 48)}
     places = {name: {"env": name} for name in ("bandit", "bandit-rev")}

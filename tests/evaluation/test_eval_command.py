@@ -92,14 +92,16 @@ def test_an_endpoint_is_measured_like_anyone(
         assert found["cost"] == pytest.approx((200 * turns + 200 * turns) / 1e6)
         assert found["mean_turns"] == turns / 24
         assert 0 < found["success"] < 1 and found["success"] == found["pass_at_k"]
-        assert (found["best"], found["failed"], found["valid_fraction"]) == (1.0, 0, 1.0)
+        assert (found["optimal"], found["failed"], found["valid_fraction"]) == (1.0, 0, 1.0)
         assert 0 < found["thought_words"] < 3 and 0 < found["effective_fraction"] < 1
         # Asked again, nothing is played.
         assert main(ask(server, *more, episodes=24)) == 0
         assert without_seconds(json.loads(capsys.readouterr().out)) == without_seconds(found)
         assert len(server.requests) == turns
     page = Path("table.md").read_text("utf-8")
-    assert "| random play |" in page and "| some/model, T=1 |" in page and "| best play |" in page
+    assert (
+        "| random play |" in page and "| some/model, T=1 |" in page and "| optimal play |" in page
+    )
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"some/model at http://127.0.0.1" in kept and KEY.encode() not in kept
 
@@ -308,7 +310,7 @@ def test_several_environments_and_samples_in_tables(capsys: Capture) -> None:
     shown = capsys.readouterr().out
     for env in ("bandit", "frozen-lake-still", "sokoban"):
         assert f"{env}, 4 held-out levels × 2" in shown
-    assert "pass@2" in shown and shown.count("random play") == shown.count("best play") == 3
+    assert "pass@2" in shown and shown.count("random play") == shown.count("optimal play") == 3
     assert Path("all.md").read_text("utf-8").count("| solver, T=1 |") == 3
     assert main([*line.split(), "--json"]) == 0
     envs = [json.loads(each)["env"] for each in capsys.readouterr().out.splitlines()]
@@ -324,7 +326,7 @@ def test_a_table_by_hand() -> None:
         Outcome("bandit", 124, 0, False, 0.0, 1, 1, 0, 0, 0, 10, 5, "failed"),
         Outcome("bandit", 124, 1, False, 0.0, 0, 0, 0, 0, 0, 0, 0, "request", "it said HTTP 500"),
     ]
-    reference = evaluation.reference("bandit", {}, evaluation.Budget(1, 1, 1), [123, 124])
+    reference = evaluation.measure_baselines("bandit", {}, evaluation.Budget(1, 1, 1), [123, 124])
     made = evaluation.summarised(outcomes, reference, "m", 0.0, 1.0)
     assert (made.success, made.pass_at_k, made.mean_return) == (0.25, 0.5, 0.25)
     assert made.pass_at["1"] == pytest.approx([0.25, 0.0, 1.0]) and made.pass_at["2"][0] == 0.5

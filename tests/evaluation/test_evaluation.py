@@ -14,14 +14,14 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.envs.boundary import EnvError
 from ragen.envs.contract import make
-from ragen.evaluation import references
+from ragen.evaluation import baselines
+from ragen.evaluation.baselines import Budget
 from ragen.evaluation.evaluation import (
     Evaluation,
     evaluate_policy,
     evaluate_target,
     play_target,
 )
-from ragen.evaluation.references import Budget
 from ragen.evaluation.targets import config_for
 from ragen.models.names import resolve_model
 from ragen.rollout.policies import ScriptedPolicy
@@ -51,10 +51,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("player", ["random", "solver"])
 def test_players_reach_their_references(player: str, env: str) -> None:
     found = evaluate_target(player, {"env": env}, episodes=128, seed=3)
-    reference = found.random if player == "random" else found.best
+    reference = found.random if player == "random" else found.optimal
     assert reference is not None
     assert found.success_low <= reference <= found.success_high
-    expected = found.random_return if player == "random" else found.best_return
+    expected = found.random_return if player == "random" else found.optimal_return
     assert expected is not None
     # A degenerate interval (every return equal) still holds its own value.
     assert found.mean_return_low - 1e-6 <= expected <= found.mean_return_high + 1e-6 or (
@@ -86,7 +86,7 @@ def test_numbers_by_hand() -> None:
     assert (found.success, found.episodes, found.mean_turns) == (0.0, 2, 4.0)
     assert (found.mean_return, found.mean_actions, found.valid_fraction) == (1.0, 4.0, 0.5)
     assert (
-        found.best == 1.0 and 0 < found.random < 0.2
+        found.optimal == 1.0 and 0 < found.random < 0.2
     )  # sampled: the environment knows no exact answer
     assert [group.episodes[0].level_seed for group in groups] == [123, 124]
     assert str(found).startswith("T=1: success 0.0% [0.0%, ") and "on 2 levels" in str(found)
@@ -114,9 +114,9 @@ def test_an_environment_that_fails_now_and_then_has_no_references() -> None:
 
 
 def test_references_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(references, "CALL_S", 0.05)
+    monkeypatch.setattr(baselines, "CALL_S", 0.05)
     with pytest.raises(EnvError, match=r"longer than 0\.05 s in an episode"):
-        references.compute(make(ROGUE, misdeed="hang"), Budget(2, 2, 4), [1], draws=1)
+        baselines.compute_baselines(make(ROGUE, misdeed="hang"), Budget(2, 2, 4), [1], draws=1)
 
 
 def test_failed_episodes_count_as_no_success() -> None:
@@ -165,7 +165,7 @@ def test_the_run_s_own_evaluation_is_repeated_exactly(run: Path) -> None:
 def test_a_run_in_another_environment(run: Path) -> None:
     values = {"env": "bandit-rev"}
     found = evaluate_target(str(run), values, episodes=4)
-    assert (found.env, found.random, found.best) == ("bandit-rev", 0.5, 1.0)
+    assert (found.env, found.random, found.optimal) == ("bandit-rev", 0.5, 1.0)
     config = config_for(str(run), values)
     assert not config.prompt.think and config.rollout.max_tokens == 10
     lake = config_for(str(run), {"env": ROGUE})

@@ -144,7 +144,7 @@ def test_every_example_is_learnt_once_a_pass() -> None:
     assert seen[: len(learnt)] != seen[len(learnt) :]  # in another order
 
 
-# The best player's episodes.
+# The optimal player's episodes.
 
 
 def test_the_plan_is_the_thought_and_the_answer() -> None:
@@ -195,7 +195,7 @@ def test_only_solved_levels_that_nobody_else_plays_are_learnt_from(
     config = resolve("frozen-lake", {"threads": 1})
     examples = played(config, Chat(build()), 40)
     assert asked == [SFT_LEVELS + index for index in range(40)]
-    # Best play on slippery ice solves about half of the levels.
+    # Optimal play on slippery ice solves about half of the levels.
     assert examples.unsolved + len(examples.found) == 40 and 8 < examples.unsolved < 32
     assert "left out: " in str(examples)
 

@@ -126,7 +126,7 @@ def test_the_card_says_how_it_plays(run: Path) -> None:
     for words in (
         "# bandit-7\n",
         "| random play | 50.0% |",
-        "| best play | 100.0% |",
+        "| optimal play | 100.0% |",
         "step 0, T=0.5",
         "step 3, T=0.5",
         "step 0, greedy",

@@ -88,7 +88,7 @@ def test_what_was_learnt_stands_beside_floor_and_ceiling(run: Path) -> None:
         "random play": ("50.0%", "", "0.200"),
         "step 0, T=1": ("50.0%", "40.0% – 60.0%", "0.200"),
         "step 5, T=1": ("90.0%", "80.0% – 100.0%", "0.200"),
-        "best play": ("100.0%", "", "0.250"),
+        "optimal play": ("100.0%", "", "0.250"),
     }
     # Both intervals are ± 10 points, so that of their difference is ± √(10² + 10²) = 14.1.
     (section,) = (part for part in page(facts) if part.title == "What was learnt")
@@ -186,7 +186,7 @@ def test_the_page_fits_a_terminal(run: Path, width: int) -> None:
     show(console, page(read_facts(run)))
     shown = console.export_text()
     assert all(len(line) <= width for line in shown.splitlines())
-    for words in ("What was learnt", "best play", "grad_spike: 30 | usually 1", "21.0"):
+    for words in ("What was learnt", "optimal play", "grad_spike: 30 | usually 1", "21.0"):
         assert words in shown
 
 

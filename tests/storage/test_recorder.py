@@ -256,7 +256,7 @@ def test_wrong_sample_arrays_are_refused(recorder: Recorder) -> None:
 
 
 def test_evaluations_are_read_in_order(recorder: Recorder) -> None:
-    record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "best": 1.0}
+    record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "optimal": 1.0}
     recorder.evaluation(0, record)
     recorder.evaluation(9, {**record, "success": 0.75})
     recorder.close()

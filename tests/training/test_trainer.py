@@ -201,7 +201,7 @@ def test_a_run_and_its_database(tmp_path: Path) -> None:
     assert isinstance(result, Result) and result.run == run and result.env == "bandit"
     assert result.before is not None and result.after is not None
     assert result.before_greedy is not None and result.before_greedy.temperature == 0
-    assert (result.before.random, result.before.best, result.before.episodes) == (0.5, 1.0, 4)
+    assert (result.before.random, result.before.optimal, result.before.episodes) == (0.5, 1.0, 4)
 
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.toml", DATABASE]
     # 3 steps of 2 × 4 training episodes; 4 levels, sampled and greedy, before and after.

@@ -55,7 +55,7 @@ def test_runs_tell_how_they_stand(root: Path) -> None:
     assert (lake["state"], lake["step"], lake["steps"], lake["attempts"]) == ("finished", 6, 6, 2)
     assert (lake["env"], lake["recipe"], lake["seed"]) == ("frozen-lake", "frozen-lake", 7)
     assert lake["success"] == {"value": 0.9, "low": 0.8, "high": 1.0, "step": 6, "how": "T=1"}
-    assert lake["before"]["value"] == 0.5 and (lake["random"], lake["best"]) == (0.5, 1.0)
+    assert lake["before"]["value"] == 0.5 and (lake["random"], lake["optimal"]) == (0.5, 1.0)
     assert lake["spark"] == [0.6, 0.7, 0.9, 0.9, 0.9, 0.9]  # what was rolled back is not in it
     assert (lake["alarms"], lake["last_event"]["kind"]) == (1, "guard")
     assert lake["num_episodes"] == 8 * 4 + 3 * 4
@@ -270,7 +270,7 @@ def test_what_was_asked_for_since_is_not_the_runs_success(tmp_path: Path) -> Non
         settings = {"env.name": "w", "seed": 0, "temperature": 1.0}
         store.finish("asked", settings, evaluation(0.12).record() | {"env": "w", "random": 0.01})
     after = ask(tmp_path, "runs")["runs"][0]
-    names = ("success", "before", "random", "best", "state")
+    names = ("success", "before", "random", "optimal", "state")
     assert {name: after[name] for name in names} == {name: before[name] for name in names}
     assert after["success"]["step"] == 6
 

@@ -146,7 +146,7 @@ def _result_record(result: Result) -> dict[str, Any]:
         "before": success(result.before),
         "after": success(result.after),
         "random": None if shown is None else shown.random,
-        "best": None if shown is None else shown.best,
+        "optimal": None if shown is None else shown.optimal,
         "seconds": round(result.seconds, 1),
         "run": str(result.run),
         "before_greedy": success(result.before_greedy),
@@ -211,9 +211,9 @@ def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) 
     for name, e in rows:
         interval = f"{e.success_low:.1%} – {e.success_high:.1%}"
         table.add_row(name, f"{e.success:.1%}", interval, f"{e.mean_return:.3f}", style="bold")
-    if first.best is not None:
-        best_return = "" if first.best_return is None else f"{first.best_return:.3f}"
-        table.add_row("optimal play", f"{first.best:.1%}", "", best_return)
+    if first.optimal is not None:
+        optimal_return = "" if first.optimal_return is None else f"{first.optimal_return:.3f}"
+        table.add_row("optimal play", f"{first.optimal:.1%}", "", optimal_return)
     console.print(table)
 
 

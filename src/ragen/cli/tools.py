@@ -127,7 +127,7 @@ def _envs(options: Namespace, _: Overrides) -> int:
     from ragen.config.reading import recipes, resolve
     from ragen.core.seeding import eval_level
     from ragen.envs.contract import envs
-    from ragen.evaluation.references import Budget, reference
+    from ragen.evaluation.baselines import Budget, measure_baselines
 
     levels = [eval_level(index) for index in range(options.episodes)]
     rows: list[dict[str, Any]] = []
@@ -135,14 +135,14 @@ def _envs(options: Namespace, _: Overrides) -> int:
         recipe = name if name in recipes() else None
         budgets = resolve(recipe, {"env.name": name}).env
         budget = Budget(budgets.max_turns, budgets.actions_per_turn, budgets.max_actions)
-        found = reference(name, {}, budget, levels)
+        found = measure_baselines(name, {}, budget, levels)
         rows.append(
             {
                 "name": name,
                 "random": found.random,
-                "best": found.best,
+                "optimal": found.optimal,
                 "random_return": found.random_return,
-                "best_return": found.best_return,
+                "optimal_return": found.optimal_return,
                 "turns": budget.turns,
                 "actions": budget.actions,
                 "description": env.description,
@@ -155,7 +155,7 @@ def _envs(options: Namespace, _: Overrides) -> int:
     heads = ("random", "optimal", "turns", "actions")
     print(f"{'environment':<{width}}  {'  '.join(f'{head:>7}' for head in heads)}")
     for row in rows:
-        optimal = "?" if row["best"] is None else f"{row['best']:.1%}"
+        optimal = "?" if row["optimal"] is None else f"{row['optimal']:.1%}"
         cells = (f"{row['random']:.1%}", optimal, str(row["turns"]), str(row["actions"]))
         print(f"{row['name']:<{width}}  {'  '.join(f'{cell:>7}' for cell in cells)}")
         print(textwrap.fill(row["description"], 78, initial_indent="  ", subsequent_indent="  "))

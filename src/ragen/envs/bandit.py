@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from ragen.core.errors import RagenError
-from ragen.envs.contract import Env, Info, Reference, State, generators, pick
+from ragen.envs.contract import Baselines, Env, Info, State, generators, pick
 
 
 class Pair(NamedTuple):
@@ -167,9 +167,9 @@ class Bandit(Env):
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
         return [self._better]
 
-    def reference(self, turns: int, actions_per_turn: int, actions: int) -> Reference:
+    def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines:
         means = (self._safe_reward, self._risky_probability)
-        return Reference(0.5, 1.0, sum(means) / 2, max(means))
+        return Baselines(0.5, 1.0, sum(means) / 2, max(means))
 
     @property
     def _better(self) -> str:

@@ -40,23 +40,23 @@ State: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """How well random and best play do on one level, or on the mean of several.
+class Baselines:
+    """How well random and optimal play do on one level, or on the mean of several.
 
-    `random` and `best` are probabilities of success, the other two expected returns. The best
-    player is the one most likely to succeed; `best` and `best_return` are ``None`` where no
+    `random` and `optimal` are probabilities of success, the other two expected returns. The optimal
+    player is the one most likely to succeed; `optimal` and `optimal_return` are ``None`` where no
     solver is known. `draws` is the number of random episodes behind `random`, ``None`` where it
     is exact.
 
     Example:
-        >>> Reference(0.5, 1.0, 0.2, 0.25).best
+        >>> Baselines(0.5, 1.0, 0.2, 0.25).optimal
         1.0
     """
 
     random: float
-    best: float | None
+    optimal: float | None
     random_return: float
-    best_return: float | None
+    optimal_return: float | None
     draws: int | None = None
 
 
@@ -84,7 +84,7 @@ class Env(gymnasium.Env[str, str], ABC):
     playing from ``options["noise_seed"]`` alone, so that a group can share the one and not the
     other. An environment gives `rules`, `goal` and `actions`, the five abstract methods, `solve`
     and
-    `reference` if it knows the answer, and `picture` if it has a board. Read `rules` and `actions`
+    `baselines` if it knows the answer, and `picture` if it has a board. Read `rules` and `actions`
     after `reset`: they may depend on the level.
     """
 
@@ -144,15 +144,15 @@ class Env(gymnasium.Env[str, str], ABC):
         """The observable state in words: equal keys look equal. No generators, no counters."""
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
-        """The best player's actions for this turn, at least one; ``None`` where unknown.
+        """The optimal player's actions for this turn, at least one; ``None`` where unknown.
 
-        The best player has the highest chance to succeed within the budgets. It chooses a turn's
+        The optimal player has the highest chance to succeed within the budgets. It chooses a turn's
         actions before it sees what they do, as an agent must, and observes between turns.
         """
         return None
 
-    def reference(self, turns: int, actions_per_turn: int, actions: int) -> Reference | None:
-        """Exact references from the present state, or ``None`` to have them sampled."""
+    def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines | None:
+        """Exact baselines from the present state, or ``None`` to have them sampled."""
         return None
 
     def read_thought(self, thought: str) -> Reading | None:
@@ -516,7 +516,7 @@ def _check_level(env: Env, level: int, steps: int) -> None:
     )
     _check_twins(env, level, steps)
     _check_snapshot(env, level, steps)
-    _check_references(env, level)
+    _check_baselines(env, level)
 
 
 def _play(env: Env, level: int, noise_seed: int, steps: int) -> list[tuple[Any, ...]]:
@@ -649,21 +649,21 @@ def _check_twins(env: Env, level: int, steps: int) -> None:
         )
 
 
-def _check_references(env: Env, level: int) -> None:
+def _check_baselines(env: Env, level: int) -> None:
     """The environment's own answer is possible, and asking for it changes nothing."""
     env.reset(seed=level, options={"noise_seed": 1})
     before = _json(env)
-    plan, known = env.solve(3, 4, 2), env.reference(3, 2, 4)
-    _require(env, _json(env) == before, "solve and reference must not change the environment")
+    plan, known = env.solve(3, 4, 2), env.baselines(3, 2, 4)
+    _require(env, _json(env) == before, "solve and baselines must not change the environment")
     if plan is not None:
         legal = all(action in (env.actions or plan) for action in plan)
         _require(env, 1 <= len(plan) <= 2 and legal, "solve must return 1 to 2 legal actions of 2")
     if known is not None:
-        chances = [known.random] if known.best is None else [known.random, known.best]
+        chances = [known.random] if known.optimal is None else [known.random, known.optimal]
         holds = all(0 <= chance <= 1 + 1e-9 for chance in chances)
-        _require(env, holds, "reference must give chances from 0 to 1")
+        _require(env, holds, "baselines must give chances from 0 to 1")
         holds = chances[0] <= chances[-1] + 1e-9
-        _require(env, holds, "reference: random play cannot beat best play")
+        _require(env, holds, "baselines: random play cannot beat optimal play")
 
 
 def _check_snapshot(env: Env, level: int, steps: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ragen.core.errors import RagenError
-from ragen.envs.contract import Env, Info, Reading, Reference, State, generators, pick
+from ragen.envs.contract import Baselines, Env, Info, Reading, State, generators, pick
 from ragen.envs.grid import Cell, Observation, format_note, observe, read_notes
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
@@ -95,7 +95,7 @@ class Plans(NamedTuple):
 
 
 class Planner:
-    """Best play on one lake by dynamic programming over turns left, actions left and cells.
+    """Optimal play on one lake by dynamic programming over turns left, actions left and cells.
 
     The actions of a turn are chosen before any of them is seen to slip. With one action a turn the
     player sees every slip: the best that feedback after each action allows.
@@ -324,7 +324,7 @@ class FrozenLake(Env):
         plan = self._planner.best(self._player, turns_left, actions_left, actions_per_turn)
         return [self.actions[index] for index in plan]
 
-    def reference(self, turns: int, actions_per_turn: int, actions: int) -> Reference:
+    def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines:
         planner = Planner(self._lake, self._success_probability)
         best = float(planner.values(turns, actions, actions_per_turn)[self._player])
         chances = np.zeros(self._size**2)
@@ -332,7 +332,7 @@ class FrozenLake(Env):
         for _ in range(min(actions, turns * actions_per_turn)):
             chances = chances @ planner.moves.mean(0)
         random = float(chances[self._lake.goal])
-        return Reference(random, best, random, best)
+        return Baselines(random, best, random, best)
 
     def read_thought(self, thought: str) -> Reading | None:
         places = self._places()

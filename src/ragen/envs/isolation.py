@@ -18,7 +18,7 @@ from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.envs.boundary import EnvError, boundary, too_long
-from ragen.envs.contract import Env, Info, Reading, Reference, State, construct, maker
+from ragen.envs.contract import Baselines, Env, Info, Reading, State, construct, maker
 
 START_S = 60.0
 """Seconds that a worker may take to start, whatever a call may take."""
@@ -208,10 +208,10 @@ class IsolatedEnv(Env):
         )
         return plan
 
-    def reference(self, turns: int, actions_per_turn: int, actions: int) -> Reference | None:
-        """See `Env.reference`."""
-        known = self._worker.ask("reference", turns, actions_per_turn, actions)
-        return None if known is None else Reference(*known)
+    def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines | None:
+        """See `Env.baselines`."""
+        known = self._worker.ask("baselines", turns, actions_per_turn, actions)
+        return None if known is None else Baselines(*known)
 
     def read_thought(self, thought: str) -> Reading | None:
         """See `Env.read_thought`."""
@@ -301,7 +301,7 @@ class _Served:
         if call == "step":
             return env.step(*arguments), env.picture()
         found = getattr(env, call)(*arguments)
-        return astuple(found) if isinstance(found, Reading | Reference) else found
+        return astuple(found) if isinstance(found, Reading | Baselines) else found
 
     def _words(self) -> dict[str, Any]:
         env = self._env

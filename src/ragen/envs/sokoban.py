@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from ragen.core.errors import RagenError
-from ragen.envs.contract import Env, Info, Reading, Reference, State, generators, pick
+from ragen.envs.contract import Baselines, Env, Info, Reading, State, generators, pick
 from ragen.envs.grid import Cell, Observation, format_note, observe, read_notes
 
 ACTIONS = ("Up", "Down", "Left", "Right")
@@ -352,17 +352,17 @@ class Sokoban(Env):
             return [ACTIONS[0]]
         return [ACTIONS[index] for index in plan[: min(actions_left, actions_per_turn)]]
 
-    def reference(self, turns: int, actions_per_turn: int, actions: int) -> Reference:
+    def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines:
         budget = min(actions, turns * actions_per_turn)
         random, random_return = random_play(self._room, self._board, budget)
-        board, best_return = self._board, 0.0
+        board, optimal_return = self._board, 0.0
         plan = shortest_solution(self._room, board)
         assert plan is not None
         for index in plan[:budget]:
             after = self._room.push(board, self._room.steps[index])
-            best_return += self._room.reward(board, after)
+            optimal_return += self._room.reward(board, after)
             board = after
-        return Reference(random, float(len(plan) <= budget), random_return, best_return)
+        return Baselines(random, float(len(plan) <= budget), random_return, optimal_return)
 
     def read_thought(self, thought: str) -> Reading | None:
         # Demonstrators name what they find by these letters, whatever the map is drawn with.

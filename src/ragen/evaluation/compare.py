@@ -337,8 +337,8 @@ def table(comparison: Comparison) -> Section:
         mean = ", interquartile mean" if arm.seeds > 1 else ""
         interval = f"{arm.success.low:.1%} – {arm.success.high:.1%}"
         rows.append((f"{arm.name}, {some.how}{mean}", f"{arm.success.value:.1%}", interval))
-    if some.best is not None:
-        rows.append(("best play", f"{some.best:.1%}", ""))
+    if some.optimal is not None:
+        rows.append(("optimal play", f"{some.optimal:.1%}", ""))
     p_value = "" if comparison.p_value is None else f"; McNemar's p = {comparison.p_value:.2g}"
     each = f", {some.samples} episodes each" if some.samples > 1 else ""
     lines = [
@@ -378,7 +378,7 @@ def in_all(comparisons: Sequence[Comparison]) -> list[Section]:
         lines.append(
             "Score: the interquartile mean over seeds and environments of success, with random "
             "play as 0 "
-            "and best play as 1."
+            "and optimal play as 1."
         )
     columns = ("player", "score", "95 %")
     return [Section("To keep in mind", tuple(lines), columns, tuple(rows))] if lines else []
@@ -387,7 +387,7 @@ def in_all(comparisons: Sequence[Comparison]) -> list[Section]:
 def _normalised(arm: Arm) -> list[float]:
     """Success of the seeds between floor and ceiling; none where there is no ceiling."""
     return [
-        (each.success - each.random) / (each.best - each.random)
+        (each.success - each.random) / (each.optimal - each.random)
         for each in arm.evaluations
-        if each.best is not None and each.best > each.random
+        if each.optimal is not None and each.optimal > each.random
     ]

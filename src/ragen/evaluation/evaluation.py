@@ -1,4 +1,4 @@
-"""Evaluation: success with its interval, beside random and best play on the same levels."""
+"""Evaluation: success with its interval, beside random and optimal play on the same levels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS, eval_level
 from ragen.core.statistics import bootstrap_mean, pass_at_k, success_rate
 from ragen.core.stopping import run_async
 from ragen.core.types import Episode, Group
-from ragen.envs.contract import Reference
+from ragen.envs.contract import Baselines
+from ragen.evaluation.baselines import Budget, measure_baselines
 from ragen.evaluation.outcomes import Outcome, Store, how_sampled, key_of, outcome_of
-from ragen.evaluation.references import Budget, reference
 from ragen.evaluation.targets import config_for, opponent, run_of, settings_of
 from ragen.rollout.endpoint import Server
 from ragen.rollout.players import PlayerPolicy
@@ -42,10 +42,10 @@ class Evaluation:
     episodes (an environment or a server that broke) count as no success. `pass_at_k` is the chance
     that
     one of k = `samples` episodes of a level succeeds, `pass_at` that of one of fewer: for k = 1, 2,
-    4, … up to `samples` the chance and its interval, where there are several. `random` and `best`
-    are the success of uniformly random and of best play on the same levels under the same budgets;
-    `best` is ``None`` for environments without a solver. Returns are sums of the environment's
-    rewards, format penalties left out.
+    4, … up to `samples` the chance and its interval, where there are several. `random` and
+    `optimal` are the success of uniformly random and of optimal play on the same levels under the
+    same budgets; `optimal` is ``None`` for environments without a solver. Returns are sums of the
+    environment's rewards, format penalties left out.
 
     Of a turn: `valid_fraction` had a valid reply, `completion_tokens` and `thought_words` are means
     where they are known. `effective_fraction` is the share of actions that changed the environment.
@@ -59,12 +59,12 @@ class Evaluation:
     success_low: float
     success_high: float
     random: float
-    best: float | None
+    optimal: float | None
     mean_return: float
     mean_return_low: float
     mean_return_high: float
     random_return: float
-    best_return: float | None
+    optimal_return: float | None
     mean_turns: float
     mean_actions: float
     valid_fraction: float
@@ -84,11 +84,11 @@ class Evaluation:
 
     def __str__(self) -> str:
         """One line: success with its interval, beside floor and ceiling."""
-        best = "" if self.best is None else f", best play {self.best:.1%}"
+        optimal = "" if self.optimal is None else f", optimal play {self.optimal:.1%}"
         return (
             f"{self.how}: success {self.success:.1%} "
             f"[{self.success_low:.1%}, {self.success_high:.1%}] on {self.episodes} levels "
-            f"(random play {self.random:.1%}{best})"
+            f"(random play {self.random:.1%}{optimal})"
         )
 
     @property
@@ -170,16 +170,16 @@ async def evaluate_policy(
     return summarised(outcomes, floor, target, setup.temperature, seconds), groups
 
 
-def floor_and_ceiling(setup: Setup, params: Mapping[str, Any], levels: Sequence[int]) -> Reference:
-    """Random and best play on the levels, under the budgets of `setup`."""
+def floor_and_ceiling(setup: Setup, params: Mapping[str, Any], levels: Sequence[int]) -> Baselines:
+    """Random and optimal play on the levels, under the budgets of `setup`."""
     budget = Budget(setup.turns, setup.actions_per_turn, setup.actions)
     build = setup.make if setup.workers else None
-    return reference(setup.env, params, budget, levels, build=build)
+    return measure_baselines(setup.env, params, budget, levels, build=build)
 
 
 def summarised(
     outcomes: Sequence[Outcome],
-    floor: Reference,
+    floor: Baselines,
     target: str,
     temperature: float,
     seconds: float,
@@ -188,7 +188,7 @@ def summarised(
 
     Args:
         outcomes: What came of the episodes.
-        floor: Random and best play on their levels.
+        floor: Random and optimal play on their levels.
         target: What the agent is called.
         temperature: Of its sampling.
         seconds: How long it took.
@@ -220,12 +220,12 @@ def summarised(
         success_low=success.low,
         success_high=success.high,
         random=floor.random,
-        best=floor.best,
+        optimal=floor.optimal,
         mean_return=mean_return.value,
         mean_return_low=mean_return.low,
         mean_return_high=mean_return.high,
         random_return=floor.random_return,
-        best_return=floor.best_return,
+        optimal_return=floor.optimal_return,
         mean_turns=turns / len(outcomes),
         mean_actions=actions / len(outcomes),
         valid_fraction=a_turn(sum(outcome.valid_turns for outcome in outcomes)),

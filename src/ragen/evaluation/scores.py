@@ -41,7 +41,7 @@ class Prices:
 def scores(evaluation: Evaluation, outcomes: Sequence[Outcome], prices: Prices) -> Section:
     """One target in one environment."""
     e = evaluation
-    best_return = "" if e.best_return is None else f"{e.best_return:.3f}"
+    optimal_return = "" if e.optimal_return is None else f"{e.optimal_return:.3f}"
     rows = [
         ("random play", f"{e.random:.1%}", "", f"{e.random_return:.3f}", "", ""),
         (
@@ -53,8 +53,8 @@ def scores(evaluation: Evaluation, outcomes: Sequence[Outcome], prices: Prices) 
             f"{e.pass_at_k_low:.1%} – {e.pass_at_k_high:.1%}",
         ),
     ]
-    if e.best is not None:
-        rows.append(("best play", f"{e.best:.1%}", "", best_return, "", ""))
+    if e.optimal is not None:
+        rows.append(("optimal play", f"{e.optimal:.1%}", "", optimal_return, "", ""))
     columns = ("player", "success", "95 %", "mean return", f"pass@{e.samples}", "95 %")
     several = e.samples > 1
     width = len(columns) if several else len(columns) - 2

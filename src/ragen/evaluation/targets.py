@@ -11,7 +11,7 @@ from ragen.config.reading import canonical_key, flatten, read_config, recipes, r
 from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.envs.contract import make, parameters
-from ragen.evaluation.references import sources
+from ragen.evaluation.baselines import sources
 from ragen.models.names import hash_model_folder, resolve_model
 from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.players import PLAYERS, PlayerPolicy

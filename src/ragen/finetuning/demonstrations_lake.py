@@ -60,10 +60,10 @@ def still_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Wr
 
 
 def slippery_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Writer:
-    """Turns on ice that slips: a share of them the best player's, the others walks.
+    """Turns on ice that slips: a share of them the optimal player's, the others walks.
 
     Args:
-        careful: Share of turns of the best player.
+        careful: Share of turns of the optimal player.
         moves: Of such a turn at most: after each slip that is seen, play can be better.
         walks_trained: Whether walks are to be learnt.
     """
@@ -97,7 +97,7 @@ def careful_turn(
 
 
 def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator, moves: int) -> str:
-    """The best player's plan of up to `moves` moves."""
+    """The optimal player's plan of up to `moves` moves."""
     per_turn = min(moves, limits.actions_per_turn)
     return looking_round(env, env.solve(limits.turns_left, limits.actions_left, per_turn))
 

@@ -1,9 +1,8 @@
-"""Supervised fine-tuning: a model learns from examples what reinforcement learning goes on from.
+"""Supervised fine-tuning: a model learns from examples before reinforcement learning.
 
-The examples are episodes of the environment's own best player, or conversations from a file. They
-take
-the path of training: prompts and completions become samples, and the learner takes its steps on
-them with the loss ``nll``. The result is a model folder, for ``--model`` and ``ragen eval``.
+The examples are episodes of the environment's optimal player, or conversations from a file. They
+take the path of training: prompts and completions become samples, and the learner takes its steps
+on them with the loss ``nll``. The result is a model folder, for ``--model`` and ``ragen eval``.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ READ = (
 class Examples:
     """What there is to learn, each example an episode's prompts and completions.
 
-    `unsolved` and `too_long` were left out: the best player may fail too, and what a rollout has no
-    room for could never be said.
+    `unsolved` and `too_long` were left out: the optimal player may fail too, and what a rollout has
+    no room for could never be said.
     """
 
     source: str
@@ -225,7 +224,7 @@ def refuse_unread(overrides: Mapping[str, Any]) -> None:
 
 
 def played(config: Config, chat: Chat, episodes: int) -> Examples:
-    """Solved episodes of the environment's best player, who says its plan.
+    """Solved episodes of the environment's optimal player, who says its plan.
 
     Raises:
         RagenError: The environment has no solver, breaks in every episode, or too few are left.

@@ -86,7 +86,7 @@ def draw_success(
     Args:
         success: Of the training episodes.
         reward: Of the same, the mean.
-        evaluations: Those of the run as it stands; floor and ceiling are the last one's.
+        evaluations: Those of the run as it stands; baselines are the last one's.
         alarms: Steps to be marked.
     """
     with _figure(2, (1.7, 1.0)) as (figure, (above, below)):
@@ -100,9 +100,9 @@ def draw_success(
         if evaluations:
             last = evaluations[-1].evaluation
             _reference(above, last.random, "random play")
-            _reference(above, last.best, "best play")
+            _reference(above, last.optimal, "optimal play")
             _reference(below, last.random_return, "random play")
-            _reference(below, last.best_return, "best play")
+            _reference(below, last.optimal_return, "optimal play")
         _finish(figure, (above, below), alarms)
     return figure
 

@@ -162,7 +162,7 @@ def headline(facts: Facts) -> Section:
 
 
 def learnt(facts: Facts) -> Section:
-    """Success before and after, beside floor and ceiling, and how much it grew."""
+    """Success before and after, with the baselines, and how much it grew."""
     title = "What was learnt"
     if not facts.evaluations:
         return Section(title, ("It was not evaluated.",), plot="success")
@@ -178,9 +178,9 @@ def learnt(facts: Facts) -> Section:
         rows += [_evaluation_row(shown[step]) for step in sorted(shown)]
         if len(alike) > 1:
             lines.append(f"{how}: {_gain(alike[0].evaluation, alike[-1].evaluation)}")
-    if some.best is not None:
-        best_return = "" if some.best_return is None else f"{some.best_return:.3f}"
-        rows.append(("best play", f"{some.best:.1%}", "", best_return))
+    if some.optimal is not None:
+        optimal_return = "" if some.optimal_return is None else f"{some.optimal_return:.3f}"
+        rows.append(("optimal play", f"{some.optimal:.1%}", "", optimal_return))
     columns = ("player", "success", "95 % interval", "mean return")
     return Section(title, tuple(lines), columns, tuple(rows), "success")
 

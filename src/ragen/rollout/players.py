@@ -55,7 +55,7 @@ class RandomPlayer:
 
 
 class SolverPlayer:
-    """The environment's own best player (`Env.solve`): the ceiling of every score.
+    """The environment's own optimal player (`Env.solve`): the ceiling of every score.
 
     Args:
         instead: What to do where the environment has none.

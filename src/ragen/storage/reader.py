@@ -7,11 +7,27 @@ database, and these functions know what still counts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ragen.storage.database import read
+
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {"world": "env", "best": "optimal", "best_return": "optimal_return"}
+)
+"""Keys of an evaluation's record as schema 3 has them, and their present names."""
+
+
+def with_present_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """An evaluation's record with the present names of its keys, whichever version wrote it.
+
+    Example:
+        >>> with_present_names({"world": "bandit", "best": 1.0})
+        {'env': 'bandit', 'optimal': 1.0}
+    """
+    return {RENAMED.get(key, key): value for key, value in record.items()}
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -25,7 +41,10 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     """
     query = "SELECT attempt, step, record FROM evaluations WHERE step IS NOT NULL ORDER BY id"
     rows = read(folder, query)
-    return [{**json.loads(record), "attempt": a, "step": step} for a, step, record in rows]
+    return [
+        {**with_present_names(json.loads(record)), "attempt": attempt, "step": step}
+        for attempt, step, record in rows
+    ]
 
 
 def read_metrics(

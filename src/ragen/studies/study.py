@@ -67,7 +67,7 @@ class Prediction(Section):
 
 
 class Lesson(Section):
-    """Supervised fine-tuning that an arm begins with, on the best player's episodes."""
+    """Supervised fine-tuning that an arm begins with, on the optimal player's episodes."""
 
     episodes: int = Field(1024, ge=2)
     epochs: int = Field(3, ge=1)

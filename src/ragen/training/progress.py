@@ -203,7 +203,7 @@ class LiveTable(Watcher):
         beside = ""
         if self._evaluations:
             step, last = self._evaluations[-1]
-            best = "" if last.best is None else f", best play {last.best:.1%}"
+            optimal = "" if last.optimal is None else f", optimal {last.optimal:.1%}"
             signals.add_row(
                 "evaluated",
                 f"{last.success:.1%}",
@@ -211,7 +211,7 @@ class LiveTable(Watcher):
                 f"[{last.success_low:.1%}, {last.success_high:.1%}] {last.how}, step {step}",
                 style="bold",
             )
-            beside = f"random play {last.random:.1%}{best}"
+            beside = f"random play {last.random:.1%}{optimal}"
         for name, history in self._history.items():
             if history:
                 label, form = SHOWN[name]

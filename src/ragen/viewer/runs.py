@@ -19,6 +19,7 @@ from ragen.core.errors import RagenError
 from ragen.evaluation.outcomes import how_sampled
 from ragen.reports.report import ALARM
 from ragen.storage.database import CONFIG, is_claimed
+from ragen.storage.reader import with_present_names
 from ragen.viewer.course import Stands, attempts_of, histories, standing, standing_in
 from ragen.viewer.reading import (
     Answer,
@@ -78,7 +79,7 @@ def _summarise(folder: Path, stamps: Signature) -> Answer:
 
 _NOTHING: Answer = {
     **dict.fromkeys(("env", "model", "algorithm", "recipe", "seed", "budget", "steps", "step")),
-    **dict.fromkeys(("attempts", "num_episodes", "success", "before", "random", "best")),
+    **dict.fromkeys(("attempts", "num_episodes", "success", "before", "random", "optimal")),
     **{"spark": [], "alarms": 0, "last_event": None, "problem": None},
 }
 """What is known of a run that cannot be read."""
@@ -138,7 +139,7 @@ def _facts(connection: sqlite3.Connection, config: Mapping[str, Any]) -> Answer:
         "success": _success(trained[-1]) if trained else None,
         "before": _success(trained[0]) if trained else None,
         "random": shown.get("random"),
-        "best": shown.get("best"),
+        "optimal": shown.get("optimal"),
         "spark": thinned(list(course.get("success/mean", {}).values()), SPARK),
         "alarms": alarms[0],
         "last_event": dict(last) if last else None,
@@ -173,7 +174,7 @@ def evaluations(connection: sqlite3.Connection, stands: Stands) -> list[Answer]:
     ):
         if step is not None and not stands(attempt, step):
             continue
-        said = loaded(record)
+        said = with_present_names(loaded(record))
         success = interval(said, "success")
         how = how_sampled(said.get("temperature", 1.0))
         when = {"attempt": attempt, "step": step, "time": time, "how": how}

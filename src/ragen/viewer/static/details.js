@@ -46,8 +46,8 @@ export function Evaluations({ run }) {
     {
       key: "success",
       title: "Success",
-      render: ({ success, random, best }) =>
-        html`<${Interval} ...${success} floor=${random} ceiling=${best} />`,
+      render: ({ success, random, optimal }) =>
+        html`<${Interval} ...${success} random=${random} optimal=${optimal} />`,
     },
     {
       key: "range",

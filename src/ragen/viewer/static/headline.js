@@ -43,16 +43,16 @@ function Tile({ title, note, kind = "", children }) {
 
 const range = ({ low, high }, format) => `[${format(low, 0)}, ${format(high, 0)}]`;
 
-function Success({ success, random, best }) {
+function Success({ success, random, optimal }) {
   if (!success) {
     return html`<${Tile} title="Success"><p class="muted">It was not evaluated yet.</p><//>`;
   }
   return html`<${Tile} title="Success" note="step ${success.step}, ${success.how}">
     <p class="big">${percent(success.value)} <small>${range(success, percent)}</small></p>
-    <${Interval} ...${success} floor=${random} ceiling=${best} text=${false} />
+    <${Interval} ...${success} random=${random} optimal=${optimal} text=${false} />
     <p class="muted ends">
       ${random !== null && html`<span>random ${percent(random, 0)}</span>`}
-      ${best !== null && html`<span>best ${percent(best, 0)}</span>`}
+      ${optimal !== null && html`<span>optimal ${percent(optimal, 0)}</span>`}
     </p>
   <//>`;
 }

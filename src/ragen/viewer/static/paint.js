@@ -80,7 +80,7 @@ export function bars(u, series) {
   });
 }
 
-/** Floor and ceiling; a course begins low and ends high, so the high label stands left. */
+/** Random and optimal play; a course begins low and ends high, so the high label stands left. */
 export function levels(u, lines) {
   const { ctx, bbox } = u;
   ctx.lineWidth = devicePixelRatio;

@@ -91,11 +91,11 @@ export function Text({ text, limit = CUT }) {
 const inside = (x) => Math.min(1, Math.max(0, x));
 
 /**
- * An estimate with its interval, on a line from `min` to `max`; floor (random play) and ceiling
- * (best play) bound the shaded part. `zero` draws a line at 0, for differences.
+ * An estimate with its interval, on a line from `min` to `max`; `random` (random play) and `optimal`
+ * (optimal play) bound the shaded part. `zero` draws a line at 0, for differences.
  */
 export function Interval({
-  value, low, high, floor, ceiling, min = 0, max = 1, zero, text = true, format = percent,
+  value, low, high, random, optimal, min = 0, max = 1, zero, text = true, format = percent,
 }) {
   if (value === null || value === undefined) return html`<span class="muted">–</span>`;
   const at = (x) => `${(100 * inside((x - min) / (max - min))).toFixed(2)}%`;
@@ -104,15 +104,15 @@ export function Interval({
   const known = (x) => x !== null && x !== undefined;
   const label =
     `${format(value)}${bounds}` +
-    (known(floor) ? `, random play ${format(floor)}` : "") +
-    (known(ceiling) ? `, best play ${format(ceiling)}` : "");
+    (known(random) ? `, random play ${format(random)}` : "") +
+    (known(optimal) ? `, optimal play ${format(optimal)}` : "");
   return html`<span class="interval" title=${label}>
     <span class="interval-bar" role="img" aria-label=${label}>
-      ${known(floor) &&
-      html`<i class="interval-room" style=${span(floor, known(ceiling) ? ceiling : max)}></i>`}
+      ${known(random) &&
+      html`<i class="interval-room" style=${span(random, known(optimal) ? optimal : max)}></i>`}
       ${zero && html`<i class="interval-tick" style=${{ left: at(0) }}></i>`}
-      ${known(floor) && html`<i class="interval-tick" style=${{ left: at(floor) }}></i>`}
-      ${known(ceiling) && html`<i class="interval-tick" style=${{ left: at(ceiling) }}></i>`}
+      ${known(random) && html`<i class="interval-tick" style=${{ left: at(random) }}></i>`}
+      ${known(optimal) && html`<i class="interval-tick" style=${{ left: at(optimal) }}></i>`}
       ${bounds && html`<i class="interval-range" style=${span(low, high)}></i>`}
       <i class="interval-dot" style=${{ left: at(value) }}></i>
     </span>

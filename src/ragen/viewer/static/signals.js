@@ -152,9 +152,9 @@ function Signal({ name, runs, answers, axis, large, onLarge, ...rest }) {
   const lines = useMemo(() => {
     const levels = [
       { y: own.random, label: "random play" },
-      { y: own.best, label: "best play" },
+      { y: own.optimal, label: "optimal play" },
     ];
-    // Runs in other environments have another floor: a line would be wrong of all but one.
+    // Runs in other environments have other baselines: a line would be wrong of all but one.
     const alike = runs.every(({ env }) => env === own.env);
     return isSuccess && alike ? levels.filter(({ y }) => y !== null) : [];
   }, [runs]);

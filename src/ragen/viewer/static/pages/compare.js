@@ -59,8 +59,8 @@ function Standings({ runs, onRemove }) {
     {
       key: "success",
       title: "Success",
-      render: ({ success, random, best }) =>
-        html`<${Interval} ...${success ?? {}} floor=${random} ceiling=${best} />`,
+      render: ({ success, random, optimal }) =>
+        html`<${Interval} ...${success ?? {}} random=${random} optimal=${optimal} />`,
     },
     {
       key: "before",

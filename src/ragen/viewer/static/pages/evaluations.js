@@ -1,4 +1,4 @@
-// All evaluations of a run between floor and ceiling, what training changed (level by level where
+// All evaluations of a run between random and optimal play, what training changed (level by level where
 // they can be paired), and how the run does beside another one.
 
 import { link } from "../addresses.js";
@@ -74,18 +74,18 @@ function Gain({ gain, evaluation }) {
   return html`<div class="contest" data-testid="gain">
     <${Sides} title=${`${env}, ${PHASES[phase] ?? phase}`} difference=${gain.difference}
       a=${[`step ${gain.from_step}`, gain.before]} b=${[`step ${gain.to_step}`, gain.after]}
-      floor=${evaluation?.random} ceiling=${evaluation?.best} />
+      random=${evaluation?.random} optimal=${evaluation?.optimal} />
     <p>${verdict(gain, "Training helped", "Training harmed")}${` Of ${plural(levels, "level")} it
       won ${won} and lost ${lost} (McNemar's p ${small(p)}).`}</p>
   </div>`;
 }
 
 /** Two rates and their difference, one under the other on the same line of length. */
-function Sides({ title, a, b, difference, floor, ceiling }) {
+function Sides({ title, a, b, difference, random, optimal }) {
   return html`<h3>${title}</h3>
     <dl class="sides">
       ${[a, b].map(([name, rate]) => html`<dt key=${name}><${Text} text=${name} /></dt>
-        <dd><${Interval} ...${rate} floor=${floor} ceiling=${ceiling} /></dd>`)}
+        <dd><${Interval} ...${rate} random=${random} optimal=${optimal} /></dd>`)}
       <dt>difference</dt>
       <dd><${Interval} ...${difference} min=${-1} max=${1} zero=${true} format=${points} /></dd>
     </dl>`;
@@ -101,8 +101,8 @@ function All({ evaluations }) {
     <${Course} rows=${rows} />
     <${Table} label=${`Evaluations: ${name}`} rows=${rows} columns=${columnsOf(rows)}
       rowKey=${({ attempt, step, time }) => `${attempt} ${step} ${time}`} />
-    <p class="muted">The shaded part lies between random play (${percent(rows[0].random)}) and best
-      play (${percent(rows[0].best)}) on the same levels; bars are 95 % intervals.</p>
+    <p class="muted">The shaded part lies between random play (${percent(rows[0].random)}) and optimal
+      play (${percent(rows[0].optimal)}) on the same levels; bars are 95 % intervals.</p>
   </section>`);
 }
 
@@ -117,7 +117,7 @@ function kindsOf(evaluations) {
   return [...found].sort((a, b) => greedy(a) - greedy(b));
 }
 
-/** Success over steps between floor and ceiling. */
+/** Success over steps between random and optimal play. */
 function Course({ rows }) {
   const series = useMemo(() => {
     const inOrder = rows.filter(({ step }) => step !== null).reverse();
@@ -125,15 +125,15 @@ function Course({ rows }) {
     const x = inOrder.map(({ step }) => step);
     return [{ name: "success", x, y: of("value"), low: of("low"), high: of("high"), points: true }];
   }, [rows]);
-  const { random, best } = rows[0];
-  const lines = [{ y: random, label: "random play" }, { y: best, label: "best play" }];
+  const { random, optimal } = rows[0];
+  const lines = [{ y: random, label: "random play" }, { y: optimal, label: "optimal play" }];
   if (series[0].x.length < 3) return null;
   return html`<${Curves} title="success" series=${series} lines=${lines.filter(({ y }) => known(y))}
     range=${[0, 1]} height=${150} format=${(x) => percent(x, 0)} xLabel="step" />`;
 }
 
 function columnsOf(rows) {
-  const ends = ["mean_return_low", "mean_return_high", "random_return", "best_return"];
+  const ends = ["mean_return_low", "mean_return_high", "random_return", "optimal_return"];
   const returns = rows.flatMap((row) => ends.map((name) => row[name])).filter(known);
   const [min, max] = [Math.min(...returns), Math.max(...returns)];
   const attempts = new Set(rows.map(({ attempt }) => attempt)).size;
@@ -142,10 +142,10 @@ function columnsOf(rows) {
   );
   const quiet = (text) => html`<span class="muted number">${text}</span>`;
   const success = (row) => html`<${Interval} ...${row.success}
-    floor=${row.random} ceiling=${row.best} />`;
+    random=${row.random} optimal=${row.optimal} />`;
   const mean = (row) => html`<${Interval} value=${row.mean_return}
     low=${row.mean_return_low} high=${row.mean_return_high} min=${min} max=${max}
-    floor=${row.random_return} ceiling=${row.best_return} format=${number} />`;
+    random=${row.random_return} optimal=${row.optimal_return} format=${number} />`;
   const bounds = ({ success: { low, high } }) => quiet(`${percent(low)} to ${percent(high)}`);
   return [
     plain("step", "step"),

@@ -22,10 +22,10 @@ const COLUMNS = [
   {
     key: "success",
     title: "Success",
-    hint: "latest evaluation, 95 % interval, between random play and best play",
+    hint: "latest evaluation, 95 % interval, between random play and optimal play",
     sort: ({ success }) => success?.value,
-    render: ({ success, random, best }) =>
-      html`<${Interval} ...${success ?? {}} floor=${random} ceiling=${best} />`,
+    render: ({ success, random, optimal }) =>
+      html`<${Interval} ...${success ?? {}} random=${random} optimal=${optimal} />`,
   },
   {
     key: "gain",

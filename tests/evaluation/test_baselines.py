@@ -1,18 +1,24 @@
-"""Floor and ceiling: exact against sampled, against the published table, and the cache."""
+"""Baselines: exact against sampled, against the published table, and the cache."""
 
 import statistics
 
 import pytest
 
 from ragen.envs.contract import make
-from ragen.evaluation import references
-from ragen.evaluation.references import Budget, compute, level_reference, reference, sample
+from ragen.evaluation import baselines
+from ragen.evaluation.baselines import (
+    Budget,
+    compute_baselines,
+    level_baselines,
+    measure_baselines,
+    sample_baselines,
+)
 
 LEVELS = range(123, 379)
 PAPER = Budget(5, 5, 10)
 
 PUBLISHED = [
-    # environment, parameters, actions, random, best (per cent, levels 123–378 of the released
+    # environment, parameters, actions, random, optimal (per cent, levels 123–378 of the released
     # generators)
     ("sokoban", {}, 5, 12.8, 77.7),
     ("sokoban", {}, 10, 18.4, 100.0),
@@ -27,14 +33,17 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "params", "actions", "random", "best"), PUBLISHED)
-def test_the_published_table_within_sampling_error(name, params, actions, random, best):
+@pytest.mark.parametrize(("name", "params", "actions", "random", "optimal"), PUBLISHED)
+def test_the_published_table_within_sampling_error(name, params, actions, random, optimal):
     # Both means are over 256 levels drawn independently (other generators, other random streams),
     # so their difference has the standard error √2·s/√256, s the deviation over levels. Three of
     # them. The published ceilings are those of feedback after every action: one action a turn.
     env = make(name, **params)
-    parts = [level_reference(env, Budget(actions, 1, actions), level, 0) for level in LEVELS]
-    for ours, published in (([p.random for p in parts], random), ([p.best for p in parts], best)):
+    parts = [level_baselines(env, Budget(actions, 1, actions), level, 0) for level in LEVELS]
+    for ours, published in (
+        ([p.random for p in parts], random),
+        ([p.optimal for p in parts], optimal),
+    ):
         if published is not None:
             error = 2**0.5 * statistics.stdev(ours) / len(ours) ** 0.5
             # Where all of our levels are solved, one of 256 may still differ.
@@ -45,17 +54,19 @@ def test_the_published_table_within_sampling_error(name, params, actions, random
 def test_random_play_does_not_depend_on_the_slip():
     # A slipped random direction is a random direction.
     rates = [
-        compute(make("frozen-lake", success_probability=q), Budget(10, 1, 10), range(123, 133))
+        compute_baselines(
+            make("frozen-lake", success_probability=q), Budget(10, 1, 10), range(123, 133)
+        )
         for q in (1 / 3, 0.8, 1.0)
     ]
     assert rates[0].random == pytest.approx(rates[1].random) == pytest.approx(rates[2].random)
 
 
 def test_the_bandit():
-    known = compute(make("bandit"), Budget(1, 1, 1), LEVELS)
+    known = compute_baselines(make("bandit"), Budget(1, 1, 1), LEVELS)
     # Random: half of .15 and half of .25.
-    assert (known.random, known.best, known.draws) == (0.5, 1.0, None)
-    assert known.random_return == pytest.approx(0.2) and known.best_return == 0.25
+    assert (known.random, known.optimal, known.draws) == (0.5, 1.0, None)
+    assert known.random_return == pytest.approx(0.2) and known.optimal_return == 0.25
 
 
 @pytest.mark.parametrize(
@@ -71,22 +82,22 @@ def test_the_bandit():
 def test_exact_and_sampled_agree(name, params, budget):
     env, draws = make(name, **params), 200
     for level in (123, 124):
-        exact = level_reference(env, budget, level, 0)
-        sampled = sample(env, budget, level, draws)
+        exact = level_baselines(env, budget, level, 0)
+        sampled = sample_baselines(env, budget, level, draws)
         assert exact.draws is None and sampled.draws == draws
-        for ours, theirs in ((exact.random, sampled.random), (exact.best, sampled.best)):
+        for ours, theirs in ((exact.random, sampled.random), (exact.optimal, sampled.optimal)):
             error = (max(ours * (1 - ours), 1 / draws) / draws) ** 0.5
             assert abs(ours - theirs) <= 4 * error
         # Returns lie within 12 of each other; 4 standard errors of the widest case.
         assert abs(exact.random_return - sampled.random_return) <= 4 * 6 / draws**0.5
-        if exact.best in (0.0, 1.0) and name != "bandit":
-            assert exact.best_return == pytest.approx(sampled.best_return)
+        if exact.optimal in (0.0, 1.0) and name != "bandit":
+            assert exact.optimal_return == pytest.approx(sampled.optimal_return)
 
 
 def test_a_budget_is_what_turns_and_actions_allow():
     assert Budget(2, 3, 10).most == 6
     env = make("sokoban")
-    same = [level_reference(env, b, 123, 0).random for b in (Budget(2, 3, 10), Budget(6, 1, 6))]
+    same = [level_baselines(env, b, 123, 0).random for b in (Budget(2, 3, 10), Budget(6, 1, 6))]
     assert same[0] == same[1]
 
 
@@ -114,18 +125,20 @@ class Heads(Env):
 """,
         encoding="utf-8",
     )
-    known = reference(f"{path}:Heads", {}, PAPER, range(10), draws=40)
-    assert known.best is None and known.best_return is None and known.draws == 400
+    known = measure_baselines(f"{path}:Heads", {}, PAPER, range(10), draws=40)
+    assert known.optimal is None and known.optimal_return is None and known.draws == 400
     assert abs(known.random - 0.5) <= 4 * 0.5 / 400**0.5
 
 
 def test_the_cache_is_what_is_computed_and_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = reference("frozen-lake", {}, PAPER, range(123, 127))
+    first = measure_baselines("frozen-lake", {}, PAPER, range(123, 127))
     assert len(list(tmp_path.rglob("*.json"))) == 1 and not list(tmp_path.rglob("*.tmp"))
-    assert first == compute(make("frozen-lake"), PAPER, range(123, 127))
-    monkeypatch.setattr(references, "compute", lambda *a, **k: pytest.fail("computed again"))
-    assert reference("frozen-lake", {}, PAPER, range(123, 127)) == first
+    assert first == compute_baselines(make("frozen-lake"), PAPER, range(123, 127))
+    monkeypatch.setattr(
+        baselines, "compute_baselines", lambda *a, **k: pytest.fail("computed again")
+    )
+    assert measure_baselines("frozen-lake", {}, PAPER, range(123, 127)) == first
 
 
 def test_another_question_is_not_answered_from_the_cache(tmp_path, monkeypatch):
@@ -136,23 +149,23 @@ def test_another_question_is_not_answered_from_the_cache(tmp_path, monkeypatch):
         ({}, Budget(5, 5, 9), [123]),
         ({}, PAPER, [124]),
     ]:
-        reference("frozen-lake", params, budget, levels)
+        measure_baselines("frozen-lake", params, budget, levels)
     assert len(list(tmp_path.rglob("*.json"))) == 4
 
 
 def test_a_spoilt_or_unwritable_cache_costs_time_only(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = reference("bandit", {}, PAPER, [123])
+    first = measure_baselines("bandit", {}, PAPER, [123])
     (file,) = tmp_path.rglob("*.json")
     for spoilt in ("", "[]", '{"random": 1}', "\x00"):
         file.write_text(spoilt, encoding="utf-8")
-        assert reference("bandit", {}, PAPER, [123]) == first
+        assert measure_baselines("bandit", {}, PAPER, [123]) == first
     blocked = tmp_path / "a file"
     blocked.write_text("", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))  # no folder can be made below a file
-    assert reference("bandit", {}, PAPER, [123]) == first
+    assert measure_baselines("bandit", {}, PAPER, [123]) == first
 
 
 def test_no_levels():
     with pytest.raises(ValueError, match="at least one level"):
-        reference("bandit", {}, PAPER, [])
+        measure_baselines("bandit", {}, PAPER, [])

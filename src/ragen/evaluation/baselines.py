@@ -1,9 +1,9 @@
-"""Floor and ceiling: how random and best play do on the very levels that are evaluated.
+"""Baselines: how random and optimal play do on the levels that are evaluated.
 
-Random play spends the whole budget on uniformly random valid actions. Best play has the highest
+Random play spends the whole budget on uniformly random valid actions. Optimal play has the highest
 chance of success under the same turn and action budgets: within a turn its actions are chosen
 before any is seen to slip. With one action a turn (``Budget(10, 1, 10)``) it sees the outcome of
-each: the ceiling that feedback after every action allows.
+each: the most that feedback after every action allows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.envs.boundary import EnvError, boundary
-from ragen.envs.contract import Env, Reference, make
+from ragen.envs.contract import Baselines, Env, make
 from ragen.rollout.players import Player, RandomPlayer, SolverPlayer
 
 VERSION = 1
@@ -54,7 +54,7 @@ class Budget:
         return min(self.actions, self.turns * self.actions_per_turn)
 
 
-def reference(
+def measure_baselines(
     name: str,
     params: Mapping[str, Any],
     budget: Budget,
@@ -62,10 +62,10 @@ def reference(
     *,
     draws: int = 64,
     build: Callable[[], Env] | None = None,
-) -> Reference:
-    """Mean of random and of best play over `levels`, from the cache where it was computed before.
+) -> Baselines:
+    """Mean baselines over `levels`, from the cache if they were computed before.
 
-    Exact for the environments that know their own answer (`Env.reference`; all of RAGEN's). For
+    Exact for the environments that know their own answer (`Env.baselines`; all of RAGEN's). For
     others both players play `draws` episodes a level.
 
     Args:
@@ -81,18 +81,18 @@ def reference(
         ValueError: No levels.
 
     Example:
-        >>> reference("bandit", {}, Budget(1, 1, 1), [123, 124]).random
+        >>> measure_baselines("bandit", {}, Budget(1, 1, 1), [123, 124]).random
         0.5
     """
     if not levels:
-        raise ValueError("a reference needs at least one level")
+        raise ValueError("baselines need at least one level")
     env = make(name, **params)
     path = _cache_path(env, name, params, budget, levels, draws)
     known = _read(path)
     if known is None:
         try:
             with closing(build() if build else env) as played:
-                known = compute(played, budget, levels, draws=draws)
+                known = compute_baselines(played, budget, levels, draws=draws)
         except EnvError as error:
             raise RagenError(
                 f"the environment {name!r} failed while it was played at random and by its solver: "
@@ -102,32 +102,34 @@ def reference(
     return known
 
 
-def compute(env: Env, budget: Budget, levels: Sequence[int], *, draws: int = 64) -> Reference:
-    """`reference` without the cache."""
-    parts = [level_reference(env, budget, level, draws) for level in levels]
-    best = [part.best for part in parts if part.best is not None]
-    best_return = [part.best_return for part in parts if part.best_return is not None]
+def compute_baselines(
+    env: Env, budget: Budget, levels: Sequence[int], *, draws: int = 64
+) -> Baselines:
+    """`measure_baselines` without the cache."""
+    parts = [level_baselines(env, budget, level, draws) for level in levels]
+    optimal = [part.optimal for part in parts if part.optimal is not None]
+    optimal_return = [part.optimal_return for part in parts if part.optimal_return is not None]
     sampled = [part.draws for part in parts if part.draws is not None]
-    complete = len(best) == len(parts) == len(best_return)
-    return Reference(
+    complete = len(optimal) == len(parts) == len(optimal_return)
+    return Baselines(
         random=statistics.fmean(part.random for part in parts),
-        best=statistics.fmean(best) if complete else None,
+        optimal=statistics.fmean(optimal) if complete else None,
         random_return=statistics.fmean(part.random_return for part in parts),
-        best_return=statistics.fmean(best_return) if complete else None,
+        optimal_return=statistics.fmean(optimal_return) if complete else None,
         draws=sum(sampled) if sampled else None,
     )
 
 
-def level_reference(env: Env, budget: Budget, level: int, draws: int) -> Reference:
-    """Random and best play on one level: the environment's exact answer, else sampled."""
-    with boundary("a level's reference", CALL_S):
+def level_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baselines:
+    """Random and optimal play on one level: the environment's exact answer, else sampled."""
+    with boundary("a level's baselines", CALL_S):
         env.reset(seed=level, options={"noise_seed": 0})
-        exact = env.reference(budget.turns, budget.actions_per_turn, budget.actions)
-    return exact if exact is not None else sample(env, budget, level, draws)
+        exact = env.baselines(budget.turns, budget.actions_per_turn, budget.actions)
+    return exact if exact is not None else sample_baselines(env, budget, level, draws)
 
 
-def sample(env: Env, budget: Budget, level: int, draws: int) -> Reference:
-    """Random and best play on one level by `draws` episodes of each.
+def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baselines:
+    """Random and optimal play on one level by `draws` episodes of each.
 
     Random play of an environment of free text has no meaning and counts as no success and no
     reward.
@@ -140,21 +142,21 @@ def sample(env: Env, budget: Budget, level: int, draws: int) -> Reference:
     with boundary("solve", CALL_S):
         env.reset(seed=level, options={"noise_seed": 0})
         plan = env.solve(budget.turns, budget.actions, budget.actions_per_turn)
-    best: list[tuple[bool, float]] = []
+    optimal: list[tuple[bool, float]] = []
     if plan is not None:
-        best = [_play(env, SolverPlayer(), budget, level, draw) for draw in range(draws)]
-    return Reference(
+        optimal = [_play(env, SolverPlayer(), budget, level, draw) for draw in range(draws)]
+    return Baselines(
         random=statistics.fmean(success for success, _ in random),
-        best=statistics.fmean(success for success, _ in best) if best else None,
+        optimal=statistics.fmean(success for success, _ in optimal) if optimal else None,
         random_return=statistics.fmean(total for _, total in random),
-        best_return=statistics.fmean(total for _, total in best) if best else None,
+        optimal_return=statistics.fmean(total for _, total in optimal) if optimal else None,
         draws=draws,
     )
 
 
 def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tuple[bool, float]:
     """One episode: success and return."""
-    with boundary("an episode of its references", CALL_S):
+    with boundary("an episode of its baselines", CALL_S):
         return _play_on(env, player, budget, level, draw)
 
 
@@ -174,7 +176,7 @@ def _play_on(env: Env, player: Player, budget: Budget, level: int, draw: int) ->
 
 
 def cache_folder() -> Path:
-    """Where computed references are kept: the system's place for caches, `XDG_CACHE_HOME` first."""
+    """Where computed baselines are kept: the system's place for caches, `XDG_CACHE_HOME` first."""
     if folder := os.environ.get("XDG_CACHE_HOME"):
         return Path(folder) / "ragen"
     if sys.platform == "win32" and (folder := os.environ.get("LOCALAPPDATA")):
@@ -201,7 +203,7 @@ def _cache_path(
         "draws": draws,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
-    return cache_folder() / "references" / f"{digest[:32]}.json"
+    return cache_folder() / "baselines" / f"{digest[:32]}.json"
 
 
 def sources(cls: type[Env]) -> list[str]:
@@ -210,14 +212,14 @@ def sources(cls: type[Env]) -> list[str]:
     return sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
 
 
-def _read(path: Path) -> Reference | None:
+def _read(path: Path) -> Baselines | None:
     try:
-        return Reference(**json.loads(path.read_text(encoding="utf-8")))
+        return Baselines(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None  # not there, or not readable as one: it is computed again
 
 
-def _write(path: Path, known: Reference) -> None:
+def _write(path: Path, known: Baselines) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
