@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from ragen.config.config import Config
 from ragen.config.reading import dump, resolve
-from ragen.config.sections import Config
 from ragen.core.metrics import Metrics, last, mean
 from ragen.core.seeding import eval_level, train_level
 from ragen.core.types import Episode, Group, Prompt, Turn

@@ -33,8 +33,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import ragen
 from ragen.algorithms.samples import to_samples
+from ragen.config.config import Config
 from ragen.config.reading import resolve
-from ragen.config.sections import Config
 from ragen.core.metrics import Metrics, merge
 from ragen.engines.local import LocalEngine
 from ragen.rollout.rollout import setup_of

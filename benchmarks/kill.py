@@ -29,8 +29,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ragen.config.config import Config
 from ragen.config.reading import resolve
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.engines.local import LocalEngine
 from ragen.storage.checkpoint import newest_intact

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ragen
-from ragen.config.reading import canonical_key, parse_value
+from ragen.config.keys import canonical_key, parse_value
 from ragen.storage.reader import read_metrics
 
 ENVS = ("bandit", "frozen-lake-still", "frozen-lake", "sokoban")

@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from typing_extensions import override
 
-from ragen.config.sections import Config
+from ragen.config.config import Config
 from ragen.core.types import Episode
 from ragen.envs.frozen_lake import FrozenLake
 from ragen.rollout import rollout

@@ -11,7 +11,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen.cli.main import COMMANDS, main
-from ragen.config.reading import canonical_key, presets
+from ragen.config.keys import canonical_key
+from ragen.config.reading import presets
 from ragen.config.sections import RESPONSES
 
 ROOT = Path(__file__).parent.parent

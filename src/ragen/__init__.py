@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ragen.config.sections import Config
+    from ragen.config.config import Config
     from ragen.core.errors import RagenError
     from ragen.envs.contract import Env
     from ragen.evaluation.evaluation import Evaluation
@@ -49,8 +49,8 @@ def train(
         RagenError: Something in the settings, the environment, the model or the disk does not
             allow it.
     """
+    from ragen.config.config import Config
     from ragen.config.reading import flatten, resolve
-    from ragen.config.sections import Config
     from ragen.training.trainer import train
 
     if isinstance(recipe, Config):

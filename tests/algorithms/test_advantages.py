@@ -50,7 +50,7 @@ def test_config_names_the_estimators() -> None:
 def test_config_and_estimators_agree_on_who_compares_members(name: str) -> None:
     alone = {"advantage.name": name, "rollout.group_size": 1, "reward.placement": "turn"}
     if name in COMPARES_MEMBERS:
-        with pytest.raises(RagenError, match="compares the members"):
+        with pytest.raises(RagenError, match="compares the episodes"):
             resolve(None, alone)
     else:
         assert resolve(None, alone).advantage.name == name

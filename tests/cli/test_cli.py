@@ -21,7 +21,8 @@ import ragen
 from ragen.cli.help import FIRST_KEYS
 from ragen.cli.main import COMMANDS, main
 from ragen.config import reading as settings
-from ragen.config.sections import Config
+from ragen.config.config import Config
+from ragen.config.keys import keys
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Episode
@@ -153,7 +154,7 @@ def test_train_help_shows_the_recipes_and_the_first_keys(capsys: Capture) -> Non
 def test_help_topics_list_everything(capsys: Capture) -> None:
     assert main(["help", "keys"]) == 0
     shown = capsys.readouterr().out
-    assert [key for key in set(settings.keys()) if f"--{key}" not in shown] == ["recipe"]
+    assert [key for key in set(keys()) if f"--{key}" not in shown] == ["recipe"]
     for topic, names in (("recipes", settings.recipes()), ("algorithms", settings.presets())):
         assert main(["help", topic]) == 0
         shown = capsys.readouterr().out

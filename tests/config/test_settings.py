@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.config import reading as settings
+from ragen.config.config import Config
+from ragen.config.keys import keys, parse_value
 from ragen.config.reading import differences, dump, flatten, read_config, resolve
-from ragen.config.sections import READ_WITH, AdvantageConfig, Config
+from ragen.config.rules import READ_WITH
+from ragen.config.sections import AdvantageConfig
 from ragen.core.errors import RagenError
 
 PRESETS = sorted(settings.presets())
@@ -148,7 +151,7 @@ def test_recipe_resolves_and_is_short(name: str) -> None:
 
 
 def test_number_of_knobs() -> None:
-    assert len(settings.keys()) <= 95
+    assert len(keys()) <= 95
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
@@ -248,7 +251,7 @@ def test_differences_name_the_preset_value() -> None:
         ({"advantage.name": "bi_level_gae"}, 'set reward.placement to "turn"'),
         (
             {"reward.normalise": "mean", "rollout.group_size": 1, "filter.rule": "all"},
-            'reward.over = "group" compares the members of a group: set rollout.group_size to 2',
+            'reward.over = "group" compares the episodes of a group: set rollout.group_size to 2',
         ),
     ],
 )
@@ -336,7 +339,7 @@ READ = {
 
 
 def test_every_key_that_may_go_unread_has_a_case() -> None:
-    assert UNREAD.keys() == READ_WITH.keys() <= settings.keys().keys()
+    assert UNREAD.keys() == READ_WITH.keys() <= keys().keys()
 
 
 @pytest.mark.parametrize("key", UNREAD)
@@ -413,5 +416,5 @@ def test_what_toml_cannot_hold_is_refused_before_a_run_begins() -> None:
     ],
 )
 def test_values_from_the_command_line(key: str, text: str, value: object) -> None:
-    parsed = settings.parse_value(key, text)
+    parsed = parse_value(key, text)
     assert parsed == value and type(parsed) is type(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen.config.reading import expected
+from ragen.config.keys import expected
 from ragen.config.sections import EvalConfig, RolloutConfig
 from ragen.core.seeding import (
     BASE_LEVELS,

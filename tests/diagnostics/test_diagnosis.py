@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch
+from ragen.config.config import Config
 from ragen.config.reading import resolve
-from ragen.config.sections import Config
 from ragen.core.metrics import largest, last, mean, total, values
 from ragen.diagnostics import guard
 from ragen.diagnostics.diagnosis import gradients_by_std

@@ -16,8 +16,9 @@ import pytest
 
 from ragen.algorithms.batch import Batch
 from ragen.cli.main import main
+from ragen.config.config import Config
 from ragen.config.reading import dump, resolve
-from ragen.config.sections import Config, DetectorName, GuardConfig
+from ragen.config.sections import DetectorName, GuardConfig
 from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested

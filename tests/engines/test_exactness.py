@@ -14,8 +14,8 @@ from hypothesis import given
 
 from ragen.algorithms.batch import Batch, collate, minibatches, take
 from ragen.algorithms.samples import to_samples
+from ragen.config.config import Config
 from ragen.config.reading import resolve
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Sample
 from ragen.engines.exactness import verify, with_births

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from ragen.config.config import Config
 from ragen.config.reading import changed, resolve
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
 from ragen.engines import memory

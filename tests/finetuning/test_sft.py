@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from ragen import evaluate, train
 from ragen.cli.main import main
+from ragen.config.config import Config
 from ragen.config.reading import resolve
-from ragen.config.sections import Config, LossConfig, UpdateConfig
+from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import SFT_LEVELS
 from ragen.core.types import Prompt

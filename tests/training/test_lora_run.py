@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from ragen.config.config import Config
 from ragen.config.reading import resolve
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.engines.local import LocalEngine, loaded, policy_of

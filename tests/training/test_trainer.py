@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 
 from ragen.algorithms.advantages import ADVANTAGES, NEEDS_VALUES
 from ragen.algorithms.batch import Batch
+from ragen.config.config import Config
 from ragen.config.reading import resolve
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Role

@@ -85,7 +85,7 @@ def parse(
         >>> parse(parser, ["--update.lr", "3e-4", "bandit", "--seed=7"], takes_keys=True)
         (Namespace(recipe='bandit'), {'update.lr': 0.0003, 'seed': 7})
     """
-    from ragen.config.reading import expected, keys, parse_value
+    from ragen.config.keys import expected, keys, parse_value
 
     own: list[str] = []
     overrides: Overrides = {}
@@ -110,7 +110,7 @@ def parse(
 
 
 def _key(name: str, options: set[str]) -> str:
-    from ragen.config.reading import canonical_key
+    from ragen.config.keys import canonical_key
 
     try:
         return canonical_key(name.removeprefix("--").replace("-", "_"))

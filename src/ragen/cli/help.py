@@ -72,7 +72,7 @@ def algorithms_help() -> str:
 
 def keys_help() -> str:
     """Every config key with what it takes and its default."""
-    from ragen.config.reading import keys
+    from ragen.config.keys import keys
 
     title = "keys, each with what it takes and its default (a preset or recipe may change it):"
     return "\n".join([title, *_keys([key for key in keys() if key != "recipe"], _width())])
@@ -92,7 +92,8 @@ def completion(commands: Mapping[str, Command], shell: str) -> str:
     """
     import shtab
 
-    from ragen.config.reading import keys, recipes
+    from ragen.config.keys import keys
+    from ragen.config.reading import recipes
 
     if shell not in SHELLS:
         raise RagenError(f"no completion for {shell!r}: name one of {', '.join(SHELLS)}")
@@ -117,7 +118,7 @@ def completion(commands: Mapping[str, Command], shell: str) -> str:
 
 
 def _keys(names: Sequence[str], width: int) -> Iterator[str]:
-    from ragen.config.reading import SHORT, TABLES, expected, keys
+    from ragen.config.keys import SHORT, TABLES, expected, keys
 
     section = None
     full = {long: short for short, long in SHORT.items()}

@@ -68,7 +68,7 @@ def _dispatch(arguments: list[str]) -> int:
         name, rest = rest[0], ["--help"]
     command = (COMMANDS | ABOUT).get(name)
     if command is None:
-        from ragen.config.reading import nearest
+        from ragen.core.names import nearest
 
         hint = nearest(name, [*COMMANDS, *ABOUT, *TOPICS])
         raise RagenError(f"unknown command {name!r}{hint}; ragen --help lists them all")

@@ -24,7 +24,7 @@ from ragen.core.errors import RagenError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ragen.config.sections import Config
+    from ragen.config.config import Config
     from ragen.evaluation.evaluation import Evaluation
     from ragen.training.progress import Watcher
     from ragen.training.running import Result

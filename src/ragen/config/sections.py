@@ -1,28 +1,17 @@
-"""Every knob, one default, one place.
+"""The sections of a config: every key with its type, its bounds, its default and its help.
 
-A run is a `Config`: small frozen sections, each read by one part of the program, which receives the
-values it needs and never the tree. Values are settled in the order defaults < algorithm preset <
-recipe < command line (`settings.py` reads the files); unknown keys and wrong types are refused by
-name.
+A section is small and frozen, and is read by one part of the program, which receives the values
+that it needs and never the whole config. `rules` holds what sections demand of each other, and
+`config` puts the two together.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-LARGEST_EPISODE_CLIP = 0.05
-"""Largest clip that GSPO takes. An episode's mean log-ratio stays some thousandths from 0, and the
-paper (arXiv:2507.18071) clips at 3e-4 and 4e-4: PPO's .2, left standing, would clip nothing."""
-
-VLLM_TEMPERATURES = (0.01, 2.0)
-"""Temperatures above 0 that vLLM takes as they are (``vllm.sampling_params``)."""
+from pydantic import BaseModel, ConfigDict, Field
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """What `RecordConfig.trackers` may name; `trackers.TRACKERS` defines them."""
@@ -201,11 +190,6 @@ class FilterConfig(Section):
     """Steps in a row without a kept group after which the run stops."""
 
 
-STD_DIVIDES = ("grpo", "gigpo")
-"""Estimators that divide by a group's std: there the smallest difference makes a full-sized signal,
-also one that the KL penalty alone has made."""
-
-
 class AdvantageConfig(Section):
     """Credit: which estimator turns rewards into advantages."""
 
@@ -336,8 +320,8 @@ class GuardConfig(Section):
         return chosen
 
 
-class Config(Section):
-    """One training run."""
+class Sections(Section):
+    """All sections of one training run; a `Config` is one whose values go together."""
 
     recipe: str = "custom"
     """Name of the recipe that this run came from."""
@@ -368,305 +352,5 @@ class Config(Section):
 
     @property
     def one_arithmetic(self) -> bool:
-        """Whether the sampler computes as the learner does: then its logprobs are the old ones."""
+        """Whether sampler and learner compute alike: then sampled logprobs are the old ones."""
         return self.model.dtype == "float32" and self.rollout.sampler == "local"
-
-    @model_validator(mode="after")
-    def _combination(self) -> Config:
-        if self.loss.name == "nll":
-            raise ValueError(
-                'loss.name = "nll" learns from demonstrations (`ragen base`), not from episodes of '
-                'its own; train with "ppo_clip"'
-            )
-        compares = self.advantage.name not in ("gae", "bi_level_gae", "reinforce_pp")
-        if compares and self.rollout.group_size < 2:
-            raise ValueError(
-                f'advantage.name = "{self.advantage.name}" compares the members of a group: '
-                "set rollout.group_size to 2 or more"
-            )
-        if self.advantage.name == "bi_level_gae" and self.reward.placement != "turn":
-            raise ValueError(
-                'advantage.name = "bi_level_gae" credits turns with their own rewards: '
-                'set reward.placement to "turn"'
-            )
-        self._normalised_once(compares)
-        if self.loss.kl > 0 and self.loss.kl_kind == "k1" and self.advantage.name in STD_DIVIDES:
-            raise ValueError(
-                f'advantage.name = "{self.advantage.name}" divides by a std of rewards, which a KL '
-                'penalty in the reward (loss.kl_kind = "k1") would enter; use "k3" or "k2", or '
-                "loss.kl = 0"
-            )
-        if self.lora.rank and self.update.muon_lr:
-            raise ValueError(
-                "update.muon_lr moves whole weight matrices, of which lora.rank trains thin "
-                "factors: set update.muon_lr = 0 (AdamW), or lora.rank = 0"
-            )
-        if not re.fullmatch(r"local|vllm|https?://\S+", self.rollout.sampler):
-            raise ValueError(
-                f"rollout.sampler = {self.rollout.sampler!r}: expected local, vllm, or the URL of "
-                "a vLLM server, such as http://127.0.0.1:8000"
-            )
-        self._lists()
-        if self.rollout.min_tokens > self.rollout.max_tokens:
-            raise ValueError("rollout.min_tokens must not exceed rollout.max_tokens")
-        if self.rollout.max_tokens >= self.model.max_length:
-            raise ValueError("rollout.max_tokens must be below model.max_length")
-        self._vllm_combination()
-        return self
-
-    def _vllm_combination(self) -> None:
-        """Refuse temperatures that vLLM refuses, or moves without a word."""
-        if self.rollout.sampler == "local":
-            return
-        both = {"rollout": self.rollout.temperature, "eval": self.eval.temperature}
-        for section, temperature in both.items():
-            if reason := vllm_refuses(temperature):
-                greedy = ", or greedily at 0" if section == "eval" else ""
-                raise ValueError(f"{section}.temperature = {temperature:g}: {reason}{greedy}")
-
-    def _lists(self) -> None:
-        """Keys that hold names with commas in between."""
-        if not all(name.strip() for name in self.lora.targets.split(",")):
-            raise ValueError(
-                f"lora.targets = {self.lora.targets!r}: expected all-linear, or names of layers "
-                "with commas in between, such as q_proj,v_proj"
-            )
-        named = {name.strip() for name in self.record.trackers.split(",")}
-        if not named <= {"", *TRACKERS}:
-            raise ValueError(
-                f"record.trackers = {self.record.trackers!r}: expected nothing, or of "
-                f"{', '.join(TRACKERS)} those that are wanted, with commas in between"
-            )
-
-    def _normalised_once(self, compares: bool) -> None:
-        """Refuse a normalisation that the estimator does again, or undoes."""
-        name, reward = self.advantage.name, self.reward
-        if reward.normalise == "identity":
-            return
-        if reward.over == "group" and self.rollout.group_size < 2:
-            raise ValueError(
-                'reward.over = "group" compares the members of a group: '
-                "set rollout.group_size to 2 or more"
-            )
-        if reward.over == "group":
-            again = compares
-        elif reward.normalise == "mean":
-            again = compares or name == "reinforce_pp"
-        else:
-            rescales = name in ("grpo", "gigpo", "reinforce_pp", "reinforce_pp_baseline")
-            again = reward.normalise == "mean_std" and rescales
-        if again:
-            raise ValueError(
-                f'advantage.name = "{name}" normalises rewards itself, so reward.normalise = '
-                f'"{reward.normalise}" over the {reward.over} would be done twice or undone: '
-                'set reward.normalise to "identity"'
-            )
-
-    @model_validator(mode="after")
-    def _filter_combination(self) -> Config:
-        rule, value, score = self.filter.rule, self.filter.value, self.filter.score
-        spread = rule != "all" and score in ("reward_std", "variance", "entropy_variance")
-        if (spread or self.filter.reweight or not self.filter.include_zero) and (
-            self.rollout.group_size < 2
-        ):
-            raise ValueError(
-                "a filter on spread compares the members of a group: "
-                "set rollout.group_size to 2 or more"
-            )
-        if value > 1 and not (rule == "top_k" and value.is_integer()):
-            raise ValueError(
-                f"filter.value = {value:g}: expected a share up to 1, or a whole number of groups "
-                'with filter.rule = "top_k"'
-            )
-        if value > self.rollout.num_groups:
-            raise ValueError(
-                f"filter.value = {value:g}: a step has {self.rollout.num_groups} groups "
-                "(rollout.num_groups), so that nothing would be filtered; set fewer, or a share"
-            )
-        if rule in ("top_p", "min_p") and score in ("mean", "sum"):
-            raise ValueError(
-                f'filter.rule = "{rule}" takes scores of 0 or more, and "{score}" may be negative; '
-                'use "top_k" or "top_p_softmax"'
-            )
-        if self.filter.reweight and rule != "all":
-            raise ValueError(
-                "filter.reweight weighs groups instead of filtering them: "
-                'set filter.rule = "all", or leave one of the two out'
-            )
-        if self.rollout.refill and self.filter.include_zero:
-            raise ValueError(
-                "rollout.refill replaces groups without spread of reward, which the filter must "
-                "then leave out: set filter.include_zero = false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _loss_combination(self) -> Config:
-        loss = self.loss
-        if loss.name == "gspo" and max(loss.clip_low, loss.clip_high) > LARGEST_EPISODE_CLIP:
-            raise ValueError(
-                'loss.name = "gspo" clips the mean ratio of a whole episode, which hardly moves: '
-                "set loss.clip_low = 3e-4 and loss.clip_high = 4e-4, "
-                f"{LARGEST_EPISODE_CLIP:g} at most"
-            )
-        if 0 < loss.dual_clip <= 1:
-            raise ValueError(
-                f"loss.dual_clip = {loss.dual_clip:g}: expected a bound above 1, or 0 for none"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _terms_combination(self) -> Config:
-        for name, weight in self.reward.terms.items():
-            if name not in REWARD_TERMS:
-                near = difflib.get_close_matches(name, REWARD_TERMS, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(REWARD_TERMS)}"
-                raise ValueError(f"reward.terms.{name}: there is no such term; {hint}")
-            if type(weight) not in (int, float) or not 0 <= weight < math.inf:
-                raise ValueError(f"reward.terms.{name} = {weight!r}: expected a number ≥ 0")
-        if self.reward.terms and not self.prompt.think:
-            raise ValueError("reward.terms are about thoughts: set prompt.think = true")
-        return self
-
-    @model_validator(mode="after")
-    def _responses(self) -> Config:
-        """Responses that do not exist, or that nothing would ever call for."""
-        responses, evaluated = self.guard.responses, self.eval.every and self.eval.episodes
-        for name, response in responses.items():
-            if name not in RESPONSES:
-                near = difflib.get_close_matches(name, RESPONSES, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(RESPONSES)}"
-                raise ValueError(f"guard.responses.{name}: there is no such detector; {hint}")
-            if response not in get_args(Response):
-                raise ValueError(
-                    f"guard.responses.{name} = {response!r}: expected off, log, stop or rollback"
-                )
-        if "reward_drop" in responses and not evaluated:
-            raise ValueError("guard.responses.reward_drop compares evaluations: set eval.every")
-        if "mi_drop" in responses and not (self.diagnose.information_every and self.prompt.think):
-            raise ValueError(
-                "guard.responses.mi_drop compares measures of thoughts: set "
-                "diagnose.information_every above 0 and prompt.think = true"
-            )
-        if self.budget == "updates" and self.guard.response("empty_filter") in ("off", "log"):
-            raise ValueError(
-                'budget = "updates" has no end where the filter keeps nothing: set '
-                'guard.responses.empty_filter to "stop" or "rollback"'
-            )
-        if "stalled" in responses and not self.guard.stalled_s:
-            raise ValueError("guard.responses.stalled needs a time: set guard.stalled_s above 0")
-        if responses.get("stalled") == "rollback":
-            raise ValueError(
-                "a run that hangs cannot go back by itself: set guard.responses.stalled to "
-                '"stop" and resume it'
-            )
-        if self.guard.remedy == "filter" and self.rollout.group_size < 2:
-            raise ValueError(
-                'guard.remedy = "filter" compares the members of a group: '
-                "set rollout.group_size to 2 or more"
-            )
-        return self
-
-
-def vllm_refuses(temperature: float) -> str | None:
-    """Why vLLM cannot sample at a temperature, if so.
-
-    Example:
-        >>> vllm_refuses(0.0) is vllm_refuses(0.5) is None
-        True
-        >>> vllm_refuses(3.0)
-        'vLLM samples at 0.01 to 2'
-    """
-    low, high = VLLM_TEMPERATURES
-    if temperature == 0 or low <= temperature <= high:
-        return None
-    return f"vLLM samples at {low:g} to {high:g}"
-
-
-class Use(NamedTuple):
-    """When a key is read: as a test of the config, and in words."""
-
-    holds: Callable[[Config], bool]
-    words: str
-
-
-_RANKS = Use(lambda c: c.filter.rule != "all", 'a filter.rule other than "all"')
-_CRITIC = Use(
-    lambda c: c.advantage.name in ("gae", "bi_level_gae"),
-    'an advantage.name that uses a critic, "gae" or "bi_level_gae"',
-)
-
-_LORA = Use(lambda c: c.lora.rank > 0, "lora.rank above 0")
-
-_EVALUATES = Use(lambda c: c.eval.episodes > 0, "eval.episodes above 0")
-
-_ROLLS_BACK = Use(
-    lambda c: "rollback" in c.guard.responses.values(), 'a "rollback" among guard.responses'
-)
-
-READ_WITH: Mapping[str, Use] = MappingProxyType(
-    {
-        "prompt.history_thoughts": Use(
-            lambda c: c.prompt.think and c.prompt.window != 1,
-            "prompt.think = true and prompts that show earlier turns (prompt.window)",
-        ),
-        "model.critic": _CRITIC,
-        "lora.alpha": _LORA,
-        "lora.targets": _LORA,
-        "rollout.gpu_memory": Use(
-            lambda c: c.rollout.sampler == "vllm", 'rollout.sampler = "vllm"'
-        ),
-        "reward.placement": Use(
-            lambda c: c.advantage.name in ("gae", "bi_level_gae", "reinforce_pp", "gigpo"),
-            "an advantage.name that looks inside an episode: "
-            '"gae", "bi_level_gae", "reinforce_pp" or "gigpo"',
-        ),
-        "reward.over": Use(
-            lambda c: c.reward.normalise != "identity", 'a reward.normalise other than "identity"'
-        ),
-        "filter.score": _RANKS,
-        "filter.value": _RANKS,
-        "filter.keep": _RANKS,
-        "filter.scale": Use(
-            lambda c: c.filter.rule != "all" or not c.filter.include_zero,
-            'a filter.rule other than "all", or filter.include_zero = false',
-        ),
-        "advantage.gamma": Use(
-            lambda c: c.advantage.name in ("gae", "reinforce_pp"),
-            'advantage.name = "gae" or "reinforce_pp"',
-        ),
-        "advantage.gae_lambda": _CRITIC,
-        "advantage.turn_gamma": Use(
-            lambda c: c.advantage.name in ("bi_level_gae", "gigpo"),
-            'advantage.name = "bi_level_gae" or "gigpo"',
-        ),
-        "advantage.step_weight": Use(
-            lambda c: c.advantage.name == "gigpo", 'advantage.name = "gigpo"'
-        ),
-        "advantage.whiten": _CRITIC,
-        "loss.dual_clip": Use(lambda c: c.loss.name == "ppo_clip", 'loss.name = "ppo_clip"'),
-        "loss.importance_cap": Use(
-            lambda c: not c.one_arithmetic,
-            'model.dtype = "bfloat16" or a rollout.sampler other than "local" (the local one '
-            "computes in float32 as the learner does)",
-        ),
-        "loss.kl_kind": Use(lambda c: c.loss.kl > 0, "loss.kl above 0"),
-        "loss.value_clip": _CRITIC,
-        "update.critic_lr": _CRITIC,
-        "update.critic_warmup_steps": _CRITIC,
-        "diagnose.thoughts": Use(
-            lambda c: c.diagnose.information_every > 0, "diagnose.information_every above 0"
-        ),
-        "eval.every": _EVALUATES,
-        "eval.temperature": _EVALUATES,
-        "diagnose.information_every": Use(lambda c: c.prompt.think, "prompt.think = true"),
-        "guard.rollbacks": _ROLLS_BACK,
-        "guard.remedy": _ROLLS_BACK,
-        "guard.stalled_s": Use(
-            lambda c: c.guard.response("stalled") != "off",
-            'a guard.responses.stalled other than "off"',
-        ),
-    }
-)
-"""Keys that some settings leave unread; `settings.resolve` refuses them there. All others are read
-always."""

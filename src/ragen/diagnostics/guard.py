@@ -37,7 +37,8 @@ from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any
 
-from ragen.config.sections import Config, DetectorName
+from ragen.config.config import Config
+from ragen.config.sections import DetectorName
 from ragen.core.seeding import derive
 from ragen.core.statistics import difference, wilson
 from ragen.diagnostics.regimes import MIN_PROMPTS, WINDOW

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen.algorithms.advantages import NEEDS_VALUES
 from ragen.algorithms.batch import Batch
-from ragen.config.sections import Config
+from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics
 from ragen.core.types import Role

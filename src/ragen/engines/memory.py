@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragen.algorithms.advantages import NEEDS_VALUES
+from ragen.config.config import Config
 from ragen.config.reading import changed, flatten
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.engines.learner import is_matrix
 from ragen.engines.sampler_vllm import CPU_CACHE_BYTES

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ragen.config.config import Config
 from ragen.config.reading import changed, read_config
-from ragen.config.sections import Config, vllm_refuses
+from ragen.config.rules import vllm_refuses
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, wilson
 from ragen.core.stopping import run_async

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ragen.config.config import Config
 from ragen.config.reading import flatten, read_config
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.statistics import (
     Floats,

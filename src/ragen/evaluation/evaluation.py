@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ragen.config.sections import Config, vllm_refuses
+from ragen.config.config import Config
+from ragen.config.rules import vllm_refuses
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS, eval_level
 from ragen.core.statistics import bootstrap_mean, pass_at_k, success_rate

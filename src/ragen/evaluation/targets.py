@@ -7,8 +7,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ragen.config.reading import canonical_key, flatten, read_config, recipes, resolve
-from ragen.config.sections import Config
+from ragen.config.config import Config
+from ragen.config.keys import canonical_key
+from ragen.config.reading import flatten, read_config, recipes, resolve
 from ragen.core.errors import RagenError
 from ragen.envs.contract import make, parameters
 from ragen.evaluation.baselines import sources

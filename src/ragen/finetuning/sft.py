@@ -19,7 +19,8 @@ import numpy as np
 
 from ragen.algorithms.batch import Batch, collate, minibatches
 from ragen.algorithms.samples import Exchange, join
-from ragen.config.sections import Config, LossConfig
+from ragen.config.config import Config
+from ragen.config.sections import LossConfig
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive, sft_level

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from ragen.config.config import Config
 from ragen.config.reading import read_config
-from ragen.config.sections import Config
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.report import Facts, exactness, happened, learnt, settings

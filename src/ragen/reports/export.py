@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from ragen.config.sections import Config
+from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.seeding import eval_level
 from ragen.core.stopping import run_async

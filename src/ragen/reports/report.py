@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ragen.config.config import Config
 from ragen.config.reading import differences, read_config
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, difference
 from ragen.core.tables import Section, markdown

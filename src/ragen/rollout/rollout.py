@@ -19,7 +19,7 @@ from itertools import pairwise
 from reprlib import repr as shortened
 from typing import Any, Literal
 
-from ragen.config.sections import Config
+from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Completion, Episode, Group, Prompt, StopReason, Turn

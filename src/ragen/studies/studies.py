@@ -22,8 +22,8 @@ from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ragen.config.config import Config
 from ragen.config.reading import differences, read_config
-from ragen.config.sections import Config
 from ragen.core.errors import GuardStop, RagenError
 from ragen.core.statistics import mean_interval
 from ragen.core.stopping import StopRequested

@@ -25,9 +25,11 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from ragen.config.reading import nearest, resolve
-from ragen.config.sections import Config, Section
+from ragen.config.config import Config
+from ragen.config.reading import resolve
+from ragen.config.sections import Section
 from ragen.core.errors import RagenError
+from ragen.core.names import nearest
 from ragen.core.statistics import Interval, mean_difference, mean_interval
 from ragen.studies.measures import measure_of
 

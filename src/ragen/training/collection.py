@@ -14,7 +14,7 @@ from ragen.algorithms.batch import Batch, collate, minibatches
 from ragen.algorithms.credit import credit
 from ragen.algorithms.filters import group_weights, reward_std, select
 from ragen.algorithms.samples import to_samples
-from ragen.config.sections import Config
+from ragen.config.config import Config
 from ragen.core.metrics import Metrics, total
 from ragen.core.seeding import derive, refill_level, train_level
 from ragen.core.types import Episode, Group, Sample

@@ -20,8 +20,8 @@ from rich.table import Column, Table
 from rich.text import Text
 from typing_extensions import override
 
+from ragen.config.config import Config
 from ragen.config.reading import recipes
-from ragen.config.sections import Config
 from ragen.core.types import Episode
 from ragen.storage.database import CONFIG
 

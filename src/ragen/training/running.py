@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ragen.config.sections import Config
+from ragen.config.config import Config
 from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
 from ragen.diagnostics.guard import REACH, Alarm, GuardState, read_alarms

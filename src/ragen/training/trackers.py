@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
+from ragen.config.config import Config
 from ragen.config.reading import flatten
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode
 from ragen.training.progress import Watcher

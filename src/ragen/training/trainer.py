@@ -14,8 +14,8 @@ from typing import Any
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import scores_of, select
 from ragen.algorithms.samples import to_samples
+from ragen.config.config import Config
 from ragen.config.reading import changed, dump, read_config
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, merge, values
 from ragen.core.seeding import train_level

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ragen.config.config import Config
 from ragen.config.reading import read_config
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.envs.contract import envs
 from ragen.models.names import is_available_offline

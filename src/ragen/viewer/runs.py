@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ragen.config.sections import Config
+from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.evaluation.outcomes import how_sampled
 from ragen.reports.report import ALARM

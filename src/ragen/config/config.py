@@ -1,0 +1,29 @@
+"""`Config`: the settings of one training run, whose values go together.
+
+Values are settled in the order defaults < algorithm preset < recipe < command line (`reading`).
+"""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from ragen.config.rules import first_broken
+from ragen.config.sections import Sections
+
+
+class Config(Sections):
+    """One training run.
+
+    Raises:
+        ValueError: Two settings exclude each other; one line with the remedy.
+
+    Example:
+        >>> Config().rollout.group_size
+        16
+    """
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Config:
+        if message := first_broken(self):
+            raise ValueError(message)
+        return self

@@ -1,0 +1,171 @@
+"""The keys of a config by their dotted names (``update.lr``), and what each of them takes."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from ragen.config.config import Config
+from ragen.config.sections import Section
+from ragen.core.errors import RagenError
+from ragen.core.names import nearest
+
+Flat = dict[str, Any]
+"""Values by dotted key; an entry of an open table is ``env.params.<name>``."""
+
+SHORT = MappingProxyType({"model": "model.path", "env": "env.name"})
+"""Sections whose bare name stands for their main key, as in ``--model base``."""
+
+PARAMS = "env.params"
+"""A table whose keys belong to the environment, which checks them itself."""
+
+TABLES = (PARAMS, "reward.terms", "guard.responses")
+"""The open tables: keys of their own choosing, which the layers merge one by one."""
+
+
+@cache
+def keys() -> Mapping[str, FieldInfo]:
+    """Every key a config has, with its type, default and bounds."""
+    return MappingProxyType(dict(_leaves(Config, "")))
+
+
+def canonical_key(key: str, where: str = "") -> str:
+    """The full dotted name of a key that may be short for it.
+
+    Raises:
+        RagenError: There is no such key; names the nearest one.
+
+    Example:
+        >>> canonical_key("model")
+        'model.path'
+        >>> canonical_key("update.lrr")
+        Traceback (most recent call last):
+        ragen.core.errors.RagenError: unknown key 'update.lrr'; did you mean 'update.lr'?
+    """
+    key = SHORT.get(key, key)
+    if key in keys() or in_table(key):
+        return key
+    inside = [name for name in keys() if name.startswith(key + ".")]
+    if inside:
+        raise RagenError(f"{key!r} is a section{in_place(where)}: set one of {', '.join(inside)}")
+    hint = nearest(key, keys()) or "; ragen train --help lists them all"
+    raise RagenError(f"unknown key {key!r}{in_place(where)}{hint}")
+
+
+def parse_value(key: str, text: str) -> Any:
+    """The value that a text from the command line stands for.
+
+    Keys that hold text take it as it is; for all others it is read as TOML (``3e-4``, ``true``,
+    ``[1, 2]``), and what TOML cannot read stays text, for the validation to refuse or an
+    environment to accept.
+
+    Example:
+        >>> parse_value("update.lr", "3e-4"), parse_value("model.path", "7")
+        (0.0003, '7')
+        >>> parse_value("env.params.names", "pairs"), parse_value("env.params.slip", ".5")
+        ('pairs', 0.5)
+    """
+    if not key.startswith(TABLES) and _holds_text(keys()[key].annotation):
+        return text
+    # TOML asks for a digit before the point.
+    literal = f"0{text}" if text.startswith(".") else text
+    try:
+        parsed = tomllib.loads(f"value = {literal}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def expected(field: FieldInfo) -> str:
+    """In words, what a key takes.
+
+    Example:
+        >>> expected(keys()["update.epochs"]), expected(keys()["filter.scale"])
+        ('a whole number ≥ 1', 'none, linear or sqrt')
+    """
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        choices = [str(choice) for choice in get_args(kind)]
+        return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
+    words: dict[object, str] = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+    }
+    bounds = [
+        f"{sign} {getattr(rule, name)}"
+        for rule in field.metadata
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+        if hasattr(rule, name)
+    ]
+    return " ".join([words.get(kind, "a table"), " and ".join(bounds)]).strip()
+
+
+def dotted(tree: Mapping[str, Any], where: str = "", prefix: str = "") -> Flat:
+    """Nested tables as values by dotted key.
+
+    Raises:
+        RagenError: There is no such key; names the nearest one and `where` it was set.
+
+    Example:
+        >>> dotted({"update": {"lr": 0.5}, "seed": 3})
+        {'update.lr': 0.5, 'seed': 3}
+    """
+    values: Flat = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not in_table(key):
+            values |= dotted(value, where, f"{key}.")
+        else:
+            values[canonical_key(key, where)] = value
+    return values
+
+
+def in_table(key: str) -> bool:
+    """Whether a key is an entry of an open table."""
+    return any(key.startswith(f"{table}.") for table in TABLES)
+
+
+def nest(values: Flat) -> dict[str, Any]:
+    """The nested tables that `dotted` makes such values of."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".", 2) if in_table(key) else key.split(".")
+        table = tree
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[name] = value
+    return tree
+
+
+def _leaves(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from _leaves(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def _holds_text(kind: Any) -> bool:
+    return kind is str or (
+        get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind))
+    )
+
+
+def in_place(where: str) -> str:
+    """Where a value was set, to append to an error message."""
+    return f" in {where}" if where else ""
+
+
+def show(value: Any) -> str:
+    """A value as TOML writes it, shortened."""
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    text = {"True": "true", "False": "false"}.get(text, text)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,35 @@
+"""The name that a user probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A suggestion to append to an error message, or nothing.
+
+    A name is near as a whole, or in its last part (``lr`` of ``update.lr``, ``ppo`` of
+    ``starpo/ppo``).
+
+    Example:
+        >>> nearest("banditt", ["bandit", "sokoban"]), nearest("lr", ["seed", "update.lr"])
+        ("; did you mean 'bandit'?", "; did you mean 'update.lr'?")
+        >>> nearest("xyz", ["bandit"])
+        ''
+    """
+    names = list(known)
+    by_last_part = {_last_part(full): full for full in reversed(names)}
+    parts = get_close_matches(_last_part(name), list(by_last_part), 1, 0.75)
+    for matches in (
+        get_close_matches(name, names, 1, 0.75),
+        [by_last_part[part] for part in parts],
+        get_close_matches(name, names, 1, 0.5),
+    ):
+        if matches:
+            return f"; did you mean {matches[0]!r}?"
+    return ""
+
+
+def _last_part(name: str) -> str:
+    return name.replace("/", ".").rpartition(".")[2]
