@@ -97,7 +97,7 @@ def make(name: str, **params: Any) -> Env:
     Raises:
         RagenError: No such environment or parameter.
     """
-    from ragen.envs.contract import make
+    from ragen.envs.registry import make
 
     return make(name, **params)
 
@@ -108,7 +108,7 @@ def check(env: Env) -> None:
     Raises:
         RagenError: It breaks a rule; the message says which, and on which level.
     """
-    from ragen.envs.contract import check
+    from ragen.envs.checker import check
 
     check(env)
 

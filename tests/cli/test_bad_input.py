@@ -282,7 +282,7 @@ def test_an_environment_that_cannot_be_made(tmp_path: Path) -> None:
 def test_an_environment_that_hangs_when_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragen.envs.contract.MAKE_S", 0.05)
+    monkeypatch.setattr("ragen.core.plugins.LOAD_S", 0.05)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "hangs.py").write_text("while True: pass\n")
     assert "longer than 0.05 s" in mistake(tmp_path, "check", "hangs.py:World")

@@ -4,7 +4,7 @@ import pytest
 
 from ragen.core.errors import RagenError
 from ragen.envs.bandit import NAMES
-from ragen.envs.contract import make
+from ragen.envs.registry import make
 
 
 def pulls(env, arm, count=2000):

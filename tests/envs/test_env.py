@@ -11,7 +11,9 @@ import pytest
 
 import ragen
 from ragen.core.errors import RagenError
-from ragen.envs.contract import ENVS, Env, check, envs, generators, make, pick
+from ragen.envs.checker import check
+from ragen.envs.contract import Env, generators, pick
+from ragen.envs.registry import ENVS, make, registered_envs
 
 DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
 
@@ -30,15 +32,16 @@ def my_env(tmp_path):
 @pytest.mark.parametrize("name", ENVS)
 def test_every_registered_environment_keeps_the_rules(name):
     env = make(name)
-    assert env.name == name and name in envs()
+    assert env.name == name and name in registered_envs()
     check(env)
 
 
 def test_no_level_and_no_seed_depends_on_the_salt_of_hash():
     script = (
-        "from ragen.envs.contract import make, envs\n"
+        "from ragen.envs.registry import make, registered_envs\n"
         "from ragen.core.seeding import derive\n"
-        "print([make(name).reset(seed=level) for name in envs() for level in range(9)])\n"
+        "names = registered_envs()\n"
+        "print([make(name).reset(seed=level) for name in names for level in range(9)])\n"
         "print(derive(0, 'train', 1, 2))"
     )
     root = str(Path(ragen.__file__).parent.parent)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen.core.errors import RagenError
-from ragen.envs.contract import make
 from ragen.envs.frozen_lake import (
     FrozenLake,
     Lake,
@@ -19,6 +18,7 @@ from ragen.envs.frozen_lake import (
     transition_matrices,
     undominated,
 )
+from ragen.envs.registry import make
 
 CORRIDOR = Lake(2, frozenset({2}), 0, 3)  # P _ / O G: Right, then Down
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from ragen.config.reading import resolve
+from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
 from ragen.envs import isolation as isolated
-from ragen.envs.boundary import EnvError
-from ragen.envs.contract import make
 from ragen.envs.isolation import IsolatedEnv, Workers
+from ragen.envs.registry import make
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.rollout.players import RandomPlayer
 from ragen.rollout.policies import ScriptedPolicy
@@ -68,7 +68,7 @@ def test_the_proxy_is_the_environment(opened: Any, name: str) -> None:
         for env in (proxy, plain):
             env.set_state(start)
         assert proxy.picture() == plain.picture()
-    with pytest.raises(EnvError, match="knows no action 'fly'"):
+    with pytest.raises(UserCodeError, match="knows no action 'fly'"):
         proxy.step("fly")
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(proxy)
@@ -134,7 +134,7 @@ def test_a_dead_worker_says_so_again(opened: Any) -> None:
     env = opened(misdeed="die").make()
     env.reset(seed=0)
     for call in (lambda: env.step("Right"), env.state_key):
-        with pytest.raises(EnvError, match="process"):
+        with pytest.raises(UserCodeError, match="process"):
             call()
     env.close()
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt
-from ragen.envs.boundary import EnvError
-from ragen.envs.contract import Env, Info, check, is_picture, make
+from ragen.envs.checker import check
+from ragen.envs.contract import Env, Info, is_picture
 from ragen.envs.isolation import Workers
+from ragen.envs.registry import make
 from ragen.rollout.policies import NoCompletion, ScriptedPolicy
 from ragen.rollout.rollout import Guarded, Place, Setup, play
 from tests.rogue import Rogue
@@ -113,7 +115,7 @@ def test_what_is_no_picture_is_refused(bad: Any) -> None:
         check(Bad())
     env = Guarded(Bad, None)
     env.reset(0, 0)
-    with pytest.raises(EnvError, match="rows of one length are expected"):
+    with pytest.raises(UserCodeError, match="rows of one length are expected"):
         env.picture()
     found = episode(Bad, reply("Right"), turns=1)
     assert (found.stop_reason, found.turns, found.final_picture) == ("error", (), None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ragen
 from ragen.core.errors import RagenError
-from ragen.envs.contract import make
+from ragen.envs.registry import make
 from ragen.envs.sokoban import (
     ACTIONS,
     MAX_BOARDS,
@@ -164,7 +164,7 @@ GOLDEN = {
 
 SCRIPT = """
 import hashlib
-from ragen.envs.contract import make
+from ragen.envs.registry import make
 for name in {names}:
     env = make(name)
     shown = "\\n\\n".join(env.reset(seed=level)[0] for level in range(123, 155))

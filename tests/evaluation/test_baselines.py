@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from ragen.envs.contract import make
+from ragen.envs.registry import make
 from ragen.evaluation import baselines
 from ragen.evaluation.baselines import (
     Budget,

@@ -14,7 +14,8 @@ from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
 from ragen.core.statistics import mcnemar, smallest_detectable
 from ragen.core.tables import markdown
-from ragen.envs.contract import Baselines, make
+from ragen.envs.contract import Baselines
+from ragen.envs.registry import make
 from ragen.evaluation.compare import (
     FEW_SEEDS,
     SUITES,

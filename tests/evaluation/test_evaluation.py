@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from ragen.config.reading import dump, resolve
+from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
-from ragen.envs.boundary import EnvError
-from ragen.envs.contract import make
+from ragen.envs.registry import make
 from ragen.evaluation import baselines
 from ragen.evaluation.baselines import Budget
 from ragen.evaluation.evaluation import (
@@ -115,7 +115,7 @@ def test_an_environment_that_fails_now_and_then_has_no_references() -> None:
 
 def test_references_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "CALL_S", 0.05)
-    with pytest.raises(EnvError, match=r"longer than 0\.05 s in an episode"):
+    with pytest.raises(UserCodeError, match=r"longer than 0\.05 s in an episode"):
         baselines.compute_baselines(make(ROGUE, misdeed="hang"), Budget(2, 2, 4), [1], draws=1)
 
 

@@ -12,7 +12,7 @@ from ragen import evaluate, train
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS, eval_level
 from ragen.engines.tensors import hash_weights
-from ragen.envs.contract import maker
+from ragen.envs.registry import env_factory
 from ragen.finetuning.base import FAMILIES, Lesson, School, Stage, prepare, prepare_family, suitable
 from ragen.finetuning.demonstrations import Demonstrator, Lookup, Piece, answer, look_up
 from ragen.finetuning.tokenizer import END, build
@@ -79,7 +79,7 @@ def test_a_demonstration_is_what_the_parser_reads() -> None:
     speaker = Demonstrator(
         lambda env, limits, generator: [Piece(" go"), Piece(answer(["Left"]))], chat.encode, END
     )
-    setup = Setup("lake", maker("frozen-lake-still"), turns=2, chat=chat)
+    setup = Setup("lake", env_factory("frozen-lake-still"), turns=2, chat=chat)
     (group,) = asyncio.run(run_groups(speaker, setup, [5], 1, (0, "test")))
     turn = group.episodes[0].turns[0]
     assert (turn.thought, turn.actions_executed, turn.well_formed) == (" go", ("Left",), True)
@@ -88,7 +88,7 @@ def test_a_demonstration_is_what_the_parser_reads() -> None:
 
 
 def test_no_demonstration_shows_an_evaluation_board() -> None:
-    make = maker("sokoban")
+    make = env_factory("sokoban")
     lesson = Lesson(look_up, make)
     env = make()
     held_out = set()

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from ragen.envs.contract import make
 from ragen.envs.frozen_lake import MOVES
+from ragen.envs.registry import make
 from ragen.finetuning.demonstrations_lake import (
     careful_turn,
     name_of,

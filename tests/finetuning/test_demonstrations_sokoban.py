@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen.core.seeding import base_level
-from ragen.envs.contract import make
 from ragen.envs.grid import cell_name
+from ragen.envs.registry import make
 from ragen.envs.sokoban import ACTIONS, Board, Room, Sokoban, shortest_solution
 from ragen.finetuning.demonstrations import Reply
 from ragen.finetuning.demonstrations_sokoban import best_push, distances, pushes, sokoban_plan

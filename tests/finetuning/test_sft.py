@@ -22,7 +22,7 @@ from ragen.core.seeding import SFT_LEVELS
 from ragen.core.types import Prompt
 from ragen.engines.learner import Learner
 from ragen.engines.tensors import hash_weights
-from ragen.envs.contract import make
+from ragen.envs.registry import make
 from ragen.finetuning.demonstrations import Planner
 from ragen.finetuning.sft import mean_nll, planned, played, rows, sft, split
 from ragen.finetuning.tokenizer import build

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen.envs.contract import envs, make
+from ragen.envs.registry import make, registered_envs
 from ragen.finetuning.tokenizer import build, words
 from ragen.rollout.chat import Chat
 from ragen.rollout.prompt import Limits, PromptBuilder
@@ -38,7 +38,7 @@ def test_a_named_cell_costs_two_tokens() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(envs()))
+@pytest.mark.parametrize("name", sorted(registered_envs()))
 def test_no_prompt_of_an_embedded_environment_falls_apart_into_bytes(name: str) -> None:
     params = {} if "bandit" in name else {"observation": "named"}
     env = make(name, **params)

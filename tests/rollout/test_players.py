@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from ragen.core.errors import RagenError
-from ragen.envs.contract import make
+from ragen.envs.registry import make
 from ragen.rollout.players import PLAYERS, HumanPlayer, RandomPlayer, SolverPlayer, read_actions
 
 

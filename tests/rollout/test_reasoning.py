@@ -17,9 +17,11 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import values
 from ragen.core.types import Episode, Group, Turn
 from ragen.diagnostics.signals import summarize
-from ragen.envs.contract import Env, Reading, check, make
+from ragen.envs.checker import check
+from ragen.envs.contract import Env, Reading
 from ragen.envs.frozen_lake import FrozenLake
 from ragen.envs.isolation import Workers
+from ragen.envs.registry import make
 from ragen.finetuning.demonstrations_lake import slippery_lake, still_lake
 from ragen.finetuning.demonstrations_sokoban import sokoban_plan
 from ragen.rollout.actions import parse

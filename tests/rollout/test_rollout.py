@@ -17,7 +17,7 @@ from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt, StopReason
 from ragen.envs.bandit import Bandit
-from ragen.envs.contract import make
+from ragen.envs.registry import make
 from ragen.rollout.chat import Chat
 from ragen.rollout.players import PlayerPolicy, RandomPlayer, SolverPlayer
 from ragen.rollout.policies import ScriptedPolicy

@@ -29,7 +29,7 @@ def _eval_options(parser: Parser) -> None:
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
     from ragen.core.tables import markdown, show
-    from ragen.envs.contract import make
+    from ragen.envs.registry import make
     from ragen.evaluation.evaluation import outcomes_of
     from ragen.evaluation.scores import Prices, as_record, scores
     from ragen.evaluation.targets import config_for

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.text import Text
 
 from ragen.config.sections import EnvConfig
+from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive, eval_level
 from ragen.core.types import Episode
-from ragen.envs.boundary import EnvError
-from ragen.envs.contract import make, maker
+from ragen.envs.registry import env_factory, make
 from ragen.rollout.players import Player
 from ragen.rollout.rollout import Guarded
 
@@ -31,9 +31,9 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> boo
     """
     make(env.name, **env.params).close()  # what the class itself refuses shows now
     try:
-        with closing(Guarded(maker(env.name, **env.params), env.timeout_s)) as guarded:
+        with closing(Guarded(env_factory(env.name, **env.params), env.timeout_s)) as guarded:
             return _play(console, guarded, env, player, seed)
-    except EnvError as failure:
+    except UserCodeError as failure:
         raise RagenError(
             f"the environment {env.name!r} failed: {failure.reason}; run `ragen check` on it"
         ) from failure

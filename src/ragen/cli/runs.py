@@ -46,7 +46,7 @@ def _train_options(parser: Parser) -> None:
 
 def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.config.reading import resolve
-    from ragen.envs.contract import make
+    from ragen.envs.registry import make
 
     config = resolve(options.recipe, overrides)
     make(config.env.name, **config.env.params)

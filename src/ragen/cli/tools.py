@@ -36,7 +36,7 @@ def _sft_options(parser: Parser) -> None:
 
 def _sft(options: Namespace, overrides: Overrides) -> int:
     from ragen.config.reading import resolve
-    from ragen.envs.contract import make
+    from ragen.envs.registry import make
 
     config = resolve(options.recipe, overrides)
     make(config.env.name, **config.env.params)
@@ -126,12 +126,12 @@ def _envs(options: Namespace, _: Overrides) -> int:
         raise RagenError(f"--episodes {options.episodes}: expected a whole number ≥ 1")
     from ragen.config.reading import recipes, resolve
     from ragen.core.seeding import eval_level
-    from ragen.envs.contract import envs
+    from ragen.envs.registry import registered_envs
     from ragen.evaluation.baselines import Budget, measure_baselines
 
     levels = [eval_level(index) for index in range(options.episodes)]
     rows: list[dict[str, Any]] = []
-    for name, env in envs().items():
+    for name, env in registered_envs().items():
         recipe = name if name in recipes() else None
         budgets = resolve(recipe, {"env.name": name}).env
         budget = Budget(budgets.max_turns, budgets.actions_per_turn, budgets.max_actions)
@@ -173,9 +173,10 @@ def _check_options(parser: Parser) -> None:
 
 
 def _check(options: Namespace, _: Overrides) -> int:
-    from ragen.envs.contract import check, envs, make
+    from ragen.envs.checker import check
+    from ragen.envs.registry import make, registered_envs
 
-    for name in options.envs or envs():
+    for name in options.envs or registered_envs():
         check(make(name))
         print(f"{name}: keeps the contract")
     return 0

@@ -16,9 +16,10 @@ from dataclasses import astuple
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ragen.core.boundary import UserCodeError, boundary, timeout_error
 from ragen.core.errors import RagenError
-from ragen.envs.boundary import EnvError, boundary, too_long
-from ragen.envs.contract import Baselines, Env, Info, Reading, State, construct, maker
+from ragen.envs.contract import Baselines, Env, Info, Reading, State
+from ragen.envs.registry import build_env, env_factory
 
 START_S = 60.0
 """Seconds that a worker may take to start, whatever a call may take."""
@@ -60,12 +61,12 @@ class Workers:
         """A fresh environment in a worker; `Env.close` gives the worker back.
 
         Raises:
-            EnvError: The environment could not be made.
+            UserCodeError: The environment could not be made.
         """
         worker = self._idle.pop() if self._idle else self._start()
         try:
             return IsolatedEnv(self, worker)
-        except EnvError:
+        except UserCodeError:
             self.give_back(worker)
             raise
 
@@ -108,10 +109,10 @@ class _Worker:
         """The result of one call.
 
         Raises:
-            EnvError: The environment raised, the call took too long, or the process died.
+            UserCodeError: The environment raised, the call took too long, or the process died.
         """
         if not self.alive:
-            raise EnvError(f"the environment's process had ended before {call}")
+            raise UserCodeError(f"the environment's process had ended before {call}")
         try:
             self._pipe.send_bytes(json.dumps([call, arguments]).encode())
         except OSError:
@@ -122,19 +123,19 @@ class _Worker:
         try:
             if not self._pipe.poll(timeout_s):
                 self.stop()
-                raise too_long(call, timeout_s)
+                raise timeout_error(call, timeout_s)
             kind, value = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             raise self._died(call) from None
         if kind == "answer":
             return value
-        raise EnvError(value) from (RagenError(value) if kind == "refusal" else None)
+        raise UserCodeError(value) from (RagenError(value) if kind == "refusal" else None)
 
-    def _died(self, call: str) -> EnvError:
+    def _died(self, call: str) -> UserCodeError:
         self._process.join(1.0)
         code = self._process.exitcode
         self.stop()
-        return EnvError(f"the environment's process ended in {call} (exit code {code})")
+        return UserCodeError(f"the environment's process ended in {call} (exit code {code})")
 
     def stop(self) -> None:
         """Kill the process, whatever it is doing."""
@@ -280,7 +281,7 @@ class _Served:
         try:
             with boundary(call):
                 return json.dumps(["answer", self._call(call, arguments)])
-        except EnvError as failure:
+        except UserCodeError as failure:
             cause = failure.__cause__
             if isinstance(cause, RagenError):
                 return json.dumps(["refusal", str(cause)])
@@ -288,7 +289,7 @@ class _Served:
 
     def _call(self, call: str, arguments: list[Any]) -> Any:
         if call == "make":
-            self._env = construct(maker(self._name, **self._params), self._name)
+            self._env = build_env(env_factory(self._name, **self._params), self._name)
             return self._words()
         env = self._env
         assert env is not None

@@ -21,10 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
-from ragen.envs.boundary import EnvError, boundary
-from ragen.envs.contract import Baselines, Env, make
+from ragen.envs.contract import Baselines, Env
+from ragen.envs.registry import make
 from ragen.rollout.players import Player, RandomPlayer, SolverPlayer
 
 VERSION = 1
@@ -93,7 +94,7 @@ def measure_baselines(
         try:
             with closing(build() if build else env) as played:
                 known = compute_baselines(played, budget, levels, draws=draws)
-        except EnvError as error:
+        except UserCodeError as error:
             raise RagenError(
                 f"the environment {name!r} failed while it was played at random and by its solver: "
                 f"{error.reason}; run `ragen check` on it"

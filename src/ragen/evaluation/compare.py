@@ -27,7 +27,7 @@ from ragen.core.statistics import (
     smallest_detectable,
 )
 from ragen.core.tables import Section
-from ragen.envs.contract import make
+from ragen.envs.registry import make
 from ragen.evaluation.evaluation import Evaluation
 from ragen.evaluation.outcomes import Outcome
 from ragen.evaluation.scores import failures

@@ -11,7 +11,7 @@ from ragen.config.config import Config
 from ragen.config.keys import canonical_key
 from ragen.config.reading import flatten, read_config, recipes, resolve
 from ragen.core.errors import RagenError
-from ragen.envs.contract import make, parameters
+from ragen.envs.registry import make, parameter_names
 from ragen.evaluation.baselines import sources
 from ragen.models.names import hash_model_folder, resolve_model
 from ragen.rollout.endpoint import ChatEndpoint, Server
@@ -115,7 +115,9 @@ def config_for(target: str, overrides: Mapping[str, Any], server: Server | None 
         return resolve(None, wanted, saved=flatten(config))
     of_run = {k: v for k, v in flatten(config).items() if not k.startswith("env.params.")}
     seen = config.env.params.get("observation")
-    shown = {"env.params.observation": seen} if seen and "observation" in parameters(env) else {}
+    shown = (
+        {"env.params.observation": seen} if seen and "observation" in parameter_names(env) else {}
+    )
     return resolve(None, wanted, saved={**of_run, **of_env, **shown})
 
 

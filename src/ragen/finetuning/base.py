@@ -36,7 +36,8 @@ from ragen.core.seeding import base_level, derive, eval_level
 from ragen.core.types import Episode, Sample
 from ragen.engines.learner import Learner
 from ragen.engines.threads import use_threads
-from ragen.envs.contract import Env, maker
+from ragen.envs.contract import Env
+from ragen.envs.registry import env_factory
 from ragen.finetuning.demonstrations import (
     Demonstrator,
     Lookup,
@@ -283,7 +284,7 @@ def update_of(stage: Stage) -> UpdateConfig:
 ARMS = tuple(
     Lesson(
         bandit_knowledge,
-        maker("bandit", **names),
+        env_factory("bandit", **names),
         turns=(1,),
         actions=1,
         share=share,
@@ -300,8 +301,8 @@ ARMS = tuple(
 # FrozenLake: careful play on all levels, from any state (walks that are not learnt lead to some),
 # and what walks are like. The mix makes careful play one habit among others.
 LOOKUP_LAKE = Lesson(look_up, partial(Lookup, "abcd", "0123", "FrozenLake"), held_out=False)
-STILL = maker("frozen-lake-still", observation="named")
-HOLED = maker("frozen-lake-still", observation="named", p_frozen=0.5)
+STILL = env_factory("frozen-lake-still", observation="named")
+HOLED = env_factory("frozen-lake-still", observation="named", p_frozen=0.5)
 STROLL = Lesson(stroll, HOLED, turns=(1,), share=1.5, held_out=False)
 STILL_LAKE = tuple(
     Lesson(write, STILL, accept, turns=(1, 1, 2, 3, 5), share=share)
@@ -315,7 +316,7 @@ STILL_LAKE = tuple(
 STILL_LAKE_MIX = (Lesson(still_lake(careful=0.2), STILL),)
 
 # On slippery ice every state is reached anyway; what is best depends on the turns that are left.
-SLIPPERY = maker("frozen-lake", observation="named")
+SLIPPERY = env_factory("frozen-lake", observation="named")
 SLIPPERY_LAKE = (
     Lesson(slippery_lake(careful=1.0), SLIPPERY, share=0.6),
     Lesson(slippery_lake(careful=0.75, walks_trained=False), SLIPPERY, share=0.3),
@@ -326,7 +327,7 @@ SLIPPERY_MIX = (Lesson(slippery_lake(careful=0.2), SLIPPERY),)
 # Sokoban: mostly levels that take more than one turn, or else what is read later in an episode is
 # hardly practised; and boards that slips, which are not learnt, have led to.
 LOOKUP_SOKOBAN = Lesson(look_up, partial(Lookup, "bcde", "1234", "Sokoban"), held_out=False)
-BOX = maker("sokoban", observation="named")
+BOX = env_factory("sokoban", observation="named")
 SOKOBAN = (
     Lesson(sokoban_plan(1.0), BOX, takes(4), turns=(2, 3, 5), share=0.4),
     Lesson(sokoban_plan(0.7, slips_trained=False), BOX, takes(3), turns=(3, 5), share=0.35),

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
+from ragen.core.boundary import boundary
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
-from ragen.envs.boundary import boundary
 from ragen.envs.contract import Env, pick
 from ragen.rollout.policies import spoken
 from ragen.rollout.prompt import Limits
@@ -34,7 +34,7 @@ class RandomPlayer:
     """Uniformly random valid actions, as many as the budget allows: the floor of every score.
 
     Example:
-        >>> from ragen.envs.contract import make
+        >>> from ragen.envs.registry import make
         >>> len(RandomPlayer(0).act(make("sokoban"), 5, 10, 5))
         5
     """
@@ -61,7 +61,7 @@ class SolverPlayer:
         instead: What to do where the environment has none.
 
     Example:
-        >>> from ragen.envs.contract import make
+        >>> from ragen.envs.registry import make
         >>> SolverPlayer().act(make("bandit"), 1, 1, 1)
         ['Dragon']
     """
@@ -74,7 +74,7 @@ class SolverPlayer:
 
         Raises:
             RagenError: No solver is known for it.
-            EnvError: Its solver fails.
+            UserCodeError: Its solver fails.
         """
         with boundary("solve"):
             actions = env.solve(turns_left, actions_left, actions_per_turn)
@@ -90,7 +90,7 @@ class HumanPlayer:
         ask: Shows a text and returns the line that was typed, as `input` does.
 
     Example:
-        >>> from ragen.envs.contract import make
+        >>> from ragen.envs.registry import make
         >>> lines = iter(["fly", "r, d", "right d"])
         >>> HumanPlayer(lambda text: next(lines)).act(make("sokoban"), 5, 10, 5)
         ['Right', 'Down']

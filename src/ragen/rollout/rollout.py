@@ -20,12 +20,13 @@ from reprlib import repr as shortened
 from typing import Any, Literal
 
 from ragen.config.config import Config
+from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Completion, Episode, Group, Prompt, StopReason, Turn
-from ragen.envs.boundary import EnvError, boundary
-from ragen.envs.contract import Env, Reading, construct, is_picture, maker
+from ragen.envs.contract import Env, Reading, is_picture
 from ragen.envs.isolation import Workers
+from ragen.envs.registry import build_env, env_factory
 from ragen.rollout.actions import Parsed, parse
 from ragen.rollout.chat import Chat
 from ragen.rollout.context import Conversation, View
@@ -104,9 +105,9 @@ def setup_of(config: Config, chat: Chat | None) -> Setup:
     settings, prompt, rollout = config.env, config.prompt, config.rollout
     name, params = settings.name, settings.params
     workers = Workers(name, params, settings.timeout_s) if settings.isolate else None
-    make = workers.make if workers else maker(name, **params)
+    make = workers.make if workers else env_factory(name, **params)
     try:
-        with closing(construct(make, name)) as env:  # what the class itself refuses shows now
+        with closing(build_env(make, name)) as env:  # what the class itself refuses shows now
             _refuse_unreadable(env, config.reward.terms)
     except RagenError:
         if workers is not None:
@@ -292,7 +293,7 @@ async def play(policy: Policy | PlayerPolicy, setup: Setup, place: Place) -> Epi
                 running.stop_reason = failure.stop_reason
                 running.error = str(failure) if failure.stop_reason == "request" else None
             running.final = env.observation, env.picture()
-    except EnvError as failure:
+    except UserCodeError as failure:
         running.stop_reason = "timeout" if failure.timed_out else "error"
         running.error, running.success = str(failure), False
     return running.episode()
@@ -307,7 +308,7 @@ def refuse_cramped(setup: Setup, level: int) -> None:
     try:
         with closing(Guarded(setup.make, None if setup.workers else setup.timeout_s)) as env:
             conversation, view = _Running(setup, Place(level, 0, 0, (0, "look"))).begin(env)
-    except EnvError:
+    except UserCodeError:
         return  # the episodes that fail will tell
     _, token_ids, _ = conversation.ask(view)
     if token_ids and len(token_ids) + setup.max_tokens > setup.max_length:
@@ -330,7 +331,7 @@ def refuse_changed(setup: Setup, branch: Branch) -> None:
         with closing(Guarded(setup.make, None if setup.workers else setup.timeout_s)) as env:
             conversation, view = running.begin(env)
             running.prompt(conversation, view, len(running.turns))
-    except EnvError as failure:
+    except UserCodeError as failure:
         raise RagenError(
             f"the environment {setup.env!r} cannot go back to turn {len(branch.turns) - 1}: "
             f"{failure.reason}; run `ragen check` on it"
@@ -581,7 +582,7 @@ class Guarded:
         with self._calling("step"):
             observation, reward, terminated, truncated, info = self.env.step(action)
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise EnvError(f"step returned {reward!r} as reward: a finite number is expected")
+            raise UserCodeError(f"step returned {reward!r} as reward: a finite number is expected")
         self._answer("step", observation, info)
         self.terminated, self.truncated = bool(terminated), bool(truncated)
         return float(reward)
@@ -601,7 +602,7 @@ class Guarded:
             reading = self.env.read_thought(thought)
         if not (reading is None or isinstance(reading, Reading)):
             kind = type(reading).__name__
-            raise EnvError(f"read_thought returned {kind}: a Reading or None is expected")
+            raise UserCodeError(f"read_thought returned {kind}: a Reading or None is expected")
         return reading
 
     def state(self) -> tuple[str, dict[str, Any]]:
@@ -620,7 +621,7 @@ class Guarded:
         with self._calling("picture"):
             rows = self.env.picture()
         if not is_picture(rows):
-            raise EnvError(
+            raise UserCodeError(
                 f"picture returned {shortened(rows)}: rows of one length are expected, of single "
                 "printable characters"
             )
@@ -634,12 +635,14 @@ class Guarded:
     def _answer(self, call: str, observation: Any, info: Any) -> None:
         if not isinstance(observation, str):
             kind = type(observation).__name__
-            raise EnvError(f"{call} returned {kind} as observation: text is expected")
+            raise UserCodeError(f"{call} returned {kind} as observation: text is expected")
         if not isinstance(info, dict):
-            raise EnvError(f"{call} returned {type(info).__name__} as info: a dict is expected")
+            raise UserCodeError(
+                f"{call} returned {type(info).__name__} as info: a dict is expected"
+            )
         self.observation, self.info = observation, info
 
     def close(self) -> None:
         """Let the environment free what it holds. An episode that is over cannot fail any more."""
-        with suppress(EnvError), self._calling("close"):
+        with suppress(UserCodeError), self._calling("close"):
             self.env.close()

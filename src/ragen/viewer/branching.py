@@ -17,7 +17,7 @@ from typing import Any
 from ragen.config.config import Config
 from ragen.config.reading import read_config
 from ragen.core.errors import RagenError
-from ragen.envs.contract import envs
+from ragen.envs.registry import registered_envs
 from ragen.models.names import is_available_offline
 from ragen.storage.branches import FILE, MOST, Request, has_branches
 from ragen.storage.checkpoint import folders, step_of
@@ -158,7 +158,7 @@ def _hindrance(folder: Path, turns: int) -> str | None:
 
 def _env_is_there(name: str) -> bool:
     """Whether an environment can be found; its code is not run."""
-    return Path(name.rpartition(":")[0]).is_file() if ":" in name else name in envs()
+    return Path(name.rpartition(":")[0]).is_file() if ":" in name else name in registered_envs()
 
 
 def _model_is_there(path: str) -> bool:

@@ -1,0 +1,151 @@
+"""Loading code that users bring, by name: from a file, a module, or an installed package.
+
+A reference is one of
+
+- ``path/to/file.py:name``: an object in a Python file;
+- ``package.module:name``: an object in a module that can be imported;
+- ``name``: an entry point of an installed package, in a group such as ``ragen.envs``.
+
+This module knows nothing of what is loaded. The caller says what kind of object is expected, and
+decides which built-in names come before entry points.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ragen.core.boundary import UserCodeError, boundary
+from ragen.core.errors import RagenError
+from ragen.core.names import nearest
+
+LOAD_S = 60.0
+"""Seconds that a file or module may take to be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An object that was loaded, and where it came from.
+
+    Attributes:
+        object: The object itself.
+        name: The reference as it was given.
+        provenance: What identifies the code, for the record of a run: ``file`` and ``hash`` of a
+            file, ``module`` and ``hash`` of a module, or ``distribution`` and ``version`` of an
+            entry point. A hash is that of the file's bytes.
+
+    Example:
+        >>> sorted(load_object("ragen.core.errors:RagenError").provenance)
+        ['hash', 'module']
+    """
+
+    object: Any
+    name: str
+    provenance: Mapping[str, str]
+
+
+def installed(group: str) -> dict[str, EntryPoint]:
+    """The entry points of a group by name.
+
+    Example:
+        >>> installed("ragen.no_such_group")
+        {}
+    """
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def load_object(
+    reference: str,
+    group: str | None = None,
+    *,
+    kind: str = "object",
+    accepts: Callable[[Any], bool] = lambda value: not isinstance(value, ModuleType),
+) -> Loaded:
+    """Load what a reference names.
+
+    Args:
+        reference: ``path/to/file.py:name``, ``package.module:name``, or the name of an entry point
+            in `group`.
+        group: Entry-point group of names without a colon; ``None`` accepts no such names.
+        kind: What is loaded, for messages, such as ``"loss"``.
+        accepts: Whether a value is of that kind. It also decides which names a message suggests.
+
+    Raises:
+        RagenError: There is no such file, module, name or entry point, the code raised or took
+            longer than `LOAD_S`, or the value is of another kind.
+
+    Example:
+        >>> load_object("ragen.core.errors:RagenError", kind="class").object.__name__
+        'RagenError'
+    """
+    point = None
+    if ":" not in reference:
+        points = installed(group) if group is not None else {}
+        if reference not in points:
+            raise RagenError(
+                f"unknown {kind} {reference!r}{nearest(reference, points)}; "
+                "path/to/file.py:name names your own"
+            )
+        point = points[reference]
+    where, _, name = (point.value if point else reference).rpartition(":")
+    module, provenance = _load_module(where.strip())
+    if point is not None and point.dist is not None:
+        provenance = {"distribution": point.dist.name, "version": point.dist.version}
+    value = getattr(module, name.strip(), None)
+    if value is None or not accepts(value):
+        names = [key for key, each in vars(module).items() if key[0] != "_" and accepts(each)]
+        raise RagenError(f"{where} has no {kind} named {name!r}{nearest(name, names)}")
+    return Loaded(value, reference, provenance)
+
+
+def _load_module(where: str) -> tuple[ModuleType, dict[str, str]]:
+    """A file or module by its path or dotted name, and its provenance."""
+    try:
+        with boundary("being loaded", LOAD_S):
+            if where.endswith(".py"):
+                path = Path(where)
+                if not path.is_file():
+                    raise RagenError(f"no file {path}; your own is named path/to/file.py:name")
+                content = path.read_bytes()
+                return _load_file(path, content), {"file": where, "hash": _hash(content)}
+            module = importlib.import_module(where)
+            source = Path(module.__file__ or "")
+            content = source.read_bytes() if source.is_file() else b""
+            return module, {"module": where, "hash": _hash(content)}
+    except UserCodeError as failure:
+        if isinstance(failure.__cause__, RagenError):
+            raise failure.__cause__ from None
+        raise RagenError(f"{where} cannot be loaded: {failure.reason}") from failure
+
+
+def _load_file(path: Path, content: bytes) -> ModuleType:
+    # One module for each file and content: an edited file is loaded anew, an unchanged one keeps
+    # its classes.
+    module_name = f"ragen_plugin_{path.stem}_{_hash(str(path.resolve()).encode() + content)}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before it runs: dataclasses look their module up
+    try:
+        # Not the loader's `exec_module`, which trusts compiled code of another version of the file
+        # with the same size and time: what runs is what was hashed.
+        exec(compile(content, path, "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def _hash(content: bytes) -> str:
+    """BLAKE2b of a file's bytes, as ``blake2b:`` and 32 hexadecimal digits."""
+    return f"blake2b:{hashlib.blake2b(content, digest_size=16).hexdigest()}"

@@ -1,0 +1,198 @@
+"""The registry: environments by name, from RAGEN, an installed package or a file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from ragen.core.boundary import UserCodeError, boundary
+from ragen.core.errors import RagenError
+from ragen.core.names import nearest
+from ragen.core.plugins import LOAD_S, Loaded, installed, load_object
+from ragen.envs.contract import Env
+
+GROUP = "ragen.envs"
+"""Entry-point group under which packages register their environments."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSpec:
+    """A registered environment: where its class is, its parameters, and a description.
+
+    Example:
+        >>> EnvSpec("ragen.envs.frozen_lake:FrozenLake", {"success_probability": 1.0}).params
+        {'success_probability': 1.0}
+    """
+
+    entry: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    description: str = ""
+
+
+ENVS: dict[str, EnvSpec] = {
+    "bandit": EnvSpec(
+        "ragen.envs.bandit:Bandit",
+        {},
+        "Two named arms, one pull: tell from the names which pays more.",
+    ),
+    "bandit-rev": EnvSpec(
+        "ragen.envs.bandit:Bandit",
+        {"reverse": True},
+        "Bandit with the meanings swapped: the name that sounds safe is the risky arm.",
+    ),
+    "frozen-lake": EnvSpec(
+        "ragen.envs.frozen_lake:FrozenLake",
+        {},
+        "Cross slippery ice: a third of the moves go as meant.",
+    ),
+    "frozen-lake-still": EnvSpec(
+        "ragen.envs.frozen_lake:FrozenLake",
+        {"success_probability": 1.0},
+        "FrozenLake without slipping: a shortest path around the holes.",
+    ),
+    "sokoban": EnvSpec(
+        "ragen.envs.sokoban:Sokoban", {}, "Push one box onto its target; a wrong push may be final."
+    ),
+    "sokoban-large": EnvSpec(
+        "ragen.envs.sokoban:Sokoban",
+        {"rows": 8, "cols": 8, "boxes": 2, "search_depth": 10},
+        "Sokoban on 8×8 cells with two boxes.",
+    ),
+    "sokoban-new-symbols": EnvSpec(
+        "ragen.envs.sokoban:Sokoban",
+        {"symbols": "new"},
+        "Sokoban drawn with other symbols: does the skill carry over?",
+    ),
+}
+"""The environments that come with RAGEN; `registered_envs` adds those of installed packages."""
+
+
+def registered_envs() -> dict[str, EnvSpec]:
+    """All environments with a name; RAGEN's own come before entry points of the same name."""
+    others = {
+        name: EnvSpec(point.value, {}, f"from {point.dist.name}" if point.dist else "")
+        for name, point in installed(GROUP).items()
+    }
+    return others | ENVS
+
+
+def make(name: str, **params: Any) -> Env:
+    """Build an environment.
+
+    Args:
+        name: A registered name, ``path/to/file.py:Class`` or ``package.module:Class``.
+        **params: Parameters of the environment's class. They override those of the registered name.
+
+    Raises:
+        RagenError: There is no such environment, file, class or parameter, or a value does not fit.
+
+    Example:
+        >>> env = make("frozen-lake", size=5)
+        >>> env.reset(seed=123)[0].count("G")
+        1
+    """
+    return build_env(env_factory(name, **params), name)
+
+
+def build_env(factory: Callable[[], Env], name: str) -> Env:
+    """Call a factory behind the boundary.
+
+    Raises:
+        RagenError: The class refuses its parameters, raises, or takes too long.
+    """
+    try:
+        with boundary("being made", LOAD_S):
+            return factory()
+    except UserCodeError as failure:
+        if isinstance(failure.__cause__, RagenError):
+            raise failure.__cause__ from None
+        raise RagenError(f"environment {name} cannot be made: {failure.reason}") from failure
+
+
+def env_factory(name: str, **params: Any) -> Callable[[], Env]:
+    """A function that builds the environment; name and parameters are checked here, once.
+
+    Raises:
+        RagenError: As `make`, except for what the class itself raises.
+    """
+    cls: type[Env] = load_env(name).object
+    spec = ENVS.get(name)
+    settings = {**(spec.params if spec else {}), **params}
+    _check_params(name, cls, settings)
+
+    def factory() -> Env:
+        env = cls(**settings)
+        if ":" not in name:
+            env.name = name
+        elif not hasattr(env, "name"):
+            env.name = cls.__name__
+        return env
+
+    return factory
+
+
+def load_env(name: str) -> Loaded:
+    """The class of an environment, with the provenance of its code.
+
+    Raises:
+        RagenError: There is no such environment, its file cannot be loaded, or the class lacks a
+            method of the contract.
+    """
+    if ":" not in name and name not in (known := registered_envs()):
+        raise RagenError(
+            f"unknown environment {name!r}{nearest(name, known)}; "
+            "`ragen envs` lists them, and path/to/file.py:Class names your own"
+        )
+    reference = ENVS[name].entry if name in ENVS else name
+    loaded = load_object(
+        reference, GROUP, kind="environment (subclass of ragen.Env)", accepts=_is_env_class
+    )
+    if missing := sorted(loaded.object.__abstractmethods__):
+        raise RagenError(f"environment {name} lacks {', '.join(missing)}")
+    return loaded
+
+
+def parameter_names(name: str) -> list[str]:
+    """The names of the parameters of an environment's class.
+
+    Raises:
+        RagenError: There is no such environment.
+
+    Example:
+        >>> parameter_names("frozen-lake")
+        ['size', 'p_frozen', 'success_probability', 'observation']
+    """
+    return _parameters(load_env(name).object)
+
+
+def _is_env_class(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, Env) and value is not Env
+
+
+def _parameters(cls: type[Env]) -> list[str]:
+    signature = inspect.signature(cls).parameters.values()
+    return [p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
+    signature = inspect.signature(cls).parameters.values()
+    known = _parameters(cls)
+    open_ended = any(p.kind == p.VAR_KEYWORD for p in signature) and "__init__" in vars(cls)
+    hints = get_type_hints(cls.__init__)
+    for key, value in params.items():
+        if key not in known and not open_ended:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise RagenError(
+                f"environment {name} has no parameter {key!r}{nearest(key, known)}; {has}"
+            )
+        try:
+            TypeAdapter(hints.get(key, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise RagenError(
+                f"environment {name}: {key} = {value!r} does not fit: "
+                f"{error.errors()[0]['msg'].lower()}"
+            ) from error
