@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragen.algorithms.advantages import ADVANTAGES, NEEDS_VALUES
+from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.estimator import estimate, needs_values
 
 LEFT, RIGHT, THINK = 0, 1, 2
 END = 0
@@ -203,7 +204,6 @@ def arrays(game: Game, chosen: Sequence[int]) -> dict[str, Any]:
         "turn_ends_ES": lay_out([play.ends for play in own], False, torch.bool),
         "state_ES": lay_out(states, -1, torch.long),
         "group_E": torch.zeros(len(own), dtype=torch.long),
-        "bootstrap_E": None,
     }
 
 
@@ -213,14 +213,20 @@ Estimate = Callable[[Sequence[int]], Tensor]
 
 def estimator(game: Game, name: str, values_NS: Tensor | None = None, **how: Any) -> Estimate:
     """One of the package's, with its constants."""
-    constants = {"gamma": 1.0, "lam": 1.0, "turn_gamma": 0.95, "step_weight": 1.0, "whiten": False}
+    constants = {
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "turn_gamma": 0.95,
+        "step_weight": 1.0,
+        "whiten": False,
+    }
 
-    def estimate(chosen: Sequence[int]) -> Tensor:
+    def advantages(chosen: Sequence[int]) -> Tensor:
         values_ES = None if values_NS is None else values_NS[list(chosen)]
         given = arrays(game, chosen) | constants | how
-        return ADVANTAGES[name](values_ES=values_ES, **given).advantages_ES
+        return estimate(ADVANTAGES[name], values_ES=values_ES, **given).advantages_ES
 
-    return estimate
+    return advantages
 
 
 def mean_advantages(game: Game, estimate: Estimate, members: int) -> Tensor:
@@ -249,8 +255,8 @@ class Row:
 
 ROWS = [
     Row("`gae`, λ = 1, any critic", "gae", critic="none"),
-    Row("`gae`, λ = .95, exact critic", "gae", {"lam": 0.95}),
-    Row("`gae`, λ = .95, critic 0", "gae", {"lam": 0.95}, "none"),
+    Row("`gae`, λ = .95, exact critic", "gae", {"gae_lambda": 0.95}),
+    Row("`gae`, λ = .95, critic 0", "gae", {"gae_lambda": 0.95}, "none"),
     Row("`gae`, λ = 1, exact critic, whitened", "gae", {"whiten": True}),
     Row("`bi_level_gae`, γ_turn = 1, exact critic", "bi_level_gae", {"turn_gamma": 1.0}),
     Row("`bi_level_gae`, γ_turn = .95, exact critic", "bi_level_gae", {"turn_gamma": 0.95}),
@@ -266,12 +272,12 @@ ROWS = [
 def measure(game: Game, row: Row, members: int) -> tuple[float, float, float]:
     """|E g − ∇J| ÷ |∇J|, |E g| ÷ |∇J|, and the cosine of the angle between the two."""
     values_NS = None
-    if row.name in NEEDS_VALUES:
+    if needs_values(ADVANTAGES[row.name]):
         by_turn = row.name == "bi_level_gae"
         discount = a_turn(row.how["turn_gamma"]) if by_turn else a_token(1.0)
         values_NS = exact_values(game, discount)[0] * (row.critic == "exact")
-    estimate = estimator(game, row.name, values_NS, **row.how)
-    mean = game.mean_gradient(mean_advantages(game, estimate, members))
+    advantages = estimator(game, row.name, values_NS, **row.how)
+    mean = game.mean_gradient(mean_advantages(game, advantages, members))
     true = game.true_gradient()
     size = true.norm()
     return (

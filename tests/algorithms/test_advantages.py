@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, get_args
 
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 from made import episode, groups, turn
 from torch import Tensor
 
-from ragen.algorithms.advantages import ADVANTAGES, COMPARES_MEMBERS, NEEDS_VALUES
-from ragen.algorithms.advantages_critic import bi_level_gae, gae, whiten_tokens
-from ragen.algorithms.advantages_members import (
+from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.advantages_critic import bi_level_gae, gae
+from ragen.algorithms.advantages_group import (
     dr_grpo,
     gigpo,
     grpo,
@@ -22,6 +23,15 @@ from ragen.algorithms.advantages_members import (
     rloo,
 )
 from ragen.algorithms.batch import collate, episode_index, to_episodes
+from ragen.algorithms.estimator import (
+    INPUTS,
+    Credit,
+    compares_group,
+    estimate,
+    needs_values,
+    whiten_tokens,
+)
+from ragen.algorithms.inputs import inputs_of
 from ragen.algorithms.rewards import token_rewards
 from ragen.algorithms.samples import to_samples
 from ragen.config.reading import resolve
@@ -29,10 +39,12 @@ from ragen.config.sections import AdvantageConfig
 from ragen.core.errors import RagenError
 from ragen.core.types import Group
 
+NEED_VALUES = {name for name, estimator in ADVANTAGES.items() if needs_values(estimator)}
+COMPARE_GROUP = {name for name, estimator in ADVANTAGES.items() if compares_group(estimator)}
+
 PLAIN: dict[str, Any] = {
-    "bootstrap_E": None,
     "gamma": 1.0,
-    "lam": 1.0,
+    "gae_lambda": 1.0,
     "turn_gamma": 0.95,
     "step_weight": 1.0,
     "whiten": False,
@@ -42,14 +54,35 @@ PLAIN: dict[str, Any] = {
 def test_config_names_the_estimators() -> None:
     choices = set(get_args(AdvantageConfig.model_fields["name"].annotation))
     assert choices == set(ADVANTAGES)
-    assert set(ADVANTAGES) >= COMPARES_MEMBERS | NEEDS_VALUES
-    assert not COMPARES_MEMBERS & NEEDS_VALUES
+    assert sorted(NEED_VALUES) == ["bi_level_gae", "gae"]
+    assert set(ADVANTAGES) - COMPARE_GROUP - NEED_VALUES == {"reinforce_pp"}
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_names_inputs_only(name: str) -> None:
+    assert set(inputs_of(ADVANTAGES[name], INPUTS)) == set(signature(ADVANTAGES[name]).parameters)
+
+
+def test_an_unknown_input_is_refused_by_name() -> None:
+    def wrong(rewards_ES: Tensor, mask: Tensor) -> Credit:
+        raise AssertionError
+
+    with pytest.raises(ValueError, match=r"wrong has a parameter 'mask'; it may have rewards_ES"):
+        estimate(wrong, rewards_ES=REWARDS_ES, mask_ES=MASK_ES)
+
+
+def test_a_parameter_with_a_default_need_not_be_an_input() -> None:
+    def scaled(rewards_ES: Tensor, scale: float = 2.0, **_: object) -> Credit:
+        return Credit(scale * rewards_ES)
+
+    found = estimate(scaled, rewards_ES=REWARDS_ES, mask_ES=MASK_ES)
+    assert torch.equal(found.advantages_ES, 2 * REWARDS_ES)
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_config_and_estimators_agree_on_who_compares_members(name: str) -> None:
     alone = {"advantage.name": name, "rollout.group_size": 1, "reward.placement": "turn"}
-    if name in COMPARES_MEMBERS:
+    if name in COMPARE_GROUP:
         with pytest.raises(RagenError, match="compares the episodes"):
             resolve(None, alone)
     else:
@@ -64,32 +97,24 @@ def test_gae_golden() -> None:
         rewards_ES=torch.tensor([[0.0, 1.0]]),
         mask_ES=torch.ones(1, 2, dtype=torch.bool),
         values_ES=torch.tensor([[0.5, 0.8]]),
-        **PLAIN | {"gamma": 0.9, "lam": 0.5},
+        **PLAIN | {"gamma": 0.9, "gae_lambda": 0.5},
     )
     assert credit.advantages_ES.tolist() == [pytest.approx([0.31, 0.2])]
     assert credit.returns_ES is not None
     assert credit.returns_ES.tolist() == [pytest.approx([0.81, 1.0])]
 
 
-def test_gae_bootstraps_at_the_last_token_of_each_episode() -> None:
-    # γ = λ = 1: A = (rewards to come + bootstrap) − V; the first episode ends after one token.
-    credit = gae(
-        rewards_ES=torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
-        mask_ES=torch.tensor([[True, False], [True, True]]),
-        values_ES=torch.tensor([[0.5, 9.0], [0.5, 0.5]]),
-        **PLAIN | {"bootstrap_E": torch.tensor([2.0, 0.0])},
-    )
-    assert credit.advantages_ES.tolist() == [[2.5, 0.0], [0.5, 0.5]]
-    assert credit.returns_ES is not None
-    assert credit.returns_ES.tolist() == [[3.0, 0.0], [1.0, 1.0]]
-
-
-@pytest.mark.parametrize("name", sorted(NEEDS_VALUES))
+@pytest.mark.parametrize("name", sorted(NEED_VALUES))
 def test_estimators_with_a_critic_need_values(name: str) -> None:
     on_ES = torch.ones(1, 1) > 0
     with pytest.raises(ValueError, match="critic"):
-        ADVANTAGES[name](
-            rewards_ES=on_ES.float(), mask_ES=on_ES, turn_ends_ES=on_ES, values_ES=None, **PLAIN
+        estimate(
+            ADVANTAGES[name],
+            rewards_ES=on_ES.float(),
+            mask_ES=on_ES,
+            turn_ends_ES=on_ES,
+            values_ES=None,
+            **PLAIN,
         )
 
 
@@ -127,7 +152,7 @@ def test_gae_with_lambda_zero_is_the_td_error(arrays: tuple[Tensor, Tensor, Tens
         rewards_ES=rewards_ES,
         values_ES=values_ES,
         mask_ES=mask_ES,
-        **PLAIN | {"gamma": 0.9, "lam": 0.0},
+        **PLAIN | {"gamma": 0.9, "gae_lambda": 0.0},
     )
     next_ES = torch.cat([values_ES[:, 1:] * mask_ES[:, 1:], torch.zeros(len(mask_ES), 1)], dim=1)
     td_ES = (rewards_ES + 0.9 * next_ES - values_ES) * mask_ES
@@ -149,14 +174,11 @@ def test_bi_level_gae_golden() -> None:
         "values_ES": torch.tensor([[0.5, 0.8, 0.4, 0.6]]),
         "turn_ends_ES": torch.tensor([[False, True, False, True]]),
     }
-    how = PLAIN | {"turn_gamma": 0.5, "lam": 0.5}
+    how = PLAIN | {"turn_gamma": 0.5, "gae_lambda": 0.5}
     credit = bi_level_gae(**arrays, **how)
     assert credit.advantages_ES.tolist() == [pytest.approx([0.725, 0.85, 0.9, 1.4])]
     assert credit.returns_ES is not None
     assert credit.returns_ES.tolist() == [pytest.approx([1.225, 1.65, 1.3, 2.0])]
-    # A state that goes on beyond the cut is one turn away: δ₂ = 2 + .5·2 − .6.
-    cut = bi_level_gae(**arrays, **how | {"bootstrap_E": torch.tensor([2.0])})
-    assert cut.advantages_ES[0, 3].item() == pytest.approx(2.4)
 
 
 def test_turns_of_reward_0_are_not_lost_in_bi_level_gae() -> None:
@@ -177,7 +199,7 @@ def test_bi_level_gae_of_one_turn_is_gae(
 ) -> None:
     rewards_ES, values_ES, mask_ES = arrays
     given_ = {"rewards_ES": rewards_ES, "values_ES": values_ES, "mask_ES": mask_ES}
-    how = PLAIN | {"lam": lam, "turn_gamma": turn_gamma}
+    how = PLAIN | {"gae_lambda": lam, "turn_gamma": turn_gamma}
     last_E1 = mask_ES.sum(dim=1, keepdim=True) - 1
     ends_ES = torch.zeros_like(mask_ES).scatter_(1, last_E1, True)
     one, plain = bi_level_gae(**given_, turn_ends_ES=ends_ES, **how), gae(**given_, **how)
@@ -250,7 +272,7 @@ def test_grpo_golden() -> None:
     assert torch.all(credit.advantages_ES[3:] == 0)
 
 
-@pytest.mark.parametrize("name", sorted(COMPARES_MEMBERS - {"gigpo"}))
+@pytest.mark.parametrize("name", sorted(COMPARE_GROUP - {"gigpo"}))
 def test_who_lost_alike_is_equal_however_the_losses_were_spread(name: str) -> None:
     # Ten actions at −.1 each, in other turns: their float32 sums are −1 and its neighbour.
     splits = [(5, 5), (3, 3, 4), (1, 1, 2, 4, 2), (1, 1, 3, 3, 2), (2, 2, 2, 2, 2)]
@@ -260,7 +282,8 @@ def test_who_lost_alike_is_equal_however_the_losses_were_spread(name: str) -> No
         for k, pay in enumerate(pays):
             rewards_ES[e, (k + 1) * 11] = pay
     assert len(set(rewards_ES.sum(dim=1).tolist())) > 1
-    found = ADVANTAGES[name](
+    found = estimate(
+        ADVANTAGES[name],
         rewards_ES=rewards_ES,
         mask_ES=torch.ones(rewards_ES.shape, dtype=torch.bool),
         group_E=torch.zeros(len(paid), dtype=torch.long),
@@ -348,7 +371,7 @@ def test_gigpo_golden() -> None:
 def test_gigpo_without_its_turns_is_grpo() -> None:
     torch.testing.assert_close(
         gigpo(**GIGPO, turn_gamma=0.5, step_weight=0.0).advantages_ES,
-        grpo(**GIGPO).advantages_ES,
+        estimate(grpo, **GIGPO).advantages_ES,
     )
 
 
@@ -363,11 +386,11 @@ def test_gigpo_compares_states_within_a_group_only() -> None:
     assert torch.equal(gigpo(**both, **how).advantages_ES, apart)
 
 
-@pytest.mark.parametrize("name", sorted(COMPARES_MEMBERS))
+@pytest.mark.parametrize("name", sorted(COMPARE_GROUP))
 def test_a_lone_member_is_refused(name: str) -> None:
     one = {name: field[:1] for name, field in GIGPO.items()}
-    with pytest.raises(ValueError, match="one member"):
-        ADVANTAGES[name](**one, values_ES=None, **PLAIN)
+    with pytest.raises(ValueError, match="has one episode"):
+        estimate(ADVANTAGES[name], **one, values_ES=None, **PLAIN)
 
 
 @given(st.floats(-4, 4), st.sampled_from([0.5, 2.0, 8.0]))
@@ -381,7 +404,8 @@ def test_grpo_ignores_a_shift_of_the_rewards_and_nearly_a_scale(shift: float, sc
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_no_reward_and_no_value_is_no_advantage(name: str) -> None:
-    credit = ADVANTAGES[name](
+    credit = estimate(
+        ADVANTAGES[name],
         rewards_ES=torch.zeros(5, 2),
         mask_ES=MASK_ES,
         values_ES=torch.zeros(5, 2),
@@ -416,7 +440,7 @@ def test_three_contexts_give_the_same_credit() -> None:
         rewards_ES = token_rewards([episode(*turns)], index, "turn")
         values_ES = to_episodes((batch.token_ids_BT == 8).float(), index)
         arrays = {"rewards_ES": rewards_ES, "values_ES": values_ES, "mask_ES": index.mask_ES}
-        return gae(**arrays, **PLAIN | {"gamma": 0.9, "lam": 0.8}).advantages_ES
+        return gae(**arrays, **PLAIN | {"gamma": 0.9, "gae_lambda": 0.8}).advantages_ES
 
     full = credit((1,), (1, 8, 9, 2), (1, 8, 9, 2, 8, 9, 3))
     window = credit((1,), (1, 8, 9, 2), (4, 8, 9, 3))

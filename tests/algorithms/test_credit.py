@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import episode, groups, turn
 
-from ragen.algorithms.advantages import ADVANTAGES, NEEDS_VALUES
+from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch, collate, episode_index
 from ragen.algorithms.credit import credit, state_numbers
+from ragen.algorithms.estimator import needs_values
 from ragen.algorithms.samples import to_samples
 from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
 from ragen.core.types import Group
@@ -77,7 +78,7 @@ def test_each_estimator_on_a_batch_by_hand(name: str, expected: list[float]) -> 
         [GROUP], RewardConfig(placement="turn"), name=name, turn_gamma=0.5, whiten=False
     )
     assert on_tokens(batch) == pytest.approx(expected, abs=1e-4)
-    assert (batch.returns_BT is None) == (name not in NEEDS_VALUES)
+    assert (batch.returns_BT is None) == (not needs_values(ADVANTAGES[name]))
 
 
 def test_the_list_above_is_whole() -> None:

@@ -28,7 +28,8 @@ from benchmarks.bias import (
     mean_advantages,
     measure,
 )
-from ragen.algorithms.advantages import ADVANTAGES, NEEDS_VALUES
+from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.estimator import needs_values
 
 GAME = Game()
 TRUE = GAME.true_gradient()
@@ -72,7 +73,9 @@ def test_exact_values_by_hand() -> None:
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_with_exact_values_the_mean_of_gae_is_the_advantage(gamma: float, lam: float) -> None:
     values_NS, advantages_NS = exact_values(GAME, a_token(gamma))
-    mean_NS = mean_advantages(GAME, estimator(GAME, "gae", values_NS, gamma=gamma, lam=lam), 1)
+    mean_NS = mean_advantages(
+        GAME, estimator(GAME, "gae", values_NS, gamma=gamma, gae_lambda=lam), 1
+    )
     close(given_state_and_token(mean_NS), advantages_NS)
 
 
@@ -82,7 +85,7 @@ def test_with_exact_values_the_mean_of_bi_level_gae_is_the_advantage_by_turns(
     gamma: float, lam: float
 ) -> None:
     values_NS, advantages_NS = exact_values(GAME, a_turn(gamma))
-    estimate = estimator(GAME, "bi_level_gae", values_NS, turn_gamma=gamma, lam=lam)
+    estimate = estimator(GAME, "bi_level_gae", values_NS, turn_gamma=gamma, gae_lambda=lam)
     close(given_state_and_token(mean_advantages(GAME, estimate, 1)), advantages_NS)
 
 
@@ -94,7 +97,7 @@ def test_bi_level_gae_takes_it_that_a_turn_is_over_before_its_last_token() -> No
     game = Game(closed=False)
     for lam, low, high in ((1.0, 0, 1e-9), (0.5, 1e-3, 1)):
         values_NS, advantages_NS = exact_values(game, a_turn(1.0))
-        estimate = estimator(game, "bi_level_gae", values_NS, turn_gamma=1.0, lam=lam)
+        estimate = estimator(game, "bi_level_gae", values_NS, turn_gamma=1.0, gae_lambda=lam)
         mean = game.mean_gradient(mean_advantages(game, estimate, 1))
         true = game.true_gradient()
         close(game.mean_gradient(advantages_NS), true)
@@ -216,10 +219,10 @@ BY_HAND: dict[str, Callable[[Sequence[Play], Any], list[list[float]]]] = {
 @pytest.mark.parametrize(
     ("name", "whiten"),
     [(name, False) for name in sorted(ADVANTAGES)]
-    + [(name, True) for name in sorted(NEEDS_VALUES)],
+    + [(name, True) for name in sorted(ADVANTAGES) if needs_values(ADVANTAGES[name])],
 )
 def test_estimator_equals_its_own_closed_enumeration(name: str, whiten: bool) -> None:
-    values_NS = exact_values(GAME, a_token(GAMMA))[0] if name in NEEDS_VALUES else None
+    values_NS = exact_values(GAME, a_token(GAMMA))[0] if needs_values(ADVANTAGES[name]) else None
 
     def by_hand(chosen: Sequence[int]) -> Tensor:
         plays = [GAME.plays[n] for n in chosen]
@@ -227,7 +230,7 @@ def test_estimator_equals_its_own_closed_enumeration(name: str, whiten: bool) ->
         rows = BY_HAND[name](plays, [v[: len(p)] for v, p in zip(values, plays, strict=False)])
         return _padded(_whitened(rows) if whiten else rows)
 
-    how = {"gamma": GAMMA, "lam": LAM, "turn_gamma": TURN_GAMMA, "step_weight": 2.0}
+    how = {"gamma": GAMMA, "gae_lambda": LAM, "turn_gamma": TURN_GAMMA, "step_weight": 2.0}
     ours = mean_advantages(GAME, estimator(GAME, name, values_NS, whiten=whiten, **how), 2)
     close(ours, mean_advantages(GAME, by_hand, 2))
     assert ours.abs().max() > 0.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from inspect import signature
 from typing import get_args
 
 import pytest
@@ -14,11 +15,13 @@ from made import samples
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch, TokenFields, collate, flatten, row_splits, take
+from ragen.algorithms.inputs import inputs_of
 from ragen.algorithms.losses import (
     KL_ESTIMATES,
+    LOSS_INPUTS,
     LOSSES,
-    WHOLE_EPISODES,
     Aggregation,
+    PolicyLoss,
     cispo,
     correct_for_sampler,
     entropy_bonus,
@@ -27,7 +30,9 @@ from ragen.algorithms.losses import (
     k2,
     k3,
     kl_loss,
+    needs_whole_episodes,
     nll,
+    policy_loss,
     ppo_clip,
     token_weights,
     value_loss,
@@ -63,6 +68,13 @@ def test_config_names_the_losses() -> None:
     assert choices("name") == set(LOSSES)
     assert choices("kl_kind") == set(KL_ESTIMATES)
     assert choices("aggregation") == set(get_args(Aggregation))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values())
+def test_a_loss_names_inputs_only(loss: PolicyLoss) -> None:
+    named = list(signature(loss).parameters)
+    assert named[:2] == ["logprobs_N", "tokens"]
+    assert inputs_of(loss, LOSS_INPUTS, 2) == named[2:]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,7 @@ def test_cispo_gradient_at_ratio_one_is_reinforces(advantages: list[float]) -> N
     old_N = -torch.rand(size, generator=torch.Generator().manual_seed(size))
     logprobs_N = old_N.clone().requires_grad_(True)
     tokens = fields(size, old_logprobs_N=old_N, advantages_N=advantages_N)
-    loss = cispo(logprobs_N, tokens, **CLIP)
+    loss = policy_loss(cispo, logprobs_N, tokens, **CLIP)
     torch.testing.assert_close(gradient_of(loss.value, logprobs_N), -advantages_N / size)
     assert loss.metrics["clip/fraction"].value == 0
 
@@ -134,7 +146,7 @@ def test_cispo_weighs_and_never_silences(
 ) -> None:
     logprobs_N = torch.tensor([-1.0 + math.log(ratio)], requires_grad=True)
     tokens = fields(1, old_logprobs_N=-torch.ones(1), advantages_N=torch.tensor([advantage]))
-    loss = cispo(logprobs_N, tokens, clip_low=low, clip_high=0.28, dual_clip=3.0)
+    loss = policy_loss(cispo, logprobs_N, tokens, clip_low=low, clip_high=0.28, dual_clip=3.0)
     assert loss.value.item() == pytest.approx(-expected * advantage * (math.log(ratio) - 1))
     assert gradient_of(loss.value, logprobs_N).item() == pytest.approx(-expected * advantage)
     assert loss.metrics["clip/fraction"].value == clipped
@@ -152,7 +164,7 @@ def test_gspo_golden() -> None:
         advantages_N=torch.tensor([2.0, 2.0, -1.0, -1.0, -1.0]),
         weights_N=torch.tensor([0.25, 0.25, 1 / 6, 1 / 6, 1 / 6]),
     )
-    loss = gspo(logprobs_N, tokens, clip_low=0.05, clip_high=0.05)
+    loss = policy_loss(gspo, logprobs_N, tokens, clip_low=0.05, clip_high=0.05)
     assert loss.value.item() == pytest.approx((-2.1 + 1) / 2)
     expected = torch.tensor([0, 0, 1, 1, 1]) / 6
     torch.testing.assert_close(gradient_of(loss.value, logprobs_N), expected)
@@ -179,7 +191,7 @@ def test_gspo_by_token_is_the_papers_by_episode(
         advantages_N=advantage_E[episode_N],
         weights_N=1 / (count_N * len(present)),
     )
-    loss = gspo(logprobs_N, tokens, clip_low=clip, clip_high=clip)
+    loss = policy_loss(gspo, logprobs_N, tokens, clip_low=clip, clip_high=clip)
     plain = torch.zeros(())
     for episode in present:
         s, a = logprobs_N[episode_N == episode].mean().exp(), advantage_E[episode]
@@ -197,7 +209,10 @@ def test_gspo_of_one_token_episodes_is_ppo(drawn: list[tuple[float, float]]) -> 
     advantages_N = torch.tensor([advantage for _, advantage in drawn])
     tokens = fields(size, episode_N=torch.arange(size), advantages_N=advantages_N)
     clip = {"clip_low": 0.2, "clip_high": 0.28}
-    ours, ppos = gspo(logprobs_N, tokens, **clip), ppo_clip(logprobs_N, tokens, dual_clip=0, **clip)
+    ours, ppos = (
+        policy_loss(gspo, logprobs_N, tokens, **clip),
+        ppo_clip(logprobs_N, tokens, dual_clip=0, **clip),
+    )
     torch.testing.assert_close(ours.value, ppos.value)
     torch.testing.assert_close(
         gradient_of(ours.value, logprobs_N), gradient_of(ppos.value, logprobs_N)
@@ -238,8 +253,8 @@ def test_policy_losses_are_proportional_to_the_advantage(
     """What lets group weights and the sampler's correction act on the advantage."""
     for name in sorted(LOSSES.keys() - {"nll"}):
         at_N, a_N = torch.tensor([log_ratio]), torch.tensor([advantage])
-        one = LOSSES[name](at_N, fields(1, advantages_N=a_N), **CLIP).value
-        more = LOSSES[name](at_N, fields(1, advantages_N=factor * a_N), **CLIP).value
+        one = policy_loss(LOSSES[name], at_N, fields(1, advantages_N=a_N), **CLIP).value
+        more = policy_loss(LOSSES[name], at_N, fields(1, advantages_N=factor * a_N), **CLIP).value
         torch.testing.assert_close(more, factor * one, atol=1e-5, rtol=1e-5)
 
 
@@ -304,7 +319,7 @@ def test_losses_of_no_token_are_zero() -> None:
     empty = fields(0, **{f"{n}_N": torch.zeros(0) for n in ("advantages", "values", "returns")})
     none = torch.zeros(0, requires_grad=True)
     for loss in (
-        *(each(none, empty, **CLIP) for each in LOSSES.values()),
+        *(policy_loss(each, none, empty, **CLIP) for each in LOSSES.values()),
         entropy_bonus(none, empty),
     ):
         assert loss.value.item() == 0
@@ -352,7 +367,7 @@ def _losses(batch: Batch, at_BT: Tensor) -> list[Tensor]:
     tokens = flatten(batch)
     found_N = at_BT[batch.weight_BT > 0]
     return [
-        *(loss(found_N, tokens, **CLIP).value for loss in LOSSES.values()),
+        *(policy_loss(loss, found_N, tokens, **CLIP).value for loss in LOSSES.values()),
         value_loss(found_N, tokens, value_clip=0.5).value,
         entropy_bonus(found_N, tokens).value,
     ]
@@ -413,13 +428,21 @@ def test_what_needs_whole_episodes_is_wrong_without_them() -> None:
         advantages_BT=torch.ones(2, 2),
         weight_BT=token_weights(batch, "token_mean"),
     )
-    assert "gspo" in WHOLE_EPISODES and len(row_splits(batch, 1)) == 2
+    assert needs_whole_episodes(gspo) and len(row_splits(batch, 1)) == 2
     assert [rows_R.tolist() for rows_R in row_splits(batch, 1, whole_episodes=True)] == [[0, 1]]
     at_BT = torch.tensor([[0.0, 1.0], [0.0, -1.0]])
-    whole = gspo(at_BT[batch.weight_BT > 0], flatten(batch), clip_low=0.2, clip_high=0.2)
+    whole = policy_loss(
+        gspo, at_BT[batch.weight_BT > 0], flatten(batch), clip_low=0.2, clip_high=0.2
+    )
     assert whole.value.item() == pytest.approx(-1)  # s = exp(mean(1, −1))
     apart = [
-        gspo(at_BT[row, 1:], flatten(take(batch, torch.tensor([row]))), clip_low=0.2, clip_high=0.2)
+        policy_loss(
+            gspo,
+            at_BT[row, 1:],
+            flatten(take(batch, torch.tensor([row]))),
+            clip_low=0.2,
+            clip_high=0.2,
+        )
         for row in range(2)
     ]
     assert sum(part.value.item() for part in apart) == pytest.approx(-(1.2 + math.exp(-1)) / 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.advantages_critic import gae
 from ragen.algorithms.batch import collate, episode_index
 from ragen.algorithms.rewards import token_rewards
 from ragen.algorithms.samples import to_samples
@@ -125,16 +125,12 @@ def returns(episodes: list[Episode], samples: list[Sample]) -> tuple[Any, Any]:
     index = episode_index(collate(samples))
     rewards_ES = token_rewards(episodes, index, "turn")
     values_ES = torch.linspace(0, 1, index.mask_ES.shape[1]) * index.mask_ES
-    found = ADVANTAGES["gae"](
+    found = gae(
         rewards_ES=rewards_ES,
         mask_ES=index.mask_ES,
         values_ES=values_ES,
-        bootstrap_E=None,
-        turn_ES=index.turn_ES,
-        turn_ends_ES=index.turn_ends_ES,
-        group_E=index.group_E,
         gamma=0.9,
-        lam=0.8,
+        gae_lambda=0.8,
         whiten=False,
     )
     return found.returns_ES, found.advantages_ES

@@ -57,7 +57,7 @@ def test_a_fingerprint_tells_everything_apart() -> None:
 def test_a_true_batch_passes_however_it_is_split(groups: list[Group]) -> None:
     samples, episodes = to_samples(groups)
     batch = with_births(collate(samples), episodes)
-    for part in minibatches(batch, minibatch_episodes=2, passes=1, seed=0):
+    for part in minibatches(batch, minibatch_episodes=2, epochs=1, seed=0):
         rows = [take(part, torch.tensor([row])) for row in range(part.num_rows)]
         for split in ([part], rows, rows[::-1]):
             counted = {name: each.value for name, each in verify(split).items()}

@@ -195,7 +195,7 @@ def test_every_sampled_token_is_trained_once_in_every_window(
         assert samples, "the first turn fits"
         check(episodes, samples)
         batch = with_births(collate(samples), episodes)
-        for part in minibatches(batch, minibatch_episodes=1, passes=1, seed=0):
+        for part in minibatches(batch, minibatch_episodes=1, epochs=1, seed=0):
             verify([part])
         alike.append(credited(batch, episodes))
     for others in alike[1:]:

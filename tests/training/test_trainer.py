@@ -23,8 +23,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ragen.algorithms.advantages import ADVANTAGES, NEEDS_VALUES
+from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch
+from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
@@ -282,7 +283,7 @@ def test_every_estimator_trains(tmp_path: Path, name: str) -> None:
     )
     train(asked, tmp_path / "run")
     critic = checkpoint.newest(tmp_path / "run") / "critic.safetensors"
-    assert critic.exists() == (name in NEEDS_VALUES)
+    assert critic.exists() == needs_values(ADVANTAGES[name])
     query = "SELECT value FROM metrics WHERE name = 'gradient/policy_norm'"
     assert rows(tmp_path / "run", query)[0][0] > 0
 

@@ -212,7 +212,7 @@ def take(batch: Batch, rows_R: Tensor) -> Batch:
     return replace(batch, **chosen)
 
 
-def minibatches(batch: Batch, minibatch_episodes: int, passes: int, seed: int) -> list[Batch]:
+def minibatches(batch: Batch, minibatch_episodes: int, epochs: int, seed: int) -> list[Batch]:
     """Split one collection into the batches of its optimiser steps, whole episodes each.
 
     A pass has max(1, round(E ÷ minibatch_episodes)) minibatches of sizes that differ by one at
@@ -222,14 +222,14 @@ def minibatches(batch: Batch, minibatch_episodes: int, passes: int, seed: int) -
     Example:
         >>> row = Sample((1, 8), (False, True), (0.0, 0.0), (-1, 0), (False, True), 0, 0)
         >>> batch = replace(collate([row] * 5), episode_B=torch.arange(5))
-        >>> [part.num_rows for part in minibatches(batch, minibatch_episodes=3, passes=2, seed=0)]
+        >>> [part.num_rows for part in minibatches(batch, minibatch_episodes=3, epochs=2, seed=0)]
         [3, 2, 3, 2]
     """
     episode_E = torch.unique(batch.episode_B)
     num_parts = max(1, round(len(episode_E) / minibatch_episodes))
     generator = torch.Generator().manual_seed(seed)
     parts = []
-    for _ in range(passes):
+    for _ in range(epochs):
         shuffled_E = episode_E[torch.randperm(len(episode_E), generator=generator)]
         for chosen in shuffled_E.tensor_split(num_parts):
             parts.append(take(batch, torch.isin(batch.episode_B, chosen).nonzero().flatten()))

@@ -1,4 +1,4 @@
-"""From a scored batch to one with advantages: rewards, KL penalty and estimator put together."""
+"""Credit assignment: from a scored batch to advantages, by rewards, KL penalty and estimator."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch, EpisodeIndex, episode_index, scatter_to_rows, to_episodes
+from ragen.algorithms.estimator import estimate
 from ragen.algorithms.rewards import comparison_classes, kl_penalty, normalise, token_rewards
 from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
 from ragen.core.types import Episode
@@ -26,14 +27,18 @@ def credit(
     """The batch with rewards, advantages and (with a critic) returns.
 
     Args:
-        batch: With old logprobs; with values for estimators in `NEEDS_VALUES`; with reference
+        batch: With old logprobs; with values for an estimator that needs them; with reference
             logprobs for a KL penalty.
-        episodes: The episodes that `Batch.episode_B` indexes, their format penalties set.
-        reward: Where rewards are paid and how they are normalised. A KL penalty comes on top.
+        episodes: The episodes that `Batch.episode_B` indexes, with their format penalties.
+        reward: Where rewards are paid and how they are normalised. A KL penalty is added after the
+            normalisation.
         advantage: The estimator and its constants.
         loss: For the weight of a KL penalty in the reward.
         group_weights: A factor on the advantages of each group that `Batch.group_B` indexes
             (`filters.group_weights`); ``None`` weighs all groups alike.
+
+    Raises:
+        ValueError: The estimator needs what there is not: values, or a second episode in a group.
     """
     index = episode_index(batch)
     penalised_ES = token_rewards(episodes, index, reward.placement)
@@ -44,22 +49,22 @@ def credit(
         penalty_BT = kl_penalty(batch.old_logprobs_BT, batch.reference_logprobs_BT, loss.kl)
         rewards_ES = rewards_ES + to_episodes(penalty_BT, index)
     values_BT = batch.values_BT
-    found = ADVANTAGES[advantage.name](
+    credit = estimate(
+        ADVANTAGES[advantage.name],
         rewards_ES=rewards_ES,
         mask_ES=index.mask_ES,
         values_ES=None if values_BT is None else to_episodes(values_BT, index),
-        bootstrap_E=None,  # No prompt is scored after a cut, so no episode asks for it.
         turn_ES=index.turn_ES,
         turn_ends_ES=index.turn_ends_ES,
         state_ES=state_numbers(episodes, index),
         group_E=index.group_E,
         gamma=advantage.gamma,
-        lam=advantage.gae_lambda,
+        gae_lambda=advantage.gae_lambda,
         turn_gamma=advantage.turn_gamma,
         step_weight=advantage.step_weight,
         whiten=advantage.whiten,
     )
-    returns_ES, advantages_BT = found.returns_ES, scatter_to_rows(found.advantages_ES, index)
+    returns_ES, advantages_BT = credit.returns_ES, scatter_to_rows(credit.advantages_ES, index)
     if group_weights is not None:
         advantages_BT = advantages_BT * torch.tensor(group_weights)[batch.group_B][:, None]
     return replace(
@@ -71,12 +76,12 @@ def credit(
 
 
 def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
-    """The state that each token's turn began in, as a number: ``(E, S)``, −1 off the mask.
+    """The state in which each token's turn began, as a number: ``(E, S)``, −1 off the mask.
 
-    Equal numbers stand for equal `Turn.state_key`, in whichever episode.
+    Equal `Turn.state_key`, in any episode, gives equal numbers.
 
     Args:
-        episodes: The step's episodes, as `Batch.episode_B` counts them.
+        episodes: The step's episodes, as `Batch.episode_B` indexes them.
         index: Where their sampled tokens are.
     """
     numbers: dict[str, int] = {}

@@ -206,7 +206,7 @@ def select(
         keep: Which end of the ranking.
         include_zero: Whether groups without any spread of reward may be among them.
         min_played: Episodes that must not have failed for a group to be kept at all: 2 for
-            estimators that compare members (`advantages.COMPARES_MEMBERS`), else 1.
+            estimators that compare the episodes of a group (`estimator.compares_group`), else 1.
 
     Returns:
         Indices into `groups`, ascending; empty where no group qualifies.

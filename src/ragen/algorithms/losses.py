@@ -5,8 +5,8 @@ Axes: **N** tokens of a microbatch that the loss looks at, **B** rows, **T** pos
 A loss never counts its own tokens. How much a token weighs is settled once a minibatch by
 `token_weights` (over all learners) and carried by `Batch.weight_BT`; so a loss is Σ w_t ℓ_t with Σ
 w_t = 1 over the minibatch (less with constant weights), and neither padding, nor order, nor the
-split into microbatches or learners changes it. `gspo` alone asks for more: all of an episode in one
-microbatch (`WHOLE_EPISODES`).
+split into microbatches or learners changes it. Only `gspo` needs more: all of an episode in one
+microbatch (`needs_whole_episodes`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch, TokenFields
+from ragen.algorithms.inputs import call, names_input
 from ragen.core.metrics import Metric, Metrics, largest, mean
 
 Aggregation = Literal["token_mean", "episode_mean", "constant"]
@@ -30,6 +31,20 @@ class Loss:
 
     value: Tensor
     metrics: Metrics
+
+
+PolicyLoss = Callable[..., Loss]
+"""The signature of every policy loss: ``loss(logprobs_N, tokens, *, <inputs that it names>)``.
+
+    def reinforce(logprobs_N: Tensor, tokens: TokenFields) -> Loss: ...
+
+The gradient flows through `logprobs_N`, the logprobs under the weights being trained. The value is
+Σ w_t ℓ_t with `TokenFields.weights_N`, and proportional to the advantages. The inputs that a loss
+may name are `LOSS_INPUTS`; naming ``episode_N`` keeps each episode in one microbatch.
+"""
+
+LOSS_INPUTS = ("clip_low", "clip_high", "dual_clip", "episode_N")
+"""What a policy loss may name as a keyword parameter: ε₋, ε₊, c, and the episode of each token."""
 
 
 def token_weights(batch: Batch, aggregation: Aggregation, longest: int = 1) -> Tensor:
@@ -71,7 +86,6 @@ def ppo_clip(
     clip_low: float,
     clip_high: float,
     dual_clip: float,
-    **_: object,
 ) -> Loss:
     """PPO's clipped objective with separate bounds and the dual clip.
 
@@ -109,7 +123,12 @@ def ppo_clip(
 
 
 def gspo(
-    logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high: float, **_: object
+    logprobs_N: Tensor,
+    tokens: TokenFields,
+    *,
+    episode_N: Tensor,
+    clip_low: float,
+    clip_high: float,
 ) -> Loss:
     """Group sequence policy optimisation: one ratio an episode, and so one clip (arXiv:2507.18071).
 
@@ -125,7 +144,8 @@ def gspo(
 
     Args:
         logprobs_N: Under the weights being trained.
-        tokens: With old logprobs and advantages; whole episodes (`WHOLE_EPISODES`).
+        tokens: With old logprobs and advantages; whole episodes.
+        episode_N: The episode of each token.
         clip_low: ε₋.
         clip_high: ε₊.
 
@@ -134,12 +154,12 @@ def gspo(
         >>> ids, on = one.long(), one.bool()
         >>> tokens = TokenFields(ids, on, one / 2, ids, 0 * one, 0 * one, advantages_N=one)
         >>> logprobs = torch.log(torch.tensor([2.0, 0.5]))  # their mean is 0, so s = 1
-        >>> gspo(logprobs, tokens, clip_low=3e-4, clip_high=4e-4).value
+        >>> gspo(logprobs, tokens, episode_N=tokens.episode_N, clip_low=3e-4, clip_high=4e-4).value
         tensor(-1.)
     """
     old_N, advantages_N = _trained(tokens)
     with torch.no_grad():
-        episode_E, rank_N = torch.unique(tokens.episode_N, return_inverse=True)
+        episode_E, rank_N = torch.unique(episode_N, return_inverse=True)
         blank_E = torch.zeros(len(episode_E), device=rank_N.device)
         total_E = blank_E.index_add(0, rank_N, logprobs_N - old_N)
         count_E = blank_E.index_add(0, rank_N, torch.ones_like(old_N))
@@ -151,9 +171,7 @@ def gspo(
     return Loss(value, _policy_metrics(value, logprobs_N, tokens, ratio_N, clipped_N > free_N))
 
 
-def cispo(
-    logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high: float, **_: object
-) -> Loss:
+def cispo(logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high: float) -> Loss:
     """REINFORCE with a clipped importance weight: no token loses its gradient (arXiv:2506.13585).
 
         ℓ = −stop-gradient(clip(r, 1 − ε₋, 1 + ε₊)) A logprob
@@ -184,7 +202,7 @@ def cispo(
     return Loss(value, _policy_metrics(value, logprobs_N, tokens, ratio_N, weight_N != ratio_N))
 
 
-def nll(logprobs_N: Tensor, tokens: TokenFields, **_: object) -> Loss:
+def nll(logprobs_N: Tensor, tokens: TokenFields) -> Loss:
     """Negative log-likelihood in nats: supervised learning, ℓ = −logprob.
 
     Context tokens take part where `collate` gave them a weight (base preparation's auxiliary loss).
@@ -193,7 +211,7 @@ def nll(logprobs_N: Tensor, tokens: TokenFields, **_: object) -> Loss:
     return Loss(value, {"loss/nll": _weighted(value, tokens)})
 
 
-LOSSES: dict[str, Callable[..., Loss]] = {
+LOSSES: dict[str, PolicyLoss] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,
@@ -201,8 +219,19 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 }
 """Policy losses by their name in the config. All but `nll` are proportional to the advantage."""
 
-WHOLE_EPISODES = frozenset({"gspo"})
-"""Losses that must see all of an episode at once: its rows stay in one microbatch and learner."""
+
+def policy_loss(loss: PolicyLoss, logprobs_N: Tensor, tokens: TokenFields, **inputs: float) -> Loss:
+    """Call a policy loss with those of `inputs` and `episode_N` that it names.
+
+    Raises:
+        ValueError: It names something else.
+    """
+    return call(loss, logprobs_N, tokens, inputs=inputs | {"episode_N": tokens.episode_N})
+
+
+def needs_whole_episodes(loss: PolicyLoss) -> bool:
+    """Whether a loss needs all tokens of an episode in one microbatch."""
+    return names_input(loss, "episode_N")
 
 
 def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, Metrics]:

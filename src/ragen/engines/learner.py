@@ -19,12 +19,13 @@ from transformers import PreTrainedModel
 from ragen.algorithms.batch import Batch, TokenFields, flatten, padding, row_splits, take
 from ragen.algorithms.losses import (
     LOSSES,
-    WHOLE_EPISODES,
     Loss,
     correct_for_sampler,
     entropy_bonus,
     kl_loss,
     mismatch_kl,
+    needs_whole_episodes,
+    policy_loss,
     token_weights,
     value_loss,
 )
@@ -206,7 +207,7 @@ class Learner:
         return tuple(fields)
 
     def _microbatches(self, batch: Batch) -> list[Tensor]:
-        by_group, whole = shares_prompts(self.model), self._loss.name in WHOLE_EPISODES
+        by_group, whole = shares_prompts(self.model), needs_whole_episodes(LOSSES[self._loss.name])
         return row_splits(batch, self._update.microbatch_tokens, by_group, whole)
 
     def update(self, batch: Batch, step: int) -> Metrics:
@@ -294,7 +295,8 @@ class Learner:
 
     def _task_loss(self, logprobs_N: Tensor, tokens: TokenFields) -> Loss:
         settings = self._loss
-        return LOSSES[settings.name](
+        return policy_loss(
+            LOSSES[settings.name],
             logprobs_N,
             tokens,
             clip_low=settings.clip_low,

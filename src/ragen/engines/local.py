@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ragen.algorithms.advantages import NEEDS_VALUES
+from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch
+from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics
@@ -63,7 +64,7 @@ class LocalEngine:
                 "the adapter first (that of a run: `ragen export RUN --merge`) and name the merged "
                 "model"
             )
-        critic = config.advantage.name in NEEDS_VALUES
+        critic = needs_values(ADVANTAGES[config.advantage.name])
         self.model = prepared(config, path, self.model, critic)
         self.chat = chat_of(config, self.tokenizer)
         self.version = 0

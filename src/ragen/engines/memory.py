@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ragen.algorithms.advantages import NEEDS_VALUES
+from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.config.reading import changed, flatten
 from ragen.core.errors import RagenError
@@ -125,7 +126,9 @@ def plan(config: Config) -> Plan:
             optimizer_bytes(*each, config.update.muon_lr > 0) for each in trained.items()
         ),
         reference=held(model) if config.loss.kl > 0 and not adapted else 0,
-        critic=critic_bytes(model, trained, config) if config.advantage.name in NEEDS_VALUES else 0,
+        critic=critic_bytes(model, trained, config)
+        if needs_values(ADVANTAGES[config.advantage.name])
+        else 0,
         sampler=sampler_bytes(model, config, device),
         logits=logits_bytes(model, config, device),
         activations=activations_bytes(model, config),

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ragen.algorithms.advantages import COMPARES_MEMBERS, NEEDS_VALUES
+from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch, collate, minibatches
 from ragen.algorithms.credit import credit
+from ragen.algorithms.estimator import compares_group, needs_values
 from ragen.algorithms.filters import group_weights, reward_std, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
@@ -64,7 +65,7 @@ async def groups_of(
 
 def chosen_by(config: Config) -> dict[str, Any]:
     """The filter's settings as `select` takes them."""
-    compares = config.advantage.name in COMPARES_MEMBERS
+    compares = compares_group(ADVANTAGES[config.advantage.name])
     settings = config.filter.model_dump(exclude={"max_empty", "scale", "reweight"})
     return settings | {"min_played": 2 if compares else 1}
 
@@ -98,7 +99,7 @@ async def make_batch(
         batch = await engine.score(batch, "policy")
     if config.loss.kl > 0:
         batch = await engine.score(batch, "reference")
-    if config.advantage.name in NEEDS_VALUES:
+    if needs_values(ADVANTAGES[config.advantage.name]):
         batch = await engine.score(batch, "critic")
     return credit(batch, episodes, config.reward, config.advantage, config.loss, group_weights)
 

@@ -1,7 +1,7 @@
-"""Credit without a critic: an episode's reward against that of others.
+"""Advantages without a critic: an episode's reward compared with that of other episodes.
 
 Axes: **E** episodes, **S** an episode's sampled tokens in time order, **K** an episode's turns,
-**N** turns of all episodes. The arguments that all estimators share are described in `advantages`.
+**N** turns of all episodes. The inputs are described in `estimator.INPUTS`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ragen.algorithms.advantages_critic import Credit, whiten_tokens
+from ragen.algorithms.estimator import Credit, whiten_tokens
 from ragen.algorithms.rewards import STD_FLOOR, compare_within
 
 
-def grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor, **_: object) -> Credit:
+def grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
     """Group-relative advantage (arXiv:2402.03300): the same on every token of an episode.
 
         A = (R − mean of the group) / (std of the group + 1e-6)
 
-    R is the episode's summed reward; std divides by G − 1. A group whose rewards are all equal
-    gives exactly 0. γ plays no part.
+    R is the sum of the episode's rewards, and the std divides by G − 1. A group whose rewards are
+    all equal gives exactly 0. There is no discount.
 
     Raises:
-        ValueError: A group has one member.
+        ValueError: A group has one episode.
 
     Example:
         >>> rewards, group = torch.tensor([[0.0], [2.0]]), torch.tensor([0, 0])
@@ -34,16 +34,16 @@ def grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor, **_: object) -
     return _on_every_token(centred_E / (std_E + STD_FLOOR), mask_ES)
 
 
-def dr_grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor, **_: object) -> Credit:
+def dr_grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
     """Group-relative advantage without the division by the group's spread (arXiv:2503.20783).
 
         A = R − mean of the group
 
-    Dividing by the std gives a group without a single win the weight of one with many; this does
-    not.
+    Dividing by the std gives a group with one success among many failures the same scale as a
+    group with as many successes as failures. Without the division it keeps its smaller spread.
 
     Raises:
-        ValueError: A group has one member.
+        ValueError: A group has one episode.
 
     Example:
         >>> rewards, group = torch.tensor([[0.0], [2.0]]), torch.tensor([0, 0])
@@ -55,16 +55,16 @@ def dr_grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor, **_: object
     return _on_every_token(centred_E, mask_ES)
 
 
-def rloo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor, **_: object) -> Credit:
-    """REINFORCE with the other members as baseline (arXiv:2402.14740).
+def rloo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
+    """REINFORCE with the group's other episodes as baseline (arXiv:2402.14740).
 
-        A = R − mean of the other members = G / (G − 1) · (R − mean of the group)
+        A = R − mean of the other episodes = G / (G − 1) · (R − mean of the group)
 
-    The baseline owes nothing to the episode itself, so the gradient is unbiased for every G; that
-    of `dr_grpo` is (G − 1) / G of it.
+    The baseline is independent of the episode itself, so the gradient is unbiased for every G. The
+    gradient of `dr_grpo` is (G − 1) / G of it.
 
     Raises:
-        ValueError: A group has one member.
+        ValueError: A group has one episode.
 
     Example:
         >>> rewards, group = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([0, 0, 0])
@@ -73,17 +73,17 @@ def rloo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor, **_: object) -
     """
     centred_E, _std_E = _group_statistics(rewards_ES, group_E)
     _, rank_E, size_G = torch.unique(group_E, return_inverse=True, return_counts=True)
-    members_E = size_G[rank_E]
-    return _on_every_token(centred_E * members_E / (members_E - 1), mask_ES)
+    size_E = size_G[rank_E]
+    return _on_every_token(centred_E * size_E / (size_E - 1), mask_ES)
 
 
-def reinforce_pp(*, rewards_ES: Tensor, mask_ES: Tensor, gamma: float, **_: object) -> Credit:
+def reinforce_pp(*, rewards_ES: Tensor, mask_ES: Tensor, gamma: float) -> Credit:
     """REINFORCE++ (arXiv:2501.03262): returns, whitened over all trained tokens of the batch.
 
         G_t = r_t + γ G_{t+1}        A_t = (G_t − mean) / √(variance + 1e-8)
 
-    One baseline for all prompts: a hard one counts against its episodes. A token's own return
-    leaves out what was earned before it.
+    All prompts share one baseline, so the episodes of a hard prompt get low advantages. Rewards
+    before a token do not count in its return.
 
     Example:
         >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # returns 1 1 and 0 0
@@ -92,21 +92,19 @@ def reinforce_pp(*, rewards_ES: Tensor, mask_ES: Tensor, gamma: float, **_: obje
                 [-0.8660, -0.8660]])
     """
     returns_ES = _discounted(rewards_ES, gamma)
-    return Credit(whiten_tokens(returns_ES, mask_ES), None)
+    return Credit(whiten_tokens(returns_ES, mask_ES))
 
 
-def reinforce_pp_baseline(
-    *, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor, **_: object
-) -> Credit:
+def reinforce_pp_baseline(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
     """REINFORCE++ with the group as baseline (arXiv:2501.03262).
 
         B = R − mean of the group        A = (B − mean) / √(variance + 1e-8)
 
-    on every token of an episode, mean and variance over all trained tokens of the batch. Unlike in
-    `grpo` all groups share one scale, so one of little spread stays small.
+    on every token of an episode, with mean and variance over all trained tokens of the batch.
+    Unlike in `grpo`, all groups share one scale, so a group of small spread keeps small advantages.
 
     Raises:
-        ValueError: A group has one member.
+        ValueError: A group has one episode.
 
     Example:
         >>> rewards, group = torch.tensor([[0.0], [2.0], [5.0], [5.0]]), torch.tensor([0, 0, 1, 1])
@@ -115,7 +113,7 @@ def reinforce_pp_baseline(
         tensor([-1.2247,  1.2247,  0.0000,  0.0000])
     """
     centred_E, _std_E = _group_statistics(rewards_ES, group_E)
-    return Credit(whiten_tokens(centred_E[:, None] * mask_ES, mask_ES), None)
+    return Credit(whiten_tokens(centred_E[:, None] * mask_ES, mask_ES))
 
 
 def gigpo(
@@ -127,28 +125,27 @@ def gigpo(
     group_E: Tensor,
     turn_gamma: float,
     step_weight: float,
-    **_: object,
 ) -> Credit:
-    """Group-in-group advantage (arXiv:2505.10978): of the episode, and of each turn in its state.
+    """Group-in-group advantage (arXiv:2505.10978): per episode, and per turn in its state.
 
         A = A_episode + ω · A_turn
         A_turn = (R_k − mean of the class) / (std of the class + 1e-6)        R_k = r_k + γ R_{k+1}
 
-    A_episode is that of `grpo`. A class are all turns of a group that began in the same state,
-    whoever played them and whenever; γ is `turn_gamma`, ω `step_weight`, and r_k all that turn k
-    earned. Both parts divide by the std (the paper's default; it also names a form without). A turn
-    alone in its class, or in one whose returns are all equal, gets A_turn = 0. Every token of a
-    turn gets the turn's.
+    A_episode is the advantage of `grpo`. A class is all turns of a group that began in the same
+    state, in any episode and at any time. γ is `turn_gamma`, ω is `step_weight`, and r_k is the sum
+    of the rewards of turn k. Both parts divide by the std (the paper's default; it also gives a
+    form without). A turn alone in its class, or in a class of equal returns, gets A_turn = 0. Every
+    token of a turn gets the turn's advantage.
 
     Raises:
-        ValueError: A group has one member.
+        ValueError: A group has one episode.
 
     Example:
         >>> rewards, turn = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[0, 1], [0, 1]])
         >>> arrays = {"rewards_ES": rewards, "mask_ES": rewards >= 0, "turn_ES": turn}
-        >>> how = {"group_E": torch.tensor([0, 0]), "turn_gamma": 0.5, "step_weight": 1.0}
-        >>> state = torch.tensor([[5, 6], [5, 7]])  # both began in state 5, then went apart
-        >>> gigpo(**arrays, state_ES=state, **how).advantages_ES
+        >>> more = {"group_E": torch.tensor([0, 0]), "turn_gamma": 0.5, "step_weight": 1.0}
+        >>> state = torch.tensor([[5, 6], [5, 7]])  # both begin in state 5, then differ
+        >>> gigpo(**arrays, state_ES=state, **more).advantages_ES
         tensor([[ 1.4142,  0.7071],
                 [-1.4142, -0.7071]])
     """
@@ -173,29 +170,29 @@ def gigpo(
 
     episode_E = centred_E / (std_E + STD_FLOOR)
     advantages_ES = episode_E[:, None] + step_weight * advantage_EK.gather(1, turn_at_ES)
-    return Credit(advantages_ES.masked_fill(~mask_ES, 0), None)
+    return Credit(advantages_ES.masked_fill(~mask_ES, 0))
 
 
 def _group_statistics(rewards_ES: Tensor, group_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Each episode's R − group mean and its group's unbiased std, both exactly 0 if flat."""
+    """Each episode's R − group mean, and its group's unbiased std. Equal rewards give exactly 0."""
     groups, sizes = torch.unique(group_E, return_counts=True)
     for group, size in zip(groups.tolist(), sizes.tolist(), strict=True):
         if size < 2:
             raise ValueError(
-                f"group {group} has one member and nothing to be compared with: "
-                "use two or more members a prompt, or the estimator gae"
+                f"group {group} has one episode, and this estimator compares episodes: use groups "
+                'of two or more, or advantage.name = "gae"'
             )
     return compare_within(rewards_ES.sum(dim=1), group_E)
 
 
 def _discounted(rewards_EX: Tensor, gamma: float) -> Tensor:
-    """Rewards to come, R_x = r_x + γ R_{x+1}, along the second axis."""
+    """Discounted returns, R_x = r_x + γ R_{x+1}, along the second axis."""
     returns_EX = torch.zeros_like(rewards_EX)
-    ahead_E = torch.zeros_like(rewards_EX[:, 0])
+    next_E = torch.zeros_like(rewards_EX[:, 0])
     for x in reversed(range(rewards_EX.shape[1])):
-        ahead_E = returns_EX[:, x] = rewards_EX[:, x] + gamma * ahead_E
+        next_E = returns_EX[:, x] = rewards_EX[:, x] + gamma * next_E
     return returns_EX
 
 
 def _on_every_token(advantage_E: Tensor, mask_ES: Tensor) -> Credit:
-    return Credit(advantage_E[:, None] * mask_ES, None)
+    return Credit(advantage_E[:, None] * mask_ES)

@@ -1,0 +1,94 @@
+"""The contract of an advantage estimator: what it is given and what it returns.
+
+Axes: **E** episodes, **S** an episode's sampled tokens in time order, **N** masked tokens. Tokens
+of prompts and observations take no time. Arrays are episode-major, so full-history, windowed and
+single-turn contexts give the same numbers, and group statistics count episodes, never rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ragen.algorithms.inputs import call, names_input
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Advantages for the policy, and returns for the critic to learn (``None`` without a critic).
+
+    Both are ``(E, S)`` and 0 off the mask.
+    """
+
+    advantages_ES: Tensor
+    returns_ES: Tensor | None = None
+
+
+Estimator = Callable[..., Credit]
+"""The signature of every estimator: a function from the `INPUTS` that it names to a `Credit`.
+
+    def leave_one_out(rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit: ...
+
+`credit.credit` passes each named input by keyword. The names also say what the run has to provide:
+an estimator that names ``values_ES`` gets a critic, and one that names ``group_E`` gets groups of
+at least two episodes.
+"""
+
+INPUTS = {
+    "rewards_ES": "the reward at each token, penalties included, 0 off the mask",
+    "mask_ES": "true on the episode's tokens, which come first in each row",
+    "values_ES": "the critic's estimate of the state before each token",
+    "turn_ES": "the turn of each token, −1 off the mask",
+    "turn_ends_ES": "true on the last token of each turn",
+    "state_ES": "a number for the state in which the token's turn began, equal for equal states",
+    "group_E": "the group of each episode: episodes of one group share their prompt",
+    "gamma": "the discount γ per token, in [0, 1]",
+    "gae_lambda": "the λ of GAE, in [0, 1]",
+    "turn_gamma": "the discount γ per turn, in [0, 1]",
+    "step_weight": "the weight ω of a turn's own advantage relative to its episode's",
+    "whiten": "whether to give the advantages mean 0 and standard deviation 1",
+}
+"""What an estimator may name as a parameter."""
+
+
+def needs_values(estimator: Estimator) -> bool:
+    """Whether an estimator needs a critic."""
+    return names_input(estimator, "values_ES")
+
+
+def compares_group(estimator: Estimator) -> bool:
+    """Whether an estimator compares the episodes of a group, and so needs at least two of them."""
+    return names_input(estimator, "group_E")
+
+
+def estimate(estimator: Estimator, **inputs: object) -> Credit:
+    """Call an estimator with those of the `INPUTS` that it names.
+
+    Raises:
+        ValueError: It names something else, it needs values and there are none, or it compares the
+            episodes of a group and a group has one.
+    """
+    if needs_values(estimator) and inputs["values_ES"] is None:
+        raise ValueError(f"the estimator {estimator.__name__} needs a critic's values")
+    return call(estimator, inputs=inputs)
+
+
+def whiten_tokens(field_ES: Tensor, mask_ES: Tensor) -> Tensor:
+    """Shift and scale to mean 0 and standard deviation 1 over the masked tokens.
+
+        (x − mean) / √(variance + 1e-8)
+
+    The variance divides by n − 1. A single token gives 0.
+
+    Example:
+        >>> whiten_tokens(torch.tensor([[1.0, 3.0, 7.0]]), torch.tensor([[True, True, False]]))
+        tensor([[-0.7071,  0.7071,  0.0000]])
+    """
+    tokens_N = field_ES[mask_ES]
+    if len(tokens_N) < 2:
+        return torch.zeros_like(field_ES)
+    scaled_ES = (field_ES - tokens_N.mean()) * torch.rsqrt(tokens_N.var() + 1e-8)
+    return scaled_ES.masked_fill(~mask_ES, 0)

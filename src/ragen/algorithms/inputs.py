@@ -1,0 +1,57 @@
+"""How functions from a table of names are called: with the inputs that they name.
+
+An estimator or a loss lists what it needs as parameters. So a new function needs no registration
+beyond its entry in the table, and its signature tells the caller what has to be computed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from inspect import Parameter, signature
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def names_input(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    return name in signature(function).parameters
+
+
+def inputs_of(
+    function: Callable[..., Any], known: Collection[str], num_positional: int = 0
+) -> list[str]:
+    """The inputs that a function names, after its positional parameters.
+
+    A parameter with a default that is no input keeps its default.
+
+    Raises:
+        ValueError: The function has another parameter that is no input.
+
+    Example:
+        >>> inputs_of(lambda x, *, scale, power=2: x, {"scale", "shift"}, num_positional=1)
+        ['scale']
+    """
+    parameters = list(signature(function).parameters.values())[num_positional:]
+    parameters = [p for p in parameters if p.kind is not Parameter.VAR_KEYWORD]
+    for parameter in parameters:
+        if parameter.name not in known and parameter.default is Parameter.empty:
+            name = getattr(function, "__name__", function)
+            raise ValueError(
+                f"{name} has a parameter {parameter.name!r}; it may have {', '.join(known)}"
+            )
+    return [parameter.name for parameter in parameters if parameter.name in known]
+
+
+def call(function: Callable[..., T], *arguments: Any, inputs: Mapping[str, Any]) -> T:
+    """Call a function with `arguments`, and with those of the inputs that it names.
+
+    Raises:
+        ValueError: The function names an input that does not exist.
+
+    Example:
+        >>> call(lambda x, *, scale: x * scale, 3, inputs={"scale": 2, "shift": 1})
+        6
+    """
+    named = inputs_of(function, inputs, len(arguments))
+    return function(*arguments, **{name: inputs[name] for name in named})
