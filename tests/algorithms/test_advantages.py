@@ -93,7 +93,8 @@ def test_gae_golden() -> None:
     # r = 0 1 | V = .5 .8 | γ = .9, λ = .5, no state after the end
     # δ₁ = 1 − .8 = .2                A₁ = .2                    return₁ = 1
     # δ₀ = 0 + .9·.8 − .5 = .22       A₀ = .22 + .45·.2 = .31    return₀ = .81
-    credit = gae(
+    credit = estimate(
+        gae,
         rewards_ES=torch.tensor([[0.0, 1.0]]),
         mask_ES=torch.ones(1, 2, dtype=torch.bool),
         values_ES=torch.tensor([[0.5, 0.8]]),
@@ -133,8 +134,8 @@ def test_gae_with_lambda_one_is_return_minus_value(
     arrays: tuple[Tensor, Tensor, Tensor], gamma: float
 ) -> None:
     rewards_ES, values_ES, mask_ES = arrays
-    credit = gae(
-        rewards_ES=rewards_ES, values_ES=values_ES, mask_ES=mask_ES, **PLAIN | {"gamma": gamma}
+    credit = estimate(
+        gae, rewards_ES=rewards_ES, values_ES=values_ES, mask_ES=mask_ES, **PLAIN | {"gamma": gamma}
     )
     for e, count in enumerate(mask_ES.sum(dim=1).tolist()):
         for s in range(count):
@@ -148,7 +149,8 @@ def test_gae_with_lambda_one_is_return_minus_value(
 @given(ragged())
 def test_gae_with_lambda_zero_is_the_td_error(arrays: tuple[Tensor, Tensor, Tensor]) -> None:
     rewards_ES, values_ES, mask_ES = arrays
-    credit = gae(
+    credit = estimate(
+        gae,
         rewards_ES=rewards_ES,
         values_ES=values_ES,
         mask_ES=mask_ES,
@@ -175,7 +177,7 @@ def test_bi_level_gae_golden() -> None:
         "turn_ends_ES": torch.tensor([[False, True, False, True]]),
     }
     how = PLAIN | {"turn_gamma": 0.5, "gae_lambda": 0.5}
-    credit = bi_level_gae(**arrays, **how)
+    credit = estimate(bi_level_gae, **arrays, **how)
     assert credit.advantages_ES.tolist() == [pytest.approx([0.725, 0.85, 0.9, 1.4])]
     assert credit.returns_ES is not None
     assert credit.returns_ES.tolist() == [pytest.approx([1.225, 1.65, 1.3, 2.0])]
@@ -187,9 +189,9 @@ def test_turns_of_reward_0_are_not_lost_in_bi_level_gae() -> None:
     arrays = {"mask_ES": one_ES, "values_ES": torch.zeros(1, 3), "turn_ends_ES": one_ES}
     how = PLAIN | {"turn_gamma": 0.5}
     paid_ES = torch.tensor([[0.0, 0.0, 1.0]])
-    credit = bi_level_gae(rewards_ES=paid_ES, **arrays, **how)
+    credit = estimate(bi_level_gae, rewards_ES=paid_ES, **arrays, **how)
     assert credit.advantages_ES.tolist() == [[0.25, 0.5, 1.0]]
-    nothing = bi_level_gae(rewards_ES=torch.zeros(1, 3), **arrays, **how)
+    nothing = estimate(bi_level_gae, rewards_ES=torch.zeros(1, 3), **arrays, **how)
     assert nothing.advantages_ES.tolist() == [[0.0, 0.0, 0.0]]
 
 
@@ -202,7 +204,10 @@ def test_bi_level_gae_of_one_turn_is_gae(
     how = PLAIN | {"gae_lambda": lam, "turn_gamma": turn_gamma}
     last_E1 = mask_ES.sum(dim=1, keepdim=True) - 1
     ends_ES = torch.zeros_like(mask_ES).scatter_(1, last_E1, True)
-    one, plain = bi_level_gae(**given_, turn_ends_ES=ends_ES, **how), gae(**given_, **how)
+    one, plain = (
+        estimate(bi_level_gae, **given_, turn_ends_ES=ends_ES, **how),
+        estimate(gae, **given_, **how),
+    )
     torch.testing.assert_close(one.advantages_ES, plain.advantages_ES)
     torch.testing.assert_close(one.returns_ES, plain.returns_ES)
 
@@ -217,7 +222,8 @@ def test_bi_level_gae_with_lambda_one_discounts_by_turns_passed(
     ends_ES = (torch.rand(mask_ES.shape, generator=generator) < 0.4) & mask_ES
     ends_ES.scatter_(1, mask_ES.sum(dim=1, keepdim=True) - 1, True)
     turn_ES = ends_ES.cumsum(dim=1) - ends_ES.long()
-    credit = bi_level_gae(
+    credit = estimate(
+        bi_level_gae,
         rewards_ES=rewards_ES,
         values_ES=values_ES,
         mask_ES=mask_ES,
@@ -243,7 +249,10 @@ def test_whitened_advantages_leave_the_returns_alone() -> None:
         "values_ES": torch.tensor([[0.1, 0.3], [0.2, 0.0]]),
         "mask_ES": torch.tensor([[True, True], [True, False]]),
     }
-    plain, white = gae(**arrays, **PLAIN), gae(**arrays, **PLAIN | {"whiten": True})
+    plain, white = (
+        estimate(gae, **arrays, **PLAIN),
+        estimate(gae, **arrays, **PLAIN | {"whiten": True}),
+    )
     on_N = white.advantages_ES[arrays["mask_ES"]]
     assert on_N.mean().item() == pytest.approx(0, abs=1e-6)
     assert on_N.std().item() == pytest.approx(1, abs=1e-5)
@@ -440,7 +449,7 @@ def test_three_contexts_give_the_same_credit() -> None:
         rewards_ES = token_rewards([episode(*turns)], index, "turn")
         values_ES = to_episodes((batch.token_ids_BT == 8).float(), index)
         arrays = {"rewards_ES": rewards_ES, "values_ES": values_ES, "mask_ES": index.mask_ES}
-        return gae(**arrays, **PLAIN | {"gamma": 0.9, "gae_lambda": 0.8}).advantages_ES
+        return estimate(gae, **arrays, **PLAIN | {"gamma": 0.9, "gae_lambda": 0.8}).advantages_ES
 
     full = credit((1,), (1, 8, 9, 2), (1, 8, 9, 2, 8, 9, 3))
     window = credit((1,), (1, 8, 9, 2), (4, 8, 9, 3))
