@@ -37,6 +37,7 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.metrics import Metrics, merge
 from ragen.engines.local import LocalEngine
+from ragen.engines.sampler import Sampler
 from ragen.rollout.rollout import setup_of
 from ragen.training.collection import groups_of, make_batch, planned
 from ragen.training.running import LoopState
@@ -138,7 +139,6 @@ def make_config(model: Path, size: Size, env: str, mode: str) -> Config:
             "rollout.num_groups": size.prompts,
             "rollout.group_size": size.members,
             "rollout.slots": size.prompts * size.members,
-            "rollout.min_tokens": size.turn_tokens,
             "rollout.max_tokens": size.turn_tokens,
         }
         | MODES[mode],
@@ -174,6 +174,8 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
     metrics: Metrics = {}
     with phases("load"):
         engine = LocalEngine(config, config.model.path)
+    assert isinstance(engine.policy, Sampler)
+    engine.policy.end_ids = engine.policy.end_ids[:0]  # every completion has `max_tokens`
     setup = setup_of(config, engine.chat)
     optimizers = engine.learner.named_optimizers().values()
     groups_of_weights = [group["params"] for each in optimizers for group in each.param_groups]

@@ -1,8 +1,8 @@
 """One whole training step on the real path of `ragen train`, beside TRL's if asked.
 
 The work of a step is known in advance: 8 levels × 16 episodes, each exactly 5 turns of exactly 24
-sampled tokens (the shortest and the longest reply are equal, so every reply is cut, none is valid
-and no episode ends early), about 382 tokens at the end; then one GRPO loss and one AdamW step over
+sampled tokens (no token ends a reply here, so every reply is cut, none is valid and no episode ends
+early), about 382 tokens at the end; then one GRPO loss and one AdamW step over
 all of them. Environment, prompts, parser and recorder take part as in any run. The model is that
 of the peer's script: Qwen2 with 1.12M random parameters.
 
@@ -27,6 +27,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +39,8 @@ from typing_extensions import override
 
 from ragen.config.config import Config
 from ragen.core.types import Episode
+from ragen.engines import local
+from ragen.engines.sampler import Sampler
 from ragen.envs.frozen_lake import FrozenLake
 from ragen.rollout import rollout
 from ragen.training import running, trainer
@@ -50,6 +53,8 @@ LENGTH = 382
 """Tokens of an episode at its end, the peer's mean; ours may differ by 5 %."""
 ROUNDS, WARM_UP = 3, 2
 """Runs of each side, and steps at the start of each that are not counted."""
+
+LOCAL_SAMPLER = local.local_sampler
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -113,7 +118,6 @@ def make_config(model: Path, steps: int) -> Config:
             "rollout": {
                 "num_groups": GROUPS,
                 "group_size": MEMBERS,
-                "min_tokens": TURN_TOKENS,
                 "max_tokens": TURN_TOKENS,
                 "slots": EPISODES,
             },
@@ -156,6 +160,13 @@ class Meter(Watcher):
         }
         self.steps.append(phases | {"step_s": now - self._since})
         self._since = now
+
+
+def endless(*args: Any) -> Sampler:
+    """The local sampler, with no token that ends a completion: each has `TURN_TOKENS`."""
+    sampler = LOCAL_SAMPLER(*args)
+    sampler.end_ids = sampler.end_ids[:0]
+    return sampler
 
 
 def operations(lengths: list[int], prompts: list[int] | None = None) -> float:
@@ -204,6 +215,7 @@ def ours(steps: int) -> dict[str, float]:
         tempfile.TemporaryDirectory() as folder,
         patch.object(running, "time", clock),
         patch.object(rollout, "time", clock),
+        patch.object(local, "local_sampler", endless),
     ):
         make_model(Path(folder, "model"))
         config = make_config(Path(folder, "model"), WARM_UP + steps)

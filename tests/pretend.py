@@ -54,8 +54,6 @@ class PretendVllm:
         ids, logprobs = list(prompt.token_ids), []
         while len(logprobs) < prompt.max_tokens:
             logits_V = self.model(torch.tensor([ids])).logits[0, -1] / (prompt.temperature or 1.0)
-            if len(logprobs) < prompt.min_tokens:
-                logits_V[list(end_ids)] = -torch.inf
             log_p_V = logits_V.log_softmax(-1)
             token = int(log_p_V.argmax())
             if prompt.temperature:

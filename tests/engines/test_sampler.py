@@ -22,7 +22,8 @@ def make(model: PreTrainedModel, **options: object) -> Sampler:
     def spell(ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
-    return Sampler(model, [END], spell, **{"slots": 4, "max_length": 96, **options})
+    settings = {"end_ids": [END], "slots": 4, "max_length": 96, **options}
+    return Sampler(model, decode=spell, **settings)
 
 
 def ask(ids: Sequence[int], seed: int, **changes: object) -> Prompt:
@@ -124,17 +125,21 @@ def test_end_tokens_and_limits() -> None:
         assert completion.text == " ".join(map(str, body))
 
 
-def test_min_tokens_excludes_the_end_and_renormalises() -> None:
+def test_without_end_tokens_completions_are_full_length_and_logprobs_exact() -> None:
+    """The benchmarks' seam: a token that would end a completion is then one like any other."""
     model = tiny()
-    prompt = ask((3, 4, 5), 1, max_tokens=12, min_tokens=12)
-    completion = asyncio.run(make(model).complete(prompt))
-    assert len(completion.token_ids) == 12 and END not in completion.token_ids
-    assert completion.finish_reason == "length"
-    ids = torch.tensor([prompt.token_ids + completion.token_ids])
-    logits = model(ids).logits[0, 2:-1]
-    logits[:, END] = -torch.inf
-    expected = torch.log_softmax(logits, -1).gather(1, ids[0, 3:, None])[:, 0].detach()
-    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    prompts = [ask((3, 4, k), k, max_tokens=60) for k in range(8)]
+
+    async def every() -> list[Completion]:
+        endless = make(model, end_ids=())
+        return await asyncio.gather(*[endless.complete(prompt) for prompt in prompts])
+
+    completions = asyncio.run(every())
+    assert any(END in completion.token_ids for completion in completions)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert len(completion.token_ids) == 60 and completion.finish_reason == "length"
+        expected = recomputed(model, prompt, completion)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 def test_tokens_come_with_their_probabilities() -> None:
@@ -221,13 +226,15 @@ def test_a_failed_forward_reaches_every_request_and_the_next_run_works() -> None
 
 
 def test_cancelled_requests_free_their_slots() -> None:
-    sampler = make(tiny(), slots=2)
+    sampler = make(tiny(), slots=2, end_ids=())
 
     async def impatient() -> list[Completion]:
-        long = {"max_tokens": 80, "min_tokens": 80}
-        tasks = [asyncio.create_task(sampler.complete(ask((3, k), k, **long))) for k in range(4)]
-        await asyncio.sleep(0.05)  # two run, two wait
-        for task in tasks[1:3]:
+        prompts = [ask((3, k), k, max_tokens=80) for k in range(4)]
+        tasks = [asyncio.create_task(sampler.complete(prompt)) for prompt in prompts]
+        while sampler.stats.forwards < 3:
+            await asyncio.sleep(0)
+        assert len(sampler._running) == len(sampler._waiting) == 2
+        for task in tasks[1:3]:  # one that runs and one that waits
             task.cancel()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert [isinstance(d, asyncio.CancelledError) for d in done] == [False, True, True, False]
@@ -236,7 +243,7 @@ def test_cancelled_requests_free_their_slots() -> None:
     again = asyncio.run(asyncio.wait_for(impatient(), 30))
 
     async def calmly() -> list[Completion]:
-        calm = make(tiny(), slots=2)
+        calm = make(tiny(), slots=2, end_ids=())
         return await asyncio.gather(*[calm.complete(ask((3, k), k)) for k in range(4)])
 
     assert [c.token_ids for c in again] == [c.token_ids for c in asyncio.run(calmly())]

@@ -20,7 +20,7 @@ from ragen.rollout.chat import Chat
 from ragen.training.trainer import train
 
 MODEL = {"id": "m", "parent": None, "max_model_len": 64}
-PROMPT = Prompt((), (5, 6, 7), 0, 4, 0.7, 11, min_tokens=1)
+PROMPT = Prompt((), (5, 6, 7), 0, 4, 0.7, 11)
 
 
 def completion(**changes: Any) -> dict[str, Any]:
@@ -69,7 +69,6 @@ def test_tokens_go_in_and_come_out() -> None:
         "model": "m",
         "prompt": [5, 6, 7],
         "max_tokens": 4,
-        "min_tokens": 1,
         "seed": 11,
         "stop_token_ids": sorted(Chat(tiny_tokenizer()).end_ids),
         "ignore_eos": True,

@@ -188,19 +188,6 @@ def test_ends_are_ours_and_lengths_are_kept(policy: Policy) -> None:
         assert completion.text == chat.decode(completion.token_ids)
 
 
-def test_before_min_tokens_the_ends_are_excluded_and_the_rest_renormalised(policy: Policy) -> None:
-    model, end_ids = model_of(), sorted(Chat(tiny_tokenizer()).end_ids)
-    prompts = [ask(seed, min_tokens=24, temperature=0.7) for seed in range(8)]
-    for prompt, completion in zip(prompts, sampled(policy, prompts), strict=True):
-        assert len(completion.token_ids) == 24 and not set(end_ids) & set(completion.token_ids)
-        ids = torch.tensor([prompt.token_ids + completion.token_ids])
-        logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1].detach() / 0.7
-        logits[:, end_ids] = -torch.inf
-        targets = ids[0, len(prompt.token_ids) :, None]
-        expected = torch.log_softmax(logits, -1).gather(1, targets)[:, 0]
-        assert float((expected - torch.tensor(completion.logprobs)).abs().max()) < 1e-3
-
-
 def test_a_publication_changes_the_next_sample(policy: Policy) -> None:
     prompt, old, new = ask(3), model_of(), model_of(seed=1)
     before = policy.ask(prompt)
@@ -212,12 +199,15 @@ def test_a_publication_changes_the_next_sample(policy: Policy) -> None:
     assert policy.ask(prompt).token_ids == before.token_ids
 
 
-def test_cache_hits_grow_over_the_turns_and_end_with_the_weights(policy: Policy) -> None:
+def test_cache_hits_grow_over_the_turns_and_end_with_the_weights(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "end_ids", [])  # every completion has its 24 tokens
     policy.forget()
     ids, hits = ask(1).token_ids, []
     for turn in range(4):
         before = policy.stats.reused
-        prompt = Prompt((), ids, 0, 24, 1.0, turn, min_tokens=24)
+        prompt = Prompt((), ids, 0, 24, 1.0, turn)
         ids += (*asyncio.run(policy.complete(prompt)).token_ids, *range(9, 18))
         hits.append(policy.stats.reused - before)
     assert hits[0] == 0 and hits[1] >= 32 and sorted(set(hits)) == hits  # each above the last
@@ -227,12 +217,14 @@ def test_cache_hits_grow_over_the_turns_and_end_with_the_weights(policy: Policy)
     assert policy.stats.reused == before
 
 
-def test_cancelled_requests_leave_nothing_behind(policy: Policy) -> None:
+def test_cancelled_requests_leave_nothing_behind(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "end_ids", [])  # no request ends early
+
     async def impatient() -> list[object]:
-        tasks = [
-            asyncio.create_task(policy.complete(ask(seed, max_tokens=150, min_tokens=150)))
-            for seed in range(12)
-        ]
+        prompts = [ask(seed, max_tokens=150) for seed in range(12)]
+        tasks = [asyncio.create_task(policy.complete(prompt)) for prompt in prompts]
         await asyncio.sleep(0.2)
         for task in tasks[:8]:
             task.cancel()

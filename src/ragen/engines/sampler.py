@@ -98,14 +98,13 @@ class Sampler:
         max_length: int = 1024,
         fast: bool = True,
     ) -> None:
-        assert slots > 0 and len(end_ids) > 0
+        assert slots > 0
         self.version = 0
         self.stats = Stats()
         self.max_length = max_length
+        self.end_ids = np.array(sorted(end_ids), dtype=np.int64)
         self._decoder = make_decoder(model, slots, max_length, fast=fast)
         self._decode = decode
-        self._end_ids = torch.tensor(sorted(end_ids), device=model.device)
-        self._end_set = np.array(sorted(end_ids))
 
         self._driver: asyncio.Task[None] | None = None
         self._open: dict[_Request, None] = {}  # asked and not answered, in order
@@ -129,16 +128,14 @@ class Sampler:
         self._tokens = np.zeros((slots, max_length), dtype=np.int64)
         self._logprobs = np.zeros((slots, max_length))
         self._uniforms = np.zeros((slots, max_length))
-        self._min_tokens = np.zeros(slots, dtype=np.int64)
         self._max_tokens = np.zeros(slots, dtype=np.int64)
         self._temperature = np.ones(slots)
 
     async def complete(self, prompt: Prompt) -> Completion:
         """Sample one completion: the next tokens of `prompt.token_ids`.
 
-        Temperature 0 takes the most likely token and reports its logprob at temperature 1. Before
-        `prompt.min_tokens` the end tokens are excluded and the rest renormalised; the logprobs are
-        those of the distribution actually drawn from.
+        Temperature 0 takes the most likely token and reports its logprob at temperature 1. The
+        logprobs are those of the distribution actually drawn from.
         """
         assert prompt.token_ids, "the sampler needs token ids"
         assert prompt.max_tokens > 0 and prompt.temperature >= 0
@@ -327,7 +324,6 @@ class Sampler:
         self._rows = None
         self._length[slot] = len(request.tokens)
         self._count[slot] = 0
-        self._min_tokens[slot] = prompt.min_tokens
         self._max_tokens[slot] = prompt.max_tokens
         self._temperature[slot] = prompt.temperature
         generator = np.random.Generator(np.random.PCG64(prompt.seed))
@@ -350,7 +346,7 @@ class Sampler:
         if not request.answer.done():
             logprobs = tuple(self._logprobs[slot, :count].tolist())
             request.answer.set_result(
-                completion_of(token_ids, logprobs, self._end_set, self._decode, self.version)
+                completion_of(token_ids, logprobs, self.end_ids, self._decode, self.version)
             )
 
     # Forwards.
@@ -384,16 +380,12 @@ class Sampler:
 
     def _draw(self, slots: NDArray[np.int64], logits_NV: Tensor) -> None:
         count = self._count[slots]
-        too_early = np.flatnonzero(count < self._min_tokens[slots])
-        if len(too_early):
-            rows = torch.from_numpy(too_early).to(logits_NV.device)
-            logits_NV[rows[:, None], self._end_ids] = -torch.inf
         tokens, logprobs = draw(logits_NV, self._temperature[slots], self._uniforms[slots, count])
         self._tokens[slots, count] = tokens
         self._logprobs[slots, count] = logprobs
         self._next_token[slots] = tokens
         self._count[slots] = count + 1
-        done = np.isin(tokens, self._end_set) | (count + 1 >= self._max_tokens[slots])
+        done = np.isin(tokens, self.end_ids) | (count + 1 >= self._max_tokens[slots])
         for slot in slots[done].tolist():
             self._finish(slot)
 

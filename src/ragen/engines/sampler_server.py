@@ -61,7 +61,7 @@ class VllmServer:
         self.stats = Stats()
         self.max_length = max_length
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._end_ids = sorted(end_ids)
+        self.end_ids = sorted(end_ids)
         self._decode = decode
         with self._reaching():
             self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
@@ -141,9 +141,8 @@ class VllmServer:
             "model": self._served,
             "prompt": list(prompt.token_ids),
             "max_tokens": prompt.max_tokens,
-            "min_tokens": prompt.min_tokens,
             "seed": prompt.seed,
-            "stop_token_ids": self._end_ids,
+            "stop_token_ids": self.end_ids,
             "ignore_eos": True,  # ends are ours to name
             "logprobs": 0,  # of the token drawn and no other
             "return_token_ids": True,
@@ -171,7 +170,7 @@ class VllmServer:
             raise self._strange(f"a completion without {error}") from error
         if not exact or not ids or len(ids) != len(logprobs):
             raise self._strange("a completion of other tokens")
-        completion = completion_of(ids, logprobs, self._end_ids, self._decode, self.version)
+        completion = completion_of(ids, logprobs, self.end_ids, self._decode, self.version)
         return completion, num_cached
 
     def _model_of(self) -> str:

@@ -131,7 +131,6 @@ class Vllm:
             temperature=prompt.temperature,
             seed=prompt.seed,
             max_tokens=prompt.max_tokens,
-            min_tokens=prompt.min_tokens,
             stop_token_ids=list(end_ids),
             ignore_eos=True,  # ends are ours to name
             logprobs=0,  # of the token drawn and no other
@@ -278,7 +277,7 @@ class VllmSampler:
         self.stats = Stats()
         self.max_length = max_length
         self._vllm = vllm
-        self._end_ids = sorted(end_ids)
+        self.end_ids = sorted(end_ids)
         self._decode = decode
         self._names = map(str, count())
         self._open: dict[str, asyncio.Future[Sampled]] = {}  # asked and not answered
@@ -354,12 +353,12 @@ class VllmSampler:
         )
         name = next(self._names)
         self._vllm.wake()
-        self._vllm.add(name, prompt, self._end_ids)
+        self._vllm.add(name, prompt, self.end_ids)
         return name
 
     def _completion(self, sampled: Sampled) -> Completion:
         ids, logprobs = sampled.token_ids, sampled.logprobs
-        return completion_of(ids, logprobs, self._end_ids, self._decode, self.version)
+        return completion_of(ids, logprobs, self.end_ids, self._decode, self.version)
 
     # The driver: one task that lives while there are requests.
 
