@@ -1,0 +1,118 @@
+"""A run's folder as Python data: its config, metrics, episodes, evaluations and events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ragen.config.reading import read_config
+from ragen.config.sections import Config
+from ragen.core.errors import RagenError
+from ragen.evaluation.evaluation import Evaluated, evaluations_of
+from ragen.storage.database import CONFIG
+from ragen.storage.reader import read_events, read_metrics
+from ragen.storage.stored_episodes import Recorded, read_episodes
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as its folder holds it, finished or not; everything is read when it is first used.
+
+    What the guard rolled back is left out of `metrics` and `evaluations`.
+
+    Example:
+        >>> run = RunData(Path("runs/bandit-1"))
+        >>> run.path.name
+        'bandit-1'
+    """
+
+    path: Path
+
+    @cached_property
+    def config(self) -> Config:
+        """The settings that the run began with.
+
+        Raises:
+            RagenError: The file is missing or was written by another version.
+        """
+        return read_config(self.path / CONFIG)
+
+    @cached_property
+    def metrics(self) -> Mapping[str, npt.NDArray[np.float64]]:
+        """One column a metric, ``(N,)`` for N steps; ``"step"`` is the first, NaN is a gap.
+
+        Raises:
+            RagenError: The database cannot be read.
+        """
+        series = read_metrics(self.path)
+        steps = sorted({step for values in series.values() for step in values})
+        columns = {
+            name: np.array([values.get(step, np.nan) for step in steps])
+            for name, values in sorted(series.items())
+        }
+        return {"step": np.array(steps, dtype=np.float64), **columns}
+
+    def frame(self) -> pandas.DataFrame:
+        """The metrics as a pandas table with the step as its index.
+
+        Raises:
+            RagenError: pandas is not installed, or the database cannot be read.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise RagenError(
+                "RunData.frame needs pandas: pip install pandas, or use RunData.metrics"
+            ) from None
+        table = pandas.DataFrame(dict(self.metrics))
+        return table.astype({"step": int}).set_index("step")
+
+    @cached_property
+    def evaluations(self) -> tuple[Evaluated, ...]:
+        """The run's own evaluations in order, each with its step.
+
+        Raises:
+            RagenError: The database cannot be read.
+        """
+        return tuple(evaluations_of(self.path))
+
+    @cached_property
+    def events(self) -> tuple[Mapping[str, Any], ...]:
+        """Alarms, the guard's actions, resumes and errors, in order.
+
+        Raises:
+            RagenError: The database cannot be read.
+        """
+        return tuple(read_events(self.path))
+
+    def episodes(self) -> Iterator[Recorded]:
+        """The recorded episodes in order, one at a time.
+
+        Raises:
+            RagenError: The database cannot be read.
+        """
+        return read_episodes(self.path)
+
+
+def load_run(path: str | Path) -> RunData:
+    """A run's folder as Python data.
+
+    Args:
+        path: The run's folder, finished or not.
+
+    Raises:
+        RagenError: The folder holds no run.
+    """
+    folder = Path(path)
+    if not (folder / CONFIG).is_file():
+        raise RagenError(f"{folder} is not a run folder: {CONFIG} is missing")
+    return RunData(folder)
