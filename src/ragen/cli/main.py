@@ -60,9 +60,9 @@ def _dispatch(arguments: list[str]) -> int:
         print(overview(COMMANDS | ABOUT))
         return 0
     if name in ("-V", "--version"):
-        import ragen
+        from importlib.metadata import version
 
-        print(f"ragen {ragen.__version__}")
+        print(f"ragen {version('ragen-rl')}")
         return 0
     if name == "help" and rest[0] not in TOPICS:
         name, rest = rest[0], ["--help"]
