@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ragen.config.config import Config
 from ragen.config.reading import read_config
-from ragen.config.sections import Config
 from ragen.core.errors import RagenError
 from ragen.evaluation.evaluation import Evaluated, evaluations_of
 from ragen.storage.database import CONFIG

@@ -58,9 +58,22 @@ def read_episode(run: Path, episode: int) -> Recorded:
     Raises:
         RagenError: There is no run or no such episode, or the database cannot be read.
     """
-    record = next(records(run, episode), None)
-    if record is None:
+    recorded = next((_recorded(record) for record in records(run, episode)), None)
+    if recorded is None:
         raise RagenError(f"{run} has no episode {episode} in its {DATABASE}")
+    return recorded
+
+
+def read_episodes(run: Path) -> Iterator[Recorded]:
+    """All episodes in order, one at a time.
+
+    Raises:
+        RagenError: There is no run, or the database cannot be read.
+    """
+    return map(_recorded, records(run))
+
+
+def _recorded(record: Record) -> Recorded:
     names = ("group", "member", "env", "level_seed", "noise_seed", "stop_reason", "error")
     ends = ("terminated", "truncated", "bootstrap", "success", "final_observation")
     picture = record["final_picture"]
