@@ -36,11 +36,11 @@ from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.metrics import Metrics, merge
+from ragen.core.seeding import derive
 from ragen.engines.local import LocalEngine
 from ragen.engines.sampler import Sampler
 from ragen.rollout.rollout import setup_of
-from ragen.training.collection import groups_of, make_batch, planned
-from ragen.training.running import LoopState
+from ragen.training.collection import collect_groups, make_batch, split_batch
 
 ENVS = ("bandit", "frozen-lake", "sokoban")
 MODES: dict[str, dict[str, Any]] = {
@@ -182,12 +182,13 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
     trained = sum(weight.numel() for weights in groups_of_weights for weight in weights)
     for step in range(WARM_UP + steps):
         with phases("rollout"):
-            groups = await groups_of(engine, setup, config, step)
+            groups = await collect_groups(engine, setup, config.rollout, config.seed, step)
         with phases("score"):
             batch = await make_batch(engine, *to_samples(groups), config)
         with phases("update"):
-            for part, at in planned(batch, LoopState(step=step), config):
-                metrics = merge([metrics, await engine.update(part, at)])
+            seed = derive(config.seed, "minibatches", step)
+            for part in split_batch(batch, config.update, seed):
+                metrics = merge([metrics, await engine.update(part, step)])
         with phases("publish"):
             await engine.publish()
         tokens, sampled = int(batch.lengths_B.sum()), batch.num_tokens

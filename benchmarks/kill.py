@@ -35,7 +35,7 @@ from ragen.core.errors import RagenError
 from ragen.engines.local import LocalEngine
 from ragen.storage.checkpoint import newest_intact
 from ragen.storage.database import DATABASE
-from ragen.training import running, trainer
+from ragen.training import loop, running
 from ragen.training.trainer import resume, train
 
 MOST_KILLS = 3
@@ -57,11 +57,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 IDENTICAL = "identical"
 PLACES: dict[str, tuple[Any, str]] = {
-    "rollout": (trainer, "play"),
-    "score": (trainer, "make_batch"),
+    "rollout": (loop, "play"),
+    "score": (loop, "make_batch"),
     "update": (LocalEngine, "update"),
-    "record": (trainer, "record"),
-    "checkpoint": (trainer, "save"),
+    "record": (loop, "record_step"),
+    "checkpoint": (loop, "save"),
     "evaluation": (running, "evaluate_policy"),
 }
 PHASES = ("between", *PLACES)

@@ -57,13 +57,11 @@ def run(recipe: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
     result = ragen.train(recipe, changes, out=folder)
     cpu = time.process_time() - cpu
     metrics = read_metrics(folder)
-    evaluations = {name: getattr(result, name) for name in COLUMNS[:4]}
-    assert result.after is not None
     training = sum(metrics["time/step_s"].values())
     return {
         "recipe": recipe,
         "seed": changes["seed"],
-        **{name: e.success for name, e in evaluations.items() if e is not None},
+        **{name: each.success for name, each in result.evaluations.items()},
         "after_low": result.after.success_low,
         "after_high": result.after.success_high,
         "random": result.after.random,

@@ -71,7 +71,7 @@ def trained(recipe: str, values: dict[str, Any], folder: Path) -> tuple[Evaluati
     """A whole run: how it ends, whoever ends it, and its median CPU seconds a step."""
     meter = Meter()
     try:
-        after = ragen.train(recipe, values, out=folder, watcher=meter).after
+        after = ragen.train(recipe, values, out=folder, watcher=meter).evaluations.get("after")
     except GuardStop:  # a collapse is a result too
         after = None
     episodes = values["eval.episodes"]

@@ -28,16 +28,16 @@ from typing_extensions import override
 from ragen.config.reading import resolve
 from ragen.engines import learner
 from ragen.storage.recorder import Recorder
-from ragen.training import running, trainer
+from ragen.training import loop, running, trainer
 from ragen.training.progress import Watcher
 
 EVERY = 5
 SIGNALS: tuple[tuple[Any, str], ...] = (
-    (trainer, "summarize"),
-    (trainer, "critic_metrics"),
-    (trainer, "counters"),
-    (trainer, "smooth"),
-    (trainer, "averaged"),
+    (loop, "summarize"),
+    (loop, "critic_metrics"),
+    (loop, "progress_metrics"),
+    (loop, "smooth"),
+    (loop, "averaged"),
     (learner, "mismatch_kl"),
     (Recorder, "log"),
     (Recorder, "commit"),

@@ -28,11 +28,11 @@ from ragen.storage import checkpoint
 from ragen.storage.checkpoint import folders
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.recorder import Recorder
-from ragen.training import recovery, trainer
+from ragen.training import loop, recovery
 from ragen.training.progress import Watcher
+from ragen.training.recovery import Watchdog
 from ragen.training.running import LoopState, kept_checkpoints
 from ragen.training.trainer import resume, train
-from ragen.training.watchdog import Watchdog
 from tests.training.test_trainer import (
     Interrupts,
     config,
@@ -109,7 +109,7 @@ def test_a_stop_saves_first_and_may_be_overruled(tmp_path: Path, alarms_at: Plan
 def test_a_run_that_was_told_to_go_on_stops_again_if_nothing_is_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "select", lambda *_, **__: [])
+    monkeypatch.setattr(loop, "select", lambda *_, **__: [])
     settings = config(steps=30, filter__max_empty=2, checkpoint__every=0, eval__episodes=0)
     with pytest.raises(GuardStop, match="step 2, empty_filter"):
         train(settings, tmp_path / "run")
@@ -224,7 +224,9 @@ def test_checkpoints_reach_back_to_before_an_onset(
     response: dict[str, str], every: int, kept: int
 ) -> None:
     asked = config(guard__responses=response, checkpoint__every=5, eval__every=every)
-    run: Any = SimpleNamespace(config=asked, guard=GuardState(looked=100), state=LoopState(100))
+    run: Any = SimpleNamespace(
+        config=asked, guard=GuardState(looked=100), state=LoopState(100), spacing=5
+    )
     assert kept_checkpoints(run) == kept
 
 

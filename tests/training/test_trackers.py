@@ -20,7 +20,7 @@ from ragen.core.errors import RagenError
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.training import trackers
 from ragen.training.progress import Watcher
-from ragen.training.trackers import ID, Tracked, tracked
+from ragen.training.trackers import ID, Tracked, with_trackers
 from ragen.training.trainer import resume, train
 from tests.speaker import settings
 
@@ -154,7 +154,7 @@ def test_a_rollback_leaves_what_counts(name: str, tmp_path: Path) -> None:
     """Steps 1 to 4, back to 2, and on: what came after it is replaced, or there with the new."""
     run = tmp_path / "bandit-7"
     run.mkdir()
-    watcher = tracked(Watcher(), resolve("bandit", {"record.trackers": name}))
+    watcher = with_trackers(Watcher(), name)
     watcher.begin(run, resolve("bandit"), 0)
     for step, loss in ((1, 0.5), (2, 0.25), (3, 8.0), (4, 9.0), (3, 0.125), (4, 0.0625)):
         watcher.step(step, {"loss/policy": loss, "loss/kl": 0.0})
@@ -170,7 +170,7 @@ def test_a_rollback_leaves_what_counts(name: str, tmp_path: Path) -> None:
 def test_standard_output_is_left_to_results(tmp_path: Path, capsys: Capture) -> None:
     run = tmp_path / "bandit-7"
     run.mkdir()
-    watcher = tracked(Watcher(), resolve("bandit", {"record.trackers": "trackio"}))
+    watcher = with_trackers(Watcher(), "trackio")
     watcher.begin(run, resolve("bandit"), 0)
     watcher.step(1, {"loss/policy": 0.5})
     watcher.end()
@@ -253,9 +253,9 @@ def test_a_run_whose_tracker_does_not_begin_is_gone_on_with(
 def test_nothing_is_imported_unless_asked() -> None:
     code = (
         "import sys, ragen.training.trainer\n"
-        "from ragen.training.trackers import tracked\n"
-        "from ragen.config.reading import resolve; from ragen.training.progress import Watcher\n"
-        "quiet = Watcher(); assert tracked(quiet, resolve('bandit')) is quiet\n"
+        "from ragen.training.trackers import with_trackers\n"
+        "from ragen.training.progress import Watcher\n"
+        "quiet = Watcher(); assert with_trackers(quiet, '') is quiet\n"
         "print([name for name in ('tensorboard', 'wandb', 'trackio') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

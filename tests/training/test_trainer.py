@@ -200,8 +200,7 @@ def test_a_run_and_its_database(tmp_path: Path) -> None:
     result = train(config(), tmp_path / "run")
     run = tmp_path / "run"
     assert isinstance(result, Result) and result.run == run and result.env == "bandit"
-    assert result.before is not None and result.after is not None
-    assert result.before_greedy is not None and result.before_greedy.temperature == 0
+    assert result.before_greedy.temperature == result.after_greedy.temperature == 0
     assert (result.before.random, result.before.optimal, result.before.episodes) == (0.5, 1.0, 4)
 
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.toml", DATABASE]
@@ -380,7 +379,7 @@ def test_a_budget_of_updates_is_spent_to_the_last(tmp_path: Path) -> None:
     rates = [rate for (rate,) in rows(run, query.format("update/lr"))]
     # The last update of each step, at 1, 3 and 4 of 5, on the way from 1 to .1: 1 − .9 · at / 5.
     assert rates == pytest.approx([1e-3 * (1 - 0.9 * at / 5) for at in (1, 3, 4)])
-    assert result.before is not None and result.after is not None
+    assert result.evaluations.keys() == {"before", "after", "before_greedy", "after_greedy"}
     evaluated = rows(run, "SELECT step FROM evaluations WHERE temperature = 1 ORDER BY id")
     assert evaluated == [(0,), (2,), (3,)]
 
@@ -449,7 +448,9 @@ def test_another_seed_evaluates_the_same_levels(tmp_path: Path) -> None:
 def test_nothing_evaluated_nothing_recorded(tmp_path: Path) -> None:
     more = {"eval__episodes": 0, "record__episodes_every": 0, "record__tokens_every": 0}
     result = train(config(checkpoint__every=0, **more), tmp_path / "run")
-    assert result.before is result.after is None
+    assert result.evaluations == {}
+    with pytest.raises(RagenError, match=r"was not evaluated: set eval\.episodes above 0"):
+        _ = result.after
     assert rows(tmp_path / "run", "SELECT count(*) FROM episodes") == [(0,)]
     assert rows(tmp_path / "run", "SELECT count(*) FROM samples") == [(0,)]
     assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-0", "step-3"]
@@ -503,7 +504,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     asked = config(eval__every=2, rollout__slots=2, **KINDS[kind])
     run = tmp_path / "run"
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(StopRequested, match=f"after {steps} steps; go on with: ragen resume"):
+    with pytest.raises(StopRequested, match=f"after {steps} steps; resume with: ragen resume"):
         train(asked, run, watcher=Interrupts(what, at, number))
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert checkpoint.newest(run).name == f"step-{steps}"
@@ -687,7 +688,7 @@ def goes_on_from_the_one_before(run: Path, finished: Path, name: str) -> None:
     same(run, numbers(finished))
     (line,) = hears.alarms
     aside = run / "checkpoints" / "damaged-step-1"
-    assert line.startswith(f"going on from step-0: in {aside}, {name} is damaged (")
+    assert line.startswith(f"resuming from step-0: in {aside}, {name} is damaged (")
     assert "\n" not in line and aside.is_dir()
     assert rows(run, "SELECT kind, text FROM events WHERE kind != 'resume'") == [
         ("damaged checkpoint", line)

@@ -136,35 +136,30 @@ def _show_memory(config: Config) -> None:
 
 
 def _result_record(result: Result) -> dict[str, Any]:
-    shown = result.after or result.before
+    shown = result.evaluations.get("after")
 
-    def success(evaluation: Evaluation | None) -> float | None:
-        return None if evaluation is None else evaluation.success
+    def success(name: str) -> float | None:
+        return result.evaluations[name].success if name in result.evaluations else None
 
     return {
         "env": result.env,
-        "before": success(result.before),
-        "after": success(result.after),
+        "before": success("before"),
+        "after": success("after"),
         "random": None if shown is None else shown.random,
         "optimal": None if shown is None else shown.optimal,
         "seconds": round(result.seconds, 1),
         "run": str(result.run),
-        "before_greedy": success(result.before_greedy),
-        "after_greedy": success(result.after_greedy),
+        "before_greedy": success("before_greedy"),
+        "after_greedy": success("after_greedy"),
         "alarms": [str(alarm) for alarm in result.alarms],
     }
 
 
 def _show_result(console: Console, result: Result) -> None:
     rows = [
-        (f"{who}, {evaluation.how}", evaluation)
-        for who, evaluation in (
-            ("before", result.before),
-            ("before", result.before_greedy),
-            ("after", result.after),
-            ("after", result.after_greedy),
-        )
-        if evaluation is not None
+        (f"{name.partition('_')[0]}, {result.evaluations[name].how}", result.evaluations[name])
+        for name in ("before", "before_greedy", "after", "after_greedy")
+        if name in result.evaluations
     ]
     if rows:
         _show_evaluations(console, rows)
@@ -182,8 +177,7 @@ def _show_result(console: Console, result: Result) -> None:
 
 def _collapse_signs(result: Result) -> list[str]:
     """The Echo Trap's published signs, in a run that ended worse than it began."""
-    before, after = result.before, result.after
-    if before is None or after is None or after.success >= before.success:
+    if not result.evaluations or result.after.success >= result.before.success:
         return []
     from ragen.storage.reader import read_metrics
 

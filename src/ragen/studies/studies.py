@@ -35,7 +35,7 @@ from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_events
 from ragen.studies.measures import measure_of, read_run
 from ragen.studies.study import Decision, Lesson, Numbers, Scale, Study, Verdict, decide, verdict
-from ragen.training.trainer import resume, rooted, train
+from ragen.training.trainer import resolve_paths, resume, train
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -242,7 +242,7 @@ def refuse_other_settings(cell: Cell) -> None:
     """
     if not (cell.folder / CONFIG).exists():
         return
-    if read_config(cell.folder / CONFIG) != rooted(cell.config):
+    if read_config(cell.folder / CONFIG) != resolve_paths(cell.config):
         raise RagenError(
             f"{cell.folder} was made with other settings than the study has now; name another --out"
         )

@@ -1,6 +1,6 @@
-"""One collection: the groups that are played, those that are learnt from, and their minibatches.
+"""One step's collection: the groups that are played, their batch, and its minibatches.
 
-Here the config's settings meet the functions that need them; the loop above only sees the results.
+Here the config's settings meet the functions that need them; the loop only sees the results.
 """
 
 from __future__ import annotations
@@ -13,67 +13,73 @@ from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch, collate, minibatches
 from ragen.algorithms.credit import credit
 from ragen.algorithms.estimator import compares_group, needs_values
-from ragen.algorithms.filters import group_weights, reward_std, select
+from ragen.algorithms.filters import reward_std, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
+from ragen.config.sections import AdvantageConfig, FilterConfig, RolloutConfig, UpdateConfig
 from ragen.core.metrics import Metrics, total
-from ragen.core.seeding import derive, refill_level, train_level
+from ragen.core.seeding import refill_level, train_level
 from ragen.core.types import Episode, Group, Sample
 from ragen.diagnostics.diagnosis import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.engines.exactness import verify_split, with_births
 from ragen.rollout.rollout import Setup, run_groups
-from ragen.training.running import LoopState
 
 
-async def groups_of(
+async def collect_groups(
     engine: Engine,
     setup: Setup,
-    config: Config,
+    rollout: RolloutConfig,
+    seed: int,
     step: int,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Group]:
-    """What the engine's policy plays after `step` steps, with what replaces groups without spread.
+    """Play the groups of a step with the engine's policy.
 
-    DAPO's dynamic sampling (arXiv:2503.14476), in `rollout.refill` rounds at most: what is replaced
-    stays among the groups, counted and recorded as all others, and the filter leaves it out.
+    A group without any spread of reward teaches nothing. DAPO's dynamic sampling (arXiv:2503.14476)
+    plays another group for each of them, in at most `rollout.refill` rounds. The flat groups stay
+    in the result, counted and recorded as all others; the filter leaves them out.
+
+    Args:
+        engine: Whose policy plays.
+        setup: Environment, budgets, prompts and temperature.
+        rollout: How many groups and episodes are played.
+        seed: Of the run.
+        step: Finished steps; they select the levels.
+        on_episode: Called as each episode ends.
     """
-    num_prompts = config.rollout.num_groups
     engine.forget()
     setup.env_time.seconds = 0.0
     groups: list[Group] = []
-    levels = [train_level(step, group, num_prompts) for group in range(num_prompts)]
-    for _ in range(1 + config.rollout.refill):
+    levels = [train_level(step, group, rollout.num_groups) for group in range(rollout.num_groups)]
+    for _ in range(1 + rollout.refill):
         fresh = await run_groups(
             engine.policy,
             setup,
             levels,
-            config.rollout.group_size,
-            (config.seed, "train", step),
-            config.rollout.slots,
+            rollout.group_size,
+            (seed, "train", step),
+            rollout.slots,
             on_episode,
             first_group=len(groups),
         )
         groups += fresh
-        flat = sum(reward_std(group) == 0 for group in fresh)
-        first = len(groups) - num_prompts
-        levels = [refill_level(step, index, num_prompts) for index in range(first, first + flat)]
+        num_flat = sum(reward_std(group) == 0 for group in fresh)
+        first = len(groups) - rollout.num_groups
+        levels = [
+            refill_level(step, index, rollout.num_groups)
+            for index in range(first, first + num_flat)
+        ]
         if not levels:
             break
     return groups
 
 
-def chosen_by(config: Config) -> dict[str, Any]:
-    """The filter's settings as `select` takes them."""
-    compares = compares_group(ADVANTAGES[config.advantage.name])
-    settings = config.filter.model_dump(exclude={"max_empty", "scale", "reweight"})
-    return settings | {"min_played": 2 if compares else 1}
-
-
-def weights_of(config: Config, groups: Sequence[Group], kept: Sequence[int]) -> list[float]:
-    """How much each kept group counts, by the filter's settings."""
-    scale, reweight = config.filter.scale, config.filter.reweight
-    return group_weights(groups, kept, scale=scale, reweight=reweight)
+def filter_settings(settings: FilterConfig, advantage: AdvantageConfig) -> dict[str, Any]:
+    """The keyword arguments of `select`; an estimator that compares needs two episodes a group."""
+    min_played = 2 if compares_group(ADVANTAGES[advantage.name]) else 1
+    arguments = settings.model_dump(exclude={"max_empty", "scale", "reweight"})
+    return arguments | {"min_played": min_played}
 
 
 async def make_batch(
@@ -83,11 +89,11 @@ async def make_batch(
     config: Config,
     group_weights: Sequence[float] | None = None,
 ) -> Batch:
-    """The samples as a batch with all that the loss needs: logprobs, values, credit.
+    """The samples as a batch with all that the loss needs: logprobs, values and advantages.
 
     Args:
         engine: Scores the tokens.
-        samples: What `to_samples` made of the chosen groups.
+        samples: What `to_samples` made of the kept groups.
         episodes: Their episodes.
         config: The run's settings.
         group_weights: As in `credit`.
@@ -104,36 +110,33 @@ async def make_batch(
     return credit(batch, episodes, config.reward, config.advantage, config.loss, group_weights)
 
 
-async def gradients(engine: Engine, groups: Sequence[Group], config: Config) -> Metrics:
-    """Gradient norms by reward std over all groups, those that the filter would leave too."""
-    everything = chosen_by(config) | {"rule": "all", "include_zero": True}
-    chosen = [groups[index] for index in select(groups, **everything)]
-    samples, episodes = to_samples(chosen)
+async def gradient_norms(engine: Engine, groups: Sequence[Group], config: Config) -> Metrics:
+    """Gradient norms by reward std, over all groups: also those that the filter leaves out."""
+    keep_all = filter_settings(config.filter, config.advantage) | {
+        "rule": "all",
+        "include_zero": True,
+    }
+    kept = [groups[index] for index in select(groups, **keep_all)]
+    samples, episodes = to_samples(kept)
     if not samples:
         return {}
     batch = await make_batch(engine, samples, episodes, config)
-    return await gradients_by_std(engine, batch, chosen)
+    return await gradients_by_std(engine, batch, kept)
 
 
-def planned(batch: Batch, state: LoopState, config: Config) -> list[tuple[Batch, int]]:
-    """The step's minibatches, each with where the run stands when its turn comes.
-
-    Where updates are counted, the last collection gives only as many as are left.
+def split_batch(batch: Batch, update: UpdateConfig, seed: int) -> list[Batch]:
+    """The minibatches of a step, one for each optimiser step.
 
     Raises:
         RagenError: An episode was lost or doubled on the way.
     """
-    update, seed = config.update, derive(config.seed, "minibatches", state.step)
     parts = minibatches(batch, update.minibatch_episodes, update.epochs, seed)
     verify_split(batch, parts, update.epochs)
-    if config.budget == "steps":
-        return [(part, state.step) for part in parts]
-    left = config.steps - state.updates
-    return [(part, at) for at, part in enumerate(parts[:left], state.updates)]
+    return parts
 
 
-def refilled(groups: Sequence[Group], config: Config) -> Metrics:
-    """How many of the step's groups replaced others, in runs that do so."""
-    if not config.rollout.refill:
+def refill_metrics(groups: Sequence[Group], rollout: RolloutConfig) -> Metrics:
+    """How many groups were played in place of flat ones, in runs that do so."""
+    if not rollout.refill:
         return {}
-    return {"rollout/refilled_groups": total(len(groups) - config.rollout.num_groups)}
+    return {"rollout/refilled_groups": total(len(groups) - rollout.num_groups)}

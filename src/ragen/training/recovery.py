@@ -1,11 +1,14 @@
-"""What the guard's findings lead to: a line in the log, a stop, a rollback, an end to a hang."""
+"""What follows when a run is in trouble: an alarm, a stop, a rollback, or the end of a hang."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import NoReturn
+from types import TracebackType
+from typing import NoReturn, Self
 
 from ragen.config.reading import changed
 from ragen.core.errors import GuardStop, RagenError
@@ -27,22 +30,29 @@ from ragen.storage.checkpoint import (
     verified_state,
 )
 from ragen.storage.recorder import append_event
-from ragen.training.running import LoopState, Run, save, spacing
+from ragen.training.running import LoopState, Run, save
 
 STACKS = "stalled.txt"
-"""Where a run that hangs leaves the stacks of its threads."""
+"""The file to which a run that hangs writes the stacks of its threads."""
+
+TICK = 1.0
+"""Seconds between two checks of the watchdog, unless its limit asks for shorter ones."""
 
 
-async def guarded(run: Run) -> bool:
-    """Look for trouble in the step that ended, and respond; whether the run was rolled back.
+async def run_guard(run: Run) -> bool:
+    """Look for trouble in the step that ended, and respond to it.
+
+    Returns:
+        Whether the run was rolled back.
 
     Raises:
-        GuardStop: A response is to stop, or to roll back where that cannot be done.
+        GuardStop: The response is to stop, or to roll back where that is impossible.
     """
     state, config = run.state, run.config
-    if state.step <= run.guard.looked:  # a resumed run: it was looked at before
+    if state.step <= run.guard.looked:  # a resumed run: the guard has seen this step
         return False
-    # All of it once, then what is new: reading the whole at every step would grow with the run.
+    # The first time read everything, then only what is new: reading it all at every step would
+    # take longer and longer.
     after = (state.attempt, run.guard.looked) if run.history else None
     for name, series in read_history(run.folder, config.eval.temperature, after).items():
         run.history.setdefault(name, {}).update(series)
@@ -56,18 +66,18 @@ async def guarded(run: Run) -> bool:
     for alarm in alarms:
         run.recorder.event(alarm.step, "alarm", str(alarm), asdict(alarm))
         run.watcher.alarm(alarm.step, str(alarm))
-    wanted = {config.guard.response(alarm.detector): alarm for alarm in reversed(alarms)}
-    if "stop" in wanted:
-        await halt(run, str(wanted["stop"]))
-    if "rollback" in wanted:
-        await roll_back(run, wanted["rollback"])
-    return "rollback" in wanted
+    responses = {config.guard.response(alarm.detector): alarm for alarm in reversed(alarms)}
+    if "stop" in responses:
+        await stop(run, str(responses["stop"]))
+    if "rollback" in responses:
+        await roll_back(run, responses["rollback"])
+    return "rollback" in responses
 
 
-async def halt(run: Run, reason: str) -> NoReturn:
+async def stop(run: Run, reason: str) -> NoReturn:
     """Save the run and stop it.
 
-    Should it be gone on with, nothing fires for `GRACE` steps; what is no better then stops it
+    After a resume, no detector fires for `GRACE` steps. If the trouble persists, the run stops
     again.
 
     Raises:
@@ -75,33 +85,34 @@ async def halt(run: Run, reason: str) -> NoReturn:
     """
     run.guard.grace = run.state.step + GRACE
     run.guard.troubled.clear()
-    run.recorder.event(run.state.step, "guard", f"stopped: {reason}")
+    run.recorder.event(run.state.step, "guard", f"stopped: {reason}", {"action": "stop"})
     await save(run)
     raise GuardStop(
-        f"the guard stopped the run: {reason}; it is saved, to look into or to go on with all the "
-        f"same: ragen resume {run.folder}"
+        f"the guard stopped the run: {reason}; the run is saved, to inspect it or to continue "
+        f"anyway: ragen resume {run.folder}"
     )
 
 
 async def roll_back(run: Run, alarm: Alarm) -> None:
-    """Go on from the newest checkpoint from before the alarm's onset, with one setting changed.
+    """Continue from the newest checkpoint before the alarm's onset, with one setting changed.
 
-    It is a resume in another attempt: rows of the attempt that is given up stay, its later
-    checkpoints go. A kill on the way leaves a run that comes to the same alarm again.
+    This is a resume in another attempt. The rows of the attempt that is given up stay, its later
+    checkpoints are deleted. If the process is killed in between, the resumed run raises the same
+    alarm again.
 
     Raises:
-        GuardStop: There is no such checkpoint, or the run took all its rollbacks.
+        GuardStop: There is no such checkpoint, or all rollbacks are used up.
         RagenError: The checkpoint is damaged.
     """
-    # Only regular ones: a run that was stopped in between must come back to the same.
-    good = [p for p in regular(run.folder, spacing(run)) if step_of(p) < alarm.onset]
-    if not good or run.guard.rollbacks >= run.asked.guard.rollbacks:
+    # Only regular ones: a run that was stopped in between must return to the same checkpoint.
+    good = [path for path in regular(run.folder, run.spacing) if step_of(path) < alarm.onset]
+    if not good or run.guard.rollbacks >= run.original.guard.rollbacks:
         why = "no rollback is left" if good else f"no checkpoint before step {alarm.onset} is left"
-        await halt(run, f"{alarm}; {why}")
+        await stop(run, f"{alarm}; {why}")
     checkpoint = good[-1]
     saved = verified_state(checkpoint)
-    attempt, began, seen = run.state.attempt + 1, step_of(checkpoint), run.state.step
-    changes = REMEDIES[run.asked.guard.remedy](run.config, attempt)
+    attempt, began, step = run.state.attempt + 1, step_of(checkpoint), run.state.step
+    changes = REMEDIES[run.original.guard.remedy](run.config, attempt)
     guard = GuardState(**saved["guard"])
     guard.rollbacks, guard.grace = run.guard.rollbacks + 1, began + GRACE
     guard.changes = run.guard.changes | changes
@@ -114,21 +125,76 @@ async def roll_back(run: Run, alarm: Alarm) -> None:
         f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {value}"
         for key, value in changes.items()
     )
-    run.recorder.event(seen, "guard", text, {"to": began, "attempt": attempt, "changes": changes})
-    run.watcher.alarm(seen, text)
+    data = {"action": "rollback", "to": began, "attempt": attempt, "changes": changes}
+    run.recorder.event(step, "guard", text, data)
+    run.watcher.alarm(step, text)
     await run.engine.close()
-    run.config, run.state = changed(run.asked, guard.changes), state
+    run.config, run.state = changed(run.original, guard.changes), state
     run.guard, run.history = guard, {}
     run.engine = run.build(run.config)
     await run.engine.load(checkpoint, saved["engine"])
     run.recorder.attempt = attempt
 
 
-def stalled(run: Run, seconds: float) -> None:
-    """What the watchdog does, from its own thread: say where the run hangs, and end the process.
+class Watchdog:
+    """Calls `on_stall` once, in a thread of its own, when no beat came for `limit` seconds.
 
-    Whatever hangs may hang on anything: the file with all threads' stacks comes first, then the
-    database, then the screen.
+    The thread also runs while the event loop is blocked, but not while other code holds the
+    interpreter's lock. It counts its own waking time, not the clock: a process that was suspended
+    has not stalled.
+
+    Args:
+        limit: Seconds without a beat; 0 turns the watchdog off.
+        on_stall: Called with the seconds.
+
+    Example:
+        >>> import time
+        >>> stalls = []
+        >>> with Watchdog(0.04, stalls.append):
+        ...     time.sleep(0.5)
+        >>> [seconds >= 0.04 for seconds in stalls]
+        [True]
+    """
+
+    def __init__(self, limit: float, on_stall: Callable[[float], None]) -> None:
+        self._limit, self._on_stall = limit, on_stall
+        self._over = threading.Event()
+        self._silent, self._called = 0.0, False
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def beat(self) -> None:
+        """Report progress."""
+        self._silent, self._called = 0.0, False
+
+    def _watch(self) -> None:
+        tick = min(TICK, self._limit / 4)
+        while not self._over.wait(tick):
+            self._silent += tick
+            if self._silent >= self._limit and not self._called:
+                self._called = True
+                self._on_stall(self._silent)
+
+    def __enter__(self) -> Self:
+        if self._limit:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        if self._limit:
+            self._thread.join()
+
+
+def report_stall(run: Run, seconds: float) -> None:
+    """Say where a run hangs, and end the process if the guard's response is to stop.
+
+    The watchdog calls it from its own thread. Anything may be what hangs, so the file with the
+    stacks of all threads comes first, then the database, then the screen.
     """
     state, file = run.state, run.folder / STACKS
     alarm = Alarm("stalled", state.step, state.step, seconds, 0.0)
@@ -141,8 +207,8 @@ def stalled(run: Run, seconds: float) -> None:
             stacks.flush()
             faulthandler.dump_traceback(stacks, all_threads=True)
         append_event(run.folder, state.attempt, state.step, "alarm", text, asdict(alarm))
-    except (OSError, RagenError) as error:  # it may be the disk or the database that hangs
+    except (OSError, RagenError) as error:  # the disk or the database may be what hangs
         text = f"{text}; {error}"
     run.watcher.alarm(state.step, text)
-    if run.asked.guard.response("stalled") == "stop":
-        os._exit(GuardStop.exit_code)  # what hangs could not be asked to end
+    if run.original.guard.response("stalled") == "stop":
+        os._exit(GuardStop.exit_code)  # the hanging code cannot be asked to end

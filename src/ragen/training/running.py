@@ -1,15 +1,16 @@
-"""A run while it goes on: what it holds, how it is evaluated and saved, and what it comes to."""
+"""A run in progress: what it holds, how it is evaluated and saved, and its result."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ragen.config.config import Config
+from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
 from ragen.diagnostics.guard import REACH, Alarm, GuardState, read_alarms
@@ -28,31 +29,76 @@ from ragen.storage.checkpoint import (
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.storage.recorder import Recorder
 from ragen.training.progress import Watcher
-from ragen.training.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished run: its evaluations before and after, the guard's alarms, signs of collapse."""
+    """A finished run: its evaluations, the guard's alarms, and signs of collapse.
+
+    `evaluations` has the keys ``before``, ``after``, ``before_greedy`` and ``after_greedy``; it is
+    empty where ``eval.episodes`` is 0. The properties of the same names are never ``None``: they
+    raise a `RagenError` there. `seconds` is the time that the steps took.
+
+    Example:
+        >>> result = Result(Path("runs/bandit-1"), "bandit", 12.5, {})
+        >>> result.after
+        Traceback (most recent call last):
+        ragen.core.errors.RagenError: runs/bandit-1 was not evaluated: set eval.episodes above 0
+    """
 
     run: Path
     env: str
-    before: Evaluation | None
-    after: Evaluation | None
-    before_greedy: Evaluation | None
-    after_greedy: Evaluation | None
     seconds: float
+    evaluations: Mapping[str, Evaluation]
     signs: tuple[Sign, ...] = ()
     alarms: tuple[Alarm, ...] = ()
+
+    @property
+    def before(self) -> Evaluation:
+        """Of the untrained policy, at ``eval.temperature``."""
+        return self._evaluation("before")
+
+    @property
+    def after(self) -> Evaluation:
+        """Of the trained policy, at ``eval.temperature``."""
+        return self._evaluation("after")
+
+    @property
+    def before_greedy(self) -> Evaluation:
+        """Of the untrained policy, greedy."""
+        return self._evaluation("before_greedy")
+
+    @property
+    def after_greedy(self) -> Evaluation:
+        """Of the trained policy, greedy."""
+        return self._evaluation("after_greedy")
+
+    def _evaluation(self, name: str) -> Evaluation:
+        if name not in self.evaluations:
+            raise RagenError(f"{self.run} was not evaluated: set eval.episodes above 0")
+        return self.evaluations[name]
 
 
 @dataclass(slots=True)
 class LoopState:
-    """Where the loop stands, saved with every checkpoint: `step` steps are finished.
+    """Where the loop stands; saved with every checkpoint.
 
-    `averages` are the moving averages of the metrics. The present `attempt` began after step
-    `began`; the guard raises it when it rolls back. `best_step` is the best evaluated one of those
-    with a regular checkpoint.
+    Attributes:
+        step: Finished steps.
+        attempt: How often the guard has rolled the run back.
+        began: The step after which the present attempt began.
+        updates: Optimiser steps so far.
+        episodes: Training episodes so far.
+        tokens: Sampled tokens so far.
+        best_step: Of the evaluated steps with a regular checkpoint, the one with most success.
+        best_success: Its success; −1 before the first evaluation.
+        seconds: Time of the steps, those that were rolled back included.
+        threads: Of torch; a resumed run takes the same number.
+        averages: Moving averages of the metrics.
+
+    Example:
+        >>> LoopState(step=3, updates=6).updates
+        6
     """
 
     step: int = 0
@@ -70,14 +116,26 @@ class LoopState:
 
 @dataclass(slots=True)
 class Run:
-    """All that a run holds while it goes on.
+    """All that a run holds while it is in progress.
 
-    `asked` is the config the run began with, `config` the one in force: they differ by what the
-    guard changed. `build` makes the engine of a config. `history` is what the guard has read.
+    Attributes:
+        folder: Where it is written.
+        original: The config that the run began with.
+        config: The config in force; it differs from `original` by what the guard changed.
+        build: Makes the engine of a config.
+        engine: Samples, scores and updates.
+        setup: Environment, budgets, prompts and temperature.
+        recorder: Writes the database.
+        state: Where the loop stands.
+        watcher: Shows progress.
+        guard: What the guard remembers.
+        history: The metrics that the guard has read so far, by name and step.
+        stop: The user's request to stop.
+        beat: Tells the watchdog that the run is alive.
     """
 
     folder: Path
-    asked: Config
+    original: Config
     config: Config
     build: Callable[[Config], Engine]
     engine: Engine
@@ -88,11 +146,41 @@ class Run:
     guard: GuardState = field(default_factory=GuardState)
     history: dict[str, dict[int, float]] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
-    watchdog: Watchdog = field(init=False)
+    beat: Callable[[], None] = lambda: None
+
+    @property
+    def progress(self) -> int:
+        """How much of ``config.steps`` is used up, in the unit of ``config.budget``.
+
+        The budget ``"steps"`` counts collections. A filter changes how many updates a collection
+        makes, so runs that are compared at equal work on the weights count ``"updates"``.
+        """
+        return self.state.updates if self.config.budget == "updates" else self.state.step
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the budget is used up."""
+        return self.progress >= self.config.steps
+
+    @property
+    def spacing(self) -> int:
+        """Steps between regular checkpoints: those that do not depend on when a run is stopped."""
+        return self.config.checkpoint.every or max(1, self.config.steps)
 
 
 class Clock:
-    """Seconds by phase; `beat` is called where one begins and ends."""
+    """Seconds of a step by phase.
+
+    Args:
+        beat: Called where a phase begins and ends.
+
+    Example:
+        >>> clock = Clock(lambda: None)
+        >>> with clock("rollout"):
+        ...     pass
+        >>> sorted(clock.metrics(env_s=0.0, num_tokens=10))[:2]
+        ['time/env_s', 'time/generate_s']
+    """
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._seconds: dict[str, float] = {}
@@ -100,7 +188,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count what is inside to `phase`."""
+        """Add the time spent inside to `phase`."""
         self._beat()
         start = time.perf_counter()
         yield
@@ -113,10 +201,10 @@ class Clock:
         return sum(self._seconds.values())
 
     def metrics(self, env_s: float, num_tokens: float) -> Metrics:
-        """``time/rollout_s`` and so on, their sum ``time/step_s``, and the step's speed.
+        """``time/rollout_s`` and the other phases, their sum ``time/step_s``, and tokens a second.
 
         Args:
-            env_s: Seconds of the rollout that the environments took; the rest of it is generation.
+            env_s: Seconds of the rollout that the environments took; the rest is generation.
             num_tokens: Tokens that were sampled.
         """
         phases = self._seconds | {
@@ -128,25 +216,16 @@ class Clock:
         return {f"time/{name}_s": total(seconds) for name, seconds in phases.items()} | speed
 
 
-def due(step: int, every: int) -> bool:
-    """Whether something that happens each `every` steps happens after `step` (0: never)."""
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every `every` steps (0: never) happens after `step`."""
     return every > 0 and step % every == 0
 
 
-def spent(state: LoopState, config: Config) -> int:
-    """How much of `config.steps` is used up.
-
-    ``budget = "steps"`` counts collections. A filter changes how many updates a collection makes,
-    so runs that are compared at equal work on the weights count ``"updates"``.
-    """
-    return state.updates if config.budget == "updates" else state.step
-
-
-async def evaluate(run: Run, temperature: float) -> Evaluation | None:
-    """Evaluate the policy as it is, and write the result down."""
+async def evaluate(run: Run, temperature: float) -> None:
+    """Evaluate the policy as it is now, and record the result."""
     config, step = run.config, run.state.step
     if config.eval.episodes == 0:
-        return None
+        return
     run.engine.forget()
     evaluation, groups = await run.stop.or_finish(
         evaluate_policy(
@@ -155,9 +234,9 @@ async def evaluate(run: Run, temperature: float) -> Evaluation | None:
             config.env.params,
             target=str(run.folder),
             episodes=config.eval.episodes,
-            seed=run.asked.seed,
+            seed=run.original.seed,
             concurrency=config.rollout.slots,
-            on_episode=lambda _: run.watchdog.beat(),
+            on_episode=lambda _: run.beat(),
         )
     )
     run.recorder.evaluation(step, evaluation.record())
@@ -166,19 +245,21 @@ async def evaluate(run: Run, temperature: float) -> Evaluation | None:
     run.recorder.commit()
     run.watcher.evaluated(step, evaluation)
     compare_with_best(run, temperature, evaluation.success)
-    return evaluation
 
 
 def compare_with_best(run: Run, temperature: float, success: float) -> None:
-    """Remember the step if its checkpoint stays and none did better; twice is as good as once."""
+    """Remember the step as the best one, if its checkpoint is regular and none was better.
+
+    Calling it twice for one evaluation changes nothing.
+    """
     state = run.state
-    stays = state.step % spacing(run) == 0 and temperature == run.config.eval.temperature
-    if stays and success > state.best_success:
+    counts = is_due(state.step, run.spacing) and temperature == run.config.eval.temperature
+    if counts and success > state.best_success:
         state.best_step, state.best_success = state.step, success
 
 
 async def evaluate_missing(run: Run, *temperatures: float) -> None:
-    """Evaluate at each temperature, unless this attempt or what it began from did so before."""
+    """Evaluate at each temperature for which this step has no evaluation that still stands."""
     step, attempt, began = run.state.step, run.state.attempt, run.state.began
     done = {
         each["temperature"]: each["success"]
@@ -186,8 +267,8 @@ async def evaluate_missing(run: Run, *temperatures: float) -> None:
         if each["step"] == step and (each["attempt"] == attempt or step <= began)
     }
     for temperature in temperatures:
-        if temperature in done:
-            compare_with_best(run, temperature, done[temperature])  # it was killed before it did
+        if temperature in done:  # the run may have been killed before it compared
+            compare_with_best(run, temperature, done[temperature])
         else:
             await evaluate(run, temperature)
 
@@ -195,13 +276,16 @@ async def evaluate_missing(run: Run, *temperatures: float) -> None:
 async def save(run: Run) -> None:
     """Write a checkpoint of the last finished step.
 
-    Where that step has one, its weights are these already, and only the loop's state may be new.
+    Where that step has a checkpoint, its weights are the same and only the loop's state is written.
+
+    Raises:
+        RagenError: The disk does not take it.
     """
-    state, best, keep, every = run.state, run.state.best_step, kept_checkpoints(run), spacing(run)
+    state, best, keep, every = run.state, run.state.best_step, kept_checkpoints(run), run.spacing
     own = {"loop": asdict(state), "guard": asdict(run.guard)}
-    there = checkpoint_of(run.folder, state.step)
-    if there is not None:
-        replace_state(there, read_state(there) | own)
+    existing = checkpoint_of(run.folder, state.step)
+    if existing is not None:
+        replace_state(existing, read_state(existing) | own)
         drop_old(run.folder, keep, best, every)
         return
     start = time.perf_counter()
@@ -212,37 +296,35 @@ async def save(run: Run) -> None:
     run.recorder.commit()
 
 
-def spacing(run: Run) -> int:
-    """Steps between the checkpoints that are written whether the run is stopped or not."""
-    return run.config.checkpoint.every or max(1, run.config.steps)
-
-
 def kept_checkpoints(run: Run) -> int:
-    """How many of the regular checkpoints stay: enough to go back to."""
+    """How many of the regular checkpoints stay: as many as a rollback may reach back."""
     keep, responses = run.config.checkpoint.keep, run.config.guard.responses
     if "rollback" in responses.values():
-        # Success is seen to fall by two evaluations in a row, and the onset lies before both.
+        # A drop of success shows in two evaluations in a row, and its onset lies before both.
         evaluations = 2 * run.config.eval.every * (responses.get("reward_drop") == "rollback")
-        keep = max(keep, 1 + math.ceil(max(REACH, evaluations) / spacing(run)))
+        keep = max(keep, 1 + math.ceil(max(REACH, evaluations) / run.spacing))
     # A stop may come before the guard has looked at the step, and pushes none out.
     return keep + (run.guard.looked < run.state.step)
 
 
-def result(run: Run) -> Result:
-    """What a finished run's database says of it."""
+def result_of(run: Run) -> Result:
+    """The result of a finished run, from its database."""
     temperature, steps = run.config.eval.temperature, run.state.step
     found = {
         (each.step, each.evaluation.temperature): each.evaluation
         for each in evaluations_of(run.folder)
     }
+    wanted = {
+        "before": (0, temperature),
+        "after": (steps, temperature),
+        "before_greedy": (0, 0.0),
+        "after_greedy": (steps, 0.0),
+    }
     return Result(
         run=run.folder,
         env=run.config.env.name,
-        before=found.get((0, temperature)),
-        after=found.get((steps, temperature)),
-        before_greedy=found.get((0, 0.0)),
-        after_greedy=found.get((steps, 0.0)),
         seconds=run.state.seconds,
+        evaluations={name: found[key] for name, key in wanted.items() if key in found},
         signs=tuple(echo_trap_signs(read_metrics(run.folder))),
         alarms=tuple(read_alarms(run.folder)),
     )

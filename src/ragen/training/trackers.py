@@ -202,13 +202,13 @@ class Tracked(Watcher):
             tracker.log(step, numbers)
 
 
-def tracked(watcher: Watcher, config: Config) -> Watcher:
-    """The watcher, and with it the trackers that a config names.
+def with_trackers(watcher: Watcher, trackers: str) -> Watcher:
+    """The watcher, joined by the trackers that ``record.trackers`` names.
 
     Raises:
         RagenError: The library of one of them is not installed.
     """
-    names = [name.strip() for name in config.record.trackers.split(",") if name.strip()]
+    names = [name.strip() for name in trackers.split(",") if name.strip()]
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise RagenError(
