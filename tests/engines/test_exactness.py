@@ -24,7 +24,7 @@ from ragen.rollout.rollout import run_groups
 from ragen.storage.checkpoint import folders
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_metrics
-from ragen.training import collection, trainer
+from ragen.training import collection, loop
 from ragen.training.trainer import train
 from tests import made
 from tests.speaker import settings
@@ -213,7 +213,7 @@ def test_a_mutated_sample_stops_the_run(
         samples, episodes = to_samples(groups)
         return mutation(samples), episodes
 
-    monkeypatch.setattr(trainer, "to_samples", mutated)
+    monkeypatch.setattr(loop, "to_samples", mutated)
     in_a_row, apart = WRONG[mutation]
     words = in_a_row if window == 0 or apart == "the same" else apart
     stopped(corridor(prompt__window=window), tmp_path / "run", words)
