@@ -24,12 +24,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ragen.core.types import Prompt
 from ragen.engines.sampler import Sampler
 from ragen.models.decoder import make_decoder
-from ragen.models.model import (
-    hidden_states,
-    keep_freed_memory,
-    padded_hidden_states,
-    token_logprobs,
-)
+from ragen.models.loading import keep_freed_memory
+from ragen.models.model import hidden_states, padded_hidden_states, token_logprobs
 
 EPISODES, MEMBERS, TURNS, TURN_TOKENS = 128, 16, 5, 24
 FIRST, ANSWER = 102, 40

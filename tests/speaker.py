@@ -52,7 +52,7 @@ def speaker() -> Path:
     from ragen.config.reading import resolve
     from ragen.config.sections import LossConfig, UpdateConfig
     from ragen.engines.learner import Learner
-    from ragen.models.model import save_model
+    from ragen.models.loading import save_model
     from ragen.rollout.chat import Chat
     from ragen.rollout.policies import ScriptedPolicy
     from ragen.rollout.rollout import run_groups, setup_of

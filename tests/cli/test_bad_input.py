@@ -18,7 +18,7 @@ import torch
 from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
-from ragen.models.model import save_model
+from ragen.models.loading import save_model
 from ragen.storage.checkpoint import write_state, writing
 from ragen.training.trainer import train
 from tests.speaker import settings, speaker

@@ -24,7 +24,7 @@ from ragen.core.types import Completion, Prompt, Sample
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
 from ragen.models.decoder import HFDecoder, make_decoder
-from ragen.models.model import recompute_layers
+from ragen.models.loading import recompute_layers
 from ragen.storage.checkpoint import newest
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import resume, train

@@ -22,7 +22,8 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Sample
 from ragen.engines.learner import Learner, optimizers
 from ragen.engines.tensors import optimizer_tensors, restore_optimizer
-from ragen.models.model import Critic, load_policy
+from ragen.models.loading import load_policy
+from ragen.models.model import Critic
 from ragen.storage.database import DATABASE
 from ragen.storage.schema import SAMPLE_ARRAYS, decompress
 from ragen.training.trainer import train

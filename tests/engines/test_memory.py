@@ -21,7 +21,8 @@ from ragen.engines.local import LocalEngine
 from ragen.engines.memory import CHANGES, cache_bytes, container_rooms, held, plan, refuse_too_large
 from ragen.engines.sampler import Sampler
 from ragen.models.fast_decoder import Qwen2Decoder
-from ragen.models.model import padded_hidden_states, save_model
+from ragen.models.loading import save_model
+from ragen.models.model import padded_hidden_states
 from ragen.models.precision import Masters
 from tests.speaker import settings
 from tests.tiny import tiny_model, tiny_tokenizer

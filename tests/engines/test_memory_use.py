@@ -27,7 +27,8 @@ from ragen.engines import learner as learners
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
 from ragen.models.decoder import HFDecoder
-from ragen.models.model import KEPT_LOGITS, padded_hidden_states, recompute_layers
+from ragen.models.loading import recompute_layers
+from ragen.models.model import KEPT_LOGITS, padded_hidden_states
 from tests.engines.test_learner import PLAIN, batch, sample
 from tests.tiny import tiny_model, tiny_tokenizer
 

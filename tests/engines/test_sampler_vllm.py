@@ -20,8 +20,8 @@ from ragen.engines.local import LocalEngine, policy_of
 from ragen.engines.parity import compared
 from ragen.engines.sampler_vllm import TESTED, Vllm, VllmSampler
 from ragen.evaluation.evaluation import evaluate_target, play_target
+from ragen.models.loading import save_model
 from ragen.models.lora import attach
-from ragen.models.model import save_model
 from ragen.rollout.chat import Chat
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import examine, train

@@ -23,8 +23,9 @@ from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampler_server import VllmServer
 from ragen.engines.sampler_vllm import Vllm, VllmSampler
+from ragen.models.loading import save_model
 from ragen.models.lora import adapter_of, attach
-from ragen.models.model import hidden_states, save_model, token_logprobs
+from ragen.models.model import hidden_states, token_logprobs
 from ragen.rollout.chat import Chat
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import train

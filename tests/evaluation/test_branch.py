@@ -23,7 +23,7 @@ from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, FinishReason, Group, Prompt, Turn
 from ragen.evaluation.branch import branch
-from ragen.models.model import save_model
+from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.policies import fingerprint
 from ragen.rollout.rollout import Branch, Place, Setup, play, refuse_changed

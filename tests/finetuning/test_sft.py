@@ -26,8 +26,8 @@ from ragen.envs.registry import make
 from ragen.finetuning.demonstrations import Planner
 from ragen.finetuning.sft import mean_nll, planned, played, rows, sft, split
 from ragen.finetuning.tokenizer import build
-from ragen.models.lora import is_adapter
-from ragen.models.model import load_policy
+from ragen.models.loading import load_policy
+from ragen.models.names import is_adapter
 from ragen.rollout.chat import Chat
 from ragen.rollout.players import SolverPlayer
 from ragen.rollout.prompt import Limits

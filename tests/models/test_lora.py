@@ -19,9 +19,18 @@ from ragen.core.errors import RagenError
 from ragen.core.types import Role
 from ragen.engines.learner import Learner
 from ragen.models import fast_qwen2, lora, model
+from ragen.models.adapter_folder import (
+    ADAPTER_WEIGHTS,
+    BASE,
+    fingerprint_of_base,
+    load_adapter,
+    put_on,
+    save_adapter,
+)
 from ragen.models.decoder import HFDecoder, make_decoder
-from ragen.models.lora import acting, adapter_of, attach, load_adapter, put_on, save_adapter
+from ragen.models.lora import acting, adapter_of, attach
 from ragen.models.model import hidden_states
+from ragen.models.names import ADAPTER_CONFIG, base_of, is_adapter
 from tests.engines.test_learner import batch, close, equal, gradient, weights
 from tests.models.test_fast_qwen2 import assert_equal_to_the_general_path
 from tests.models.test_model import ragged, tiny
@@ -146,7 +155,9 @@ def test_all_linear_layers_but_the_output_layer() -> None:
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "query"])
 def test_layers_that_may_get_none_are_told(name: str) -> None:
-    with pytest.raises(RagenError, match=f"'{name}'.* there are down_proj, gate_proj, k_proj, o_p"):
+    with pytest.raises(
+        RagenError, match=f"'{name}'.* choose from down_proj, gate_proj, k_proj, o_p"
+    ):
         attach(tiny(), ("policy",), **SHAPE | {"targets": f"q_proj,{name}"})
 
 
@@ -373,14 +384,14 @@ def loaded(folder: Path) -> Any:
 @pytest.fixture
 def saved(base: Path, tmp_path: Path) -> tuple[Path, Any]:
     one = adapted(loaded(base), base=str(base))
-    save_adapter(one, tmp_path / "adapter", lora.fingerprint_of_base(one))
+    save_adapter(one, tmp_path / "adapter", fingerprint_of_base(one))
     return tmp_path / "adapter", one
 
 
 def test_the_folder_is_pefts(saved: tuple[Path, Any], base: Path) -> None:
     folder, one = saved
-    assert {path.name for path in folder.iterdir()} == {lora.CONFIG, lora.WEIGHTS, lora.BASE}
-    told = json.loads((folder / lora.CONFIG).read_text())
+    assert {path.name for path in folder.iterdir()} == {ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE}
+    told = json.loads((folder / ADAPTER_CONFIG).read_text())
     assert told["base_model_name_or_path"] == str(base)
     assert (told["r"], told["lora_alpha"], told["target_modules"]) == (3, 6, QWEN)
     from peft import PeftModel
@@ -397,7 +408,7 @@ def test_the_folder_is_pefts(saved: tuple[Path, Any], base: Path) -> None:
 
 def test_load_gives_back_what_was_saved(saved: tuple[Path, Any], base: Path) -> None:
     folder, one = saved
-    again = loaded(lora.base_of(folder))
+    again = loaded(base_of(folder))
     put_on(again, folder)
     assert torch.equal(logits(again), logits(one))
     other = adapted(loaded(base), seed=3)
@@ -409,7 +420,7 @@ def test_load_gives_back_what_was_saved(saved: tuple[Path, Any], base: Path) -> 
 def test_merged_is_a_plain_model(kind: str, tmp_path: Path) -> None:
     one = adapted(tiny(kind))
     plain, expected = merged(one), logits(one)
-    assert not lora.adapted(plain) and lora.adapted(one)
+    assert not lora.has_adapters(plain) and lora.has_adapters(one)
     assert plain.state_dict().keys() == tiny(kind).state_dict().keys()
     torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-4)
     assert all(p.requires_grad for p in plain.parameters())
@@ -419,11 +430,11 @@ def test_merged_is_a_plain_model(kind: str, tmp_path: Path) -> None:
 
 def test_a_base_is_known_in_either_dtype_and_under_adapters(base: Path) -> None:
     one = loaded(base)
-    known = lora.fingerprint_of_base(one)
-    assert lora.fingerprint_of_base(adapted(loaded(base))) == known
-    assert lora.fingerprint_of_base(one.to(torch.bfloat16)) == known
+    known = fingerprint_of_base(one)
+    assert fingerprint_of_base(adapted(loaded(base))) == known
+    assert fingerprint_of_base(one.to(torch.bfloat16)) == known
     one.model.norm.weight.data[0] *= 1.01
-    assert lora.fingerprint_of_base(one) != known
+    assert fingerprint_of_base(one) != known
 
 
 def message(work: Any, *args: Any) -> str:
@@ -448,9 +459,9 @@ def test_what_does_not_fit_is_told_in_one_line(saved: tuple[Path, Any], base: Pa
     next(adapter_of(broken, "policy").parameters()).data[0, 0] = torch.nan
     save_adapter(broken, folder)
     assert "holds NaN or infinity" in message(put_on, loaded(base), folder)
-    (folder / lora.WEIGHTS).write_bytes(b"nothing")
+    (folder / ADAPTER_WEIGHTS).write_bytes(b"nothing")
     assert "cannot read the adapter" in message(put_on, loaded(base), folder)
-    (folder / lora.CONFIG).write_text("{")
+    (folder / ADAPTER_CONFIG).write_text("{")
     assert "cannot read the adapter" in message(put_on, loaded(base), folder)
 
 
@@ -465,8 +476,8 @@ def test_what_is_more_than_lora_is_refused(
     saved: tuple[Path, Any], base: Path, more: dict[str, Any]
 ) -> None:
     folder, _ = saved
-    config = json.loads((folder / lora.CONFIG).read_text())
-    (folder / lora.CONFIG).write_text(json.dumps(config | more))
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | more))
     assert "not plain LoRA" in message(put_on, loaded(base), folder)
 
 
@@ -486,16 +497,16 @@ def test_an_adapter_of_what_is_read_as_a_matrix_is_refused(
 
 def test_a_folder_is_a_model_or_an_adapter(saved: tuple[Path, Any], base: Path) -> None:
     folder, _ = saved
-    assert lora.is_adapter(folder) and not lora.is_adapter(base)
-    assert not lora.is_adapter("Qwen/Qwen2.5-0.5B-Instruct")
-    shutil.copy(folder / lora.CONFIG, base)
-    assert "holds a model and an adapter" in message(lora.is_adapter, base)
+    assert is_adapter(folder) and not is_adapter(base)
+    assert not is_adapter("Qwen/Qwen2.5-0.5B-Instruct")
+    shutil.copy(folder / ADAPTER_CONFIG, base)
+    assert "holds both a model and an adapter" in message(is_adapter, base)
 
 
 def test_dropout_of_another_trainer_is_left_out(saved: tuple[Path, Any], base: Path) -> None:
     folder, one = saved
-    config = json.loads((folder / lora.CONFIG).read_text())
-    (folder / lora.CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.5}))
     again = loaded(base)
     put_on(again, folder)
     assert torch.equal(logits(again.train()), logits(one))
@@ -504,19 +515,19 @@ def test_dropout_of_another_trainer_is_left_out(saved: tuple[Path, Any], base: P
 def test_a_base_that_has_moved(saved: tuple[Path, Any], base: Path) -> None:
     folder, _ = saved
     base.rename(base.with_name("moved"))
-    assert "not there any more: put it back, or put a link" in message(lora.base_of, folder)
+    assert "which is gone: put it back, or put a link" in message(base_of, folder)
     base.symlink_to(base.with_name("moved"))
-    put_on(loaded(lora.base_of(folder)), folder)
-    config = json.loads((folder / lora.CONFIG).read_text())
+    put_on(loaded(base_of(folder)), folder)
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
     for name, found in (
         ("/elsewhere/site-packages/ragen/models/bases/bandit", "bases/bandit"),
         ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
     ):
         text = json.dumps(config | {"base_model_name_or_path": name})
-        (folder / lora.CONFIG).write_text(text)
-        assert lora.base_of(folder).endswith(found)
-    (folder / lora.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": None}))
-    assert "names no base model" in message(lora.base_of, folder)
+        (folder / ADAPTER_CONFIG).write_text(text)
+        assert base_of(folder).endswith(found)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    assert "names no base model" in message(base_of, folder)
 
 
 @pytest.mark.parametrize("other", [{"rank": 4}, {"alpha": 3}, {"targets": "q_proj"}])

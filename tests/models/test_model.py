@@ -22,8 +22,10 @@ from transformers import (
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
 from ragen.engines.sampler import Sampler
+from ragen.models import loading
 from ragen.models import model as ragen_model
-from ragen.models.model import Critic, hidden_states, load_policy, save_model, token_logprobs
+from ragen.models.loading import load_policy, save_model
+from ragen.models.model import Critic, hidden_states, token_logprobs
 from ragen.models.precision import Shape, shape_of
 
 SMALL = {
@@ -259,15 +261,14 @@ def test_scaled_and_capped_logits_are_the_models_own(
 def test_they_are_sampled_as_they_are_learnt(kind: str, tmp_path: Path) -> None:
     save_model(shaped(kind), tokenizer(), tmp_path)
     model, _ = load_policy(tmp_path, "cpu", "float32")
-    sampler = Sampler(model, [39], str, slots=2, max_length=32)
-    drawn = asyncio.run(sampler.complete(Prompt((), (3, 1, 4, 1, 5), 0, 12, 0.7, 7, 12)))
+    sampler = Sampler(model, (), str, slots=2, max_length=32)
+    drawn = asyncio.run(sampler.complete(Prompt((), (3, 1, 4, 1, 5), 0, 12, 0.7, 7)))
     assert drawn.token_ids is not None and drawn.logprobs is not None
     ids_BT = torch.tensor([(3, 1, 4, 1, 5, *drawn.token_ids)])
     before = torch.arange(len(ids_BT[0]))[None]
     wanted = (before >= 4) & (before < len(ids_BT[0]) - 1)
     states = hidden_states(model, ids_BT, torch.tensor([len(ids_BT[0])]), wanted)
     logits = shape_of(model).of(states @ model.get_output_embeddings().weight.t())
-    logits[:, 39] = -torch.inf  # its end was not to be drawn
     log_p = torch.log_softmax(logits / 0.7, dim=-1)
     expected = log_p.gather(1, ids_BT[0, 5:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(drawn.logprobs), expected, rtol=0, atol=1e-4)
@@ -283,6 +284,6 @@ def test_what_else_is_done_to_logits_is_refused(
     config = transformers.Gemma2Config(**small, final_logit_softcapping=30.0)
     save_model(transformers.Gemma2ForCausalLM(config), tokenizer(), tmp_path)
     assert load_policy(tmp_path, "cpu", dtype)
-    monkeypatch.setattr(ragen_model, "shape_of", lambda _: Shape())
-    with pytest.raises(RagenError, match="does something to its logits behind the output layer"):
+    monkeypatch.setattr(loading, "shape_of", lambda _: Shape())
+    with pytest.raises(RagenError, match="transforms its logits after the output layer"):
         load_policy(tmp_path, "cpu", dtype)

@@ -27,7 +27,7 @@ from transformers import (
 from ragen.core.errors import RagenError
 from ragen.engines.sampler import Sampler
 from ragen.models import pretrained
-from ragen.models.model import load_policy, save_model
+from ragen.models.loading import load_policy, save_model
 from ragen.models.names import is_available_offline
 from ragen.models.pretrained import model_config, model_folder
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -92,7 +92,10 @@ def test_only_causal_language_models_are_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     others: dict[str, tuple[Any, str]] = {
         "an encoder": (BertModel(bert), "not those of a causal language model: cls."),
-        "an encoder with a head": (BertForMaskedLM(bert), "looks ahead"),
+        "an encoder with a head": (
+            BertForMaskedLM(bert),
+            "is not causal: its logits for a token depend on later tokens",
+        ),
         "both": (BartForConditionalGeneration(bart), "(bart) is no causal language model"),
         "no output layer": (Qwen2Model(qwen), "lm_head.weight is missing"),
         "a classifier": (Qwen2ForSequenceClassification(qwen), "lm_head.weight is missing"),
@@ -136,7 +139,7 @@ def test_a_config_that_is_not_that_of_the_weights(tmp_path: Path) -> None:
 def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     save_model(tiny_model(WORDS, vocab_size=len(WORDS) - 3), WORDS, tmp_path)
     largest, rows = len(WORDS) - 1, len(WORDS) - 3
-    assert f"has the id {largest}, and the embedding {rows} rows" in refusal(tmp_path)
+    assert f"has the id {largest}, but the embedding has {rows} rows" in refusal(tmp_path)
 
 
 def test_more_positions_than_the_model_knows(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ragen.core.seeding import eval_level
 from ragen.core.stopping import run_async
 from ragen.engines.local import loaded
 from ragen.evaluation.evaluation import evaluate_target
-from ragen.models.model import load_policy
+from ragen.models.loading import load_policy
 from ragen.reports.card import until
 from ragen.reports.export import export, usage_of
 from ragen.reports.report import read_facts

@@ -39,7 +39,7 @@ from ragen.core.types import Completion, Episode, Group, Prompt, Sample
 from ragen.engines.exactness import verify, with_births
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
-from ragen.models.model import save_model
+from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.policies import fingerprint
 from ragen.rollout.rollout import Setup, run_groups

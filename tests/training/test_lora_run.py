@@ -25,6 +25,8 @@ from ragen.engines.tensors import load_tensors
 from ragen.evaluation.evaluation import evaluate_target, evaluations_of
 from ragen.evaluation.targets import config_for
 from ragen.models import fast_qwen2, lora
+from ragen.models.adapter_folder import ADAPTER_WEIGHTS
+from ragen.models.names import ADAPTER_CONFIG, is_adapter
 from ragen.reports.export import export
 from ragen.storage import checkpoint
 from ragen.storage.reader import read_metrics
@@ -60,7 +62,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_holds_the_adapter_and_not_the_base(finished: Path) -> None:
     newest = checkpoint.newest(finished)
     names = {path.name for path in newest.iterdir()}
-    assert {lora.CONFIG, lora.WEIGHTS, "tokenizer.json", "chat_template.jinja"} <= names
+    assert {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "tokenizer.json", "chat_template.jinja"} <= names
     assert {"critic.safetensors", "optimizer-0.safetensors", "state.json"} <= names
     assert not {"config.json", "model.safetensors"} & names
     critic = load_tensors(newest / "critic.safetensors")
@@ -93,7 +95,7 @@ def test_a_run_is_played_as_it_is_and_merged(finished: Path) -> None:
     asyncio.run(engine.load(newest, checkpoint.read_state(newest)["engine"]))
     policy, _ = policy_of(config(), str(newest))
     plain = LocalEngine(config(), str(newest)).model
-    assert not lora.adapted(plain) and lora.adapted(engine.model)
+    assert not lora.has_adapters(plain) and lora.has_adapters(engine.model)
     probe = torch.arange(1, 9)[None]
     expected = engine.model(probe).logits
     loaded_on, _ = loaded(config(), str(newest))
@@ -112,7 +114,7 @@ def test_a_run_is_exported_as_an_adapter_and_merged(finished: Path, tmp_path: Pa
     expected = loaded(config(), str(checkpoint.newest(finished)))[0]
     export(finished, tmp_path / "adapter")
     export(finished, tmp_path / "whole", merge=True)
-    assert lora.is_adapter(tmp_path / "adapter") and not lora.is_adapter(tmp_path / "whole")
+    assert is_adapter(tmp_path / "adapter") and not is_adapter(tmp_path / "whole")
     probe = torch.arange(1, 9)[None]
     for folder, atol in (("adapter", 0.0), ("whole", 1e-4)):
         model, _ = loaded(config(), str(tmp_path / folder))
@@ -123,10 +125,10 @@ def test_training_goes_on_from_a_run(finished: Path, tmp_path: Path) -> None:
     """With adapters of the same shape, or merged with all weights."""
     on = {"model__path": str(finished), "steps": 1, "algorithm": "starpo/grpo", "loss__kl": 0.0}
     train(asked(**on), tmp_path / "on")
-    start = load_tensors(tmp_path / "on" / "checkpoints" / "step-0" / lora.WEIGHTS)
-    end = load_tensors(checkpoint.newest(finished) / lora.WEIGHTS)
+    start = load_tensors(tmp_path / "on" / "checkpoints" / "step-0" / ADAPTER_WEIGHTS)
+    end = load_tensors(checkpoint.newest(finished) / ADAPTER_WEIGHTS)
     assert start.keys() == end.keys() and all(torch.equal(start[k], end[k]) for k in end)
-    base = json.loads((checkpoint.newest(tmp_path / "on") / lora.CONFIG).read_text())
+    base = json.loads((checkpoint.newest(tmp_path / "on") / ADAPTER_CONFIG).read_text())
     assert base["base_model_name_or_path"] == config().model.path
     train(config(**on, update__lr=1e-2), tmp_path / "all")
     assert (checkpoint.newest(tmp_path / "all") / "model.safetensors").is_file()
@@ -156,7 +158,7 @@ def test_an_adapters_tokenizer_has_to_fit(finished: Path, tmp_path: Path) -> Non
     more = AutoTokenizer.from_pretrained(folder)
     more.add_tokens([f"<extra{number}>" for number in range(1000)])
     more.save_pretrained(folder)
-    with pytest.raises(RagenError, match="is not that of its weights: token '<extra999>'"):
+    with pytest.raises(RagenError, match="does not fit its weights: token '<extra999>'"):
         loaded(config(), str(folder))
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(RagenError, match="has no usable tokenizer"):
@@ -181,7 +183,7 @@ def test_the_base_is_known_again(tmp_path: Path) -> None:
         with pytest.raises(RagenError, match=r"trained on another base than .*/model is now"):
             use()
     model.rename(tmp_path / "elsewhere")
-    with pytest.raises(RagenError, match="not there any more: put it back"):
+    with pytest.raises(RagenError, match="which is gone: put it back"):
         evaluate_target(str(tmp_path / "run"))
 
 

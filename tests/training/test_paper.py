@@ -11,7 +11,7 @@ from rich.console import Console
 from ragen.cli.main import main
 from ragen.config.reading import recipes, resolve
 from ragen.core.errors import RagenError
-from ragen.models.model import save_model
+from ragen.models.loading import save_model
 from ragen.storage.database import new_run_folder
 from ragen.storage.reader import read_metrics
 from ragen.training.progress import hint, watcher_for

@@ -33,7 +33,7 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.metrics import Metrics, largest, last, mean, merge, total
 from ragen.engines.exactness import verify
 from ragen.models.cross_scores import cross_scores
-from ragen.models.lora import acting, adapted, adapter_of
+from ragen.models.lora import acting, adapter_of, has_adapters
 from ragen.models.model import Critic, hidden_states, shares_prompts, token_logprobs
 from ragen.models.precision import Masters
 
@@ -84,8 +84,8 @@ class Learner:
         longest: int = 1,
     ) -> None:
         self.model = model
-        self.trained: nn.Module = adapter_of(model, "policy") if adapted(model) else model
-        own = adapter_of(model, "critic") if adapted(model) and critic and not shared else None
+        self.trained: nn.Module = adapter_of(model, "policy") if has_adapters(model) else model
+        own = adapter_of(model, "critic") if has_adapters(model) and critic and not shared else None
         self.critic = Critic(model, shared, own) if critic else None
         self.reference = _reference_of(model) if reference else None
         self.masters = Masters(self.trained.named_parameters())
@@ -354,7 +354,7 @@ class Learner:
 
 def _reference_of(model: PreTrainedModel) -> PreTrainedModel:
     """A frozen copy; with adapters the model itself, whose base stays as it is."""
-    return model if adapted(model) else copy.deepcopy(model).requires_grad_(False)
+    return model if has_adapters(model) else copy.deepcopy(model).requires_grad_(False)
 
 
 def optimizers(

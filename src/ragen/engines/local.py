@@ -33,7 +33,9 @@ from ragen.engines.tensors import (
     save_tensors,
 )
 from ragen.models import lora
-from ragen.models.model import load_policy, load_tokenizer, recompute_layers, save_model
+from ragen.models.adapter_folder import fingerprint_of_base, load_adapter, put_on, save_adapter
+from ragen.models.loading import load_policy, load_tokenizer, recompute_layers, save_model
+from ragen.models.names import base_of, is_adapter
 from ragen.models.precision import Masters
 from ragen.rollout.chat import Chat
 from ragen.storage.checkpoint import Damaged
@@ -57,7 +59,7 @@ class LocalEngine:
 
     def __init__(self, config: Config, path: str) -> None:
         self.model, self.tokenizer = loaded(config, path)
-        if config.lora.rank and measures_kl(config) and lora.adapted(self.model):
+        if config.lora.rank and measures_kl(config) and lora.has_adapters(self.model):
             raise RagenError(
                 "loss.kl measures from the policy that the run began with, and with LoRA the "
                 'reference is the base alone: set loss.kl = 0 and no guard.remedy = "kl", or merge '
@@ -87,7 +89,7 @@ class LocalEngine:
     @cached_property
     def _base(self) -> str | None:
         """What the base of the adapters is known by; it never changes."""
-        return lora.fingerprint_of_base(self.model) if lora.adapted(self.model) else None
+        return fingerprint_of_base(self.model) if lora.has_adapters(self.model) else None
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """See `Engine.score`."""
@@ -168,8 +170,8 @@ class LocalEngine:
                 "the model this run began with has changed since, so its KL reference is lost; "
                 "put the old weights back where model.path points"
             )
-        if lora.adapted(self.model):
-            lora.load_adapter(self.model, folder)
+        if lora.has_adapters(self.model):
+            load_adapter(self.model, folder)
         else:
             _restore(self.model, _saved_weights(folder), folder)
         if learner.critic is not None:
@@ -247,10 +249,10 @@ def embedded_vllm(config: Config, model: PreTrainedModel, chat: Chat, path: str)
         max_length=max_length,
         slots=config.rollout.slots,
         gpu_memory=config.rollout.gpu_memory,
-        adapter_rank=config.lora.rank if lora.adapted(model) else 0,
+        adapter_rank=config.lora.rank if lora.has_adapters(model) else 0,
     )
     sampler = VllmSampler(vllm, chat.end_ids, chat.decode, max_length=max_length)
-    if lora.is_adapter(path):  # what it has loaded is the base alone
+    if is_adapter(path):  # what it has loaded is the base alone
         sampler.push(model)
     return sampler
 
@@ -267,7 +269,7 @@ def policy_of(config: Config, path: str) -> tuple[WeightedPolicy, Chat]:
     chat = chat_of(config, tokenizer)
     if config.rollout.sampler != "vllm":
         return local_sampler(config, model, chat), chat
-    plain = lora.merge(model) if lora.adapted(model) else model
+    plain = lora.merge(model) if lora.has_adapters(model) else model
     return embedded_vllm(config, plain, chat, path), chat
 
 
@@ -275,18 +277,18 @@ def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     """The model and the tokenizer that a config asks for; of a PEFT folder its base, adapter on.
 
     Raises:
-        RagenError: As `load_policy` and `ragen.models.lora.put_on`.
+        RagenError: As `load_policy` and `ragen.models.put_on`.
     """
     asked = config.model
     model, tokenizer = load_policy(
-        lora.base_of(path),
+        base_of(path),
         asked.device,
         asked.dtype,
         attention=asked.attention,
         max_length=asked.max_length,
     )
-    if lora.is_adapter(path):
-        lora.put_on(model, Path(path))
+    if is_adapter(path):
+        put_on(model, Path(path))
         if (Path(path) / "tokenizer_config.json").is_file():  # its template may be another
             tokenizer = load_tokenizer(Path(path), path, model)
     if asked.gradient_checkpointing:
@@ -317,7 +319,7 @@ def prepared(config: Config, path: str, model: PreTrainedModel, critic: bool) ->
     """
     wanted = config.lora
     if not wanted.rank:
-        return lora.merge(model) if lora.adapted(model) else model
+        return lora.merge(model) if lora.has_adapters(model) else model
     own_critic = critic and config.model.critic == "separate"
     lora.attach(
         model,
@@ -326,7 +328,7 @@ def prepared(config: Config, path: str, model: PreTrainedModel, critic: bool) ->
         alpha=wanted.alpha,
         targets=wanted.targets,
         seed=config.seed,
-        base=lora.base_of(path),
+        base=base_of(path),
     )
     return model
 
@@ -341,10 +343,10 @@ def save_trained(
 
     `base` is what the adapter's base is known by, if known already.
     """
-    if not lora.adapted(model):
+    if not lora.has_adapters(model):
         save_model(model, tokenizer, folder)
         return
-    lora.save_adapter(model, folder, base or lora.fingerprint_of_base(model))
+    save_adapter(model, folder, base or fingerprint_of_base(model))
     tokenizer.save_pretrained(str(folder))
 
 

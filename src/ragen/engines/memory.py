@@ -27,9 +27,10 @@ from ragen.engines.learner import is_matrix
 from ragen.engines.sampler_vllm import CPU_CACHE_BYTES
 from ragen.models import fast_qwen2
 from ragen.models.fast_decoder import Qwen2Decoder
-from ragen.models.lora import base_of, linear_layers, target_names
-from ragen.models.model import KEPT_LOGITS, KEPT_LOGITS_GPU, backbone, found_device
-from ragen.models.names import resolve_model
+from ragen.models.loading import resolve_device
+from ragen.models.lora import linear_layers, target_names
+from ragen.models.model import KEPT_LOGITS, KEPT_LOGITS_GPU, backbone
+from ragen.models.names import base_of, resolve_model
 from ragen.models.pretrained import LOAD_ERRORS, cannot_load, model_config, model_folder
 
 GIB = 2**30
@@ -107,7 +108,7 @@ def plan(config: Config) -> Plan:
     Raises:
         RagenError: The model does not exist, or is none that can be trained.
     """
-    asked, device = config.model, found_device(config.model.device)
+    asked, device = config.model, resolve_device(config.model.device)
     path = base_of(resolve_model(asked.path, config.env.name))
     read = model_config(model_folder(path, weights=False), path, asked.max_length)
     try:

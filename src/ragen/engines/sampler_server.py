@@ -26,7 +26,8 @@ from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampler import Stats, completion_of
 from ragen.engines.sampler_vllm import ADAPTER, TESTED
-from ragen.models.lora import adapted, save_adapter
+from ragen.models.adapter_folder import save_adapter
+from ragen.models.lora import has_adapters
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 """Seconds before the server counts as lost: many completions wait in line, connections do not."""
@@ -124,7 +125,7 @@ class VllmServer:
 
     def _push(self, model: PreTrainedModel) -> None:
         with tempfile.TemporaryDirectory(prefix="ragen-weights-") as folder:
-            if adapted(model):
+            if has_adapters(model):
                 save_adapter(model, Path(folder))
                 adapter = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}
                 self._post("/v1/load_lora_adapter", adapter)

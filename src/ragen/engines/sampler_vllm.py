@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampler import QUIET_ROUNDS, Stats, completion_of
-from ragen.models.lora import adapted, save_adapter
+from ragen.models.adapter_folder import save_adapter
+from ragen.models.lora import has_adapters
 
 TESTED = "0.32"
 """The releases of vLLM that this was tested with: its inner calls change from one to the next."""
@@ -322,7 +323,7 @@ class VllmSampler:
     def push(self, model: PreTrainedModel) -> None:
         """Sample with these weights, under the version that they have already."""
         self._vllm.wake()
-        if adapted(model):
+        if has_adapters(model):
             with tempfile.TemporaryDirectory(prefix="ragen-adapter-") as folder:
                 save_adapter(model, Path(folder))
                 self._vllm.load_adapter(Path(folder))

@@ -73,7 +73,7 @@ def refuse_absent(target: str, server: Server | None = None) -> None:
         raise RagenError("a person plays with `ragen play WORLD`; random and solver are measured")
     if target == "base" or target in PLAYERS or (server is not None and not is_local(target)):
         return
-    from ragen.models.lora import base_of  # torch is needed from here on
+    from ragen.models.names import base_of
     from ragen.models.pretrained import model_config, model_folder
 
     model = base_of(resolve_model(target, ""))

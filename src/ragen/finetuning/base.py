@@ -48,7 +48,7 @@ from ragen.finetuning.demonstrations import (
 from ragen.finetuning.demonstrations_lake import slippery_lake, still_lake, stroll, winding
 from ragen.finetuning.demonstrations_sokoban import sokoban_plan, takes
 from ragen.finetuning.tokenizer import END, build
-from ragen.models.model import save_model
+from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.rollout import Setup, run_groups
 

@@ -1,10 +1,15 @@
-"""What a model's name refers to: an embedded model, a run, a folder or a hub id. Loads no torch."""
+"""What a model's name refers to: an embedded model, a run, a folder, an adapter or a hub id.
+
+Loads no torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.storage.checkpoint import STATE, hash_file, newest
@@ -25,6 +30,9 @@ POLICY_FILES = (
     *("*.json", "*.jinja", "*.txt", "*.model"),
 )
 """Files of a model folder that decide what the policy says; a checkpoint has others besides."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""The config file of an adapter's folder in PEFT's layout."""
 
 
 def base_folder(env: str) -> Path:
@@ -96,3 +104,66 @@ def hash_model_folder(folder: Path) -> str:
         if path.name != STATE:
             digest.update(f"{path.name} {hash_file(path)}\n".encode())
     return digest.hexdigest()
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a path is a PEFT folder.
+
+    Raises:
+        RagenError: It is a model's folder too.
+    """
+    folder = Path(path)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return False
+    if (folder / "config.json").is_file():
+        raise RagenError(
+            f"{folder} holds both a model and an adapter ({ADAPTER_CONFIG}): move one of them into "
+            "a folder of its own, and name the one to use"
+        )
+    return True
+
+
+def base_of(path: str | Path) -> str:
+    """The folder or hub id of the base model: for a PEFT folder the one in its config, else `path`.
+
+    An embedded model of another installation is found in this one.
+
+    Raises:
+        RagenError: The config cannot be read or names no base, or the base's folder is gone.
+    """
+    if not is_adapter(path):
+        return str(path)
+    folder = Path(path)
+    name = str(read_adapter_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+    if not name:
+        raise RagenError(
+            f"{folder / ADAPTER_CONFIG} names no base model: set base_model_name_or_path to its "
+            "folder or hub id"
+        )
+    base = Path(name)
+    embedded = embedded_folder(base.name)
+    if base.is_dir():
+        return name
+    if base.parts[-4:-1] == ("ragen", "models", "bases") and embedded.is_dir():
+        return str(embedded)
+    if base.is_absolute():
+        raise RagenError(
+            f"the adapter {folder} belongs to the model {name}, which is gone: put it back, or "
+            "put a link there to its new place"
+        )
+    return name
+
+
+def read_adapter_json(path: Path) -> dict[str, Any]:
+    """A JSON object of an adapter's folder.
+
+    Raises:
+        RagenError: It cannot be read or is not an object.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RagenError(f"cannot read the adapter {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise RagenError(f"cannot read the adapter {path}: it is not a JSON object")
+    return content

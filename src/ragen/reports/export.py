@@ -20,6 +20,8 @@ from ragen.core.seeding import eval_level
 from ragen.core.stopping import run_async
 from ragen.engines.local import chat_of, loaded
 from ragen.models import lora
+from ragen.models.adapter_folder import ADAPTER_WEIGHTS, BASE
+from ragen.models.names import ADAPTER_CONFIG, is_adapter
 from ragen.reports.card import Usage, card
 from ragen.reports.report import read_facts
 from ragen.rollout.chat import DAY, Chat
@@ -29,7 +31,7 @@ from ragen.storage.checkpoint import Damaged, choose, folders, new_folder, step_
 
 WEIGHTS = (
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *(lora.CONFIG, lora.WEIGHTS, lora.BASE),
+    *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE),
 )
 """What of a checkpoint is the policy; the tokenizer is beside it, the rest is the learner's."""
 
@@ -68,7 +70,7 @@ def export(
         others = [f"{step_of(each)}" for each in folders(run) if each != checkpoint]
         remedy = f"--step takes another ({', '.join(others)})" if others else "there is no other"
         raise RagenError(f"checkpoint {checkpoint.name}: {error.reason}; {remedy}") from error
-    adapter = lora.is_adapter(checkpoint)
+    adapter = is_adapter(checkpoint)
     if merge and not adapter:
         raise RagenError(
             f"{run} trained all weights and has no adapter to merge: leave --merge out"
