@@ -74,7 +74,7 @@ def shots(api: Any) -> dict[str, tuple[str, tuple[int, int], str]]:
         "episode": (f"#/episode/sokoban/{puzzle['id']}?turn=1", WIDE, "light"),
         "tokens": (f"{token}=entropy", WIDE, "dark"),
         "prompt": (f"#/episode/sokoban/{trained['id']}?view=prompt&turn=1", WIDE, "light"),
-        "then-and-now": ("#/recurring/collapse?level_seed=124&steps=0,50", WIDE, "light"),
+        "then-and-now": ("#/levels/collapse?level_seed=124&steps=0,50", WIDE, "light"),
         "collapse": ("#/collapse/frozen-lake-still", WIDE, "light"),
         "evaluations": ("#/evaluations/frozen-lake-still", WIDE, "light"),
         "phone": (f"#/episode/sokoban/{puzzle['id']}?turn=1", PHONE, "dark"),

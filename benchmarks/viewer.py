@@ -169,7 +169,8 @@ def measure_rest(client: httpx.Client) -> Iterator[Row]:
         "/api/group": (LIST_S, group),
         "/api/episode": (LIST_S, {"episode": episode["id"]}),
         "/api/tokens": (LIST_S, {"episode": episode["id"]}),
-        "/api/recurring": (PAGE_S, {"phase": "eval"}),
+        "/api/compare": (PAGE_S, {}),
+        "/api/levels": (PAGE_S, {}),
         "/api/level": (PAGE_S, {"phase": "eval", "level_seed": 123}),
         "/api/phrases": (PAGE_S, {}),
         "/api/collapse": (PAGE_S, {}),
@@ -197,7 +198,7 @@ def routes(client: httpx.Client) -> dict[str, str]:
         "group": f"#/group/{run}?{group}",
         "episode": f"#/episode/{run}/{episode['id']}",
         "tokens": f"#/episode/{run}/{episode['id']}?view=tokens",
-        "recurring": f"#/recurring/{run}",
+        "levels": f"#/levels/{run}",
         "collapse": f"#/collapse/{run}",
         "evaluations": f"#/evaluations/{run}",
     }

@@ -15,7 +15,7 @@ from tests.browser.visitor import Visitor
 
 
 def test_the_same_level_stands_beside_itself_at_two_steps(visitor: Visitor) -> None:
-    page = visitor.visit("#/recurring/lake?phase=eval&level_seed=125")
+    page = visitor.visit("#/levels/lake?phase=eval&level_seed=125")
     level = visitor.api("/api/level?run=lake&phase=eval&level_seed=125")["episodes"]
     assert [each["step"] for each in level] == [0, 3, 6]
     beside = page.get_by_test_id("beside")
@@ -32,7 +32,7 @@ def test_the_same_level_stands_beside_itself_at_two_steps(visitor: Visitor) -> N
 
 def test_what_two_thoughts_share_is_marked(visitor: Visitor) -> None:
     """Bandit's policy gives in: at the end it thinks the same words at every level."""
-    page = visitor.visit("#/recurring/collapse?phase=eval&steps=8,12")
+    page = visitor.visit("#/levels/collapse?phase=eval&steps=8,12")
     marks = page.get_by_test_id("beside").locator("mark")
     expect(marks.first).to_be_visible()
     left, right = marks.first.inner_text(), marks.last.inner_text()
@@ -44,7 +44,7 @@ def test_what_two_thoughts_share_is_marked(visitor: Visitor) -> None:
 
 
 def test_a_level_is_chosen_by_key_and_by_click(visitor: Visitor) -> None:
-    page = visitor.visit("#/recurring/lake?phase=eval&level_seed=125")
+    page = visitor.visit("#/levels/lake?phase=eval&level_seed=125")
     rows = page.get_by_role("table", name="Levels by step").locator("tbody tr")
     page.keyboard.press("j")
     expect(page).to_have_url(re.compile("level_seed=126"))
@@ -53,7 +53,7 @@ def test_a_level_is_chosen_by_key_and_by_click(visitor: Visitor) -> None:
 
 
 def test_repeated_phrases_are_counted_over_steps(visitor: Visitor) -> None:
-    page = visitor.visit("#/recurring/collapse?words=3")
+    page = visitor.visit("#/levels/collapse?words=3")
     found = visitor.api("/api/phrases?run=collapse&words=3&phase=train")
     rows = page.get_by_test_id("phrases").locator("tbody tr")
     expect(rows).to_have_count(len(found["phrases"]))
@@ -115,7 +115,7 @@ def test_what_was_not_measured_says_how_it_would_be(visitor: Visitor) -> None:
     expect(page.get_by_role("main")).to_contain_text("--diagnose.gradients_every")
 
 
-def test_evaluations_stand_between_floor_and_ceiling(visitor: Visitor) -> None:
+def test_evaluations_are_shown_with_both_baselines(visitor: Visitor) -> None:
     page = visitor.visit("#/evaluations/lake")
     evaluations = visitor.api("/api/run?run=lake")["evaluations"]
     main = page.get_by_role("main")
@@ -123,17 +123,19 @@ def test_evaluations_stand_between_floor_and_ceiling(visitor: Visitor) -> None:
     expect(main).to_contain_text("100.0 %")  # optimal play
     for each in evaluations:
         expect(main).to_contain_text(f"{100 * each['success']['value']:.1f} %")
-    expect(page.get_by_test_id("gain").first).to_contain_text("points")
+    gains = page.get_by_role("region", name="Before and after").get_by_test_id("comparison")
+    expect(gains.first).to_contain_text("points")
 
 
-def test_another_run_is_chosen_for_a_contest(visitor: Visitor) -> None:
+def test_another_run_is_chosen_for_a_comparison(visitor: Visitor) -> None:
     page = visitor.visit("#/evaluations/lake")
     page.get_by_role("combobox").select_option("lake-again")
     expect(page).to_have_url(re.compile("other=lake-again"))
-    contest = visitor.api("/api/compare?run=lake&other=lake-again")["contests"][0]
-    main = page.get_by_role("main")
-    expect(main).to_contain_text(f"{100 * contest['b']['value']:.1f} %")
-    assert contest["difference"]["low"] <= contest["difference"]["high"]
+    found = visitor.api("/api/compare?run=lake-again&other=lake")["comparisons"][0]
+    panel = page.get_by_role("region", name="Another run")
+    for side in ("a", "b"):
+        expect(panel).to_contain_text(f"{100 * found[side]['value']:.1f} %")
+    assert found["difference"]["low"] <= found["difference"]["high"]
 
 
 def hold(page: Any, question: str) -> list[Any]:
@@ -145,12 +147,12 @@ def hold(page: Any, question: str) -> list[Any]:
 
 def test_no_verdict_names_a_run_over_the_numbers_of_another(visitor: Visitor) -> None:
     page = visitor.visit("#/evaluations/lake?other=lake-again")
-    contest = page.get_by_test_id("contest")
-    expect(contest.first).to_contain_text("lake-again")
-    held = hold(page, r"api/compare\?other=collapse")
+    comparison = page.get_by_role("region", name="Another run").get_by_test_id("comparison")
+    expect(comparison.first).to_contain_text("lake-again")
+    held = hold(page, r"api/compare\?.*run=collapse")
     page.get_by_role("combobox").select_option("collapse")
     expect(page).to_have_url(re.compile("other=collapse"))
-    expect(contest).to_have_count(0)
+    expect(comparison).to_have_count(0)
     expect(page.get_by_role("status")).to_have_text("Loading …")
     held[0].continue_()
     expect(page.get_by_role("main")).to_contain_text("nothing can be compared")
@@ -177,25 +179,26 @@ def test_an_evaluation_reaches_the_pages_that_are_open(newcomer: Path, visitors:
         for _ in range(4):
             next(course)
         there = {"a": "newcomer%2Fa", "b": "newcomer%2Fb"}
-        recurring, evaluations, compare = (
+        then_and_now, evaluations, compare = (
             visitors().visit(route.format(**there))
             for route in (
-                "#/recurring/{b}",
+                "#/levels/{b}",
                 "#/evaluations/{a}?other=newcomer/b",
                 "#/compare/{a}?other=newcomer/b",
             )
         )
-        expect(recurring.get_by_role("main")).to_contain_text("No level was played at two steps")
-        contest = evaluations.get_by_test_id("contest").first
-        expect(contest).to_contain_text("On 2 levels")
-        row = compare.get_by_role("table", name="Contests").locator("tbody tr").first
-        expect(row).to_contain_text("2 levels")
+        main = then_and_now.get_by_role("main")
+        expect(main).to_contain_text("No level was played at two steps")
+        other = evaluations.get_by_role("region", name="Another run")
+        comparison = other.get_by_test_id("comparison").first
+        expect(comparison).to_contain_text("On 2 levels")
+        expect(compare.get_by_test_id("comparison").first).to_contain_text("On 2 levels")
         log_step(recorder, 5, 0.5)
         recorder.episodes(5, groups(5, (123, 124))[:1], phase="eval")
         recorder.evaluation(5, evaluation(0.5).record() | {"env": "frozen-lake"})
-        with recurring.expect_response(re.compile("api/phrases")):
+        with then_and_now.expect_response(re.compile("api/phrases")):
             recorder.commit()
-        levels = recurring.get_by_role("table", name="Levels by step")
+        levels = then_and_now.get_by_role("table", name="Levels by step")
         expect(levels.locator("tbody tr")).to_have_count(1)
-        expect(contest).to_contain_text("On 1 level")
-        expect(row).to_contain_text("1 level")
+        expect(comparison).to_contain_text("On 1 level")
+        expect(compare.get_by_test_id("comparison").first).to_contain_text("On 1 level")

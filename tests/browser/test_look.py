@@ -20,7 +20,7 @@ ROUTES = {
     "episode": "#/episode/lake/40",
     "tokens": "#/episode/lake/40?view=tokens&colour=advantage",
     "prompt": "#/episode/lake/40?view=prompt&turn=1",
-    "recurring": "#/recurring/lake",
+    "levels": "#/levels/lake",
     "collapse": "#/collapse/lake",
     "evaluations": "#/evaluations/lake?other=lake-again",
 }

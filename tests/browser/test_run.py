@@ -126,20 +126,6 @@ def test_time_exactness_and_settings(visitor: Visitor) -> None:
     settings.get_by_role("button", name="All").click()
     settings.get_by_role("searchbox").fill("max_grad_norm")
     expect(settings.locator("tbody tr")).to_have_count(1)
-    settings.get_by_role("searchbox").fill("")
-    settings.get_by_role("button", name="Beside another run").click()
-    settings.get_by_role("combobox").select_option("lake-again")
-    expect(settings).to_contain_text("seed")
-
-
-def test_settings_of_a_run_that_has_gone_are_not_those_of_the_one_before(visitor: Visitor) -> None:
-    page = visitor.visit("#/run/lake?settings=other&beside=lake-again")
-    settings = page.get_by_role("region", name="Settings")
-    expect(settings.locator("tbody")).to_contain_text("seed")
-    page.evaluate("location.hash = '#/run/lake?settings=other&beside=gone'")
-    expect(settings.get_by_role("alert")).to_contain_text("gone")
-    expect(settings.locator("tbody")).to_have_count(0)
-    visitor.complaints.clear()  # the browser itself reports what was not found
 
 
 def test_curves_stay_while_other_metrics_are_asked_for(visitor: Visitor) -> None:

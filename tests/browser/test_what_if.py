@@ -23,7 +23,7 @@ def test_branches_appear_beside_the_original(visitor: Visitor, runs: Path) -> No
     assert first["num_turns"] > 1
     page = visitor.visit(f"#/episode/lake/{first['id']}?turn=1")
     panel = page.get_by_test_id("branches")
-    panel.get_by_label("times").fill("2")
+    panel.get_by_label("branches").fill("2")
     panel.get_by_role("button", name=re.compile("^Branch")).click()
     expect(panel.get_by_role("status")).to_be_visible()
     expect(panel.get_by_role("columnheader", name=re.compile("^branch 2"))).to_be_visible(

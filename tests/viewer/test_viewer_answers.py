@@ -21,8 +21,8 @@ from ragen.storage.branches import FILE
 from ragen.storage.database import CONFIG, DATABASE, is_claimed
 from ragen.storage.recorder import Recorder
 from ragen.viewer import reading as viewer_reading
-from ragen.viewer.answers import ANSWERS, answer
 from ragen.viewer.reading import NotFound, Unanswered, Unreadable
+from ragen.viewer.routes import ROUTES, answer
 from ragen.viewer.server import Json
 from tests.cli.test_cli import evaluation
 
@@ -96,7 +96,7 @@ def test_a_run_counts_updates_where_they_are_its_budget(tmp_path: Path) -> None:
 def test_a_run_that_has_only_begun_is_shown(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     Recorder.create(tmp_path / "a", dump(resolve("bandit"))).close()
-    for path in ANSWERS:
+    for path in ROUTES:
         if path not in ("/api/runs", "/api/compare", "/api/difference"):
             query = {"run": "a", "names": "x", "episode": 1, "step": 1, "attempt": 0, "group": 0}
             try:
@@ -392,8 +392,8 @@ def test_episodes_that_were_rolled_back_are_marked(root: Path) -> None:
     assert not ask(root, "group", run="lake", attempt=0, step=3, phase="train", group=0)["stands"]
 
 
-def test_levels_recur_where_they_were_evaluated_twice(root: Path) -> None:
-    levels = ask(root, "recurring", run="lake")["levels"]
+def test_levels_that_were_evaluated_at_two_steps(root: Path) -> None:
+    levels = ask(root, "levels", run="lake")["levels"]
     assert [(each["level_seed"], each["steps"]) for each in levels] == [
         (123, [0, 6]),
         (124, [0, 6]),
@@ -441,10 +441,10 @@ def test_two_runs_are_compared_level_by_level(root: Path, tmp_path: Path) -> Non
     make_run(tmp_path / "b")
     with sqlite3.connect(tmp_path / "b" / DATABASE) as connection:
         connection.execute("UPDATE episodes SET success = 1 WHERE phase = 'eval'")
-    (found,) = ask(tmp_path, "compare", run="a", other="b")["contests"]
+    (found,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
     assert (found["env"], found["how"], found["levels"]) == ("frozen-lake", "T=1", 2)
     assert (found["a"]["value"], found["b"]["value"]) == (0.25, 1.0)
-    assert found["difference"]["value"] == -0.75 and found["mcnemar_p"] == 0.5
+    assert found["difference"]["value"] == 0.75 and found["mcnemar_p"] == 0.5
     assert "level by level" in found["note"]
 
 
@@ -454,7 +454,7 @@ def test_what_was_rolled_back_is_compared_with_nothing(tmp_path: Path) -> None:
         make_run(tmp_path / name, finish=False)
     with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
         connection.execute("UPDATE episodes SET success = step = 4 WHERE phase = 'eval'")
-    (found,) = ask(tmp_path, "compare", run="a", other="b")["contests"]
+    (found,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
     assert found["a"]["value"] == 0.0 and "level by level" in found["note"]
 
 
@@ -468,7 +468,7 @@ def test_other_temperatures_are_not_paired(tmp_path: Path) -> None:
     (tmp_path / "b" / CONFIG).write_text(f"{before}[eval]{after}")
     with sqlite3.connect(tmp_path / "b" / DATABASE) as connection:
         connection.execute("DELETE FROM evaluations")
-    assert ask(tmp_path, "compare", run="a", other="b")["contests"] == []
+    assert ask(tmp_path, "compare", run="a", other="b")["comparisons"] == []
 
 
 def test_an_evaluation_without_its_interval_is_compared_with_nothing(tmp_path: Path) -> None:
@@ -477,7 +477,7 @@ def test_an_evaluation_without_its_interval_is_compared_with_nothing(tmp_path: P
         with sqlite3.connect(tmp_path / name / DATABASE) as connection:
             connection.execute('UPDATE evaluations SET record = \'{"env": "frozen-lake"}\'')
             connection.execute("DELETE FROM episodes")
-    assert ask(tmp_path, "compare", run="a", other="b")["contests"] == []
+    assert ask(tmp_path, "compare", run="a", other="b")["comparisons"] == []
 
 
 def test_other_games_are_compared_by_their_rates(tmp_path: Path) -> None:
@@ -486,8 +486,8 @@ def test_other_games_are_compared_by_their_rates(tmp_path: Path) -> None:
     shorter = resolve("frozen-lake", {"env.max_turns": 3})
     with Recorder.create(tmp_path / "b", dump(shorter)) as recorder:
         recorder.evaluation(0, evaluation(0.7).record() | {"env": "frozen-lake"})
-    (found,) = ask(tmp_path, "compare", run="a", other="b")["contests"]
-    assert found["difference"]["value"] == pytest.approx(0.2) and found["mcnemar_p"] is None
+    (found,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
+    assert found["difference"]["value"] == pytest.approx(-0.2) and found["mcnemar_p"] is None
     assert found["note"] == "two rates, not level by level: the games differ in env.max_turns"
 
 
@@ -501,7 +501,7 @@ def test_stored_outcomes_are_compared_where_the_game_is_one(tmp_path: Path) -> N
                 store.add(agent, played)
             game = {"env.name": "w", "seed": 0, "temperature": 0.5, "target": agent}
             store.finish(agent, game, evaluation(0.5, 0.5).record() | {"env": "w"})
-    found = ask(tmp_path, "compare", run="a", other="b")["contests"]
+    found = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
     (stored,) = (each for each in found if each["env"] == "w")
     assert (stored["how"], stored["levels"], stored["mcnemar_p"]) == ("T=0.5", 4, 0.5)
     assert (stored["a"]["value"], stored["b"]["value"]) == (0.75, 0.25)

@@ -20,8 +20,8 @@ from ragen.core.errors import RagenError
 from ragen.storage.branches import FILE
 from ragen.storage.database import DATABASE
 from ragen.training.trainer import train
-from ragen.viewer import line
-from ragen.viewer.branching import branches_of, possible, start_branch, stop_all
+from ragen.viewer import job_queue
+from ragen.viewer.branching import Branching, possible
 from tests.speaker import settings
 
 ASKED: dict[str, Any] = {"episode": 1, "turn": 0, "n": 3}
@@ -34,9 +34,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Iterator[Path]:
-    yield Path(shutil.copytree(trained, tmp_path / "bandit"))
-    stop_all()
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "bandit"))
+
+
+@pytest.fixture
+def branching() -> Iterator[Branching]:
+    branching = Branching()
+    yield branching
+    branching.stop()
 
 
 def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -46,46 +52,48 @@ def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def states(run: Path) -> list[str]:
-    return [job["state"] for job in branches_of(run, 1)["jobs"]]
+def states(branching: Branching, run: Path) -> list[str]:
+    return [job["state"] for job in branching.branches(run, 1)["jobs"]]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Let a few lines of Python stand for the command."""
     monkeypatch.setattr(
-        line.Job,
+        job_queue.Job,
         "arguments",
         lambda job: [sys.executable, "-c", code, str(job.folder), str(job.request.seed)],
     )
 
 
-def test_a_branch_runs_and_is_read(run: Path) -> None:
-    before = branches_of(run, 1)
+def test_a_branch_runs_and_is_read(run: Path, branching: Branching) -> None:
+    before = branching.branches(run, 1)
     assert before == {"possible": True, "reason": None, "checkpoints": [0, 1, 2], "jobs": []}
-    key = start_branch(run, {**ASKED, "checkpoint": 1, "temperature": 0.5, "run": "bandit"})
-    (job,) = branches_of(run, 1)["jobs"]
+    key = branching.start(run, {**ASKED, "checkpoint": 1, "temperature": 0.5, "run": "bandit"})
+    (job,) = branching.branches(run, 1)["jobs"]
     assert (job["id"], job["state"], job["episodes"]) == (key, "running", [])
-    until(lambda: states(run) == ["done"])
-    (job,) = branches_of(run, 1)["jobs"]
+    until(lambda: states(branching, run) == ["done"])
+    (job,) = branching.branches(run, 1)["jobs"]
     assert {**ASKED, "id": key, "checkpoint": 1, "temperature": 0.5}.items() <= job.items()
     assert (job["exact"], job["problem"], job["seed"]) == (True, None, 0)
     assert [each["member"] for each in job["episodes"]] == [0, 1, 2]
     assert all(each["turns"][0]["observation"] for each in job["episodes"])
-    assert branches_of(run, 2)["jobs"] == []
+    assert branching.branches(run, 2)["jobs"] == []
 
 
-def test_a_database_that_is_just_being_made_holds_nothing(run: Path) -> None:
+def test_a_database_that_is_just_being_made_holds_nothing(run: Path, branching: Branching) -> None:
     (run / FILE).touch()
-    assert branches_of(run, 1)["jobs"] == []
+    assert branching.branches(run, 1)["jobs"] == []
     (run / FILE).write_bytes(b"no database" * 99)
     with pytest.raises(RagenError, match=f"{FILE} cannot be read"):
-        branches_of(run, 1)
+        branching.branches(run, 1)
 
 
-def test_what_is_not_said_is_the_newest_weights_and_the_runs_temperature(run: Path) -> None:
-    start_branch(run, {**ASKED, "checkpoint": None, "temperature": None})
-    start_branch(run, ASKED)
-    jobs = branches_of(run, 1)["jobs"]
+def test_what_is_not_said_is_the_newest_weights_and_the_runs_temperature(
+    run: Path, branching: Branching
+) -> None:
+    branching.start(run, {**ASKED, "checkpoint": None, "temperature": None})
+    branching.start(run, ASKED)
+    jobs = branching.branches(run, 1)["jobs"]
     assert [(job["checkpoint"], job["temperature"]) for job in jobs] == [(2, 1.0)] * 2
     assert [job["seed"] for job in jobs] == [0, 1]  # asked again, it shows others
 
@@ -101,24 +109,28 @@ def test_what_is_not_said_is_the_newest_weights_and_the_runs_temperature(run: Pa
     ],
 )
 def test_its_last_line_is_the_problem(
-    run: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch, code: str, words: str
 ) -> None:
     pretend(monkeypatch, code)
-    start_branch(run, ASKED)
-    until(lambda: states(run) == ["failed"])
-    (job,) = branches_of(run, 1)["jobs"]
+    branching.start(run, ASKED)
+    until(lambda: states(branching, run) == ["failed"])
+    (job,) = branching.branches(run, 1)["jobs"]
     assert words in job["problem"] and not job["problem"].startswith("ragen")
     assert not (run / FILE).exists()
 
 
-def test_who_asks_at_the_same_time_sees_others(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_at_the_same_time_sees_others(
+    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(monkeypatch, "import time; time.sleep(60)")
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda _: start_branch(run, ASKED), range(8)))
-    assert {job["seed"] for job in branches_of(run, 1)["jobs"]} == set(range(8))
+        list(threads.map(lambda _: branching.start(run, ASKED), range(8)))
+    assert {job["seed"] for job in branching.branches(run, 1)["jobs"]} == set(range(8))
 
 
-def test_two_play_and_the_others_wait(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_play_and_the_others_wait(
+    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = run / "here"
     here.mkdir()
     pretend(
@@ -128,34 +140,38 @@ def test_two_play_and_the_others_wait(run: Path, monkeypatch: pytest.MonkeyPatch
         "time.sleep(0.4); me.unlink(); sys.exit('over')",
     )
     for _ in range(5):
-        start_branch(run, ASKED)
+        branching.start(run, ASKED)
     most = 0
-    while "running" in states(run):
+    while "running" in states(branching, run):
         most = max(most, len(list(here.iterdir())))
         time.sleep(0.01)
-    assert most == line.AT_ONCE == 2
-    assert states(run) == ["failed"] * 5  # none of them left what it was started for
+    assert most == job_queue.AT_ONCE == 2
+    assert states(branching, run) == ["failed"] * 5  # none of them left what it was started for
 
 
-def test_the_line_has_an_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_has_an_end(
+    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(monkeypatch, "import time; time.sleep(60)")
-    for _ in range(line.AT_ONCE + line.MOST_WAITING):
-        start_branch(run, ASKED)
+    for _ in range(job_queue.AT_ONCE + job_queue.MOST_WAITING):
+        branching.start(run, ASKED)
     with pytest.raises(RagenError, match="wait already"):
-        start_branch(run, ASKED)
+        branching.start(run, ASKED)
 
 
-def test_processes_end_with_the_server(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_end_with_the_server(
+    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(
         monkeypatch,
         "import os, pathlib, sys, time\n"
         "pathlib.Path(sys.argv[1], f'pid-{os.getpid()}').touch(); time.sleep(60)",
     )
     for _ in range(4):
-        start_branch(run, ASKED)
+        branching.start(run, ASKED)
     until(lambda: len(list(run.glob("pid-*"))) == 2)
-    stop_all()
-    assert branches_of(run, 1)["jobs"] == []
+    branching.stop()
+    assert branching.branches(run, 1)["jobs"] == []
     until(lambda: not any(alive(int(path.name[4:])) for path in run.glob("pid-*")))
     time.sleep(0.2)
     assert len(list(run.glob("pid-*"))) == 2  # and those that waited never began
@@ -182,7 +198,7 @@ def alive(pid: int) -> bool:
         ({"turn": None}, "turn: expected a whole number"),
         ({"n": 0}, "n: expected a whole number from 1 to 64"),
         ({"n": 65}, "n: expected a whole number from 1 to 64"),
-        ({"checkpoint": 9}, "checkpoint = 9: the run keeps those of 0, 1, 2"),
+        ({"checkpoint": 9}, "checkpoint = 9: the run keeps those of steps 0, 1, 2"),
         ({"checkpoint": "--help"}, "checkpoint: expected a whole number"),
         ({"temperature": -0.5}, "temperature = -0.5: expected a number from 0"),
         ({"temperature": float("nan")}, "temperature = nan"),
@@ -191,10 +207,12 @@ def alive(pid: int) -> bool:
         ({"temperature": 10**400}, "expected a number from 0"),
     ],
 )
-def test_a_request_is_checked(run: Path, asked: dict[str, Any], words: str) -> None:
+def test_a_request_is_checked(
+    run: Path, branching: Branching, asked: dict[str, Any], words: str
+) -> None:
     with pytest.raises(RagenError, match=words):
-        start_branch(run, ASKED | asked)
-    assert branches_of(run, 1)["jobs"] == []
+        branching.start(run, ASKED | asked)
+    assert branching.branches(run, 1)["jobs"] == []
 
 
 def written(run: Path, old: str, new: str) -> None:
@@ -252,22 +270,22 @@ HINDRANCES: dict[str, tuple[list[Callable[[Path], None]], str]] = {
 
 
 @pytest.mark.parametrize("name", HINDRANCES)
-def test_what_is_not_possible_says_why(run: Path, name: str) -> None:
+def test_what_is_not_possible_says_why(run: Path, branching: Branching, name: str) -> None:
     changes, words = HINDRANCES[name]
     for change in changes:
         change(run)
-    found = branches_of(run, 1)
+    found = branching.branches(run, 1)
     assert found["possible"] is False and words in found["reason"] and "\n" not in found["reason"]
     assert possible(run, 1) == {"possible": False, "reason": found["reason"]}
     with pytest.raises(RagenError) as refused:
-        start_branch(run, ASKED)
+        branching.start(run, ASKED)
     assert str(refused.value) == found["reason"]
 
 
-def test_checkpoints_are_enough_without_the_first_model(run: Path) -> None:
+def test_checkpoints_are_enough_without_the_first_model(run: Path, branching: Branching) -> None:
     without_model(run)
     shutil.rmtree(run / "checkpoints" / "step-0")
-    found = branches_of(run, 1)
+    found = branching.branches(run, 1)
     assert (found["possible"], found["checkpoints"]) == (True, [1, 2])
 
 

@@ -18,9 +18,9 @@ from ragen.core.types import Group
 from ragen.diagnostics.regimes import INFORMED, MIN_PROMPTS, UNDECIDED
 from ragen.storage.database import new_run_folder
 from ragen.storage.recorder import Recorder
-from ragen.viewer.answers import answer
 from ragen.viewer.phrases import MOST_PHRASES, MOST_STEPS, spread
 from ragen.viewer.reading import NotFound, Unanswered
+from ragen.viewer.routes import answer
 
 
 @pytest.fixture
@@ -190,10 +190,10 @@ def test_before_and_after_are_paired_by_level(recorder: Recorder) -> None:
     play(recorder, 0, before)
     play(recorder, 5, [False] * 16)  # what lies between does not count
     play(recorder, 10, after)
-    (gain,) = ask(recorder, "/api/gains")["gains"]
-    assert (gain["phase"], gain["from_step"], gain["to_step"]) == ("eval", 0, 10)
+    (gain,) = ask(recorder, "/api/compare")["comparisons"]
+    assert (gain["how"], gain["a"]["step"], gain["b"]["step"]) == ("T=1", 0, 10)
     assert (gain["levels"], gain["won"], gain["lost"]) == (16, 8, 0)
-    assert (gain["before"]["value"], gain["after"]["value"]) == (0.25, 0.75)
+    assert (gain["a"]["value"], gain["b"]["value"]) == (0.25, 0.75)
     expected = paired_difference([[float(x) for x in after]], [[float(x) for x in before]])
     assert gain["difference"]["low"] == expected.low > 0
     assert gain["mcnemar_p"] == mcnemar([1] * 8)
@@ -202,7 +202,7 @@ def test_before_and_after_are_paired_by_level(recorder: Recorder) -> None:
 def test_only_levels_of_both_evaluations_are_paired(recorder: Recorder) -> None:
     play(recorder, 0, [False, False, True])
     play(recorder, 10, [True, True])
-    (gain,) = ask(recorder, "/api/gains")["gains"]
+    (gain,) = ask(recorder, "/api/compare")["comparisons"]
     assert (gain["levels"], gain["won"]) == (2, 2)
 
 
@@ -210,4 +210,4 @@ def test_one_evaluation_is_no_gain(recorder: Recorder) -> None:
     play(recorder, 0, [True])
     play(recorder, 0, [True], phase="eval greedy")
     recorder.episodes(3, [thinking("t", level=10_000)])
-    assert ask(recorder, "/api/gains")["gains"] == []
+    assert ask(recorder, "/api/compare")["comparisons"] == []

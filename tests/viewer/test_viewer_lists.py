@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from viewed import THOUGHTS, make_run
 
 from ragen.storage.database import DATABASE
-from ragen.viewer import lists, search
-from ragen.viewer.answers import answer
-from ragen.viewer.lists import SORTS, facets, filter_of
+from ragen.viewer import episode_list, search
+from ragen.viewer.episode_list import SORTS, facets, filter_of
 from ragen.viewer.reading import Unanswered, reading
+from ragen.viewer.routes import answer
 from ragen.viewer.search import match_of
 
 
@@ -155,7 +155,7 @@ def test_what_is_common_is_found_as_what_is_rare_is(
     assert len(rare) == total >= 3
     monkeypatch.setattr(search, "COMMON", 2)
     monkeypatch.setattr(search, "MOST_ENDINGS", endings)
-    monkeypatch.setattr(lists, "FOLLOWING", following)
+    monkeypatch.setattr(episode_list, "FOLLOWING", following)
     assert pages() == (rare, None)
 
 

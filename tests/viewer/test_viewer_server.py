@@ -99,7 +99,7 @@ def test_a_bug_is_no_stack_trace(client: TestClient, monkeypatch: pytest.MonkeyP
     def broken(*_: object) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr("ragen.viewer.runs.find_runs", broken)
+    monkeypatch.setattr("ragen.viewer.run_list.find_runs", broken)
     found = client.get("/api/runs")
     assert found.status_code == 500 and "secret" not in found.text
     assert found.headers["content-security-policy"] == POLICY

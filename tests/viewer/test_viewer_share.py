@@ -170,13 +170,13 @@ def test_a_run_s_file_has_its_pages(run: Path) -> None:
     text = shared(run)
     data = data_of(text)
     pages = html.unescape(text.split('data-pages="')[1].split('"')[0]).split()
-    assert pages == [f"#/{page}/made-1" for page in ("run", "evaluations", "collapse", "recurring")]
+    assert pages == [f"#/{page}/made-1" for page in ("run", "evaluations", "collapse", "levels")]
     curves = data["/api/metrics?run=made-1"]["names"]
     assert set(curves) == {"reward/mean", "success/mean"}
     collapse = data["/api/collapse?run=made-1"]
     assert [each["step"] for each in collapse["matrix_steps"]] == [1, 2]
     assert all(f"/api/matrix?path=first&run=made-1&step={step}" in data for step in (1, 2))
-    (level,) = data["/api/recurring?run=made-1"]["levels"]
+    (level,) = data["/api/levels?run=made-1"]["levels"]
     assert f"/api/level?level_seed={level['level_seed']}&phase=eval&run=made-1" in data
 
 

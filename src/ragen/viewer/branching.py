@@ -1,15 +1,16 @@
-"""What if: branches of a run's episodes, played by ``ragen branch`` in processes of their own.
+"""Branches of recorded episodes, played by ``ragen branch`` in processes of their own.
 
-The viewer itself loads no model. It checks what is asked, puts it in line (`ragen.viewer.line`) and
-reads what the processes leave in `branches.sqlite`.
+The viewer itself loads no model. It checks a request, queues it (`ragen.viewer.job_queue`) and
+reads what the processes write into ``branches.sqlite``.
 """
 
 from __future__ import annotations
 
-import atexit
 import math
+import sqlite3
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,109 +18,130 @@ from typing import Any
 from ragen.config.config import Config
 from ragen.config.reading import read_config
 from ragen.core.errors import RagenError
+from ragen.core.statistics import wilson
 from ragen.envs.registry import registered_envs
 from ragen.models.names import is_available_offline
 from ragen.storage.branches import FILE, MOST, Request, has_branches
 from ragen.storage.checkpoint import folders, step_of
 from ragen.storage.database import CONFIG
-from ragen.viewer.line import Job, Line
-from ragen.viewer.played import detail, episode_row
+from ragen.viewer.episode_page import detail, episode_row
+from ragen.viewer.job_queue import Job, JobQueue
 from ragen.viewer.reading import Answer, NotFound, Unanswered, reading
 
-HOTTEST = 100.0
-"""Temperature from which on all tokens are equally likely anyway."""
+MAX_TEMPERATURE = 100.0
+"""Above it, all tokens are about equally likely."""
 
-LARGEST = 2**31
-"""Numbers in a request stay below it."""
+MAX_NUMBER = 2**31
+"""Upper limit of the numbers in a request."""
 
 
-def branches_of(folder: Path, episode: int) -> Answer:
-    """What was branched from an episode, what is being branched, and whether more is possible.
+class Branching:
+    """Answers about branches, and the queue of those that are being played.
 
-    Args:
-        folder: The run's folder.
-        episode: The episode's id.
-
-    Raises:
-        Unanswered: There is no such episode, or a database cannot be read.
+    The server owns one; `stop` ends its processes.
     """
-    live = _LINE.of(folder, episode)  # asked first: what ends in between is in both
-    done = _done(folder, episode)
-    known = {job["id"] for job in done}
-    return {
-        **possible(folder, episode),
-        "checkpoints": _checkpoints(folder),
-        "jobs": [*done, *(job.answer() for job in live if job.request.id not in known)],
-    }
+
+    def __init__(self) -> None:
+        self._queue = JobQueue()
+        self._adding = threading.Lock()
+
+    def branches(self, folder: Path, episode: int) -> Answer:
+        """An episode's branches, finished and under way, and whether more can be played.
+
+        Args:
+            folder: The run's folder.
+            episode: The episode's id.
+
+        Raises:
+            Unanswered: There is no such episode, or a database cannot be read.
+        """
+        # The queue first: a job that finishes in between is then in both, not in neither.
+        queued = self._queue.of_episode(folder, episode)
+        finished = _finished(folder, episode)
+        known = {job["id"] for job in finished}
+        return {
+            **possible(folder, episode),
+            "checkpoints": _checkpoints(folder),
+            "jobs": [*finished, *(job.answer() for job in queued if job.request.id not in known)],
+        }
+
+    def start(self, folder: Path, request: Mapping[str, Any]) -> str:
+        """Queue a request; returns its id, under which `branches` lists it.
+
+        Args:
+            folder: The run's folder.
+            request: ``episode``, ``turn`` and ``n``. ``checkpoint`` and ``temperature`` may be
+                missing or ``None``: then the newest checkpoint and the run's temperature.
+
+        Raises:
+            Unanswered: A value is missing or out of range, branching is not possible, or too many
+                requests wait.
+        """
+        episode = _whole_number(request, "episode", 1, MAX_NUMBER)
+        turns = _num_turns(folder, episode)
+        reason = _obstacle(folder, turns)
+        if reason is not None:
+            raise Unanswered(reason)
+        turn = _whole_number(request, "turn", 0, turns - 1)
+        n = _whole_number(request, "n", 1, MOST)
+        checkpoint = _checkpoint(folder, request)
+        temperature = _temperature(folder, request.get("temperature"))
+        with self._adding:
+            source = {"episode": episode, "turn": turn, "checkpoint": checkpoint}
+            jobs = self.branches(folder, episode)["jobs"]
+            seeds = [job["seed"] for job in jobs if source.items() <= job.items()]
+            seed = max(seeds, default=-1) + 1  # the same request again gives other branches
+            job = Job(folder.resolve(), Request(**source, n=n, temperature=temperature, seed=seed))
+            self._queue.put(job)
+        return job.request.id
+
+    def stop(self) -> None:
+        """End all processes and empty the queue."""
+        self._queue.stop()
+
+
+def _checkpoint(folder: Path, request: Mapping[str, Any]) -> int:
+    """The step of a request's checkpoint; the newest, where it names none."""
+    known = _checkpoints(folder)
+    if request.get("checkpoint") is None:
+        return known[-1]
+    step = _whole_number(request, "checkpoint", 0, MAX_NUMBER)
+    if step not in known:
+        steps = ", ".join(map(str, known)) or "none"
+        raise Unanswered(f"checkpoint = {step}: the run keeps those of steps {steps}")
+    return step
+
+
+def _temperature(folder: Path, value: Any) -> float:
+    """A request's temperature; the run's, where it gives none."""
+    if value is None:
+        value = read_config(folder / CONFIG).rollout.temperature
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Unanswered("temperature: expected a number")
+    if not 0 <= value <= MAX_TEMPERATURE or math.isnan(value):
+        raise Unanswered(f"temperature = {value}: expected a number from 0 to {MAX_TEMPERATURE:g}")
+    return float(value)
 
 
 def possible(folder: Path, episode: int) -> Answer:
-    """Whether an episode can be branched, as far as that is known without a model: or why not.
+    """Whether an episode can be branched and, if not, why; as far as known without a model.
 
     Raises:
         Unanswered: There is no such episode, or the run cannot be read.
     """
-    reason = _hindrance(folder, _turns(folder, episode))
+    reason = _obstacle(folder, _num_turns(folder, episode))
     return {"possible": reason is None, "reason": reason}
 
 
-def start_branch(folder: Path, request: Mapping[str, Any]) -> str:
-    """Put a request in line; returns the id under which `branches_of` tells of it.
-
-    Args:
-        folder: The run's folder.
-        request: ``episode``, ``turn``, ``n``, and ``checkpoint`` and ``temperature``, which may be
-            missing or ``None``: the newest, and the run's.
-
-    Raises:
-        Unanswered: A value is missing or out of its range, it is not possible, or too many wait.
-    """
-    episode = _whole(request, "episode", 1, LARGEST)
-    turns = _turns(folder, episode)
-    reason = _hindrance(folder, turns)
-    if reason is not None:
-        raise Unanswered(reason)
-    turn, n = _whole(request, "turn", 0, turns - 1), _whole(request, "n", 1, MOST)
-    checkpoint, known = request.get("checkpoint"), _checkpoints(folder)
-    if checkpoint is None:
-        checkpoint = known[-1]
-    elif _whole(request, "checkpoint", 0, LARGEST) not in known:
-        raise Unanswered(f"checkpoint = {checkpoint}: the run keeps those of {_listed(known)}")
-    temperature = request.get("temperature")
-    if temperature is None:
-        temperature = read_config(folder / CONFIG).rollout.temperature
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-        raise Unanswered("temperature: expected a number")
-    if not 0 <= temperature <= HOTTEST or math.isnan(temperature):
-        raise Unanswered(f"temperature = {temperature}: expected a number from 0 to {HOTTEST:g}")
-    asked = (episode, turn, checkpoint)
-    with _ASKING:
-        jobs = branches_of(folder, episode)["jobs"]
-        before = [job["seed"] for job in jobs if _asked(job) == asked]
-        seed = max(before, default=-1) + 1  # asked again, it is to show others
-        job = Job(folder.resolve(), Request(*asked, n, float(temperature), seed))
-        _LINE.put(job)
-    return job.request.id
-
-
-def stop_all() -> None:
-    """End all processes and forget who waits: the server ends."""
-    _LINE.stop()
-
-
-def _asked(job: Answer) -> tuple[Any, ...]:
-    return tuple(job[name] for name in ("episode", "turn", "checkpoint"))
-
-
-def _whole(request: Mapping[str, Any], name: str, least: int, most: int) -> int:
+def _whole_number(request: Mapping[str, Any], name: str, least: int, most: int) -> int:
     number = request.get(name)
     if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
         raise Unanswered(f"{name}: expected a whole number from {least} to {most}")
     return number
 
 
-def _turns(folder: Path, episode: int) -> int:
-    """How many turns an episode has that can be gone back to.
+def _num_turns(folder: Path, episode: int) -> int:
+    """The number of turns of an episode that have a snapshot to start from.
 
     Raises:
         NotFound: There is no such episode.
@@ -134,8 +156,8 @@ def _turns(folder: Path, episode: int) -> int:
     return int(turns)
 
 
-def _hindrance(folder: Path, turns: int) -> str | None:
-    """Why an episode with so many turns cannot be branched."""
+def _obstacle(folder: Path, turns: int) -> str | None:
+    """Why an episode with this number of turns cannot be branched; ``None`` if it can."""
     try:
         config = read_config(folder / CONFIG)
     except RagenError as error:
@@ -157,54 +179,50 @@ def _hindrance(folder: Path, turns: int) -> str | None:
 
 
 def _env_is_there(name: str) -> bool:
-    """Whether an environment can be found; its code is not run."""
+    """Whether an environment can be found, without running its code."""
     return Path(name.rpartition(":")[0]).is_file() if ":" in name else name in registered_envs()
 
 
 def _model_is_there(path: str) -> bool:
-    """Whether a model is on this machine; the network is not asked."""
+    """Whether a model is on this machine, without asking the network."""
     return path == "base" or is_available_offline(path)
 
 
 def _checkpoints(folder: Path) -> list[int]:
-    """The steps whose weights can play, 0 among them while the first model is there."""
+    """The steps whose weights can play; 0 is the initial model, if it is still there."""
     steps = {step_of(path) for path in folders(folder)}
     try:
         config: Config | None = read_config(folder / CONFIG)
     except RagenError:
         config = None
-    begun = config is not None and _model_is_there(config.model.path)
-    return sorted({*steps, 0} if begun else steps)
+    initial = config is not None and _model_is_there(config.model.path)
+    return sorted({*steps, 0} if initial else steps)
 
 
-def _listed(steps: list[int]) -> str:
-    return ", ".join(map(str, steps)) or "none"
-
-
-def _done(folder: Path, episode: int) -> list[Answer]:
-    """What was branched already, with all episodes."""
+def _finished(folder: Path, episode: int) -> list[Answer]:
+    """The finished requests of an episode, with all their branches."""
     if not has_branches(folder):
         return []
     with reading(folder, FILE) as connection:
         jobs = connection.execute(
             "SELECT * FROM branches WHERE episode = ? ORDER BY time", (episode,)
         ).fetchall()
-        of_job = 'SELECT id FROM episodes WHERE "group" = ? ORDER BY member'
-        return [
-            {
-                **{name: job[name] for name in job.keys() if name != "number"},  # noqa: SIM118
-                "exact": bool(job["exact"]),
-                "state": "done",
-                "problem": None,
-                "episodes": [
-                    detail(connection, episode_row(connection, id_))
-                    for (id_,) in connection.execute(of_job, (job["number"],)).fetchall()
-                ],
-            }
-            for job in jobs
-        ]
+        return [_finished_job(connection, job) for job in jobs]
 
 
-_LINE = Line()
-_ASKING = threading.Lock()
-atexit.register(stop_all)
+def _finished_job(connection: sqlite3.Connection, job: sqlite3.Row) -> Answer:
+    """A finished request with its branches and their success rate."""
+    ids = connection.execute(
+        'SELECT id FROM episodes WHERE "group" = ? ORDER BY member', (job["number"],)
+    ).fetchall()
+    episodes = [detail(connection, episode_row(connection, id_)) for (id_,) in ids]
+    num_solved = sum(bool(episode["success"]) for episode in episodes)
+    return {
+        **{name: job[name] for name in job.keys() if name != "number"},  # noqa: SIM118
+        "exact": bool(job["exact"]),
+        "state": "done",
+        "problem": None,
+        "num_solved": num_solved,
+        "success": asdict(wilson(num_solved, len(episodes))) if episodes else None,
+        "episodes": episodes,
+    }

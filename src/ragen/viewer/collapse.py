@@ -10,7 +10,6 @@ from typing import Any
 
 from ragen.diagnostics.regimes import INFORMED, MIN_PROMPTS, REGIMES, UNDECIDED
 from ragen.reports.report import GRADIENTS
-from ragen.viewer.course import Series, attempts_of, histories, standing, standing_in
 from ragen.viewer.reading import (
     Answer,
     NotFound,
@@ -22,6 +21,7 @@ from ragen.viewer.reading import (
     text_of,
     whole_number,
 )
+from ragen.viewer.run_metrics import Series, attempts_of, histories, standing, standing_in
 
 INFORMATION = "information/"
 """How the names of what thoughts tell begin; the path of the sampling follows."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from ragen.storage.schema import TURNS_AN_EPISODE
-from ragen.viewer.course import standing_in
 from ragen.viewer.reading import (
     Answer,
     Query,
@@ -21,6 +20,7 @@ from ragen.viewer.reading import (
     signature,
     whole_number,
 )
+from ragen.viewer.run_metrics import standing_in
 
 MOST_STEPS, MOST_EPISODES = 40, 128
 """Steps that are looked at, evenly over the run, and episodes of each: more changes no share by

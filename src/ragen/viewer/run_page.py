@@ -11,7 +11,6 @@ from ragen.config.reading import flatten, read_config, resolve
 from ragen.core.errors import RagenError
 from ragen.reports.report import EXACT, SIGNALS, TERMS, seconds_by_phase
 from ragen.storage.database import CONFIG
-from ragen.viewer.course import attempts_of, histories, standing, standing_in
 from ragen.viewer.reading import (
     Answer,
     Query,
@@ -22,7 +21,8 @@ from ragen.viewer.reading import (
     run_folder,
     text_of,
 )
-from ragen.viewer.runs import evaluations, read_settings, run_summary
+from ragen.viewer.run_list import evaluations, read_settings, run_summary
+from ragen.viewer.run_metrics import attempts_of, histories, standing, standing_in
 
 
 def run(root: Path, query: Query) -> Answer:

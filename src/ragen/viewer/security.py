@@ -60,7 +60,7 @@ def is_loopback(host: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Guarded:
+class AccessControl:
     """An application behind the checks.
 
     Attributes:

@@ -24,11 +24,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ragen.core.errors import RagenError
-from ragen.viewer.answers import ANSWERS
-from ragen.viewer.branching import start_branch, stop_all
+from ragen.viewer.branching import Branching
 from ragen.viewer.live import Live
-from ragen.viewer.reading import Answer, Query, Unanswered, run_folder
-from ragen.viewer.security import Guarded, is_loopback, refusal
+from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, run_folder, whole_number
+from ragen.viewer.routes import ROUTES
+from ragen.viewer.security import AccessControl, is_loopback, refusal
 
 STATIC = Path(__file__).parent / "static"
 
@@ -81,12 +81,13 @@ def application(root: Path, port: int, token: str | None = None) -> Viewer:
         port: The one that the server listens to; a Host header has to name it.
         token: What every request has to know; none where only this machine can ask.
     """
-    live = Live(root)
+    live, branching = Live(root), Branching()
     routes = [
         Route("/", _front_page),
-        *(Route(path, _asked(root, answer)) for path, answer in ANSWERS.items()),
+        *(Route(path, _asked(root, answer)) for path, answer in ROUTES.items()),
         Route("/api/events", _events(root, live)),
-        Route("/api/branch", _branch(root), methods=["POST"]),
+        Route("/api/branches", _asked(root, _branches(branching))),
+        Route("/api/branch", _branch(root, branching), methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     handlers = {HTTPException: _http_error, RagenError: _unanswered, Exception: _bug}
@@ -96,14 +97,15 @@ def application(root: Path, port: int, token: str | None = None) -> Viewer:
         middleware=[compressing],
         exception_handlers=handlers,  # type: ignore[arg-type]
     )
-    return Viewer(Guarded(app, port, token), live)
+    return Viewer(AccessControl(app, port, token), live, branching)
 
 
 class Viewer(NamedTuple):
-    """What is served, and the streams that have to end with it."""
+    """The application, and what has to end with the server: streams and processes."""
 
-    app: Guarded
+    app: AccessControl
     live: Live
+    branching: Branching
 
 
 async def _front_page(request: Request) -> Response:
@@ -129,14 +131,20 @@ def _events(root: Path, live: Live) -> Endpoint:
     return endpoint
 
 
-def _branch(root: Path) -> Endpoint:
+def _branches(branching: Branching) -> Callable[[Path, Query], Answer]:
+    return lambda root, query: branching.branches(
+        folder_of(root, query), whole_number(query, "episode")
+    )
+
+
+def _branch(root: Path, branching: Branching) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         asked = await _body(request)
         if not isinstance(asked.get("run"), str):
             raise Unanswered("the key 'run' is missing")
 
         def start() -> Response:
-            return Json({"id": start_branch(run_folder(root, asked["run"]), asked)})
+            return Json({"id": branching.start(run_folder(root, asked["run"]), asked)})
 
         return await run_in_threadpool(start)
 
@@ -239,7 +247,7 @@ def serve(root: Path, host: str, port: int, say: Callable[[str], None]) -> None:
         try:
             _Server(config, viewer.live).run(sockets=[listening])
         finally:
-            stop_all()
+            viewer.branching.stop()
 
 
 class _Server(uvicorn.Server):

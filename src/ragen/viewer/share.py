@@ -17,9 +17,9 @@ from typing import Any
 from urllib.parse import quote
 
 from ragen.core.errors import RagenError
-from ragen.viewer.answers import answer
 from ragen.viewer.bundle import page
 from ragen.viewer.phrases import spread
+from ragen.viewer.routes import answer
 from ragen.viewer.server import finite
 
 MOST_MATRICES, MOST_LEVELS = 8, 12
@@ -140,18 +140,18 @@ def _run(folder: Path) -> _Held:
     """A run's page, its evaluations, the collapse page, and some levels then and now."""
     name = _encoded(folder.name)
     held = _Held(folder, f"#/run/{name}")
-    held.pages += [f"#/{page}/{name}" for page in ("evaluations", "collapse", "recurring")]
+    held.pages += [f"#/{page}/{name}" for page in ("evaluations", "collapse", "levels")]
     held.ask("/api/metrics", names=",".join(held.about_run["names"]))
-    held.ask("/api/gains")
+    held.ask("/api/compare")
     for words in PHRASE_LENGTHS:
         held.ask("/api/phrases", words=words, phase="train")
     collapse = held.ask("/api/collapse")
     _shorten(collapse, "matrix_steps", "path", MOST_MATRICES)
     for each in collapse["matrix_steps"]:
         held.ask("/api/matrix", step=each["step"], path=each["path"])
-    recurring = held.ask("/api/recurring")
-    _shorten(recurring, "levels", "phase", MOST_LEVELS)
-    for each in recurring["levels"]:
+    levels = held.ask("/api/levels")
+    _shorten(levels, "levels", "phase", MOST_LEVELS)
+    for each in levels["levels"]:
         held.ask("/api/level", phase=each["phase"], level_seed=each["level_seed"])
     return held
 

@@ -11,7 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ragen.storage.schema import TURNS_AN_EPISODE
-from ragen.viewer.played import episode_row
+from ragen.viewer.episode_page import episode_row
 from ragen.viewer.reading import Answer, Query, array_of, folder_of, reading, whole_number
 
 TRAINED = {

@@ -15,7 +15,7 @@ const PAGES = {
   episodes: () => import("./pages/episodes.js"),
   group: () => import("./pages/group.js"),
   episode: () => import("./pages/episode.js"),
-  recurring: () => import("./pages/recurring.js"),
+  levels: () => import("./pages/levels.js"),
   collapse: () => import("./pages/collapse.js"),
   evaluations: () => import("./pages/evaluations.js"),
 };
@@ -24,7 +24,7 @@ const PAGES = {
 const PLACES = [
   ["run", "Run", "r"],
   ["episodes", "Episodes", "e"],
-  ["recurring", "Then and now", "t"],
+  ["levels", "Then and now", "t"],
   ["collapse", "Collapse", "c"],
   ["evaluations", "Evaluations", "v"],
 ];

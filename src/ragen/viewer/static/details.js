@@ -1,13 +1,13 @@
-// What stands under a run's curves: events, evaluations, time by phase and exactness.
+// The panels below a run's curves: events, time by phase and exactness.
 
 import { link } from "./addresses.js";
 import { clock, moment, number, percent } from "./numbers.js";
-import { Chip, Interval, Table, Text } from "./parts.js";
+import { Chip, Table, Text } from "./parts.js";
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 
 const KINDS = { alarm: "bad", guard: "warn", "damaged checkpoint": "bad" };
 
-/** The event of the address is shown in the middle of the screen. */
+/** The event that the address names is scrolled to the middle of the screen. */
 export function Events({ run, picked }) {
   const list = useRef(null);
   useEffect(() => {
@@ -38,38 +38,7 @@ function Step({ run, step }) {
   return html`<a href=${address}>${number(step)}</a>`;
 }
 
-/** All evaluations, the latest on top. */
-export function Evaluations({ run }) {
-  const columns = [
-    { key: "step", title: "Step", align: "right", render: ({ step }) => number(step) },
-    { key: "how", title: "How" },
-    {
-      key: "success",
-      title: "Success",
-      render: ({ success, random, optimal }) =>
-        html`<${Interval} ...${success} random=${random} optimal=${optimal} />`,
-    },
-    {
-      key: "range",
-      title: "95 % interval",
-      align: "right muted wide",
-      render: ({ success }) => `${percent(success.low)} – ${percent(success.high)}`,
-    },
-    { key: "episodes", title: "Levels", align: "right", render: (row) => number(row.episodes) },
-  ];
-  const rows = [...run.evaluations].reverse();
-  const more = link("evaluations", { run: run.run });
-  return html`<section class="panel" aria-label="Evaluations">
-    <h2>Evaluations ${more && html`<a href=${more}>more</a>`}</h2>
-    ${rows.length === 0 && html`<p class="muted">It was not evaluated yet.</p>`}
-    ${rows.length > 0 &&
-    html`<div class="tall">
-      <${Table} label="Evaluations" columns=${columns} rows=${rows} />
-    </div>`}
-  </section>`;
-}
-
-/** Where the time went: one bar, and the same as numbers. */
+/** Time by phase, as one bar and as numbers. */
 export function Phases({ phases }) {
   const parts = Object.entries(phases).sort(([, a], [, b]) => b - a);
   const whole = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
@@ -102,7 +71,7 @@ export function Phases({ phases }) {
   </section>`;
 }
 
-/** The report of exactness: checks are counted over the run, of differences the largest counts. */
+/** The report of exactness: the number of checks over the run, and the largest differences. */
 export function Exactness({ rows }) {
   const isCount = ({ name }) => name.endsWith("_checked");
   const columns = [
@@ -112,7 +81,7 @@ export function Exactness({ rows }) {
       key: "whole",
       title: "Whole run",
       align: "right",
-      hint: "the sum of checks, the largest difference of a step",
+      hint: "checks: their number; differences: the largest of any step",
       render: (row) => html`<b>${number(isCount(row) ? row.total : row.largest)}</b>`,
     },
   ];
@@ -120,7 +89,7 @@ export function Exactness({ rows }) {
     <h2>Exactness</h2>
     <p class="muted">
       ${rows.length
-        ? "Checks counted over the run; of differences the largest in a step."
+        ? "The number of checks over the run, and the largest difference of any step."
         : "Nothing was measured."}
     </p>
     ${rows.length > 0 &&

@@ -1,5 +1,4 @@
-// The answers of the first seconds about a run: what it is, how well it does, how much better than
-// before, whether it collapses, how far it is.
+// The headline of a run: what it trains, its success, its gain, signs of collapse, its progress.
 
 import { link } from "./addresses.js";
 import { ago, clock, moment, number, percent, plural, points } from "./numbers.js";
@@ -24,7 +23,7 @@ export function Headline({ run }) {
   </div>`;
 }
 
-/** Four tiles; `answer` has the metrics, `signs` names those that tell a collapse. */
+/** Four tiles; `answer` has the metrics, `signs` names those that reveal a collapse. */
 export function Tiles({ run, answer, signs }) {
   return html`<div class="tiles">
     <${Success} ...${run} />
@@ -45,11 +44,11 @@ const range = ({ low, high }, format) => `[${format(low, 0)}, ${format(high, 0)}
 
 function Success({ success, random, optimal }) {
   if (!success) {
-    return html`<${Tile} title="Success"><p class="muted">It was not evaluated yet.</p><//>`;
+    return html`<${Tile} title="Success"><p class="muted">Not evaluated yet.</p><//>`;
   }
   return html`<${Tile} title="Success" note="step ${success.step}, ${success.how}">
     <p class="big">${percent(success.value)} <small>${range(success, percent)}</small></p>
-    <${Interval} ...${success} random=${random} optimal=${optimal} text=${false} />
+    <${Interval} ...${success} ...${{ random, optimal }} text=${false} />
     <p class="muted ends">
       ${random !== null && html`<span>random ${percent(random, 0)}</span>`}
       ${optimal !== null && html`<span>optimal ${percent(optimal, 0)}</span>`}
@@ -57,25 +56,11 @@ function Success({ success, random, optimal }) {
   <//>`;
 }
 
-/**
- * `now` − `before` with its interval, as of two independent rates (Newcombe 1998, method 10): the
- * formula of the report, `ragen.core.statistics.difference`.
- */
-function gainOf(before, now) {
-  const value = now.value - before.value;
-  return {
-    value,
-    low: value - Math.hypot(now.value - now.low, before.high - before.value),
-    high: value + Math.hypot(now.high - now.value, before.value - before.low),
-  };
-}
-
-function Gain({ run, success, before }) {
-  if (!success || before.step === success.step) {
-    return html`<${Tile} title="Gain"><p class="muted">Not two evaluations yet.</p><//>`;
+function Gain({ run, gain, before }) {
+  if (!gain) {
+    return html`<${Tile} title="Gain"><p class="muted">No two evaluations yet.</p><//>`;
   }
-  const gain = gainOf(before, success);
-  let [kind, words] = ["muted", "the interval holds 0: no change is shown"];
+  let [kind, words] = ["muted", "no change is shown: the interval contains 0"];
   if (gain.low > 0) [kind, words] = ["good", "better than before training"];
   if (gain.high < 0) [kind, words] = ["bad", "worse than before training"];
   const paired = link("evaluations", { run });
@@ -109,7 +94,7 @@ function Collapse({ run, answer, signs }) {
   <//>`;
 }
 
-/** The name of an alarm's detector in words. */
+/** The name of an alarm's detector, in words. */
 function detector({ data, text }) {
   return (data?.detector ?? text.split(":")[0]).replaceAll("_", " ");
 }
@@ -135,6 +120,6 @@ function Progress({ run }) {
     </p>
     ${of && html`<progress max=${of} value=${run.step} aria-label="steps done"></progress>`}
     <p class="muted">${clock(seconds)} · ${plural(run.num_episodes, "episode")} recorded</p>
-    ${last !== undefined && now && html`<p><a href=${now}>What it does at step ${last}</a></p>`}
+    ${last !== undefined && now && html`<p><a href=${now}>Episodes of step ${last}</a></p>`}
   <//>`;
 }

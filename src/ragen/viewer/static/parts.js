@@ -90,29 +90,29 @@ export function Text({ text, limit = CUT }) {
 
 const inside = (x) => Math.min(1, Math.max(0, x));
 
+const known = (x) => x !== null && x !== undefined;
+
 /**
- * An estimate with its interval, on a line from `min` to `max`; `random` (random play) and `optimal`
- * (optimal play) bound the shaded part. `zero` draws a line at 0, for differences.
+ * An estimate with its interval, on a line from `min` to `max`. The range from `random` to `optimal`
+ * (the baselines: random and optimal play) is shaded. `zero` draws a line at 0, for differences.
  */
 export function Interval({
   value, low, high, random, optimal, min = 0, max = 1, zero, text = true, format = percent,
 }) {
-  if (value === null || value === undefined) return html`<span class="muted">–</span>`;
+  if (!known(value)) return html`<span class="muted">–</span>`;
   const at = (x) => `${(100 * inside((x - min) / (max - min))).toFixed(2)}%`;
   const span = (a, b) => ({ left: at(a), width: `calc(${at(b)} - ${at(a)})` });
-  const bounds = low === null || low === undefined ? "" : ` [${format(low)}, ${format(high)}]`;
-  const known = (x) => x !== null && x !== undefined;
+  const bounds = known(low) ? ` [${format(low)}, ${format(high)}]` : "";
   const label =
     `${format(value)}${bounds}` +
     (known(random) ? `, random play ${format(random)}` : "") +
     (known(optimal) ? `, optimal play ${format(optimal)}` : "");
+  const ticks = [zero && 0, random, optimal].filter((x) => known(x) && x !== false);
   return html`<span class="interval" title=${label}>
     <span class="interval-bar" role="img" aria-label=${label}>
       ${known(random) &&
       html`<i class="interval-room" style=${span(random, known(optimal) ? optimal : max)}></i>`}
-      ${zero && html`<i class="interval-tick" style=${{ left: at(0) }}></i>`}
-      ${known(random) && html`<i class="interval-tick" style=${{ left: at(random) }}></i>`}
-      ${known(optimal) && html`<i class="interval-tick" style=${{ left: at(optimal) }}></i>`}
+      ${ticks.map((x) => html`<i class="interval-tick" style=${{ left: at(x) }}></i>`)}
       ${bounds && html`<i class="interval-range" style=${span(low, high)}></i>`}
       <i class="interval-dot" style=${{ left: at(value) }}></i>
     </span>

@@ -1,5 +1,5 @@
-// A run's most frequent phrases over its steps: a row each, a cell a step, darker where more of the
-// step's thoughts hold the phrase. A row that turns dark from some step on is a template.
+// The most frequent phrases of a run's thoughts: one row a phrase, one cell a step, darker where more
+// of the step's thoughts contain the phrase. A row that turns dark and stays dark is a template.
 
 import { useApi, useEvents } from "./api.js";
 import { percent, plural } from "./numbers.js";
@@ -9,11 +9,12 @@ import { html, useMemo, useState } from "./vendor/preact-htm.js";
 const LENGTHS = [3, 5, 8];
 const SHADES = 9; // Colours of the sequential scale in style.css.
 
-/** What the rows may be sorted by: how much of a step's thoughts hold the phrase, and when. */
+/** What the rows may be sorted by: the share of thoughts with the phrase, and its change. */
 const ORDERS = {
   now: { title: "now", value: ({ counts }) => counts.at(-1) },
   peak: { title: "peak", value: ({ counts }) => Math.max(...counts) },
   grown: { title: "grown", value: ({ counts }) => counts.at(-1) - counts[0] },
+  shrunk: { title: "shrunk", value: ({ counts }) => counts[0] - counts.at(-1) },
 };
 
 /** The class that colours a cell by a share from 0 to 1. */
@@ -31,11 +32,11 @@ export function Phrases({ run, phase, query, setQuery }) {
   return html`<section class="panel">
     <h2>Repeated phrases</h2>
     <div class="row choices">
-      <span class="row tight"><span class="muted">words</span>
+      <span class="row tight"><span class="muted">words in a phrase</span>
         <${Tabs} label="Words of a phrase" value=${words}
           tabs=${LENGTHS.map((key) => ({ key, title: String(key) }))}
           onChange=${(key) => setQuery({ words: key })} /></span>
-      <span class="row tight"><span class="muted">most frequent</span>
+      <span class="row tight"><span class="muted">sort by</span>
         <${Tabs} label="Sort phrases by" value=${order}
           tabs=${Object.entries(ORDERS).map(([key, { title }]) => ({ key, title }))}
           onChange=${(key) => setQuery({ order: key })} /></span>
@@ -60,7 +61,7 @@ function HeatTable({ data, order, words }) {
   const said = over && `${percent(over.share, 0)} of the thoughts of step ${over.step}`;
   return html`<p class="readout" aria-live="polite">
       ${over
-        ? html`<b>${said}</b> hold “<${Text} text=${over.phrase} limit=${200} />”`
+        ? html`<b>${said}</b> contain “<${Text} text=${over.phrase} limit=${200} />”`
         : summary(rows, steps)}
     </p>
     <div class="scroll" onPointerLeave=${() => setOver(null)}>
@@ -80,7 +81,7 @@ function HeatTable({ data, order, words }) {
     <${Scale} />`;
 }
 
-/** Every so many steps get a number, so that numbers do not touch. */
+/** Whether a step gets a number: only every few do, so that numbers do not touch. */
 const shown = (index, steps) => index % Math.ceil(steps.length / 12) === 0;
 
 function summary(rows, steps) {
@@ -88,12 +89,12 @@ function summary(rows, steps) {
   const half = rows.filter(({ counts }) => counts.at(-1) >= 0.5).length;
   const [first, last] = [most.counts[0], most.counts.at(-1)].map((share) => percent(share, 0));
   const these = `${half} of these ${plural(rows.length, "phrase")}`;
-  return html`${`In step ${steps.at(-1)}, ${these} stood in half of the thoughts or more.`}
+  return html`${`In step ${steps.at(-1)}, ${these} occurred in half of the thoughts or more.`}
     ${" The most frequent, “"}<${Text} text=${most.phrase} limit=${200} />${
-    `”, stood in ${last} (${first} in step ${steps[0]}).`}`;
+    `”, occurred in ${last} (${first} in step ${steps[0]}).`}`;
 }
 
-/** What the colours mean. */
+/** The legend of the colours. */
 function Scale() {
   return html`<p class="scale muted" aria-hidden="true"><span>none</span>
     ${Array.from({ length: SHADES }, (_, i) => html`<i key=${i} class=${`heat-${i}`}></i>`)}

@@ -1,19 +1,17 @@
-// A run's settings: what differs from its recipe or preset, all of them, and beside another run's.
+// A run's settings: those that differ from its recipe or preset, or all of them.
 
-import { shared, useApi } from "./api.js";
-import { Problem, Table, Tabs, Text } from "./parts.js";
+import { useApi } from "./api.js";
+import { Table, Tabs, Text } from "./parts.js";
 import { html, useState } from "./vendor/preact-htm.js";
 
 const VIEWS = [
   { key: "changed", title: "Changed" },
   { key: "all", title: "All" },
-  { key: "other", title: "Beside another run" },
 ];
 
-/** The panel of a run's page; which view and which other run live in the address. */
+/** The panel of a run's page; the address holds which view is open. */
 export function Settings({ run, query, setQuery }) {
-  const views = shared ? VIEWS.slice(0, 2) : VIEWS;
-  const view = views.some(({ key }) => key === query.settings) ? query.settings : "changed";
+  const view = query.settings === "all" ? "all" : "changed";
   const [sought, setSought] = useState("");
   const found = (rows) => rows.filter(({ key }) => key.includes(sought.toLowerCase()));
   const all = () => Object.entries(run.config).map(([key, value]) => ({ key, values: [value] }));
@@ -22,7 +20,7 @@ export function Settings({ run, query, setQuery }) {
       <h2>Settings</h2>
       <${Tabs}
         label="Which settings"
-        tabs=${views}
+        tabs=${VIEWS}
         value=${view}
         onChange=${(key) => setQuery({ settings: key === "changed" ? null : key })}
       />
@@ -33,15 +31,13 @@ export function Settings({ run, query, setQuery }) {
     </div>
     ${view === "changed" && html`<${Changed} run=${run} rows=${found(run.differences ?? [])} />`}
     ${view === "all" && html`<${Values} titles=${["Value"]} rows=${found(all())} />`}
-    ${view === "other" &&
-    html`<${Beside} run=${run.run} other=${query.beside} found=${found} setQuery=${setQuery} />`}
   </section>`;
 }
 
 function Changed({ run, rows }) {
   if (run.differences === null) {
-    return html`<p class="muted">These settings are of another version of RAGEN: what they change
-      of ${run.recipe} cannot be told.</p>`;
+    return html`<p class="muted">These settings were written by another version of RAGEN. Their
+      difference from ${run.recipe} is unknown.</p>`;
   }
   if (run.differences.length === 0) {
     return html`<p class="muted">Nothing differs from ${run.recipe} and ${run.algorithm}.</p>`;
@@ -70,7 +66,7 @@ function written(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-/** Settings by key with one value or several: `rows` of `{key, values}`, a title for each value. */
+/** Settings by key, with one value or several: `rows` of `{key, values}`, a title a value. */
 export function Values({ titles, rows }) {
   const columns = [
     { key: "key", title: "Key", render: ({ key }) => html`<code>${key}</code>` },
@@ -85,23 +81,7 @@ export function Values({ titles, rows }) {
   </div>`;
 }
 
-function Beside({ run, other, found, setQuery }) {
-  const { data, error, reload } = useApi(other ? "/api/difference" : null, { run, other });
-  const rows = data?.differences.map(({ key, a, b }) => ({ key, values: [a, b] })) ?? [];
-  return html`<div>
-    <p>
-      <${RunChoice}
-        label="The other run" prompt="Choose a run …" value=${other ?? ""} without=${[run]}
-        onChoose=${(beside) => setQuery({ beside })}
-      />
-    </p>
-    ${error && html`<${Problem} error=${error} reload=${reload} />`}
-    ${data && rows.length === 0 && html`<p class="muted">Their settings are the same.</p>`}
-    ${rows.length > 0 && html`<${Values} titles=${["This run", other]} rows=${found(rows)} />`}
-  </div>`;
-}
-
-/** A choice among the folder's runs that can be read, but those of `without`. */
+/** A choice among the folder's readable runs, except those of `without`. */
 export function RunChoice({ label, prompt, value, without, onChoose }) {
   const { data } = useApi("/api/runs");
   const readable = (data?.runs ?? []).filter(({ state }) => state !== "unreadable");

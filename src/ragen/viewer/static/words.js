@@ -1,24 +1,24 @@
-// What two thoughts share: the longest runs of words that stand in both, in the same order, as
-// Ratcliff and Obershelp look for them (Dr. Dobb's Journal, July 1988): the longest run first, then
-// the same to its left and to its right. Pure functions on lists of words.
+// The words that two thoughts share: the longest runs of words that occur in both, in the same order,
+// by the algorithm of Ratcliff and Obershelp (Dr. Dobb's Journal, July 1988): find the longest run,
+// then do the same to its left and to its right. Pure functions on lists of words.
 
-/** Words that a shared run has at least: two in a row are often chance. */
+/** The shortest shared run, in words: two in a row are often chance. */
 export const MIN_RUN = 3;
 
-/** Words of a text that are compared: comparing takes time with the square of it. */
+/** Words of a text that are compared: the time grows with their square. */
 export const MAX_WORDS = 1000;
 
-/** The words of a text, each with the white space behind it: joined they are the text again. */
+/** The words of a text, each with the white space after it: joined, they are the text again. */
 export function wordsOf(text) {
   return (text ?? "").trim().match(/\S+\s*/g) ?? [];
 }
 
 /**
- * The shared runs of two lists of words, in order, none over another: `[{a, b, length}]`, where
- * `a` and `b` are the places at which a run begins. White space around words does not count.
+ * The shared runs of two lists of words, in order, without overlap: `[{a, b, length}]`, where `a` and
+ * `b` are the indices at which a run begins. White space around words is ignored.
  */
 export function sharedRuns(ones, others) {
-  const numbers = new Map(); // Equal words, equal numbers: quicker to compare.
+  const numbers = new Map(); // Equal words get equal numbers, which are faster to compare.
   const numbered = (word) => {
     const plain = word.trim();
     if (!numbers.has(plain)) numbers.set(plain, numbers.size);
@@ -40,7 +40,7 @@ export function sharedRuns(ones, others) {
   return runs;
 }
 
-/** The longest run of words in both stretches; of several the one that ends first in the first. */
+/** The longest run of words in both ranges; of several, the one that ends first in `a`. */
 function longestRun(a, b, fromA, toA, fromB, toB) {
   let best = { a: fromA, b: fromB, length: 0 };
   const lengths = new Uint16Array(toB - fromB + 1); // Of the run that ends at i, before word j.
@@ -54,16 +54,16 @@ function longestRun(a, b, fromA, toA, fromB, toB) {
   return best;
 }
 
-/** The share of the words of two texts (`joined`) that stand in `runs`; null without words. */
+/** The share of the words of two texts (`joined`) that belong to `runs`; null without words. */
 export function sharedShare(runs, one, other) {
   const words = one.count + other.count;
   return words ? (2 * runs.reduce((sum, { length }) => sum + length, 0)) / words : null;
 }
 
 /**
- * Several texts, such as an episode's thoughts, as one list of words: `starts[k]` is where text k
- * begins, `count` says how many are compared. Between texts stands a word that only `side` has, so
- * that no run goes over a border.
+ * Several texts, such as an episode's thoughts, as one list of words. `starts[k]` is the index where
+ * text k begins; `count` is the number of words that are compared. The texts are separated by a word
+ * that occurs only on this `side`, so that no run crosses a border.
  */
 export function joined(texts, side) {
   const words = [];

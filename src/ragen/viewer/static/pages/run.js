@@ -1,8 +1,8 @@
-// One run: how well it does, whether it collapses and why, live while it trains.
+// One run: its success, its curves, its alarms and its settings, live while it trains.
 
 import { joinRuns, link, splitRuns } from "../addresses.js";
 import { shared, useAnswers, useApi, useEvents } from "../api.js";
-import { Evaluations, Events, Exactness, Phases } from "../details.js";
+import { Events, Exactness, Phases } from "../details.js";
 import { Headline, Tiles } from "../headline.js";
 import { useKeys } from "../keys.js";
 import { Chip, Loading, Problem, Text, useReady } from "../parts.js";
@@ -12,7 +12,7 @@ import {
 } from "../signals.js";
 import { html, useMemo, useRef } from "../vendor/preact-htm.js";
 
-// The three whose order tells an Echo Trap (arXiv:2504.20073), as in the report.
+// The three signals whose order reveals an Echo Trap (arXiv:2504.20073), as in the report.
 const COLLAPSE = ["reward/std_in_group", "entropy/mean", "gradient/policy_norm"];
 
 export default function Run({ params, query, setQuery }) {
@@ -64,7 +64,7 @@ export default function Run({ params, query, setQuery }) {
       html`<${Legend} runs=${runs.map((each) => each.run)} onRemove=${without} />`}
       ${missing.length > 0 &&
       html`<p class="warn" role="alert">
-        Not drawn, because it cannot be read:
+        Not drawn, because they cannot be read:
         ${missing.map((other) => html` <${Chip} key=${other} onRemove=${() => without(other)}
           ><${Text} text=${other} /><//>`)}
       </p>`}
@@ -80,7 +80,6 @@ export default function Run({ params, query, setQuery }) {
     </section>
     <div class="details">
       <${Events} run=${data} picked=${query.event} />
-      <${Evaluations} run=${data} />
       <${Phases} phases=${data.phases} />
       <${Exactness} rows=${data.exactness} />
       <${Settings} run=${data} ...${{ query, setQuery }} />
@@ -99,7 +98,7 @@ function Missing({ run, error, reload }) {
   </main>`;
 }
 
-/** The filter for a step's episodes, or those of the nearest step whose episodes are recorded. */
+/** The filter for the episodes of a step, or of the nearest step that has recorded ones. */
 function stepsNear({ episode_steps: steps }, step) {
   const nearer = (best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best);
   const near = steps.reduce(nearer, steps[0] ?? step);

@@ -1,4 +1,4 @@
-// All runs of the folder: what each trains, how far it is, what was learnt and what went wrong.
+// All runs of the folder: what each one trains, its progress, its success and its alarms.
 
 import { joinRuns, link } from "../addresses.js";
 import { useApi, useEvents } from "../api.js";
@@ -9,7 +9,8 @@ import {
 } from "../parts.js";
 import { html, useRef, useState } from "../vendor/preact-htm.js";
 
-const COLUMNS = [
+/** The columns of a list of runs; the first is the name. */
+export const COLUMNS = [
   { key: "run", title: "Run", sort: true, render: (run) => html`<${Name} ...${run} />` },
   { key: "state", title: "State", sort: true, render: (run) => html`<${State} ...${run} />` },
   {
@@ -22,18 +23,18 @@ const COLUMNS = [
   {
     key: "success",
     title: "Success",
-    hint: "latest evaluation, 95 % interval, between random play and optimal play",
+    hint: "latest evaluation with its 95 % interval; the shaded range is from random to optimal play",
     sort: ({ success }) => success?.value,
     render: ({ success, random, optimal }) =>
-      html`<${Interval} ...${success ?? {}} random=${random} optimal=${optimal} />`,
+      html`<${Interval} ...${success ?? {}} ...${{ random, optimal }} />`,
   },
   {
     key: "gain",
     title: "Before → now",
     align: "right wide",
     hint: "first and latest evaluation",
-    sort: gain,
-    render: (run) => html`<${Gain} run=${run} />`,
+    sort: ({ gain }) => gain?.value,
+    render: (run) => html`<${Gain} ...${run} />`,
   },
   {
     key: "spark",
@@ -69,15 +70,10 @@ const COLUMNS = [
   },
 ];
 
-/** How much success grew between the first and the latest evaluation. */
-function gain({ success, before }) {
-  return success && before.step !== success.step ? success.value - before.value : null;
-}
-
-function Gain({ run }) {
-  if (gain(run) === null) return html`<span class="muted">–</span>`;
+function Gain({ gain, success, before }) {
+  if (!gain) return html`<span class="muted">–</span>`;
   return html`<span class="number">
-    <span class="muted">${percent(run.before.value, 0)} →</span> ${percent(run.success.value, 0)}
+    <span class="muted">${percent(before.value, 0)} →</span> ${percent(success.value, 0)}
   </span>`;
 }
 
@@ -104,10 +100,10 @@ function Alarms({ alarms, last_event: last }) {
   return html`<${Chip} kind="bad" title="latest event: ${last.text}">▲ ${alarms}<//>`;
 }
 
-/** Whether all words of the filter occur in what the row says. */
-function holds({ run, state, env, model, recipe, algorithm, seed }, words) {
-  const said = [run, state, env, model, recipe, algorithm, `seed ${seed}`].join(" ");
-  return words.every((word) => said.toLowerCase().includes(word));
+/** Whether all words of the filter occur in the row. */
+function matches({ run, state, env, model, recipe, algorithm, seed }, words) {
+  const text = [run, state, env, model, recipe, algorithm, `seed ${seed}`].join(" ");
+  return words.every((word) => text.toLowerCase().includes(word));
 }
 
 export default function Runs({ query, setQuery }) {
@@ -118,7 +114,7 @@ export default function Runs({ query, setQuery }) {
   useReady(data !== null || error !== null);
 
   const words = (query.q ?? "").toLowerCase().split(/\s+/).filter(Boolean);
-  const found = (data?.runs ?? []).filter((run) => holds(run, words));
+  const found = (data?.runs ?? []).filter((run) => matches(run, words));
   const { rows, sort, onSort } = useSorted(found, COLUMNS);
   const pick = ({ run, state }) => {
     if (state === "unreadable") return;
@@ -138,7 +134,7 @@ export default function Runs({ query, setQuery }) {
       c: compare,
       Escape: () => picked.length > 0 && setPicked([]),
     },
-    { "/": "filter", x: "mark the run for comparison", c: "compare the marked runs" },
+    { "/": "filter", x: "select the run for comparison", c: "compare the selected runs" },
   );
   const mark = {
     key: "pick",
@@ -162,7 +158,7 @@ export default function Runs({ query, setQuery }) {
         onInput=${(event) => setQuery({ q: event.target.value || null })}
       />
       <button class="primary" disabled=${picked.length < 2} onClick=${compare}>
-        ${picked.length < 2 ? "Compare: mark two" : `Compare ${picked.length} runs`}
+        ${picked.length < 2 ? "Compare: select two" : `Compare ${picked.length} runs`}
       </button>
     </div>
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
@@ -189,7 +185,7 @@ function counted(runs) {
 function Nothing({ filtered }) {
   if (filtered) return html`<p class="muted">No run matches the filter.</p>`;
   return html`<div class="panel">
-    <p>There is no run in this folder yet. Train one, and it appears here as it starts:</p>
+    <p>This folder holds no run yet. Train one, and it appears here when it starts:</p>
     <pre>ragen train bandit</pre>
   </div>`;
 }

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragen.reports.report import ALARM
-from ragen.viewer.course import standing_in
 from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
+from ragen.viewer.run_metrics import standing_in
 from ragen.viewer.search import (
     FOUND,
     ONE_WORD,

@@ -10,17 +10,18 @@ from __future__ import annotations
 import sqlite3
 import tomllib
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
+from ragen.core.statistics import Interval, difference
 from ragen.evaluation.outcomes import how_sampled
 from ragen.reports.report import ALARM
 from ragen.storage.database import CONFIG, is_claimed
 from ragen.storage.reader import with_present_names
-from ragen.viewer.course import Stands, attempts_of, histories, standing, standing_in
 from ragen.viewer.reading import (
     Answer,
     Query,
@@ -31,6 +32,7 @@ from ragen.viewer.reading import (
     reading,
     signature,
 )
+from ragen.viewer.run_metrics import Stands, attempts_of, histories, standing, standing_in
 
 SPARK = 40
 """Points of a run's small curve."""
@@ -79,7 +81,7 @@ def _summarise(folder: Path, stamps: Signature) -> Answer:
 
 _NOTHING: Answer = {
     **dict.fromkeys(("env", "model", "algorithm", "recipe", "seed", "budget", "steps", "step")),
-    **dict.fromkeys(("attempts", "num_episodes", "success", "before", "random", "optimal")),
+    **dict.fromkeys(("attempts", "num_episodes", "success", "before", "gain", "random", "optimal")),
     **{"spark": [], "alarms": 0, "last_event": None, "problem": None},
 }
 """What is known of a run that cannot be read."""
@@ -138,6 +140,7 @@ def _facts(connection: sqlite3.Connection, config: Mapping[str, Any]) -> Answer:
         "num_episodes": connection.execute("SELECT count(*) FROM episodes").fetchone()[0],
         "success": _success(trained[-1]) if trained else None,
         "before": _success(trained[0]) if trained else None,
+        "gain": _gain(trained),
         "random": shown.get("random"),
         "optimal": shown.get("optimal"),
         "spark": thinned(list(course.get("success/mean", {}).values()), SPARK),
@@ -190,6 +193,16 @@ def interval(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _success(evaluation: Answer) -> Answer:
     return {**evaluation["success"], **{name: evaluation[name] for name in ("step", "how")}}
+
+
+def _gain(evaluated: list[Answer]) -> Answer | None:
+    """The latest success less the first, as of two independent rates."""
+    if not evaluated or evaluated[0]["step"] == evaluated[-1]["step"]:
+        return None
+    first, latest = (evaluated[place]["success"] for place in (0, -1))
+    if None in (*first.values(), *latest.values()):
+        return None
+    return asdict(difference(Interval(**latest), Interval(**first)))
 
 
 def thinned(numbers: list[float], most: int) -> list[float]:

@@ -1,9 +1,9 @@
-// Then and now: evaluations play the same levels again and again, so that what the policy thought
-// of a level at one step stands beside what it thinks at another, and what both share is marked.
-// Beside another level's thought of the same step the same marks show the Echo Trap.
+// Then and now: evaluations play the same levels each time, so that the thoughts about a level at two
+// steps can be compared, with the words that both share marked. The thoughts about two levels at one
+// step are compared in the same way: that shows the Echo Trap.
 
 import { useApi, useEvents } from "../api.js";
-import { Compared, useShares } from "../echo.js";
+import { Compared, useShares } from "../two_episodes.js";
 import { useKeys } from "../keys.js";
 import { percent, plural } from "../numbers.js";
 import { Loading, Problem, Tabs, useReady } from "../parts.js";
@@ -11,25 +11,25 @@ import { Phrases, heat } from "../phrases.js";
 import { MIN_RUN } from "../words.js";
 import { html, useEffect, useMemo, useRef } from "../vendor/preact-htm.js";
 
-const MOST_STEPS = 12; // Columns of the table of pairs; of more steps so many are taken, evenly.
+const MOST_STEPS = 12; // Columns of the table of pairs; of more steps, this many, evenly spaced.
 
-/** What became of a level between the first and the last time that it was played. */
+/** How the success on a level changed between the first evaluation and the last one. */
 const FATES = {
   all: { title: "all", hint: "every level", holds: () => true },
-  learnt: { title: "learnt", hint: "failed at first, solved at last", holds: (a, b) => !a && b },
-  lost: { title: "lost", hint: "solved at first, failed at last", holds: (a, b) => a && !b },
-  solved: { title: "solved", hint: "solved at first and at last", holds: (a, b) => a && b },
-  failed: { title: "failed", hint: "failed at first and at last", holds: (a, b) => !a && !b },
+  learnt: { title: "learnt", hint: "success is higher in the last one", holds: (a, b) => a < b },
+  lost: { title: "lost", hint: "success is lower in the last one", holds: (a, b) => a > b },
+  solved: { title: "solved", hint: "solved in both", holds: (a, b) => a === 1 && b === 1 },
+  failed: { title: "failed", hint: "failed in both", holds: (a, b) => a === 0 && b === 0 },
 };
 
 const fits = (fate, { successes }) => FATES[fate].holds(successes[0], successes.at(-1));
 
 export default function Page({ params, query, setQuery }) {
   const { run } = params;
-  const { data, error, reload } = useApi("/api/recurring", { run });
+  const { data, error, reload } = useApi("/api/levels", { run });
   useEvents({ run }, { step: reload, end: reload, again: reload });
   useReady(Boolean(error) || data?.levels.length === 0);
-  return html`<main class="page page-recurring">
+  return html`<main class="page page-levels">
     <h1>Then and now</h1>
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${!data && !error && html`<${Loading} />`}
@@ -42,13 +42,13 @@ export default function Page({ params, query, setQuery }) {
 
 function Nothing() {
   return html`<div class="panel">
-    <p>No level was played at two steps. Evaluations play the same levels each time: train
-      with <code>--eval.every 5</code>, say, to see thoughts change. The first and the last
-      evaluation are there when the run ends.</p>
+    <p>No level was played at two steps. Evaluations play the same levels each time: to see thoughts
+      change, train with <code>--eval.every 5</code>. The first and the last evaluation are there
+      when the run has ended.</p>
   </div>`;
 }
 
-/** A shared file holds some of the `levels` only; `all` then counts those of each phase. */
+/** A shared file holds only some of the `levels`; `all` then counts those of each phase. */
 function Levels({ run, levels, all, query, setQuery }) {
   const phases = useMemo(() => [...new Set(levels.map((level) => level.phase))], [levels]);
   const phase = phases.includes(query.phase) ? query.phase : phases[0];
@@ -56,7 +56,7 @@ function Levels({ run, levels, all, query, setQuery }) {
   const here = levels.filter((level) => level.phase === phase);
   const shown = here.filter((level) => fits(fate, level));
   const named = here.find((level) => String(level.level_seed) === query.level_seed);
-  // Chosen once: an evaluation that comes must not put another level before the reader.
+  // Chosen once: a new evaluation must not replace the level that somebody reads.
   const usual = useMemo(
     () => (shown.find((one) => fits("learnt", one)) ?? shown[0] ?? here[0]).level_seed,
     [phase, fate],
@@ -82,7 +82,7 @@ function Levels({ run, levels, all, query, setQuery }) {
       </div>
       ${all?.[phase] > here.length && html`<p class="muted">This file holds ${here.length} of the
         ${all[phase]} levels.</p>`}
-      ${shown.length === 0 && html`<p class="muted">There is no such level.</p>`}
+      ${shown.length === 0 && html`<p class="muted">No level fits the filter.</p>`}
       <${LevelTable} levels=${shown} chosen=${level} onChoose=${choose} />
     </section>
     <${Level} key=${`${phase} ${level.level_seed}`}
@@ -98,14 +98,14 @@ function Fates({ levels, fate, onChange }) {
   return html`<${Tabs} label="Levels" value=${fate} tabs=${tabs} onChange=${onChange} />`;
 }
 
-/** Levels downwards, steps rightwards: solved or not. */
+/** Which levels (rows) were solved at which steps (columns). */
 function LevelTable({ levels, chosen, onChoose }) {
   const steps = [...new Set(levels.flatMap((level) => level.steps))].sort((a, b) => a - b);
   const box = useRef(null);
   useEffect(() => {
-    const row = box.current.querySelector(".selected"); // Kept in sight, without moving the page.
+    const row = box.current.querySelector(".selected"); // Kept visible without scrolling the page.
     if (!row) return;
-    const most = row.offsetTop - row.offsetHeight; // Below the head, which is as high as a row.
+    const most = row.offsetTop - row.offsetHeight; // Below the header, which is as high as a row.
     const least = row.offsetTop + row.offsetHeight - box.current.clientHeight;
     box.current.scrollTop = Math.max(least, Math.min(most, box.current.scrollTop));
   }, [chosen.level_seed]);
@@ -128,12 +128,12 @@ function LevelTable({ levels, chosen, onChoose }) {
 
 function Sign({ success }) {
   if (success === undefined) return null;
-  return success
-    ? html`<span class="good" title="solved">✓</span>`
-    : html`<span class="muted" title="not solved">·</span>`;
+  if (success === 1) return html`<span class="good" title="solved">✓</span>`;
+  if (success === 0) return html`<span class="muted" title="not solved">·</span>`;
+  return html`<span title="share of its episodes that solved it">${percent(success, 0)}</span>`;
 }
 
-/** One level: its pairs of steps, and two of its episodes side by side. */
+/** One level: the table of its pairs of steps, and two of its episodes side by side. */
 function Level({ run, level, others, query, setQuery }) {
   const { phase, level_seed } = level;
   const { data, error, reload } = useApi("/api/level", { run, phase, level_seed });
@@ -173,13 +173,13 @@ function Level({ run, level, others, query, setQuery }) {
   </div>`;
 }
 
-/** What stands side by side: two steps of a level, or two levels of a step. */
+/** What is compared: two steps of a level, or two levels of a step. */
 function Choice({ episodes, from, to, setSteps, others, otherSeed, setQuery }) {
   const steps = episodes.map(({ step }) => step);
   const mode = otherSeed === undefined ? "steps" : "levels";
   const modes = [
     { key: "steps", title: "two steps of the level" },
-    { key: "levels", title: "two levels of a step", hint: "what does not depend on the level?" },
+    { key: "levels", title: "two levels of a step", hint: "shows what does not depend on the level" },
   ];
   const seeds = others.map(({ level_seed: seed }) => seed);
   const swap = (key) =>
@@ -200,16 +200,16 @@ function Choice({ episodes, from, to, setSteps, others, otherSeed, setQuery }) {
   </div>`;
 }
 
-/** A share that is being counted, of no words at all, or in per cent. */
+/** A share in per cent; "…" while it is being computed, "–" where there are no words. */
 const shown = (share) =>
   share === undefined ? "…" : share === null ? "–" : Math.round(100 * share);
 
-/** The share of shared words for each pair of steps; a cell chooses its pair. */
+/** The share of shared words for each pair of steps; a click on a cell chooses its pair. */
 function Pairs({ episodes, from, to, otherSeed, setSteps }) {
   const every = Math.ceil(episodes.length / MOST_STEPS);
   const chosen = episodes.filter((_, i) => i % every === 0 || i === episodes.length - 1);
   const shares = useShares(chosen);
-  if (chosen.length < 2) return html`<p class="muted">It was played at one step only.</p>`;
+  if (chosen.length < 2) return html`<p class="muted">This level was played at one step only.</p>`;
   const cell = (i, j) => {
     const share = shares[`${i},${j}`];
     const [a, b] = [chosen[j].step, chosen[i].step];
@@ -230,10 +230,10 @@ function Pairs({ episodes, from, to, otherSeed, setSteps }) {
     <tfoot><tr><th></th>${columns.map(({ step }) =>
       html`<th scope="col" key=${step}>${step}</th>`)}</tr></tfoot>
   </table></div>
-  <p class="muted">A cell is the share, in per cent, of the words of two steps' thoughts that stand
-    in runs of ${MIN_RUN} or more in both; choose one to read the two. In the Echo Trap late steps
-    share nearly all with each other, and so do two levels of one step: the thoughts say the same
-    whatever the policy sees.${
-    every > 1 && ` The table has ${chosen.length} of ${plural(episodes.length, "step")}.`}</p>
+  <p class="muted">A cell is the percentage of the words of two steps' thoughts that belong to runs of
+    ${MIN_RUN} or more words in both. Choose a cell to read the two. In the Echo Trap, late steps
+    share nearly all words with each other, and so do two levels of one step: the thoughts are the
+    same whatever the policy observes.${
+    every > 1 && ` The table shows ${chosen.length} of ${plural(episodes.length, "step")}.`}</p>
   </div>`;
 }

@@ -1,4 +1,4 @@
-"""Episodes in full: their turns, a group side by side, one level at several steps."""
+"""Whole episodes: one with all its turns, and the episodes of a group side by side."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from ragen.core.types import FAILED
 from ragen.storage.schema import TURNS_AN_EPISODE
-from ragen.viewer.course import standing_in
-from ragen.viewer.lists import NAMED, as_said
+from ragen.viewer.episode_list import NAMED, as_said
 from ragen.viewer.reading import (
     Answer,
     NotFound,
@@ -21,10 +20,8 @@ from ragen.viewer.reading import (
     text_of,
     whole_number,
 )
-from ragen.viewer.runs import read_settings
-
-MOST_OF_LEVEL = 400
-"""Episodes of one level that are sent at once: more than a run evaluates it."""
+from ragen.viewer.run_list import read_settings
+from ragen.viewer.run_metrics import standing_in
 
 _FULL = f"{NAMED}, final_observation, final_picture"
 
@@ -165,55 +162,3 @@ def _filter_changes(connection: sqlite3.Connection, attempt: int) -> dict[str, A
         changes |= loaded(data)["changes"]
     section = "filter."
     return {k.removeprefix(section): v for k, v in changes.items() if k.startswith(section)}
-
-
-def recurring(root: Path, query: Query) -> Answer:
-    """``/api/recurring``: the levels that were played at more than one step.
-
-    Raises:
-        Unanswered: There is no such run, or it cannot be read.
-    """
-    folder = folder_of(root, query)
-    levels: dict[tuple[str, str, int], dict[int, int]] = {}
-    with reading(folder) as connection:
-        stands = standing_in(connection)
-        for row in connection.execute(
-            "SELECT phase, env, level_seed, attempt, step, success FROM episodes"
-            " WHERE phase = coalesce(?, phase) AND (? IS NOT NULL OR phase <> 'train')"
-            " ORDER BY phase, env, level_seed, attempt, step",
-            (query.get("phase"), query.get("phase")),
-        ):
-            if stands(row["attempt"], row["step"]):
-                level = levels.setdefault((row["phase"], row["env"], row["level_seed"]), {})
-                level[row["step"]] = row["success"]
-    return {
-        "levels": [
-            {
-                "phase": phase,
-                "env": env,
-                "level_seed": seed,
-                "steps": list(steps),
-                "successes": list(steps.values()),
-            }
-            for (phase, env, seed), steps in levels.items()
-            if len(steps) > 1
-        ]
-    }
-
-
-def level(root: Path, query: Query) -> Answer:
-    """``/api/level``: the episodes of one level that stand, by step.
-
-    Raises:
-        Unanswered: There is no such run, or it cannot be read.
-    """
-    folder = folder_of(root, query)
-    with reading(folder) as connection:
-        stands = standing_in(connection)
-        rows = connection.execute(
-            "SELECT id, attempt, step FROM episodes WHERE phase = ? AND level_seed = ?"
-            " ORDER BY step, id",
-            (text_of(query, "phase"), whole_number(query, "level_seed")),
-        ).fetchall()
-        ids = [number for number, attempt, step in rows if stands(attempt, step)][:MOST_OF_LEVEL]
-        return {"episodes": [detail(connection, episode_row(connection, each)) for each in ids]}

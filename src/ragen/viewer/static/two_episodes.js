@@ -1,4 +1,4 @@
-// Two episodes side by side, turn by turn, with what their thoughts share marked in both.
+// Two episodes side by side, turn by turn, with the words that their thoughts share marked in both.
 
 import { link } from "./addresses.js";
 import { Board } from "./board.js";
@@ -8,20 +8,20 @@ import { Actions, Earned, Outcome } from "./turns.js";
 import { MAX_WORDS, joined, sharedRuns, sharedShare } from "./words.js";
 import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
 
-const SLICE_MS = 12; // Work between two breaths of the page.
+const SLICE_MS = 12; // Longest stretch of work between two updates of the page.
 
-const spoken = (episode, side) => joined(episode.turns.map(({ thought }) => thought ?? ""), side);
+const thoughtsOf = (episode, side) => joined(episode.turns.map(({ thought }) => thought ?? ""), side);
 
-/** The shared runs of two episodes' thoughts, and the share of the words that stand in them. */
+/** The shared runs of words in two episodes' thoughts, and the share of all words in them. */
 function compared(one, other) {
-  const [a, b] = [spoken(one, "a"), spoken(other, "b")];
+  const [a, b] = [thoughtsOf(one, "a"), thoughtsOf(other, "b")];
   const runs = sharedRuns(a.words, b.words);
   return { a, b, runs, share: sharedShare(runs, a, b) };
 }
 
 /**
- * The share of shared words of each pair of episodes, by `"i,j"` with i > j. Pairs come one after
- * the other, so that long thoughts do not hold up the page.
+ * The share of shared words of each pair of episodes, by `"i,j"` with i > j. Pairs are computed one
+ * after the other, so that long thoughts do not block the page.
  */
 export function useShares(episodes) {
   const [shares, setShares] = useState({});
@@ -45,7 +45,7 @@ export function useShares(episodes) {
   return shares;
 }
 
-/** The two episodes; `left` is the earlier one, or another level's. */
+/** The two episodes; `left` is the earlier one, or one of another level. */
 export function Compared({ left, right, run }) {
   const found = useMemo(() => compared(left, right), [left.id, right.id]);
   const [over, setOver] = useState(null);
@@ -55,7 +55,7 @@ export function Compared({ left, right, run }) {
     marks: found.runs.map((one, index) => ({ start: one[from], length: one.length, index })),
   });
   const sides = [side(left, found.a, "a"), side(right, found.b, "b")];
-  return html`<p class="said">${saidOf(found, left, right)}</p>
+  return html`<p>${summary(found, left, right)}</p>
     <div class="beside-two" data-testid="beside" onPointerLeave=${() => setOver(null)}>
       ${sides.map(({ episode }, i) =>
         html`<${Head} key=${`head ${i}`} episode=${episode} run=${run} />`)}
@@ -64,8 +64,8 @@ export function Compared({ left, right, run }) {
     </div>`;
 }
 
-function saidOf({ a, b, runs, share }, left, right) {
-  if (share === null) return "Neither of the two has a thought.";
+function summary({ a, b, runs, share }, left, right) {
+  if (share === null) return "Neither episode has a thought.";
   const one = left.level_seed === right.level_seed
     ? `Steps ${left.step} and ${right.step}`
     : `In step ${right.step}, levels ${left.level_seed} and ${right.level_seed}`;
@@ -113,7 +113,7 @@ function Turn({ episode, place, list, marks, over, setOver }) {
   </article>`;
 }
 
-/** Words `start` to `end` as pieces `{text, run}`; `run` is the shared run they are of, or null. */
+/** Words `start` to `end` as pieces `{text, run}`; `run` is their shared run, or null. */
 function marked(words, start, end, marks) {
   const pieces = [];
   let at = start;

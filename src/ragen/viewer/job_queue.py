@@ -1,7 +1,7 @@
-"""The line of requests for branches: a process of ``ragen branch`` for each, a few at a time.
+"""The queue of requests for branches: each runs as a process of ``ragen branch``, a few at a time.
 
-A request that is done is in `branches.sqlite`; one that fails is remembered here with the last line
-that its process wrote.
+A finished request is in ``branches.sqlite``. A failed one is kept here with the last line that its
+process wrote.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ragen.storage.branches import Request
 from ragen.viewer.reading import Answer, Unanswered
 
 AT_ONCE = 2
-"""Processes that play at the same time: each holds a model."""
+"""Processes that run at the same time; each holds a model."""
 
 MOST_WAITING = 16
-"""Requests that wait in line; more are somebody who leans on the button."""
+"""Requests that may wait; more come from somebody who keeps the button pressed."""
 
 PATIENCE_S = 5.0
 """How long a process may take to end before it is killed."""
@@ -28,7 +28,7 @@ PATIENCE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request that waits, is played, or failed; one that is done is in the database."""
+    """A request that waits, runs or failed; a finished one is in the database."""
 
     folder: Path
     request: Request
@@ -38,17 +38,17 @@ class Job:
     dropped: bool = False
 
     def arguments(self) -> list[str]:
-        """The command: numbers, and a folder that begins with a slash or a drive."""
-        asked = self.request
+        """The command line: numbers, and a folder that begins with a slash or a drive."""
+        request = self.request
         return [
-            *(sys.executable, "-m", "ragen", "branch", str(self.folder), str(asked.episode)),
-            *("--turn", str(asked.turn), "--n", str(asked.n)),
-            *("--checkpoint", str(asked.checkpoint), "--temperature", repr(asked.temperature)),
-            *("--seed", str(asked.seed), "--json"),
+            *(sys.executable, "-m", "ragen", "branch", str(self.folder), str(request.episode)),
+            *("--turn", str(request.turn), "--n", str(request.n)),
+            *("--checkpoint", str(request.checkpoint), "--temperature", repr(request.temperature)),
+            *("--seed", str(request.seed), "--json"),
         ]
 
     def answer(self) -> Answer:
-        """It as the API tells it."""
+        """The job as the API returns it."""
         return {
             "id": self.request.id,
             **asdict(self.request),
@@ -56,38 +56,40 @@ class Job:
             "exact": None,
             "state": "running" if self.problem is None else "failed",
             "problem": self.problem,
+            "num_solved": None,
+            "success": None,
             "episodes": [],
         }
 
 
-class Line:
-    """All requests of this process: some play, the others wait."""
+class JobQueue:
+    """Requests in order: some run, the others wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: list[Job] = []
-        self._places = threading.Semaphore(AT_ONCE)
+        self._slots = threading.Semaphore(AT_ONCE)
 
-    def of(self, folder: Path, episode: int) -> list[Job]:
-        """Those of an episode that are not done."""
+    def of_episode(self, folder: Path, episode: int) -> list[Job]:
+        """The jobs of an episode that are not finished."""
         home = folder.resolve()
         with self._lock:
             return [j for j in self._jobs if (j.folder, j.request.episode) == (home, episode)]
 
     def put(self, job: Job) -> None:
-        """Start it when its turn comes.
+        """Add a job; it starts when a slot is free.
 
         Raises:
             Unanswered: Too many wait already.
         """
         with self._lock:
             if sum(each.problem is None for each in self._jobs) >= AT_ONCE + MOST_WAITING:
-                raise Unanswered("many branches wait already; let some of them end")
+                raise Unanswered("many branches wait already; wait until some of them end")
             self._jobs.append(job)
         threading.Thread(target=self._work, args=(job,), daemon=True).start()
 
     def stop(self) -> None:
-        """End what runs, and let nothing else begin."""
+        """End the processes and drop the jobs that wait."""
         with self._lock:
             jobs, self._jobs = self._jobs, []
             for job in jobs:
@@ -102,7 +104,7 @@ class Line:
                 process.kill()
 
     def _work(self, job: Job) -> None:
-        with self._places:
+        with self._slots:
             with self._lock:
                 if job.dropped:
                     return
@@ -111,12 +113,12 @@ class Line:
                 except OSError as error:
                     job.problem = f"the process could not be started: {error}"
                     return
-            _, said = job.process.communicate()
+            _, output = job.process.communicate()
             code = job.process.returncode
         with self._lock:
             if code == 0 and job in self._jobs:
-                self._jobs.remove(job)  # from now on the database tells of it
-            job.problem = _complaint(said, code) if code else None
+                self._jobs.remove(job)  # from now on it is read from the database
+            job.problem = _problem(output, code) if code else None
 
 
 def _started(arguments: list[str]) -> subprocess.Popen[str]:
@@ -130,9 +132,9 @@ def _started(arguments: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def _complaint(said: str, code: int) -> str:
-    """What a process says of its failure: its last line."""
-    lines = [line for line in said.splitlines() if line.strip()]
+def _problem(output: str, code: int) -> str:
+    """Why a process failed: the last line that it wrote."""
+    lines = [line for line in output.splitlines() if line.strip()]
     if code < 0:
         return f"the process was ended by signal {-code}; perhaps the memory is too small"
     return lines[-1].removeprefix("ragen: ") if lines else f"the process ended with code {code}"
