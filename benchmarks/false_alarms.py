@@ -28,7 +28,8 @@ import numpy as np
 
 import ragen
 from ragen.core.statistics import wilson
-from ragen.diagnostics.guard import DETECTORS, EVALUATED, History, read_history, replay
+from ragen.diagnostics.detectors import DETECTORS, EVALUATED, History
+from ragen.diagnostics.guard import read_history, replay
 
 BLOCK = 10
 HEALTHY = {"bandit": 0.9, "frozen-lake-still": 0.7}

@@ -39,7 +39,7 @@ FOLDERS = {  # Top to bottom; whether the folder does without torch, in part or 
 }
 PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
 LIGHT_MODULES = {
-    *("reports.report", "studies.study", "studies.measures", "diagnostics.regimes"),
+    *("reports.report", "studies.study", "studies.measures", "diagnostics.collapse"),
     "models.names",
 }
 """Modules of folders with torch that load none themselves."""

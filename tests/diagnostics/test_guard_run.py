@@ -22,7 +22,8 @@ from ragen.config.sections import DetectorName, GuardConfig
 from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
-from ragen.diagnostics.guard import EVALUATED, GRACE, LEVELS, Alarm, GuardState, read_history
+from ragen.diagnostics.detectors import EMPTY_STEPS, EVALUATED, LEVELS
+from ragen.diagnostics.guard import GRACE_STEPS, Alarm, GuardState, read_history
 from ragen.engines.local import LocalEngine
 from ragen.storage import checkpoint
 from ragen.storage.checkpoint import folders
@@ -64,11 +65,11 @@ def alarms_at(monkeypatch: pytest.MonkeyPatch) -> Plan:
 
     def plan(*moments: tuple[int, int], detector: DetectorName = "grad_spike") -> None:
         def scripted(history: Any, step: int, state: GuardState, **_: Any) -> list[Alarm]:
-            state.looked = step
+            state.checked_step = step
             due = (state.rollbacks, step) in moments
             return [Alarm(detector, step, step - 1, 9.0, 1.0)] if due else []
 
-        monkeypatch.setattr(recovery, "look", scripted)
+        monkeypatch.setattr(recovery, "raise_alarms", scripted)
 
     return plan
 
@@ -110,10 +111,10 @@ def test_a_run_that_was_told_to_go_on_stops_again_if_nothing_is_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "select", lambda *_, **__: [])
-    settings = config(steps=30, filter__max_empty=2, checkpoint__every=0, eval__episodes=0)
-    with pytest.raises(GuardStop, match="step 2, empty_filter"):
+    settings = config(steps=30, checkpoint__every=0, eval__episodes=0)
+    with pytest.raises(GuardStop, match=f"step {EMPTY_STEPS}, empty_filter"):
         train(settings, tmp_path / "run")
-    with pytest.raises(GuardStop, match=f"step {2 + GRACE + 1}, empty_filter"):
+    with pytest.raises(GuardStop, match=f"step {EMPTY_STEPS + GRACE_STEPS + 1}, empty_filter"):
         resume(tmp_path / "run")
 
 
@@ -132,13 +133,13 @@ def test_what_is_read_step_by_step_is_what_the_database_holds(
     tmp_path: Path, alarms_at: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alarms_at((0, 3))
-    scripted, seen = recovery.look, []
+    scripted, seen = recovery.raise_alarms, []
 
     def listening(history: Any, step: int, state: GuardState, **more: Any) -> list[Alarm]:
         seen.append(copy.deepcopy(history))
         return scripted(history, step, state, **more)
 
-    monkeypatch.setattr(recovery, "look", listening)
+    monkeypatch.setattr(recovery, "raise_alarms", listening)
     train(config(**BACK, eval__every=2), tmp_path / "run")
     whole = read_history(tmp_path / "run", 1.0)
     del whole[EVALUATED][5], whole[LEVELS][5]  # the last evaluation, after the last look
@@ -225,7 +226,7 @@ def test_checkpoints_reach_back_to_before_an_onset(
 ) -> None:
     asked = config(guard__responses=response, checkpoint__every=5, eval__every=every)
     run: Any = SimpleNamespace(
-        config=asked, guard=GuardState(looked=100), state=LoopState(100), spacing=5
+        config=asked, guard=GuardState(checked_step=100), state=LoopState(100), spacing=5
     )
     assert kept_checkpoints(run) == kept
 

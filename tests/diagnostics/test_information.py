@@ -19,16 +19,16 @@ from transformers import PreTrainedModel
 
 from ragen.core.metrics import values
 from ragen.core.types import Group, Turn
-from ragen.diagnostics.diagnosis import information
+from ragen.diagnostics.collapse import REGIMES
 from ragen.diagnostics.information import (
     Information,
     Thoughts,
-    draw,
+    draw_thoughts,
     measure,
+    measure_thoughts,
+    prompt_and_thought,
     retrieval,
-    spoken,
 )
-from ragen.diagnostics.regimes import REGIMES
 from ragen.models.cross_scores import cross_scores, rectangles
 from tests.models.test_model import tiny
 
@@ -206,12 +206,12 @@ def thinking(prompt: Sequence[int], thought: Sequence[int], opened: Sequence[int
 
 
 def test_x_reaches_up_to_the_thought() -> None:
-    assert spoken(thinking((1, 2), (7, 8))) == ((1, 2), (7, 8))
-    assert spoken(thinking((1, 2), (7, 8), opened=(5, 6))) == ((1, 2, 5, 6), (7, 8))
-    assert spoken(thinking((1, 2), ())) is None
-    assert spoken(turn(prompt=(1, 2))) is None
+    assert prompt_and_thought(thinking((1, 2), (7, 8))) == ((1, 2), (7, 8))
+    assert prompt_and_thought(thinking((1, 2), (7, 8), opened=(5, 6))) == ((1, 2, 5, 6), (7, 8))
+    assert prompt_and_thought(thinking((1, 2), ())) is None
+    assert prompt_and_thought(turn(prompt=(1, 2))) is None
     text = thinking((1, 2), (7,))
-    assert spoken(replace(text, prompt=replace(text.prompt, token_ids=None))) is None
+    assert prompt_and_thought(replace(text, prompt=replace(text.prompt, token_ids=None))) is None
 
 
 def test_equal_prompts_and_thoughts_are_scored_once() -> None:
@@ -219,7 +219,7 @@ def test_equal_prompts_and_thoughts_are_scored_once() -> None:
         Group((episode(thinking((1,), (7, 8))), episode(thinking((1,), (7, 8))))),
         Group((episode(thinking((2,), (7, 8))), episode(thinking((2,), (9,))))),
     ]
-    assert draw(groups, "first", 64, 0) == Thoughts(
+    assert draw_thoughts(groups, "first", 64, 0) == Thoughts(
         prompts=((1,), (2,)),
         thoughts=((7, 8), (9,)),
         prompt_N=(0, 0, 1, 1),
@@ -236,23 +236,23 @@ def test_turns_without_a_thought_are_left_out_and_counted() -> None:
         Group((episode(silent, speaks), episode(speaks, silent), episode(speaks, stop="error"))),
         Group((episode(),)),
     ]
-    first = draw(groups, "first", 64, 0)
+    first = draw_thoughts(groups, "first", 64, 0)
     assert (len(first.prompt_N), first.left_out) == (1, 1)
     for seed in range(20):  # the turn is drawn first, then looked at
-        drawn = draw(groups, "any", 64, seed)
+        drawn = draw_thoughts(groups, "any", 64, seed)
         assert len(drawn.prompt_N) + drawn.left_out == 2
-    assert {draw(groups, "any", 64, seed).left_out for seed in range(20)} == {0, 1, 2}
+    assert {draw_thoughts(groups, "any", 64, seed).left_out for seed in range(20)} == {0, 1, 2}
 
 
 def test_the_choice_follows_from_the_seed() -> None:
     turns = [thinking((1, number), (7, number)) for number in range(3)]
     groups = [Group(tuple(episode(*turns) for _ in range(40)))]
-    assert draw(groups, "any", 10, 5) == draw(groups, "any", 10, 5)
-    assert draw(groups, "any", 10, 5) != draw(groups, "any", 10, 6)
-    assert len(draw(groups, "any", 10, 5).prompt_N) == 10
+    assert draw_thoughts(groups, "any", 10, 5) == draw_thoughts(groups, "any", 10, 5)
+    assert draw_thoughts(groups, "any", 10, 5) != draw_thoughts(groups, "any", 10, 6)
+    assert len(draw_thoughts(groups, "any", 10, 5).prompt_N) == 10
     counts = Counter[int]()
     for seed in range(50):
-        drawn = draw(groups, "any", 40, seed)
+        drawn = draw_thoughts(groups, "any", 40, seed)
         counts.update(drawn.prompts[place][1] for place in drawn.prompt_N)
     # 2,000 draws, a third each: within 4 standard errors, √(2000 · 2/9) = 21.
     assert all(abs(counts[number] - 2000 / 3) < 84 for number in range(3))
@@ -327,7 +327,7 @@ def test_constructed_policies_through_the_groups(copies: float) -> None:
         for prompt in range(4)
     ]
     engine: Any = Scorer(lambda x, z: log(probability(copies, z[0], x[1])))
-    metrics, matrices = asyncio.run(information(engine, groups, 64, (0, 3)))
+    metrics, matrices = asyncio.run(measure_thoughts(engine, groups, 64, (0, 3)))
     found = values(metrics)
     assert found["information/first/mi"] == pytest.approx(expected_mi(copies), abs=1e-6)
     assert found["information/first/left_out"] == 0
@@ -355,6 +355,8 @@ def test_a_model_that_does_not_look_back_tells_nothing() -> None:
 
 def test_no_thought_no_measure() -> None:
     engine: Any = Scorer(lambda x, z: 0.0)
-    metrics, matrices = asyncio.run(information(engine, [Group((episode(turn()),))], 64, (0, 0)))
+    metrics, matrices = asyncio.run(
+        measure_thoughts(engine, [Group((episode(turn()),))], 64, (0, 0))
+    )
     assert values(metrics) == {"information/first/left_out": 1, "information/any/left_out": 1}
     assert matrices == []

@@ -15,7 +15,7 @@ from made import episode, turn
 from ragen.core.metrics import Metrics, last
 from ragen.core.statistics import mcnemar, paired_difference
 from ragen.core.types import Group
-from ragen.diagnostics.regimes import INFORMED, MIN_PROMPTS, UNDECIDED
+from ragen.diagnostics.collapse import HIGH_ENTROPY, HIGH_MI, MIN_PROMPTS
 from ragen.storage.database import new_run_folder
 from ragen.storage.recorder import Recorder
 from ragen.viewer.phrases import MOST_PHRASES, MOST_STEPS, spread
@@ -63,8 +63,8 @@ def test_both_paths_and_their_thresholds(recorder: Recorder) -> None:
     assert first["zscore"] == [None, None]  # not measured is null, not 0
     assert found["paths"]["any"]["regime"] == ["template collapse"]
     assert found["thresholds"] == {
-        "mi_share": INFORMED,
-        "conditional_entropy": UNDECIDED,
+        "mi_share": HIGH_MI,
+        "conditional_entropy": HIGH_ENTROPY,
         "min_prompts": MIN_PROMPTS,
     }
 

@@ -1,17 +1,20 @@
-"""What a thought tells of its prompt: mutual information from a matrix of cross-scores.
+"""Mutual information between thoughts and prompts, from a matrix of cross-scores.
 
-RAGEN-2 (arXiv:2604.06268) asks whether a policy that still reasons in many ways still reasons about
-what it sees. X is all that the model sees up to and including the opening think tag, Z the
-thought's tokens, tags excluded. With n sampled thoughts, their M distinct prompts, prompt j's share
-w_j of the n, and S_ij = log p(z_i | x_j) by teacher forcing,
+RAGEN-2 (arXiv:2604.06268) asks whether a policy that still reasons in varied ways still reasons
+about what it sees. X is all that the model sees up to and including the opening think tag, Z the
+thought's tokens without the tags. With n sampled thoughts, their M distinct prompts, prompt j's
+share w_j of the n, and S_ij = log p(z_i | x_j) by teacher forcing,
 
     matched_i = S_i,own        marginal_i = log Σ_j w_j e^(S_ij)
 
     H(Z|X) = −mean matched     H(Z) = −mean marginal     I(X;Z) = mean (matched − marginal)
 
-and 0 ≤ E[I] ≤ H(w) ≤ log M. The mixture over these M prompts is summed out, not sampled, so that I
-is the plain mean of n exact log-ratios: nothing is told where there is nothing to tell, also where
-prompts come more than once (``− log n`` in place of ``log w_j`` would report information there).
+and 0 ≤ E[I] ≤ H(w) ≤ log M. The mixture over these M prompts is summed out, not sampled, so I is
+the plain mean of n exact log-ratios. It is 0 where thoughts do not depend on prompts, also where
+prompts repeat (``− log n`` in place of ``log w_j`` would report information there).
+
+Measuring changes no weight, no stored gradient, no optimiser and no random generator: a run with it
+equals the run without it, bit for bit.
 
 Axes: **N** thoughts, **M** distinct prompts.
 """
@@ -25,23 +28,26 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from ragen.core.metrics import Metrics, last, mean
+from ragen.core.metrics import Metrics, last, mean, total
+from ragen.core.seeding import derive
 from ragen.core.types import Group, Turn
-from ragen.diagnostics.regimes import INFORMED, MIN_PROMPTS, REGIMES, UNDECIDED, Regime, Sampling
+from ragen.diagnostics.collapse import REGIMES, SAMPLINGS, Regime, Sampling, regime_of
+from ragen.engines.engine import Engine
 
 Tokens = tuple[int, ...]
-SPREAD = 1e-3
-"""Added to the deviation that the z-score divides by (arXiv:2604.06268), in nats a token."""
+STD_FLOOR = 1e-3
+"""Added to the standard deviation that the z-score divides by (arXiv:2604.06268), in nats per
+token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The thoughts that are measured, and the prompts they are scored under, each written once.
+    """The distinct thoughts that are measured, and the distinct prompts they are scored under.
 
-    Of thought i the tokens are ``thoughts[thought_N[i]]`` and the prompt ``prompts[prompt_N[i]]``:
-    equal thoughts and equal prompts cost one forward, and what is equal is what repeats in a
-    collapse. `left_out` counts the drawn turns without a valid thought. For people to read there
-    are the thoughts' `texts`, and `observations`, the last that a prompt shows of the environment.
+    The tokens of thought i are ``thoughts[thought_N[i]]`` and its prompt is
+    ``prompts[prompt_N[i]]``. Equal thoughts and equal prompts, which a collapse makes frequent, are
+    scored once. `left_out` counts the drawn turns without a valid thought. `texts` are the thoughts
+    as text; `observations` are the last observations that the prompts show.
     """
 
     prompts: tuple[Tokens, ...]
@@ -55,9 +61,9 @@ class Thoughts:
 
 @dataclass(frozen=True, slots=True)
 class CrossScores:
-    """What `measure` was given, with every thought and every prompt as text.
+    """The input of `measure` with the thoughts and prompts as text, for the record.
 
-    `scores_NM` is the matrix of `measure` and `own_N` says which prompt is each thought's own.
+    `scores_NM` is the matrix of cross-scores, and `own_N` is the prompt of each thought.
     """
 
     sampling: Sampling
@@ -67,16 +73,16 @@ class CrossScores:
     prompts: tuple[str, ...]
 
 
-def spoken(turn: Turn) -> tuple[Tokens, Tokens] | None:
-    """A turn's X and Z, or ``None`` where it has no valid thought of at least one token.
+def prompt_and_thought(turn: Turn) -> tuple[Tokens, Tokens] | None:
+    """A turn's X and Z, or ``None`` if it has no valid thought of at least one token.
 
-    Where the think tag is not pre-filled, X holds the sampled tokens that open the thought.
+    If the think tag is not pre-filled, X includes the sampled tokens that open the thought.
 
     Example:
         >>> from ragen.core.types import Completion, Prompt
         >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
         >>> c = Completion((5, 8, 9, 6), (-0.1,) * 4, "<think>go up</think>", "stop", 0)
-        >>> spoken(Turn("", p, c, "go up", (1, 3), (), (), 0.0, 0.0, True, ""))
+        >>> prompt_and_thought(Turn("", p, c, "go up", (1, 3), (), (), 0.0, 0.0, True, ""))
         ((1, 2, 5), (8, 9))
     """
     prompt, sampled, span = turn.prompt.token_ids, turn.completion.token_ids, turn.thought_span
@@ -85,50 +91,51 @@ def spoken(turn: Turn) -> tuple[Tokens, Tokens] | None:
     return prompt + sampled[: span[0]], sampled[slice(*span)]
 
 
-def draw(groups: Sequence[Group], sampling: Sampling, count: int, seed: int) -> Thoughts:
-    """At most `count` thoughts, one an episode.
+def draw_thoughts(groups: Sequence[Group], sampling: Sampling, count: int, seed: int) -> Thoughts:
+    """Draw at most `count` thoughts, one per episode.
 
     Args:
-        groups: A step's groups; failed episodes, and those without a turn, play no part.
-        sampling: Which turn speaks for its episode. It is drawn before it is looked at, so that
-            turns without a valid thought are left out and not replaced.
-        count: Of more thoughts, so many are drawn without replacement.
+        groups: A step's groups. Failed episodes and episodes without a turn are ignored.
+        sampling: Which turn of an episode is drawn. Drawn turns without a valid thought are left
+            out and not replaced.
+        count: If there are more thoughts, this many are drawn without replacement.
         seed: Decides the turns and the thoughts.
     """
     generator = random.Random(seed)
     episodes = [e for group in groups for e in group.episodes if e.turns and not e.failed]
     turns = [e.turns[0] if sampling == "first" else generator.choice(e.turns) for e in episodes]
-    said = [(*pair, turn) for turn in turns if (pair := spoken(turn)) is not None]
-    left_out = len(turns) - len(said)
-    if len(said) > count:
-        said = [said[index] for index in sorted(generator.sample(range(len(said)), count))]
-    prompts = {prompt: turn.observation for prompt, _, turn in said}
-    thoughts = {thought: turn.thought or "" for _, thought, turn in said}
-    prompt_place = {prompt: place for place, prompt in enumerate(prompts)}
-    thought_place = {thought: place for place, thought in enumerate(thoughts)}
+    drawn = [(*pair, turn) for turn in turns if (pair := prompt_and_thought(turn)) is not None]
+    left_out = len(turns) - len(drawn)
+    if len(drawn) > count:
+        drawn = [drawn[index] for index in sorted(generator.sample(range(len(drawn)), count))]
+    prompts = {prompt: turn.observation for prompt, _, turn in drawn}
+    thoughts = {thought: turn.thought or "" for _, thought, turn in drawn}
+    prompt_index = {prompt: index for index, prompt in enumerate(prompts)}
+    thought_index = {thought: index for index, thought in enumerate(thoughts)}
     return Thoughts(
         tuple(prompts),
         tuple(thoughts),
-        tuple(prompt_place[prompt] for prompt, _, _ in said),
-        tuple(thought_place[thought] for _, thought, _ in said),
+        tuple(prompt_index[prompt] for prompt, _, _ in drawn),
+        tuple(thought_index[thought] for _, thought, _ in drawn),
         left_out,
         tuple(prompts.values()),
         tuple(thoughts.values()),
     )
 
 
-_GIVEN = ("chance_1", "chance_5", "prompt_entropy", "prompts", "thoughts", "regime")
-"""What no policy says: it follows from the drawn prompts alone, or is a label."""
+_NOT_AVERAGED = ("chance_1", "chance_5", "prompt_entropy", "prompts", "thoughts", "regime")
+"""Measures that follow from the drawn prompts alone, and the label: they have no moving average."""
 
 
 @dataclass(frozen=True, slots=True)
 class Information:
-    """What n thoughts tell of their prompts, in nats; see the module for the symbols.
+    """The information that n thoughts hold about their prompts, in nats (symbols: see the module).
 
-    The first three are of whole thoughts. ``…_per_token`` divide a thought's matched and marginal
+    The first three are per thought. ``…_per_token`` divide a thought's matched and marginal score
     by its length, after the sum over prompts (the paper's form), and so does the z-score,
-    I ÷ (std of marginal + 1e-3). `retrieval_1` says how often the own prompt has the highest score,
-    `retrieval_5` how often it is among the five highest, beside `chance_1` and `chance_5`.
+    I ÷ (std of marginal + 1e-3). `retrieval_1` is the share of thoughts whose own prompt has the
+    highest score, `retrieval_5` the share whose own prompt is among the five highest; `chance_1`
+    and `chance_5` are their values by chance.
     """
 
     mi: float
@@ -148,32 +155,15 @@ class Information:
 
     @property
     def regime(self) -> Regime:
-        """Which of the paper's four quarters this is: H(Z|X) high or low, I(X;Z) high or low.
-
-        =====================  ===========  ==========
-        regime                 H(Z|X) high  I(X;Z) high
-        =====================  ===========  ==========
-        diverse                yes          yes
-        template collapse      yes          no
-        compressed             no           yes
-        low-entropy collapse   no           no
-        =====================  ===========  ==========
-
-        High are at least `UNDECIDED` nats a thought, and at least the share `INFORMED` of H(w).
-        """
-        if self.prompts < MIN_PROMPTS:
-            return "undecidable"
-        informed = self.mi >= INFORMED * self.prompt_entropy
-        if self.conditional_entropy >= UNDECIDED:
-            return "diverse" if informed else "template collapse"
-        return "compressed" if informed else "low-entropy collapse"
+        """The regime by H(Z|X) and I(X;Z), see `collapse.regime_of`."""
+        return regime_of(self.mi, self.conditional_entropy, self.prompt_entropy, self.prompts)
 
     def metrics(self, path: str) -> Metrics:
-        """All of it as ``path/mi`` and so on; the regime by its place in `REGIMES`."""
-        found = asdict(self) | {"regime": REGIMES.index(self.regime)}
+        """All measures as ``path/mi`` and so on, the regime by its position in `REGIMES`."""
+        measures = asdict(self) | {"regime": REGIMES.index(self.regime)}
         return {
-            f"{path}/{name}": last(value) if name in _GIVEN else mean(value, self.thoughts)
-            for name, value in found.items()
+            f"{path}/{name}": last(value) if name in _NOT_AVERAGED else mean(value, self.thoughts)
+            for name, value in measures.items()
         }
 
 
@@ -183,24 +173,24 @@ def measure(
     """The measures of a matrix of cross-scores.
 
     Args:
-        scores_NM: S_ij = log p(z_i | x_j) in nats, (N, M); −∞ where it cannot be.
-        own_N: Each thought's own prompt; every prompt is somebody's.
+        scores_NM: S_ij = log p(z_i | x_j) in nats, (N, M); −∞ where the probability is 0.
+        own_N: The prompt of each thought; every prompt has a thought.
         lengths_N: Tokens of each thought, at least one.
 
     Example:
         Two prompts of shares ¾ and ¼, and thoughts that copy them: I = H(w) = ¾ ln 4/3 + ¼ ln 4.
 
-        >>> never = -math.inf
+        >>> never = -torch.inf
         >>> scores = torch.tensor([[0.0, never]] * 3 + [[never, 0.0]])
-        >>> found = measure(scores, own_N=[0, 0, 0, 1], lengths_N=[2, 2, 2, 2])
-        >>> round(found.mi, 4), round(found.prompt_entropy, 4), found.conditional_entropy
-        (0.5623, 0.5623, 0.0)
+        >>> information = measure(scores, own_N=[0, 0, 0, 1], lengths_N=[2, 2, 2, 2])
+        >>> round(information.mi, 4), round(information.prompt_entropy, 4)
+        (0.5623, 0.5623)
     """
     scores_NM = scores_NM.double()
     own_N, lengths_N = torch.as_tensor(own_N), torch.as_tensor(lengths_N)
     num_thoughts, num_prompts = scores_NM.shape
     share_M = torch.bincount(own_N, minlength=num_prompts).double() / num_thoughts
-    assert bool((share_M > 0).all()), "every prompt is somebody's own"
+    assert bool((share_M > 0).all()), "every prompt has a thought"
     assert bool((lengths_N > 0).all()), "a thought has a token"
     matched_N = scores_NM.gather(1, own_N[:, None])[:, 0]
     marginal_N = torch.logsumexp(scores_NM + share_M.log(), dim=1)
@@ -214,7 +204,7 @@ def measure(
         mi_per_token=mi_per_token,
         conditional_entropy_per_token=-(matched_N / lengths_N).mean().item() + 0.0,
         entropy_per_token=-(marginal_N / lengths_N).mean().item() + 0.0,
-        mi_zscore=mi_per_token / (spread + SPREAD),
+        mi_zscore=mi_per_token / (spread + STD_FLOOR),
         retrieval_1=retrieval(scores_NM, own_N, 1),
         chance_1=min(1.0, 1 / num_prompts),
         retrieval_5=retrieval(scores_NM, own_N, 5),
@@ -226,9 +216,10 @@ def measure(
 
 
 def retrieval(scores_NM: Tensor, own_N: Tensor, k: int) -> float:
-    """How often the own prompt is among the k of highest score; ties are broken by lot.
+    """The share of thoughts whose own prompt is among the k of highest score.
 
-    Chance is k ÷ M, and what a thought that scores the same everywhere gets.
+    Ties are broken at random, in expectation, so a thought that scores the same under all M prompts
+    counts k ÷ M, the value by chance.
 
     Example:
         >>> scores = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]])
@@ -239,3 +230,38 @@ def retrieval(scores_NM: Tensor, own_N: Tensor, k: int) -> float:
     higher_N = (scores_NM > matched_N1).sum(dim=1)
     equal_N = (scores_NM == matched_N1).sum(dim=1)
     return ((k - higher_N).double() / equal_N).clamp(0, 1).mean().item()
+
+
+async def measure_thoughts(
+    engine: Engine, groups: Sequence[Group], count: int, path: tuple[int, int]
+) -> tuple[Metrics, list[CrossScores]]:
+    """The information that a step's thoughts hold about their prompts.
+
+    Args:
+        engine: With the weights that played the groups.
+        groups: All groups of a step.
+        count: Thoughts that are scored at most.
+        path: The run's seed and the step, from which the choice of the thoughts is derived.
+
+    Returns:
+        Metrics ``information/<sampling>/…`` for each of `SAMPLINGS`: ``left_out`` (turns without a
+        valid thought) and, if there are thoughts, the fields of `Information` and the regime. And
+        the cross-scores behind them.
+    """
+    metrics: Metrics = {}
+    matrices: list[CrossScores] = []
+    seed, step = path
+    for sampling in SAMPLINGS:
+        drawn = draw_thoughts(groups, sampling, count, derive(seed, "information", step, sampling))
+        metrics[f"information/{sampling}/left_out"] = total(drawn.left_out)
+        if drawn.thoughts:
+            scores = await engine.cross_scores(drawn.prompts, drawn.thoughts)
+            scores_NM = scores[list(drawn.thought_N)]
+            lengths = [len(drawn.thoughts[index]) for index in drawn.thought_N]
+            information = measure(scores_NM, drawn.prompt_N, lengths)
+            metrics |= information.metrics(f"information/{sampling}")
+            texts = tuple(drawn.texts[index] for index in drawn.thought_N)
+            matrices.append(
+                CrossScores(sampling, scores_NM, drawn.prompt_N, texts, drawn.observations)
+            )
+    return metrics, matrices

@@ -28,7 +28,7 @@ from statistics import fmean
 from types import MappingProxyType
 
 from ragen.core.errors import RagenError
-from ragen.diagnostics.regimes import WINDOW
+from ragen.diagnostics.collapse import WINDOW
 from ragen.evaluation.evaluation import evaluations_of
 from ragen.storage.reader import read_metrics
 

@@ -13,8 +13,7 @@ from ragen.algorithms.samples import to_samples
 from ragen.core.metrics import Metrics, last, merge, values
 from ragen.core.seeding import derive
 from ragen.core.types import Episode, Group
-from ragen.diagnostics.diagnosis import information
-from ragen.diagnostics.information import CrossScores
+from ragen.diagnostics.information import CrossScores, measure_thoughts
 from ragen.diagnostics.signals import averaged, explained_variance, reference_kl, smooth, summarize
 from ragen.evaluation.evaluation import refuse_unplayable
 from ragen.evaluation.outcomes import outcome_of
@@ -106,7 +105,7 @@ async def diagnose(
     if config.prompt.think and is_due(step, config.diagnose.information_every):
         with clock("information"):
             count, path = config.diagnose.thoughts, (config.seed, step)
-            metrics, matrices = await information(run.engine, groups, count, path)
+            metrics, matrices = await measure_thoughts(run.engine, groups, count, path)
     if is_due(step, config.diagnose.gradients_every):
         with clock("gradients"):
             metrics |= await gradient_norms(run.engine, groups, config)

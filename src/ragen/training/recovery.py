@@ -12,15 +12,9 @@ from typing import NoReturn, Self
 
 from ragen.config.reading import changed
 from ragen.core.errors import GuardStop, RagenError
-from ragen.diagnostics.guard import (
-    DETECTORS,
-    GRACE,
-    REMEDIES,
-    Alarm,
-    GuardState,
-    look,
-    read_history,
-)
+from ragen.diagnostics.detectors import DETECTORS
+from ragen.diagnostics.guard import GRACE_STEPS, Alarm, GuardState, raise_alarms, read_history
+from ragen.diagnostics.remedies import REMEDIES
 from ragen.storage.checkpoint import (
     drop_after,
     folders,
@@ -49,19 +43,18 @@ async def run_guard(run: Run) -> bool:
         GuardStop: The response is to stop, or to roll back where that is impossible.
     """
     state, config = run.state, run.config
-    if state.step <= run.guard.looked:  # a resumed run: the guard has seen this step
+    if state.step <= run.guard.checked_step:  # a resumed run: the guard has seen this step
         return False
     # The first time read everything, then only what is new: reading it all at every step would
     # take longer and longer.
-    after = (state.attempt, run.guard.looked) if run.history else None
+    after = (state.attempt, run.guard.checked_step) if run.history else None
     for name, series in read_history(run.folder, config.eval.temperature, after).items():
         run.history.setdefault(name, {}).update(series)
-    alarms = look(
+    alarms = raise_alarms(
         run.history,
         state.step,
         run.guard,
         off=[name for name in DETECTORS if config.guard.response(name) == "off"],
-        max_empty=config.filter.max_empty,
     )
     for alarm in alarms:
         run.recorder.event(alarm.step, "alarm", str(alarm), asdict(alarm))
@@ -77,14 +70,14 @@ async def run_guard(run: Run) -> bool:
 async def stop(run: Run, reason: str) -> NoReturn:
     """Save the run and stop it.
 
-    After a resume, no detector fires for `GRACE` steps. If the trouble persists, the run stops
+    After a resume, no detector fires for `GRACE_STEPS` steps. If the trouble persists, the run stops
     again.
 
     Raises:
         GuardStop: Always.
     """
-    run.guard.grace = run.state.step + GRACE
-    run.guard.troubled.clear()
+    run.guard.grace = run.state.step + GRACE_STEPS
+    run.guard.last_held.clear()
     run.recorder.event(run.state.step, "guard", f"stopped: {reason}", {"action": "stop"})
     await save(run)
     raise GuardStop(
@@ -114,7 +107,7 @@ async def roll_back(run: Run, alarm: Alarm) -> None:
     attempt, began, step = run.state.attempt + 1, step_of(checkpoint), run.state.step
     changes = REMEDIES[run.original.guard.remedy](run.config, attempt)
     guard = GuardState(**saved["guard"])
-    guard.rollbacks, guard.grace = run.guard.rollbacks + 1, began + GRACE
+    guard.rollbacks, guard.grace = run.guard.rollbacks + 1, began + GRACE_STEPS
     guard.changes = run.guard.changes | changes
     state = replace(
         LoopState(**saved["loop"]), attempt=attempt, began=began, seconds=run.state.seconds

@@ -13,8 +13,8 @@ from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
-from ragen.diagnostics.guard import REACH, Alarm, GuardState, read_alarms
-from ragen.diagnostics.signals import Sign, echo_trap_signs
+from ragen.diagnostics.collapse import Sign, echo_trap_signs
+from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alarms
 from ragen.engines.engine import Engine
 from ragen.evaluation.evaluation import Evaluation, evaluate_policy, evaluations_of
 from ragen.rollout.rollout import Setup
@@ -302,9 +302,9 @@ def kept_checkpoints(run: Run) -> int:
     if "rollback" in responses.values():
         # A drop of success shows in two evaluations in a row, and its onset lies before both.
         evaluations = 2 * run.config.eval.every * (responses.get("reward_drop") == "rollback")
-        keep = max(keep, 1 + math.ceil(max(REACH, evaluations) / run.spacing))
+        keep = max(keep, 1 + math.ceil(max(ROLLBACK_REACH, evaluations) / run.spacing))
     # A stop may come before the guard has looked at the step, and pushes none out.
-    return keep + (run.guard.looked < run.state.step)
+    return keep + (run.guard.checked_step < run.state.step)
 
 
 def result_of(run: Run) -> Result:

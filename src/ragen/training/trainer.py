@@ -13,8 +13,9 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import StopRequested, run_async
-from ragen.diagnostics.diagnosis import information
-from ragen.diagnostics.guard import REMEDIES, GuardState
+from ragen.diagnostics.guard import GuardState
+from ragen.diagnostics.information import measure_thoughts
+from ragen.diagnostics.remedies import REMEDIES
 from ragen.engines.engine import Engine
 from ragen.engines.local import LocalEngine
 from ragen.engines.memory import refuse_too_large
@@ -165,7 +166,7 @@ def examine(folder: Path) -> dict[str, float]:
             await engine.load(checkpoint, saved["engine"])
             groups = await collect_groups(engine, setup, config.rollout, config.seed, step)
             path = (config.seed, step)
-            metrics, _ = await information(engine, groups, config.diagnose.thoughts, path)
+            metrics, _ = await measure_thoughts(engine, groups, config.diagnose.thoughts, path)
             metrics |= await gradient_norms(engine, groups, config)
             await stack.aclose()  # nothing follows that would close it
         return metrics

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ragen.diagnostics.regimes import INFORMED, MIN_PROMPTS, REGIMES, UNDECIDED
+from ragen.diagnostics.collapse import HIGH_ENTROPY, HIGH_MI, MIN_PROMPTS, REGIMES
 from ragen.reports.report import GRADIENTS
 from ragen.viewer.reading import (
     Answer,
@@ -60,8 +60,8 @@ def collapse(root: Path, query: Query) -> Answer:
     return {
         "paths": {path: _path(course, path) for path in sorted(paths, key="first".__ne__)},
         "thresholds": {
-            "mi_share": INFORMED,
-            "conditional_entropy": UNDECIDED,
+            "mi_share": HIGH_MI,
+            "conditional_entropy": HIGH_ENTROPY,
             "min_prompts": MIN_PROMPTS,
         },
         "matrix_steps": [{"step": step, "path": path} for step, path in sorted(matrices)],

@@ -20,11 +20,11 @@ from ragen.algorithms.batch import Batch
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.metrics import largest, last, mean, total, values
-from ragen.diagnostics import guard
-from ragen.diagnostics.diagnosis import gradients_by_std
+from ragen.diagnostics.collapse import REGIMES
+from ragen.diagnostics.detectors import METRICS
+from ragen.diagnostics.gradients import gradients_by_std, std_buckets
 from ragen.diagnostics.information import measure
-from ragen.diagnostics.regimes import REGIMES
-from ragen.diagnostics.signals import averaged, smooth, std_buckets
+from ragen.diagnostics.signals import averaged, smooth
 from ragen.engines.learner import Learner
 from ragen.engines.tensors import optimizer_tensors
 from ragen.storage import checkpoint
@@ -219,7 +219,7 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_logs_all_that_detectors_read(looked: Path) -> None:
     """A name that no run has would silence its detector for ever."""
-    assert set(guard.METRICS) <= {name for _, name in metrics(looked)}
+    assert set(METRICS) <= {name for _, name in metrics(looked)}
 
 
 def test_training_with_it_is_training_without_it(looked: Path, tmp_path: Path) -> None:

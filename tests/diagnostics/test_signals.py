@@ -12,7 +12,8 @@ from made import episode, group, turn
 from ragen.algorithms.losses import mismatch_kl
 from ragen.core.metrics import values
 from ragen.core.types import Group
-from ragen.diagnostics.signals import echo_trap_signs, explained_variance, summarize
+from ragen.diagnostics.collapse import echo_trap_signs
+from ragen.diagnostics.signals import explained_variance, summarize
 
 
 def test_summarize_golden() -> None:

@@ -1,0 +1,229 @@
+"""The published signs of collapse: RAGEN-2's regimes of reasoning and RAGEN's Echo Trap.
+
+The regimes (arXiv:2604.06268) classify one step's thoughts by their entropy and by their mutual
+information with the prompts, which `information` measures. The signs of the Echo Trap
+(arXiv:2504.20073) are read from the metrics of a whole run. This module needs no torch, so that
+readers of finished runs can use its names, limits and windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import Literal
+
+# Regimes.
+
+Sampling = Literal["first", "any"]
+
+SAMPLINGS: tuple[Sampling, ...] = ("first", "any")
+"""Which turn's thought is measured: the first (then prompts are levels), or one drawn uniformly."""
+
+Regime = Literal[
+    "undecidable", "diverse", "template collapse", "compressed", "low-entropy collapse"
+]
+REGIMES: tuple[Regime, ...] = (
+    "undecidable",
+    "diverse",
+    "template collapse",
+    "compressed",
+    "low-entropy collapse",
+)
+"""The regimes by name. A metric holds the position of a name in this tuple."""
+
+MIN_PROMPTS = 4
+"""Distinct prompts below which no regime is assigned: with fewer, H(w) is at most log 3, which is
+one lucky word."""
+HIGH_MI = 0.5
+"""Share of H(w) from which on I(X;Z) counts as high. Below it, a thought leaves more than √M of M
+equally likely prompts possible."""
+HIGH_ENTROPY = math.log(2)
+"""H(Z|X) in nats per thought from which on it counts as high: two equally likely thoughts for each
+prompt."""
+
+
+def regime_of(
+    mi: float, conditional_entropy: float, prompt_entropy: float, num_prompts: int
+) -> Regime:
+    """The regime of a step's thoughts: H(Z|X) high or low, I(X;Z) high or low.
+
+    =====================  ===========  ==========
+    regime                 H(Z|X) high  I(X;Z) high
+    =====================  ===========  ==========
+    diverse                yes          yes
+    template collapse      yes          no
+    compressed             no           yes
+    low-entropy collapse   no           no
+    =====================  ===========  ==========
+
+    Args:
+        mi: I(X;Z) in nats per thought, high from `HIGH_MI` · H(w) on.
+        conditional_entropy: H(Z|X) in nats per thought, high from `HIGH_ENTROPY` on.
+        prompt_entropy: H(w) in nats, the entropy of the prompts' shares.
+        num_prompts: Distinct prompts.
+
+    Example:
+        >>> regime_of(mi=0.1, conditional_entropy=3.0, prompt_entropy=2.0, num_prompts=8)
+        'template collapse'
+    """
+    if num_prompts < MIN_PROMPTS:
+        return "undecidable"
+    high_mi = mi >= HIGH_MI * prompt_entropy
+    if conditional_entropy >= HIGH_ENTROPY:
+        return "diverse" if high_mi else "template collapse"
+    return "compressed" if high_mi else "low-entropy collapse"
+
+
+# Windows over a run's metrics.
+
+StepValues = Mapping[int, float]
+"""One metric over a run: step to value, in the order of the steps."""
+
+WINDOW = 5
+"""Steps of the baseline at the start of a run, and of the trailing mean compared with it."""
+
+SPIKE = 5
+"""A gradient norm is a spike if it is more than this multiple of the median norm."""
+
+OUTLIER = 3.5
+"""Modified z-score of an outlier (Iglewicz and Hoaglin 1993), whose σ is 1.4826 times the median
+absolute deviation."""
+
+
+def baseline_of(series: StepValues) -> float:
+    """Mean of the first `WINDOW` steps."""
+    return fmean(list(series.values())[:WINDOW])
+
+
+def trailing_means(series: StepValues) -> list[tuple[int, float]]:
+    """Step and trailing mean wherever the window no longer overlaps the baseline's window."""
+    steps, numbers = list(series), list(series.values())
+    ends = range(2 * WINDOW, len(numbers) + 1)
+    return [(steps[end - 1], fmean(numbers[end - WINDOW : end])) for end in ends]
+
+
+def detect_spike(norms: Sequence[float]) -> float | None:
+    """The median of all norms before the last one, if the last one is a spike, else ``None``.
+
+    A spike is above `SPIKE` times the median, and its logarithm is an `OUTLIER` among the
+    logarithms: where few episodes contribute to a gradient, norms spread over orders of magnitude
+    in a healthy run. Fewer than two windows of norms before it never give a spike, and neither does
+    a norm that is not finite, because its update is skipped.
+
+    Example:
+        >>> usual = [1.0, 1.2, 0.9, 1.1, 1.0] * 2
+        >>> detect_spike([*usual, 5.2]), detect_spike([*usual, 4.8])
+        (1.0, None)
+        >>> detect_spike([0.1, 0.3, 1.0, 3.0, 4.0] * 2 + [5.2])  # the norms spread this widely
+    """
+    before = [norm for norm in norms[:-1] if 0 < norm < math.inf]
+    if len(before) < 2 * WINDOW or not math.isfinite(norms[-1]):
+        return None
+    usual = median(before)
+    spread = 1.4826 * median(abs(math.log(norm / usual)) for norm in before)
+    return usual if norms[-1] > usual * max(SPIKE, math.exp(OUTLIER * spread)) else None
+
+
+# The Echo Trap: an early gain, then one rewarded template instead of varied thoughts.
+
+SignName = Literal["early_gain", "thoughts_repeat", "std_before_reward", "gradient_spike"]
+
+SIGNS: dict[SignName, str] = {
+    "early_gain": "an early gain that is lost again",
+    "thoughts_repeat": "thoughts repeat each other",
+    "std_before_reward": "reward std falls before the reward does",
+    "gradient_spike": "a spike of the gradient norm",
+}
+"""What each sign says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """One sign of the Echo Trap: the step at which it appeared, the value there, and its baseline.
+
+    Example:
+        >>> print(Sign("thoughts_repeat", 21, 0.11, 0.64))
+        thoughts repeat each other, step 21: 0.11 (was 0.64)
+    """
+
+    name: SignName
+    step: int
+    value: float
+    baseline: float
+
+    def __str__(self) -> str:
+        """In words."""
+        return f"{SIGNS[self.name]}, step {self.step}: {self.value:.3g} (was {self.baseline:.3g})"
+
+
+def echo_trap_signs(history: Mapping[str, StepValues]) -> list[Sign]:
+    """The signs of the Echo Trap that a run shows, in the order in which they appeared.
+
+    A baseline is the mean of the first `WINDOW` steps. It is compared with the mean of the last
+    `WINDOW` steps. The rules, with the metric that each reads:
+
+    - ``early_gain`` (``reward/mean``): the trailing mean exceeds the baseline by 10 % of it and by
+      two of its standard errors, and falls below that mark again before the end. Step and value are
+      those of the peak.
+    - ``thoughts_repeat`` (``thought/unique_fraction``): below half the baseline.
+    - ``std_before_reward`` (``reward/std_in_group``): below half the baseline, at an earlier step
+      than the one at which ``reward/mean`` fell 10 % below its highest trailing mean.
+    - ``gradient_spike`` (``gradient/policy_norm``): the norm of one step is a spike
+      (`detect_spike`).
+
+    A metric that is missing or shorter than two windows shows no sign.
+    """
+    reward = history.get("reward/mean", {})
+    signs = (
+        _early_gain(reward),
+        _halved("thoughts_repeat", history.get("thought/unique_fraction", {})),
+        _std_before_reward(history.get("reward/std_in_group", {}), reward),
+        _gradient_spike(history.get("gradient/policy_norm", {})),
+    )
+    return sorted((sign for sign in signs if sign is not None), key=lambda sign: sign.step)
+
+
+def _early_gain(reward: StepValues) -> Sign | None:
+    trailing = trailing_means(reward)
+    if not trailing:
+        return None
+    baseline = baseline_of(reward)
+    error = stdev(list(reward.values())[:WINDOW]) / WINDOW**0.5
+    mark = baseline + max(0.1 * abs(baseline), 2 * error)
+    step, peak = max(trailing, key=lambda point: point[1])
+    lost = any(value < mark for at, value in trailing if at > step)
+    return Sign("early_gain", step, peak, baseline) if peak > mark and lost else None
+
+
+def _halved(name: SignName, series: StepValues) -> Sign | None:
+    for step, value in trailing_means(series):
+        if value < (baseline := baseline_of(series)) / 2:
+            return Sign(name, step, value, baseline)
+    return None
+
+
+def _std_before_reward(std: StepValues, reward: StepValues) -> Sign | None:
+    sign = _halved("std_before_reward", std)
+    fall = _reward_fall(reward)
+    return sign if sign is not None and fall is not None and sign.step < fall else None
+
+
+def _reward_fall(reward: StepValues) -> int | None:
+    if len(reward) < 2 * WINDOW:
+        return None
+    highest = baseline_of(reward)
+    for step, value in trailing_means(reward):
+        highest = max(highest, value)
+        if value < highest - 0.1 * abs(highest):
+            return step
+    return None
+
+
+def _gradient_spike(norm: StepValues) -> Sign | None:
+    steps, numbers = list(norm), list(norm.values())
+    for i in range(WINDOW, len(numbers)):
+        if (usual := detect_spike(numbers[: i + 1])) is not None:
+            return Sign("gradient_spike", steps[i], numbers[i], usual)
+    return None

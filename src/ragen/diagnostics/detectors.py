@@ -1,0 +1,247 @@
+"""Detectors: functions of a run's metrics that say whether the run is in trouble.
+
+| detector | reads | holds where | onset |
+|---|---|---|---|
+| ``reward_std_cliff`` | in-group reward std | trailing mean below ½ of the baseline, not explained by fewer failures | window's first step |
+| ``entropy_cliff`` | entropy | trailing mean below ¼ of the baseline, not explained by fewer failures | window's first step |
+| ``entropy_blowup`` | entropy | trailing mean above 4 × the baseline and above 1 nat | window's first step |
+| ``grad_spike`` | gradient norm | one step above 5 × the median of all before, and an outlier among their logarithms | that step |
+| ``reward_drop`` | evaluations | the last two both below the median of the three best before them, with the intervals of both differences below 0 | after the last evaluation that was not |
+| ``mi_drop`` | z-score of MI, EMA, of 4 distinct prompts or more | below ½ of its highest value, and that above 1 | after the last value that was not |
+| ``format_loss`` | valid replies | trailing mean 0.2 below its highest | window's first step |
+| ``degenerate_text`` | completions of one repeated token | more than half of the last five steps' | window's first step |
+| ``non_finite`` | skipped updates | one in the step | that step |
+| ``empty_filter`` | kept groups | none for 5 steps | the first of them |
+
+A baseline is the mean of the first five steps, a trailing mean that of the last five (`collapse`).
+Fewer failures explain a fall of spread or entropy if an agent whose failures shrank to a fraction f
+of those at the start has kept at least that fraction of it: in an environment that is nearly solved,
+there is less left to be uncertain about. ``stalled``, the eleventh, is the watchdog's.
+
+Sources: the kind and order of the signs, arXiv:2504.20073; MI, arXiv:2604.06268. The published hard
+stops come later: reward std below a tenth of its start for ten steps, five empty filters.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from ragen.config.sections import DetectorName
+from ragen.core.statistics import difference, wilson
+from ragen.diagnostics.collapse import (
+    MIN_PROMPTS,
+    WINDOW,
+    StepValues,
+    baseline_of,
+    detect_spike,
+    trailing_means,
+)
+
+History = Mapping[str, StepValues]
+"""Metrics by name, then by step, up to the step that is checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """A detector's condition holds: the step since when, the value there, and the baseline."""
+
+    onset: int
+    value: float
+    baseline: float
+
+
+Detector = Callable[[History], Detection | None]
+"""The signature of every detector: from the metrics up to a step to a `Detection` if its condition
+holds at the last step, else ``None``.
+
+    def long_replies(history: History) -> Detection | None: ...
+
+A detector is a pure function. It tolerates missing metrics and short histories.
+"""
+
+REWARD_STD, SUCCESS = "reward/std_in_group", "success/mean"
+ENTROPY, GRADIENT, VALID = "entropy/mean", "gradient/policy_norm", "format/valid_fraction"
+DEGENERATE, KEPT = "text/degenerate_fraction", "filter/kept_fraction"
+SKIPPED = ("update/skipped_policy", "update/skipped_critic")
+MI = "ema/information/first/mi_zscore"
+"""The mutual information that ``mi_drop`` watches: of first turns, smoothed."""
+PROMPTS = "information/first/prompts"
+METRICS = (REWARD_STD, SUCCESS, ENTROPY, GRADIENT, VALID, DEGENERATE, KEPT, *SKIPPED, MI, PROMPTS)
+"""The metrics that detectors read."""
+EVALUATED, LEVELS = "evaluation/success", "evaluation/episodes"
+"""Evaluations by step: success, and the number of episodes."""
+
+STD_CLIFF, ENTROPY_CLIFF, ENTROPY_BLOWUP = 1 / 2, 1 / 4, 4.0
+"""Shares of the baseline. Reward std is steady in a healthy run, so half is much. Entropy falls to
+a third in healthy runs, and rises for a few steps while an agent changes its behaviour."""
+MIN_BLOWUP_NATS = 1.0
+"""Entropy below it is no blow-up: nearly three equally likely tokens at every position."""
+MI_SHARE, MIN_MI_ZSCORE = 1 / 2, 1.0
+"""Half of the highest z-score, if that was at least one standard deviation."""
+FORMAT_LOSS = 0.2
+"""Five standard errors of a share of 128 replies, and more in larger steps."""
+DEGENERATE_SHARE = 0.5
+"""Of the replies of a window: a policy that explores may repeat tokens for a step or two and then
+recover."""
+EMPTY_STEPS = 5
+"""Steps in a row without a kept group."""
+
+
+def reward_std_cliff(history: History) -> Detection | None:
+    """The episodes of a group begin to end alike: published as the first sign."""
+    return _cliff(history, REWARD_STD, STD_CLIFF)
+
+
+def entropy_cliff(history: History) -> Detection | None:
+    """The policy stops choosing, although it does not succeed."""
+    return _cliff(history, ENTROPY, ENTROPY_CLIFF)
+
+
+def _cliff(history: History, name: str, share: float) -> Detection | None:
+    detection = _windowed(history.get(name, {}))
+    if detection is None:
+        return None
+    mark = share * detection.baseline * _failures_left(history)
+    return None if detection.value >= mark else detection
+
+
+def _failures_left(history: History) -> float:
+    """Failures now as a share of those at the start, at most 1.
+
+    Example:
+        >>> _failures_left({SUCCESS: {s: 0.2 if s <= 5 else 0.8 for s in range(1, 11)}})
+        0.25
+    """
+    success = _windowed(history.get(SUCCESS, {}))
+    if success is None or success.baseline >= 1:
+        return 1.0
+    return round(min(1.0, (1 - success.value) / (1 - success.baseline)), 9)
+
+
+def entropy_blowup(history: History) -> Detection | None:
+    """The policy falls apart: the sign of a learning rate that is too high."""
+    detection = _windowed(history.get(ENTROPY, {}))
+    if detection is None:
+        return None
+    mark = max(MIN_BLOWUP_NATS, ENTROPY_BLOWUP * detection.baseline)
+    return None if detection.value <= mark else detection
+
+
+def grad_spike(history: History) -> Detection | None:
+    """One gradient norm is far above all before: published as the point of no return."""
+    norms = history.get(GRADIENT, {})
+    usual = detect_spike(list(norms.values()))
+    return None if usual is None else Detection(*list(norms.items())[-1], usual)
+
+
+def reward_drop(history: History) -> Detection | None:
+    """Two evaluations in a row are significantly worse than before.
+
+    The mark is the median of the three best evaluations before the last two (their maximum would be
+    the luckiest one). For each of the two, the whole 95 % interval of the difference to the mark
+    lies below 0.
+    """
+    success, levels = history.get(EVALUATED, {}), history.get(LEVELS, {})
+    steps = list(success)
+    best = sorted(steps[:-2], key=lambda step: success[step])[-3:]
+    if len(best) < 3:
+        return None
+    mark = median(success[step] for step in best)
+
+    def below(step: int) -> bool:
+        episodes = int(levels[step])
+        now, then = (wilson(round(share * episodes), episodes) for share in (success[step], mark))
+        return difference(now, then).high < 0
+
+    if not (below(steps[-1]) and below(steps[-2])):
+        return None
+    return Detection(_onset(steps, below), success[steps[-1]], mark)
+
+
+def mi_drop(history: History) -> Detection | None:
+    """Template collapse: thoughts no longer depend on the prompt.
+
+    Where nearly all prompts are equal, as in Bandit, equal thoughts are no sign of collapse.
+    """
+    prompts = history.get(PROMPTS, {})
+    scores = {
+        step: score
+        for step, score in history.get(MI, {}).items()
+        if prompts.get(step, 0) >= MIN_PROMPTS
+    }
+    if not scores:
+        return None
+    highest, now = max(scores.values()), list(scores.values())[-1]
+    mark = MI_SHARE * highest
+    if highest < MIN_MI_ZSCORE or now >= mark:
+        return None
+    return Detection(_onset(list(scores), lambda step: scores[step] < mark), now, highest)
+
+
+def _onset(steps: list[int], holds: Callable[[int], bool]) -> int:
+    """The first step at which a condition that holds at the last step may have begun.
+
+    Example:
+        >>> _onset([0, 5, 10, 15], lambda step: step > 5)
+        6
+    """
+    return 1 + max((step for step in steps if not holds(step)), default=-1)
+
+
+def format_loss(history: History) -> Detection | None:
+    """Replies that were valid no longer are."""
+    series = history.get(VALID, {})
+    detection = _windowed(series)
+    if detection is None:
+        return None
+    highest = max(baseline_of(series), *(value for _, value in trailing_means(series)))
+    if detection.value >= highest - FORMAT_LOSS:
+        return None
+    return Detection(detection.onset, detection.value, highest)
+
+
+def degenerate_text(history: History) -> Detection | None:
+    """Replies such as "!!!!!!!!", known from broken weights and kernels."""
+    last = list(history.get(DEGENERATE, {}).items())[-WINDOW:]
+    if len(last) < WINDOW or (value := fmean(share for _, share in last)) <= DEGENERATE_SHARE:
+        return None
+    return Detection(last[0][0], value, 0.0)
+
+
+def non_finite(history: History) -> Detection | None:
+    """The loss or gradient of an update was not finite, and the learner skipped it."""
+    last = [list(history[name].items())[-1] for name in SKIPPED if history.get(name)]
+    skipped = sum(value for _, value in last)
+    return Detection(max(step for step, _ in last), skipped, 0.0) if skipped else None
+
+
+def empty_filter(history: History) -> Detection | None:
+    """The filter keeps nothing: the rewards of no group differ."""
+    kept = list(history.get(KEPT, {}).items())[-EMPTY_STEPS:]
+    if len(kept) < EMPTY_STEPS or any(share for _, share in kept):
+        return None
+    return Detection(kept[0][0], EMPTY_STEPS, 0.0)
+
+
+def _windowed(series: StepValues) -> Detection | None:
+    """The trailing mean at the last step and the baseline; ``None`` before two windows are full."""
+    if len(series) < 2 * WINDOW:
+        return None
+    return Detection(list(series)[-WINDOW], trailing_means(series)[-1][1], baseline_of(series))
+
+
+DETECTORS: dict[DetectorName, Detector] = {
+    "reward_std_cliff": reward_std_cliff,
+    "entropy_cliff": entropy_cliff,
+    "entropy_blowup": entropy_blowup,
+    "grad_spike": grad_spike,
+    "reward_drop": reward_drop,
+    "mi_drop": mi_drop,
+    "format_loss": format_loss,
+    "degenerate_text": degenerate_text,
+    "non_finite": non_finite,
+    "empty_filter": empty_filter,
+}
+"""Detectors by their name in the config."""
