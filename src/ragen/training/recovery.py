@@ -70,8 +70,8 @@ async def run_guard(run: Run) -> bool:
 async def stop(run: Run, reason: str) -> NoReturn:
     """Save the run and stop it.
 
-    After a resume, no detector fires for `GRACE_STEPS` steps. If the trouble persists, the run stops
-    again.
+    After a resume, no detector fires for `GRACE_STEPS` steps. If the trouble persists, the run
+    stops again.
 
     Raises:
         GuardStop: Always.
