@@ -27,7 +27,7 @@ from ragen.config.reading import dump, resolve
 from ragen.core.metrics import Metrics, last, mean
 from ragen.core.seeding import eval_level, train_level
 from ragen.core.types import Episode, Group, Prompt, Turn
-from ragen.evaluation.evaluation import Evaluation
+from ragen.evaluation.results import Evaluation
 from ragen.reports.report import SIGNALS
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.rollout import run_groups, setup_of

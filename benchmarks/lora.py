@@ -34,7 +34,8 @@ from ragen.config.reading import resolve
 from ragen.core.errors import GuardStop
 from ragen.core.statistics import wilson
 from ragen.engines.local import LocalEngine
-from ragen.evaluation.evaluation import Evaluation, evaluate_target
+from ragen.evaluation.evaluation import evaluate_target
+from ragen.evaluation.results import Evaluation
 from ragen.models import fast_qwen2
 from ragen.training.progress import Watcher
 from ragen.training.trainer import local_engine

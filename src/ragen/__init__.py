@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ragen.config.config import Config
     from ragen.core.errors import RagenError
     from ragen.envs.contract import Env
-    from ragen.evaluation.evaluation import Evaluation
+    from ragen.evaluation.results import Evaluation
     from ragen.training.progress import Watcher
     from ragen.training.running import Result
 

@@ -26,7 +26,7 @@ from ragen.config.keys import keys
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Episode
-from ragen.evaluation.evaluation import Evaluation
+from ragen.evaluation.results import Evaluation
 from ragen.training.progress import Lines, LiveTable, Watcher, watcher_for
 
 Capture = pytest.CaptureFixture[str]

@@ -21,13 +21,13 @@ from ragen.evaluation.compare import (
     SUITES,
     Comparison,
     compare,
-    contests,
-    in_all,
-    same_game,
-    table,
+    compare_arms,
+    compare_in_envs,
 )
-from ragen.evaluation.evaluation import Evaluation, outcomes_of, summarised
 from ragen.evaluation.outcomes import Outcome
+from ragen.evaluation.results import Evaluation, summarize
+from ragen.evaluation.tables import closing_sections, comparison_table
+from ragen.evaluation.targets import shared_settings
 from ragen.storage.database import CONFIG
 from ragen.training.trainer import train
 from tests.faulty import FaultyServer, said
@@ -60,7 +60,7 @@ def scripted(solved: Mapping[str, Sequence[Sequence[bool]]]) -> Any:
             for sample, success in enumerate(samples)
         ]
         floor = Baselines(0.25, 0.75, 0.0, 0.0)
-        return summarised(outcomes, floor, target, 1.0, 0.0), outcomes
+        return summarize(outcomes, floor, target, 1.0, 0.0), outcomes
 
     return measure
 
@@ -75,8 +75,8 @@ def test_numbers_by_hand() -> None:
         "random": levels(60, 40),
         "solver": [*levels(40, 20), *levels(4, 36)],
     }
-    found = compare("", ["random"], ["solver"], {}, scripted(solved))
-    assert (found.place, found.won, found.lost) == ("bandit", 20, 4)
+    found = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
+    assert (found.env, found.won, found.lost) == ("bandit", 20, 4)
     assert found.difference.value == pytest.approx(0.16)
     # Two levels are added: centre 16/102 = .15686; variance (26 − 102·.15686²)/101 = .23258, of the
     # mean .0022802, its root .047751; t(.975; 101) = 1.98373, so ± .094726.
@@ -85,29 +85,29 @@ def test_numbers_by_hand() -> None:
     assert found.p_value == mcnemar([1] * 20 + [-1] * 4)
     assert found.detectable == smallest_detectable(found.difference)
     assert found.verdict == "random is better than solver: +16.0 points [+6.2, +25.2]."
-    turned = compare("", ["solver"], ["random"], {}, scripted(solved))
+    turned = compare_arms("", ["solver"], ["random"], {}, scripted(solved))
     assert turned.verdict == "solver is worse than random: -16.0 points [-25.2, -6.2]."
     json.dumps(found.record())
 
 
 def test_what_a_sample_could_not_have_shown() -> None:
     solved = {"random": levels(33, 31), "solver": levels(31, 33)}
-    found = compare("", ["random"], ["solver"], {}, scripted(solved))
+    found = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
     assert found.verdict == (
-        "No difference is shown: +3.1 points [-3.0, +9.1]. One of less than 8.7 points could not "
-        "have been expected to show in this sample."
+        "No difference is shown: +3.1 points [-3.0, +9.1]. This sample is too small to show "
+        "a difference of less than 8.7 points reliably."
     )
-    page = markdown([table(found)])
+    page = markdown([comparison_table(found)])
     assert "| random play | 25.0% |" in page and "| optimal play | 75.0% |" in page
     assert "random did better on 2, solver on 0; McNemar's p = 0.5." in page
 
 
 def test_several_samples_are_paired_by_level() -> None:
     solved = {"random": [[True, True], [True, False]], "solver": [[True, False], [False, True]]}
-    found = compare("", ["random"], ["solver"], {}, scripted(solved))
+    found = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
     assert (found.difference.value, found.won, found.lost) == (0.25, 1, 0)
     assert found.p_value == mcnemar([1, 0]) == 1.0
-    assert "Of 2 levels, 2 episodes each:" in markdown([table(found)])
+    assert "Of 2 levels, 2 episodes each:" in markdown([comparison_table(found)])
 
 
 def seeds(tmp_path: Path, names: str) -> list[str]:
@@ -121,24 +121,29 @@ def seeds(tmp_path: Path, names: str) -> list[str]:
 def test_training_seeds_are_an_arm(tmp_path: Path) -> None:
     a, b, c, d = seeds(tmp_path, "abcd")
     solved = {a: levels(40, 24), b: levels(48, 16), c: levels(56, 8), d: levels(20, 44)}
-    found = compare("", [a, b, c], [d, "random"], {}, scripted(solved | {"random": levels(24, 40)}))
-    assert found.one.success.value == pytest.approx(0.75) and found.other.success.value == 22 / 64
-    assert found.one.name == f"{a} (3 seeds)" and found.p_value is None
+    found = compare_arms(
+        "", [a, b, c], [d, "random"], {}, scripted(solved | {"random": levels(24, 40)})
+    )
+    assert found.a.success.value == pytest.approx(0.75) and found.b.success.value == 22 / 64
+    assert found.a.name == f"{a} (3 seeds)" and found.p_value is None
     assert found.difference.value == pytest.approx(0.75 - 22 / 64)
-    page = markdown([table(found), *in_all([found])])
+    page = markdown([comparison_table(found), *closing_sections([found])])
     assert f"{a} (3 seeds): 62.5%, 75.0%, 87.5%." in page
     assert "2 training seeds are few" in page and FEW_SEEDS == 5
     with pytest.raises(RagenError, match="named twice"):
-        next(contests([a, f"{a}/"], [b], {"": {}}, {}, scripted(solved)))
+        next(compare_in_envs([a, f"{a}/"], [b], {"": {}}, {}, scripted(solved)))
 
 
 def test_one_run_an_arm_is_no_method(tmp_path: Path) -> None:
     a, b = seeds(tmp_path, "ab")
     solved = {a: levels(1, 1), b: levels(1, 1), "random": levels(1, 1)}
     measure = scripted(solved)
-    assert "which run is better, not which method" in compare("", [a], [b], {}, measure).cautions[0]
+    assert (
+        "which run is better, not which method"
+        in compare_arms("", [a], [b], {}, measure).cautions[0]
+    )
     for other in (a, "random"):
-        assert compare("", [a], [other], {}, measure).cautions == ()
+        assert compare_arms("", [a], [other], {}, measure).cautions == ()
 
 
 def test_over_several_environments(tmp_path: Path) -> None:
@@ -146,11 +151,11 @@ def test_over_several_environments(tmp_path: Path) -> None:
     a, b = seeds(tmp_path, "ab")
     solved = {a: levels(32, 32), b: levels(48, 16), "random": levels(16, 48)}
     places = {name: {"env": name} for name in ("bandit", "bandit-rev")}
-    found = list(contests([a, b], ["random"], places, {}, scripted(solved)))
-    assert [each.place for each in found] == list(places)
-    (last,) = in_all(found)
+    found = list(compare_in_envs([a, b], ["random"], places, {}, scripted(solved)))
+    assert [each.env for each in found] == list(places)
+    (last,) = closing_sections(found)
     assert [row[:2] for row in last.rows] == [(f"{a} (2 seeds), 2 environments", "0.75")]
-    assert "in 10% of such suites of 2 one or more misses the truth" in " ".join(last.lines)
+    assert "in 10% of such suites of 2, at least one misses the truth" in " ".join(last.lines)
 
 
 def test_failures_are_shown() -> None:
@@ -159,23 +164,23 @@ def test_failures_are_shown() -> None:
         broken = Outcome("bandit", 124, 0, False, 0.0, *(0,) * 7, "error", "ZeroDivisionError: 1/0")
         return evaluation, [outcomes[0], broken]
 
-    found = compare("", ["random"], ["solver"], {}, measure)
+    found = compare_arms("", ["random"], ["solver"], {}, measure)
     assert found.failures[0] == (
         "random: 1 of 2 episodes failed in the environment and counts as no success: "
         "ZeroDivisionError: 1/0"
     )
-    assert found.failures[0] in " ".join(table(found).lines)
+    assert found.failures[0] in " ".join(comparison_table(found).lines)
 
 
 def asked(targets: list[str], places: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """What `contests` has measured."""
+    """What `compare_in_envs` has measured."""
     calls = []
 
     def measure(target: str, overrides: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
         calls.append((target, overrides))
         return scripted({target: levels(1, 1)})(target, {})
 
-    list(contests(targets[:1], targets[1:], places, {}, measure))
+    list(compare_in_envs(targets[:1], targets[1:], places, {}, measure))
     return calls
 
 
@@ -202,12 +207,12 @@ def test_all_play_the_first_run_s_game(tmp_path: Path) -> None:
 def test_a_model_beside_a_run_is_asked_as_the_run_is(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(dump(resolve("paper/sokoban")), encoding="utf-8")
     targets = [str(tmp_path), "Qwen/Some-Model", "base", "random"]
-    settled = same_game(targets, {})
+    settled = shared_settings(targets, {})
     model = settled["Qwen/Some-Model"]
     assert (model["prompt.style"], model["rollout.max_tokens"]) == ("paper", 400)
     for other in ("base", "random"):
         assert "prompt.style" not in settled[other] and settled[other]["env.max_turns"] == 5
-    served = same_game(targets, {}, served=True)["Qwen/Some-Model"]
+    served = shared_settings(targets, {}, is_served=True)["Qwen/Some-Model"]
     assert "prompt.style" not in served, "an endpoint is asked as endpoints are"
 
 
@@ -216,7 +221,7 @@ def test_runs_of_different_games_are_not_compared_unless_settled(tmp_path: Path)
         (tmp_path / name).mkdir()
         (tmp_path / name / CONFIG).write_text(dump(resolve(name)), encoding="utf-8")
     runs = [str(tmp_path / name) for name in ("bandit", "sokoban")]
-    with pytest.raises(RagenError, match=r"env\.name is 'bandit' and 'sokoban'; settle it with"):
+    with pytest.raises(RagenError, match=r"env\.name is 'bandit' and 'sokoban'; choose one with"):
         asked(runs, {"": {}})
     assert len(asked(runs, {"": {"env": "bandit-rev"}})) == 2
 
@@ -243,11 +248,8 @@ def test_suites_can_be_played(suite: str) -> None:
 
 
 def test_the_solver_beats_random_play_and_itself_it_does_not() -> None:
-    def measure(target: str, overrides: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
-        return outcomes_of(target, overrides, episodes=64)
-
-    def met(one: str, other: str) -> Comparison:
-        return compare("", [one], [other], {"env": "bandit"}, measure)
+    def met(a: str, b: str) -> Comparison:
+        return compare(a, b, {"env": "bandit"}, episodes=64)
 
     better = met("solver", "random")
     assert better.difference.low > 0.2 and better.lost == 0 and better.p_value is not None
@@ -264,10 +266,10 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     shown, written = capsys.readouterr().out, page.read_text("utf-8")
     for place in SUITES["bandit"]:
         assert f"# {place}\n" in written and f"\n{place}\n" in shown
-    assert written.count("random play") == 4 and "To keep in mind" in shown
+    assert written.count("random play") == 4 and "Limits" in shown
     assert main([*command, "--samples", "2", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["place"] == "bandit" and record["one"]["evaluations"][0]["samples"] == 2
+    assert record["env"] == "bandit" and record["a"]["evaluations"][0]["samples"] == 2
     assert set(record) >= {"verdict", "difference", "p_value", "detectable", "won", "lost"}
 
 
@@ -279,7 +281,7 @@ def test_a_served_model_against_a_player(capsys: pytest.CaptureFixture[str]) -> 
         assert main([*command, "--base-url", server.url, "--json"]) == 0
     assert {body["model"] for body in server.requests} == {"some/model"}
     record = json.loads(capsys.readouterr().out)
-    assert record["one"]["success"]["value"] == 1.0 and record["won"] > record["lost"] == 0
+    assert record["a"]["success"]["value"] == 1.0 and record["won"] > record["lost"] == 0
 
 
 @pytest.mark.parametrize(
@@ -303,8 +305,8 @@ def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixtur
     ("other", "message"),
     [
         ("no-such-run", "there is no model or run 'no-such-run'"),
-        ("solver,", "with a comma between: A1,A2,A3"),
-        ("solver,human", "a person plays with `ragen play WORLD`"),
+        ("solver,", "separated by commas: A1,A2,A3"),
+        ("solver,human", "a person plays with `ragen play ENV`"),
         ("base", "no embedded model"),
         (".", "config.json"),
     ],

@@ -21,10 +21,12 @@ from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.evaluation import evaluation
-from ragen.evaluation.evaluation import outcomes_of
-from ragen.evaluation.outcomes import Outcome
-from ragen.evaluation.scores import Prices, failures, scores
-from ragen.evaluation.targets import config_for, run_of, settings_of
+from ragen.evaluation.baselines import Budget, measure_baselines
+from ragen.evaluation.evaluation import EVALS, evaluate_outcomes
+from ragen.evaluation.outcomes import Outcome, describe_failures
+from ragen.evaluation.results import summarize
+from ragen.evaluation.tables import Prices, evaluation_table
+from ragen.evaluation.targets import config_for, outcome_settings, run_of
 from ragen.models.names import hash_model_folder
 from ragen.rollout import endpoint
 from ragen.rollout.endpoint import Server
@@ -109,7 +111,7 @@ def test_an_endpoint_is_measured_like_anyone(
 def test_an_endpoint_is_asked_in_full_words() -> None:
     with FaultyServer(lambda *_: said(SLOWLY)) as server:
         values = {"env": "frozen-lake-still"}
-        found, outcomes = outcomes_of("m", values, episodes=1, server=Server(server.url))
+        found, outcomes = evaluate_outcomes("m", values, episodes=1, server=Server(server.url))
     first, second, *_ = server.requests
     system, user = first["messages"]
     assert system["role"] == "system"
@@ -120,7 +122,7 @@ def test_an_endpoint_is_asked_in_full_words() -> None:
     assert second["messages"][2]["content"] == SLOWLY
     assert first["seed"] != second["seed"]
     assert len(outcomes) == 1 and found.valid_fraction == 1.0
-    with pytest.raises(RagenError, match="reply cannot be begun for it"):
+    with pytest.raises(RagenError, match="cannot continue a pre-filled reply"):
         config_for("m", {"prompt.prefill": True}, Server("http://127.0.0.1:1/v1"))
 
 
@@ -169,9 +171,9 @@ def test_no_more_at_once_than_asked() -> None:
     with FaultyServer(slowly) as server:
         how = Server(server.url)
         values = {"env": ROGUE, "env.max_turns": 1}
-        outcomes_of("m", values, episodes=12, server=how, concurrency=3)
+        evaluate_outcomes("m", values, episodes=12, server=how, concurrency=3)
         assert server.most <= 3
-        outcomes_of("m", values, episodes=12, server=how, concurrency=12, seed=1)
+        evaluate_outcomes("m", values, episodes=12, server=how, concurrency=12, seed=1)
         assert server.most > 3
 
 
@@ -226,9 +228,13 @@ def test_players_go_on_too_and_more_levels_cost_only_those() -> None:
         played.append(outcome)
         assert 0 <= left < 24
 
-    _, some = outcomes_of("random", {"env": "bandit"}, episodes=4, samples=2)
-    found, more = outcomes_of("random", {"env": "bandit"}, episodes=8, samples=3, on_outcome=count)
-    fresh, whole = outcomes_of("random", {"env": "bandit"}, episodes=8, samples=3, out=Path("new"))
+    _, some = evaluate_outcomes("random", {"env": "bandit"}, episodes=4, samples=2, out=EVALS)
+    found, more = evaluate_outcomes(
+        "random", {"env": "bandit"}, episodes=8, samples=3, on_outcome=count
+    )
+    fresh, whole = evaluate_outcomes(
+        "random", {"env": "bandit"}, episodes=8, samples=3, out=Path("new")
+    )
     assert more == whole and len(played) == 24
     assert set(some) <= set(more) and played[:8] == some
     assert without_seconds(found.record()) == without_seconds(fresh.record())
@@ -244,8 +250,8 @@ def test_a_run_keeps_its_results_and_its_checkpoints_are_told_apart(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = read_evaluations(run)
-    newest, _ = outcomes_of(str(run), {}, episodes=4)
-    first, _ = outcomes_of(str(run / "checkpoints" / "step-0"), {}, episodes=4)
+    newest, _ = evaluate_outcomes(str(run), {}, episodes=4, out=run)
+    first, _ = evaluate_outcomes(str(run / "checkpoints" / "step-0"), {}, episodes=4, out=run)
     assert not Path("evals").exists() and read_evaluations(run) == own
     by_step = {each["step"]: each for each in own if each["temperature"] == 1.0}
     assert (
@@ -253,8 +259,8 @@ def test_a_run_keeps_its_results_and_its_checkpoints_are_told_apart(
     )
     assert first.success == by_step[0]["success"] and first.mean_return == by_step[0]["mean_return"]
     # Stored: no model is loaded.
-    monkeypatch.setattr(evaluation, "opponent", lambda *_: pytest.fail("it was played again"))
-    again, _ = outcomes_of(str(run / "checkpoints" / "step-1"), {}, episodes=4)
+    monkeypatch.setattr(evaluation, "load_target", lambda *_: pytest.fail("it was played again"))
+    again, _ = evaluate_outcomes(str(run / "checkpoints" / "step-1"), {}, episodes=4, out=run)
     assert without_seconds(again.record()) | {"target": str(run)} == without_seconds(
         newest.record()
     )
@@ -273,7 +279,7 @@ def test_what_a_key_depends_on(tmp_path: Path) -> None:
     def key(server: Server | None = None, seed: int = 0, **values: Any) -> dict[str, Any]:
         named = {key.replace("__", "."): value for key, value in values.items()}
         config = config_for("random", {"env": f"{env}:Rogue", **named}, server)
-        return settings_of("random", config, server, seed, 1.0)
+        return outcome_settings("random", config, server, seed, 1.0)
 
     assert key() == key(rollout__slots=3) == key(seed=0, steps=7)
     served = "http://127.0.0.1:8000"  # is left alone: the local sampler plays
@@ -319,28 +325,28 @@ def test_several_environments_and_samples_in_tables(capsys: Capture) -> None:
 
 def test_a_table_by_hand() -> None:
     """Two levels of two samples, 1 and 0 solved; 3 turns of which 2 valid, 4 actions, 2 of use."""
-    found, _ = outcomes_of("solver", {"env": "bandit"}, episodes=2, samples=2)
+    found, _ = evaluate_outcomes("solver", {"env": "bandit"}, episodes=2, samples=2)
     outcomes = [
         Outcome("bandit", 123, 0, True, 1.0, 1, 2, 1, 1, 6, 10, 5, "solved"),
         Outcome("bandit", 123, 1, False, 0.0, 1, 1, 1, 1, 3, 10, 5, "failed"),
         Outcome("bandit", 124, 0, False, 0.0, 1, 1, 0, 0, 0, 10, 5, "failed"),
         Outcome("bandit", 124, 1, False, 0.0, 0, 0, 0, 0, 0, 0, 0, "request", "it said HTTP 500"),
     ]
-    reference = evaluation.measure_baselines("bandit", {}, evaluation.Budget(1, 1, 1), [123, 124])
-    made = evaluation.summarised(outcomes, reference, "m", 0.0, 1.0)
+    reference = measure_baselines("bandit", {}, Budget(1, 1, 1), [123, 124])
+    made = summarize(outcomes, reference, "m", 0.0, 1.0)
     assert (made.success, made.pass_at_k, made.mean_return) == (0.25, 0.5, 0.25)
     assert made.pass_at["1"] == pytest.approx([0.25, 0.0, 1.0]) and made.pass_at["2"][0] == 0.5
     assert (made.valid_fraction, made.effective_fraction) == (2 / 3, 2 / 4)
     assert (made.thought_words, made.completion_tokens, made.mean_turns) == (3.0, 5.0, 0.75)
-    section = scores(made, outcomes, Prices(1000.0, 2000.0))
+    section = evaluation_table(made, outcomes, Prices(1000.0, 2000.0))
     assert section.rows[1][:2] == ("m, greedy", "25.0%") and section.columns[4] == "pass@2"
     assert section.rows[0][:2] == ("random play", "50.0%")
     # Half of one of two levels, drawn beside a 0 and a 1; k = 2 is Wilson's of 1 of 2.
     passed = "pass@1 25.0% [0.0%, 100.0%], pass@2 50.0% [9.5%, 90.5%]"
-    assert section.lines[2] == f"One of k episodes of a level: {passed}."
+    assert section.lines[2] == f"At least one of k episodes of a level: {passed}."
     # 30 tokens at 1000 and 15 at 2000 a million: 0.03 + 0.03.
-    assert section.lines[3] == "Tokens: 30 read, 15 written; at the prices given they cost 0.06."
-    assert section.lines[4:] == tuple(failures(outcomes)) and len(failures(outcomes)) == 1
+    assert section.lines[3] == "Tokens: 30 read, 15 written; at the given prices they cost 0.06."
+    assert section.lines[4:] == tuple(describe_failures(outcomes)) and len(section.lines) == 5
     assert found.samples == 2
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Usage
-from ragen.evaluation.outcomes import Outcome, Store, key_of, outcome_of
+from ragen.evaluation.outcomes import Outcome, OutcomeStore, key_of, outcome_of
 from ragen.storage.database import DATABASE, new_run_folder
 from ragen.storage.reader import read_evaluations
 from ragen.storage.recorder import Recorder
@@ -34,24 +34,24 @@ def test_an_episode_in_numbers() -> None:
 
 
 def test_the_table_has_the_record_s_fields(tmp_path: Path) -> None:
-    with Store(tmp_path), sqlite3.connect(tmp_path / DATABASE) as connection:
+    with OutcomeStore(tmp_path), sqlite3.connect(tmp_path / DATABASE) as connection:
         columns = [row[1] for row in connection.execute("PRAGMA table_info(outcomes)")]
     assert columns == ["key", *(field.name for field in fields(Outcome))]
 
 
 def test_a_database_in_which_nothing_was_played_is_gone_again(tmp_path: Path) -> None:
     broken = replace(LOST, error="KeyError: 1")
-    with Store(tmp_path / "new") as store:
+    with OutcomeStore(tmp_path / "new") as store:
         store.add("a", broken)
     assert not (tmp_path / "new").exists()
     for outcome in (LOST, broken):  # one that was there stays, whatever comes
-        with Store(tmp_path / "kept") as store:
+        with OutcomeStore(tmp_path / "kept") as store:
             store.add("a", outcome)
     assert (tmp_path / "kept" / DATABASE).is_file()
 
 
 def test_outcomes_come_back_in_order_and_replace_their_like(tmp_path: Path) -> None:
-    with Store(tmp_path) as store:
+    with OutcomeStore(tmp_path) as store:
         for outcome in (LOST, replace(LOST, sample=0, success=True), replace(LOST, level_seed=123)):
             store.add("a", outcome)
         store.add("b", replace(LOST, error="half a pair: \ud83d"))
@@ -63,12 +63,12 @@ def test_outcomes_come_back_in_order_and_replace_their_like(tmp_path: Path) -> N
             (124, 1, True),
         ]
         assert store.outcomes("b")[0].error == "half a pair: ?"
-    with Store(tmp_path) as store:
+    with OutcomeStore(tmp_path) as store:
         assert store.outcomes("a") == found
 
 
 def test_two_write_at_once(tmp_path: Path) -> None:
-    with Store(tmp_path) as one, Store(tmp_path) as other:
+    with OutcomeStore(tmp_path) as one, OutcomeStore(tmp_path) as other:
         one.add("a", LOST)
         other.add("a", replace(LOST, sample=2))
         one.add("a", replace(LOST, sample=3))
@@ -78,18 +78,18 @@ def test_two_write_at_once(tmp_path: Path) -> None:
 
 def test_a_database_that_another_process_is_at_stays(tmp_path: Path) -> None:
     """The one made it and played nothing; the other came later, and has yet to play."""
-    one = Store(tmp_path)
-    with Store(tmp_path) as other:
+    one = OutcomeStore(tmp_path)
+    with OutcomeStore(tmp_path) as other:
         assert other.outcomes("a") == []
         one.close()
         other.add("a", LOST)
-    with Store(tmp_path) as store:
+    with OutcomeStore(tmp_path) as store:
         assert store.outcomes("a") == [LOST]
 
 
 def test_a_result_is_known_by_its_levels_and_samples(tmp_path: Path) -> None:
     record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "samples": 2}
-    with Store(tmp_path) as store:
+    with OutcomeStore(tmp_path) as store:
         assert not store.holds("a", 4, 2)
         store.finish("a", {}, record)
         found = [store.holds("a", 4, 2), store.holds("a", 4, 1), store.holds("a", 8, 2)]
@@ -103,7 +103,7 @@ def test_a_run_s_own_evaluations_stay_apart(tmp_path: Path) -> None:
     with Recorder.create(folder, "seed = 0") as recorder:
         recorder.evaluation(3, record)
         recorder.commit()
-        with Store(folder) as store:
+        with OutcomeStore(folder) as store:
             store.add("a", LOST)
             store.finish("a", {"seed": 1}, {**record, "success": 1.0})
         recorder.evaluation(5, record)
@@ -124,7 +124,7 @@ def test_a_run_of_an_older_version_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(
         RagenError, match=r"has schema 1, .*that wrote it; or .*elsewhere with --out"
     ):
-        Store(folder)
+        OutcomeStore(folder)
     # Opening set the journal's mode and set it back; the header counts such changes.
     assert (folder / DATABASE).read_bytes()[100:] == before[100:]
 
@@ -132,9 +132,9 @@ def test_a_run_of_an_older_version_is_left_alone(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RagenError, match=r"cannot be read: .*--out DIR") as caught:
-        Store(tmp_path / "file" / "evals")
+        OutcomeStore(tmp_path / "file" / "evals")
     assert "\n" not in str(caught.value)
-    with Store(tmp_path / "evals") as store:
+    with OutcomeStore(tmp_path / "evals") as store:
         store._connection.execute("PRAGMA query_only = ON")
         with pytest.raises(RagenError, match=r"cannot write .*readonly"):
             store.add("a", LOST)

@@ -292,5 +292,5 @@ def test_mistakes_are_one_line_and_exit_code_2(run: Path, capsys: Capture) -> No
 def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
     with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
         recorder.evaluation(0, {"success": 1.0})
-    with pytest.raises(RagenError, match="evaluated by another version"):
+    with pytest.raises(RagenError, match="another version of RAGEN evaluated"):
         read_facts(tmp_path)

@@ -22,7 +22,8 @@ from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.engines.local import LocalEngine, loaded, policy_of
 from ragen.engines.tensors import load_tensors
-from ragen.evaluation.evaluation import evaluate_target, evaluations_of
+from ragen.evaluation.evaluation import evaluate_target
+from ragen.evaluation.results import load_evaluations
 from ragen.evaluation.targets import config_for
 from ragen.models import fast_qwen2, lora
 from ragen.models.adapter_folder import ADAPTER_WEIGHTS
@@ -105,7 +106,9 @@ def test_a_run_is_played_as_it_is_and_merged(finished: Path) -> None:
     assert policy.version == 0
     found = evaluate_target(str(finished), episodes=4)
     (last,) = [
-        each for each in evaluations_of(finished) if each.step == 3 and each.evaluation.temperature
+        each
+        for each in load_evaluations(finished)
+        if each.step == 3 and each.evaluation.temperature
     ]
     assert found.success == last.evaluation.success
 

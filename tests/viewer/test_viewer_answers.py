@@ -15,7 +15,7 @@ from viewed import THOUGHTS, log_step, make_run
 
 from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
-from ragen.evaluation.outcomes import Outcome, Store
+from ragen.evaluation.outcomes import Outcome, OutcomeStore
 from ragen.reports.report import read_facts
 from ragen.storage.branches import FILE
 from ragen.storage.database import CONFIG, DATABASE, is_claimed
@@ -266,7 +266,7 @@ def test_a_run_says_what_there_is_to_see(root: Path) -> None:
 def test_what_was_asked_for_since_is_not_the_runs_success(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     before = ask(tmp_path, "runs")["runs"][0]
-    with Store(tmp_path / "a") as store:
+    with OutcomeStore(tmp_path / "a") as store:
         settings = {"env.name": "w", "seed": 0, "temperature": 1.0}
         store.finish("asked", settings, evaluation(0.12).record() | {"env": "w", "random": 0.01})
     after = ask(tmp_path, "runs")["runs"][0]
@@ -495,7 +495,7 @@ def test_stored_outcomes_are_compared_where_the_game_is_one(tmp_path: Path) -> N
     for name in ("a", "b"):
         make_run(tmp_path / name)
     for name, solved, agent in (("a", 0, "early"), ("a", 3, "late"), ("b", 1, "late")):
-        with Store(tmp_path / name) as store:
+        with OutcomeStore(tmp_path / name) as store:
             for level in range(4):
                 played = Outcome("w", level, 0, level < solved, 0.0, 1, 1, 1, 1, 7, 9, 9, "failed")
                 store.add(agent, played)

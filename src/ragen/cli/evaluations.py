@@ -14,8 +14,8 @@ from ragen.cli.command import Command, Overrides, Parser, terminal
 from ragen.core.errors import RagenError
 
 if TYPE_CHECKING:
-    from ragen.evaluation.evaluation import Evaluation
     from ragen.evaluation.outcomes import Outcome
+    from ragen.evaluation.results import Evaluation
     from ragen.rollout.endpoint import Server
 
 
@@ -30,8 +30,7 @@ def _eval_options(parser: Parser) -> None:
 def _eval(options: Namespace, overrides: Overrides) -> int:
     from ragen.core.tables import markdown, show
     from ragen.envs.registry import make
-    from ragen.evaluation.evaluation import outcomes_of
-    from ragen.evaluation.scores import Prices, as_record, scores
+    from ragen.evaluation.tables import Prices, evaluation_record, evaluation_table
     from ragen.evaluation.targets import config_for
 
     server = _server(options)
@@ -44,22 +43,10 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
         make(env.name, **env.params)
     sections = []
     for env, values in zip(envs, asked_in, strict=True):
-        with _counting(env.name, options.episodes * options.samples) as count:
-            evaluation, outcomes = outcomes_of(
-                options.target,
-                values,
-                episodes=options.episodes,
-                seed=options.seed,
-                temperature=options.temperature,
-                samples=options.samples,
-                server=server,
-                concurrency=options.concurrency,
-                out=options.out,
-                on_outcome=count,
-            )
-        sections.append(scores(evaluation, outcomes, prices))
+        evaluation, outcomes = _evaluate(options, options.target, values, server, env.name)
+        sections.append(evaluation_table(evaluation, outcomes, prices))
         if options.json:
-            print(json.dumps(as_record(evaluation, outcomes, prices)), flush=True)
+            print(json.dumps(evaluation_record(evaluation, outcomes, prices)), flush=True)
         else:
             show(terminal(), sections[-1:])
     if options.markdown is not None:
@@ -81,45 +68,56 @@ def _compare_options(parser: Parser) -> None:
 
 def _compare(options: Namespace, overrides: Overrides) -> int:
     from ragen.core.tables import markdown, show
-    from ragen.evaluation.compare import contests, in_all, table
-    from ragen.evaluation.evaluation import outcomes_of
-    from ragen.evaluation.targets import is_local, refuse_absent
+    from ragen.evaluation.compare import compare_in_envs, refuse_absent_targets
+    from ragen.evaluation.tables import closing_sections, comparison_table
+    from ragen.evaluation.targets import is_local
 
-    server, places = _server(options), _places(options)
+    server, envs = _server(options), _compared_envs(options)
     _refuse_unwritable(options.markdown)
 
     def measure(target: str, settings: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
-        with _counting(target, options.episodes * options.samples) as count:
-            return outcomes_of(
-                target,
-                settings,
-                episodes=options.episodes,
-                seed=options.seed,
-                temperature=options.temperature,
-                samples=options.samples,
-                server=None if is_local(target) else server,
-                concurrency=options.concurrency,
-                out=options.out,
-                on_outcome=count,
-            )
+        return _evaluate(options, target, settings, None if is_local(target) else server, target)
 
     arms = options.one.split(","), options.other.split(",")
-    for target in (*arms[0], *arms[1]):
-        if not target:
-            raise RagenError("an arm is one target, or several with a comma between: A1,A2,A3")
-        refuse_absent(target, server)
-    found = []
-    for comparison in contests(*arms, places, overrides, measure, server is not None):
-        found.append(comparison)
+    refuse_absent_targets(*arms, server)
+    comparisons = []
+    for comparison in compare_in_envs(*arms, envs, overrides, measure, server is not None):
+        comparisons.append(comparison)
         if options.json:
             print(json.dumps(comparison.record()), flush=True)
         else:
-            show(terminal(), [table(comparison)])
+            show(terminal(), [comparison_table(comparison)])
+    closing = closing_sections(comparisons)
     if not options.json:
-        show(terminal(), in_all(found))
+        show(terminal(), closing)
     if options.markdown is not None:
-        _write(options.markdown, markdown([*map(table, found), *in_all(found)]))
+        _write(options.markdown, markdown([*map(comparison_table, comparisons), *closing]))
     return 0
+
+
+def _evaluate(
+    options: Namespace,
+    target: str,
+    settings: Mapping[str, Any],
+    server: Server | None,
+    label: str,
+) -> tuple[Evaluation, list[Outcome]]:
+    """Evaluate a target as the options say, with a progress bar."""
+    from ragen.evaluation.evaluation import default_out, evaluate_outcomes
+
+    with _counting(label, options.episodes * options.samples) as count:
+        return evaluate_outcomes(
+            target,
+            settings,
+            episodes=options.episodes,
+            seed=options.seed,
+            temperature=options.temperature,
+            samples=options.samples,
+            server=server,
+            concurrency=options.concurrency,
+            out=options.out or default_out(target, server),
+            on_outcome=count,
+        )
 
 
 def _playing_options(parser: Parser) -> None:
@@ -160,7 +158,7 @@ def _server(options: Namespace) -> Server | None:
     return None if options.base_url is None else Server(options.base_url, **asked)
 
 
-def _places(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
+def _compared_envs(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
     """Where to compare: a suite, the named environments, or that of the first run.
 
     Raises:

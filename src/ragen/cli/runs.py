@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ragen.config.config import Config
-    from ragen.evaluation.evaluation import Evaluation
+    from ragen.evaluation.results import Evaluation
     from ragen.training.progress import Watcher
     from ragen.training.running import Result
 

@@ -40,7 +40,7 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
 
     config = resolve(options.recipe, overrides)
     make(config.env.name, **config.env.params)
-    from ragen.evaluation.targets import PLAYED_UNDER
+    from ragen.evaluation.targets import EPISODE_KEYS
     from ragen.finetuning.sft import refuse_unread, sft
 
     refuse_unread(overrides)
@@ -68,8 +68,8 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     print(tuned)
     print(f"{tuned.seconds:.0f} s; the model is in {tuned.model}")
     again = {key: value for key, value in overrides.items() if key != "model.path"}
-    asked = {key: value for key, value in again.items() if key.startswith(PLAYED_UNDER)}
-    kept = {key: value for key, value in again.items() if key.startswith((*PLAYED_UNDER, "lora."))}
+    asked = {key: value for key, value in again.items() if key.startswith(EPISODE_KEYS)}
+    kept = {key: value for key, value in again.items() if key.startswith((*EPISODE_KEYS, "lora."))}
     env = asked.pop("env.name", options.recipe)
     model, ragen = tuned.model, program()
     print(f"evaluate it:       {ragen} eval {model} --env {env}{_typed(asked)}")

@@ -1,7 +1,7 @@
-"""What came of each episode of an evaluation, and where that is kept.
+"""Per-episode outcomes of evaluations and their storage.
 
-Outcomes are written as episodes end, under a key of all that they follow from. So an evaluation
-that was killed goes on where it stopped, and one that was finished is read instead of played again.
+Outcomes are written as episodes end, under a key of everything that determines them. So a killed
+evaluation resumes where it stopped, and a finished one is read instead of played again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
@@ -35,14 +36,13 @@ def how_sampled(temperature: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One episode of an evaluation, in numbers.
+    """One evaluated episode in numbers.
 
-    `sample` counts the episodes of a level. Tokens are summed over the turns, those of a server as
-    it counted them; `thought_words` are the thoughts' words, which every target has alike.
-    `valid_turns` had a valid reply, `effective_actions` changed the environment. `error` is the
-    traceback
-    of an environment, or the last complaint of a server, that failed: such an episode is no
-    success.
+    `sample` numbers the episodes of a level. Token counts are sums over turns; a server's own
+    counts are used where it gives them. `thought_words` counts words, so that targets with
+    different tokenizers compare. `valid_turns` had a valid reply, `effective_actions` changed the
+    environment. `error` is the traceback of a failed environment or the last error of a failed
+    server; such an episode is no success.
 
     Example:
         >>> lost = Outcome("bandit", 123, 0, False, 0.0, 1, 1, 1, 1, 7, 90, 12, "failed")
@@ -67,24 +67,24 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the environment or the server failed, which says little about the agent."""
+        """Whether the environment or the server failed."""
         return self.error is not None
 
     @property
     def reason(self) -> str:
-        """The last line of its error: what went wrong, without where."""
+        """The last line of the error, or an empty string."""
         return (self.error or "").strip().rpartition("\n")[2]
 
 
-def usage_of(turn: Turn) -> Usage:
-    """Tokens of a turn: a server's count, or that of the ids that are here (none of a player's)."""
+def _usage_of(turn: Turn) -> Usage:
+    """Tokens of a turn: the server's count, or the number of ids; players have none."""
     counted = turn.completion.usage
     ids = turn.prompt.token_ids or (), turn.completion.token_ids or ()
     return counted or Usage(*map(len, ids))
 
 
 def outcome_of(episode: Episode) -> Outcome:
-    """What came of an episode; its member is the sample."""
+    """The outcome of an episode; its member is the sample."""
     turns = episode.turns
     return Outcome(
         env=episode.env,
@@ -97,33 +97,78 @@ def outcome_of(episode: Episode) -> Outcome:
         effective_actions=sum(int(turn.info.get("effective", 0)) for turn in turns),
         valid_turns=sum(turn.well_formed for turn in turns),
         thought_words=sum(len((turn.thought or "").split()) for turn in turns),
-        prompt_tokens=sum(usage_of(turn).prompt_tokens for turn in turns),
-        completion_tokens=sum(usage_of(turn).completion_tokens for turn in turns),
+        prompt_tokens=sum(_usage_of(turn).prompt_tokens for turn in turns),
+        completion_tokens=sum(_usage_of(turn).completion_tokens for turn in turns),
         stop_reason=episode.stop_reason,
         error=episode.error,
     )
 
 
-class Store:
-    """The outcomes in a folder's database: a run's own, or one that holds nothing else.
+def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
+    """Refuse an environment that fails, or leaves no room for a reply, in every episode.
 
-    Several processes may write at once, also beside the run itself. A database that it made, and in
-    which no episode was played, is gone again when it is closed: what a mistake leaves is nothing.
+    Raises:
+        RagenError: All episodes failed, or none had room for its first prompt.
+    """
+    if outcomes and all(outcome.failed for outcome in outcomes):
+        first = outcomes[0]
+        if first.stop_reason == "request":
+            raise RagenError(f"the server failed in every episode: {first.reason}")
+        raise RagenError(
+            f"the environment {first.env!r} failed in every episode: {first.reason}; "
+            "run `ragen check` on it"
+        )
+    if outcomes and all(o.stop_reason == "context" and not o.num_turns for o in outcomes):
+        raise RagenError(
+            f"no first prompt of the environment {outcomes[0].env!r} leaves room for a reply; "
+            "raise model.max_length, or lower rollout.max_tokens"
+        )
+
+
+def describe_failures(outcomes: Sequence[Outcome]) -> list[str]:
+    """One line for server failures and one for environment failures, with the commonest reason.
+
+    Example:
+        >>> lost = Outcome("w", 123, 0, False, 0.0, *(0,) * 7, "request", "it said HTTP 500")
+        >>> describe_failures([lost])[0].partition(":")[0]
+        '1 of 1 episodes failed at the server and counts as no success'
+    """
+    lines = []
+    for where, at_server, advice in (
+        ("at the server", True, "; the same command plays them again"),
+        ("in the environment", False, ""),
+    ):
+        failed = [o for o in outcomes if o.failed and (o.stop_reason == "request") == at_server]
+        if failed:
+            ((reason, _),) = Counter(outcome.reason for outcome in failed).most_common(1)
+            verb = "counts" if len(failed) == 1 else "count"
+            lines.append(
+                f"{len(failed)} of {len(outcomes)} episodes failed {where} and {verb} as no "
+                f"success: {reason}{advice}"
+            )
+    return lines
+
+
+class OutcomeStore:
+    """Stores outcomes in a folder's database: a run's, or one for outcomes only.
+
+    Several processes may write at once, including the run itself. On closing, the store deletes a
+    database that it created if no episode was played, so that a mistake leaves no file behind.
 
     Example:
         >>> import tempfile
         >>> lost = Outcome("bandit", 123, 0, False, 0.0, 1, 1, 1, 1, 7, 90, 12, "failed")
-        >>> with Store(Path(tempfile.mkdtemp())) as store:
+        >>> with OutcomeStore(Path(tempfile.mkdtemp())) as store:
         ...     store.add("a", lost)
         ...     store.outcomes("a") == [lost], store.outcomes("b")
         (True, [])
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder's database, or make one.
+        """Open the folder's database, or create one.
 
         Raises:
-            RagenError: It is damaged, of another version, or cannot be written.
+            RagenError: It is damaged, has another version, or cannot be written.
         """
         self.folder = folder
         self._made = not (folder / DATABASE).exists()
@@ -132,11 +177,11 @@ class Store:
             self._connection = open_database(folder, make=True)
         except RagenError as error:
             raise RagenError(f"{error}; or keep the results elsewhere with --out DIR") from None
-        # A process that dies loses nothing by this, and a machine that does loses some episodes.
+        # A killed process loses nothing with this setting; a crashed machine loses some episodes.
         self._connection.execute("PRAGMA synchronous = NORMAL")
 
     def outcomes(self, key: str) -> list[Outcome]:
-        """What is known under a key, in the order of (level, sample).
+        """The outcomes under a key, in the order of (level, sample).
 
         Raises:
             RagenError: The database cannot be read.
@@ -145,11 +190,11 @@ class Store:
         query = f"SELECT {names} FROM outcomes WHERE key = ? ORDER BY level_seed, sample"
         with self._errors():
             rows = self._connection.execute(query, (key,)).fetchall()
-        found = (dict(zip(names.split(", "), row, strict=True)) for row in rows)
-        return [Outcome(**{**each, "success": bool(each["success"])}) for each in found]
+        records = (dict(zip(names.split(", "), row, strict=True)) for row in rows)
+        return [Outcome(**{**each, "success": bool(each["success"])}) for each in records]
 
     def add(self, key: str, outcome: Outcome) -> None:
-        """Keep an outcome, in the place of one of the same level and sample.
+        """Store an outcome; it replaces one of the same level and sample.
 
         Raises:
             RagenError: The database cannot be written.
@@ -164,7 +209,7 @@ class Store:
             )
 
     def finish(self, key: str, settings: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Keep a whole evaluation's result, beside those of the run itself.
+        """Store the result of a whole evaluation.
 
         Raises:
             RagenError: The database cannot be written.
@@ -179,7 +224,7 @@ class Store:
             )
 
     def holds(self, key: str, episodes: int, samples: int) -> bool:
-        """Whether the result of so many levels and samples was kept under a key.
+        """Whether a result with these counts of levels and samples is stored under a key.
 
         Raises:
             RagenError: The database cannot be read.
@@ -190,12 +235,12 @@ class Store:
         return any(json.loads(record).get("samples", 1) == samples for (record,) in rows)
 
     def close(self) -> None:
-        """Leave one plain file, unless others are still at it."""
+        """Leave one plain file, unless another process still uses it."""
         played = "SELECT EXISTS (SELECT 1 FROM outcomes WHERE error IS NULL AND num_turns > 0)"
-        useless = self._made and self._connection.execute(played).fetchone() == (0,)
+        is_empty = self._made and self._connection.execute(played).fetchone() == (0,)
         close_database(self._connection)
-        # Another process that is at it keeps the write-ahead log, and needs the file.
-        if useless and not (self.folder / f"{DATABASE}-wal").exists():
+        # The write-ahead log remains while another process uses the database.
+        if is_empty and not (self.folder / f"{DATABASE}-wal").exists():
             (self.folder / DATABASE).unlink(missing_ok=True)
             if self._made_folder and not any(self.folder.iterdir()):
                 self.folder.rmdir()
@@ -220,7 +265,7 @@ class Store:
 
 
 def key_of(settings: Mapping[str, Any]) -> str:
-    """The key under which outcomes of these settings are kept.
+    """The key under which outcomes of these settings are stored.
 
     Example:
         >>> key_of({"seed": 0, "env": "bandit"}) == key_of({"env": "bandit", "seed": 0})

@@ -1,8 +1,8 @@
-"""Who can be evaluated: a run, a checkpoint, a model, an endpoint, a player; and how each plays."""
+"""Targets of an evaluation (runs, checkpoints, models, endpoints, players) and their settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,10 +20,13 @@ from ragen.rollout.policies import Policy
 from ragen.rollout.rollout import Setup, setup_of
 from ragen.storage.database import CONFIG
 
-VERSION = 1
-"""Incremented when equal settings start to play differently; environment sources are hashed."""
+Overrides = Mapping[str, Any]
+"""Values by config key."""
 
-SERVED: Mapping[str, Any] = MappingProxyType(
+VERSION = 1
+"""Incremented when equal settings begin to give other episodes; environment sources are hashed."""
+
+ENDPOINT_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "prompt.style": "paper",
         "prompt.prefill": False,
@@ -31,15 +34,21 @@ SERVED: Mapping[str, Any] = MappingProxyType(
         "model.max_length": 2**20,
     }
 )
-"""How an endpoint's model is prompted unless told otherwise: in full words, with room to think. How
-long a conversation may be, the server knows."""
+"""Default prompts of an endpoint's model: full words and room to think. The server knows how long a
+conversation may be."""
 
-PLAYED_UNDER = ("env.", "prompt.", "model.", "rollout.max_tokens")
-"""Beginnings of the keys that decide how an episode is played."""
+EPISODE_KEYS = ("env.", "prompt.", "model.", "rollout.max_tokens")
+"""Prefixes of the keys that determine an episode."""
+
+DISPLAY_KEYS = ("env.params.observation", "env.timeout_s", "env.isolate")
+"""Keys of an environment that do not change the task, only how it is shown and run."""
+
+PROMPT_KEYS = ("prompt.", "rollout.max_tokens", "model.max_length", "env.params.observation")
+"""Prefixes of the keys that determine an agent's prompts. A model folder does not record them."""
 
 
 def run_of(target: str) -> Path | None:
-    """The run folder that a target is, or whose checkpoint it is.
+    """The run folder of a target that is a run or a checkpoint of one, else ``None``.
 
     Example:
         >>> run_of("random") is None
@@ -52,7 +61,7 @@ def run_of(target: str) -> Path | None:
 
 
 def is_local(target: str) -> bool:
-    """Whether a target is found here, by its name or as a folder, whatever a server may have.
+    """Whether a target is found on this machine, by its name or as a folder.
 
     Example:
         >>> is_local("base"), is_local("gpt-5")
@@ -62,15 +71,15 @@ def is_local(target: str) -> bool:
 
 
 def refuse_absent(target: str, server: Server | None = None) -> None:
-    """What cannot play is known before anyone else has played; no weights are read.
+    """Refuse a target that does not exist, without reading weights.
 
-    A server's model is left to the server.
+    Names of a server's models are not checked.
 
     Raises:
-        RagenError: There is no such run or model, or it is not one.
+        RagenError: There is no such run or model, or the folder holds no model.
     """
     if target == "human":
-        raise RagenError("a person plays with `ragen play WORLD`; random and solver are measured")
+        raise RagenError("a person plays with `ragen play ENV`; evaluate random or solver")
     if target == "base" or target in PLAYERS or (server is not None and not is_local(target)):
         return
     from ragen.models.names import base_of
@@ -80,51 +89,106 @@ def refuse_absent(target: str, server: Server | None = None) -> None:
     model_config(model_folder(model, weights=False), target)
 
 
-def config_for(target: str, overrides: Mapping[str, Any], server: Server | None = None) -> Config:
-    """The settings under which a target plays: its run's, or the recipe's of the environment.
+def config_for(target: str, overrides: Overrides, server: Server | None = None) -> Config:
+    """The settings under which a target plays: those of its run, or of the environment's recipe.
 
-    A recipe may be named as the environment: it stands for its own, played as the recipe says.
-    `sokoban` and `paper/sokoban` are one environment, told in other words.
+    The environment may be given as a recipe, which then sets budgets and prompts as well: `sokoban`
+    and `paper/sokoban` are one environment with different prompts.
 
-    A run that is evaluated in another environment keeps how it is prompted, the form of its
-    observations
-    included, and takes the other's budgets and parameters. A model at an endpoint sees an
-    environment as the environment itself shows it (`SERVED`), not as the embedded models know it.
+    A run in another environment keeps its own prompts and form of observation, and takes the other
+    environment's budgets and parameters. A model at an endpoint gets `ENDPOINT_DEFAULTS` and the
+    environment's default observation.
 
     Raises:
-        RagenError: No such key or environment, or values that exclude each other.
+        RagenError: There is no such key or environment, or values exclude each other.
     """
-    wanted = {canonical_key(key): value for key, value in overrides.items()}
-    env = wanted.get("env.name")
+    given = {canonical_key(key): value for key, value in overrides.items()}
+    env = given.get("env.name")
     is_recipe = env in recipes() or str(env).endswith(".toml")
     recipe = resolve(env if is_recipe else None)
     if is_recipe:
-        env = wanted["env.name"] = recipe.env.name
+        env = given["env.name"] = recipe.env.name
     of_env = {k: v for k, v in flatten(recipe).items() if k.startswith("env.")}
     if server is not None:
         of_env.pop("env.params.observation", None)
-        config = resolve(None, {**of_env, **SERVED, **wanted})
+        config = resolve(None, {**of_env, **ENDPOINT_DEFAULTS, **given})
         if config.prompt.prefill:
-            raise RagenError("prompt.prefill: a chat endpoint's reply cannot be begun for it")
+            raise RagenError("prompt.prefill: a chat endpoint cannot continue a pre-filled reply")
         return config
     run = run_of(target)
     if run is None:
-        return resolve(None, wanted, saved=flatten(recipe))
+        return resolve(None, given, saved=flatten(recipe))
     config = read_config(run / CONFIG)
     if env is None or env == config.env.name:
-        return resolve(None, wanted, saved=flatten(config))
+        return resolve(None, given, saved=flatten(config))
     of_run = {k: v for k, v in flatten(config).items() if not k.startswith("env.params.")}
-    seen = config.env.params.get("observation")
-    shown = (
-        {"env.params.observation": seen} if seen and "observation" in parameter_names(env) else {}
-    )
-    return resolve(None, wanted, saved={**of_run, **of_env, **shown})
+    saved = {**of_run, **of_env}
+    form = config.env.params.get("observation")
+    if form and "observation" in parameter_names(env):
+        saved["env.params.observation"] = form
+    return resolve(None, given, saved=saved)
 
 
-def opponent(
+def shared_settings(
+    targets: Sequence[str], overrides: Overrides, is_served: bool = False
+) -> dict[str, dict[str, Any]]:
+    """The settings of each target with which all of them play the same task.
+
+    The first run's environment, parameters and budgets hold for targets without a run. Each run
+    keeps its own prompts and form of observation. If no environment is given, a model is prompted
+    like the first run, except for the embedded model and, if `is_served`, models of a server.
+
+    Raises:
+        RagenError: There is no such environment; or two runs were trained in different environments
+            and `overrides` do not choose one.
+    """
+    runs = [target for target in targets if run_of(target)]
+    first = (runs or targets)[0]
+    config = config_for(first, overrides)
+    make(config.env.name, **config.env.params).close()
+    task = _task_settings(config)
+    for run in runs:
+        own = _task_settings(config_for(run, overrides))
+        for key in sorted(task | own, key=lambda key: (key != "env.name", key)):
+            if task.get(key) != own.get(key):
+                raise RagenError(
+                    f"{first} and {run} were trained in different environments: {key} is "
+                    f"{task.get(key)!r} and {own.get(key)!r}; choose one with --{key}"
+                )
+    prompts = {k: v for k, v in flatten(config).items() if k.startswith(PROMPT_KEYS)}
+    if not runs or not overrides.keys().isdisjoint(("env", "env.name")):
+        prompts = {}  # the given environment sets a model's prompts
+
+    def settings(target: str) -> dict[str, Any]:
+        if target in runs:
+            return dict(overrides)
+        has_own = target == "base" or target in PLAYERS or (is_served and not is_local(target))
+        return {**task, **({} if has_own else prompts), **overrides}
+
+    return {target: settings(target) for target in targets}
+
+
+def _task_settings(config: Config) -> dict[str, Any]:
+    """The keys that determine the task: levels, events and budgets."""
+    return {
+        key: value
+        for key, value in flatten(config).items()
+        if key.startswith("env.") and key not in DISPLAY_KEYS
+    }
+
+
+def home_env(targets: Sequence[str], overrides: Overrides) -> str:
+    """The environment in which the first run was trained; without a run, the one to be played."""
+    for target in targets:
+        if (run := run_of(target)) is not None:
+            return read_config(run / CONFIG).env.name
+    return config_for(targets[0], overrides).env.name
+
+
+def load_target(
     target: str, config: Config, server: Server | None = None
 ) -> tuple[Policy | PlayerPolicy, Setup]:
-    """Who plays, and how.
+    """The policy or player of a target, and the set-up of its episodes.
 
     Raises:
         RagenError: There is no such target, or its model cannot be loaded.
@@ -139,18 +203,17 @@ def opponent(
     from ragen.engines.threads import use_threads
 
     use_threads(config.threads)
-
     policy, chat = policy_of(config, resolve_model(target, config.env.name))
     return policy, setup_of(config, chat)
 
 
-def settings_of(
+def outcome_settings(
     target: str, config: Config, server: Server | None, seed: int, temperature: float
 ) -> dict[str, Any]:
-    """All that an evaluation's episodes follow from, but for which levels are played how often.
+    """Everything that determines an evaluation's episodes, except the number of levels and samples.
 
-    A model on this machine goes by its weights, one from a hub or a server by its name. vLLM draws
-    other tokens than the local sampler does.
+    A model on this machine is identified by its weights' hash, a model of a hub or a server by its
+    name. The sampler counts, since vLLM draws other tokens than the local one.
 
     Raises:
         RagenError: There is no such target or environment.
@@ -163,7 +226,7 @@ def settings_of(
         "seed": seed,
         "temperature": temperature,
         "sources": sources(type(env)),
-        **{k: v for k, v in flatten(config).items() if k.startswith(PLAYED_UNDER)},
+        **{k: v for k, v in flatten(config).items() if k.startswith(EPISODE_KEYS)},
         "model.path": None,
         **({"rollout.sampler": "vllm"} if config.rollout.sampler == "vllm" else {}),
     }

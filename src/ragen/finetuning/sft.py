@@ -28,8 +28,7 @@ from ragen.core.stopping import run_async
 from ragen.engines.learner import Learner
 from ragen.engines.local import chat_of, loaded, prepared, save_trained
 from ragen.engines.threads import use_threads
-from ragen.evaluation.evaluation import refuse_unplayable
-from ragen.evaluation.outcomes import outcome_of
+from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.finetuning.demonstrations import Planner
 from ragen.finetuning.transcripts import Transcript, read_transcripts, recite
 from ragen.models.names import resolve_model

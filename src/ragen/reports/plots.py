@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ragen.evaluation.evaluation import Evaluated
+    from ragen.evaluation.results import RunEvaluation
 
 Series = Mapping[int, float]
 """One metric: step to value, in the order of the steps."""
@@ -79,7 +79,7 @@ def smoothed(series: Series, window: int = SMOOTH) -> dict[int, float]:
 
 
 def draw_success(
-    success: Curve, reward: Curve, evaluations: Sequence[Evaluated], alarms: Sequence[int]
+    success: Curve, reward: Curve, evaluations: Sequence[RunEvaluation], alarms: Sequence[int]
 ) -> Figure:
     """Success with its evaluations and their intervals, and below it reward, by step.
 
@@ -182,7 +182,7 @@ def _draw(place: Axes, curve: Curve, label: str | None = None) -> None:
     place.plot(steps, list(smoothed(curve.standing).values()), color=BLUE, lw=1.6, label=label)
 
 
-def _intervals(place: Axes, evaluated: Sequence[Evaluated]) -> None:
+def _intervals(place: Axes, evaluated: Sequence[RunEvaluation]) -> None:
     """Evaluations of one temperature with their intervals."""
     found = [each.evaluation for each in evaluated]
     greedy = found[0].temperature == 0

@@ -21,7 +21,7 @@ from ragen.config.reading import differences, read_config
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, difference
 from ragen.core.tables import Section, markdown
-from ragen.evaluation.evaluation import Evaluated, Evaluation, evaluations_of
+from ragen.evaluation.results import Evaluation, RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve, Series, draw_signals, draw_success, draw_time
 from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_attempts, read_events, read_metrics, standing
@@ -91,7 +91,7 @@ class Facts:
     run: Path
     config: Config
     course: History
-    evaluations: tuple[Evaluated, ...]
+    evaluations: tuple[RunEvaluation, ...]
     events: tuple[Mapping[str, Any], ...]
     attempts: Mapping[int, History]
 
@@ -133,7 +133,7 @@ def read_facts(run: Path) -> Facts:
         run,
         read_config(run / CONFIG),
         read_metrics(run),
-        tuple(each for each in evaluations_of(run) if stands(each.attempt, each.step)),
+        tuple(each for each in load_evaluations(run) if stands(each.attempt, each.step)),
         tuple(read_events(run)),
         read_attempts(run),
     )
@@ -185,7 +185,7 @@ def learnt(facts: Facts) -> Section:
     return Section(title, tuple(lines), columns, tuple(rows), "success")
 
 
-def _evaluation_row(evaluated: Evaluated) -> tuple[str, ...]:
+def _evaluation_row(evaluated: RunEvaluation) -> tuple[str, ...]:
     e = evaluated.evaluation
     interval = f"{e.success_low:.1%} – {e.success_high:.1%}"
     player = f"step {evaluated.step}, {e.how}"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ragen.config.config import Config
 from ragen.config.reading import read_config
 from ragen.core.errors import RagenError
-from ragen.evaluation.evaluation import Evaluated, evaluations_of
+from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.stored_episodes import Recorded, read_episodes
@@ -77,13 +77,13 @@ class RunData:
         return table.astype({"step": int}).set_index("step")
 
     @cached_property
-    def evaluations(self) -> tuple[Evaluated, ...]:
+    def evaluations(self) -> tuple[RunEvaluation, ...]:
         """The run's own evaluations in order, each with its step.
 
         Raises:
             RagenError: The database cannot be read.
         """
-        return tuple(evaluations_of(self.path))
+        return tuple(load_evaluations(self.path))
 
     @cached_property
     def events(self) -> tuple[Mapping[str, Any], ...]:

@@ -29,7 +29,7 @@ from types import MappingProxyType
 
 from ragen.core.errors import RagenError
 from ragen.diagnostics.collapse import WINDOW
-from ragen.evaluation.evaluation import evaluations_of
+from ragen.evaluation.results import load_evaluations
 from ragen.storage.reader import read_metrics
 
 Series = Mapping[int, float]
@@ -62,7 +62,7 @@ def read_run(folder: Path, temperature: float) -> RunFacts:
         RagenError: There is no run, or its database cannot be read.
     """
     metrics = read_metrics(folder)
-    found = [e for e in evaluations_of(folder) if e.evaluation.temperature == temperature]
+    found = [e for e in load_evaluations(folder) if e.evaluation.temperature == temperature]
     success = {each.step: each.evaluation.success for each in found}
     seconds = sum(metrics.get("time/step_s", {}).values())
     return RunFacts(success, metrics, seconds, found[-1].evaluation.random if found else math.nan)

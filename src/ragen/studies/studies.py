@@ -28,7 +28,7 @@ from ragen.core.errors import GuardStop, RagenError
 from ragen.core.statistics import mean_interval
 from ragen.core.stopping import StopRequested
 from ragen.engines.threads import usable_cpus
-from ragen.evaluation.evaluation import evaluations_of
+from ragen.evaluation.results import load_evaluations
 from ragen.finetuning.sft import sft
 from ragen.reports.plots import COLOURS, figure_of
 from ragen.storage.database import CONFIG
@@ -230,7 +230,7 @@ def is_finished(cell: Cell) -> bool:
     if any(event["text"].startswith("stopped") for event in read_events(cell.folder, "guard")):
         return True
     # The greedy evaluation is the last thing that a run does.
-    greedy = [e.step for e in evaluations_of(cell.folder) if e.evaluation.temperature == 0]
+    greedy = [e.step for e in load_evaluations(cell.folder) if e.evaluation.temperature == 0]
     return bool(greedy) and (max(greedy) > 0 or cell.config.steps == 0)
 
 

@@ -15,8 +15,7 @@ from ragen.core.seeding import derive
 from ragen.core.types import Episode, Group
 from ragen.diagnostics.information import CrossScores, measure_thoughts
 from ragen.diagnostics.signals import averaged, explained_variance, reference_kl, smooth, summarize
-from ragen.evaluation.evaluation import refuse_unplayable
-from ragen.evaluation.outcomes import outcome_of
+from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.training.collection import (
     collect_groups,
     filter_settings,

@@ -26,7 +26,7 @@ from ragen.core.types import Episode
 from ragen.storage.database import CONFIG
 
 if TYPE_CHECKING:
-    from ragen.evaluation.evaluation import Evaluation
+    from ragen.evaluation.results import Evaluation
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 """The levels of a sparkline."""

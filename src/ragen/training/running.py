@@ -16,7 +16,8 @@ from ragen.core.stopping import Stop
 from ragen.diagnostics.collapse import Sign, echo_trap_signs
 from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alarms
 from ragen.engines.engine import Engine
-from ragen.evaluation.evaluation import Evaluation, evaluate_policy, evaluations_of
+from ragen.evaluation.evaluation import evaluate_policy
+from ragen.evaluation.results import Evaluation, load_evaluations
 from ragen.rollout.rollout import Setup
 from ragen.storage.checkpoint import (
     checkpoint_of,
@@ -312,7 +313,7 @@ def result_of(run: Run) -> Result:
     temperature, steps = run.config.eval.temperature, run.state.step
     found = {
         (each.step, each.evaluation.temperature): each.evaluation
-        for each in evaluations_of(run.folder)
+        for each in load_evaluations(run.folder)
     }
     wanted = {
         "before": (0, temperature),

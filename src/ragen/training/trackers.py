@@ -28,7 +28,7 @@ from ragen.core.types import Episode
 from ragen.training.progress import Watcher
 
 if TYPE_CHECKING:
-    from ragen.evaluation.evaluation import Evaluation
+    from ragen.evaluation.results import Evaluation
 
 PROJECT = "ragen"
 """What runs are grouped under, unless the library's own variable (``WANDB_PROJECT``) says other."""

@@ -23,8 +23,8 @@ from ragen.core.statistics import (
     smallest_detectable,
     success_rate,
 )
-from ragen.evaluation.compare import AS_SHOWN
 from ragen.evaluation.outcomes import how_sampled
+from ragen.evaluation.targets import DISPLAY_KEYS
 from ragen.viewer.episode_page import detail, episode_row
 from ragen.viewer.reading import (
     Answer,
@@ -159,7 +159,7 @@ def _game(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in settings.items()
-        if key.startswith("env.") and key not in AS_SHOWN
+        if key.startswith("env.") and key not in DISPLAY_KEYS
     }
 
 

@@ -1,0 +1,221 @@
+"""Results: the record of an evaluation, how it follows from outcomes, and how runs keep it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragen.core.errors import RagenError
+from ragen.core.statistics import bootstrap_mean, pass_at_k, success_rate
+from ragen.envs.contract import Baselines
+from ragen.evaluation.outcomes import Outcome, how_sampled
+from ragen.storage.reader import read_evaluations
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of an evaluation on a fixed set of levels, `samples` episodes per level.
+
+    Shares lie between 0 and 1, and intervals have 95 % confidence. Failed episodes (the environment
+    or the server broke) count as no success. Returns are sums of the environment's rewards without
+    format penalties. `ragen eval --json` prints these fields.
+
+    Attributes:
+        env: The environment's name.
+        target: The name of the agent, as it was given.
+        temperature: Sampling temperature; 0 is greedy.
+        episodes: Number of levels.
+        success: Share of successful episodes.
+        success_low: Lower end of its interval (`statistics.success_rate`).
+        success_high: Upper end.
+        random: Success of uniformly random play on the same levels and budgets.
+        optimal: Success of optimal play; ``None`` if the environment has no solver.
+        mean_return: Mean return per episode.
+        mean_return_low: Lower end of its interval (`statistics.bootstrap_mean`).
+        mean_return_high: Upper end.
+        random_return: Mean return of random play.
+        optimal_return: Mean return of optimal play, or ``None``.
+        mean_turns: Turns per episode.
+        mean_actions: Executed actions per episode.
+        valid_fraction: Share of turns whose reply had the required form and legal actions only.
+        completion_tokens: Sampled tokens per turn; 0 for players that are no model.
+        failed: Number of failed episodes.
+        first_level: The first level seed.
+        seconds: Wall-clock time.
+        samples: Episodes per level.
+        pass_at_k: Chance that at least one of k = `samples` episodes of a level succeeds.
+        pass_at_k_low: Lower end of its interval.
+        pass_at_k_high: Upper end.
+        thought_words: Words of thought per turn.
+        effective_fraction: Share of executed actions that changed the environment.
+        total_prompt_tokens: Tokens read, over all turns.
+        total_completion_tokens: Tokens sampled, over all turns.
+        pass_at: For k = 1, 2, 4, … and `samples`: ``[chance, low, high]`` under the key ``str(k)``;
+            empty with one sample.
+
+    Example:
+        >>> from ragen.evaluation.evaluation import evaluate_target
+        >>> evaluation = evaluate_target("solver", {"env": "bandit"}, episodes=8)
+        >>> evaluation.success, evaluation.random, evaluation.optimal
+        (1.0, 0.5, 1.0)
+        >>> print(evaluation)
+        T=1: success 100.0% [67.6%, 100.0%] on 8 levels (random play 50.0%, optimal play 100.0%)
+    """
+
+    env: str
+    target: str
+    temperature: float
+    episodes: int
+    success: float
+    success_low: float
+    success_high: float
+    random: float
+    optimal: float | None
+    mean_return: float
+    mean_return_low: float
+    mean_return_high: float
+    random_return: float
+    optimal_return: float | None
+    mean_turns: float
+    mean_actions: float
+    valid_fraction: float
+    completion_tokens: float
+    failed: int
+    first_level: int
+    seconds: float
+    samples: int = 1
+    pass_at_k: float = math.nan
+    pass_at_k_low: float = math.nan
+    pass_at_k_high: float = math.nan
+    thought_words: float = 0.0
+    effective_fraction: float = 0.0
+    total_prompt_tokens: int = 0
+    total_completion_tokens: int = 0
+    pass_at: dict[str, list[float]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """One line: success with its interval and the baselines."""
+        optimal = "" if self.optimal is None else f", optimal play {self.optimal:.1%}"
+        return (
+            f"{self.how}: success {self.success:.1%} "
+            f"[{self.success_low:.1%}, {self.success_high:.1%}] on {self.episodes} levels "
+            f"(random play {self.random:.1%}{optimal})"
+        )
+
+    @property
+    def how(self) -> str:
+        """How tokens were chosen (`how_sampled`)."""
+        return how_sampled(self.temperature)
+
+    def record(self) -> dict[str, Any]:
+        """The evaluation as JSON-ready values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvaluation:
+    """An evaluation that a run made, with its attempt and step."""
+
+    attempt: int
+    step: int
+    evaluation: Evaluation
+
+
+def load_evaluations(run: Path) -> list[RunEvaluation]:
+    """A run's own evaluations in the order in which they were made.
+
+    Raises:
+        RagenError: There is no run, its database cannot be read, or another version wrote it.
+    """
+    evaluations = []
+    for record in read_evaluations(run):
+        attempt, step = record.pop("attempt"), record.pop("step")
+        try:
+            evaluations.append(RunEvaluation(attempt, step, Evaluation(**record)))
+        except TypeError as error:
+            raise RagenError(
+                f"another version of RAGEN evaluated {run} ({error}); use that version"
+            ) from None
+    return evaluations
+
+
+def summarize(
+    outcomes: Sequence[Outcome],
+    baselines: Baselines,
+    target: str,
+    temperature: float,
+    seconds: float,
+) -> Evaluation:
+    """Compute an evaluation from the outcomes of its episodes.
+
+    Args:
+        outcomes: The same number of episodes for each level.
+        baselines: Random and optimal play on these levels.
+        target: The agent's name.
+        temperature: Of its sampling.
+        seconds: Wall-clock time.
+    """
+    levels = [outcome.level_seed for outcome in outcomes]
+    samples = Counter(levels)
+    (num_samples,) = set(samples.values())
+    solved = Counter(outcome.level_seed for outcome in outcomes if outcome.success)
+    success = success_rate([outcome.success for outcome in outcomes], levels)
+    pass_at = {
+        k: pass_at_k([solved[level] for level in samples], num_samples, k)
+        for k in pass_at_ks(num_samples)
+    }
+    pass_at_samples = pass_at[num_samples]
+    mean_return = bootstrap_mean([outcome.total_reward for outcome in outcomes], levels)
+    turns = sum(outcome.num_turns for outcome in outcomes)
+    actions = sum(outcome.num_actions for outcome in outcomes)
+
+    def per_turn(total: int) -> float:
+        return total / max(1, turns)
+
+    completion_tokens = sum(outcome.completion_tokens for outcome in outcomes)
+    return Evaluation(
+        env=outcomes[0].env,
+        target=target,
+        temperature=temperature,
+        episodes=len(samples),
+        success=success.value,
+        success_low=success.low,
+        success_high=success.high,
+        random=baselines.random,
+        optimal=baselines.optimal,
+        mean_return=mean_return.value,
+        mean_return_low=mean_return.low,
+        mean_return_high=mean_return.high,
+        random_return=baselines.random_return,
+        optimal_return=baselines.optimal_return,
+        mean_turns=turns / len(outcomes),
+        mean_actions=actions / len(outcomes),
+        valid_fraction=per_turn(sum(outcome.valid_turns for outcome in outcomes)),
+        completion_tokens=per_turn(completion_tokens),
+        failed=sum(outcome.failed for outcome in outcomes),
+        first_level=min(levels),
+        seconds=seconds,
+        samples=num_samples,
+        pass_at_k=pass_at_samples.value,
+        pass_at_k_low=pass_at_samples.low,
+        pass_at_k_high=pass_at_samples.high,
+        thought_words=per_turn(sum(outcome.thought_words for outcome in outcomes)),
+        effective_fraction=sum(outcome.effective_actions for outcome in outcomes) / max(1, actions),
+        total_prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
+        total_completion_tokens=completion_tokens,
+        pass_at={str(k): [p.value, p.low, p.high] for k, p in pass_at.items() if num_samples > 1},
+    )
+
+
+def pass_at_ks(samples: int) -> list[int]:
+    """The k for which pass@k is reported: the powers of two below `samples`, and `samples`.
+
+    Example:
+        >>> pass_at_ks(6), pass_at_ks(1)
+        ([1, 2, 4, 6], [1])
+    """
+    return [2**power for power in range((samples - 1).bit_length())] + [samples]

@@ -1,0 +1,169 @@
+"""Evaluations and comparisons as tables, with random and optimal play as baselines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragen.core.errors import RagenError
+from ragen.core.statistics import interquartile_mean
+from ragen.core.tables import Section
+from ragen.evaluation.compare import Arm, Comparison
+from ragen.evaluation.outcomes import Outcome, describe_failures
+from ragen.evaluation.results import Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What an endpoint charges for a million prompt tokens and a million completion tokens.
+
+    Raises:
+        RagenError: A price is below 0.
+
+    Example:
+        >>> Prices(0.5, 2.0).cost(1_000_000, 250_000)
+        1.0
+    """
+
+    prompt: float = 0.0
+    completion: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.prompt < math.inf and 0 <= self.completion < math.inf):
+            raise RagenError("--price-in and --price-out: expected numbers ≥ 0")
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """The price of these tokens."""
+        return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
+
+
+def evaluation_table(
+    evaluation: Evaluation, outcomes: Sequence[Outcome], prices: Prices
+) -> Section:
+    """One target in one environment."""
+    e = evaluation
+    optimal_return = "" if e.optimal_return is None else f"{e.optimal_return:.3f}"
+    rows = [
+        ("random play", f"{e.random:.1%}", "", f"{e.random_return:.3f}", "", ""),
+        (
+            f"{e.target}, {e.how}",
+            f"{e.success:.1%}",
+            f"{e.success_low:.1%} – {e.success_high:.1%}",
+            f"{e.mean_return:.3f}",
+            f"{e.pass_at_k:.1%}",
+            f"{e.pass_at_k_low:.1%} – {e.pass_at_k_high:.1%}",
+        ),
+    ]
+    if e.optimal is not None:
+        rows.append(("optimal play", f"{e.optimal:.1%}", "", optimal_return, "", ""))
+    columns = ("player", "success", "95 %", "mean return", f"pass@{e.samples}", "95 %")
+    has_samples = e.samples > 1
+    width = len(columns) if has_samples else len(columns) - 2
+    return Section(
+        f"{e.env}, {e.episodes} held-out levels" + (f" × {e.samples}" if has_samples else ""),
+        tuple(_lines(e, outcomes, prices)),
+        columns[:width],
+        tuple(row[:width] for row in rows),
+    )
+
+
+def _lines(e: Evaluation, outcomes: Sequence[Outcome], prices: Prices) -> list[str]:
+    # One level says nothing about the spread over levels.
+    spread = f" [{e.mean_return_low:.3f}, {e.mean_return_high:.3f}]" if e.episodes > 1 else ""
+    lines = [
+        f"Per episode: return {e.mean_return:.3f}{spread}, {e.mean_turns:.2f} turns, "
+        f"{e.mean_actions:.2f} actions, {e.effective_fraction:.1%} of them effective.",
+        f"Per turn: {e.valid_fraction:.1%} valid replies, {e.thought_words:.1f} words of thought, "
+        f"{e.completion_tokens:.1f} tokens.",
+    ]
+    if e.pass_at:
+        chances = (
+            f"pass@{k} {value:.1%} [{low:.1%}, {high:.1%}]"
+            for k, (value, low, high) in e.pass_at.items()
+        )
+        lines.append(f"At least one of k episodes of a level: {', '.join(chances)}.")
+    if e.total_prompt_tokens:
+        cost = prices.cost(e.total_prompt_tokens, e.total_completion_tokens)
+        lines.append(
+            f"Tokens: {e.total_prompt_tokens:,} read, {e.total_completion_tokens:,} written"
+            + (f"; at the given prices they cost {cost:.4g}." if cost else ".")
+        )
+    return lines + describe_failures(outcomes)
+
+
+def evaluation_record(
+    evaluation: Evaluation, outcomes: Sequence[Outcome], prices: Prices
+) -> dict[str, Any]:
+    """What ``ragen eval --json`` prints for one environment."""
+    e = evaluation
+    return e.record() | {
+        "cost": prices.cost(e.total_prompt_tokens, e.total_completion_tokens),
+        "failed_requests": sum(outcome.stop_reason == "request" for outcome in outcomes),
+        "failures": describe_failures(outcomes),
+    }
+
+
+def comparison_table(comparison: Comparison) -> Section:
+    """Both arms with the baselines, below the verdict."""
+    a, b = comparison.a, comparison.b
+    first = a.evaluations[0]
+    rows = [("random play", f"{first.random:.1%}", "")]
+    for arm in (a, b):
+        mean = ", interquartile mean" if arm.num_seeds > 1 else ""
+        interval = f"{arm.success.low:.1%} – {arm.success.high:.1%}"
+        rows.append((f"{arm.name}, {first.how}{mean}", f"{arm.success.value:.1%}", interval))
+    if first.optimal is not None:
+        rows.append(("optimal play", f"{first.optimal:.1%}", ""))
+    p_value = "" if comparison.p_value is None else f"; McNemar's p = {comparison.p_value:.2g}"
+    samples = f", {first.samples} episodes each" if first.samples > 1 else ""
+    lines = [
+        comparison.verdict,
+        f"Of {first.episodes} levels{samples}: {a.name} did better on {comparison.won}, {b.name} "
+        f"on {comparison.lost}{p_value}.",
+        f"Smallest detectable effect: {100 * comparison.detectable:.1f} points (80 % power, 5 % "
+        "two-sided).",
+    ]
+    for arm in (a, b):
+        if arm.num_seeds > 1:
+            rates = ", ".join(f"{evaluation.success:.1%}" for evaluation in arm.evaluations)
+            lines.append(f"{arm.name}: {rates}.")
+    columns = ("player", "success", "95 %")
+    return Section(comparison.env, (*lines, *comparison.failures), columns, tuple(rows))
+
+
+def closing_sections(comparisons: Sequence[Comparison]) -> list[Section]:
+    """What holds for all comparisons: mean scores over environments, and limits of the verdicts."""
+    lines = list(dict.fromkeys(line for each in comparisons for line in each.cautions))
+    rows = []
+    if len(comparisons) > 1:
+        missed = 1 - 0.95 ** len(comparisons)
+        lines.append(
+            f"Each interval holds separately: in {missed:.0%} of such suites of "
+            f"{len(comparisons)}, at least one misses the truth."
+        )
+        for arms in zip(*((each.a, each.b) for each in comparisons), strict=True):
+            strata = [scores for scores in map(_normalized_scores, arms) if scores]
+            if strata and arms[0].num_seeds > 1:
+                mean = interquartile_mean(strata)
+                interval = f"{mean.low:.2f} – {mean.high:.2f}"
+                rows.append(
+                    (f"{arms[0].name}, {len(strata)} environments", f"{mean.value:.2f}", interval)
+                )
+    if rows:
+        lines.append(
+            "Score: the interquartile mean of success over seeds and environments, with random "
+            "play as 0 and optimal play as 1."
+        )
+    columns = ("player", "score", "95 %")
+    return [Section("Limits", tuple(lines), columns, tuple(rows))] if lines else []
+
+
+def _normalized_scores(arm: Arm) -> list[float]:
+    """Success per seed with random play as 0 and optimal play as 1; empty without a solver."""
+    return [
+        (each.success - each.random) / (each.optimal - each.random)
+        for each in arm.evaluations
+        if each.optimal is not None and each.optimal > each.random
+    ]
