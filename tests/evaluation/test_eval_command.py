@@ -236,7 +236,7 @@ def test_players_resume_and_more_levels_cost_only_those() -> None:
 
     _, some = evaluate_outcomes("random", {"env": "bandit"}, episodes=4, samples=2, out=EVALS)
     found, more = evaluate_outcomes(
-        "random", {"env": "bandit"}, episodes=8, samples=3, on_outcome=count
+        "random", {"env": "bandit"}, episodes=8, samples=3, out=EVALS, on_outcome=count
     )
     fresh, whole = evaluate_outcomes(
         "random", {"env": "bandit"}, episodes=8, samples=3, out=Path("new")
