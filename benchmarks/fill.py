@@ -29,8 +29,9 @@ from ragen.core.seeding import eval_level, train_level
 from ragen.core.types import Episode, Group, Prompt, Turn
 from ragen.evaluation.results import Evaluation
 from ragen.reports.report import SIGNALS
+from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.rollout import run_groups, setup_of
+from ragen.rollout.setup import make_setup
 from ragen.storage.recorder import Recorder
 
 LARGE = "large"
@@ -80,7 +81,7 @@ def played(config: Config, source: random.Random) -> list[Group]:
 
     levels = [train_level(0, group, PROMPTS) for group in range(PROMPTS)]
     work = run_groups(
-        ScriptedPolicy(reply), setup_of(config, None), levels, MEMBERS, (0, "train", 0)
+        ScriptedPolicy(reply), make_setup(config, None), levels, MEMBERS, (0, "train", 0)
     )
     return asyncio.run(work)
 

@@ -39,7 +39,7 @@ from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive
 from ragen.engines.local import LocalEngine
 from ragen.engines.sampler import Sampler
-from ragen.rollout.rollout import setup_of
+from ragen.rollout.setup import make_setup
 from ragen.training.collection import collect_groups, make_batch, split_batch
 
 ENVS = ("bandit", "frozen-lake", "sokoban")
@@ -176,7 +176,7 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
         engine = LocalEngine(config, config.model.path)
     assert isinstance(engine.policy, Sampler)
     engine.policy.end_ids = engine.policy.end_ids[:0]  # every completion has `max_tokens`
-    setup = setup_of(config, engine.chat)
+    setup = make_setup(config, engine.chat)
     optimizers = engine.learner.named_optimizers().values()
     groups_of_weights = [group["params"] for each in optimizers for group in each.param_groups]
     trained = sum(weight.numel() for weights in groups_of_weights for weight in weights)

@@ -20,7 +20,8 @@ from ragen.core.seeding import train_level
 from ragen.engines.local import policy_of
 from ragen.engines.sampler import Stats
 from ragen.models.names import resolve_model
-from ragen.rollout.rollout import run_groups, setup_of
+from ragen.rollout.groups import run_groups
+from ragen.rollout.setup import make_setup
 
 WAYS = ("local", "vllm", "vllm without its prefix cache")
 
@@ -40,7 +41,7 @@ def measured(way: str, recipe: str, repeat: int) -> dict[str, Any]:
         without_prefix_cache()
     config = resolve(recipe, {"rollout.sampler": way.split()[0]})
     policy, chat = policy_of(config, resolve_model("base", config.env.name))
-    setup, size = setup_of(config, chat), config.rollout
+    setup, size = make_setup(config, chat), config.rollout
 
     async def step(number: int) -> None:
         policy.forget()

@@ -42,7 +42,7 @@ from ragen.core.types import Episode
 from ragen.engines import local
 from ragen.engines.sampler import Sampler
 from ragen.envs.frozen_lake import FrozenLake
-from ragen.rollout import rollout
+from ragen.rollout import guarded
 from ragen.training import running, trainer
 from ragen.training.progress import Watcher
 
@@ -214,7 +214,7 @@ def ours(steps: int) -> dict[str, float]:
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(running, "time", clock),
-        patch.object(rollout, "time", clock),
+        patch.object(guarded, "time", clock),
         patch.object(local, "local_sampler", endless),
     ):
         make_model(Path(folder, "model"))

@@ -54,8 +54,9 @@ def speaker() -> Path:
     from ragen.engines.learner import Learner
     from ragen.models.loading import save_model
     from ragen.rollout.chat import Chat
+    from ragen.rollout.groups import run_groups
     from ragen.rollout.policies import ScriptedPolicy
-    from ragen.rollout.rollout import run_groups, setup_of
+    from ragen.rollout.setup import make_setup
 
     torch.set_num_threads(1)
     tokenizer = tiny_tokenizer("chatml")
@@ -68,7 +69,7 @@ def speaker() -> Path:
         lambda prompt: f"{chooser.choice(['Dragon', 'Phoenix'])}</answer>",
         lambda text: (*chat.encode(text), end),
     )
-    groups = asyncio.run(run_groups(policy, setup_of(config, chat), range(4), 4, (0, "speak")))
+    groups = asyncio.run(run_groups(policy, make_setup(config, chat), range(4), 4, (0, "speak")))
     learner = Learner(model, UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=80)
     batch = collate(to_samples(groups)[0])
     for step in range(80):

@@ -17,8 +17,9 @@ from ragen.algorithms.samples import to_samples
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Sample
 from ragen.rollout.chat import Chat
+from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.rollout import Setup, run_groups
+from ragen.rollout.setup import Setup
 from tests import made
 from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_tokenizer

@@ -19,8 +19,8 @@ from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Sample
 from ragen.engines.exactness import verify, with_births
+from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import fingerprint
-from ragen.rollout.rollout import run_groups
 from ragen.storage.checkpoint import folders
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_metrics

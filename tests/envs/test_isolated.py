@@ -19,9 +19,12 @@ from ragen.envs import isolation as isolated
 from ragen.envs.isolation import IsolatedEnv, Workers
 from ragen.envs.registry import make
 from ragen.evaluation.evaluation import evaluate_target
+from ragen.rollout.episode import play_episode
+from ragen.rollout.groups import run_groups
 from ragen.rollout.players import RandomPlayer
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.rollout import Place, Setup, play, run_groups, setup_of
+from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.specs import EpisodeSpec
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 RIGHT = "t</think><answer>Right || Right || Right || Right || Right</answer>"
@@ -101,9 +104,9 @@ def test_episodes_are_equal_and_workers_are_used_again(opened: Any) -> None:
 )
 def test_a_rogue_is_stopped(opened: Any, misdeed: str, stop_reason: str, complaint: str) -> None:
     workers = opened(timeout_s=0.3, misdeed=misdeed)
-    policy, place = ScriptedPolicy(lambda prompt: RIGHT), Place(0, 0, 0, (0, "t"))
+    policy, place = ScriptedPolicy(lambda prompt: RIGHT), EpisodeSpec(0, 0, 0, (0, "t"))
     start = time.monotonic()
-    found = asyncio.run(play(policy, setup(workers), place))
+    found = asyncio.run(play_episode(policy, setup(workers), place))
     assert time.monotonic() - start < 10
     assert found.stop_reason == stop_reason
     assert complaint in (found.error or "")
@@ -143,7 +146,7 @@ def test_an_environment_that_refuses_is_the_users_mistake() -> None:
     for misdeed in ("refuse", "raise in init"):
         values = {"env": ROGUE, "env.params": {"misdeed": misdeed}, "env.isolate": True}
         with pytest.raises(RagenError, match=r"no misdeed|cannot be made: KeyError"):
-            setup_of(resolve(None, values), None)
+            make_setup(resolve(None, values), None)
         assert not multiprocessing.active_children()
 
 

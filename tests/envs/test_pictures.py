@@ -14,8 +14,11 @@ from ragen.envs.checker import check
 from ragen.envs.contract import Env, Info, is_picture
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
+from ragen.rollout.episode import play_episode
+from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.policies import NoCompletion, ScriptedPolicy
-from ragen.rollout.rollout import Guarded, Place, Setup, play
+from ragen.rollout.setup import Setup
+from ragen.rollout.specs import EpisodeSpec
 from tests.rogue import Rogue
 
 
@@ -25,7 +28,9 @@ def reply(*actions: str) -> str:
 
 def episode(make: Any, *replies: str, **more: Any) -> Episode:
     setup = Setup("env", make, timeout_s=5.0, **more)
-    return asyncio.run(play(ScriptedPolicy(replies), setup, Place(123, 0, 0, (0, "test"))))
+    return asyncio.run(
+        play_episode(ScriptedPolicy(replies), setup, EpisodeSpec(123, 0, 0, (0, "test")))
+    )
 
 
 class Drawn(Rogue):
@@ -113,7 +118,7 @@ def test_what_is_no_picture_is_refused(bad: Any) -> None:
     assert not is_picture(bad)
     with pytest.raises(RagenError, match="picture must return None or a list of rows"):
         check(Bad())
-    env = Guarded(Bad, None)
+    env = GuardedEnv(Bad, None)
     env.reset(0, 0)
     with pytest.raises(UserCodeError, match="rows of one length are expected"):
         env.picture()
@@ -188,7 +193,7 @@ def test_a_server_that_fails_leaves_the_board_as_it_stands() -> None:
             raise NoCompletion("gone")
 
     setup = Setup("env", Drawn)
-    found = asyncio.run(play(Fails(), setup, Place(0, 0, 0, (0, "test"))))
+    found = asyncio.run(play_episode(Fails(), setup, EpisodeSpec(0, 0, 0, (0, "test"))))
     assert (found.stop_reason, found.error, found.final_picture) == (
         "request",
         "gone",

@@ -25,8 +25,10 @@ from ragen.core.types import Completion, Episode, FinishReason, Group, Prompt, T
 from ragen.evaluation.branch import branch
 from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
+from ragen.rollout.episode import play_episode, require_unchanged
 from ragen.rollout.policies import fingerprint
-from ragen.rollout.rollout import Branch, Place, Setup, play, refuse_changed
+from ragen.rollout.setup import Setup
+from ragen.rollout.specs import BranchSpec, EpisodeSpec
 from ragen.storage.branches import FILE, Request, write_branches
 from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
@@ -40,7 +42,7 @@ from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 Reply = tuple[str, FinishReason]
-PLACE = Place(7, 2, 1, (0, "train", 4))
+PLACE = EpisodeSpec(7, 2, 1, (0, "train", 4))
 REPLIES: list[Reply] = [
     ("go</think><answer>Right</answer>", "stop"),
     ("no idea", "stop"),
@@ -53,7 +55,7 @@ REPLIES: list[Reply] = [
 class Said:
     """Says what it is told to in each turn of an episode, which the prompt's seed gives away."""
 
-    def __init__(self, chat: Chat | None, replies: Sequence[Reply], place: Place) -> None:
+    def __init__(self, chat: Chat | None, replies: Sequence[Reply], place: EpisodeSpec) -> None:
         self.chat = chat
         self.replies = {place.request_seed(turn): reply for turn, reply in enumerate(replies)}
 
@@ -73,15 +75,15 @@ def setup(template: str | None = "chatml", **more: Any) -> Setup:
     return replace(how, **{"max_length": 4096, "max_tokens": 64, **more})
 
 
-def played(how: Setup, replies: Sequence[Reply], place: Place = PLACE) -> Episode:
-    return asyncio.run(play(Said(how.chat, replies, place), how, place))
+def played(how: Setup, replies: Sequence[Reply], place: EpisodeSpec = PLACE) -> Episode:
+    return asyncio.run(play_episode(Said(how.chat, replies, place), how, place))
 
 
-def at(episode: Episode, turn: int, **more: Any) -> Branch:
+def at(episode: Episode, turn: int, **more: Any) -> BranchSpec:
     turns = tuple(
         replace(t, prompt=Prompt((), t.prompt.token_ids, 0, 0, 0, 0)) for t in episode.turns
     )
-    branch = Branch(7, 2, 1, PLACE.path, episode.noise_seed, turns[: turn + 1])
+    branch = BranchSpec(7, 2, 1, PLACE.path, episode.noise_seed, turns[: turn + 1])
     return replace(branch, **more)
 
 
@@ -160,10 +162,10 @@ def test_another_prompt_is_refused() -> None:
         turns[2], prompt=replace(turns[2].prompt, token_ids=(*ids[:9], 1, *ids[10:]))
     )
     with pytest.raises(RagenError, match="prompt of turn 2 cannot be rebuilt: its token 9 differs"):
-        refuse_changed(setup("chatml"), at(original, 2, turns=tuple(turns)))
+        require_unchanged(setup("chatml"), at(original, 2, turns=tuple(turns)))
     with pytest.raises(RagenError, match="prompt of turn 0 cannot be rebuilt"):
-        refuse_changed(setup("llama3"), at(original, 2))
-    refuse_changed(setup("chatml"), at(original, 2))
+        require_unchanged(setup("llama3"), at(original, 2))
+    require_unchanged(setup("chatml"), at(original, 2))
 
 
 def test_another_environment_is_refused() -> None:
@@ -177,9 +179,9 @@ def test_another_environment_is_refused() -> None:
 
     original = played(setup("chatml"), REPLIES)
     with pytest.raises(RagenError, match="turn 1 in another state than was recorded"):
-        refuse_changed(setup("chatml", make=Forgets), at(original, 1))
+        require_unchanged(setup("chatml", make=Forgets), at(original, 1))
     with pytest.raises(RagenError, match=r"cannot go back to turn 1: KeyError: 'no such thing'"):
-        refuse_changed(setup("chatml", make=Breaks), at(original, 1))
+        require_unchanged(setup("chatml", make=Breaks), at(original, 1))
     lost = replace(original.turns[1], snapshot=None)
     with pytest.raises(RagenError, match="no snapshot of the environment is kept of turn 1"):
         at(original, 1, turns=(original.turns[0], lost))

@@ -25,7 +25,7 @@ from ragen.evaluation.evaluation import (
 from ragen.evaluation.targets import config_for
 from ragen.models.names import resolve_model
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.rollout import setup_of
+from ragen.rollout.setup import make_setup
 from ragen.storage.database import CONFIG
 from ragen.training.trainer import train
 from tests.speaker import settings, speaker
@@ -76,7 +76,7 @@ def test_the_same_question_gets_the_same_answer() -> None:
 def test_numbers_by_hand() -> None:
     """Two turns of two moves (.25 each) on each level, then invalid replies: nobody arrives."""
     config = resolve(None, {"env": ROGUE, "env.max_turns": 4})
-    setup = setup_of(config, None)
+    setup = make_setup(config, None)
     said = "t</think><answer>Right || Left</answer>"
     count = iter(range(8))
     policy = ScriptedPolicy(lambda prompt: said if next(count) % 4 < 2 else "no")

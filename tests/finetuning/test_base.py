@@ -18,7 +18,8 @@ from ragen.finetuning.demonstrations import Demonstrator, Lookup, Piece, answer,
 from ragen.finetuning.tokenizer import END, build
 from ragen.models.names import EMBEDDED, base_folder
 from ragen.rollout.chat import Chat
-from ragen.rollout.rollout import Setup, run_groups
+from ragen.rollout.groups import run_groups
+from ragen.rollout.setup import Setup
 
 BASES = Path(__file__).parents[2] / "src" / "ragen" / "models" / "bases"
 

@@ -30,8 +30,10 @@ from ragen.reports.card import until
 from ragen.reports.export import export, usage_of
 from ragen.reports.report import read_facts
 from ragen.rollout.chat import Chat
+from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.rollout import Place, play, setup_of
+from ragen.rollout.setup import make_setup
+from ragen.rollout.specs import EpisodeSpec
 from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_state
 from ragen.training.trainer import train
 from tests.speaker import settings
@@ -83,8 +85,8 @@ def test_the_cards_example_asks_as_the_run_did(run: Path, monkeypatch: pytest.Mo
     exec(blocks(folder)[0], names)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chat, config = Chat(tokenizer, think=False), read_facts(run).config
-    setup = setup_of(config, chat)
-    episode = run_async(play(SILENT, setup, Place(eval_level(0), 0, 0, (0, "x"))))
+    setup = make_setup(config, chat)
+    episode = run_async(play_episode(SILENT, setup, EpisodeSpec(eval_level(0), 0, 0, (0, "x"))))
     asked = episode.turns[0].prompt.token_ids
     assert tuple(names["prompt"]["input_ids"][0].tolist()) == asked
     sampled = names["output"][0, len(asked or ()) :]
@@ -109,9 +111,11 @@ def test_the_example_asks_alike_with_every_template(
         messages, tokenize=False, add_generation_prompt=True, **options
     )
     ids = tokenizer(text + usage.start, add_special_tokens=False)["input_ids"]
-    episode = run_async(play(SILENT, setup_of(config, chat), Place(123, 0, 0, (0, "x"))))
+    episode = run_async(
+        play_episode(SILENT, make_setup(config, chat), EpisodeSpec(123, 0, 0, (0, "x")))
+    )
     assert tuple(ids) == episode.turns[0].prompt.token_ids
-    assert usage.start in ("", setup_of(config, chat).prefill)
+    assert usage.start in ("", make_setup(config, chat).prefill)
 
 
 def test_it_samples_as_in_the_evaluation(run: Path) -> None:

@@ -41,8 +41,9 @@ from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
 from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
+from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import fingerprint
-from ragen.rollout.rollout import Setup, run_groups
+from ragen.rollout.setup import Setup
 from ragen.training.progress import Watcher
 from ragen.training.trainer import train
 from tests.rogue import Rogue

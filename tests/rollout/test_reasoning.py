@@ -25,20 +25,22 @@ from ragen.envs.registry import make
 from ragen.finetuning.demonstrations_lake import slippery_lake, still_lake
 from ragen.finetuning.demonstrations_sokoban import sokoban_plan
 from ragen.rollout.actions import parse
+from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.prompt import Limits
 from ragen.rollout.reasoning import (
     TERMS,
-    charged,
+    apply_reward_terms,
     consistency,
     grounding,
     length,
-    measures,
-    notes,
     repetition,
-    term_metrics,
+    reward_term_metrics,
+    thought_info,
+    thought_metrics,
 )
-from ragen.rollout.rollout import Place, Setup, play, setup_of
+from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.specs import EpisodeSpec
 
 FULL = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
 
@@ -135,8 +137,10 @@ def test_demonstrators_state_what_is_true_and_do_what_they_plan(name: str, write
 
 
 def played(*replies: str, how: Setup | None = None) -> Episode:
-    setup = how or setup_of(resolve("frozen-lake-still"), None)
-    return asyncio.run(play(ScriptedPolicy(replies), setup, Place(123, 0, 0, (0, "test"))))
+    setup = how or make_setup(resolve("frozen-lake-still"), None)
+    return asyncio.run(
+        play_episode(ScriptedPolicy(replies), setup, EpisodeSpec(123, 0, 0, (0, "test")))
+    )
 
 
 TRUE = " P a3 : a3 a2 _ Left</think><answer>Left</answer>"
@@ -162,26 +166,31 @@ def test_an_invalid_reply_does_not_carry_out_its_plan() -> None:
 def test_an_environment_that_reads_nothing_is_not_measured() -> None:
     (turn,) = played("P a3</think><answer>Dragon</answer>", how=resolve_setup("bandit")).turns
     assert "thought_read" not in turn.info
-    assert measures([turn]) == {}
+    assert thought_metrics([turn]) == {}
 
 
 def resolve_setup(recipe: str, **overrides: Any) -> Setup:
-    return setup_of(resolve(recipe, overrides), None)
+    return make_setup(resolve(recipe, overrides), None)
 
 
 def info(stated: int, true: int, plan: tuple[str, ...] | None = None) -> Turn:
     """A turn that asked for one move Up."""
-    return turn(thought="t", executed=1, info=notes(Reading(stated, true, plan), ("Up",)))
+    return turn(thought="t", executed=1, info=thought_info(Reading(stated, true, plan), ("Up",)))
 
 
 def test_measures_golden() -> None:
-    turns = [info(4, 4, ("Up",)), info(2, 1, ("Down",)), info(4, 2), turn(info=notes(None, ()))]
-    assert values(measures(turns)) == {
+    turns = [
+        info(4, 4, ("Up",)),
+        info(2, 1, ("Down",)),
+        info(4, 2),
+        turn(info=thought_info(None, ())),
+    ]
+    assert values(thought_metrics(turns)) == {
         "thought/read_fraction": 3 / 4,
         "thought/hallucinated_fraction": pytest.approx(3 / 10),  # 1 of 2 and 2 of 4, of 10 facts
         "thought/consistent_fraction": 1 / 2,  # the third plans nothing
     }
-    assert measures([]) == {} == measures([turn()])
+    assert thought_metrics([]) == {} == thought_metrics([turn()])
 
 
 def test_the_measures_are_signals_of_every_step() -> None:
@@ -274,13 +283,13 @@ def test_the_length_band_golden() -> None:
 
 def test_terms_are_charged_apart_from_the_reward() -> None:
     before = replace(info(4, 1, ("Down",)), reward=1.0, penalty=-0.1)
-    after = charged(before, {"grounding": 0.2, "consistency": 0.5, "length": 0.0})
+    after = apply_reward_terms(before, {"grounding": 0.2, "consistency": 0.5, "length": 0.0})
     # −.1 of the format, −.2 · 3/4, −.5 · 1
     assert (after.reward, after.penalty) == (1.0, pytest.approx(-0.75))
     assert after.info["reward_terms"] == pytest.approx(
         {"grounding": -0.15, "consistency": -0.5, "length": 0.0}
     )
-    assert charged(before, {}) is before
+    assert apply_reward_terms(before, {}) is before
 
 
 def test_a_run_charges_what_it_is_told_to() -> None:
@@ -293,14 +302,16 @@ def test_a_run_charges_what_it_is_told_to() -> None:
 
 def test_what_terms_add_to_an_episode_is_logged_by_name() -> None:
     weights = {"grounding": 1.0, "consistency": 0.5}
-    one = episode(charged(info(4, 1), weights), charged(info(2, 1, ("Down",)), weights))
-    other = episode(charged(info(1, 1), weights))
+    one = episode(
+        apply_reward_terms(info(4, 1), weights), apply_reward_terms(info(2, 1, ("Down",)), weights)
+    )
+    other = episode(apply_reward_terms(info(1, 1), weights))
     # Grounding −3/4 and −1/2, consistency −1/2, of two episodes.
-    assert values(term_metrics([one, other])) == {
+    assert values(reward_term_metrics([one, other])) == {
         "reward_terms/grounding": -0.625,
         "reward_terms/consistency": -0.25,
     }
-    assert term_metrics(group(1.0, 0.0).episodes) == {}
+    assert reward_term_metrics(group(1.0, 0.0).episodes) == {}
     found = values(summarize([Group((one, other))], [0]))
     assert found["reward_terms/grounding"] == -0.625
     assert found["reward/mean"] == 0  # what the environment paid

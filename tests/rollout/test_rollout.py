@@ -19,9 +19,12 @@ from ragen.core.types import Completion, Episode, Prompt, StopReason
 from ragen.envs.bandit import Bandit
 from ragen.envs.registry import make
 from ragen.rollout.chat import Chat
+from ragen.rollout.episode import play_episode
+from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, RandomPlayer, SolverPlayer
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.rollout import Place, Setup, play, run_groups, setup_of
+from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.specs import EpisodeSpec
 from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_tokenizer
 
@@ -38,7 +41,7 @@ def rogue(misdeed: str, every: int = 1) -> Callable[[], Rogue]:
 
 def episode(script: Any, how: Setup | None = None, level: int = 0) -> Episode:
     policy = script if hasattr(script, "complete") else ScriptedPolicy(script)
-    return asyncio.run(play(policy, how or setup(), Place(level, 0, 0, (0, "test"))))
+    return asyncio.run(play_episode(policy, how or setup(), EpisodeSpec(level, 0, 0, (0, "test"))))
 
 
 def reply(*actions: str) -> str:
@@ -200,7 +203,7 @@ def test_the_same_run_twice_is_equal() -> None:
     assert seeds(slippery) == seeds(slippery)
     # An episode can be played again alone.
     policy = ScriptedPolicy(lambda prompt: reply("Right", "Left"))
-    again = asyncio.run(play(policy, slippery, Place(8, 1, 2, (0, "train", 4))))
+    again = asyncio.run(play_episode(policy, slippery, EpisodeSpec(8, 1, 2, (0, "train", 4))))
     assert again == seeds(slippery)[1][2]
 
 
@@ -220,7 +223,7 @@ def test_episodes_begin_in_order_and_no_more_than_asked(concurrency: int) -> Non
 
     how, path = setup(turns=1), (0, "train", 0)
     groups = asyncio.run(run_groups(Watching(), how, [1, 2], 3, path, concurrency))
-    order = [Place(0, g, m, path).request_seed(0) for g in range(2) for m in range(3)]
+    order = [EpisodeSpec(0, g, m, path).request_seed(0) for g in range(2) for m in range(3)]
     assert began == order and most == min(concurrency, 6)
     assert [[e.member for e in g.episodes] for g in groups] == [[0, 1, 2]] * 2
 
@@ -348,17 +351,17 @@ def test_a_player_that_cannot_play_is_the_users_mistake() -> None:
 def test_a_solver_that_raises_is_the_environments_failure() -> None:
     how = setup(make=rogue("raise in solve"))
     found = asyncio.run(
-        play(PlayerPolicy(lambda _: SolverPlayer()), how, Place(0, 0, 0, (0, "eval")))
+        play_episode(PlayerPolicy(lambda _: SolverPlayer()), how, EpisodeSpec(0, 0, 0, (0, "eval")))
     )
     assert found.stop_reason == "error" and "no plan" in (found.error or "")
 
 
 def test_players_play_without_tokens() -> None:
     found = asyncio.run(
-        play(
+        play_episode(
             PlayerPolicy(lambda _: SolverPlayer(), prefill="<think>"),
             setup(),
-            Place(0, 0, 0, (0, "eval")),
+            EpisodeSpec(0, 0, 0, (0, "eval")),
         )
     )
     assert found.success and len(found.turns) == 1
@@ -463,11 +466,11 @@ def test_a_turn_that_is_too_long_alone_ends_the_episode() -> None:
 
 def test_setup_of_a_config() -> None:
     config = resolve("bandit", {"rollout.max_tokens": 33, "prompt.think": False})
-    how = setup_of(config, None)
+    how = make_setup(config, None)
     assert isinstance(how.make(), Bandit)
     assert (how.env, how.turns, how.max_tokens, how.prefill) == ("bandit", 1, 33, "<answer>")
     with pytest.raises(RagenError, match="did you mean 'bandit'"):
-        setup_of(resolve(None, {"env": "bandti"}), None)
+        make_setup(resolve(None, {"env": "bandti"}), None)
 
 
 def test_the_time_that_environments_take_is_counted() -> None:

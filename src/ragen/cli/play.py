@@ -13,8 +13,8 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import derive, eval_level
 from ragen.core.types import Episode
 from ragen.envs.registry import env_factory, make
+from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import Player
-from ragen.rollout.rollout import Guarded
 
 
 def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> bool:
@@ -31,7 +31,7 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> boo
     """
     make(env.name, **env.params).close()  # what the class itself refuses shows now
     try:
-        with closing(Guarded(env_factory(env.name, **env.params), env.timeout_s)) as guarded:
+        with closing(GuardedEnv(env_factory(env.name, **env.params), env.timeout_s)) as guarded:
             return _play(console, guarded, env, player, seed)
     except UserCodeError as failure:
         raise RagenError(
@@ -39,7 +39,9 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> boo
         ) from failure
 
 
-def _play(console: Console, env: Guarded, settings: EnvConfig, player: Player, seed: int) -> bool:
+def _play(
+    console: Console, env: GuardedEnv, settings: EnvConfig, player: Player, seed: int
+) -> bool:
     env.reset(eval_level(seed), derive(seed, "play"))
     console.print(Text(env.rules), soft_wrap=True)
     actions_left, total = settings.max_actions, 0.0

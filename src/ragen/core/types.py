@@ -40,8 +40,8 @@ class Prompt:
     `token_ids` is the whole sequence, `num_prefill` of its last tokens being the pre-filled start
     of the reply (``<think>``): part of the prompt, never sampled, never trained. It is ``None`` for
     policies that take messages only (chat endpoints). `seed` decides this completion's random
-    numbers. Before `min_tokens` the end of turn is not drawn. `turns_dropped` earlier turns, which
-    the context window would show, are left out since there was no room for them.
+    numbers. `turns_dropped` earlier turns, which the context window would show, are left out
+    because there was no room for them.
 
     Example:
         >>> question = {"role": "user", "content": "a0 P a1 G"}
@@ -56,7 +56,6 @@ class Prompt:
     max_tokens: int
     temperature: float
     seed: int
-    min_tokens: int = 0
     turns_dropped: int = 0
 
 

@@ -16,7 +16,7 @@ from ragen.algorithms.filters import reward_std
 from ragen.algorithms.losses import k3
 from ragen.core.metrics import Metrics, largest, last, mean, total
 from ragen.core.types import Episode, Group, Turn
-from ragen.rollout.reasoning import measures, repeated_ngrams, term_metrics
+from ragen.rollout.reasoning import repeated_ngrams, reward_term_metrics, thought_metrics
 
 EMA_WEIGHT = 0.1
 """Weight of the newest value in a moving average: the last ten values make up two thirds."""
@@ -39,11 +39,11 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
         "episodes/played": total(len(played)),
         **_mean("filter/kept_fraction", [index in set(kept) for index in range(len(groups))]),
         **_outcomes(played),
-        **term_metrics(played),
+        **reward_term_metrics(played),
         **_spread(groups),
         **_turns(turns),
         **_thoughts(turns),
-        **measures(turns),
+        **thought_metrics(turns),
     }
 
 

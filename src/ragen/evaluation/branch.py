@@ -29,7 +29,10 @@ from ragen.engines.local import policy_of
 from ragen.engines.threads import use_threads
 from ragen.evaluation.outcomes import how_sampled
 from ragen.models.names import resolve_model
-from ragen.rollout.rollout import Branch, Setup, refuse_changed, run_places, setup_of
+from ragen.rollout.episode import require_unchanged
+from ragen.rollout.groups import run_episodes
+from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.specs import BranchSpec
 from ragen.storage.branches import MOST, Request, write_branches
 from ragen.storage.checkpoint import checkpoint_of, choose, folders, read_state, step_of
 from ragen.storage.database import CONFIG
@@ -130,10 +133,9 @@ def branch(
     _refuse(request, recorded, config)
     use_threads(int(saved["loop"]["threads"]) if saved else config.threads)
     places = _places(request, recorded, config.seed, _again)
-    min_tokens = config.rollout.min_tokens if recorded.phase == "train" else 0
-    playing = replace(setup_of(config, None), temperature=heat, min_tokens=min_tokens)
+    playing = replace(make_setup(config, None), temperature=heat)
     with closing(playing):
-        refuse_changed(
+        require_unchanged(
             playing, places[0]
         )  # the environment, which is quicker to ask than the model
         policy, chat = policy_of(config, model)
@@ -183,12 +185,12 @@ def _refuse(request: Request, recorded: Recorded, config: Config) -> None:
         raise RagenError(f"temperature = {request.temperature:g}: {reason}, or greedily at 0")
 
 
-def _places(request: Request, recorded: Recorded, seed: int, again: bool) -> list[Branch]:
+def _places(request: Request, recorded: Recorded, seed: int, again: bool) -> list[BranchSpec]:
     """Where each branch begins, its sampling a member's of its own, or all as the original's."""
     episode, path = recorded.episode, recorded.path if again else request.path
     turns = episode.turns[: request.turn + 1]
     return [
-        Branch(
+        BranchSpec(
             episode.level_seed,
             episode.group,
             episode.member if again else member,
@@ -201,11 +203,11 @@ def _places(request: Request, recorded: Recorded, seed: int, again: bool) -> lis
 
 
 async def _played(
-    policy: WeightedPolicy, setup: Setup, places: list[Branch], slots: int
+    policy: WeightedPolicy, setup: Setup, places: list[BranchSpec], slots: int
 ) -> list[Episode]:
     try:
-        refuse_changed(setup, places[0])
-        return await run_places(policy, setup, places, slots)
+        require_unchanged(setup, places[0])
+        return await run_episodes(policy, setup, places, slots)
     finally:
         await policy.close()
 

@@ -28,9 +28,12 @@ from ragen.evaluation.outcomes import (
 from ragen.evaluation.results import Evaluation, summarize
 from ragen.evaluation.targets import config_for, load_target, outcome_settings, run_of
 from ragen.rollout.endpoint import Server
+from ragen.rollout.episode import play_episode
+from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Closable, Policy
-from ragen.rollout.rollout import Place, Setup, play, run_groups, run_places, setup_of
+from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.specs import EpisodeSpec
 
 EVALS = Path("evals")
 """The folder of outcomes whose target is no run."""
@@ -126,7 +129,7 @@ def evaluate_outcomes(
     key, path = key_of(settings), (seed, "eval")
     levels = [eval_level(index) for index in range(episodes)]
     places = {
-        (level, sample): Place(level, group, sample, path)
+        (level, sample): EpisodeSpec(level, group, sample, path)
         for group, level in enumerate(levels)
         for sample in range(samples)
     }
@@ -154,7 +157,7 @@ def evaluate_outcomes(
             run_async(_play_all(target, config, server, temperature, missing, slots, on_episode))
         outcomes = [known[at] for at in places]
         refuse_unplayable(outcomes)
-        with closing(setup_of(config, None)) as setup:
+        with closing(make_setup(config, None)) as setup:
             baselines = baselines_for(setup, config.env.params, levels)
         seconds = time.monotonic() - start
         evaluation = summarize(outcomes, baselines, target, temperature, seconds)
@@ -184,15 +187,15 @@ async def _play_all(
     config: Config,
     server: Server | None,
     temperature: float,
-    places: Sequence[Place],
+    places: Sequence[EpisodeSpec],
     slots: int,
     on_episode: Callable[[Episode], None],
 ) -> None:
     policy, setup = load_target(target, config, server)
     with closing(setup):
         try:
-            playing = replace(setup, temperature=temperature, min_tokens=0)
-            await run_places(policy, playing, places, slots, on_episode)
+            playing = replace(setup, temperature=temperature)
+            await run_episodes(policy, playing, places, slots, on_episode)
         finally:
             await _close(policy)
 
@@ -255,12 +258,12 @@ def play_target(
     """
     config = config_for(target, overrides or {})
     policy, setup = load_target(target, config)
-    place = Place(eval_level(seed), 0, 0, (seed, "play"))
+    place = EpisodeSpec(eval_level(seed), 0, 0, (seed, "play"))
 
     async def played() -> Episode:
         with closing(setup):
             try:
-                return await play(policy, setup, place)
+                return await play_episode(policy, setup, place)
             finally:
                 await _close(policy)
 

@@ -17,7 +17,7 @@ from ragen.models.names import hash_model_folder, resolve_model
 from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.players import PLAYERS, PlayerPolicy
 from ragen.rollout.policies import Policy
-from ragen.rollout.rollout import Setup, setup_of
+from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.database import CONFIG
 
 Overrides = Mapping[str, Any]
@@ -194,17 +194,17 @@ def load_target(
         RagenError: There is no such target, or its model cannot be loaded.
     """
     if server is not None:
-        return ChatEndpoint(server, target, config.prompt.think), setup_of(config, None)
+        return ChatEndpoint(server, target, config.prompt.think), make_setup(config, None)
     if target in PLAYERS:
         refuse_absent(target)
-        setup = setup_of(config, None)
+        setup = make_setup(config, None)
         return PlayerPolicy(PLAYERS[target], setup.think, setup.prefill), setup
     from ragen.engines.local import policy_of  # torch is needed from here on
     from ragen.engines.threads import use_threads
 
     use_threads(config.threads)
     policy, chat = policy_of(config, resolve_model(target, config.env.name))
-    return policy, setup_of(config, chat)
+    return policy, make_setup(config, chat)
 
 
 def outcome_settings(

@@ -50,7 +50,8 @@ from ragen.finetuning.demonstrations_sokoban import sokoban_plan, takes
 from ragen.finetuning.tokenizer import END, build
 from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
-from ragen.rollout.rollout import Setup, run_groups
+from ragen.rollout.groups import run_groups
+from ragen.rollout.setup import Setup
 
 HELD_OUT = 1024
 """Evaluation levels whose boards no demonstration shows."""

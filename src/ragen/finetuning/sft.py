@@ -33,9 +33,10 @@ from ragen.finetuning.demonstrations import Planner
 from ragen.finetuning.transcripts import Transcript, read_transcripts, recite
 from ragen.models.names import resolve_model
 from ragen.rollout.chat import Chat
+from ragen.rollout.groups import run_groups
 from ragen.rollout.players import SolverPlayer
 from ragen.rollout.prompt import prefill
-from ragen.rollout.rollout import run_groups, setup_of
+from ragen.rollout.setup import make_setup
 from ragen.storage.checkpoint import new_folder
 
 EPISODES, EPOCHS = 1024, 3
@@ -229,7 +230,7 @@ def played(config: Config, chat: Chat, episodes: int) -> Examples:
     Raises:
         RagenError: The environment has no solver, breaks in every episode, or too few are left.
     """
-    setup = setup_of(config, chat)
+    setup = make_setup(config, chat)
     player = SolverPlayer("give conversations to learn from with --data FILE.jsonl")
     policy = Planner(
         lambda _: player, setup.think, setup.prefill, lambda text: (*chat.encode(text), chat.end)

@@ -22,7 +22,7 @@ from ragen.algorithms.samples import Exchange
 from ragen.core.errors import RagenError
 from ragen.core.types import Message, Prompt
 from ragen.rollout.chat import Chat, without_thought
-from ragen.rollout.policies import spoken
+from ragen.rollout.policies import written_completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def recite(
             ids, num_prefill = chat.extend(running, before, given)
         else:
             ids, num_prefill = chat.open(before, given)
-        completion = spoken(rest, lambda text: (*chat.encode(text), chat.end))
+        completion = written_completion(rest, lambda text: (*chat.encode(text), chat.end))
         said = completion.token_ids or ()
         if not chat.end_ids.isdisjoint(said[:-1]):
             raise RagenError(

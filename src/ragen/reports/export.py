@@ -25,8 +25,10 @@ from ragen.models.names import ADAPTER_CONFIG, is_adapter
 from ragen.reports.card import Usage, card
 from ragen.reports.report import read_facts
 from ragen.rollout.chat import DAY, Chat
+from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.rollout import Place, play, setup_of
+from ragen.rollout.setup import make_setup
+from ragen.rollout.specs import EpisodeSpec
 from ragen.storage.checkpoint import Damaged, choose, folders, new_folder, step_of, verified_state
 
 WEIGHTS = (
@@ -99,9 +101,11 @@ def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
     Raises:
         RagenError: The environment is gone or fails.
     """
-    with closing(setup_of(config, None)) as setup:
+    with closing(make_setup(config, None)) as setup:
         silent = ScriptedPolicy(lambda _: "")
-        episode = run_async(play(silent, setup, Place(eval_level(0), 0, 0, (config.seed, "play"))))
+        episode = run_async(
+            play_episode(silent, setup, EpisodeSpec(eval_level(0), 0, 0, (config.seed, "play")))
+        )
     if not episode.turns:
         raise RagenError(f"the environment {config.env.name!r} failed; run `ragen check` on it")
     messages = chat.taken(episode.turns[0].prompt.messages)

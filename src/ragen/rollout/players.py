@@ -1,4 +1,4 @@
-"""Players: who may look at the environment itself, and choose a turn's actions by it."""
+"""Players choose a turn's actions from the environment itself: random, solver and human play."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragen.core.boundary import boundary
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.envs.contract import Env, pick
-from ragen.rollout.policies import spoken
+from ragen.rollout.policies import written_completion
 from ragen.rollout.prompt import Limits
 
 
@@ -22,16 +22,16 @@ class Player(Protocol):
         """Actions for this turn, in order: at least one, at most the smaller of the last two.
 
         Args:
-            env: The environment in its present state, to be left as it is.
-            turns_left: Turns the episode still has, this one included.
-            actions_left: Actions the episode still has.
-            actions_per_turn: Actions a turn may have.
+            env: The environment in its present state; a player must not change it.
+            turns_left: Turns left in the episode, this one included.
+            actions_left: Actions left in the episode.
+            actions_per_turn: Greatest number of actions of a turn.
         """
         ...
 
 
 class RandomPlayer:
-    """Uniformly random valid actions, as many as the budget allows: the floor of every score.
+    """Random play: uniformly random valid actions, as many as the budgets allow.
 
     Example:
         >>> from ragen.envs.registry import make
@@ -43,10 +43,10 @@ class RandomPlayer:
         self._generator = np.random.Generator(np.random.PCG64(seed))
 
     def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        """Draw every action of the turn.
+        """As many actions as the budgets allow.
 
         Raises:
-            RagenError: The environment takes free text, of which there is no uniform choice.
+            RagenError: The environment takes free text, so there is nothing to choose from.
         """
         if env.actions is None:
             raise RagenError(f"{env.name} takes free text: there is no random player for it")
@@ -55,10 +55,10 @@ class RandomPlayer:
 
 
 class SolverPlayer:
-    """The environment's own optimal player (`Env.solve`): the ceiling of every score.
+    """Optimal play, by the environment's own solver (`Env.solve`).
 
     Args:
-        instead: What to do where the environment has none.
+        instead: The remedy in the message where the environment has no solver.
 
     Example:
         >>> from ragen.envs.registry import make
@@ -70,10 +70,10 @@ class SolverPlayer:
         self._instead = instead
 
     def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        """Ask the environment.
+        """The actions of `Env.solve`.
 
         Raises:
-            RagenError: No solver is known for it.
+            RagenError: The environment has no solver.
             UserCodeError: Its solver fails.
         """
         with boundary("solve"):
@@ -84,10 +84,10 @@ class SolverPlayer:
 
 
 class HumanPlayer:
-    """A person who types actions: names or their beginnings, separated by spaces, commas or ``||``.
+    """A person who types action names or prefixes, separated by spaces, commas or ``||``.
 
     Args:
-        ask: Shows a text and returns the line that was typed, as `input` does.
+        ask: Shows a text and returns the typed line, like `input`.
 
     Example:
         >>> from ragen.envs.registry import make
@@ -100,7 +100,7 @@ class HumanPlayer:
         self._ask = ask
 
     def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        """Ask until the line can be carried out. What `ask` raises (the end of input) passes on."""
+        """Ask until the line is valid. Exceptions of `ask`, such as the end of input, propagate."""
         most = min(actions_left, actions_per_turn)
         if env.actions is None:
             return [self._ask("> ")]
@@ -117,7 +117,7 @@ def read_actions(line: str, names: tuple[str, ...], most: int) -> list[str]:
     """Action names in a typed line.
 
     Raises:
-        ValueError: None, too many, or a word that begins no name or several.
+        ValueError: There are none or too many, or a word is a prefix of no name or of several.
 
     Example:
         >>> read_actions("u r", ("Up", "Down", "Left", "Right"), 5)
@@ -145,13 +145,13 @@ def _read_action(word: str, names: tuple[str, ...]) -> str:
 
 
 class PlayerPolicy:
-    """A player that answers in text, so that it can stand where a policy stands.
+    """A player that writes its actions as a reply, so that it can be used as a policy.
 
     Args:
-        make: Makes who chooses the actions of a turn, from the seed of its prompt: what an episode
-            is does not depend on those before it.
-        think: Whether a reply needs a thought (`thought` says which).
-        prefill: The start of the reply that the prompt holds already.
+        make: Makes the player of a turn from the seed of its prompt, so that an episode does not
+            depend on those before it.
+        think: Whether a reply has a thought (see `thought`).
+        prefill: The start of the reply that is already part of the prompt.
         encode: Text to token ids with the end-of-turn token; ``None`` for text only.
     """
 
@@ -173,10 +173,10 @@ class PlayerPolicy:
         thought = f"<think>{self.thought(actions)}</think>" if self._think else ""
         reply = f"{thought}<answer>{' || '.join(actions)}</answer>"
         # A template may open the thought with white space behind the tag.
-        return spoken(reply.removeprefix(self._prefill.rstrip()), self._encode)
+        return written_completion(reply.removeprefix(self._prefill.rstrip()), self._encode)
 
     def thought(self, actions: Sequence[str]) -> str:
-        """What stands between the think tags: nothing. Overridden by players that think."""
+        """The thought of a reply: empty, unless a subclass overrides this."""
         return ""
 
 
@@ -185,4 +185,4 @@ PLAYERS: dict[str, Callable[[int], Player]] = {
     "solver": lambda seed: SolverPlayer(),
     "human": lambda seed: HumanPlayer(),
 }
-"""Players by name; each is made from a seed."""
+"""Players by name; the function makes one from a seed."""

@@ -1,4 +1,4 @@
-"""A policy turns a prompt into a completion. That is all the rollout knows of models."""
+"""Policies turn a prompt into a completion; the rollout knows nothing else about models."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Closable(Protocol):
-    """A policy that holds connections or memory, until it is closed."""
+    """A policy that holds connections or memory until it is closed."""
 
     async def close(self) -> None:
-        """Free them."""
+        """Release them."""
         ...
 
 
 class NoCompletion(Exception):
-    """What a policy raises that cannot answer: it ends the episode, which is data.
+    """A policy has no completion for a prompt: the episode ends and is kept as data.
 
     Args:
-        text: Why, in one line.
+        text: The reason, in one line.
         stop_reason: How the episode ends: ``"request"`` where a server failed, ``"context"`` where
             the prompt left no room for a reply.
     """
@@ -50,11 +50,11 @@ class NoCompletion(Exception):
 
 
 class ScriptedPolicy:
-    """Says what it is told to: a list of replies, or a function of the prompt.
+    """A policy with scripted replies: a list of them, or a function of the prompt.
 
-    `encode` turns a reply into token ids (its end-of-turn token included); without it completions
-    carry text only, as a chat endpoint's do. The reply follows the prompt's prefill. What a script
-    says is certain, so its logprobs are 0.
+    `encode` turns a reply into token ids, its end-of-turn token included. Without it completions
+    have text only, like those of a chat endpoint. A reply comes after the prompt's prefill. Its
+    probability is 1, so its logprobs are 0.
 
     Example:
         >>> import asyncio
@@ -73,17 +73,19 @@ class ScriptedPolicy:
         self._encode = encode
 
     async def complete(self, prompt: Prompt) -> Completion:
-        """The next reply of the list (`StopIteration` is the script's bug), or the function's."""
+        """The next reply of the list, or that of the function; too short a list is a bug."""
         if self._replies is not None:
             text = next(self._replies)
         else:
             assert callable(self._script)
             text = self._script(prompt)
-        return spoken(text, self._encode)
+        return written_completion(text, self._encode)
 
 
-def spoken(text: str, encode: Callable[[str], tuple[int, ...]] | None) -> Completion:
-    """A completion that somebody wrote instead of sampling it: certain, so its logprobs are 0."""
+def written_completion(
+    text: str, encode: Callable[[str], tuple[int, ...]] | None = None
+) -> Completion:
+    """A completion that was written, not sampled: its probability is 1 and its logprobs are 0."""
     if encode is None:
         return Completion(None, None, text, "stop", 0)
     ids = encode(text)
@@ -94,12 +96,12 @@ def spoken(text: str, encode: Callable[[str], tuple[int, ...]] | None) -> Comple
 def fingerprint(token_ids: ArrayLike, logprobs: ArrayLike) -> int:
     """A hash of sampled ids and their logprobs, below 2⁶³, so that it fits into a tensor.
 
-    Every policy that gives ids puts it into its completions where they are sampled. Ids count as 64
-    bits, logprobs as float32, the precision that a batch holds them in.
+    Every policy that gives ids adds this hash to its completions when it samples them. Ids are
+    hashed as 64 bits, logprobs as float32, their precision in a batch.
 
     Example:
-        >>> born = fingerprint((8, 9), (-0.5, -0.25))
-        >>> born == fingerprint([8, 9], [-0.5, -0.25]), born == fingerprint((9, 8), (-0.5, -0.25))
+        >>> one = fingerprint((8, 9), (-0.5, -0.25))
+        >>> one == fingerprint([8, 9], [-0.5, -0.25]), one == fingerprint((9, 8), (-0.5, -0.25))
         (True, False)
     """
     ids, floats = np.asarray(token_ids, dtype="<i8"), np.asarray(logprobs, dtype="<f4")

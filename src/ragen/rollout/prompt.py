@@ -1,9 +1,9 @@
-"""The words an agent reads: one builder, two styles, the same at rollout and at training.
+"""The prompts that an agent reads: one builder, two styles, the same in rollout and training.
 
-``compact`` is for the embedded model, whose tokenizer knows whole words: few, regular lines, no
-system message. ``paper`` says in full what the papers' prompts say (arXiv:2504.20073): role, rules,
-actions, limits, reply format, length; then turn by turn the reward, what was wrong with the reply,
-the state and what is left.
+``compact`` is for the embedded model, whose tokens are whole words: few, regular lines and no
+system message. ``paper`` has the contents of the papers' prompts (arXiv:2504.20073): role, rules,
+actions, limits, reply format and length; then for each turn the reward, what was wrong with the
+reply, the state, and the remaining budgets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is left before a turn is played, and the turn's number counted from 1.
+    """The budgets left before a turn, this turn included, and the turn's number from 1.
 
     Example:
         >>> Limits(turn=2, turns_left=4, actions_left=8, actions_per_turn=5)
@@ -28,7 +28,7 @@ class Limits:
 
 
 def prefill(think: bool) -> str:
-    """The start of the reply that the policy need not sample.
+    """The start of a reply that is given to the policy instead of sampled.
 
     Example:
         >>> prefill(think=True), prefill(think=False)
@@ -43,9 +43,9 @@ class PromptBuilder:
 
     Attributes:
         style: ``compact`` or ``paper``.
-        think: Whether a thought is asked for before the answer.
+        think: Whether the reply must have a thought before the answer.
         separator: Stands between the actions of one answer.
-        max_tokens: Longest reply, told as a hint in the paper style.
+        max_tokens: Longest reply; the paper style mentions it.
 
     Example:
         >>> builder = PromptBuilder("compact")
@@ -81,17 +81,17 @@ class PromptBuilder:
         observation: str,
         limits: Limits,
     ) -> str:
-        """The user message that opens a conversation: the environment, and what it shows now.
+        """The user message that opens a conversation: the environment and its observation.
 
-        Where the history is cut (a window, or none of it), this message opens later turns too;
-        `limits` then says how far the episode is.
+        Where a window cuts the history, this message opens the prompts of later turns too, with the
+        `limits` of that turn.
 
         Args:
             rules: The environment's rules and its legend of symbols.
             goal: The environment's short title.
             actions: Names of the actions; ``None`` where an action is free text.
-            observation: What the environment shows.
-            limits: What is left before this turn.
+            observation: The present observation.
+            limits: The budgets before this turn.
         """
         if self.style == "compact":
             return f"{goal}\n{observation}\n{_budget(limits)}"
@@ -109,18 +109,18 @@ class PromptBuilder:
         """The user message of a later turn.
 
         Args:
-            observation: What the environment shows now.
-            reward: The environment's reward for the last turn, the format penalty left out.
+            observation: The present observation.
+            reward: The environment's reward for the last turn, without penalties.
             problem: What was wrong with the last reply, ``None`` if it was valid.
-            limits: What is left before this turn.
+            limits: The budgets before this turn.
         """
         if self.style == "compact":
             invalid = "" if problem is None else "invalid\n"
             return f"reward {_number(reward)}\n{invalid}{observation}\n{_budget(limits)}"
-        told = f"Reward of your last turn: {_number(reward)}."
+        text = f"Reward of your last turn: {_number(reward)}."
         if problem is not None:
-            told += f"\nYour last reply was not valid. {problem}"
-        return f"{told}\n\n{self._turn(observation, limits)}"
+            text += f"\nYour last reply was not valid. {problem}"
+        return f"{text}\n\n{self._turn(observation, limits)}"
 
     def _actions(self, actions: tuple[str, ...] | None, limits: Limits) -> str:
         if actions is None:
@@ -159,7 +159,7 @@ def _budget(limits: Limits) -> str:
 
 
 def _number(value: float) -> str:
-    """At most two decimals, no minus zero."""
+    """The number with at most two decimals and without a minus zero."""
     return f"{round(value, 2) + 0.0:g}"
 
 

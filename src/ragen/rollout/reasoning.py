@@ -1,15 +1,15 @@
-"""Thoughts beside the reward: are they true, are they kept, and what their faults cost.
+"""Checks of thoughts: are their facts true, are their plans kept, and what do faults cost.
 
 The papers train on the reward alone and leave open how reasoning itself could be rewarded
-(arXiv:2504.20073, arXiv:2604.06268). Here it is measured always, wherever the environment can read
-its
-agent's thoughts (`Env.read_thought`), and rewarded only where a run asks for it (``reward.terms``).
+(arXiv:2504.20073, arXiv:2604.06268). Here thoughts are always measured where the environment can
+read them (`Env.read_thought`), and rewarded only where a run asks for it (``reward.terms``).
 
-What was read is written into `Turn.info` when the turn is played, by `notes`:
+The results are written into `Turn.info` when the turn is played:
 
 - ``thought_read``: whether the thought could be read; absent where the environment reads none.
-- ``facts_stated``, ``facts_true``: of its facts, against the environment's state before the turn.
-- ``plan_kept``: whether the answer asks for the actions that the thought planned, in their order.
+- ``facts_stated``, ``facts_true``: the facts of the thought, and those that hold in the
+  environment's state before the turn.
+- ``plan_kept``: whether the answer has the actions that the thought planned, in their order.
 - ``reward_terms``: what each reward term added to `Turn.penalty`.
 """
 
@@ -26,51 +26,50 @@ from ragen.core.types import Episode, Turn
 from ragen.envs.contract import Reading
 
 NGRAM = 4
-"""Words in a row that count as repeated when they come again in the same thought."""
+"""Length, in words, of the n-grams that `repeated_ngrams` compares."""
 
 BAND = (1 / 20, 3 / 4)
-"""Lengths of a thought that are no fault, as shares of the tokens that a reply may have: below them
-there is hardly a word, above them hardly room for the answer."""
+"""Shortest and longest thought without a fault, as shares of the tokens that a reply may have. A
+shorter one has hardly a word, a longer one leaves hardly room for the answer."""
 
 
-def notes(reading: Reading | None, actions_asked: Sequence[str]) -> dict[str, Any]:
-    """What `Turn.info` keeps of a thought that the environment was asked to read.
+def thought_info(reading: Reading | None, actions_asked: Sequence[str]) -> dict[str, Any]:
+    """What `Turn.info` keeps of a thought, from the environment's reading of it.
 
     Example:
-        >>> notes(Reading(3, 2, ("Down",)), ("Down", "Left"))
+        >>> thought_info(Reading(3, 2, ("Down",)), ("Down", "Left"))
         {'thought_read': True, 'facts_stated': 3, 'facts_true': 2, 'plan_kept': False}
-        >>> notes(None, ("Down",))
+        >>> thought_info(None, ("Down",))
         {'thought_read': False}
     """
     if reading is None:
         return {"thought_read": False}
-    found = {
+    info = {
         "thought_read": True,
         "facts_stated": reading.stated,
         "facts_true": reading.true,
     }
     if reading.plan is None:
-        return found
-    return found | {"plan_kept": reading.plan == tuple(actions_asked)}
+        return info
+    return info | {"plan_kept": reading.plan == tuple(actions_asked)}
 
 
-def measures(turns: Sequence[Turn]) -> Metrics:
-    """How true thoughts are and whether they are kept; what nothing is known of is left out.
+def thought_metrics(turns: Sequence[Turn]) -> Metrics:
+    """How true thoughts are and whether their plans are kept; unknown metrics are left out.
 
-    - ``thought/read_fraction``: thoughts that could be read, of those the environment was asked to
-    read.
-    - ``thought/hallucinated_fraction``: facts that the environment's state contradicts, of those
-    stated.
+    - ``thought/read_fraction``: thoughts that could be read, of all that were given to the
+      environment.
+    - ``thought/hallucinated_fraction``: false facts, of those stated.
     - ``thought/consistent_fraction``: plans that the answer carries out, of those stated.
     """
     read = [turn.info["thought_read"] for turn in turns if "thought_read" in turn.info]
-    told = [turn.info for turn in turns if "facts_stated" in turn.info]
-    kept = [info["plan_kept"] for info in told if "plan_kept" in info]
+    infos = [turn.info for turn in turns if "facts_stated" in turn.info]
+    kept = [info["plan_kept"] for info in infos if "plan_kept" in info]
     metrics: Metrics = {}
     if read:
         metrics["thought/read_fraction"] = mean(fmean(read), len(read))
-    if stated := sum(info["facts_stated"] for info in told):
-        true = sum(info["facts_true"] for info in told)
+    if stated := sum(info["facts_stated"] for info in infos):
+        true = sum(info["facts_true"] for info in infos)
         metrics["thought/hallucinated_fraction"] = mean(1 - true / stated, stated)
     if kept:
         metrics["thought/consistent_fraction"] = mean(fmean(kept), len(kept))
@@ -78,10 +77,10 @@ def measures(turns: Sequence[Turn]) -> Metrics:
 
 
 def repeated_ngrams(thought: str) -> float | None:
-    """Share of a thought's runs of `NGRAM` words that had come before in it, if there are any.
+    """Share of a thought's n-grams of `NGRAM` words that repeat an earlier one; ``None`` if none.
 
     Example:
-        >>> repeated_ngrams("a b c d e a b c d")  # of six runs the last is the first again
+        >>> repeated_ngrams("a b c d e a b c d")  # of six, the last repeats the first
         ... # doctest: +ELLIPSIS
         0.1666...
     """
@@ -90,27 +89,26 @@ def repeated_ngrams(thought: str) -> float | None:
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None
 
 
-# Faults, each from 0 (none) to 1 (as bad as can be). A reward term costs its weight times the
-# fault, and none ever pays: what paid for each turn would pay for taking more of them. What cannot
-# be told is not charged for.
+# Faults, each from 0 (none) to 1. A reward term costs its weight times the fault and never pays: a
+# term that paid in each turn would pay for more turns. A fault that cannot be determined is 0.
 
 
 def grounding(turn: Turn) -> float:
-    """Share of the facts which the thought states that are false."""
+    """Share of the thought's facts that are false."""
     stated = turn.info.get("facts_stated", 0)
     return 1 - turn.info["facts_true"] / stated if stated else 0.0
 
 
 def consistency(turn: Turn) -> float:
-    """1 where the thought plans and the answer asks for something else."""
+    """1 where the answer does something else than the thought planned."""
     return float(turn.info.get("plan_kept") is False)
 
 
 def length(turn: Turn) -> float:
-    """How far the thought's n tokens are out of the `BAND` from low to high.
+    """How far the thought's n tokens are outside of the `BAND` from low to high.
 
-    (low − n) / low below it and (n − high) / (most − high) above it, where `most` is what the whole
-    reply may have: 1 at no token, and at no room for the answer.
+    (low − n) / low below it, (n − high) / (most − high) above it, where most is the greatest number
+    of tokens of a reply. So it is 1 for an empty thought and where no room is left for the answer.
     """
     if turn.thought_span is None:
         return 0.0
@@ -122,7 +120,7 @@ def length(turn: Turn) -> float:
 
 
 def repetition(turn: Turn) -> float:
-    """Share of the thought's runs of `NGRAM` words that had come before in it."""
+    """Share of the thought's n-grams that repeat an earlier one."""
     return repeated_ngrams(turn.thought or "") or 0.0
 
 
@@ -134,39 +132,40 @@ TERMS: Mapping[str, Callable[[Turn], float]] = MappingProxyType(
         "repetition": repetition,
     }
 )
-"""The faults by the name of their term. The form of a reply has its own key,
+"""The faults by the name of their reward term. The form of a reply has a key of its own,
 ``reward.format_penalty``."""
 
 NEED_READING = frozenset({"grounding", "consistency"})
-"""Terms that an environment which reads no thoughts could never charge."""
+"""Terms that need an environment that reads thoughts."""
 
 
-def charged(turn: Turn, weights: Mapping[str, float]) -> Turn:
-    """The turn with what its reward terms cost, as part of `Turn.penalty` and apart in its info.
+def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
+    """The turn with its reward terms added to `Turn.penalty`, and listed in its info.
 
-    `Turn.reward` stays what the environment paid: filters, reports and evaluations read that.
+    `Turn.reward` stays the environment's own, which filters, reports and evaluations read.
 
     Args:
         turn: A finished turn.
-        weights: What a fault of 1 costs, by the name of the term.
+        weights: The cost of a fault of 1, by the name of the term.
     """
     if not weights:
         return turn
-    # 0 − x, since −x would make a −0.0 of no fault.
+    # 0 − x, because −x would turn 0.0 into −0.0.
     terms = {name: 0.0 - weight * TERMS[name](turn) for name, weight in weights.items()}
     info = {**turn.info, "reward_terms": terms}
     return replace(turn, penalty=turn.penalty + sum(terms.values()), info=info)
 
 
-def term_metrics(played: Sequence[Episode]) -> Metrics:
-    """``reward_terms/<name>``: what each term added to an episode's reward, in the mean."""
-    charges = [
-        turn.info["reward_terms"] for e in played for turn in e.turns if "reward_terms" in turn.info
+def reward_term_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """``reward_terms/<name>``: the mean of what each term added to an episode's reward."""
+    terms = [
+        turn.info["reward_terms"]
+        for episode in episodes
+        for turn in episode.turns
+        if "reward_terms" in turn.info
     ]
-    names = dict.fromkeys(name for charge in charges for name in charge)
+    count = len(episodes)
     return {
-        f"reward_terms/{name}": mean(
-            sum(charge[name] for charge in charges) / len(played), len(played)
-        )
-        for name in names
+        f"reward_terms/{name}": mean(sum(each[name] for each in terms) / count, count)
+        for name in dict.fromkeys(name for each in terms for name in each)
     }

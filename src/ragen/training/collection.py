@@ -23,7 +23,8 @@ from ragen.core.types import Episode, Group, Sample
 from ragen.diagnostics.gradients import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.engines.exactness import verify_split, with_births
-from ragen.rollout.rollout import Setup, run_groups
+from ragen.rollout.groups import run_groups
+from ragen.rollout.setup import Setup
 
 
 async def collect_groups(

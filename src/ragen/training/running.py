@@ -18,7 +18,7 @@ from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alar
 from ragen.engines.engine import Engine
 from ragen.evaluation.evaluation import evaluate_policy
 from ragen.evaluation.results import Evaluation, load_evaluations
-from ragen.rollout.rollout import Setup
+from ragen.rollout.setup import Setup
 from ragen.storage.checkpoint import (
     checkpoint_of,
     drop_old,
@@ -231,7 +231,7 @@ async def evaluate(run: Run, temperature: float) -> None:
     evaluation, groups = await run.stop.or_finish(
         evaluate_policy(
             run.engine.policy,
-            replace(run.setup, temperature=temperature, min_tokens=0),
+            replace(run.setup, temperature=temperature),
             config.env.params,
             target=str(run.folder),
             episodes=config.eval.episodes,

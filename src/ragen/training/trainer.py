@@ -21,7 +21,8 @@ from ragen.engines.local import LocalEngine
 from ragen.engines.memory import refuse_too_large
 from ragen.engines.threads import use_threads
 from ragen.models.names import resolve_model
-from ragen.rollout.rollout import Setup, refuse_cramped, setup_of
+from ragen.rollout.episode import require_room
+from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.checkpoint import newest, newest_intact, read_state, set_aside
 from ragen.storage.database import CONFIG, new_run_folder, refuse_existing
 from ragen.storage.recorder import Recorder
@@ -72,7 +73,7 @@ def train(
 
     async def start() -> Result:
         async with opened(engine, config) as (setup, stack):
-            refuse_cramped(setup, train_level(0, 0, config.rollout.num_groups))
+            require_room(setup, train_level(0, 0, config.rollout.num_groups))
             folder = new_run_folder(root, config.recipe, out)
             recorder = Recorder.create(folder, dump(config), engine.chat.text_of)
             stack.callback(recorder.close)
@@ -188,7 +189,7 @@ async def opened(engine: Engine, config: Config) -> AsyncIterator[tuple[Setup, A
     """
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.close)
-        setup = setup_of(config, engine.chat)
+        setup = make_setup(config, engine.chat)
         stack.callback(setup.close)
         yield setup, stack
         stack.pop_all()

@@ -1,0 +1,300 @@
+"""Playing one episode: prompt, completion, parsed actions, the environment's answer, turn by turn.
+
+Environments are user code and are called only through `GuardedEnv`. If one raises, takes too long
+or returns nonsense, the episode fails and keeps the traceback: a failed episode is data. Any other
+exception here is a bug, and ends the run.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from ragen.core.boundary import UserCodeError
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Episode, Prompt, StopReason, Turn
+from ragen.rollout.actions import Parsed, parse
+from ragen.rollout.context import Conversation, View
+from ragen.rollout.guarded import GuardedEnv
+from ragen.rollout.players import PlayerPolicy
+from ragen.rollout.policies import NoCompletion, Policy, written_completion
+from ragen.rollout.prompt import Limits, PromptBuilder
+from ragen.rollout.reasoning import apply_reward_terms, thought_info
+from ragen.rollout.setup import Setup
+from ragen.rollout.specs import BranchSpec, EpisodeSpec
+
+
+async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: EpisodeSpec) -> Episode:
+    """Play one episode to its end.
+
+    Raises:
+        RagenError: The player cannot play this environment, or a recorded turn of a branch cannot
+            be rebuilt.
+    """
+    playthrough = _Playthrough(setup, spec)
+    try:
+        with closing(setup.make_env()) as env:
+            try:
+                await playthrough.play(env, policy)
+            except NoCompletion as failure:
+                playthrough.stop_reason = failure.stop_reason
+                playthrough.error = str(failure) if failure.stop_reason == "request" else None
+            playthrough.final = env.observation, env.picture()
+    except UserCodeError as failure:
+        playthrough.stop_reason = "timeout" if failure.timed_out else "error"
+        playthrough.error, playthrough.success = str(failure), False
+    return playthrough.episode()
+
+
+def require_room(setup: Setup, level: int) -> None:
+    """Refuse a run whose first prompt leaves no room for a reply.
+
+    Raises:
+        RagenError: The prompt of `level` is too long. Other levels may be shorter, but not by much.
+    """
+    try:
+        with closing(setup.make_env()) as env:
+            spec = EpisodeSpec(level, 0, 0, (0, "look"))
+            conversation, view = _Playthrough(setup, spec).begin(env)
+    except UserCodeError:
+        return  # the episodes report this failure
+    _, token_ids, _ = conversation.ask(view)
+    if token_ids and len(token_ids) + setup.max_tokens > setup.max_length:
+        setup.close()
+        raise RagenError(
+            f"the first prompt of the environment {setup.env!r} has {len(token_ids)} tokens, which "
+            f"leaves no room for a reply of rollout.max_tokens = {setup.max_tokens}: "
+            f"raise model.max_length from {setup.max_length}, or lower rollout.max_tokens"
+        )
+
+
+def require_unchanged(setup: Setup, branch: BranchSpec) -> None:
+    """Check that a recorded turn can be rebuilt as it was.
+
+    Raises:
+        RagenError: The environment has changed, or the prompts that the policy would read.
+    """
+    playthrough = _Playthrough(setup, branch)
+    try:
+        with closing(setup.make_env()) as env:
+            conversation, view = playthrough.begin(env)
+            playthrough.prompt(conversation, view, len(playthrough.turns))
+    except UserCodeError as failure:
+        raise RagenError(
+            f"the environment {setup.env!r} cannot go back to turn {len(branch.turns) - 1}: "
+            f"{failure.reason}; run `ragen check` on it"
+        ) from failure
+
+
+class _Playthrough:
+    """An episode while it is played: its turns so far and the rest of its budgets."""
+
+    def __init__(self, setup: Setup, spec: EpisodeSpec) -> None:
+        self.setup = setup
+        self.spec = spec
+        self.turns: list[Turn] = []
+        self.actions_left = setup.actions
+        self.stop_reason: StopReason = "max_turns"
+        self.success = False
+        self.error: str | None = None
+        self.final: tuple[str | None, tuple[str, ...] | None] = (None, None)
+
+    async def play(self, env: GuardedEnv, policy: Policy | PlayerPolicy) -> None:
+        """Play turns until the environment or a budget ends the episode."""
+        setup = self.setup
+        conversation, view = self.begin(env)
+        for number in range(len(self.turns), setup.turns):
+            prompt = self.prompt(conversation, view, number)
+            if prompt.token_ids and len(prompt.token_ids) + setup.max_tokens > setup.max_length:
+                self.stop_reason = "context"
+                return
+            if isinstance(policy, PlayerPolicy):
+                completion = policy.act(env.env, view.limits, prompt)
+            else:
+                completion = await policy.complete(prompt)
+            conversation.reply(completion)
+            turn, problem = self._turn(env, view.observation, prompt, completion)
+            self.turns.append(turn)
+            if env.terminated:
+                self.success = bool(env.info.get("success", False))
+                self.stop_reason = "solved" if self.success else "failed"
+                return
+            # An environment's own limit counts as a budget, too.
+            if env.truncated or self.actions_left == 0:
+                self.stop_reason = "max_actions"
+                return
+            view = View(env.observation, self._limits(number + 1), turn.reward, problem)
+
+    def begin(self, env: GuardedEnv) -> tuple[Conversation, View]:
+        """Reset the environment; returns the conversation so far and the first view to play from.
+
+        A branch begins after its recorded turns, which are part of the conversation.
+        """
+        setup, spec = self.setup, self.spec
+        observation = env.reset(spec.level_seed, spec.noise_seed(setup.common_noise))
+        conversation = Conversation(
+            PromptBuilder(setup.style, setup.think, max_tokens=setup.max_tokens),
+            (env.rules, env.goal, env.actions),
+            setup.chat,
+            setup.window,
+            setup.max_length - setup.max_tokens,
+            setup.prefill,
+            setup.drops_thoughts,
+        )
+        if isinstance(spec, BranchSpec):
+            return conversation, self._replay(env, conversation, spec)
+        return conversation, View(observation, self._limits(0))
+
+    def _replay(self, env: GuardedEnv, conversation: Conversation, branch: BranchSpec) -> View:
+        """Rebuild the recorded turns and restore the environment; returns the view after them."""
+        view = View(branch.turns[0].observation, self._limits(0))
+        for number, (turn, following) in enumerate(pairwise(branch.turns)):
+            prompt = self.prompt(conversation, view, number)
+            conversation.reply(self._with_ids(turn.completion))
+            problem = self._parse(env, turn.completion).problem
+            self.turns.append(replace(turn, prompt=prompt))
+            self.actions_left -= len(turn.actions_executed)
+            limits = self._limits(number + 1)
+            view = View(following.observation, limits, turn.reward, problem)
+        present = branch.turns[-1]
+        assert present.snapshot is not None
+        env.restore(present.snapshot, present.observation)
+        if env.state()[0] != present.state_key:
+            raise RagenError(
+                f"the environment {self.setup.env!r} comes back to turn {len(branch.turns) - 1} in "
+                "another state than was recorded: its code or its parameters have changed since"
+            )
+        return view
+
+    def _with_ids(self, completion: Completion) -> Completion:
+        """A recorded completion with token ids: those of its text where none were recorded."""
+        chat = self.setup.chat
+        if completion.token_ids is not None or chat is None:
+            return completion
+        end = (chat.end,) if completion.finish_reason == "stop" else ()
+        return written_completion(completion.text, lambda text: (*chat.encode(text), *end))
+
+    def _limits(self, number: int) -> Limits:
+        setup = self.setup
+        return Limits(number + 1, setup.turns - number, self.actions_left, setup.actions_per_turn)
+
+    def prompt(self, conversation: Conversation, view: View, number: int) -> Prompt:
+        """The prompt of a turn.
+
+        Raises:
+            RagenError: The turn was recorded, with another prompt.
+        """
+        setup = self.setup
+        messages, token_ids, num_prefill = conversation.ask(view)
+        if isinstance(self.spec, BranchSpec) and number < len(self.spec.turns):
+            _require_same(token_ids, self.spec.turns[number].prompt.token_ids, number)
+        return Prompt(
+            messages,
+            token_ids,
+            num_prefill,
+            setup.max_tokens,
+            setup.temperature,
+            self.spec.request_seed(number),
+            turns_dropped=conversation.turns_dropped,
+        )
+
+    def _turn(
+        self, env: GuardedEnv, observation: str, prompt: Prompt, completion: Completion
+    ) -> tuple[Turn, str | None]:
+        """Carry out the actions of a completion; returns the turn and what was wrong with it."""
+        setup = self.setup
+        (key, snapshot), picture = env.state(), env.picture()
+        parsed = self._parse(env, completion)
+        read: dict[str, Any] = {}
+        if parsed.thought is not None and env.env.reads_thoughts:
+            read = thought_info(env.read_thought(parsed.thought), parsed.actions_asked)
+        executed: list[str] = []
+        reward, effective = 0.0, 0
+        for action in parsed.actions:
+            reward += env.step(action)
+            executed.append(action)
+            effective += bool(env.info.get("effective", True))
+            self.actions_left -= 1
+            if env.terminated or env.truncated:
+                break
+        turn = Turn(
+            observation,
+            prompt,
+            completion,
+            parsed.thought,
+            _thought_span(setup, completion, parsed),
+            parsed.actions_asked,
+            tuple(executed),
+            reward,
+            0.0 if parsed.valid else -setup.format_penalty,
+            parsed.valid,
+            key,
+            {**(env.info if executed else {}), "effective": effective, **read},
+            snapshot,
+            picture,
+        )
+        return apply_reward_terms(turn, setup.reward_terms), parsed.problem
+
+    def _parse(self, env: GuardedEnv, completion: Completion) -> Parsed:
+        """The thought and the actions of a completion; one that was cut has no actions."""
+        setup = self.setup
+        parsed = parse(
+            setup.prefill + completion.text,
+            think=setup.think,
+            actions=env.actions,
+            max_actions=min(setup.actions_per_turn, self.actions_left),
+        )
+        if completion.finish_reason == "length":
+            problem = f"It was cut off after {setup.max_tokens} tokens, so nothing of it was done."
+            return replace(parsed, actions=(), valid=False, problem=problem)
+        return parsed
+
+    def episode(self) -> Episode:
+        """The finished episode."""
+        spec = self.spec
+        terminated = self.stop_reason in ("solved", "failed")
+        return Episode(
+            self.setup.env,
+            spec.level_seed,
+            spec.noise_seed(self.setup.common_noise),
+            spec.group,
+            spec.member,
+            tuple(self.turns),
+            self.stop_reason,
+            terminated,
+            not terminated,
+            False,
+            self.success,
+            self.error,
+            *self.final,
+        )
+
+
+def _require_same(
+    rebuilt: tuple[int, ...] | None, recorded: tuple[int, ...] | None, number: int
+) -> None:
+    """Check that a rebuilt prompt has the recorded token ids, where ids were recorded.
+
+    Raises:
+        RagenError: It has others.
+    """
+    if recorded is None or rebuilt is None or rebuilt == recorded:
+        return
+    pairs = enumerate(zip(rebuilt, recorded, strict=False))
+    shorter = min(len(rebuilt), len(recorded))
+    first = next((at for at, (one, other) in pairs if one != other), shorter)
+    raise RagenError(
+        f"the prompt of turn {number} cannot be rebuilt: its token {first} differs from what the "
+        "model saw; the tokenizer, its chat template, the environment or RAGEN has changed since"
+    )
+
+
+def _thought_span(setup: Setup, completion: Completion, parsed: Parsed) -> tuple[int, int] | None:
+    """The half-open range of the completion's tokens that spell the thought, prefill excluded."""
+    if parsed.thought_chars is None or completion.token_ids is None or setup.chat is None:
+        return None
+    shift = len(setup.prefill)
+    start, end = (max(0, at - shift) for at in parsed.thought_chars)
+    return setup.chat.token_span(completion.token_ids, completion.text, start, end)

@@ -1,0 +1,83 @@
+"""Playing many episodes at once: one coroutine each, no lock-step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Episode, Group
+from ragen.rollout.episode import play_episode
+from ragen.rollout.players import PlayerPolicy
+from ragen.rollout.policies import Policy
+from ragen.rollout.setup import Setup
+from ragen.rollout.specs import EpisodeSpec
+
+
+async def run_groups(
+    policy: Policy | PlayerPolicy,
+    setup: Setup,
+    levels: Sequence[int],
+    group_size: int,
+    path: tuple[int | str, ...],
+    concurrency: int = 64,
+    on_episode: Callable[[Episode], None] | None = None,
+    first_group: int = 0,
+) -> list[Group]:
+    """Play `group_size` episodes on each level and return them as groups, in level order.
+
+    Args:
+        policy: The policy or player.
+        setup: The environment, budgets and prompts.
+        levels: One level seed for each group.
+        group_size: Episodes of a group.
+        path: The run's seed and the purpose of the episodes, such as ``(seed, "train", step)``.
+        concurrency: Episodes that are played at once; they begin in (group, member) order.
+        on_episode: Called at the end of each episode, in the order in which they end.
+        first_group: Number of the first group; the others count up from it.
+
+    Raises:
+        RagenError: The player cannot play this environment.
+    """
+    specs = [
+        EpisodeSpec(level, group, member, path)
+        for group, level in enumerate(levels, first_group)
+        for member in range(group_size)
+    ]
+    episodes = await run_episodes(policy, setup, specs, concurrency, on_episode)
+    starts = range(0, len(episodes), group_size)
+    return [Group(tuple(episodes[start : start + group_size])) for start in starts]
+
+
+async def run_episodes(
+    policy: Policy | PlayerPolicy,
+    setup: Setup,
+    specs: Sequence[EpisodeSpec],
+    concurrency: int = 64,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Episode]:
+    """Play the episodes of `specs` and return them in that order; see `run_groups`."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def play(spec: EpisodeSpec) -> Episode:
+        async with gate:
+            episode = await play_episode(policy, setup, spec)
+        if on_episode is not None:
+            on_episode(episode)
+        return episode
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(play(spec)) for spec in specs]
+    except ExceptionGroup as errors:
+        mistakes, bugs = errors.split(RagenError)
+        if mistakes is None or bugs is not None:
+            raise
+        raise _first(mistakes) from None
+    return [task.result() for task in running]
+
+
+def _first(errors: BaseException) -> BaseException:
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    return errors

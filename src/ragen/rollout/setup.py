@@ -1,0 +1,146 @@
+"""The set-up of a rollout: the environment, its budgets, the prompts and the parser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ragen.config.config import Config
+from ragen.core.errors import RagenError
+from ragen.envs.contract import Env
+from ragen.envs.isolation import Workers
+from ragen.envs.registry import build_env, env_factory
+from ragen.rollout.chat import Chat
+from ragen.rollout.guarded import GuardedEnv, Stopwatch
+from ragen.rollout.prompt import prefill
+from ragen.rollout.reasoning import NEED_READING
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything about an episode except its seeds and its policy.
+
+    Attributes:
+        env: The environment's name.
+        make: Makes the environment.
+        turns, actions_per_turn, actions: The budgets.
+        style, think, prefilled: How prompts are written: their style, whether a reply has a
+            thought, and whether its first tag is pre-filled.
+        window: Number of turns that a prompt shows; 0 shows all.
+        drops_thoughts: Whether prompts show earlier replies without their thoughts.
+        chat: The chat template; ``None`` for policies that take messages only.
+        max_tokens: Longest reply.
+        max_length: Longest sequence of prompt and reply.
+        temperature: Of sampling.
+        format_penalty: Subtracted from the reward of a turn whose reply is not valid.
+        reward_terms: Weights of the reward terms (`ragen.rollout.reasoning`).
+        timeout_s: Seconds that one call of the environment may take.
+        common_noise: Whether the episodes of a group share their noise seed.
+        workers: The processes that the environments run in; ``None`` for this process.
+        env_time: The time spent in environments.
+
+    Example:
+        >>> from ragen.envs.bandit import Bandit
+        >>> setup = Setup("bandit", Bandit, turns=1, actions_per_turn=1, actions=1)
+        >>> setup.prefill
+        '<think>'
+    """
+
+    env: str
+    make: Callable[[], Env]
+    turns: int = 5
+    actions_per_turn: int = 5
+    actions: int = 10
+    style: Literal["compact", "paper"] = "compact"
+    think: bool = True
+    prefilled: bool = True
+    window: int = 0
+    drops_thoughts: bool = False
+    chat: Chat | None = None
+    max_tokens: int = 80
+    max_length: int = 1024
+    temperature: float = 1.0
+    format_penalty: float = 0.1
+    reward_terms: Mapping[str, float] = field(default_factory=dict)
+    timeout_s: float = 30.0
+    common_noise: bool = False
+    workers: Workers | None = None
+    env_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
+
+    def make_env(self) -> GuardedEnv:
+        """A guarded environment.
+
+        Raises:
+            UserCodeError: It cannot be made.
+        """
+        # A worker process enforces the time limit itself.
+        timeout_s = None if self.workers else self.timeout_s
+        return GuardedEnv(self.make, timeout_s, self.env_time)
+
+    def close(self) -> None:
+        """Stop the worker processes, if there are any."""
+        if self.workers is not None:
+            self.workers.close()
+
+    @property
+    def prefill(self) -> str:
+        """The pre-filled start of every reply, written by RAGEN or by the chat template."""
+        if self.prefilled:
+            return prefill(self.think)
+        return self.chat.opening if self.chat is not None else ""
+
+
+def make_setup(config: Config, chat: Chat | None) -> Setup:
+    """The set-up that a config describes.
+
+    Raises:
+        RagenError: The environment or one of its parameters does not exist, its class refuses
+            them, or a reward term needs an environment that reads thoughts.
+    """
+    env, prompt = config.env, config.prompt
+    workers = Workers(env.name, env.params, env.timeout_s) if env.isolate else None
+    make = workers.make if workers else env_factory(env.name, **env.params)
+    try:
+        with closing(build_env(make, env.name)) as built:  # so that errors show before the run
+            _require_reading(built, config.reward.terms)
+    except RagenError:
+        if workers is not None:
+            workers.close()
+        raise
+    return Setup(
+        env=env.name,
+        make=make,
+        turns=env.max_turns,
+        actions_per_turn=env.actions_per_turn,
+        actions=env.max_actions,
+        style=prompt.style,
+        think=prompt.think,
+        prefilled=prompt.prefill,
+        window=prompt.window,
+        drops_thoughts=prompt.think and prompt.history_thoughts == "drop",
+        chat=chat,
+        max_tokens=config.rollout.max_tokens,
+        max_length=config.model.max_length,
+        temperature=config.rollout.temperature,
+        format_penalty=config.reward.format_penalty,
+        reward_terms=config.reward.terms,
+        timeout_s=env.timeout_s,
+        common_noise=env.common_noise,
+        workers=workers,
+    )
+
+
+def _require_reading(env: Env, terms: Mapping[str, float]) -> None:
+    """Refuse reward terms about facts and plans where the environment reads no thoughts.
+
+    Raises:
+        RagenError: It reads none.
+    """
+    for name in terms:
+        if name in NEED_READING and not env.reads_thoughts:
+            raise RagenError(
+                f"reward.terms.{name}: the environment {env.name} cannot read thoughts; leave the "
+                "term out, or give the environment a read_thought (docs/environments.md)"
+            )
