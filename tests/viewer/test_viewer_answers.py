@@ -359,7 +359,7 @@ def test_a_group_stands_side_by_side_with_its_score(root: Path) -> None:
     assert math.isclose(found["reward_std"], math.sqrt(0.5))
     assert [each["member"] for each in found["episodes"]] == [0, 1]
     assert (found["previous"], found["next"]) == (None, 1)
-    assert found["stands"]
+    assert found["still_counts"]
     with pytest.raises(NotFound):
         ask(root, "group", run="lake", attempt=1, step=5, phase="train", group=7)
 
@@ -384,12 +384,14 @@ def test_a_group_is_judged_by_the_filter_of_its_attempt(tmp_path: Path) -> None:
 
 def test_episodes_that_were_rolled_back_are_marked(root: Path) -> None:
     found = ask(root, "episodes", run="lake", limit=200)["episodes"]
-    undone = {(each["attempt"], each["step"]) for each in found if not each["stands"]}
+    undone = {(each["attempt"], each["step"]) for each in found if not each["still_counts"]}
     assert undone == {(0, 3), (0, 4)}
     assert {(1, 3), (1, 4)} <= {(each["attempt"], each["step"]) for each in found}
-    number = next(each["id"] for each in found if not each["stands"])
-    assert ask(root, "episode", run="lake", episode=number)["stands"] is False
-    assert not ask(root, "group", run="lake", attempt=0, step=3, phase="train", group=0)["stands"]
+    number = next(each["id"] for each in found if not each["still_counts"])
+    assert ask(root, "episode", run="lake", episode=number)["still_counts"] is False
+    assert not ask(root, "group", run="lake", attempt=0, step=3, phase="train", group=0)[
+        "still_counts"
+    ]
 
 
 def test_levels_that_were_evaluated_at_two_steps(root: Path) -> None:

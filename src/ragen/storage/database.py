@@ -131,17 +131,15 @@ def open_database(
         connection = connect(database)
         if make and _version(connection) == 0:
             fill(connection, schema)
-        version = _version(connection)
+        check_schema(connection, database)
     except (sqlite3.DatabaseError, OSError) as error:
         if connection is not None:
             connection.close()
         raise RagenError(f"{database} cannot be read: {error}") from None
-    if version != SCHEMA_VERSION:
+    except RagenError:
+        assert connection is not None
         close_database(connection)
-        raise RagenError(
-            f"{database} has schema {version}, this RAGEN reads {SCHEMA_VERSION}; "
-            "use the version that wrote it"
-        )
+        raise
     return connection
 
 
@@ -211,12 +209,41 @@ def read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
+    with reading_database(folder) as connection:
+        return connection.execute(query, parameters).fetchall()
+
+
+@contextlib.contextmanager
+def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
+    """A connection that reads a run's database.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
     must_exist(folder)
     try:
         with contextlib.closing(connect_to_read(folder / DATABASE)) as connection:
-            return connection.execute(query, parameters).fetchall()
+            yield connection
     except sqlite3.DatabaseError as error:
         raise RagenError(f"{folder / DATABASE} cannot be read: {error}") from None
+
+
+def check_schema(connection: sqlite3.Connection, database: Path | str) -> None:
+    """Refuse a database that another version of RAGEN wrote.
+
+    Args:
+        connection: To the database.
+        database: Its name in the message.
+
+    Raises:
+        RagenError: It has another schema.
+    """
+    version = _version(connection)
+    if version != SCHEMA_VERSION:
+        raise RagenError(
+            f"{database} has schema {version}, this RAGEN reads {SCHEMA_VERSION}; "
+            "use the version that wrote it"
+        )
 
 
 def fill(connection: sqlite3.Connection, schema: str = SCHEMA) -> None:

@@ -7,12 +7,13 @@ database, and these functions know what still counts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ragen.storage.database import read
+from ragen.storage.attempts import Counts, still_counts
+from ragen.storage.database import read, reading_database
 
 RENAMED: Mapping[str, str] = MappingProxyType(
     {"world": "env", "best": "optimal", "best_return": "optimal_return"}
@@ -76,7 +77,7 @@ def read_metrics(
     return found
 
 
-def standing(folder: Path, after: tuple[int, int] | None = None) -> Callable[[int, int], bool]:
+def standing(folder: Path, after: tuple[int, int] | None = None) -> Counts:
     """Whether what an attempt did at a step still counts: no later attempt began at or before it.
 
     Args:
@@ -88,8 +89,8 @@ def standing(folder: Path, after: tuple[int, int] | None = None) -> Callable[[in
     """
     if after is not None:
         return lambda attempt, step: (attempt, step) > after
-    first = dict(read(folder, "SELECT attempt, min(step) FROM metrics GROUP BY attempt"))
-    return lambda attempt, step: all(step < first[later] for later in first if later > attempt)
+    with reading_database(folder) as connection:
+        return still_counts(connection)
 
 
 def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:

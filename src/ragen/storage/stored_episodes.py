@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt, Turn
-from ragen.storage.database import DATABASE, connect_to_read, must_exist
+from ragen.storage.database import DATABASE, check_schema, reading_database
 from ragen.storage.rows import storable
-from ragen.storage.schema import SCHEMA_VERSION, decompress
+from ragen.storage.schema import decompress
 
 Record = dict[str, Any]
 """A row by the names of its columns, as Python's values."""
@@ -97,21 +96,12 @@ def records(run: Path, episode: int | None = None) -> Iterator[Record]:
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
-    must_exist(run)
-    try:
-        with closing(connect_to_read(run / DATABASE)) as connection:
-            connection.row_factory = sqlite3.Row
-            ((version,),) = connection.execute("PRAGMA user_version")
-            if version != SCHEMA_VERSION:
-                raise RagenError(
-                    f"{run / DATABASE} has schema {version}, this RAGEN reads {SCHEMA_VERSION}; "
-                    "use the version that wrote it"
-                )
-            chosen = "" if episode is None else f" WHERE id = {episode:d}"
-            for row in connection.execute(f"SELECT * FROM episodes{chosen} ORDER BY id"):
-                yield _values(row) | {"turns": _turns(connection, row["id"])}
-    except sqlite3.DatabaseError as error:
-        raise RagenError(f"{run / DATABASE} cannot be read: {error}") from None
+    with reading_database(run) as connection:
+        connection.row_factory = sqlite3.Row
+        check_schema(connection, run / DATABASE)
+        chosen = "" if episode is None else f" WHERE id = {episode:d}"
+        for row in connection.execute(f"SELECT * FROM episodes{chosen} ORDER BY id"):
+            yield _values(row) | {"turns": _turns(connection, row["id"])}
 
 
 def _turns(connection: sqlite3.Connection, episode: int) -> list[Record]:

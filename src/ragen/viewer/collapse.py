@@ -10,6 +10,7 @@ from typing import Any
 
 from ragen.diagnostics.collapse import HIGH_ENTROPY, HIGH_MI, MIN_PROMPTS, REGIMES
 from ragen.reports.report import GRADIENTS
+from ragen.storage.attempts import attempts_of, still_counts
 from ragen.viewer.reading import (
     Answer,
     NotFound,
@@ -21,7 +22,7 @@ from ragen.viewer.reading import (
     text_of,
     whole_number,
 )
-from ragen.viewer.run_metrics import Series, attempts_of, histories, standing, standing_in
+from ragen.viewer.run_metrics import Series, current, histories
 
 INFORMATION = "information/"
 """How the names of what thoughts tell begin; the path of the sampling follows."""
@@ -54,7 +55,7 @@ def collapse(root: Path, query: Query) -> Answer:
             for (name,) in connection.execute("SELECT DISTINCT name FROM metrics")
             if name.startswith((INFORMATION, GRADIENTS))
         ]
-        course = standing(attempts, histories(connection, attempts, names))
+        course = current(attempts, histories(connection, attempts, names))
         matrices = _matrices(connection)
     paths = sorted({name.split("/")[1] for name in names if name.startswith(INFORMATION)})
     return {
@@ -135,6 +136,6 @@ def matrix(root: Path, query: Query) -> Answer:
 
 def _matrices(connection: sqlite3.Connection) -> dict[tuple[int, str], int]:
     """The attempt whose matrix counts, by step and path."""
-    stands = standing_in(connection)
+    counts = still_counts(connection)
     rows = connection.execute("SELECT attempt, step, path FROM cross_scores ORDER BY attempt")
-    return {(step, path): number for number, step, path in rows if stands(number, step)}
+    return {(step, path): number for number, step, path in rows if counts(number, step)}

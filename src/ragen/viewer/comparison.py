@@ -25,6 +25,7 @@ from ragen.core.statistics import (
 )
 from ragen.evaluation.outcomes import how_sampled
 from ragen.evaluation.targets import DISPLAY_KEYS
+from ragen.storage.attempts import Counts, still_counts
 from ragen.viewer.episode_page import detail, episode_row
 from ragen.viewer.reading import (
     Answer,
@@ -37,7 +38,6 @@ from ragen.viewer.reading import (
     whole_number,
 )
 from ragen.viewer.run_list import evaluations
-from ragen.viewer.run_metrics import Stands, standing_in
 from ragen.viewer.run_page import flat_settings
 
 PHASES = ("eval", "eval greedy")
@@ -93,7 +93,7 @@ def levels(root: Path, query: Query) -> Answer:
         Unanswered: There is no such run, or it cannot be read.
     """
     with reading(folder_of(root, query)) as connection:
-        recorded = _recorded(connection, standing_in(connection))
+        recorded = _recorded(connection, still_counts(connection))
     found: list[Answer] = []
     for (phase, env), by_step in recorded.items():
         for seed in sorted({seed for each in by_step.values() for seed in each.levels}):
@@ -112,13 +112,13 @@ def level(root: Path, query: Query) -> Answer:
         Unanswered: There is no such run, or it cannot be read.
     """
     with reading(folder_of(root, query)) as connection:
-        stands = standing_in(connection)
+        counts = still_counts(connection)
         rows = connection.execute(
             "SELECT id, attempt, step FROM episodes WHERE phase = ? AND level_seed = ?"
             " ORDER BY step, id",
             (text_of(query, "phase"), whole_number(query, "level_seed")),
         ).fetchall()
-        ids = [number for number, attempt, step in rows if stands(attempt, step)][:MOST_OF_LEVEL]
+        ids = [number for number, attempt, step in rows if counts(attempt, step)][:MOST_OF_LEVEL]
         return {"episodes": [detail(connection, episode_row(connection, each)) for each in ids]}
 
 
@@ -138,10 +138,10 @@ class _Evaluated:
         self.game = _game(settings)
         self._temperature = settings.get("eval.temperature", 1.0)
         with reading(folder) as connection:
-            stands = standing_in(connection)
-            made = (each for each in evaluations(connection, stands) if _has_interval(each))
+            counts = still_counts(connection)
+            made = (each for each in evaluations(connection, counts) if _has_interval(each))
             self.rates = {(str(each["env"]), str(each["how"])): each for each in made}
-            self.recorded = _recorded(connection, stands)
+            self.recorded = _recorded(connection, counts)
             self.stored = dict(_stored(connection))
 
     def baselines(self, comparison: Answer) -> Answer:
@@ -169,7 +169,7 @@ def _has_interval(evaluation: Answer) -> bool:
     return all(isinstance(each, int | float) for each in known)
 
 
-def _recorded(connection: sqlite3.Connection, stands: Stands) -> Recorded:
+def _recorded(connection: sqlite3.Connection, counts: Counts) -> Recorded:
     found: dict[tuple[str, str], dict[int, dict[int, tuple[float, int]]]] = {}
     rows = connection.execute(
         "SELECT phase, env, step, attempt, level_seed, avg(success), count(*) FROM episodes"
@@ -178,7 +178,7 @@ def _recorded(connection: sqlite3.Connection, stands: Stands) -> Recorded:
         PHASES,
     )
     for phase, env, step, attempt, seed, share, count in rows:
-        if stands(attempt, step):
+        if counts(attempt, step):
             by_step = found.setdefault((phase, env), {})
             by_step.setdefault(step, {})[seed] = (share, count)
     return {

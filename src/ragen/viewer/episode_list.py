@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragen.reports.report import ALARM
+from ragen.storage.attempts import still_counts
 from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
-from ragen.viewer.run_metrics import standing_in
 from ragen.viewer.search import (
     FOUND,
     ONE_WORD,
@@ -119,9 +119,9 @@ def episodes(root: Path, query: Query) -> Answer:
                 wanted = wanted.also("id IN (SELECT value FROM json_each(?))", json.dumps(hits))
             page, total = list(_page(connection, wanted, *asked)), _total(connection, wanted)
         rows = [as_said(row) for row in rows_of(connection, [place.id for place in page[:limit]])]
-        stands = standing_in(connection)
+        counts = still_counts(connection)
         for row in rows:
-            row["stands"] = stands(row["attempt"], row["step"])
+            row["still_counts"] = counts(row["attempt"], row["step"])
             row["snippet"] = snippet(connection, row["id"], words)
         found = facets(connection)
     following = _cursor(page[limit - 1]) if len(page) > limit else None
@@ -286,7 +286,7 @@ def facets(connection: sqlite3.Connection) -> Answer:
 def _combinations(
     connection: sqlite3.Connection, before: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """What stands together in the columns of `FACETS`.
+    """The combinations of values in the columns of `FACETS`.
 
     Column by column: a comparison of all three at once would seek by the first alone, and scan.
     """

@@ -8,6 +8,7 @@ from statistics import stdev
 from typing import Any
 
 from ragen.core.types import FAILED
+from ragen.storage.attempts import still_counts
 from ragen.storage.schema import TURNS_AN_EPISODE
 from ragen.viewer.episode_list import NAMED, as_said
 from ragen.viewer.reading import (
@@ -21,7 +22,6 @@ from ragen.viewer.reading import (
     whole_number,
 )
 from ragen.viewer.run_list import read_settings
-from ragen.viewer.run_metrics import standing_in
 
 _FULL = f"{NAMED}, final_observation, final_picture"
 
@@ -35,7 +35,7 @@ def episode(root: Path, query: Query) -> Answer:
     folder, number = folder_of(root, query), whole_number(query, "episode")
     with reading(folder) as connection:
         row = episode_row(connection, number)
-        return detail(connection, row) | {"stands": _stands(connection, row)}
+        return detail(connection, row) | {"still_counts": _still_counts(connection, row)}
 
 
 def episode_row(connection: sqlite3.Connection, number: int) -> sqlite3.Row:
@@ -91,9 +91,9 @@ def has_samples(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
     return bool(found)
 
 
-def _stands(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
+def _still_counts(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
     """Whether an episode of the run's own still counts; it may have been rolled back."""
-    return standing_in(connection)(row["attempt"], row["step"])
+    return still_counts(connection)(row["attempt"], row["step"])
 
 
 def _turn(turn: dict[str, Any]) -> Answer:
@@ -131,12 +131,12 @@ def group(root: Path, query: Query) -> Answer:
             for which, sign in (("max", "<"), ("min", ">"))
         ]
         episodes = [detail(connection, row) for row in rows]
-        stands = _stands(connection, rows[0])
+        counts = _still_counts(connection, rows[0])
         chosen = read_settings(folder).get("filter", {}) | _filter_changes(connection, where[0])
     rewards = [row["reward"] for row in rows if row["stop_reason"] not in FAILED]
     return {
         **{name: rows[0][name] for name in ("attempt", "step", "phase", "group", "level_seed")},
-        "stands": stands,
+        "still_counts": counts,
         "kept": bool(rows[0]["kept"]),
         "group_score": rows[0]["group_score"],
         "rule": chosen.get("rule"),

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
+from ragen.storage.attempts import still_counts
 from ragen.storage.schema import TURNS_AN_EPISODE
 from ragen.viewer.reading import (
     Answer,
@@ -20,7 +21,6 @@ from ragen.viewer.reading import (
     signature,
     whole_number,
 )
-from ragen.viewer.run_metrics import standing_in
 
 MOST_STEPS, MOST_EPISODES = 40, 128
 """Steps that are looked at, evenly over the run, and episodes of each: more changes no share by
@@ -64,13 +64,13 @@ def phrases(root: Path, query: Query) -> Answer:
 
 def _steps(connection: sqlite3.Connection, phase: str) -> list[tuple[int, int]]:
     """The steps that are looked at, each with the attempt that counts there."""
-    stands = standing_in(connection)
+    counts = still_counts(connection)
     found = {
         step: attempt
         for step, attempt in connection.execute(
             "SELECT DISTINCT step, attempt FROM episodes WHERE phase = ?", (phase,)
         )
-        if stands(attempt, step)
+        if counts(attempt, step)
     }
     return [(step, found[step]) for step in spread(sorted(found), MOST_STEPS)]
 

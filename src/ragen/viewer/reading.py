@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from ragen.core.errors import RagenError
 from ragen.storage.branches import FILE as BRANCHES
-from ragen.storage.database import CONFIG, DATABASE, connect_to_read
-from ragen.storage.schema import SCHEMA_VERSION, decompress
+from ragen.storage.database import CONFIG, DATABASE, check_schema, connect_to_read
+from ragen.storage.schema import decompress
 
 Query = Mapping[str, str]
 """The parameters of a question, as they stand in its address."""
@@ -160,17 +160,19 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
             connection.execute("PRAGMA query_only = ON")
             end = time.monotonic() + LONGEST_S
             connection.set_progress_handler(lambda: time.monotonic() > end, BETWEEN_LOOKS)
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version != SCHEMA_VERSION:
-                raise Unreadable(
-                    f"{name} has schema {version}, this RAGEN reads {SCHEMA_VERSION}; "
-                    "use the version that wrote it"
-                )
+            _check_schema(connection, name)
             yield connection
     except sqlite3.Error as error:
         late = str(error) == "interrupted"
         reason = f"it takes longer than {LONGEST_S:g} s" if late else error
         raise Unreadable(f"{name} cannot be read: {reason}") from None
+
+
+def _check_schema(connection: sqlite3.Connection, name: str) -> None:
+    try:
+        check_schema(connection, name)
+    except RagenError as error:
+        raise Unreadable(str(error)) from None
 
 
 def loaded(text: str | None) -> Any:

@@ -1,8 +1,8 @@
-"""All runs of a folder at a glance: how each stands, and how far it got.
+"""The list of runs: the state of each, its progress and its success.
 
-A summary is made once and kept until the run's files change; only whether somebody writes the run
-is asked anew each time. A run that could not be read is tried again: it may have been locked, or
-out of reach, which no stamp of a file tells.
+A summary is cached until the run's files change. Only whether a process writes the run is checked
+each time. A run that could not be read is tried again, because a lock or a lost network share
+changes no time stamp.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, difference
 from ragen.evaluation.outcomes import how_sampled
 from ragen.reports.report import ALARM
+from ragen.storage.attempts import Counts, attempts_of, still_counts
 from ragen.storage.database import CONFIG, is_claimed
 from ragen.storage.reader import with_present_names
 from ragen.viewer.reading import (
@@ -32,7 +33,7 @@ from ragen.viewer.reading import (
     reading,
     signature,
 )
-from ragen.viewer.run_metrics import Stands, attempts_of, histories, standing, standing_in
+from ragen.viewer.run_metrics import current, histories
 
 SPARK = 40
 """Points of a run's small curve."""
@@ -119,12 +120,12 @@ def _inside(config: Mapping[str, Any], section: str, key: str) -> Any:
 
 def _facts(connection: sqlite3.Connection, config: Mapping[str, Any]) -> Answer:
     attempts = attempts_of(connection)
-    course = standing(
+    course = current(
         attempts, histories(connection, attempts, ("success/mean", "progress/updates"))
     )
-    stand = evaluations(connection, standing_in(connection))
-    # What somebody asked for since may be of any environment; it tells nothing of the run's course.
-    evaluated = [each for each in stand if each["step"] is not None]
+    # Evaluations by `ragen eval` have no step and may be of any environment: they are left out.
+    counting = evaluations(connection, still_counts(connection))
+    evaluated = [each for each in counting if each["step"] is not None]
     temperature = _inside(config, "eval", "temperature")
     trained = [each for each in evaluated if each.get("temperature") == temperature]
     step = attempts[-1].last if attempts else 0
@@ -166,7 +167,7 @@ def _end(
     return "stopped" if stopped else "interrupted"
 
 
-def evaluations(connection: sqlite3.Connection, stands: Stands) -> list[Answer]:
+def evaluations(connection: sqlite3.Connection, counts: Counts) -> list[Answer]:
     """The evaluations of a run that stand, in order; those that somebody asked for have no step.
 
     Each is its record, with when and how it was made, and its success as an interval.
@@ -175,7 +176,7 @@ def evaluations(connection: sqlite3.Connection, stands: Stands) -> list[Answer]:
     for attempt, step, time, record in connection.execute(
         "SELECT attempt, step, time, record FROM evaluations ORDER BY id"
     ):
-        if step is not None and not stands(attempt, step):
+        if step is not None and not counts(attempt, step):
             continue
         said = with_present_names(loaded(record))
         success = interval(said, "success")

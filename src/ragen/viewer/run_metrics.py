@@ -1,72 +1,23 @@
-"""A run's metrics as they stand: which attempt counts at which step, and what was rolled back."""
+"""A run's metrics: the curves that still count after rollbacks, and what was rolled back."""
 
 from __future__ import annotations
 
 import json
-import math
 import sqlite3
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ragen.storage.attempts import Attempt, attempts_of
 from ragen.viewer.reading import Answer, Query, folder_of, reading, text_of
 
 Series = dict[int, float]
 """Step to value."""
 
-Stands = Callable[[int, int], bool]
-"""Whether what an attempt did at a step still counts."""
-
 COUNTED = {"updates": "progress/updates", "episodes": "progress/episodes"}
 COUNTED |= {"tokens": "progress/tokens"}
 """What a curve may be drawn against, and the metric that counts it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A stretch of steps; it counts up to `end`, where a later attempt went on instead."""
-
-    number: int
-    first: int
-    last: int
-    end: float
-
-    def stands(self, step: int) -> bool:
-        """Whether what it did at a step still counts."""
-        return step < self.end
-
-
-def attempts_of(connection: sqlite3.Connection) -> list[Attempt]:
-    """A run's attempts in order; each lookup is one descent into the table's own order."""
-    found: list[tuple[int, int, int]] = []
-    number = -1
-    while True:
-        (following,) = connection.execute(
-            "SELECT min(attempt) FROM metrics WHERE attempt > ?", (number,)
-        ).fetchone()
-        if following is None:
-            break
-        number = following
-        first, last = (
-            connection.execute(
-                f"SELECT {bound}(step) FROM metrics WHERE attempt = ?", (number,)
-            ).fetchone()[0]
-            for bound in ("min", "max")
-        )
-        found.append((number, first, last))
-    begun = [first for _, first, _ in found]
-    return [
-        Attempt(number, first, last, min(begun[place + 1 :], default=math.inf))
-        for place, (number, first, last) in enumerate(found)
-    ]
-
-
-def standing_in(connection: sqlite3.Connection) -> Stands:
-    """What counts of a run; an attempt that has no metrics so far does."""
-    ends = {attempt.number: attempt.end for attempt in attempts_of(connection)}
-    return lambda attempt, step: step < ends.get(attempt, math.inf)
 
 
 def histories(
@@ -93,14 +44,14 @@ def histories(
     return found
 
 
-def standing(
+def current(
     attempts: Collection[Attempt], found: Mapping[int, Mapping[str, Series]]
 ) -> dict[str, Series]:
-    """The metrics of the course that counts."""
+    """The metrics that still count, by name and step."""
     course: dict[str, Series] = {}
     for attempt in attempts:
         for name, series in found.get(attempt.number, {}).items():
-            kept = {step: value for step, value in series.items() if attempt.stands(step)}
+            kept = {step: value for step, value in series.items() if attempt.counts(step)}
             course.setdefault(name, {}).update(kept)
     return course
 
@@ -116,7 +67,7 @@ def metrics(root: Path, query: Query) -> Answer:
     with reading(folder) as connection:
         attempts = attempts_of(connection)
         found = histories(connection, attempts, {*names, *COUNTED.values(), "time/step_s"})
-    course = standing(attempts, found)
+    course = current(attempts, found)
     axes = _axes(course)
     place = {step: index for index, step in enumerate(axes["step"])}
     return {

@@ -10,6 +10,7 @@ from typing import Any
 from ragen.config.reading import flatten, read_config, resolve
 from ragen.core.errors import RagenError
 from ragen.reports.report import EXACT, SIGNALS, TERMS, seconds_by_phase
+from ragen.storage.attempts import attempts_of, still_counts
 from ragen.storage.database import CONFIG
 from ragen.viewer.reading import (
     Answer,
@@ -22,7 +23,7 @@ from ragen.viewer.reading import (
     text_of,
 )
 from ragen.viewer.run_list import evaluations, read_settings, run_summary
-from ragen.viewer.run_metrics import attempts_of, histories, standing, standing_in
+from ragen.viewer.run_metrics import current, histories
 
 
 def run(root: Path, query: Query) -> Answer:
@@ -40,8 +41,8 @@ def run(root: Path, query: Query) -> Answer:
         names = [name for (name,) in connection.execute("SELECT DISTINCT name FROM metrics")]
         measured = [name for name in names if name.startswith(("time/", *EXACT))]
         found = histories(connection, attempts, measured)
-        course = standing(attempts, found)
-        evaluated = evaluations(connection, standing_in(connection))
+        course = current(attempts, found)
+        evaluated = evaluations(connection, still_counts(connection))
         evaluating = math.fsum(
             each.get("seconds", 0) for each in evaluated if each["step"] is not None
         )

@@ -32,7 +32,7 @@ export function framesOf(episode) {
 }
 
 /** A word on what the run went back behind: its later steps began from before it. */
-export const Undone = ({ stands }) => stands ? "" : html`<${Chip}
+export const Undone = ({ still_counts: counts }) => counts ? "" : html`<${Chip}
   title="the run was rolled back to before this step, and took it anew">rolled back<//>`;
 
 /** The address of an episode's group. */

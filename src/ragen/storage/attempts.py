@@ -1,0 +1,63 @@
+"""Attempts of a run, and which of their steps still count.
+
+The guard rolls a run back by starting a new attempt at an earlier step. What older attempts did
+from that step on stays in the database and no longer counts.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Counts = Callable[[int, int], bool]
+"""Whether what an attempt did at a step still counts: a function of the attempt and the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt's steps from `first` to `last`; those before `end` still count.
+
+    `end` is the first step of the later attempts, or infinity.
+    """
+
+    number: int
+    first: int
+    last: int
+    end: float
+
+    def counts(self, step: int) -> bool:
+        """Whether what the attempt did at a step still counts."""
+        return step < self.end
+
+
+def attempts_of(connection: sqlite3.Connection) -> list[Attempt]:
+    """A run's attempts in order; each lookup is one descent into the order of the table."""
+    found: list[tuple[int, int, int]] = []
+    number = -1
+    while True:
+        (following,) = connection.execute(
+            "SELECT min(attempt) FROM metrics WHERE attempt > ?", (number,)
+        ).fetchone()
+        if following is None:
+            break
+        number = following
+        first, last = (
+            connection.execute(
+                f"SELECT {bound}(step) FROM metrics WHERE attempt = ?", (number,)
+            ).fetchone()[0]
+            for bound in ("min", "max")
+        )
+        found.append((number, first, last))
+    firsts = [first for _, first, _ in found]
+    return [
+        Attempt(number, first, last, min(firsts[place + 1 :], default=math.inf))
+        for place, (number, first, last) in enumerate(found)
+    ]
+
+
+def still_counts(connection: sqlite3.Connection) -> Counts:
+    """What of a run still counts: the steps before the first one of every later attempt."""
+    firsts = [(attempt.number, attempt.first) for attempt in attempts_of(connection)]
+    return lambda attempt, step: all(step < first for number, first in firsts if number > attempt)
