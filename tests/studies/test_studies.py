@@ -10,20 +10,32 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragen.cli.main import main
-from ragen.config.reading import recipes
+from ragen.config.reading import dump, recipes, resolve
 from ragen.core.errors import RagenError
+from ragen.core.metrics import total
 from ragen.core.statistics import mean_difference, mean_interval
 from ragen.core.stopping import StopRequested
-from ragen.studies import studies
-from ragen.studies.measures import MEASURES, RunFacts, measure_of
-from ragen.studies.study import Decision, Prediction, Study, decide, load_study, verdict
-from ragen.studies.study import studies as names
+from ragen.storage.recorder import Recorder
+from ragen.studies import runner
+from ragen.studies.measures import MEASURES, RunFacts, measure_of, read_run
+from ragen.studies.results import VERDICT_WORDS, conclude
+from ragen.studies.study import (
+    Decision,
+    Prediction,
+    Study,
+    decide,
+    load_study,
+    study_names,
+    verdict,
+)
+from tests.cli.test_cli import evaluation
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -105,10 +117,41 @@ def test_measures_of_a_run_without_what_they_need_are_nan() -> None:
         measure_of("finale")
 
 
+def test_what_a_rollback_undid_does_not_count(tmp_path: Path) -> None:
+    """Success .99 at step 4 was rolled back to step 2; the run ends at step 4 with .3."""
+    base = evaluation(0.5)
+    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+        for attempt, steps, success in ((0, (1, 2, 3, 4), 0.99), (1, (3, 4), 0.3)):
+            recorder.attempt = attempt
+            for step in steps:
+                recorder.log(step, {"time/step_s": total(1.0)})
+            if attempt == 0:
+                recorder.evaluation(2, replace(base, success=0.6).record())
+            recorder.evaluation(4, replace(base, success=success).record())
+            recorder.commit()
+    run = read_run(tmp_path, base.temperature)
+    assert run.success == {2: 0.6, 4: 0.3}
+    assert (MEASURES["final"](run), MEASURES["peak"](run)) == (0.3, 0.6)
+    assert run.seconds == 4.0
+
+
+def test_an_evaluation_that_nothing_replaced_is_undone_all_the_same(tmp_path: Path) -> None:
+    """The new attempt took step 3 anew, but has not reached the evaluation at step 4 yet."""
+    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+        recorder.log(3, {"time/step_s": total(1.0)})
+        recorder.evaluation(2, replace(evaluation(0.3), success=0.3).record())
+        recorder.evaluation(4, replace(evaluation(0.3), success=0.99).record())
+        recorder.attempt = 1
+        recorder.log(3, {"time/step_s": total(1.0)})
+        recorder.commit()
+    run = read_run(tmp_path, 1.0)
+    assert run.success == {2: 0.3} and MEASURES["final"](run) == 0.3
+
+
 # Those that ship.
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", study_names())
 def test_every_run_of_every_study_can_be_settled(name: str) -> None:
     study = load_study(name)
     for scale in ("laptop", "paper"):
@@ -134,7 +177,7 @@ def rows(out: Path) -> list[dict[str, str]]:
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path, jobs: int) -> None:
     said: list[str] = []
-    found = studies.run_study(tiny, seeds=2, out=tmp_path, jobs=jobs, say=said.append)
+    found = runner.run_study(tiny, seeds=2, out=tmp_path, jobs=jobs, report=said.append)
     assert said[0] == "tiny: 4 runs, 0 of them done" and len(said) == 5
     first = rows(tmp_path)
     assert [(r["arm"], r["seed"]) for r in first] == [
@@ -145,21 +188,21 @@ def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path, jobs: int) 
     ]
     assert all(0 <= float(row["final"]) <= 1 for row in first)
     text = (tmp_path / "study.md").read_text()
-    assert f"**Here the data {studies.SAID[found.verdict]}**" in text and "![" in text
+    assert f"**Here the data {VERDICT_WORDS[found.verdict]}**" in text and "![" in text
     assert (tmp_path / "study.svg").stat().st_size > 1000
 
     # Killed before its first checkpoint, and after its last one: both are made whole.
     shutil.rmtree(tmp_path / "bandit" / "all" / "seed-0" / "checkpoints")
     shutil.rmtree(tmp_path / "bandit" / "all" / "seed-1")
     said.clear()
-    studies.run_study(tiny, seeds=2, out=tmp_path, jobs=1, say=said.append)
+    runner.run_study(tiny, seeds=2, out=tmp_path, jobs=1, report=said.append)
     assert said[0] == "tiny: 4 runs, 3 of them done", "a finished run needs no checkpoint"
     same = ("before", "peak", "final")
     assert [[r[k] for k in same] for r in rows(tmp_path)] == [[r[k] for k in same] for r in first]
 
     other = tiny.model_copy(update={"arms": tiny.arms | {"all": {"update.lr": 1.0}}})
     with pytest.raises(RagenError, match=r"made with other settings .* name another --out"):
-        studies.run_study(other, seeds=2, out=tmp_path)
+        runner.run_study(other, seeds=2, out=tmp_path)
 
 
 def test_a_killed_study_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -169,14 +212,14 @@ def test_a_killed_study_leaves_no_process_behind(tmp_path: Path) -> None:
         "import os, sys, time\n"
         "from concurrent.futures import ProcessPoolExecutor\n"
         "from multiprocessing import get_context\n"
-        "from ragen.studies.studies import end_with_parent\n"
+        "from ragen.studies.runner import end_with_parent\n"
         "if __name__ == '__main__':\n"
         "    pool = ProcessPoolExecutor(1, get_context('spawn'), end_with_parent)\n"
         "    print(pool.submit(os.getpid).result(), flush=True)\n"
         "    pool.submit(time.sleep, 600)\n"
         "    time.sleep(600)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     study = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
     )
@@ -207,7 +250,7 @@ def test_an_arm_may_begin_with_a_lesson(tmp_path: Path) -> None:
     }
     for _ in range(2):  # the second time nothing is left to do
         said: list[str] = []
-        found = studies.run_study(Study(**taught), seeds=2, out=tmp_path, jobs=1, say=said.append)
+        found = runner.run_study(Study(**taught), seeds=2, out=tmp_path, jobs=1, report=said.append)
     assert said == ["tiny: 4 runs, 4 of them done"]
     assert found.verdict == "supports"
     assert (tmp_path / "bandit" / "taught" / "seed-1-sft" / "model.safetensors").is_file()
@@ -219,15 +262,15 @@ def test_a_stop_is_an_interruption_that_the_same_command_mends(
     def stop(*_: object) -> None:
         raise StopRequested(2)
 
-    monkeypatch.setattr(studies, "train", stop)
-    with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
-        studies.run_study(tiny, seeds=2, out=tmp_path, jobs=1)
+    monkeypatch.setattr(runner, "train", stop)
+    with pytest.raises(KeyboardInterrupt, match="the same command continues"):
+        runner.run_study(tiny, seeds=2, out=tmp_path, jobs=1)
 
 
 def test_results_that_cannot_be_written_are_one_line(tiny: Study, tmp_path: Path) -> None:
     (tmp_path / "runs.csv").mkdir()
     with pytest.raises(RagenError, match=r"cannot write .*runs\.csv: is a directory; .*--out"):
-        studies.conclude(tiny.model_copy(update={"predictions": []}), "laptop", 2, tmp_path, [])
+        conclude(tiny.model_copy(update={"predictions": []}), "laptop", 2, tmp_path, [])
 
 
 def test_commands(
@@ -235,8 +278,8 @@ def test_commands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["study"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(names())
-    assert main(["study", names()[0], "--dry-run"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(study_names())
+    assert main(["study", study_names()[0], "--dry-run"]) == 0
     assert "predicts " in capsys.readouterr().out
     assert main(["study", "filterin"]) == 2
     assert "did you mean 'filtering'?" in capsys.readouterr().err

@@ -287,26 +287,29 @@ def _study_options(parser: Parser) -> None:
 
 
 def _study(options: Namespace, _: Overrides) -> int:
-    from ragen.studies.study import load_study, studies
+    from ragen.studies.study import load_study, study_names
 
     if options.study is None:
-        for name in studies():
+        for name in study_names():
             print(f"{name:<16} {load_study(name).title}")
         return 0
     study = load_study(options.study)
     out = options.out or Path("runs") / f"study-{study.name}-{options.scale}"
-    from ragen.studies.studies import grid, page, plan, run_study
-
     if options.dry_run:
+        from ragen.studies.grid import grid, plan
+
         print(plan(study, grid(study, options.scale, options.seeds, out)))
         return 0
-    found = run_study(
-        study, options.scale, seeds=options.seeds, out=out, jobs=options.jobs, say=complain
+    from ragen.studies.results import page
+    from ragen.studies.runner import run_study
+
+    findings = run_study(
+        study, options.scale, seeds=options.seeds, out=out, jobs=options.jobs, report=complain
     )
     if options.json:
-        print(json.dumps({"study": study.name, "verdict": found.verdict, "out": str(out)}))
+        print(json.dumps({"study": study.name, "verdict": findings.verdict, "out": str(out)}))
         return 0
-    print("\n".join(page(found)))
+    print("\n".join(page(findings)))
     print(f"\nwith its figure and a row for each run: {out}")
     return 0
 

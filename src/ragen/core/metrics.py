@@ -30,6 +30,9 @@ class Metric:
 
 Metrics = dict[str, Metric]
 
+Series = Mapping[int, float]
+"""One metric of a run: step to value, in the order of the steps."""
+
 
 def mean(value: float, weight: float = 1.0) -> Metric:
     """A mean over `weight` items."""

@@ -13,7 +13,7 @@ from ragen.core.errors import RagenError
 from ragen.core.statistics import bootstrap_mean, pass_at_k, success_rate
 from ragen.envs.contract import Baselines
 from ragen.evaluation.outcomes import Outcome, how_sampled
-from ragen.storage.reader import read_evaluations
+from ragen.storage.reader import read_evaluations, standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +128,16 @@ class RunEvaluation:
 def load_evaluations(run: Path) -> list[RunEvaluation]:
     """A run's own evaluations in the order in which they were made.
 
+    Evaluations that a rollback undid are left out.
+
     Raises:
         RagenError: There is no run, its database cannot be read, or another version wrote it.
     """
-    evaluations = []
+    evaluations, stands = [], standing(run)
     for record in read_evaluations(run):
         attempt, step = record.pop("attempt"), record.pop("step")
+        if not stands(attempt, step):
+            continue
         try:
             evaluations.append(RunEvaluation(attempt, step, Evaluation(**record)))
         except TypeError as error:

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from ragen.core.metrics import Series
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from ragen.evaluation.results import RunEvaluation
-
-Series = Mapping[int, float]
-"""One metric: step to value, in the order of the steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 from ragen.config.config import Config
 from ragen.config.reading import differences, read_config
 from ragen.core.errors import RagenError
+from ragen.core.metrics import Series
 from ragen.core.statistics import Interval, difference
 from ragen.core.tables import Section, markdown
 from ragen.evaluation.results import Evaluation, RunEvaluation, load_evaluations
-from ragen.reports.plots import Curve, Series, draw_signals, draw_success, draw_time
+from ragen.reports.plots import Curve, draw_signals, draw_success, draw_time
 from ragen.storage.database import CONFIG
-from ragen.storage.reader import read_attempts, read_events, read_metrics, standing
+from ragen.storage.reader import read_attempts, read_events, read_metrics
 from ragen.training.progress import clock, sparkline, thousands
 
 if TYPE_CHECKING:
@@ -128,12 +129,11 @@ def read_facts(run: Path) -> Facts:
     """
     if not (run / CONFIG).is_file():
         raise RagenError(f"{run} is no run folder ({CONFIG} is missing)")
-    stands = standing(run)
     return Facts(
         run,
         read_config(run / CONFIG),
         read_metrics(run),
-        tuple(each for each in load_evaluations(run) if stands(each.attempt, each.step)),
+        tuple(load_evaluations(run)),
         tuple(read_events(run)),
         read_attempts(run),
     )

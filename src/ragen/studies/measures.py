@@ -1,21 +1,22 @@
-"""Numbers that sum up a finished run, by name: what studies compare between arms.
+"""Measures: the numbers of a finished run, by name, that studies compare between arms.
 
 =================================  ==============================================================
-name                               what it is
+name                               meaning
 =================================  ==============================================================
 ``before``, ``final``, ``peak``    success of the sampled policy on held-out levels: untrained, at
                                    the end, highest
 ``fall``                           ``peak`` − ``final``
 ``random``                         success of uniformly random play on the same levels and budgets
-``seconds``                        what the steps took
+``seconds``                        duration of the steps
 ``first:METRIC``, ``last:METRIC``  mean of a metric over its first or last five recorded steps
-``change:METRIC``                  the last less the first
+``change:METRIC``                  ``last`` − ``first``
 ``onset:METRIC``                   the first step from which the trailing mean of five stays below
-                                   half of the beginning's; where none is, one after the last
+                                   half of ``first``; the step after the last one if none does
 =================================  ==============================================================
 
-Two of them with `` - `` between is their difference: ``onset:success/mean - onset:entropy/mean``.
-A run that lacks what a measure needs has NaN.
+The difference of two measures is written with `` - `` between them:
+``onset:success/mean - onset:entropy/mean``. A measure is NaN where the run lacks what it needs.
+Evaluations and metrics that a rollback undid do not count.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ from statistics import fmean
 from types import MappingProxyType
 
 from ragen.core.errors import RagenError
+from ragen.core.metrics import Series
 from ragen.diagnostics.collapse import WINDOW
 from ragen.evaluation.results import load_evaluations
 from ragen.storage.reader import read_metrics
 
-Series = Mapping[int, float]
-
 ONSET_SHARE = 0.5
-"""Of a metric's beginning: below it, for good, is the onset of its loss."""
+"""Share of a metric's first values; the step at which it falls below that for good is the onset."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What measures read of a run: success of the sampled policy by step, metrics by name and step.
+    """The data of a run that measures need: success by step, metrics by name and step.
 
     Example:
         >>> success, entropy = {0: 0.5, 5: 0.9, 10: 0.75}, {1: 2.0, 2: 1.0}
@@ -56,30 +56,31 @@ class RunFacts:
 
 
 def read_run(folder: Path, temperature: float) -> RunFacts:
-    """What the measures need of a run; evaluations of `temperature`.
+    """Read the data that measures need, with the evaluations at `temperature`.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
     metrics = read_metrics(folder)
-    found = [e for e in load_evaluations(folder) if e.evaluation.temperature == temperature]
-    success = {each.step: each.evaluation.success for each in found}
+    evaluated = [e for e in load_evaluations(folder) if e.evaluation.temperature == temperature]
+    success = {each.step: each.evaluation.success for each in evaluated}
     seconds = sum(metrics.get("time/step_s", {}).values())
-    return RunFacts(success, metrics, seconds, found[-1].evaluation.random if found else math.nan)
+    random = evaluated[-1].evaluation.random if evaluated else math.nan
+    return RunFacts(success, metrics, seconds, random)
 
 
 def first(series: Series) -> float:
-    """Mean of the first five values; NaN of none."""
+    """Mean of the first five values; NaN without values."""
     return fmean(list(series.values())[:WINDOW]) if series else math.nan
 
 
 def final(series: Series) -> float:
-    """Mean of the last five values; NaN of none."""
+    """Mean of the last five values; NaN without values."""
     return fmean(list(series.values())[-WINDOW:]) if series else math.nan
 
 
 def onset(series: Series) -> float:
-    """The first step from which the trailing mean stays below half of the beginning.
+    """The first step from which the trailing mean stays below half of the first.
 
     Example:
         >>> onset({step: 1.0 if step <= 10 else 0.0 for step in range(1, 21)})
@@ -113,7 +114,7 @@ MEASURES: Mapping[str, Callable[[RunFacts], float]] = MappingProxyType(
         "seconds": lambda run: run.seconds,
     }
 )
-"""Measures of a run as a whole."""
+"""Measures of a whole run."""
 
 OF_METRICS: Mapping[str, Callable[[Series], float]] = MappingProxyType(
     {
@@ -123,14 +124,14 @@ OF_METRICS: Mapping[str, Callable[[Series], float]] = MappingProxyType(
         "onset": onset,
     }
 )
-"""Measures of one metric, named after the colon."""
+"""Measures of the metric that is named after the colon."""
 
 
 def measure_of(name: str) -> Callable[[RunFacts], float]:
-    """The measure of a name.
+    """The measure of this name.
 
     Raises:
-        RagenError: There is none.
+        RagenError: No measure has this name.
 
     Example:
         >>> run = RunFacts({}, {"a": dict.fromkeys(range(1, 6), 1.0) | {6: 3.0}})

@@ -1,16 +1,16 @@
-"""A study: a published claim, the runs that test it, and the rule by which it is judged.
+"""A study: a published claim, the runs that test it, and the rule that decides.
 
-A study is a TOML file in ``ragen/findings``: what was claimed and published, a few *arms* (settings
-that differ in one thing), the recipes they are laid over at each *scale*, and *predictions*: which
-measure of which arm the claim says is above what. All of it is written before a run is made, so the
-verdict is a function of the data.
+A study is a TOML file in ``ragen/studies/findings``. It holds the claim and the published result, a
+few *arms* (settings that differ in one thing), the recipes that the arms change at each *scale*,
+and *predictions*: which measure of which arm should be above what. All of it is written before a
+run is made, so the verdict is a function of the data.
 
 **The rule.** A prediction says that a measure of an arm exceeds another arm's, or a number, by more
-than its margin. On each recipe it is *supported* where the whole 95 % interval (Student's t over
-training seeds; Welch's for two arms) lies above the margin, *contradicted* where the whole interval
-lies below it, else *undecided*. The study *supports* the claim if most predictions, over all
-recipes, are supported and none is contradicted; it *contradicts* the claim if one or more are
-contradicted and none is supported; else it *cannot decide*.
+than its margin. On each recipe it is *supported* if the whole 95 % interval (Student's t over
+training seeds; Welch's for two arms) lies above the margin, *contradicted* if the whole interval
+lies below it, and *undecided* otherwise. The study *supports* the claim if most predictions, over
+all recipes, are supported and none is contradicted. It *contradicts* the claim if one or more are
+contradicted and none is supported. Otherwise it *cannot decide*.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Scale = Literal["laptop", "paper"]
 Outcome = Literal["supported", "contradicted", "undecided"]
 Verdict = Literal["supports", "contradicts", "cannot decide"]
 Numbers = Mapping[tuple[str, str], Sequence[float]]
-"""A measure's values, one a training seed, by recipe and arm."""
+"""The values of a measure, one for each training seed, by recipe and arm."""
 
 
 class Prediction(Section):
-    """What the claim says of the numbers: a measure of `arm` is above `above`, by more than `by`.
+    """A measure of `arm` is above `above`, by more than `by`.
 
     Example:
         >>> Prediction(measure="final", arm="a quarter", above="all").words
@@ -62,44 +62,44 @@ class Prediction(Section):
 
     @property
     def words(self) -> str:
-        """In a line."""
+        """The prediction as one line."""
         margin = f" + {self.by:g}" if self.by else ""
         above = self.above if isinstance(self.above, str) else f"{self.above:g}"
         return f"{self.measure}: {self.arm} > {above}{margin}"
 
 
-class Lesson(Section):
-    """Supervised fine-tuning that an arm begins with, on the optimal player's episodes."""
+class FineTuning(Section):
+    """Supervised fine-tuning that an arm begins with, on episodes of optimal play."""
 
     episodes: int = Field(1024, ge=2)
     epochs: int = Field(3, ge=1)
     lr: float | None = None
-    """Ten times the recipe's ``update.lr`` if not given."""
+    """By default ten times the recipe's ``update.lr``."""
 
 
 class Grid(Section):
-    """The recipes of one scale, and what all their runs change of them."""
+    """The recipes of one scale, and the settings that all their runs change."""
 
     recipes: list[str] = Field(min_length=1)
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
 class Study(Section):
-    """One of ``ragen/findings``."""
+    """One file of ``ragen/studies/findings``."""
 
     name: str
     number: str
-    """Of the claim, in the list of the papers' findings."""
+    """The number of the claim in the list of the papers' findings."""
     title: str
     claim: str
     published: str
     limits: str
-    """What runs of the laptop's scale cannot show."""
+    """What runs at the scale of a laptop cannot show."""
     predictions: list[Prediction] = Field(min_length=1)
     arms: dict[str, dict[str, Any]]
-    """Settings by the arm's name, laid over the recipe and the scale's own."""
-    sft: dict[str, Lesson] = Field(default_factory=dict)
-    """What an arm is taught first, by its name."""
+    """Settings by the arm's name; they win over those of the recipe and the scale."""
+    sft: dict[str, FineTuning] = Field(default_factory=dict)
+    """The fine-tuning that an arm begins with, by the arm's name."""
     laptop: Grid
     paper: Grid
 
@@ -121,14 +121,14 @@ class Study(Section):
         Raises:
             RagenError: They exclude each other, or a key does not exist.
         """
-        # One thread a run: several go on at once, and a run's numbers depend on the count.
+        # One thread a run: several run at once, and a run's numbers depend on the count.
         settings = {"threads": 1, **self.grid(scale).settings, **self.arms[arm], "seed": seed}
         return resolve(recipe, settings)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the data say of one prediction on one recipe: by how much the measure is above."""
+    """One prediction on one recipe: by how much the measure is above, with its interval."""
 
     recipe: str
     prediction: Prediction
@@ -138,15 +138,15 @@ class Decision:
 
     @property
     def outcome(self) -> Outcome:
-        """The rule of this module."""
+        """The outcome by the rule of this module."""
         if self.low > self.prediction.by:
             return "supported"
         return "contradicted" if self.high < self.prediction.by else "undecided"
 
 
 @cache
-def studies() -> tuple[str, ...]:
-    """The names of the studies there are."""
+def study_names() -> tuple[str, ...]:
+    """The names of the studies that come with the package."""
     folder = resources.files("ragen.studies") / "findings"
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir()))
 
@@ -155,9 +155,9 @@ def load_study(name: str) -> Study:
     """A study by its name.
 
     Raises:
-        RagenError: There is none of this name.
+        RagenError: No study has this name.
     """
-    known = studies()
+    known = study_names()
     if name not in known:
         raise RagenError(
             f"unknown study {name!r}{nearest(name, known)}; studies are {', '.join(known)}"
@@ -167,20 +167,20 @@ def load_study(name: str) -> Study:
     )
     try:
         return Study(name=name, **tomllib.loads(text))
-    except ValidationError as error:  # ours to mend, and a test loads each
+    except ValidationError as error:  # a bug of the package: a test loads each study
         raise AssertionError(f"study {name}: {error}") from error
 
 
 def decide(study: Study, scale: Scale, numbers: Mapping[str, Numbers]) -> list[Decision]:
-    """Each prediction on each recipe.
+    """The decision about each prediction on each recipe.
 
     Args:
-        study: Whose predictions.
-        scale: Whose recipes.
-        numbers: For each measure its values by recipe and arm; those that are not finite are left
-            out. A mean of fewer than two has no interval, so it decides nothing.
+        study: The study with the predictions.
+        scale: The scale with the recipes.
+        numbers: For each measure its values by recipe and arm. Values that are not finite are left
+            out. A mean of fewer than two values has no interval, so it decides nothing.
     """
-    found = []
+    decisions = []
     for recipe in study.grid(scale).recipes:
         for prediction in study.predictions:
             values = numbers[prediction.measure]
@@ -190,12 +190,12 @@ def decide(study: Study, scale: Scale, numbers: Mapping[str, Numbers]) -> list[D
             else:
                 mean, level = mean_interval(ours), prediction.above
                 excess = Interval(mean.value - level, mean.low - level, mean.high - level)
-            found.append(Decision(recipe, prediction, excess.value, excess.low, excess.high))
-    return found
+            decisions.append(Decision(recipe, prediction, excess.value, excess.low, excess.high))
+    return decisions
 
 
 def verdict(decisions: Sequence[Decision]) -> Verdict:
-    """What the decisions say together, by the rule of this module.
+    """The verdict that follows from all decisions, by the rule of this module.
 
     Example:
         >>> above = Prediction(measure="final", arm="a", above=0.5)

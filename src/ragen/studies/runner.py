@@ -1,0 +1,160 @@
+"""Running a study: each run of its grid once, several at a time.
+
+Runs go to ``OUT/<recipe>/<arm>/seed-<n>``, each on one thread, several at once in processes of
+their own. Finished runs are skipped and interrupted ones are resumed, so the same command continues
+a study. At the end `results` writes ``runs.csv``, ``study.svg`` and ``study.md``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import active_children, get_context, parent_process
+from pathlib import Path
+
+from ragen.config.reading import read_config
+from ragen.core.errors import GuardStop, RagenError
+from ragen.core.stopping import StopRequested
+from ragen.engines.threads import usable_cpus
+from ragen.evaluation.results import load_evaluations
+from ragen.finetuning.sft import sft
+from ragen.storage.database import CONFIG
+from ragen.storage.reader import read_events
+from ragen.studies.grid import Cell, grid, tuned_model
+from ragen.studies.results import Findings, conclude, writing_into
+from ragen.studies.study import Scale, Study
+from ragen.training.trainer import resolve_paths, resume, train
+
+
+def run_study(
+    study: Study,
+    scale: Scale = "laptop",
+    *,
+    seeds: int = 5,
+    out: Path,
+    jobs: int = 0,
+    report: Callable[[str], None] = lambda _: None,
+) -> Findings:
+    """Make the runs that are missing, then decide.
+
+    Args:
+        study: The study.
+        scale: Which of its grids.
+        seeds: Training seeds of each arm.
+        out: Where runs and results go; may hold some of them already.
+        jobs: Processes at once; 0 takes one for each core.
+        report: Called with a line about each run that ends.
+
+    Raises:
+        RagenError: A number is out of its range, settings exclude each other, a run in `out` has
+            other settings, a run failed, or `out` cannot be written. Finished runs stay.
+    """
+    if jobs < 0:
+        raise RagenError(f"--jobs {jobs}: expected a whole number ≥ 0")
+    cells = grid(study, scale, seeds, out)
+    for cell in cells:
+        refuse_other_settings(cell)
+    with writing_into(out):
+        out.mkdir(parents=True, exist_ok=True)
+    missing = [cell for cell in cells if not is_finished(cell)]
+    report(f"{study.name}: {len(cells)} runs, {len(cells) - len(missing)} of them done")
+    for number, cell in enumerate(make_runs(missing, jobs or usable_cpus()), 1):
+        report(f"{number}/{len(missing)}  {cell.recipe}, {cell.arm}, seed {cell.seed}")
+    return conclude(study, scale, seeds, out, cells)
+
+
+def make_runs(cells: Sequence[Cell], jobs: int) -> Iterator[Cell]:
+    """Make the runs, `jobs` of them at once; yield each when it ends."""
+    if jobs == 1:
+        for cell in cells:
+            make_run(cell)
+            yield cell
+        return
+    # Spawned: a fork of a process with torch's threads in it may hang.
+    with ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
+        started = {pool.submit(make_run, cell): cell for cell in cells}
+        try:
+            for future in as_completed(started):
+                future.result()
+                yield started[future]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()  # each saves its run as of its last step
+            raise
+
+
+def end_with_parent() -> None:
+    """End this process of the pool as soon as the study's own ends, even if that is killed.
+
+    Otherwise it would write into a run that the same command, given again, resumes.
+    """
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def make_run(cell: Cell) -> None:
+    """Make or resume one run. A stop by the guard is a result like any other.
+
+    Raises:
+        RagenError: The run failed.
+        KeyboardInterrupt: The run was stopped, and is saved.
+    """
+    try:
+        fine_tune(cell)
+        if (cell.folder / CONFIG).exists() and any(cell.folder.glob("checkpoints/step-*")):
+            resume(cell.folder)
+            return
+        shutil.rmtree(cell.folder, ignore_errors=True)  # killed before its first checkpoint
+        with writing_into(cell.folder.parent):
+            cell.folder.parent.mkdir(parents=True, exist_ok=True)
+        train(cell.config, cell.folder)
+    except GuardStop:
+        return
+    except StopRequested:
+        raise KeyboardInterrupt("stopped; the same command continues from here") from None
+
+
+def fine_tune(cell: Cell) -> None:
+    """Make the fine-tuned model that a run begins with, unless there is one."""
+    tuning, model = cell.fine_tuning, tuned_model(cell.folder)
+    if tuning is None or model.exists():
+        return
+    base = cell.config.model.model_copy(update={"path": cell.base})
+    config = cell.config.model_copy(update={"model": base})
+    sft(config, model, episodes=tuning.episodes, epochs=tuning.epochs, lr=tuning.lr)
+
+
+def is_finished(cell: Cell) -> bool:
+    """Whether a run has its last evaluation, or was stopped by the guard."""
+    if not (cell.folder / CONFIG).exists():
+        return False
+    actions = [event["data"] or {} for event in read_events(cell.folder, "guard")]
+    if any(action.get("action") == "stop" for action in actions):
+        return True
+    # The greedy evaluation is the last thing that a run does.
+    greedy = [e.step for e in load_evaluations(cell.folder) if e.evaluation.temperature == 0]
+    return bool(greedy) and (max(greedy) > 0 or cell.config.steps == 0)
+
+
+def refuse_other_settings(cell: Cell) -> None:
+    """Refuse a run in the cell's folder that was made with other settings.
+
+    Raises:
+        RagenError: There is one.
+    """
+    if not (cell.folder / CONFIG).exists():
+        return
+    if read_config(cell.folder / CONFIG) != resolve_paths(cell.config):
+        raise RagenError(
+            f"{cell.folder} was made with other settings than the study has now; name another --out"
+        )
