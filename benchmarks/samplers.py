@@ -18,7 +18,7 @@ import torch
 from ragen.config.reading import resolve
 from ragen.core.seeding import train_level
 from ragen.engines.local import policy_of
-from ragen.engines.sampler import Stats
+from ragen.engines.sampling import Stats
 from ragen.models.names import resolve_model
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import make_setup

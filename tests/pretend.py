@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ragen.core.types import Prompt
-from ragen.engines.sampler_vllm import Sampled
+from ragen.engines.vllm_engine import Sampled
 
 AT_ONCE = 4
 
 
 class PretendVllm:
-    """Answers as `sampler_vllm.Vllm` does, a few requests a step, by plain forwards.
+    """Answers as `vllm_engine.Vllm` does, a few requests a step, by plain forwards.
 
     `calls` are the names of what was called, in order. With `deaf`, pushed weights do not arrive;
     `fault`, if set, is raised by the next step.

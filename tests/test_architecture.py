@@ -48,7 +48,7 @@ HEAVY_MODULES = {"evaluation.branch"}
 """Modules of folders without torch at import that need it."""
 ONLY_IN = {
     "ray": {"engines.ray"},
-    "vllm": {"engines.sampler_vllm"},
+    "vllm": {"engines.vllm_engine"},
     "peft": {"models.lora"},
 }
 

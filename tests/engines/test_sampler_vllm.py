@@ -18,7 +18,8 @@ from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.local import LocalEngine, policy_of
 from ragen.engines.parity import compared
-from ragen.engines.sampler_vllm import TESTED, Vllm, VllmSampler
+from ragen.engines.sampler_vllm import VllmSampler
+from ragen.engines.vllm_engine import TESTED, Vllm
 from ragen.evaluation.evaluation import evaluate_target, play_target
 from ragen.models.loading import save_model
 from ragen.models.lora import attach
@@ -312,7 +313,7 @@ def test_vllm_gets_the_folder_that_was_loaded(
     folder: str, pretended: list[PretendVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the name: nothing asks the Hub again, and what is in its cache will do."""
-    monkeypatch.setattr("ragen.models.model.model_folder", lambda path: Path(folder))
+    monkeypatch.setattr("ragen.models.loading.model_folder", lambda path: Path(folder))
     policy_of(settings("nobody/nothing"), "nobody/nothing")
     assert pretended[0].path == folder
 

@@ -22,7 +22,8 @@ from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampler_server import VllmServer
-from ragen.engines.sampler_vllm import Vllm, VllmSampler
+from ragen.engines.sampler_vllm import VllmSampler
+from ragen.engines.vllm_engine import Vllm
 from ragen.models.loading import save_model
 from ragen.models.lora import adapter_of, attach
 from ragen.models.model import hidden_states, token_logprobs

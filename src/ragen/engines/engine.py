@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ragen.algorithms.batch import Batch
 from ragen.core.metrics import Metrics
 from ragen.core.types import Role
-from ragen.engines.sampler import Stats
+from ragen.engines.sampling import Stats
 from ragen.rollout.chat import Chat
 from ragen.rollout.policies import Policy
 

@@ -22,9 +22,10 @@ from ragen.core.types import Role
 from ragen.engines.engine import WeightedPolicy
 from ragen.engines.learner import Learner
 from ragen.engines.parity import compared
-from ragen.engines.sampler import Sampler, Stats
+from ragen.engines.sampler import Sampler
 from ragen.engines.sampler_server import VllmServer
-from ragen.engines.sampler_vllm import Vllm, VllmSampler
+from ragen.engines.sampler_vllm import VllmSampler
+from ragen.engines.sampling import Stats
 from ragen.engines.tensors import (
     hash_weights,
     load_tensors,
@@ -32,6 +33,7 @@ from ragen.engines.tensors import (
     restore_optimizer,
     save_tensors,
 )
+from ragen.engines.vllm_engine import Vllm
 from ragen.models import lora
 from ragen.models.adapter_folder import fingerprint_of_base, load_adapter, put_on, save_adapter
 from ragen.models.loading import load_policy, load_tokenizer, recompute_layers, save_model

@@ -24,7 +24,7 @@ from ragen.config.config import Config
 from ragen.config.reading import changed, flatten
 from ragen.core.errors import RagenError
 from ragen.engines.learner import is_matrix
-from ragen.engines.sampler_vllm import CPU_CACHE_BYTES
+from ragen.engines.vllm_engine import CPU_CACHE_BYTES
 from ragen.models import fast_qwen2
 from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.loading import resolve_device

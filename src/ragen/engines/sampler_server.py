@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
-from ragen.engines.sampler import Stats, completion_of
-from ragen.engines.sampler_vllm import ADAPTER, TESTED
+from ragen.engines.sampling import Stats, completion_of
+from ragen.engines.vllm_engine import ADAPTER, TESTED
 from ragen.models.adapter_folder import save_adapter
 from ragen.models.lora import has_adapters
 

@@ -1,0 +1,98 @@
+"""Which key–value slot holds which tokens: the local sampler's prefix cache. Loads no torch.
+
+A slot is free (nothing in it is of use), running, or idle: it remembers the tokens of a finished
+request. Within an episode the next prompt extends them, so it resumes the slot and reads only what
+is new. The slots of a group's first prompts are known by that prompt, so that it can be copied.
+"""
+
+from __future__ import annotations
+
+Tokens = tuple[int, ...]
+
+TAIL = 8
+"""Last tokens by which a remembered sequence is looked up before it is compared in full."""
+
+
+class SlotTable:
+    """The state of a fixed number of slots.
+
+    Example:
+        >>> table = SlotTable(1)
+        >>> slot = table.take()
+        >>> table.remember(slot, (5, 6, 7))
+        >>> table.resume((5, 6, 9)), table.resume((5, 6, 7, 8))
+        (None, (0, 3))
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self.clear()
+
+    def clear(self) -> None:
+        """Free all slots."""
+        self._free = list(range(self._num_slots - 1, -1, -1))
+        self._remembered: dict[int, Tokens] = {}  # idle slots, the longest idle first
+        self._by_tail: dict[tuple[int, Tokens], list[int]] = {}
+        self._first_prompt: list[Tokens | None] = [None] * self._num_slots
+        self._holders: dict[Tokens, int] = {}  # a first prompt -> a slot that begins with it
+
+    def resume(self, tokens: Tokens) -> tuple[int, int] | None:
+        """Claim the idle slot that remembers the longest beginning of `tokens`, if there is one.
+
+        Returns:
+            The slot, and how many tokens it remembers.
+        """
+        best: list[int] = []
+        longest = 0
+        for (length, tail), slots in self._by_tail.items():
+            if (
+                longest < length <= len(tokens)
+                and tokens[max(0, length - TAIL) : length] == tail
+                and self._remembered[slots[0]] == tokens[:length]
+            ):
+                best, longest = slots, length
+        if not best:
+            return None
+        slot = best[0]
+        self._forget(slot)
+        return slot, longest
+
+    def take(self) -> int | None:
+        """Claim a free slot, else the one that has been idle longest; none if all are running."""
+        if self._free:
+            slot = self._free.pop()
+        elif self._remembered:
+            slot = next(iter(self._remembered))
+            self._forget(slot)
+        else:
+            return None
+        first = self._first_prompt[slot]
+        if first is not None and self._holders.get(first) == slot:
+            del self._holders[first]
+        self._first_prompt[slot] = None
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Free a running slot without remembering its tokens."""
+        self._free.append(slot)
+
+    def remember(self, slot: int, tokens: Tokens) -> None:
+        """Let a running slot idle with its tokens, the last of which was sampled but never read."""
+        self._remembered[slot] = tokens
+        self._by_tail.setdefault((len(tokens), tokens[-TAIL:]), []).append(slot)
+
+    def holder(self, prompt: Tokens) -> int | None:
+        """A slot whose cache begins with a first prompt."""
+        return self._holders.get(prompt)
+
+    def set_first_prompt(self, slot: int, prompt: Tokens) -> None:
+        """Record that a slot's cache begins with a first prompt."""
+        self._first_prompt[slot] = prompt
+        self._holders.setdefault(prompt, slot)
+
+    def _forget(self, slot: int) -> None:
+        tokens = self._remembered.pop(slot)
+        key = (len(tokens), tokens[-TAIL:])
+        self._by_tail[key].remove(slot)
+        if not self._by_tail[key]:
+            del self._by_tail[key]

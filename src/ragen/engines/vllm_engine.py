@@ -1,0 +1,243 @@
+"""An engine of vLLM in this process, and every call of vLLM that RAGEN makes.
+
+vLLM is an extra, so it is imported when an engine is made, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Prompt
+
+TESTED = "0.32"
+"""The releases of vLLM that RAGEN was tested with: its internal calls change between releases."""
+
+CACHE_BLOCK = 32
+"""Block size of the prefix cache on a CPU: less than the usual 128 tokens, since a turn of a small
+environment is short."""
+
+CPU_CACHE_BYTES = 2**30
+"""Memory for keys and values on a CPU, where there is no share of a GPU's memory to set."""
+
+CPU_BATCH_TOKENS = 8192
+"""Prompt tokens that a CPU reads at once (more only for a single longer prompt)."""
+
+ADAPTER = "ragen"
+"""The name of the policy's adapter in vLLM."""
+
+
+class Sampled(NamedTuple):
+    """A finished request: its name, its sampled tokens, and how many prompt tokens were cached."""
+
+    name: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    num_cached: int
+
+
+class Vllm:
+    """An engine of vLLM in this process.
+
+    It pins no threads, sends no usage statistics, and ignores the model's ``generation_config``.
+
+    Args:
+        path: The folder or hub id of its first weights.
+        dtype: ``float32`` or ``bfloat16``.
+        max_length: Most tokens of a prompt and its completion together.
+        slots: Completions that are sampled at once.
+        gpu_memory: Share of the GPU's memory that it takes.
+        adapter_rank: Rank of the adapter that is pushed instead of all weights, or 0.
+
+    Raises:
+        RagenError: vLLM is missing, is of an untested release, or refuses the model.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str,
+        max_length: int,
+        slots: int,
+        gpu_memory: float,
+        adapter_rank: int = 0,
+    ) -> None:
+        self._vllm = _import()
+        platform = self._vllm.platforms.current_platform
+        self._packs, self._sleeps = platform.is_cpu(), platform.is_cuda()
+        self._asleep = False
+        self._adapter: Any = None
+        machine: dict[str, Any] = {"gpu_memory_utilization": gpu_memory, "enable_sleep_mode": True}
+        if self._packs:
+            machine = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, "block_size": CACHE_BLOCK}
+            machine["enforce_eager"] = True  # compiling takes longer than a small model's run
+            # Reading a prompt in parts rewinds its seeded generator, which a CPU generator cannot.
+            machine |= {"enable_chunked_prefill": False}
+            machine |= {"max_num_batched_tokens": max(CPU_BATCH_TOKENS, max_length)}
+        if adapter_rank:
+            ranks = get_args(self._vllm.config.lora.MaxLoRARanks)
+            if adapter_rank > max(ranks):
+                raise RagenError(
+                    f"lora.rank = {adapter_rank}: vLLM takes adapters up to rank {max(ranks)}; "
+                    'lower it, or use rollout.sampler = "local"'
+                )
+            highest = min(rank for rank in ranks if rank >= adapter_rank)
+            machine |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": highest}
+        try:
+            with _weights_alone(path) as model, warnings.catch_warnings(action="ignore"):
+                arguments = self._vllm.EngineArgs(
+                    model=model,
+                    dtype=dtype,
+                    max_model_len=max_length,
+                    max_num_seqs=slots,
+                    distributed_executor_backend="uni",
+                    logprobs_mode="processed_logprobs",
+                    enable_prefix_caching=True,
+                    generation_config="vllm",
+                    skip_tokenizer_init=True,
+                    disable_log_stats=True,
+                    use_tqdm_on_load=False,
+                    **machine,
+                )
+                self._engine = self._vllm.LLMEngine.from_engine_args(arguments)
+        except (ValueError, RuntimeError, OSError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise RagenError(
+                f"vLLM cannot serve the model '{path}': {reason}; "
+                'use rollout.sampler = "local", or lower rollout.gpu_memory or model.max_length'
+            ) from error
+
+    def add(self, name: str, prompt: Prompt, end_ids: Sequence[int]) -> None:
+        """Request a completion; `step` returns it under `name`."""
+        assert prompt.token_ids
+        parameters = self._vllm.SamplingParams(
+            temperature=prompt.temperature,
+            seed=prompt.seed,
+            max_tokens=prompt.max_tokens,
+            stop_token_ids=list(end_ids),
+            ignore_eos=True,  # only `end_ids` end a completion
+            logprobs=0,  # of the sampled token only
+            detokenize=False,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+        tokens = self._vllm.inputs.tokens_input(list(prompt.token_ids))
+        self._engine.add_request(name, tokens, parameters, lora_request=self._adapter)
+
+    def step(self) -> list[Sampled]:
+        """Run one forward for all requests; returns those that it finished."""
+        finished = []
+        for request in self._engine.step():
+            (output,) = request.outputs
+            drawn = zip(output.token_ids, output.logprobs, strict=True)
+            logprobs = tuple(float(known[token].logprob) for token, known in drawn)
+            ids = tuple(int(token) for token in output.token_ids)
+            finished.append(
+                Sampled(request.request_id, ids, logprobs, request.num_cached_tokens or 0)
+            )
+        return finished
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Abort requests."""
+        self._engine.abort_request(list(names))
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace its weights by these, named as in a checkpoint."""
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        if self._packs:
+            self._engine.collective_rpc(_pack_output_layer)
+
+    def load_adapter(self, folder: Path) -> None:
+        """Replace its adapter by the one in `folder`."""
+        request = self._vllm.lora.request.LoRARequest
+        # Without `load_inplace` the adapter silently stays the old one; in a completion's request
+        # it would make vLLM read the adapter again for each completion.
+        self._engine.add_lora(request(ADAPTER, 1, str(folder), load_inplace=True))
+        self._adapter = request(ADAPTER, 1, str(folder))
+
+    def forget(self) -> None:
+        """Drop all keys and values."""
+        done = self._engine.reset_prefix_cache()
+        assert done, "a prefix cache may not be dropped while completions are sampled"
+
+    def sleep(self) -> None:
+        """Free the GPU's memory; the weights move to the machine's. `wake` undoes it."""
+        if self._sleeps and not self._asleep:
+            self._engine.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Make it ready to sample or to receive weights."""
+        if self._asleep:
+            self._engine.wake_up()
+            self._asleep = False
+
+    def close(self) -> None:
+        """Free its memory; it cannot be used afterwards."""
+        self._engine.engine_core.shutdown()
+        del self._engine
+        self._vllm.distributed.cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _weights_alone(path: str) -> Iterator[str]:
+    """A model folder without other tensors: vLLM would read a checkpoint's optimisers as weights.
+
+    A hub id is returned as it is.
+    """
+    if not Path(path).is_dir():
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="ragen-model-") as alone:
+        for file in Path(path).iterdir():
+            if file.suffix != ".safetensors" or file.name.startswith("model"):
+                (Path(alone) / file.name).symlink_to(file.resolve())
+        yield alone
+
+
+def _pack_output_layer(worker: Any) -> None:
+    """Rebuild the packed copy of the output layer, which a CPU computes with.
+
+    If the output layer is tied to the embedding, loading updates the embedding but not the copy.
+    """
+    head = getattr(worker.get_model(), "lm_head", None)
+    if head is not None:
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _import() -> Any:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # tensors are pushed within one process
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner uses the same threads
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        import vllm
+        import vllm.config.lora
+        import vllm.distributed
+        import vllm.inputs
+        import vllm.lora.request
+        import vllm.platforms
+        import vllm.sampling_params
+    except ImportError as error:
+        raise RagenError(
+            f'rollout.sampler = "vllm" needs vLLM ({error}): '
+            "pip install 'ragen-rl[vllm]', or use \"local\""
+        ) from error
+    if not vllm.__version__.startswith(f"{TESTED}."):
+        raise RagenError(
+            f"vLLM {vllm.__version__} is installed, and RAGEN was tested with {TESTED}: "
+            "pip install 'ragen-rl[vllm]', or use rollout.sampler = \"local\""
+        )
+    return vllm
