@@ -9,7 +9,7 @@ from ragen.envs.contract import Baselines, Env, Info, State, generators, pick
 
 
 class Pair(NamedTuple):
-    """Names of one level's arms: `low` sounds safe, `high` sounds risky."""
+    """The names of a level's two arms: `low` sounds safe, `high` sounds risky."""
 
     low: str
     high: str
@@ -51,11 +51,11 @@ NAMES: dict[str, dict[str, tuple[Pair, ...]]] = {
         ),
     },
 }
-"""Arm names of the papers, by set and split."""
+"""The papers' arm names, by set and split."""
 
 
 class Bandit(Env):
-    """Two named arms; the names hint at how each pays; one pull ends the episode.
+    """Two named arms, one pull. The names hint at how each arm pays.
 
     Observation:
         The two names, in an order drawn from the level seed.
@@ -64,17 +64,17 @@ class Bandit(Env):
         The two names.
 
     Reward:
-        The safe arm always pays `safe_reward`. The risky arm pays 1 with `risky_probability`,
-        else 0.
+        The safe arm always pays `safe_reward`. The risky arm pays 1 with probability
+        `risky_probability`, otherwise 0.
 
     Ends when:
-        An arm was pulled. A success is the arm with the higher mean, whatever it paid; so chance
-        decides the reward and not the success.
+        An arm is pulled. The episode is a success if that arm has the higher mean, whatever it
+        paid: chance decides the reward, not the success.
 
     Parameters:
-        name_set, split: Which names (`NAMES`).
-        safe_reward: 0.15 in the paper, 0.1 in its code.
-        risky_probability: 0.25.
+        name_set, split: The names of the arms (`NAMES`).
+        safe_reward: What the safe arm pays: 0.15 in the paper, 0.1 in its code.
+        risky_probability: The probability that the risky arm pays.
         reverse: Swap the arms behind the names (BanditRev).
 
     Example:
@@ -121,7 +121,7 @@ class Bandit(Env):
         return self._arms
 
     def sounds_risky(self, arm: str) -> bool:
-        """Whether an arm's name is the risky one of its pair, however it pays."""
+        """Whether an arm's name is the one of its pair that sounds risky, however the arm pays."""
         return any(arm == pair.high for pair in self._pairs)
 
     def reset(

@@ -17,16 +17,16 @@ from ragen.envs.contract import Baselines, Env, Info, Reading, State, generators
 from ragen.envs.grid import Cell, Observation, format_note, observe, read_notes
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
-"""Row and column change, in an order in which neighbours are perpendicular (slipping adds ±1)."""
+"""Row and column change; neighbours in this order are perpendicular, so a slip adds ±1."""
 DELTAS = tuple(MOVES.values())
 DRAWN = str.maketrans("OX√", "H@*")
-"""From the map's symbols to those of `Env.picture`, where a hole is no target."""
+"""From the map's symbols to those of `Env.picture`, where `O` is a target and not a hole."""
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Lake:
-    """A level: cells are numbered row by row."""
+    """A level; its cells are numbered row by row."""
 
     size: int
     holes: frozenset[int]
@@ -34,14 +34,14 @@ class Lake:
     goal: int
 
     def neighbour(self, cell: int, direction: int) -> int:
-        """The cell one step on; the edge of the board stops."""
+        """The cell after one step in a direction; at the edge of the board, the same cell."""
         row, col = divmod(cell, self.size)
         row = min(max(row + DELTAS[direction][0], 0), self.size - 1)
         col = min(max(col + DELTAS[direction][1], 0), self.size - 1)
         return row * self.size + col
 
     def distances(self) -> list[float]:
-        """Steps from each cell to the goal around the holes; infinite where no way leads."""
+        """Steps from each cell to the goal around the holes; infinite where there is no path."""
         steps = [math.inf] * self.size**2
         steps[self.goal] = 0
         frontier = [self.goal]
@@ -54,20 +54,12 @@ class Lake:
         return steps
 
     def connected(self) -> bool:
-        """Whether a path without holes leads from start to goal."""
-        reached, frontier = {self.start}, [self.start]
-        while frontier:
-            cell = frontier.pop()
-            for direction in range(4):
-                ahead = self.neighbour(cell, direction)
-                if ahead not in reached and ahead not in self.holes:
-                    reached.add(ahead)
-                    frontier.append(ahead)
-        return self.goal in reached
+        """Whether a path from start to goal avoids the holes."""
+        return self.distances()[self.start] < math.inf
 
 
 def generate(level: np.random.Generator, size: int, p_frozen: float) -> Lake:
-    """Draw cells, start and goal, all anew until they are connected."""
+    """Draw cells, start and goal, and draw all of them again until they are connected."""
     while True:
         frozen = level.random(size * size) < p_frozen
         start = pick(level, range(size * size))
@@ -80,31 +72,31 @@ def generate(level: np.random.Generator, size: int, p_frozen: float) -> Lake:
 
 @lru_cache(maxsize=1024)
 def lake_of(seed: int, size: int, p_frozen: float) -> Lake:
-    """The lake of a level seed, drawn once for all members of a group."""
+    """The lake of a level seed, drawn once for all episodes of a group."""
     level, _ = generators(seed, None)
     return generate(level, size, p_frozen)
 
 
 class Plans(NamedTuple):
-    """Sequences of directions of one length, and what each is worth from every cell."""
+    """Sequences of directions of one length, and their values from every cell."""
 
     values: Floats
-    """Chances of success, shape (plans, cells)."""
+    """Probabilities of success, shape (plans, cells)."""
     codes: npt.NDArray[np.int64]
-    """The directions as digits in base 4, the first the most significant, shape (plans,)."""
+    """The directions as digits in base 4, the first most significant, shape (plans,)."""
 
 
 class Planner:
     """Optimal play on one lake by dynamic programming over turns left, actions left and cells.
 
-    The actions of a turn are chosen before any of them is seen to slip. With one action a turn the
-    player sees every slip: the best that feedback after each action allows.
+    The actions of a turn are chosen before the player sees whether any of them slips. With one
+    action per turn it sees every slip, which gives optimal play with feedback after each action.
 
     Args:
         lake: The level.
-        success_probability: How often a move goes as meant.
-        discount: Factor per action and per turn. A little below 1 it makes the player prefer, among
-            equally promising plans, the quicker one; at 1 values are chances of success.
+        success_probability: Probability that a move goes in the intended direction.
+        discount: Factor for each action and each turn. At 1, values are probabilities of success.
+            A little below 1, the player prefers the shorter of two plans of equal probability.
     """
 
     def __init__(self, lake: Lake, success_probability: float, discount: float = 1.0) -> None:
@@ -117,11 +109,11 @@ class Planner:
 
     @cached_property
     def moves(self) -> Floats:
-        """The lake's `transition_matrices`."""
+        """The `transition_matrices` of the lake."""
         return transition_matrices(self._lake, self._success_probability)
 
     def values(self, turns: int, actions: int, per_turn: int) -> Floats:
-        """Chance of success from every cell, shape (cells,)."""
+        """Probability of success from every cell, shape (cells,)."""
         value = np.zeros(len(self._ended))
         value[self._goal] = 1.0
         if turns:
@@ -131,7 +123,7 @@ class Planner:
         return value
 
     def best(self, cell: int, turns: int, actions: int, per_turn: int) -> list[int]:
-        """The best sequence of directions for this turn; the shortest of several."""
+        """The optimal sequence of directions for this turn, and the shortest of several."""
         worth = [
             self._by_length(turns - 1, actions - length, per_turn)[length - 1][cell]
             for length in range(1, min(per_turn, actions) + 1)
@@ -143,7 +135,7 @@ class Planner:
         return [code >> 2 * place & 3 for place in reversed(range(length))]
 
     def _by_length(self, turns_after: int, actions_after: int, per_turn: int) -> list[Floats]:
-        """Worth of the best plan of each length that leaves so many turns and actions."""
+        """Values of the best plans of each length that leave so many turns and actions."""
         key = (turns_after, actions_after, per_turn)
         if key not in self._known:
             plans = self._plans(turns_after, actions_after, per_turn)
@@ -153,25 +145,25 @@ class Planner:
     def _plans(self, turns_after: int, actions_after: int, per_turn: int) -> Iterator[Plans]:
         """The plans that leave so many turns and actions, by length."""
         after = self.values(turns_after, actions_after, per_turn)
-        after[~self._ended] *= self._discount  # the next turn's price
+        after[~self._ended] *= self._discount  # the cost of another turn
         plans = Plans(after[None], np.zeros(1, dtype=np.int64))
         for length in range(per_turn):
             values = self._discount * (plans.values[None] @ self.moves.transpose(0, 2, 1))
             values = values.reshape(-1, values.shape[-1])
             values[:, self._ended] = after[self._ended]
             plans = Plans(values, (np.arange(4)[:, None] * 4**length + plans.codes).ravel())
-            if per_turn > 5:  # up to 4⁵ plans, looking at all is quicker than leaving some out
+            if per_turn > 5:  # up to 4⁵ plans, comparing all is faster than pruning
                 plans = undominated(plans)
             yield plans
 
 
 def undominated(plans: Plans) -> Plans:
-    """The plans that are the best somewhere: no other is at least as good from every cell.
+    """The plans that no other plan equals or exceeds from every cell.
 
-    What is dominated stays so with any action before it, so leaving it out is exact.
+    A dominated plan stays dominated after any further action before it, so pruning is exact.
     """
     _, distinct = np.unique(plans.values.round(12), axis=0, return_index=True)
-    # By falling sum, so that whatever dominates a plan stands before it.
+    # In order of decreasing sum, so that a plan comes after all plans that dominate it.
     order = distinct[np.argsort(-plans.values[distinct].sum(1), kind="stable")]
     values, codes = plans.values[order], plans.codes[order]
     keep = [
@@ -181,7 +173,7 @@ def undominated(plans: Plans) -> Plans:
 
 
 def transition_matrices(lake: Lake, success_probability: float) -> Floats:
-    """Chance of going from one cell to another by each action, shape (4, cells, cells).
+    """Probability of each transition between cells by each action, shape (4, cells, cells).
 
     Example:
         >>> down = 1
@@ -202,28 +194,28 @@ def transition_matrices(lake: Lake, success_probability: float) -> Floats:
 
 
 class FrozenLake(Env):
-    """Walk from the start to the goal, not into a hole; a move may slip sideways.
+    """Walk from the start to the goal around the holes; a move may slip sideways.
 
     Observation:
         The map: `P` player, `_` frozen, `O` hole, `G` goal, `X` player in a hole, `√` player on
         the goal.
 
     Actions:
-        Left, Down, Right, Up. The direction that is meant happens with `success_probability`,
-        each perpendicular one with half of the rest, the opposite one never. The edge of the
-        board stops.
+        Left, Down, Right, Up. The player moves in the intended direction with probability
+        `success_probability`, in each perpendicular one with half of the rest, and never in the
+        opposite one. At the edge of the board it stays where it is.
 
     Reward:
-        1 on the goal, else 0.
+        1 on the goal, otherwise 0.
 
     Ends when:
         The player is on the goal (a success) or in a hole.
 
     Parameters:
         size: Rows and columns.
-        p_frozen: Chance of a cell to be frozen: 0.8, in the sequel 0.9.
-        success_probability: 1/3; in the sequel's text 0.98, in its code 0.8 and 1.
-        observation: How the map is written.
+        p_frozen: Probability that a cell is frozen: 0.8 in the paper, 0.9 in its sequel.
+        success_probability: 1/3 in the paper, 0.98 in the sequel's text, 0.8 and 1 in its code.
+        observation: The format of the map.
 
     Example:
         >>> env = FrozenLake(success_probability=1.0)
@@ -290,7 +282,7 @@ class FrozenLake(Env):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         intended = self.action_index(action)
-        # Drawn on still ice too, so that the noise of a level does not depend on the slip.
+        # Drawn without slipping, too, so that a level's noise does not depend on the parameter.
         draw = self._noise.random()
         slip = (1 - self._success_probability) / 2
         turn = -1 if draw < slip else 1 if draw < 2 * slip else 0
@@ -336,8 +328,8 @@ class FrozenLake(Env):
 
     def read_thought(self, thought: str) -> Reading | None:
         places = self._places()
-        seen = {"P": places["Player"], "G": places["Goal"], "O": places["Holes"]}
-        return read_notes(thought, self._rows(), seen, self.actions)
+        named = {"P": places["Player"], "G": places["Goal"], "O": places["Holes"]}
+        return read_notes(thought, self._rows(), named, self.actions)
 
     def picture(self) -> list[str]:
         return [row.translate(DRAWN) for row in self._rows()]
@@ -353,7 +345,7 @@ class FrozenLake(Env):
         return self._player
 
     def symbol(self, cell: int) -> str:
-        """What the map shows in a cell."""
+        """The symbol of a cell on the map."""
         return "".join(self._rows())[cell]
 
     @property

@@ -1,4 +1,4 @@
-"""How environments on a grid are shown: as a map, as coordinates, as both, or cell by cell."""
+"""Environments on a grid: observations as a map, as coordinates, as both, or cell by cell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from ragen.envs.contract import Reading
 
 Observation: TypeAlias = Literal["grid", "coord", "grid_coord", "named"]
-"""A map of symbols; sizes and (row, column) of what matters; both; each cell with its name."""
+"""A map of symbols; sizes and (row, column) positions; both; every cell with its name."""
 Cell: TypeAlias = tuple[int, int]
 """Row and column, from 0 at the top left."""
 
@@ -21,14 +21,14 @@ def observe(
     observation: Observation,
     border: int = 0,
 ) -> str:
-    r"""A grid in one of the formats.
+    r"""The observation of a grid in one of the formats.
 
     Args:
-        rows: The map, one string a row, one symbol a cell.
-        places: What `coord` tells, such as ``{"Player": [(0, 0)]}``.
+        rows: The map: one string for each row, one symbol for each cell.
+        places: The positions of `coord`, such as ``{"Player": [(0, 0)]}``.
         observation: The format.
-        border: Width of the outer wall, which `named` leaves out (it never changes). The names
-            of the other cells stay those of the whole map.
+        border: Width of the outer wall, which `named` leaves out because it never changes. The
+            other cells keep the names that they have on the whole map.
 
     Example:
         >>> observe(["P_", "OG"], {"Player": [(0, 0)], "Goal": [(1, 1)]}, "named")
@@ -64,7 +64,7 @@ def cell_name(row: int, col: int) -> str:
 
 
 def cell_named(word: str) -> Cell | None:
-    """The cell that a word names, on whatever map; ``None`` where it names none.
+    """The cell that a word names, on a map of any size; ``None`` where it names none.
 
     Example:
         >>> cell_named("b3"), cell_named("Right")
@@ -81,18 +81,18 @@ def read_notes(
     places: Mapping[str, Collection[Cell]],
     actions: Sequence[str],
 ) -> Reading | None:
-    """What a thought in the embedded models' notation says of a map.
+    """The facts and the plan of a thought in the embedded models' notation.
 
-    It begins with what was found where (``P b0 G c1``). After a colon come looks, of which the last
-    two words are a fact (``b0 c0 O``: from b0, at c0 there is a hole), and the plan's actions. What
-    stands in between (Sokoban's ``push Right c1 c4``) states nothing yet. All facts are of the map
-    as it is before the turn.
+    The thought begins with positions (``P b0 G c1``). After a colon come looks and the actions of
+    the plan. The last two words of a look are a fact (``b0 c0 O``: from b0, there is a hole at c0).
+    Other words in between, such as Sokoban's ``push Right c1 c4``, state no fact. All facts are
+    about the map before the turn.
 
     Args:
-        thought: The thought; where it does not begin with a symbol and a cell, it is prose, and
-            what it says is not guessed at.
-        rows: The map, one string a row, one symbol a cell.
-        places: For each symbol that may stand before the colon the cells where it is.
+        thought: The thought. If it does not begin with a symbol and a cell, it is prose and is
+            not read.
+        rows: The map: one string for each row, one symbol for each cell.
+        places: The cells of each symbol that may come before the colon.
         actions: The names of the actions.
 
     Returns:
@@ -124,7 +124,7 @@ def read_notes(
 
 
 def format_note(observation: Observation) -> str:
-    """A sentence for the rules that says how the state is written."""
+    """The sentence of the rules that describes the format of the state."""
     return {
         "grid": "The state is a map, one row a line.",
         "coord": "The state gives sizes and zero-based (row, column) positions, rows from the top.",

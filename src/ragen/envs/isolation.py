@@ -1,9 +1,8 @@
-"""Worlds in processes of their own, so that one that hangs, leaks or dies takes nobody with it.
+"""Environments in worker processes, so that one that hangs, leaks or dies harms nothing else.
 
-A worker process plays one environment at a time and answers one call after the other; the caller
-waits in
-the loop's thread, so the order of everything is what it is without workers. What passes between
-them is JSON, as the contract of an environment asks of its infos and snapshots anyway.
+A worker process plays one environment at a time and answers one call after the other. The caller
+waits in the loop's thread, so the order of events is the same as without workers. Messages are
+JSON, which the contract requires of infos and snapshots anyway.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from ragen.envs.contract import Baselines, Env, Info, Reading, State
 from ragen.envs.registry import build_env, env_factory
 
 START_S = 60.0
-"""Seconds that a worker may take to start, whatever a call may take."""
+"""Seconds that a worker may take to start; the time limit of calls does not apply."""
 EPISODES = 500
-"""Episodes after which a worker is replaced: what an environment leaks goes with it."""
+"""Episodes after which a worker is replaced, which frees what an environment leaked."""
 
 
 class Workers:
-    """The worker processes of one run; they are started when needed and used again.
+    """The worker processes of one run; they are started when needed and reused.
 
-    Where the platform can fork, a server process forks them off, which takes milliseconds; it is
-    Python's usual one, so a script that trains with isolated environments keeps its start behind
-    ``if __name__ == "__main__":``.
+    Where the platform can fork, Python's fork server starts a worker in milliseconds. It imports
+    the main module, so a script that trains with isolated environments must guard its entry point
+    with ``if __name__ == "__main__":``.
 
     Args:
-        environment: The environment's name, as for `make`.
+        env: The environment's name, as for `ragen.envs.registry.make`.
         params: Its parameters.
         timeout_s: Seconds that one call may take before its worker is killed.
 
@@ -58,10 +57,10 @@ class Workers:
         self._all: set[_Worker] = set()
 
     def make(self) -> Env:
-        """A fresh environment in a worker; `Env.close` gives the worker back.
+        """An environment in a worker; closing it returns the worker.
 
         Raises:
-            UserCodeError: The environment could not be made.
+            UserCodeError: The environment cannot be made.
         """
         worker = self._idle.pop() if self._idle else self._start()
         try:
@@ -71,7 +70,7 @@ class Workers:
             raise
 
     def give_back(self, worker: _Worker) -> None:
-        """Keep a worker that is alive for the next environment."""
+        """Keep a living worker for the next environment."""
         worker.episodes += 1
         if worker.alive and worker.episodes < EPISODES:
             self._idle.append(worker)
@@ -148,37 +147,41 @@ class _Worker:
 
 
 class IsolatedEnv(Env):
-    """Stands for an environment in a worker: each method is one call over the pipe."""
+    """A proxy of an environment in a worker: each method is one call over the pipe.
+
+    Every method raises `UserCodeError` where the environment raises, takes too long, or its process
+    dies.
+    """
 
     def __init__(self, workers: Workers, worker: _Worker) -> None:
         self._workers, self._worker = workers, worker
         self._closed = False
         self._picture: list[str] | None = None
-        self._read(worker.ask("make"))
+        self._keep_texts(worker.ask("make"))
 
-    def _read(self, words: dict[str, Any]) -> None:
-        self.name, self.goal = words["name"], words["goal"]
-        self._rules: str = words["rules"]
-        self._actions = None if words["actions"] is None else tuple(words["actions"])
-        self._reads_thoughts: bool = words["reads_thoughts"]
-        self._draws: bool = words["draws"]
+    def _keep_texts(self, texts: dict[str, Any]) -> None:
+        self.name, self.goal = texts["name"], texts["goal"]
+        self._rules: str = texts["rules"]
+        self._actions = None if texts["actions"] is None else tuple(texts["actions"])
+        self._reads_thoughts: bool = texts["reads_thoughts"]
+        self._draws: bool = texts["draws"]
 
     @property
     def rules(self) -> str:
-        """As the environment said after it was made, reset or set back."""
+        """The environment's own after it was made, reset or restored."""
         return self._rules
 
     @property
     def actions(self) -> tuple[str, ...] | None:
-        """As the environment said after it was made, reset or set back."""
+        """The environment's own after it was made, reset or restored."""
         return self._actions
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
         """See `Env.reset`."""
-        answer, words, self._picture = self._worker.ask("reset", seed, options)
-        self._read(words)
+        answer, texts, self._picture = self._worker.ask("reset", seed, options)
+        self._keep_texts(texts)
         observation, info = answer
         return observation, info
 
@@ -195,8 +198,8 @@ class IsolatedEnv(Env):
 
     def set_state(self, state: State) -> None:
         """See `Env.set_state`."""
-        words, self._picture = self._worker.ask("set_state", state)
-        self._read(words)
+        texts, self._picture = self._worker.ask("set_state", state)
+        self._keep_texts(texts)
 
     def state_key(self) -> str:
         """See `Env.state_key`."""
@@ -216,10 +219,10 @@ class IsolatedEnv(Env):
 
     def read_thought(self, thought: str) -> Reading | None:
         """See `Env.read_thought`."""
-        found = self._worker.ask("read_thought", thought)
-        if found is None:
+        reading = self._worker.ask("read_thought", thought)
+        if reading is None:
             return None
-        stated, true, plan = found
+        stated, true, plan = reading
         return Reading(stated, true, None if plan is None else tuple(plan))
 
     @property
@@ -228,7 +231,7 @@ class IsolatedEnv(Env):
         return self._reads_thoughts
 
     def picture(self) -> list[str] | None:
-        """See `Env.picture`; it comes with each answer, since a call of its own costs a message."""
+        """See `Env.picture`; it is part of each answer, which saves a message."""
         return self._picture
 
     @property
@@ -237,10 +240,10 @@ class IsolatedEnv(Env):
         return self._draws
 
     def __deepcopy__(self, _: dict[int, Any]) -> IsolatedEnv:
-        raise TypeError("an environment in a process of its own cannot be copied; use get_state")
+        raise TypeError("an environment in a worker process cannot be copied; use get_state")
 
     def close(self) -> None:
-        """Close the environment and give its worker back."""
+        """Close the environment and return its worker."""
         if self._closed:
             return
         self._closed = True
@@ -252,8 +255,8 @@ class IsolatedEnv(Env):
 
 
 def _serve(pipe: Connection, env: str, params: dict[str, Any], timeout_s: float) -> None:
-    """A worker's life: answer calls until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which stops its workers
+    """Answer calls until the pipe closes; the main function of a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C and stops its workers
     pipe.send_bytes(b'["answer", null]')
     served = _Served(env, params)
     while True:
@@ -261,7 +264,7 @@ def _serve(pipe: Connection, env: str, params: dict[str, Any], timeout_s: float)
             call, arguments = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
-        # Whoever asked ends a call that takes too long; if they are gone, the system does.
+        # The caller ends a call that takes too long; if the caller is gone, the timer does.
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, timeout_s + 5.0)
         answer = served.answer(call, arguments)
@@ -271,7 +274,7 @@ def _serve(pipe: Connection, env: str, params: dict[str, Any], timeout_s: float)
 
 
 class _Served:
-    """The environment inside a worker, and the calls it takes."""
+    """The environment inside a worker, and the calls that it answers."""
 
     def __init__(self, name: str, params: dict[str, Any]) -> None:
         self._name, self._params = name, params
@@ -290,21 +293,21 @@ class _Served:
     def _call(self, call: str, arguments: list[Any]) -> Any:
         if call == "make":
             self._env = build_env(env_factory(self._name, **self._params), self._name)
-            return self._words()
+            return self._texts()
         env = self._env
         assert env is not None
         if call == "reset":
             seed, options = arguments
-            return env.reset(seed=seed, options=options), self._words(), env.picture()
+            return env.reset(seed=seed, options=options), self._texts(), env.picture()
         if call == "set_state":
             env.set_state(*arguments)
-            return self._words(), env.picture()
+            return self._texts(), env.picture()
         if call == "step":
             return env.step(*arguments), env.picture()
-        found = getattr(env, call)(*arguments)
-        return astuple(found) if isinstance(found, Reading | Baselines) else found
+        result = getattr(env, call)(*arguments)
+        return astuple(result) if isinstance(result, Reading | Baselines) else result
 
-    def _words(self) -> dict[str, Any]:
+    def _texts(self) -> dict[str, Any]:
         env = self._env
         assert env is not None
         return {

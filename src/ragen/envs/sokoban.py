@@ -1,7 +1,7 @@
 """Sokoban: push every box onto a target (arXiv:2504.20073, section 3.1).
 
-Cells are numbered row by row; a set of cells is an integer with one bit a cell. The outer cells are
-always wall, so a step from the inside never leaves the board.
+Cells are numbered row by row; a set of cells is an integer with one bit for each cell. The outer
+cells are always wall, so a step from the inside never leaves the board.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Cells: TypeAlias = int
 
 
 class Symbols(NamedTuple):
-    """A vocabulary of the map."""
+    """The symbols of a map."""
 
     wall: str
     floor: str
@@ -36,7 +36,7 @@ class Symbols(NamedTuple):
 
 
 SYMBOLS = {"standard": Symbols(*"#_O√XPS"), "new": Symbols(*"W.GCBA@")}
-"""The paper's map and the one that tests whether a skill carries over."""
+"""The paper's symbols, and others that test whether a skill transfers."""
 
 MASKS = (
     ((0, -1), (0, 0), (0, 1)),
@@ -45,12 +45,12 @@ MASKS = (
     ((0, -1), (0, 0), (1, -1), (1, 0)),
     ((0, 0), (0, 1), (1, 0)),
 )
-"""Floor stamped around each place of the generator's walk: two bars, two corners, a square."""
+"""Cells that become floor around each cell of the generator's walk: bars, corners, a square."""
 MAX_BOARDS = 300_000
 
 
 class Board(NamedTuple):
-    """What moves."""
+    """The moving parts of a level."""
 
     player: int
     boxes: Cells
@@ -58,7 +58,7 @@ class Board(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What stays: size, floor (targets included) and targets."""
+    """The fixed parts of a level: size, floor (targets included) and targets."""
 
     rows: int
     cols: int
@@ -67,11 +67,11 @@ class Room:
 
     @property
     def steps(self) -> tuple[int, int, int, int]:
-        """What each of `ACTIONS` adds to a cell."""
+        """The difference of cell numbers for each of `ACTIONS`."""
         return (-self.cols, self.cols, -1, 1)
 
     def push(self, board: Board, step: int) -> Board:
-        """Push the box ahead if the cell behind it is free, else walk, else nothing."""
+        """The board after a step: a push, a walk, or no change if the way is blocked."""
         player, boxes = board
         ahead = player + step
         if not self.floor >> ahead & 1:
@@ -84,24 +84,26 @@ class Room:
         return Board(ahead, boxes)
 
     def reward(self, before: Board, after: Board) -> float:
-        """−0.1 an action, ±1 for a box coming onto or leaving a target, +10 for all on."""
-        came = (after.boxes & self.targets).bit_count() - (before.boxes & self.targets).bit_count()
-        return came - 0.1 + (10.0 if after.boxes == self.targets else 0.0)
+        """−0.1 per action, ±1 for a box that reaches or leaves a target, +10 for a solution."""
+        gained = (after.boxes & self.targets).bit_count() - (
+            before.boxes & self.targets
+        ).bit_count()
+        return gained - 0.1 + (10.0 if after.boxes == self.targets else 0.0)
 
 
 def generate(
     level: np.random.Generator, rows: int, cols: int, boxes: int, search_depth: int
 ) -> tuple[Room, Board]:
-    """A solvable level by reverse play: from the solved board, boxes are pulled away.
+    """A solvable level by reverse play: boxes are pulled away from the solved board.
 
-    Tried anew with the same generator until a box could be moved off its target.
+    It is drawn again from the same generator until a box can be pulled off its target.
 
     Raises:
-        RagenError: A thousand tries in a row found no level.
+        RagenError: A thousand attempts found no level.
     """
     for _ in range(1000):
         floor = _floor(level, rows, cols)
-        cells = _members(floor)
+        cells = _to_list(floor)
         if len(cells) <= boxes + 1:
             continue
         player = pick(level, cells)
@@ -123,13 +125,13 @@ def generate(
 
 @lru_cache(maxsize=1024)
 def board_of(seed: int, rows: int, cols: int, boxes: int, search_depth: int) -> tuple[Room, Board]:
-    """The level of a seed, generated once for all members of a group."""
+    """The level of a seed, generated once for all episodes of a group."""
     level, _ = generators(seed, None)
     return generate(level, rows, cols, boxes, search_depth)
 
 
 def _floor(level: np.random.Generator, rows: int, cols: int) -> Cells:
-    """A random walk of int(1.7·(rows + cols)) steps that stamps floor."""
+    """Floor along a random walk of int(1.7·(rows + cols)) steps."""
     directions = ((1, 0), (0, 1), (-1, 0), (0, -1))
     direction = pick(level, directions)
     row, col = pick(level, range(1, rows - 1)), pick(level, range(1, cols - 1))
@@ -147,27 +149,28 @@ def _floor(level: np.random.Generator, rows: int, cols: int) -> Cells:
 
 
 def _pull_away(room: Room, player: int, search_depth: int) -> tuple[Board, int]:
-    """Depth-first search over pulls and walks for the board that looks hardest.
+    """Depth-first search over pulls and walks for the hardest board.
 
-    It keeps the first board with the highest score: how often the pulled box changed on the way
-    (the first pull counts) times the boxes' total Manhattan distance from where they began, 0
-    where a box or the player covers a target. Boards are met in a fixed order, each once.
+    The score of a board is how often the pulled box changed on the way, the first pull included,
+    times the boxes' total Manhattan distance from their targets; it is 0 where a box or the player
+    covers a target. The first board with the highest score wins. Each board is visited once, in a
+    fixed order.
 
     Returns:
-        The board, and that distance (0 where no board scored).
+        The board and the distance, which is 0 if no board has a score.
     """
-    homes = tuple(_members(room.targets))
+    homes = tuple(_to_list(room.targets))
     best_score, best_board, best_displacement = 0, Board(player, room.targets), 0
-    seen: set[Board] = set()
+    visited: set[Board] = set()
     # Player, boxes in the order of their homes, box pulled last, changes of the pulled box, depth.
     stack = [(player, homes, -1, 0, 1)]
-    while stack and len(seen) < MAX_BOARDS:
+    while stack and len(visited) < MAX_BOARDS:
         player, boxes, last, swaps, depth = stack.pop()
-        occupied = _cells(boxes)
+        occupied = _to_bits(boxes)
         board = Board(player, occupied)
-        if board in seen:
+        if board in visited:
             continue
-        seen.add(board)
+        visited.add(board)
         if not (occupied | 1 << player) & room.targets:
             displacement = sum(map(_distance, boxes, homes, (room.cols,) * len(homes)))
             if swaps * displacement > best_score:
@@ -187,12 +190,12 @@ def _pull_away(room: Room, player: int, search_depth: int) -> tuple[Board, int]:
                 pulls.append((player + step, moved, pulled, swaps + (pulled != last), depth + 1))
             else:
                 pulls.append(walks[-1])
-        stack += reversed(pulls + walks)  # pulls are looked at first
+        stack += reversed(pulls + walks)  # so that pulls are visited first
     return best_board, best_displacement
 
 
 def _wander(level: np.random.Generator, room: Room, board: Board, chance: float) -> Board:
-    """With `chance`, walk the player 1–3 free cells on, so that it need not stand at the box."""
+    """With probability `chance`, move the player 1–3 free cells away from the box."""
     if level.random() >= chance:
         return board
     player, visited = board.player, 1 << board.player
@@ -212,17 +215,17 @@ def _distance(a: int, b: int, cols: int) -> int:
     return abs(a // cols - b // cols) + abs(a % cols - b % cols)
 
 
-def _cells(members: Iterable[int]) -> Cells:
-    return sum(1 << cell for cell in set(members))
+def _to_bits(cells: Iterable[int]) -> Cells:
+    return sum(1 << cell for cell in set(cells))
 
 
-def _members(cells: Cells) -> list[int]:
+def _to_list(cells: Cells) -> list[int]:
     return [cell for cell in range(cells.bit_length()) if cells >> cell & 1]
 
 
 @lru_cache(maxsize=4096)
 def shortest_solution(room: Room, board: Board) -> tuple[int, ...] | None:
-    """Indices of the fewest actions that solve the board (breadth first), ``None`` if lost."""
+    """Action indices of a shortest solution, by breadth-first search; ``None`` if none exists."""
     came_from: dict[Board, tuple[Board, int] | None] = {board: None}
     frontier = deque([board])
     while frontier:
@@ -246,25 +249,25 @@ class Sokoban(Env):
 
     Observation:
         The map: `#` wall, `_` floor, `O` target, `√` box on target, `X` box, `P` player, `S`
-        player on target; with ``symbols = "new"`` in the same order ``W . G C B A @``.
+        player on target. With ``symbols = "new"``, in the same order: ``W . G C B A @``.
 
     Actions:
-        Up, Down, Left, Right: push when a box is ahead and the cell behind it is free, else walk
-        when the cell ahead is free, else nothing.
+        Up, Down, Left, Right. If a box is ahead and the cell behind it is free, the player pushes
+        it; if the cell ahead is free, the player walks; otherwise nothing happens.
 
     Reward:
-        −0.1 an action; +1 when a box comes onto a target, −1 when one leaves it; +10 when all
-        are on targets: a solution by one push pays 10.9.
+        −0.1 for each action, +1 when a box reaches a target, −1 when one leaves it, +10 when all
+        are on targets. So a solution by one push pays 10.9.
 
     Ends when:
         All boxes are on targets (a success).
 
     Parameters:
-        rows, cols: The size, outer wall included.
+        rows, cols: The size, including the outer wall.
         boxes: Number of boxes and of targets.
-        search_depth: How far the generator plays backwards: how hard levels may get.
-        symbols: Vocabulary of the map.
-        observation: How the map is written.
+        search_depth: How far the generator plays backwards; it bounds how hard levels are.
+        symbols: The symbols of the map.
+        observation: The format of the map.
 
     Example:
         >>> env = Sokoban()
@@ -332,23 +335,23 @@ class Sokoban(Env):
 
     def get_state(self) -> State:
         return {
-            "floor": _members(self._room.floor),
-            "targets": _members(self._room.targets),
+            "floor": _to_list(self._room.floor),
+            "targets": _to_list(self._room.targets),
             "player": self._board.player,
-            "boxes": _members(self._board.boxes),
+            "boxes": _to_list(self._board.boxes),
         }
 
     def set_state(self, state: State) -> None:
         rows, cols, _, _ = self._size
-        self._room = Room(rows, cols, _cells(state["floor"]), _cells(state["targets"]))
-        self._board = Board(state["player"], _cells(state["boxes"]))
+        self._room = Room(rows, cols, _to_bits(state["floor"]), _to_bits(state["targets"]))
+        self._board = Board(state["player"], _to_bits(state["boxes"]))
 
     def state_key(self) -> str:
         return "\n".join(self._rows())
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
         plan = shortest_solution(self._room, self._board)
-        if not plan:  # lost or solved: anything will do
+        if not plan:  # unsolvable or solved: every action is as good
             return [ACTIONS[0]]
         return [ACTIONS[index] for index in plan[: min(actions_left, actions_per_turn)]]
 
@@ -365,10 +368,10 @@ class Sokoban(Env):
         return Baselines(random, float(len(plan) <= budget), random_return, optimal_return)
 
     def read_thought(self, thought: str) -> Reading | None:
-        # Demonstrators name what they find by these letters, whatever the map is drawn with.
+        # Demonstrations use these letters whatever the symbols of the map are.
         places = self._places()
-        seen = {"P": places["Player"], "X": places["Boxes"], "O": places["Targets"]}
-        return read_notes(thought, self._rows(), seen, ACTIONS)
+        named = {"P": places["Player"], "X": places["Boxes"], "O": places["Targets"]}
+        return read_notes(thought, self._rows(), named, ACTIONS)
 
     def picture(self) -> list[str]:
         drawn = str.maketrans(dict(zip(self._symbols, SYMBOLS["standard"], strict=True)))
@@ -376,16 +379,16 @@ class Sokoban(Env):
 
     @property
     def room(self) -> Room:
-        """What stays on this level."""
+        """The fixed parts of the level."""
         return self._room
 
     @property
     def board(self) -> Board:
-        """What moves, as it stands now."""
+        """The present board."""
         return self._board
 
     def symbol(self, cell: int) -> str:
-        """What the map shows at a cell."""
+        """The symbol of a cell on the map."""
         room, (player, boxes), s = self._room, self._board, self._symbols
         on_target = room.targets >> cell & 1
         if cell == player:
@@ -410,15 +413,15 @@ class Sokoban(Env):
         cols = self._room.cols
         return {
             "Player": [divmod(self._board.player, cols)],
-            "Boxes": [divmod(cell, cols) for cell in _members(self._board.boxes)],
-            "Targets": [divmod(cell, cols) for cell in _members(self._room.targets)],
+            "Boxes": [divmod(cell, cols) for cell in _to_list(self._board.boxes)],
+            "Targets": [divmod(cell, cols) for cell in _to_list(self._room.targets)],
         }
 
 
 def random_play(room: Room, board: Board, actions: int) -> tuple[float, float]:
-    """Exact chance of success and expected return of uniformly random actions.
+    """Exact probability of success and expected return of uniformly random actions.
 
-    The chances of all boards are carried forward: p′(b′) = Σ_b p(b)·¼·|{a: b → b′}|.
+    The distribution over boards is carried forward: p′(b′) = Σ_b p(b)·¼·|{a: b → b′}|.
     """
     chances, solved, expected = {board: 1.0}, 0.0, 0.0
     for _ in range(actions):
