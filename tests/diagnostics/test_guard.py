@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.config.config import Config
+from ragen.config.kinds import DETECTOR
 from ragen.config.reading import changed, resolve
-from ragen.config.sections import RESPONSES, DetectorName, GuardConfig, Response
+from ragen.config.sections import RESPONSES, GuardConfig, Response
 from ragen.core.errors import RagenError
 from ragen.diagnostics.collapse import WINDOW
 from ragen.diagnostics.detectors import (
@@ -32,6 +33,7 @@ from ragen.diagnostics.detectors import (
     SKIPPED,
     SUCCESS,
     VALID,
+    active_detectors,
 )
 from ragen.diagnostics.guard import (
     GRACE_STEPS,
@@ -81,7 +83,7 @@ def test_a_healthy_run_raises_nothing() -> None:
 
 
 def test_names_agree_with_the_config() -> None:
-    assert {*DETECTORS, "stalled"} == set(get_args(DetectorName)) == set(RESPONSES)
+    assert {*DETECTORS, "stalled"} == set(DETECTOR.names) == set(RESPONSES)
     assert set(MESSAGES) == set(RESPONSES)
     assert set(REMEDIES) == set(get_args(GuardConfig.model_fields["remedy"].annotation))
     assert {GuardConfig().response(name) for name in RESPONSES} <= set(get_args(Response))
@@ -221,7 +223,12 @@ def test_nothing_fires_in_the_grace_and_what_lasts_fires_after_it() -> None:
 
 def test_a_detector_that_is_off_is_not_asked() -> None:
     history, state = {DEGENERATE: series(lambda s: 1.0, 5)}, GuardState()
-    assert raise_alarms(history, 5, state, off=["degenerate_text"]) == []
+    assert (
+        raise_alarms(
+            history, 5, state, active_detectors(GuardConfig(responses={"degenerate_text": "off"}))
+        )
+        == []
+    )
     assert state == GuardState(checked_step=5)
 
 

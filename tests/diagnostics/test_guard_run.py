@@ -18,7 +18,7 @@ from ragen.algorithms.batch import Batch
 from ragen.cli.main import main
 from ragen.config.config import Config
 from ragen.config.reading import dump, resolve
-from ragen.config.sections import DetectorName, GuardConfig
+from ragen.config.sections import GuardConfig
 from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
@@ -63,7 +63,7 @@ class Seen(Watcher):
 def alarms_at(monkeypatch: pytest.MonkeyPatch) -> Plan:
     """Raises an alarm whose trouble began a step before, by (rollbacks so far, step)."""
 
-    def plan(*moments: tuple[int, int], detector: DetectorName = "grad_spike") -> None:
+    def plan(*moments: tuple[int, int], detector: str = "grad_spike") -> None:
         def scripted(history: Any, step: int, state: GuardState, **_: Any) -> list[Alarm]:
             state.checked_step = step
             due = (state.rollbacks, step) in moments

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from made import episode, group, turn
 
+from ragen.config.kinds import TERM
 from ragen.config.reading import resolve
-from ragen.config.sections import REWARD_TERMS
 from ragen.core.errors import RagenError
 from ragen.core.metrics import values
 from ragen.core.types import Episode, Group, Turn
@@ -258,7 +258,7 @@ def test_the_checker_names_what_a_reader_breaks(says: object, words: str) -> Non
 
 
 def test_terms_are_those_that_the_config_knows() -> None:
-    assert tuple(TERMS) == REWARD_TERMS
+    assert tuple(TERMS) == TERM.names
 
 
 def test_faults_golden() -> None:

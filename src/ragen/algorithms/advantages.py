@@ -15,7 +15,9 @@ from ragen.algorithms.advantages_group import (
     reinforce_pp_baseline,
     rloo,
 )
-from ragen.algorithms.estimator import Estimator
+from ragen.algorithms.estimator import INPUTS, Estimator
+from ragen.algorithms.inputs import inputs_of
+from ragen.config.kinds import ESTIMATOR
 
 ADVANTAGES: dict[str, Estimator] = {
     "gae": gae,
@@ -27,4 +29,17 @@ ADVANTAGES: dict[str, Estimator] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "gigpo": gigpo,
 }
-"""Estimators by their name in the config."""
+"""RAGEN's own estimators by their name in the config."""
+
+
+def find_estimator(name: str) -> Estimator:
+    """The estimator of a name in the config, RAGEN's own or from outside.
+
+    Raises:
+        RagenError: It cannot be loaded, or it names an input that does not exist.
+
+    Example:
+        >>> find_estimator("rloo") is rloo
+        True
+    """
+    return ESTIMATOR.find(name, ADVANTAGES, lambda function: inputs_of(function, INPUTS))

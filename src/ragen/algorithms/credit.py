@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, EpisodeIndex, episode_index, scatter_to_rows, to_episodes
 from ragen.algorithms.estimator import estimate
 from ragen.algorithms.rewards import comparison_classes, kl_penalty, normalise, token_rewards
@@ -50,7 +50,7 @@ def credit(
         rewards_ES = rewards_ES + to_episodes(penalty_BT, index)
     values_BT = batch.values_BT
     credit = estimate(
-        ADVANTAGES[advantage.name],
+        find_estimator(advantage.name),
         rewards_ES=rewards_ES,
         mask_ES=index.mask_ES,
         values_ES=None if values_BT is None else to_episodes(values_BT, index),

@@ -21,10 +21,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ragen.algorithms.inputs import check_positional
+from ragen.config.kinds import SCORE
+from ragen.core.errors import RagenError
 from ragen.core.statistics import all_equal
 from ragen.core.types import Episode, Group
 
-Score = Literal["reward_std", "variance", "mean", "sum", "entropy", "entropy_variance", "length"]
+Score = Callable[[Group], float]
+"""The signature of every score: a finite number for a group, failed episodes among it."""
+
 Rule = Literal["all", "top_k", "top_p", "top_p_softmax", "min_p"]
 Scale = Literal["none", "linear", "sqrt"]
 
@@ -74,23 +79,26 @@ def length(group: Group) -> float:
 def surprise(episode: Episode) -> float:
     """Mean of −logprob over an episode's sampled tokens, in nats: an estimate of its entropy.
 
-    When groups are chosen, the sampled tokens' own logprobs are all that is known of the
-    distributions they were drawn from. That is enough: given what came before a token, −logprob
-    has the entropy as its mean, so its sum over an episode is an unbiased estimate of the
-    entropies' sum.
+        When groups are chosen, the sampled tokens' own logprobs are all that is known of the
+        distributions they were drawn from. That is enough: given what came before a token, −logprob
+        has the entropy as its mean, so its sum over an episode is an unbiased estimate of the
+        entropies' sum.
 
     Example:
-        >>> from ragen.core.types import Completion, Prompt, Turn
-        >>> said = Completion((5, 6), (-0.5, -1.5), "", "stop", 0)
-        >>> prompt = Prompt((), (1,), 0, 8, 1.0, 0)
-        >>> turn = Turn("", prompt, said, None, None, (), (), 0.0, 0.0, True, "")
-        >>> surprise(Episode("x", 0, 0, 0, 0, (turn,), "failed", True, False, False, False))
-        1.0
+            >>> from ragen.algorithms.inputs import check_positional
+    from ragen.config.kinds import SCORE
+    from ragen.core.errors import RagenError
+    from ragen.core.types import Completion, Prompt, Turn
+            >>> said = Completion((5, 6), (-0.5, -1.5), "", "stop", 0)
+            >>> prompt = Prompt((), (1,), 0, 8, 1.0, 0)
+            >>> turn = Turn("", prompt, said, None, None, (), (), 0.0, 0.0, True, "")
+            >>> surprise(Episode("x", 0, 0, 0, 0, (turn,), "failed", True, False, False, False))
+            1.0
     """
     return -fmean(_logprobs(episode) or [0.0])
 
 
-SCORES: dict[str, Callable[[Group], float]] = {
+SCORES: dict[str, Score] = {
     "reward_std": reward_std,
     "variance": variance,
     "mean": mean_reward,
@@ -99,12 +107,28 @@ SCORES: dict[str, Callable[[Group], float]] = {
     "entropy_variance": entropy_variance,
     "length": length,
 }
-"""What a group is ranked by, by its name in the config. Only `mean` and `sum` may be negative."""
+"""RAGEN's own scores by their name in the config. Only `mean` and `sum` may be negative."""
 
 
-def scores_of(groups: Sequence[Group], score: Score) -> list[float | None]:
+def find_score(name: str) -> Score:
+    """The score of a name in the config, RAGEN's own or from outside.
+
+    Raises:
+        RagenError: It cannot be loaded, or it cannot be called with a group.
+    """
+    return SCORE.find(name, SCORES, lambda function: check_positional(function, "group"))
+
+
+def _score(group: Group, name: str) -> float:
+    score = float(find_score(name)(group))
+    if not math.isfinite(score):
+        raise RagenError(f"the filter score {name} gave {score}: it has to be a finite number")
+    return score
+
+
+def scores_of(groups: Sequence[Group], score: str) -> list[float | None]:
     """What each group is ranked by; ``None`` where all its episodes failed."""
-    return [SCORES[score](group) if _played(group) else None for group in groups]
+    return [_score(group, score) if _played(group) else None for group in groups]
 
 
 def keep_all(merits: Sequence[float], value: float, num_groups: int) -> list[int]:
@@ -185,7 +209,7 @@ the merits."""
 def select(
     groups: Sequence[Group],
     *,
-    score: Score = "reward_std",
+    score: str = "reward_std",
     rule: Rule = "all",
     value: float = 0.25,
     keep: Literal["largest", "smallest"] = "largest",
@@ -218,7 +242,7 @@ def select(
     ]
     if not candidates:
         return []
-    scores = [SCORES[score](groups[index]) for index in candidates]
+    scores = [_score(groups[index], score) for index in candidates]
     ends = max(scores) + min(scores)
     merits = scores if keep == "largest" else [ends - each for each in scores]
     return sorted(candidates[place] for place in FILTERS[rule](merits, value, len(groups)))

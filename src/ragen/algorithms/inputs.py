@@ -43,6 +43,27 @@ def inputs_of(
     return [parameter.name for parameter in parameters if parameter.name in known]
 
 
+def check_positional(function: Callable[..., Any], *names: str) -> None:
+    """Check that a function can be called with these arguments by position.
+
+    Raises:
+        ValueError: It takes fewer, or needs more.
+
+    Example:
+        >>> check_positional(lambda group: 0.0, "group")
+        >>> check_positional(lambda: 0.0, "group")
+        Traceback (most recent call last):
+        ValueError: <lambda>() cannot be called with (group): too many positional arguments
+    """
+    try:
+        signature(function).bind(*names)
+    except TypeError as error:
+        name = getattr(function, "__name__", function)
+        raise ValueError(
+            f"{name}{signature(function)} cannot be called with ({', '.join(names)}): {error}"
+        ) from None
+
+
 def call(function: Callable[..., T], *arguments: Any, inputs: Mapping[str, Any]) -> T:
     """Call a function with `arguments`, and with those of the inputs that it names.
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch, TokenFields
-from ragen.algorithms.inputs import call, names_input
+from ragen.algorithms.inputs import call, inputs_of, names_input
+from ragen.config.kinds import LOSS
 from ragen.core.metrics import Metric, Metrics, largest, mean
 
 Aggregation = Literal["token_mean", "episode_mean", "constant"]
@@ -217,7 +218,17 @@ LOSSES: dict[str, PolicyLoss] = {
     "cispo": cispo,
     "nll": nll,
 }
-"""Policy losses by their name in the config. All but `nll` are proportional to the advantage."""
+"""RAGEN's own policy losses by their name in the config. All but `nll` are proportional to the
+advantage."""
+
+
+def find_loss(name: str) -> PolicyLoss:
+    """The policy loss of a name in the config, RAGEN's own or from outside.
+
+    Raises:
+        RagenError: It cannot be loaded, or it names an input that does not exist.
+    """
+    return LOSS.find(name, LOSSES, lambda function: inputs_of(function, LOSS_INPUTS, 2))
 
 
 def policy_loss(loss: PolicyLoss, logprobs_N: Tensor, tokens: TokenFields, **inputs: float) -> Loss:

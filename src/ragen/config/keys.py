@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ragen.config.config import Config
+from ragen.config.kinds import Kind
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError
 from ragen.core.names import nearest
@@ -24,7 +25,7 @@ SHORT = MappingProxyType({"model": "model.path", "env": "env.name"})
 PARAMS = "env.params"
 """A table whose keys belong to the environment, which checks them itself."""
 
-TABLES = (PARAMS, "reward.terms", "guard.responses")
+TABLES = (PARAMS, "reward.terms", "guard.responses", "sources")
 """The open tables: keys of their own choosing, which the layers merge one by one."""
 
 
@@ -48,7 +49,7 @@ def canonical_key(key: str, where: str = "") -> str:
         ragen.core.errors.RagenError: unknown key 'update.lrr'; did you mean 'update.lr'?
     """
     key = SHORT.get(key, key)
-    if key in keys() or in_table(key):
+    if key in keys() or table_of(key):
         return key
     inside = [name for name in keys() if name.startswith(key + ".")]
     if inside:
@@ -89,6 +90,8 @@ def expected(field: FieldInfo) -> str:
         ('a whole number ≥ 1', 'none, linear or sqrt')
     """
     kind = field.annotation
+    if named := next((each for each in field.metadata if isinstance(each, Kind)), None):
+        return named.expected
     if get_origin(kind) is Literal:
         choices = [str(choice) for choice in get_args(kind)]
         return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
@@ -120,27 +123,34 @@ def dotted(tree: Mapping[str, Any], where: str = "", prefix: str = "") -> Flat:
     values: Flat = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and not in_table(key):
+        if isinstance(value, Mapping) and not table_of(key):
             values |= dotted(value, where, f"{key}.")
         else:
             values[canonical_key(key, where)] = value
     return values
 
 
-def in_table(key: str) -> bool:
-    """Whether a key is an entry of an open table."""
-    return any(key.startswith(f"{table}.") for table in TABLES)
+def table_of(key: str) -> str | None:
+    """The open table that a key is an entry of, if it is one.
+
+    Example:
+        >>> table_of("reward.terms.my_terms.py:brevity"), table_of("update.lr")
+        ('reward.terms', None)
+    """
+    return next((table for table in TABLES if key.startswith(f"{table}.")), None)
 
 
 def nest(values: Flat) -> dict[str, Any]:
     """The nested tables that `dotted` makes such values of."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        *sections, name = key.split(".", 2) if in_table(key) else key.split(".")
-        table = tree
-        for section in sections:
-            table = table.setdefault(section, {})
-        table[name] = value
+        path, _, name = key.rpartition(".")
+        if table := table_of(key):
+            path, name = table, key.removeprefix(f"{table}.")
+        branch = tree
+        for section in filter(None, path.split(".")):
+            branch = branch.setdefault(section, {})
+        branch[name] = value
     return tree
 
 

@@ -226,6 +226,8 @@ def _one_line(error: ValidationError, source: Mapping[str, str]) -> str:
     if key not in keys():  # A rule about several keys, stated in config.py as a sentence.
         return str(first["ctx"]["error"]) if "ctx" in first else f"{key}: {first['msg']}"
     where = in_place(source.get(key, ""))
+    if "error" in first.get("ctx", {}):
+        return f"{key} = {show(first['input'])}{where}: {first['ctx']['error']}"
     entries = f"; set {key}.NAME" if key in TABLES else ""
     return f"{key} = {show(first['input'])}{where}: expected {expected(keys()[key])}{entries}"
 

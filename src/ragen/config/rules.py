@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, get_args
 
+from ragen.config.kinds import DETECTOR, ESTIMATOR, LOSS, TERM
 from ragen.config.sections import (
-    RESPONSES,
-    REWARD_TERMS,
     TRACKERS,
     Response,
     Sections,
 )
-from ragen.core.names import nearest
 
 LARGEST_EPISODE_CLIP = 0.05
 """Largest clip that GSPO takes. An episode's mean log-ratio stays some thousandths from 0, and the
@@ -46,9 +44,15 @@ class Rule(NamedTuple):
     message: str
 
 
+def _estimator_in(c: Sections, *names: str) -> bool:
+    """Whether the estimator is one of `names`, or from outside: then it may do as they do."""
+    return c.advantage.name in names or not ESTIMATOR.is_own(c.advantage.name)
+
+
 def _compares(c: Sections) -> bool:
-    """Whether the estimator compares the episodes of a group."""
-    return c.advantage.name not in (*CRITIC, "reinforce_pp")
+    """Whether the estimator is one of RAGEN's that compare the episodes of a group."""
+    own = ESTIMATOR.is_own(c.advantage.name)
+    return own and c.advantage.name not in (*CRITIC, "reinforce_pp")
 
 
 def _alone(c: Sections) -> bool:
@@ -246,13 +250,13 @@ def first_broken(config: Sections) -> str | None:
 def _wrong_entries(config: Sections) -> Iterator[str]:
     """What is wrong with the entries of the open tables, and with vLLM's temperatures."""
     for name, weight in config.reward.terms.items():
-        if name not in REWARD_TERMS:
-            yield _unknown(f"reward.terms.{name}", "term", name, REWARD_TERMS)
+        if complaint := TERM.complaint(name):
+            yield f"reward.terms.{name}: {complaint}"
         if type(weight) not in (int, float) or not 0 <= weight < math.inf:
             yield f"reward.terms.{name} = {weight!r}: expected a number ≥ 0"
     for name, response in config.guard.responses.items():
-        if name not in RESPONSES:
-            yield _unknown(f"guard.responses.{name}", "detector", name, tuple(RESPONSES))
+        if complaint := DETECTOR.complaint(name):
+            yield f"guard.responses.{name}: {complaint}"
         if response not in get_args(Response):
             yield f"guard.responses.{name} = {response!r}: expected off, log, stop or rollback"
     if config.rollout.sampler == "local":
@@ -262,11 +266,6 @@ def _wrong_entries(config: Sections) -> Iterator[str]:
         if reason := vllm_refuses(temperature):
             greedy = ", or greedily at 0" if section == "eval" else ""
             yield f"{section}.temperature = {temperature:g}: {reason}{greedy}"
-
-
-def _unknown(key: str, kind: str, name: str, known: tuple[str, ...]) -> str:
-    hint = nearest(name, known) or f"; one of {', '.join(known)}"
-    return f"{key}: there is no such {kind}{hint}"
 
 
 def vllm_refuses(temperature: float) -> str | None:
@@ -293,7 +292,7 @@ class Use(NamedTuple):
 
 _RANKS = Use(lambda c: c.filter.rule != "all", 'a filter.rule other than "all"')
 _CRITIC = Use(
-    lambda c: c.advantage.name in CRITIC,
+    lambda c: _estimator_in(c, *CRITIC),
     'an advantage.name that uses a critic, "gae" or "bi_level_gae"',
 )
 
@@ -318,7 +317,7 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
             lambda c: c.rollout.sampler == "vllm", 'rollout.sampler = "vllm"'
         ),
         "reward.placement": Use(
-            lambda c: c.advantage.name in ("gae", "bi_level_gae", "reinforce_pp", "gigpo"),
+            lambda c: _estimator_in(c, *CRITIC, "reinforce_pp", "gigpo"),
             "an advantage.name that looks inside an episode: "
             '"gae", "bi_level_gae", "reinforce_pp" or "gigpo"',
         ),
@@ -333,19 +332,22 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
             'a filter.rule other than "all", or filter.include_zero = false',
         ),
         "advantage.gamma": Use(
-            lambda c: c.advantage.name in ("gae", "reinforce_pp"),
+            lambda c: _estimator_in(c, "gae", "reinforce_pp"),
             'advantage.name = "gae" or "reinforce_pp"',
         ),
         "advantage.gae_lambda": _CRITIC,
         "advantage.turn_gamma": Use(
-            lambda c: c.advantage.name in ("bi_level_gae", "gigpo"),
+            lambda c: _estimator_in(c, "bi_level_gae", "gigpo"),
             'advantage.name = "bi_level_gae" or "gigpo"',
         ),
         "advantage.step_weight": Use(
-            lambda c: c.advantage.name == "gigpo", 'advantage.name = "gigpo"'
+            lambda c: _estimator_in(c, "gigpo"), 'advantage.name = "gigpo"'
         ),
         "advantage.whiten": _CRITIC,
-        "loss.dual_clip": Use(lambda c: c.loss.name == "ppo_clip", 'loss.name = "ppo_clip"'),
+        "loss.dual_clip": Use(
+            lambda c: c.loss.name == "ppo_clip" or not LOSS.is_own(c.loss.name),
+            'loss.name = "ppo_clip"',
+        ),
         "loss.importance_cap": Use(
             lambda c: not c.one_arithmetic,
             'model.dtype = "bfloat16" or a rollout.sampler other than "local" (the local one '

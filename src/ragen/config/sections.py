@@ -9,32 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from ragen.config.kinds import ESTIMATOR, LOSS, SCORE
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """What `RecordConfig.trackers` may name; `trackers.TRACKERS` defines them."""
 
-REWARD_TERMS = ("grounding", "consistency", "length", "repetition")
-"""What `RewardConfig.terms` may charge for; `reasoning.TERMS` defines them."""
-
-DetectorName = Literal[
-    "reward_std_cliff",
-    "entropy_cliff",
-    "entropy_blowup",
-    "grad_spike",
-    "reward_drop",
-    "mi_drop",
-    "format_loss",
-    "degenerate_text",
-    "non_finite",
-    "empty_filter",
-    "stalled",
-]
 Response = Literal["off", "log", "stop", "rollback"]
 
-RESPONSES: Mapping[DetectorName, Response] = MappingProxyType(
+RESPONSES: Mapping[str, Response] = MappingProxyType(
     {
         "reward_std_cliff": "log",
         "entropy_cliff": "log",
@@ -170,9 +156,7 @@ class RewardConfig(Section):
 class FilterConfig(Section):
     """Which groups are worth learning from (StarPO-S keeps the uncertain ones)."""
 
-    score: Literal[
-        "reward_std", "variance", "mean", "sum", "entropy", "entropy_variance", "length"
-    ] = "reward_std"
+    score: Annotated[str, SCORE] = "reward_std"
     """What groups are ranked by: spread, mean or sum of reward, entropy of the policy, tokens."""
     rule: Literal["all", "top_k", "top_p", "top_p_softmax", "min_p"] = "all"
     """How many groups of the ranking are kept."""
@@ -193,16 +177,8 @@ class FilterConfig(Section):
 class AdvantageConfig(Section):
     """Credit: which estimator turns rewards into advantages."""
 
-    name: Literal[
-        "gae",
-        "bi_level_gae",
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "gigpo",
-    ] = "gae"
+    name: Annotated[str, ESTIMATOR] = "gae"
+    """The estimator."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount a token, of gae and reinforce_pp."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
@@ -218,7 +194,7 @@ class AdvantageConfig(Section):
 class LossConfig(Section):
     """What is minimised."""
 
-    name: Literal["ppo_clip", "gspo", "cispo", "nll"] = "ppo_clip"
+    name: Annotated[str, LOSS] = "ppo_clip"
     """Clipped by token (ppo_clip) or by episode (gspo), a clipped weight (cispo); nll imitates."""
     aggregation: Literal["token_mean", "episode_mean", "constant"] = "token_mean"
     """Tokens count alike, episodes count alike, or each token as one of the longest episode's."""
@@ -314,9 +290,9 @@ class GuardConfig(Section):
     stalled_s: float = Field(1800.0, ge=0)
     """Seconds without progress of any phase after which a run counts as stalled; 0 never."""
 
-    def response(self, detector: DetectorName) -> Response:
+    def response(self, detector: str) -> Response:
         """What is done when `detector` fires."""
-        chosen: Response = self.responses.get(detector, RESPONSES[detector])
+        chosen: Response = self.responses.get(detector) or RESPONSES[detector]
         return chosen
 
 
@@ -349,6 +325,8 @@ class Sections(Section):
     record: RecordConfig = RecordConfig()
     diagnose: DiagnoseConfig = DiagnoseConfig()
     guard: GuardConfig = GuardConfig()
+    sources: dict[str, str] = Field(default_factory=dict)
+    """Hash or version of each function from outside; RAGEN fills it in when a run begins."""
 
     @property
     def one_arithmetic(self) -> bool:

@@ -28,7 +28,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from ragen.config.sections import DetectorName
+from ragen.algorithms.inputs import check_positional
+from ragen.config.kinds import DETECTOR
+from ragen.config.sections import GuardConfig
 from ragen.core.statistics import difference, wilson
 from ragen.diagnostics.collapse import (
     MIN_PROMPTS,
@@ -232,7 +234,7 @@ def _windowed(series: StepValues) -> Detection | None:
     return Detection(list(series)[-WINDOW], trailing_means(series)[-1][1], baseline_of(series))
 
 
-DETECTORS: dict[DetectorName, Detector] = {
+DETECTORS: dict[str, Detector] = {
     "reward_std_cliff": reward_std_cliff,
     "entropy_cliff": entropy_cliff,
     "entropy_blowup": entropy_blowup,
@@ -244,4 +246,32 @@ DETECTORS: dict[DetectorName, Detector] = {
     "non_finite": non_finite,
     "empty_filter": empty_filter,
 }
-"""Detectors by their name in the config."""
+"""RAGEN's own detectors by their name in the config."""
+
+
+def find_detector(name: str) -> Detector:
+    """The detector of a name in the config, RAGEN's own or from outside.
+
+    Raises:
+        RagenError: It cannot be loaded, or it cannot be called with a history.
+    """
+    return DETECTOR.find(name, DETECTORS, lambda function: check_positional(function, "history"))
+
+
+def active_detectors(guard: GuardConfig) -> dict[str, Detector]:
+    """The detectors whose response is not off; ``stalled`` is the watchdog's.
+
+    Raises:
+        RagenError: One from outside cannot be loaded.
+
+    Example:
+        >>> from ragen.config.sections import GuardConfig
+        >>> "grad_spike" in active_detectors(GuardConfig(responses={"grad_spike": "off"}))
+        False
+    """
+    names = dict.fromkeys([*DETECTORS, *guard.responses])
+    return {
+        name: find_detector(name)
+        for name in names
+        if name != "stalled" and guard.response(name) != "off"
+    }

@@ -7,14 +7,14 @@ before the onset, with one setting changed (`remedies`). `training.recovery` car
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from ragen.config.sections import DetectorName
 from ragen.diagnostics.collapse import WINDOW
-from ragen.diagnostics.detectors import DETECTORS, EVALUATED, LEVELS, METRICS, History
+from ragen.diagnostics.detectors import DETECTORS, EVALUATED, LEVELS, METRICS, Detector, History
 from ragen.storage.reader import read_evaluations, read_events, read_metrics, standing
 
 REARM_STEPS = WINDOW
@@ -25,7 +25,7 @@ before its alarm."""
 GRACE_STEPS = 2 * WINDOW
 """Steps after a rollback in which no detector fires: trailing means still mix in old values."""
 
-MESSAGES: dict[DetectorName, str] = {
+MESSAGES: dict[str, str] = {
     "reward_std_cliff": "reward std in the group fell to {value:.3g} from {baseline:.3g}, more "
     "than failures did",
     "entropy_cliff": "entropy fell to {value:.3g} nats a token from {baseline:.3g}, more than "
@@ -54,7 +54,7 @@ class Alarm:
         step 33, grad_spike: the gradient norm jumped to 30, usual is 1
     """
 
-    detector: DetectorName
+    detector: str
     step: int
     onset: int
     value: float
@@ -62,7 +62,8 @@ class Alarm:
 
     def __str__(self) -> str:
         """The sentence that is printed and stored."""
-        message = MESSAGES[self.detector].format(value=self.value, baseline=self.baseline)
+        text = MESSAGES.get(self.detector, "{value:.3g}, with a baseline of {baseline:.3g}")
+        message = text.format(value=self.value, baseline=self.baseline)
         return f"step {self.step}, {self.detector}: {message}"
 
 
@@ -87,7 +88,10 @@ class GuardState:
 
 
 def raise_alarms(
-    history: History, step: int, state: GuardState, *, off: Collection[str] = ()
+    history: History,
+    step: int,
+    state: GuardState,
+    detectors: Mapping[str, Detector] = MappingProxyType(DETECTORS),
 ) -> list[Alarm]:
     """The alarms of a step. `state` is updated to this step.
 
@@ -98,7 +102,7 @@ def raise_alarms(
         history: Metrics up to `step`.
         step: The step that just finished.
         state: What is remembered of the steps before.
-        off: Detectors that are switched off.
+        detectors: The detectors to ask (`detectors.active_detectors`).
 
     Example:
         >>> norms = dict.fromkeys(range(1, 20), 1.0)
@@ -111,8 +115,8 @@ def raise_alarms(
     """
     state.checked_step = step
     alarms = []
-    for name, detector in DETECTORS.items():
-        detection = None if name in off else detector(history)
+    for name, detector in detectors.items():
+        detection = detector(history)
         if detection is None or step <= state.grace:
             continue
         if name not in state.last_held or step - state.last_held[name] > REARM_STEPS:
@@ -135,7 +139,10 @@ def replay(history: History) -> list[Alarm]:
 
 
 def read_history(
-    folder: Path, temperature: float, after: tuple[int, int] | None = None
+    folder: Path,
+    temperature: float,
+    after: tuple[int, int] | None = None,
+    metrics: Collection[str] | None = METRICS,
 ) -> dict[str, dict[int, float]]:
     """The metrics that detectors read, from a run's database.
 
@@ -143,6 +150,7 @@ def read_history(
         folder: The run.
         temperature: The temperature of the evaluations to read.
         after: Attempt and step that were read before, to read only what is newer.
+        metrics: The metrics to read; ``None`` reads all, for detectors from outside.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
@@ -153,7 +161,7 @@ def read_history(
         for each in read_evaluations(folder)
         if each["temperature"] == temperature and stands(each["attempt"], each["step"])
     ]
-    return read_metrics(folder, METRICS, after) | {
+    return read_metrics(folder, metrics, after) | {
         EVALUATED: {each["step"]: each["success"] for each in evaluations},
         LEVELS: {each["step"]: each["episodes"] for each in evaluations},
     }

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from ragen.algorithms.batch import Batch, TokenFields, flatten, padding, row_splits, take
 from ragen.algorithms.losses import (
-    LOSSES,
     Loss,
     correct_for_sampler,
     entropy_bonus,
+    find_loss,
     kl_loss,
     mismatch_kl,
     needs_whole_episodes,
@@ -207,7 +207,10 @@ class Learner:
         return tuple(fields)
 
     def _microbatches(self, batch: Batch) -> list[Tensor]:
-        by_group, whole = shares_prompts(self.model), needs_whole_episodes(LOSSES[self._loss.name])
+        by_group, whole = (
+            shares_prompts(self.model),
+            needs_whole_episodes(find_loss(self._loss.name)),
+        )
         return row_splits(batch, self._update.microbatch_tokens, by_group, whole)
 
     def update(self, batch: Batch, step: int) -> Metrics:
@@ -296,7 +299,7 @@ class Learner:
     def _task_loss(self, logprobs_N: Tensor, tokens: TokenFields) -> Loss:
         settings = self._loss
         return policy_loss(
-            LOSSES[settings.name],
+            find_loss(settings.name),
             logprobs_N,
             tokens,
             clip_low=settings.clip_low,

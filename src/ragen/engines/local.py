@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
@@ -68,7 +68,7 @@ class LocalEngine:
                 "the adapter first (that of a run: `ragen export RUN --merge`) and name the merged "
                 "model"
             )
-        critic = needs_values(ADVANTAGES[config.advantage.name])
+        critic = needs_values(find_estimator(config.advantage.name))
         self.model = prepared(config, path, self.model, critic)
         self.chat = chat_of(config, self.tokenizer)
         self.version = 0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.config.reading import changed, flatten
@@ -128,7 +128,7 @@ def plan(config: Config) -> Plan:
         ),
         reference=held(model) if config.loss.kl > 0 and not adapted else 0,
         critic=critic_bytes(model, trained, config)
-        if needs_values(ADVANTAGES[config.advantage.name])
+        if needs_values(find_estimator(config.advantage.name))
         else 0,
         sampler=sampler_bytes(model, config, device),
         logits=logits_bytes(model, config, device),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ragen.algorithms.advantages import ADVANTAGES
+from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, collate, minibatches
 from ragen.algorithms.credit import credit
 from ragen.algorithms.estimator import compares_group, needs_values
@@ -78,7 +78,7 @@ async def collect_groups(
 
 def filter_settings(settings: FilterConfig, advantage: AdvantageConfig) -> dict[str, Any]:
     """The keyword arguments of `select`; an estimator that compares needs two episodes a group."""
-    min_played = 2 if compares_group(ADVANTAGES[advantage.name]) else 1
+    min_played = 2 if compares_group(find_estimator(advantage.name)) else 1
     arguments = settings.model_dump(exclude={"max_empty", "scale", "reweight"})
     return arguments | {"min_played": min_played}
 
@@ -106,7 +106,7 @@ async def make_batch(
         batch = await engine.score(batch, "policy")
     if config.loss.kl > 0:
         batch = await engine.score(batch, "reference")
-    if needs_values(ADVANTAGES[config.advantage.name]):
+    if needs_values(find_estimator(config.advantage.name)):
         batch = await engine.score(batch, "critic")
     return credit(batch, episodes, config.reward, config.advantage, config.loss, group_weights)
 

@@ -6,13 +6,20 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from ragen.algorithms.advantages import find_estimator
+from ragen.algorithms.estimator import compares_group
+from ragen.algorithms.filters import find_score
+from ragen.algorithms.losses import find_loss
 from ragen.config.config import Config
+from ragen.config.kinds import KINDS, absolute, load, refuse_changed, sources
 from ragen.config.reading import changed, dump, read_config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import StopRequested, run_async
+from ragen.diagnostics.detectors import find_detector
 from ragen.diagnostics.guard import GuardState
 from ragen.diagnostics.information import measure_thoughts
 from ragen.diagnostics.remedies import REMEDIES
@@ -23,6 +30,7 @@ from ragen.engines.threads import use_threads
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_room
 from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.reasoning import find_term
 from ragen.storage.checkpoint import newest, newest_intact, read_state, set_aside
 from ragen.storage.database import CONFIG, new_run_folder, refuse_existing
 from ragen.storage.recorder import Recorder
@@ -64,7 +72,7 @@ def train(
         StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
     """
     refuse_existing(out)
-    config = resolve_paths(config)
+    config = load_code(resolve_paths(config))
     changed(config, REMEDIES[config.guard.remedy](config, 1))  # refuse a remedy that cannot work
     state = LoopState(threads=use_threads(config.threads))
     watcher = with_trackers(watcher or Watcher(), config.record.trackers)
@@ -102,6 +110,8 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
         StopRequested: As `train`.
     """
     original = read_config(folder / CONFIG)
+    load.cache_clear()
+    refuse_changed(original)
     checkpoint, saved, damaged = newest_intact(folder)
     try:
         state, engine_state = LoopState(**saved["loop"]), saved["engine"]
@@ -196,17 +206,46 @@ async def opened(engine: Engine, config: Config) -> AsyncIterator[tuple[Setup, A
 
 
 def resolve_paths(config: Config) -> Config:
-    """The config with absolute paths to the model and the environment's file.
+    """The config with absolute paths to the model and to files of code.
 
     The run can then be resumed from any working directory.
     """
-    model, env = config.model, config.env
-    if Path(model.path).exists():
-        model = model.model_copy(update={"path": str(Path(model.path).resolve())})
-    if ".py:" in env.name:
-        file, _, name = env.name.rpartition(":")
-        env = env.model_copy(update={"name": f"{Path(file).resolve()}:{name}"})
-    return config.model_copy(update={"model": model, "env": env})
+    changes: dict[str, Any] = {}
+    if config.model.path != "base" and Path(config.model.path).exists():
+        changes["model.path"] = str(Path(config.model.path).resolve())
+    for key in KINDS:
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if isinstance(value, str):
+            changes[key] = absolute(value)
+        else:
+            changes[key] = {absolute(entry): each for entry, each in value.items()}
+    return changed(config, changes)
+
+
+def load_code(config: Config) -> Config:
+    """The config with the sources of all code from outside, which is loaded and checked.
+
+    Raises:
+        RagenError: A name cannot be loaded, a signature is wrong, or an estimator that compares the
+            episodes of a group would have one only.
+    """
+    load.cache_clear()  # What runs is what is recorded, also where a file was edited.
+    found = changed(config, {"sources": sources(config)})
+    estimator = find_estimator(config.advantage.name)
+    if compares_group(estimator) and config.rollout.group_size < 2:
+        raise RagenError(
+            f"advantage.name = {config.advantage.name!r} compares the episodes of a group "
+            "(group_E): set rollout.group_size to 2 or more"
+        )
+    find_loss(config.loss.name)
+    find_score(config.filter.score)
+    for term in config.reward.terms:
+        find_term(term)
+    for detector in config.guard.responses:
+        if detector != "stalled":  # the watchdog's
+            find_detector(detector)
+    return found
 
 
 async def run_to_the_end(run: Run) -> Result:

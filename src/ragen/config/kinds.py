@@ -1,0 +1,215 @@
+"""The kinds of functions that a config names, each from RAGEN or from outside.
+
+A name is one of RAGEN's own, an entry point of an installed package, or a reference
+``path/to/file.py:name``. This module checks the form of a name; the folder that calls the function
+loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from ragen.core.errors import RagenError
+from ragen.core.names import nearest
+from ragen.core.plugins import Loaded, installed, load_object
+
+if TYPE_CHECKING:
+    from ragen.config.sections import Sections
+
+T = TypeVar("T")
+
+OWN = "path/to/file.py:name"
+"""How a function of a file is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of function, as metadata of the config key that names it.
+
+    Attributes:
+        noun: The kind in messages, such as ``"loss"``.
+        group: The entry-point group of installed packages.
+        names: RAGEN's own.
+
+    Example:
+        >>> LOSS.complaint("ppo_clipp")
+        "there is no such loss; did you mean 'ppo_clip'?"
+        >>> LOSS.complaint("my_losses.py:reinforce") is None
+        True
+    """
+
+    noun: str
+    group: str
+    names: tuple[str, ...]
+
+    def is_own(self, name: str) -> bool:
+        """Whether a name is one of RAGEN's own."""
+        return name in self.names
+
+    def complaint(self, name: str) -> str | None:
+        """Why a name cannot stand for a function of this kind, if so."""
+        if self.is_own(name) or ":" in name or name in installed(self.group):
+            return None
+        hint = nearest(name, self.names) or f"; expected {self.expected}"
+        return f"there is no such {self.noun}{hint}"
+
+    def find(self, name: str, own: Mapping[str, T], check: Callable[[T], object]) -> T:
+        """The function of a name: RAGEN's own, or one from outside.
+
+        Args:
+            name: As the config has it.
+            own: RAGEN's own functions of this kind.
+            check: Raises `ValueError` where a function has the wrong signature.
+
+        Raises:
+            RagenError: It cannot be loaded, or its signature is wrong.
+        """
+        if name in own:
+            return own[name]
+        function: T = load(name, self).object
+        try:
+            check(function)
+        except ValueError as error:
+            raise RagenError(f"{name} is no {self.noun}: {error}") from None
+        return function
+
+    @property
+    def expected(self) -> str:
+        """In words, what a name may be."""
+        return f"{', '.join(self.names)}, or {OWN}"
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Let pydantic check a field that is annotated with this kind."""
+
+        def check(name: str) -> str:
+            if complaint := self.complaint(name):
+                raise ValueError(complaint)
+            return name
+
+        return core_schema.no_info_after_validator_function(check, handler(source))
+
+
+@cache
+def load(name: str, kind: Kind) -> Loaded:
+    """What a name from outside stands for, loaded once.
+
+    A run calls ``load.cache_clear()`` when it begins, and so runs the code whose hash it records.
+
+    Raises:
+        RagenError: It cannot be loaded.
+    """
+    return load_object(name, kind.group, kind=kind.noun, accepts=callable)
+
+
+ESTIMATOR = Kind(
+    "estimator",
+    "ragen.advantages",
+    (
+        *("gae", "bi_level_gae", "grpo", "dr_grpo", "rloo", "reinforce_pp"),
+        *("reinforce_pp_baseline", "gigpo"),
+    ),
+)
+LOSS = Kind("loss", "ragen.losses", ("ppo_clip", "gspo", "cispo", "nll"))
+SCORE = Kind(
+    "filter score",
+    "ragen.filters",
+    ("reward_std", "variance", "mean", "sum", "entropy", "entropy_variance", "length"),
+)
+TERM = Kind("reward term", "ragen.rewards", ("grounding", "consistency", "length", "repetition"))
+DETECTOR = Kind(
+    "detector",
+    "ragen.detectors",
+    (
+        *("reward_std_cliff", "entropy_cliff", "entropy_blowup", "grad_spike", "reward_drop"),
+        *("mi_drop", "format_loss", "degenerate_text", "non_finite", "empty_filter", "stalled"),
+    ),
+)
+ENV = Kind("environment", "ragen.envs", ())
+"""The registry knows RAGEN's own environments, and checks their names."""
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "env.name": ENV,
+        "advantage.name": ESTIMATOR,
+        "loss.name": LOSS,
+        "filter.score": SCORE,
+        "reward.terms": TERM,
+        "guard.responses": DETECTOR,
+    }
+)
+"""The kind of each config key that names functions; the last two are tables, by name."""
+
+
+def names_of(config: Sections, key: str) -> list[str]:
+    """The names under one of the keys of `KINDS`.
+
+    Example:
+        >>> from ragen.config.config import Config
+        >>> names_of(Config(), "loss.name"), names_of(Config(), "reward.terms")
+        (['ppo_clip'], [])
+    """
+    section, name = key.split(".")
+    value = getattr(getattr(config, section), name)
+    return [value] if isinstance(value, str) else list(value)
+
+
+def from_outside(config: Sections) -> Iterator[tuple[str, str]]:
+    """The key and name of everything in a config that is not RAGEN's own."""
+    for key, kind in KINDS.items():
+        for name in names_of(config, key):
+            if ":" in name or (name not in kind.names and name in installed(kind.group)):
+                yield key, name
+
+
+def sources(config: Sections) -> dict[str, str]:
+    """What identifies the code behind every name from outside: a file's hash or a version.
+
+    Raises:
+        RagenError: A name cannot be loaded.
+
+    Example:
+        >>> from ragen.config.config import Config
+        >>> sources(Config())
+        {}
+    """
+    found = {}
+    for key, name in from_outside(config):
+        provenance = load(name, KINDS[key]).provenance
+        found[name] = provenance.get("hash") or " ".join(provenance.values())
+    return found
+
+
+def refuse_changed(config: Sections) -> None:
+    """Refuse to resume a run whose code from outside has changed.
+
+    Raises:
+        RagenError: A name cannot be loaded, or its code is not the code that the run began with.
+    """
+    for name, now in sources(config).items():
+        before = config.sources.get(name)
+        if before != now:
+            raise RagenError(
+                f"{name} has changed since the run began ({before} then, {now} now): restore it, "
+                "or start a new run"
+            )
+
+
+def absolute(name: str) -> str:
+    """A reference with the full path of its file, so that it holds in any folder.
+
+    Example:
+        >>> absolute("ppo_clip"), absolute("/tmp/mine.py:loss")
+        ('ppo_clip', '/tmp/mine.py:loss')
+    """
+    file, _, attribute = name.rpartition(":")
+    return f"{Path(file).resolve()}:{attribute}" if file.endswith(".py") else name
