@@ -240,11 +240,6 @@ def load_code(config: Config) -> Config:
         )
     find_loss(config.loss.name)
     find_score(config.filter.score)
-    for term in config.reward.terms:
-        find_term(term)
-    for detector in config.guard.responses:
-        if detector != "stalled":  # the watchdog's
-            find_detector(detector)
     return found
 
 
