@@ -24,6 +24,7 @@ from ragen.algorithms.filters import (
     reward_std,
     select,
 )
+from ragen.config.kinds import SCORE
 from ragen.config.sections import FilterConfig
 from ragen.core.types import Episode, Group, Turn
 
@@ -36,10 +37,13 @@ def said(*logprobs: float) -> Turn:
     return replace(blank, completion=replace(blank.completion, logprobs=logprobs))
 
 
-@pytest.mark.parametrize(
-    ("key", "table"), [("score", SCORES), ("rule", FILTERS), ("scale", SCALES)]
-)
-def test_config_names_scores_rules_and_scales(key: str, table: dict[str, object]) -> None:
+def test_config_names_the_scores() -> None:
+    assert SCORE in FilterConfig.model_fields["score"].metadata
+    assert set(SCORE.names) == set(SCORES)
+
+
+@pytest.mark.parametrize(("key", "table"), [("rule", FILTERS), ("scale", SCALES)])
+def test_config_names_rules_and_scales(key: str, table: dict[str, object]) -> None:
     assert set(get_args(FilterConfig.model_fields[key].annotation)) == set(table)
     assert set(get_args(getattr(filters, key.capitalize()))) == set(table)
 

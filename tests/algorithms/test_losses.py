@@ -15,7 +15,6 @@ from made import samples
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch, TokenFields, collate, flatten, row_splits, take
-from ragen.algorithms.inputs import inputs_of
 from ragen.algorithms.losses import (
     KL_ESTIMATES,
     LOSS_INPUTS,
@@ -37,7 +36,9 @@ from ragen.algorithms.losses import (
     token_weights,
     value_loss,
 )
+from ragen.config.kinds import LOSS
 from ragen.config.sections import LossConfig
+from ragen.core.inputs import inputs_of
 from ragen.core.metrics import merge
 from ragen.core.types import Sample
 
@@ -65,7 +66,8 @@ def test_config_names_the_losses() -> None:
     def choices(key: str) -> set[str]:
         return set(get_args(LossConfig.model_fields[key].annotation))
 
-    assert choices("name") == set(LOSSES)
+    assert LOSS in LossConfig.model_fields["name"].metadata
+    assert set(LOSS.names) == set(LOSSES)
     assert choices("kl_kind") == set(KL_ESTIMATES)
     assert choices("aggregation") == set(get_args(Aggregation))
 

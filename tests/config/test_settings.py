@@ -232,9 +232,12 @@ def test_differences_name_the_preset_value() -> None:
         ({"loss.dual_clip": 0.5}, "loss.dual_clip = 0.5: expected a bound above 1, or 0 for none"),
         (
             {"reward.terms.grounded": 0.1},
-            "reward.terms.grounded: there is no such term; did you mean 'grounding'?",
+            "reward.terms.grounded: there is no such reward term; did you mean 'grounding'?",
         ),
-        ({"reward.terms": {"xyz": 1}}, "there is no such term; one of grounding, consistency, "),
+        (
+            {"reward.terms": {"xyz": 1}},
+            "there is no such reward term; expected grounding, consistency, ",
+        ),
         ({"reward.terms.length": -1}, "reward.terms.length = -1: expected a number ≥ 0"),
         ({"reward.terms.length": True}, "reward.terms.length = True: expected a number ≥ 0"),
         (

@@ -16,8 +16,8 @@ from ragen.algorithms.advantages_group import (
     rloo,
 )
 from ragen.algorithms.estimator import INPUTS, Estimator
-from ragen.algorithms.inputs import inputs_of
 from ragen.config.kinds import ESTIMATOR
+from ragen.core.inputs import inputs_of
 
 ADVANTAGES: dict[str, Estimator] = {
     "gae": gae,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragen.algorithms.inputs import call, names_input
+from ragen.core.inputs import call, names_input
 
 
 @dataclass(frozen=True, slots=True)

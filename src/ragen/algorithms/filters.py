@@ -21,9 +21,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ragen.algorithms.inputs import check_positional
 from ragen.config.kinds import SCORE
 from ragen.core.errors import RagenError
+from ragen.core.inputs import check_positional
 from ragen.core.statistics import all_equal
 from ragen.core.types import Episode, Group
 
@@ -85,7 +85,7 @@ def surprise(episode: Episode) -> float:
         entropies' sum.
 
     Example:
-            >>> from ragen.algorithms.inputs import check_positional
+            >>> from ragen.core.inputs import check_positional
     from ragen.config.kinds import SCORE
     from ragen.core.errors import RagenError
     from ragen.core.types import Completion, Prompt, Turn

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch, TokenFields
-from ragen.algorithms.inputs import call, inputs_of, names_input
 from ragen.config.kinds import LOSS
+from ragen.core.inputs import call, inputs_of, names_input
 from ragen.core.metrics import Metric, Metrics, largest, mean
 
 Aggregation = Literal["token_mean", "episode_mean", "constant"]

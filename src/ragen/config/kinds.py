@@ -7,12 +7,11 @@ loads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -20,9 +19,6 @@ from pydantic_core import CoreSchema, core_schema
 from ragen.core.errors import RagenError
 from ragen.core.names import nearest
 from ragen.core.plugins import Loaded, installed, load_object
-
-if TYPE_CHECKING:
-    from ragen.config.sections import Sections
 
 T = TypeVar("T")
 
@@ -99,6 +95,16 @@ class Kind:
         return core_schema.no_info_after_validator_function(check, handler(source))
 
 
+def short_name(name: str) -> str:
+    """A name without the file or module that it comes from, for metrics and messages.
+
+    Example:
+        >>> short_name("/home/me/terms.py:brevity"), short_name("grounding")
+        ('brevity', 'grounding')
+    """
+    return name.rpartition(":")[2]
+
+
 @cache
 def load(name: str, kind: Kind) -> Loaded:
     """What a name from outside stands for, loaded once.
@@ -148,68 +154,3 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
     }
 )
 """The kind of each config key that names functions; the last two are tables, by name."""
-
-
-def names_of(config: Sections, key: str) -> list[str]:
-    """The names under one of the keys of `KINDS`.
-
-    Example:
-        >>> from ragen.config.config import Config
-        >>> names_of(Config(), "loss.name"), names_of(Config(), "reward.terms")
-        (['ppo_clip'], [])
-    """
-    section, name = key.split(".")
-    value = getattr(getattr(config, section), name)
-    return [value] if isinstance(value, str) else list(value)
-
-
-def from_outside(config: Sections) -> Iterator[tuple[str, str]]:
-    """The key and name of everything in a config that is not RAGEN's own."""
-    for key, kind in KINDS.items():
-        for name in names_of(config, key):
-            if ":" in name or (name not in kind.names and name in installed(kind.group)):
-                yield key, name
-
-
-def sources(config: Sections) -> dict[str, str]:
-    """What identifies the code behind every name from outside: a file's hash or a version.
-
-    Raises:
-        RagenError: A name cannot be loaded.
-
-    Example:
-        >>> from ragen.config.config import Config
-        >>> sources(Config())
-        {}
-    """
-    found = {}
-    for key, name in from_outside(config):
-        provenance = load(name, KINDS[key]).provenance
-        found[name] = provenance.get("hash") or " ".join(provenance.values())
-    return found
-
-
-def refuse_changed(config: Sections) -> None:
-    """Refuse to resume a run whose code from outside has changed.
-
-    Raises:
-        RagenError: A name cannot be loaded, or its code is not the code that the run began with.
-    """
-    for name, now in sources(config).items():
-        before = config.sources.get(name)
-        if before != now:
-            raise RagenError(
-                f"{name} has changed since the run began ({before} then, {now} now): restore it, "
-                "or start a new run"
-            )
-
-
-def absolute(name: str) -> str:
-    """A reference with the full path of its file, so that it holds in any folder.
-
-    Example:
-        >>> absolute("ppo_clip"), absolute("/tmp/mine.py:loss")
-        ('ppo_clip', '/tmp/mine.py:loss')
-    """
-    file, _, attribute = name.rpartition(":")
-    return f"{Path(file).resolve()}:{attribute}" if file.endswith(".py") else name

@@ -190,7 +190,7 @@ RULES: tuple[Rule, ...] = (
         "loss.dual_clip = {c.loss.dual_clip:g}: expected a bound above 1, or 0 for none",
     ),
     Rule(
-        lambda c: bool(c.reward.terms) and not c.prompt.think,
+        lambda c: any(map(TERM.is_own, c.reward.terms)) and not c.prompt.think,
         "reward.terms are about thoughts: set prompt.think = true",
     ),
     Rule(

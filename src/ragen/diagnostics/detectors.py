@@ -28,9 +28,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from ragen.algorithms.inputs import check_positional
 from ragen.config.kinds import DETECTOR
 from ragen.config.sections import GuardConfig
+from ragen.core.inputs import check_positional
 from ragen.core.statistics import difference, wilson
 from ragen.diagnostics.collapse import (
     MIN_PROMPTS,

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ragen.config.kinds import short_name
 from ragen.diagnostics.collapse import WINDOW
 from ragen.diagnostics.detectors import DETECTORS, EVALUATED, LEVELS, METRICS, Detector, History
 from ragen.storage.reader import read_evaluations, read_events, read_metrics, standing
@@ -64,7 +65,7 @@ class Alarm:
         """The sentence that is printed and stored."""
         text = MESSAGES.get(self.detector, "{value:.3g}, with a baseline of {baseline:.3g}")
         message = text.format(value=self.value, baseline=self.baseline)
-        return f"step {self.step}, {self.detector}: {message}"
+        return f"step {self.step}, {short_name(self.detector)}: {message}"
 
 
 @dataclass(slots=True)

@@ -15,12 +15,16 @@ The results are written into `Turn.info` when the turn is played:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
+from ragen.config.kinds import TERM, short_name
+from ragen.core.boundary import UserCodeError, boundary
+from ragen.core.inputs import check_positional
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Episode, Turn
 from ragen.envs.contract import Reading
@@ -124,16 +128,43 @@ def repetition(turn: Turn) -> float:
     return repeated_ngrams(turn.thought or "") or 0.0
 
 
-TERMS: Mapping[str, Callable[[Turn], float]] = MappingProxyType(
+Term = Callable[[Turn], float]
+"""The signature of every reward term: a finite number for a finished turn.
+
+    def brevity(turn: Turn) -> float: ...
+
+It is added to the turn's reward, times the weight of the term.
+"""
+
+
+def _cost(fault: Term) -> Term:
+    # 0 − x, because −x would turn 0.0 into −0.0.
+    return lambda turn: 0.0 - fault(turn)
+
+
+TERMS: Mapping[str, Term] = MappingProxyType(
     {
-        "grounding": grounding,
-        "consistency": consistency,
-        "length": length,
-        "repetition": repetition,
+        "grounding": _cost(grounding),
+        "consistency": _cost(consistency),
+        "length": _cost(length),
+        "repetition": _cost(repetition),
     }
 )
-"""The faults by the name of their reward term. The form of a reply has a key of its own,
-``reward.format_penalty``."""
+"""RAGEN's own reward terms by their name in the config: each costs its fault. The form of a reply
+has a key of its own, ``reward.format_penalty``."""
+
+TERM_S = 30.0
+"""Seconds that a reward term from outside may take for one turn."""
+
+
+def find_term(name: str) -> Term:
+    """The reward term of a name in the config, RAGEN's own or from outside.
+
+    Raises:
+        RagenError: It cannot be loaded, or it cannot be called with a turn.
+    """
+    return TERM.find(name, TERMS, lambda function: check_positional(function, "turn"))
+
 
 NEED_READING = frozenset({"grounding", "consistency"})
 """Terms that need an environment that reads thoughts."""
@@ -146,14 +177,27 @@ def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
 
     Args:
         turn: A finished turn.
-        weights: The cost of a fault of 1, by the name of the term.
+        weights: What a value of 1 adds, by the name of the term.
+
+    Raises:
+        UserCodeError: A term from outside raised, took too long, or gave no finite number.
     """
     if not weights:
         return turn
-    # 0 − x, because −x would turn 0.0 into −0.0.
-    terms = {name: 0.0 - weight * TERMS[name](turn) for name, weight in weights.items()}
+    terms = {short_name(n): weight * _value(n, turn) for n, weight in weights.items()}
     info = {**turn.info, "reward_terms": terms}
     return replace(turn, penalty=turn.penalty + sum(terms.values()), info=info)
+
+
+def _value(name: str, turn: Turn) -> float:
+    term = find_term(name)
+    if TERM.is_own(name):
+        return term(turn)
+    with boundary(f"the reward term {name}", TERM_S):
+        value = float(term(turn))
+    if not math.isfinite(value):
+        raise UserCodeError(f"the reward term {name} returned {value}: a finite number is expected")
+    return value
 
 
 def reward_term_metrics(episodes: Sequence[Episode]) -> Metrics:

@@ -13,13 +13,13 @@ from ragen.algorithms.estimator import compares_group
 from ragen.algorithms.filters import find_score
 from ragen.algorithms.losses import find_loss
 from ragen.config.config import Config
-from ragen.config.kinds import KINDS, absolute, load, refuse_changed, sources
+from ragen.config.kinds import KINDS, load
 from ragen.config.reading import changed, dump, read_config
+from ragen.config.sources import absolute, refuse_changed, sources
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import StopRequested, run_async
-from ragen.diagnostics.detectors import find_detector
 from ragen.diagnostics.guard import GuardState
 from ragen.diagnostics.information import measure_thoughts
 from ragen.diagnostics.remedies import REMEDIES
@@ -30,7 +30,6 @@ from ragen.engines.threads import use_threads
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_room
 from ragen.rollout.setup import Setup, make_setup
-from ragen.rollout.reasoning import find_term
 from ragen.storage.checkpoint import newest, newest_intact, read_state, set_aside
 from ragen.storage.database import CONFIG, new_run_folder, refuse_existing
 from ragen.storage.recorder import Recorder
