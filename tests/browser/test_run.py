@@ -124,7 +124,7 @@ def test_time_exactness_and_settings(visitor: Visitor) -> None:
     settings = page.get_by_role("region", name="Settings")
     expect(settings).to_contain_text("rollout.group_size")
     settings.get_by_role("button", name="All").click()
-    settings.get_by_role("searchbox").fill("max_grad_norm")
+    settings.get_by_role("searchbox").fill("minibatch_episodes")
     expect(settings.locator("tbody tr")).to_have_count(1)
 
 

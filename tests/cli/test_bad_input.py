@@ -79,7 +79,7 @@ def mistake(cwd: Path, *arguments: str | Path) -> str:
         (["train", "bandit", "--steps", "1.5"], "a whole number ≥ 0"),
         (["train", "bandit", "--update.lr", "nan"], "update.lr"),
         (["train", "bandit", "--update", "1"], "set one of update."),
-        (["train", "bandit", "--filter.rule", "best"], "all, top_k, top_p, top_p_softmax or min_p"),
+        (["train", "bandit", "--filter.rule", "best"], "all, top_k, top_p or reweight"),
         (["train", "bandit", "--algorithm", "starpo-s/pppo"], "did you mean 'starpo-s/ppo'?"),
         (["train", "bandit", "--env", "bandti"], "did you mean 'bandit'?"),
         (["train", "bandit", "--env.params.slip", "1"], "it has name_set"),

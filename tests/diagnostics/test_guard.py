@@ -282,11 +282,6 @@ def test_responses_lie_over_the_defaults() -> None:
         ({"guard.responses.mi_drop": "stop", "prompt.think": False}, "and prompt.think = true"),
         ({"guard.responses.empty_filter": "log", "budget": "updates"}, "has no end"),
         ({"guard.responses.stalled": "rollback"}, "cannot go back by itself"),
-        (
-            {"guard.responses.stalled": "log", "guard.stalled_s": 0.0},
-            "set guard.stalled_s above 0",
-        ),
-        ({"guard.rollbacks": 0}, "guard.rollbacks = 0: expected a whole number ≥ 1"),
     ],
 )
 def test_responses_that_cannot_be(overrides: dict[str, Any], words: str) -> None:
@@ -318,8 +313,10 @@ def test_remedies() -> None:
 
 
 def test_a_change_that_cannot_be_is_one_line() -> None:
-    with pytest.raises(RagenError, match=r"cannot change filter.reweight, .*leave one") as caught:
-        changed(Config(), {"filter.reweight": True, "filter.rule": "top_k"} | {"filter.value": 0.5})
+    with pytest.raises(
+        RagenError, match=r"cannot change filter.rule, filter.value: .*a share up to 1"
+    ) as caught:
+        changed(Config(), {"filter.rule": "top_k", "filter.value": 1.5})
     assert "\n" not in str(caught.value)
     with pytest.raises(RagenError, match=r"cannot change filter.value: .* expected a number > 0"):
         changed(Config(), {"filter.value": 0.0})
@@ -337,5 +334,5 @@ def test_a_change_that_cannot_be_is_one_line() -> None:
 def test_a_tighter_filter_keeps_less_by_any_rule(rule: str, value: float, tighter: float) -> None:
     config = resolve(None, {"filter.rule": rule, "filter.value": value})
     assert changed(config, REMEDIES["filter"](config, 1)).filter.value == tighter
-    weighed = resolve(None, {"filter.reweight": True})
+    weighed = resolve(None, {"filter.rule": "reweight"})
     assert changed(weighed, REMEDIES["filter"](weighed, 1)).filter.rule == "top_k"

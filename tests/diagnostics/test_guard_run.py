@@ -29,7 +29,7 @@ from ragen.storage import checkpoint
 from ragen.storage.checkpoint import folders
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.recorder import Recorder
-from ragen.training import loop, recovery
+from ragen.training import loop, recovery, trainer
 from ragen.training.progress import Watcher
 from ragen.training.recovery import Watchdog
 from ragen.training.running import LoopState, kept_checkpoints
@@ -192,12 +192,13 @@ def test_a_remedy_changes_one_thing(tmp_path: Path, alarms_at: Plan, remedy: str
 
 
 def test_the_first_attempt_stays_readable_and_its_later_checkpoints_go(
-    tmp_path: Path, alarms_at: Plan
+    tmp_path: Path, alarms_at: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
+    monkeypatch.setattr(recovery, "ROLLBACKS", 1)
     alarms_at((0, 4), (1, 4))
     with pytest.raises(GuardStop, match="no rollback is left"):
-        train(config(**BACK, guard__rollbacks=1, checkpoint__keep=5), run)
+        train(config(**BACK, checkpoint__keep=5), run)
     # Onset 3: back to 2 and on to 4, where the second alarm stops and saves.
     assert [path.name for path in folders(run)] == [f"step-{s}" for s in range(5)]
     assert steps_of(run) == [*((0, s) for s in (1, 2, 3, 4)), (1, 3), (1, 4)]
@@ -327,8 +328,9 @@ def test_a_run_that_hangs_says_where_and_ends_with_3(
         return await update(engine, batch, step)
 
     monkeypatch.setattr(LocalEngine, "update", hangs)
+    monkeypatch.setattr(trainer, "STALLED_S", 1.0)
     start = time.monotonic()
-    assert end_of(forked(lambda: train(config(guard__stalled_s=1.0), run))) == 3
+    assert end_of(forked(lambda: train(config(), run))) == 3
     assert time.monotonic() - start < 30
     stacks = (run / recovery.STACKS).read_text()
     assert "the last checkpoint is step-2" in stacks and "hangs" in stacks
@@ -348,11 +350,12 @@ def test_a_run_that_hangs_for_a_while_may_only_be_told_of(
         await publish(engine)
 
     monkeypatch.setattr(LocalEngine, "publish", slow)
-    asked = config(guard__stalled_s=1.0, guard__responses={"stalled": "log"})
+    monkeypatch.setattr(trainer, "STALLED_S", 1.0)
+    asked = config(guard__responses={"stalled": "log"})
     result = train(asked, tmp_path / "run", watcher=seen)
     assert [alarm.detector for alarm in result.alarms] == ["stalled"]
     assert [step for step, _ in seen.alarms] == [1]
-    off = GuardConfig(stalled_s=1.0, responses={"stalled": "off"})
+    off = GuardConfig(responses={"stalled": "off"})
     silent = config().model_copy(update={"guard": off})
     assert train(silent, tmp_path / "silent", watcher=seen).alarms == ()
     assert len(seen.alarms) == 1

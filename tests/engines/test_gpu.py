@@ -49,13 +49,25 @@ def model(device: str, dtype: torch.dtype) -> Any:
     return tiny_model(tiny_tokenizer("chatml")).to(torch.bfloat16).to(device, dtype)
 
 
-def learner(device: str, dtype: torch.dtype, recomputes: bool = False, **update: Any) -> Learner:
+def learner(
+    device: str,
+    dtype: torch.dtype,
+    recomputes: bool = False,
+    muon_lr: float = 0.0,
+    **update: Any,
+) -> Learner:
     policy = model(device, dtype)
     if recomputes:
         recompute_layers(policy)
     update = {"lr": 1e-3, "critic_lr": 1e-3} | update
     return Learner(
-        policy, UpdateConfig(**update), LossConfig(**PLAIN), critic=True, reference=True, longest=20
+        policy,
+        UpdateConfig(**update),
+        LossConfig(**PLAIN),
+        critic=True,
+        reference=True,
+        longest=20,
+        muon_lr=muon_lr,
     )
 
 
@@ -153,12 +165,14 @@ def test_sampling_is_that_of_the_cpu(device: str) -> None:
 
 
 @DEVICES
-def test_a_run_and_its_resumption(device: str, tmp_path: Path) -> None:
+def test_a_run_and_its_resumption(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     asked = resolve(
         "bandit",
         settings(
             algorithm="starpo/ppo",
-            model__device=device,
             model__dtype="bfloat16",
             model__gradient_checkpointing=True,
         ),

@@ -31,7 +31,6 @@ WORDS = tiny_tokenizer("chatml")
 MODES: dict[str, dict[str, Any]] = {
     "ppo": {},
     "ppo, one backbone": {"model__critic": "shared"},
-    "ppo, muon": {"update__muon_lr": 1e-3},
     "ppo in bfloat16": {"model__dtype": "bfloat16"},
     "grpo": {"algorithm": "starpo/grpo", "loss__kl_kind": "k3"},
     "grpo without reference": {"algorithm": "starpo/grpo", "loss__kl": 0.0},

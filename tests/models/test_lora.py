@@ -51,7 +51,7 @@ def adapted(plain: Any, roles: tuple[Role, ...] = BOTH, moved: bool = True, **sh
     return plain
 
 
-def learner(critic: bool = True, **update: Any) -> Learner:
+def learner(critic: bool = True, weight_decay: float = 0.01, **update: Any) -> Learner:
     return Learner(
         adapted(tiny_model(tiny_tokenizer()), BOTH if critic else ("policy",), rank=4),
         UpdateConfig(**({"lr": 1e-2, "critic_lr": 1e-2} | update)),
@@ -60,6 +60,7 @@ def learner(critic: bool = True, **update: Any) -> Learner:
         reference=True,
         steps=10,
         longest=20,
+        weight_decay=weight_decay,
     )
 
 
@@ -256,18 +257,21 @@ def moved(one: Learner, before: dict[str, dict[str, Tensor]]) -> set[str]:
 
 
 def test_an_update_moves_each_role_by_its_own_loss() -> None:
-    one = learner(critic_warmup_steps=1, weight_decay=0.0)
+    one = learner(weight_decay=0.0)
     assert one.critic is not None
     torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
     part = batch(one)
     reference = one.logprobs(part, reference=True)[0]
 
     start, said, judged = parts(one), one.logprobs(part)[0], one.values(part)
-    one.update(part, 0)  # the critic's warm-up
+    policys = list(one.optimizers)
+    one.optimizers.clear()  # the critic alone
+    one.update(part, 0)
     assert moved(one, start) == {"critic", "head"}
     assert torch.equal(one.logprobs(part)[0], said) and not torch.equal(one.values(part), judged)
 
     start, judged = parts(one), one.values(part)
+    one.optimizers.extend(policys)
     one.critic_optimizers.clear()  # from here on the policy alone
     one.update(part, 1)
     assert moved(one, start) == {"policy"}

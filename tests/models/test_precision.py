@@ -25,11 +25,24 @@ from tests.tiny import tiny_model, tiny_tokenizer
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def learner(dtype: torch.dtype, loss: Any = None, critic: bool = False, **update: Any) -> Learner:
+def learner(
+    dtype: torch.dtype,
+    loss: Any = None,
+    critic: bool = False,
+    weight_decay: float = 0.01,
+    **update: Any,
+) -> Learner:
     """In either type from the same weights, those that bfloat16 can hold."""
     model = tiny_model(tiny_tokenizer("chatml")).to(torch.bfloat16).to(dtype)
     loss = LossConfig(**(loss or PLAIN))
-    return Learner(model, UpdateConfig(**update), loss, critic=critic, steps=10_000)
+    return Learner(
+        model,
+        UpdateConfig(**update),
+        loss,
+        critic=critic,
+        steps=10_000,
+        weight_decay=weight_decay,
+    )
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -187,11 +200,11 @@ def test_logits_are_float32_sums_of_what_bfloat16_holds() -> None:
 
 def test_a_samplers_rounding_is_reported_and_weighed_out() -> None:
     """Sampled logprobs that rounding has moved, some of them far: the cap acts on those."""
-    one = learner(torch.bfloat16, PLAIN | {"importance_cap": 1.5})
+    one = learner(torch.bfloat16)
     part = batch(one, (7, 12, 5, 9))
     assert part.old_logprobs_BT is not None
     noise = 0.01 * torch.sin(7.0 * torch.arange(part.mask_BT.numel())).view(part.mask_BT.shape)
-    noise[0, part.mask_BT[0].nonzero()[0, 0]] = -1.0  # sampled e times as rarely: weight 1.5
+    noise[0, part.mask_BT[0].nonzero()[0, 0]] = -1.0  # sampled e times as rarely: weight 2
     sampled = (part.old_logprobs_BT + noise) * part.mask_BT
     metrics = one.update(replace(part, sampled_logprobs_BT=sampled), 0)
     assert metrics["importance/capped_fraction"].value == pytest.approx(1 / part.num_tokens)

@@ -149,20 +149,6 @@ def test_more_positions_than_the_model_knows(tmp_path: Path) -> None:
     assert "model.max_length = 65" in text and "set model.max_length to 64 or less" in text
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "auto"])
-def test_attention_is_passed_on(tmp_path: Path, attention: str) -> None:
-    save_model(tiny_model(WORDS), WORDS, tmp_path)
-    model, _ = load_policy(tmp_path, "cpu", "float32", attention=attention)
-    assert model.config._attn_implementation == ("sdpa" if attention == "auto" else attention)
-
-
-def test_flash_attention_is_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "in bfloat16 only" in refusal(tmp_path, attention="flash_attention_2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RagenError, match="needs the package flash-attn"):
-        load_policy(tmp_path, "cuda", "bfloat16", attention="flash_attention_2")
-
-
 # The Hub, played by a server on loopback.
 
 SHA = "0" * 40

@@ -169,9 +169,6 @@ def test_levels_are_a_groups_and_noise_a_members() -> None:
     assert [[e.level_seed for e in group] for group in groups] == [[7] * 3, [8] * 3]
     assert [[e.member for e in group] for group in groups] == [[0, 1, 2]] * 2
     assert len({e.noise_seed for group in groups for e in group}) == 6
-    common = seeds(setup(common_noise=True))
-    assert [len({e.noise_seed for e in group}) for group in common] == [1, 1]
-    assert common[0][0].noise_seed != common[1][0].noise_seed
 
 
 def test_members_of_a_group_see_the_same_first_prompt() -> None:
@@ -180,17 +177,6 @@ def test_members_of_a_group_see_the_same_first_prompt() -> None:
         prompts = [{str(episode.turns[0].prompt.messages) for episode in group} for group in groups]
         assert [len(seen) for seen in prompts] == [1] * 4
         assert len(set.union(*prompts)) > 1
-
-
-def test_common_noise_gives_all_members_the_same_events() -> None:
-    slippery = setup(make=partial(Rogue, slip=0.5), turns=5)
-
-    def ways(how: Setup) -> int:
-        policy = ScriptedPolicy(lambda prompt: reply("Right", "Left", "Right"))
-        (group,) = asyncio.run(run_groups(policy, how, [7], 8, (0, "train", 0)))
-        return len({tuple(turn.observation for turn in e.turns) for e in group.episodes})
-
-    assert ways(slippery) > 1 == ways(replace(slippery, common_noise=True))
 
 
 def test_every_request_has_a_seed_of_its_own() -> None:

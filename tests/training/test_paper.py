@@ -11,6 +11,7 @@ from rich.console import Console
 from ragen.cli.main import main
 from ragen.config.reading import recipes, resolve
 from ragen.core.errors import RagenError
+from ragen.engines.learner import MAX_GRAD_NORM, VALUE_CLIP, WEIGHT_DECAY
 from ragen.models.loading import save_model
 from ragen.storage.database import new_run_folder
 from ragen.storage.reader import read_metrics
@@ -57,15 +58,13 @@ def test_they_hold_the_published_values(name: str) -> None:
     )
     assert (rollout.num_groups, rollout.group_size, rollout.max_tokens) == (8, 16, 400)
     assert (update.minibatch_episodes, update.lr, update.critic_lr) == (32, 1e-6, 1e-5)
-    assert (update.weight_decay, update.beta2, update.max_grad_norm) == (0.01, 0.999, 1.0)
+    assert (WEIGHT_DECAY, update.beta2, MAX_GRAD_NORM, VALUE_CLIP) == (0.01, 0.999, 1.0, 0.5)
     assert (config.steps, config.eval.every, config.eval.episodes) == (200, 10, 256)
     assert (config.eval.temperature, config.model.dtype) == (0.5, "bfloat16")
     assert (config.filter.rule, config.filter.value, config.loss.kl) == ("top_k", 0.25, 0.0)
     budgets = (1, 1, 1) if name == "paper/bandit" else (5, 5, 10)
     assert (env.max_turns, env.actions_per_turn, env.max_actions) == budgets
-    assert (
-        not env.common_noise and env.params == {}
-    )  # .15; slip 1/3; 6×6, one box: the environments'
+    assert env.params == {}  # .15; slip 1/3; 6×6, one box: the environments'
 
 
 @pytest.mark.parametrize("name", PAPER)

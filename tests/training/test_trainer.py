@@ -48,11 +48,11 @@ DAPO = {"algorithm": "dapo", "rollout__refill": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "gae": GAE,
-    "shared": GAE | {"model__critic": "shared", "update__critic_warmup_steps": 1},
+    "shared": GAE | {"model__critic": "shared"},
     "dapo": DAPO,
     "updates": {"budget": "updates", "filter__rule": "all", "update__lr_end": 0.1, "steps": 5},
     "bfloat16": {"model__dtype": "bfloat16"},
-    "bfloat16 gae": GAE | {"model__dtype": "bfloat16", "update__muon_lr": 1e-3},
+    "bfloat16 gae": GAE | {"model__dtype": "bfloat16"},
 }
 BOTH = pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
 

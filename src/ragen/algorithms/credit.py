@@ -15,6 +15,10 @@ from ragen.algorithms.rewards import comparison_classes, kl_penalty, normalise, 
 from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
 from ragen.core.types import Episode
 
+STEP_WEIGHT = 1.0
+"""Weight ω of a turn's own advantage beside its episode's in GiGPO, as published
+(arXiv:2505.10978)."""
+
 
 def credit(
     batch: Batch,
@@ -61,8 +65,8 @@ def credit(
         gamma=advantage.gamma,
         gae_lambda=advantage.gae_lambda,
         turn_gamma=advantage.turn_gamma,
-        step_weight=advantage.step_weight,
-        whiten=advantage.whiten,
+        step_weight=STEP_WEIGHT,
+        whiten=True,
     )
     returns_ES, advantages_BT = credit.returns_ES, scatter_to_rows(credit.advantages_ES, index)
     if group_weights is not None:

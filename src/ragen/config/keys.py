@@ -86,8 +86,8 @@ def expected(field: FieldInfo) -> str:
     """In words, what a key takes.
 
     Example:
-        >>> expected(keys()["update.epochs"]), expected(keys()["filter.scale"])
-        ('a whole number ≥ 1', 'none, linear or sqrt')
+        >>> expected(keys()["update.epochs"]), expected(keys()["reward.over"])
+        ('a whole number ≥ 1', 'group or batch')
     """
     kind = field.annotation
     if named := next((each for each in field.metadata if isinstance(each, Kind)), None):

@@ -73,13 +73,8 @@ def _normalises_twice(c: Sections) -> bool:
     return how == "mean_std" and rescales
 
 
-def _filters_by_spread(c: Sections) -> bool:
-    ranks = c.filter.rule != "all" and c.filter.score in (
-        "reward_std",
-        "variance",
-        "entropy_variance",
-    )
-    return ranks or c.filter.reweight or not c.filter.include_zero
+def _filters(c: Sections) -> bool:
+    return c.filter.rule != "all" or not c.filter.include_zero
 
 
 def _unknown_trackers(c: Sections) -> bool:
@@ -119,11 +114,6 @@ RULES: tuple[Rule, ...] = (
         'the reward (loss.kl_kind = "k1") would enter; use "k3" or "k2", or loss.kl = 0',
     ),
     Rule(
-        lambda c: c.lora.rank > 0 and c.update.muon_lr > 0,
-        "update.muon_lr moves whole weight matrices, of which lora.rank trains thin factors: "
-        "set update.muon_lr = 0 (AdamW), or lora.rank = 0",
-    ),
-    Rule(
         lambda c: not re.fullmatch(r"local|vllm|https?://\S+", c.rollout.sampler),
         "rollout.sampler = {c.rollout.sampler!r}: expected local, vllm, or the URL of a vLLM "
         "server, such as http://127.0.0.1:8000",
@@ -139,15 +129,11 @@ RULES: tuple[Rule, ...] = (
         f"from {', '.join(TRACKERS)}",
     ),
     Rule(
-        lambda c: c.rollout.min_tokens > c.rollout.max_tokens,
-        "rollout.min_tokens must not exceed rollout.max_tokens",
-    ),
-    Rule(
         lambda c: c.rollout.max_tokens >= c.model.max_length,
         "rollout.max_tokens must be below model.max_length",
     ),
     Rule(
-        lambda c: _filters_by_spread(c) and _alone(c),
+        lambda c: _filters(c) and _alone(c),
         "a filter on spread compares the episodes of a group: set rollout.group_size to 2 or more",
     ),
     Rule(
@@ -161,16 +147,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.filter.value > c.rollout.num_groups,
         "filter.value = {c.filter.value:g}: a step has {c.rollout.num_groups} groups "
         "(rollout.num_groups), so that nothing would be filtered; set fewer, or a share",
-    ),
-    Rule(
-        lambda c: c.filter.rule in ("top_p", "min_p") and c.filter.score in ("mean", "sum"),
-        'filter.rule = "{c.filter.rule}" takes scores of 0 or more, and "{c.filter.score}" may be '
-        'negative; use "top_k" or "top_p_softmax"',
-    ),
-    Rule(
-        lambda c: c.filter.reweight and c.filter.rule != "all",
-        "filter.reweight weighs groups instead of filtering them: "
-        'set filter.rule = "all", or leave one of the two out',
     ),
     Rule(
         lambda c: c.rollout.refill > 0 and c.filter.include_zero,
@@ -211,10 +187,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.budget == "updates" and c.guard.response("empty_filter") in ("off", "log"),
         'budget = "updates" has no end where the filter keeps nothing: set '
         'guard.responses.empty_filter to "stop" or "rollback"',
-    ),
-    Rule(
-        lambda c: "stalled" in c.guard.responses and not c.guard.stalled_s,
-        "guard.responses.stalled needs a time: set guard.stalled_s above 0",
     ),
     Rule(
         lambda c: c.guard.responses.get("stalled") == "rollback",
@@ -290,7 +262,7 @@ class Use(NamedTuple):
     words: str
 
 
-_RANKS = Use(lambda c: c.filter.rule != "all", 'a filter.rule other than "all"')
+_RANKS = Use(lambda c: c.filter.rule in ("top_k", "top_p"), 'filter.rule = "top_k" or "top_p"')
 _CRITIC = Use(
     lambda c: _estimator_in(c, *CRITIC),
     'an advantage.name that uses a critic, "gae" or "bi_level_gae"',
@@ -299,10 +271,6 @@ _CRITIC = Use(
 _LORA = Use(lambda c: c.lora.rank > 0, "lora.rank above 0")
 
 _EVALUATES = Use(lambda c: c.eval.episodes > 0, "eval.episodes above 0")
-
-_ROLLS_BACK = Use(
-    lambda c: "rollback" in c.guard.responses.values(), 'a "rollback" among guard.responses'
-)
 
 READ_WITH: Mapping[str, Use] = MappingProxyType(
     {
@@ -326,11 +294,6 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
         ),
         "filter.score": _RANKS,
         "filter.value": _RANKS,
-        "filter.keep": _RANKS,
-        "filter.scale": Use(
-            lambda c: c.filter.rule != "all" or not c.filter.include_zero,
-            'a filter.rule other than "all", or filter.include_zero = false',
-        ),
         "advantage.gamma": Use(
             lambda c: _estimator_in(c, "gae", "reinforce_pp"),
             'advantage.name = "gae" or "reinforce_pp"',
@@ -340,34 +303,17 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
             lambda c: _estimator_in(c, "bi_level_gae", "gigpo"),
             'advantage.name = "bi_level_gae" or "gigpo"',
         ),
-        "advantage.step_weight": Use(
-            lambda c: _estimator_in(c, "gigpo"), 'advantage.name = "gigpo"'
-        ),
-        "advantage.whiten": _CRITIC,
         "loss.dual_clip": Use(
             lambda c: c.loss.name == "ppo_clip" or not LOSS.is_own(c.loss.name),
             'loss.name = "ppo_clip"',
         ),
-        "loss.importance_cap": Use(
-            lambda c: not c.one_arithmetic,
-            'model.dtype = "bfloat16" or a rollout.sampler other than "local" (the local one '
-            "computes in float32 as the learner does)",
-        ),
         "loss.kl_kind": Use(lambda c: c.loss.kl > 0, "loss.kl above 0"),
-        "loss.value_clip": _CRITIC,
         "update.critic_lr": _CRITIC,
-        "update.critic_warmup_steps": _CRITIC,
-        "diagnose.thoughts": Use(
-            lambda c: c.diagnose.information_every > 0, "diagnose.information_every above 0"
-        ),
         "eval.every": _EVALUATES,
         "eval.temperature": _EVALUATES,
         "diagnose.information_every": Use(lambda c: c.prompt.think, "prompt.think = true"),
-        "guard.rollbacks": _ROLLS_BACK,
-        "guard.remedy": _ROLLS_BACK,
-        "guard.stalled_s": Use(
-            lambda c: c.guard.response("stalled") != "off",
-            'a guard.responses.stalled other than "off"',
+        "guard.remedy": Use(
+            lambda c: "rollback" in c.guard.responses.values(), 'a "rollback" among guard.responses'
         ),
     }
 )

@@ -63,8 +63,6 @@ class EnvConfig(Section):
     """Actions carried out of one answer at most."""
     max_actions: int = Field(10, ge=1)
     """Actions an episode may take in all."""
-    common_noise: bool = False
-    """Give all members of a group the same random events."""
     timeout_s: float = Field(30.0, gt=0)
     """Seconds that one call of the environment may take before its episode fails."""
     isolate: bool = False
@@ -91,11 +89,8 @@ class ModelConfig(Section):
 
     path: str = "base"
     """base (the embedded model), a Hugging Face id, a local folder, or a run folder."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in; what is trained is kept in float32 either way."""
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
-    """Attention implementation of transformers; auto takes what the model prefers here."""
     gradient_checkpointing: bool = False
     """Compute activations twice instead of keeping them: a third more time, far less memory."""
     max_length: int = Field(1024, ge=16)
@@ -124,8 +119,6 @@ class RolloutConfig(Section):
     """Episodes in a group: G."""
     max_tokens: int = Field(80, ge=1)
     """Tokens of one completion at most."""
-    min_tokens: int = Field(0, ge=0)
-    """Tokens before the end of turn may be drawn (benchmarks force a length with it)."""
     temperature: float = Field(1.0, gt=0)
     slots: int = Field(64, ge=1)
     """Episodes that are sampled at once."""
@@ -146,7 +139,7 @@ class RewardConfig(Section):
     """The episode's sum at its last sampled token, or each turn's reward at its own end."""
     normalise: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
     """Episode totals as they are, less their mean, also over their std, also cut to -1 … 3."""
-    over: Literal["group", "env", "batch"] = "group"
+    over: Literal["group", "batch"] = "group"
     """Whose episodes share the mean and std of reward.normalise."""
     terms: dict[str, Any] = Field(default_factory=dict)
     """What a fault of the thought costs in a turn at most: grounding, consistency, length or
@@ -157,21 +150,14 @@ class FilterConfig(Section):
     """Which groups are worth learning from (StarPO-S keeps the uncertain ones)."""
 
     score: Annotated[str, SCORE] = "reward_std"
-    """What groups are ranked by: spread, mean or sum of reward, entropy of the policy, tokens."""
-    rule: Literal["all", "top_k", "top_p", "top_p_softmax", "min_p"] = "all"
-    """How many groups of the ranking are kept."""
+    """What groups are ranked by: the std of their rewards, or its square (variance)."""
+    rule: Literal["all", "top_k", "top_p", "reweight"] = "all"
+    """Which groups of the ranking are kept; reweight keeps all, each weighted by its reward std as
+    a share of the largest."""
     value: float = Field(0.25, gt=0)
-    """top_k: share of the groups, from 2 on their number; top_p: of the sum; min_p: of the top."""
-    keep: Literal["largest", "smallest"] = "largest"
-    """The end of the ranking that is kept."""
+    """top_k: share of the groups, or from 2 on their number; top_p: share of the summed score."""
     include_zero: bool = True
     """Whether groups without any spread of reward may be kept."""
-    scale: Literal["none", "linear", "sqrt"] = "none"
-    """Scale the policy's loss by the kept share of the groups, or by its root."""
-    reweight: bool = False
-    """Instead of filtering: count each group by its reward std, as a share of the largest."""
-    max_empty: int = Field(5, ge=1)
-    """Steps in a row without a kept group after which the run stops."""
 
 
 class AdvantageConfig(Section):
@@ -185,10 +171,6 @@ class AdvantageConfig(Section):
     """λ of gae and bi_level_gae: 1 trusts the rewards, 0 the critic."""
     turn_gamma: float = Field(0.95, ge=0, le=1)
     """Discount a turn, of bi_level_gae and gigpo."""
-    step_weight: float = Field(1.0, ge=0)
-    """Weight ω of a turn's own advantage beside its episode's in gigpo."""
-    whiten: bool = True
-    """Give gae and bi_level_gae advantages of mean 0 and deviation 1 over the trained tokens."""
 
 
 class LossConfig(Section):
@@ -204,15 +186,11 @@ class LossConfig(Section):
     """How far above 1 the importance ratio may count; for gspo about 4e-4."""
     dual_clip: float = Field(3.0, ge=0)
     """Bound on the loss of negative advantages, times |advantage|; above 1, or 0 for none."""
-    importance_cap: float = Field(2.0, ge=1)
-    """Largest weight that corrects for a sampler whose arithmetic is not the learner's."""
     entropy: float = Field(0.001, ge=0)
     kl: float = Field(0.001, ge=0)
     """Weight of the KL divergence to the reference (the policy the run began with)."""
     kl_kind: Literal["k1", "k2", "k3"] = "k1"
     """How it is estimated: k1 acts in the reward, k2 and k3 act in the loss."""
-    value_clip: float = Field(0.5, gt=0)
-    """How far a value may move from the one the advantages were computed with."""
 
 
 class UpdateConfig(Section):
@@ -225,13 +203,7 @@ class UpdateConfig(Section):
     lr_end: float = Field(1.0, ge=0, le=1)
     """Share of the learning rate towards which it falls, in a line over the run."""
     warmup_steps: int = Field(0, ge=0)
-    critic_warmup_steps: int = Field(0, ge=0)
-    """First steps that train the critic alone (of a shared one: its head)."""
-    muon_lr: float = Field(0.0, ge=0)
-    """Learning rate of Muon for weight matrices; 0 trains everything with AdamW."""
     beta2: float = Field(0.999, gt=0, lt=1)
-    weight_decay: float = Field(0.01, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
     microbatch_tokens: int = Field(8192, ge=1)
     """Tokens that are in memory at once; splits a minibatch without changing its result."""
 
@@ -252,7 +224,7 @@ class CheckpointConfig(Section):
     every: int = Field(10, ge=0)
     """Steps between checkpoints; 0 saves after the last step only."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints that stay, besides the best."""
+    """Newest checkpoints that stay, in addition to the best."""
 
 
 class RecordConfig(Section):
@@ -271,8 +243,6 @@ class DiagnoseConfig(Section):
 
     information_every: int = Field(5, ge=0)
     """Steps between measures of what thoughts tell of their prompts; 0 measures never."""
-    thoughts: int = Field(64, ge=2)
-    """Thoughts that such a measure takes at most, each scored under all their prompts."""
     gradients_every: int = Field(0, ge=0)
     """Steps between gradient norms by reward std; 0 takes none."""
 
@@ -282,13 +252,9 @@ class GuardConfig(Section):
 
     responses: dict[str, Any] = Field(default_factory=dict)
     """A detector's response, off, log, stop or rollback, such as reward_drop = "rollback"."""
-    rollbacks: int = Field(2, ge=1)
-    """Rollbacks that a run may take; where one more is due, it stops."""
     remedy: Literal["lr", "filter", "kl", "seeds"] = "lr"
     """What a rollback changes: a third of the learning rate, a tighter filter, more KL, or other
     random numbers."""
-    stalled_s: float = Field(1800.0, ge=0)
-    """Seconds without progress of any phase after which a run counts as stalled; 0 never."""
 
     def response(self, detector: str) -> Response:
         """What is done when `detector` fires."""

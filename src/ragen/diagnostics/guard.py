@@ -23,6 +23,8 @@ REARM_STEPS = WINDOW
 ROLLBACK_REACH = 2 * WINDOW
 """Steps that checkpoints have to reach back if a response is a rollback: an onset lies a window
 before its alarm."""
+ROLLBACKS = 2
+"""Rollbacks that a run may take; where one more is due, it stops."""
 GRACE_STEPS = 2 * WINDOW
 """Steps after a rollback in which no detector fires: trailing means still mix in old values."""
 

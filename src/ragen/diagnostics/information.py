@@ -232,6 +232,10 @@ def retrieval(scores_NM: Tensor, own_N: Tensor, k: int) -> float:
     return ((k - higher_N).double() / equal_N).clamp(0, 1).mean().item()
 
 
+THOUGHTS = 64
+"""Thoughts of a step that are scored at most, each under all their prompts."""
+
+
 async def measure_thoughts(
     engine: Engine, groups: Sequence[Group], count: int, path: tuple[int, int]
 ) -> tuple[Metrics, list[CrossScores]]:

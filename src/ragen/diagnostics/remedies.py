@@ -19,15 +19,15 @@ to new values by config key."""
 def lower_learning_rate(config: Config, attempt: int) -> dict[str, Any]:
     """A third of every learning rate."""
     update = config.update
-    rates = {"lr": update.lr, "critic_lr": update.critic_lr, "muon_lr": update.muon_lr}
+    rates = {"lr": update.lr, "critic_lr": update.critic_lr}
     return {f"update.{name}": rate * LR_FACTOR for name, rate in rates.items() if rate}
 
 
 def tighten_filter(config: Config, attempt: int) -> dict[str, Any]:
     """The filter of StarPO-S, or half of what the present filter keeps."""
     rule, value = config.filter.rule, config.filter.value
-    if rule == "all":
-        return {"filter.rule": "top_k", "filter.value": 0.25, "filter.reweight": False}
+    if rule in ("all", "reweight"):
+        return {"filter.rule": "top_k", "filter.value": 0.25}
     if value >= 4:
         return {"filter.value": value // 2}
     if value > 1:  # One group, which cannot be given as a number: 1.0 is the share of all.

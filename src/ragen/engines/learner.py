@@ -41,6 +41,16 @@ SHARED_VALUE_WEIGHT = 0.5
 """Weight of the critic's loss beside the policy's on a shared backbone: c₁ of arXiv:1707.06347, at
 the value that its authors' code settled on."""
 
+WEIGHT_DECAY, MAX_GRAD_NORM = 0.01, 1.0
+"""AdamW's decay and the bound on a gradient's norm, as published (arXiv:2504.20073)."""
+
+VALUE_CLIP = 0.5
+"""How far a value may move from the one that the advantages were computed with
+(arXiv:2504.20073)."""
+
+IMPORTANCE_CAP = 2.0
+"""Largest weight that corrects for a sampler whose arithmetic is not the learner's."""
+
 
 class Learner:
     """The weights of policy, critic and reference, and their optimisers.
@@ -65,6 +75,8 @@ class Learner:
         steps: Length of the whole run, over which the learning rate falls.
         temperature: The sampling temperature; all logprobs are taken under it.
         longest: Sampled tokens of the longest episode there can be.
+        muon_lr: Learning rate of Muon for weight matrices; 0 trains everything with AdamW.
+        weight_decay: Of both optimisers.
 
     `synced` says that the policy still has the weights it was last published with: then its
     logprobs must be the sampler's, and every update reports how far they are apart
@@ -82,6 +94,8 @@ class Learner:
         steps: int = 1,
         temperature: float = 1.0,
         longest: int = 1,
+        muon_lr: float = 0.0,
+        weight_decay: float = WEIGHT_DECAY,
     ) -> None:
         self.model = model
         self.trained: nn.Module = adapter_of(model, "policy") if has_adapters(model) else model
@@ -90,9 +104,13 @@ class Learner:
         self.reference = _reference_of(model) if reference else None
         self.masters = Masters(self.trained.named_parameters())
         self.critic_masters = Masters(self.critic.named_parameters() if self.critic else ())
-        self.optimizers = optimizers(self.masters.trained, update.lr, update)
+        decay, beta2 = weight_decay, update.beta2
+        self.optimizers = optimizers(self.masters.trained, update.lr, beta2, muon_lr, decay)
+        critic_trained = self.critic_masters.trained
         self.critic_optimizers = (
-            optimizers(self.critic_masters.trained, update.critic_lr, update) if self.critic else []
+            optimizers(critic_trained, update.critic_lr, beta2, muon_lr, decay)
+            if self.critic
+            else []
         )
         self.synced = True
         self._update, self._loss = update, loss
@@ -227,10 +245,8 @@ class Learner:
         Raises:
             RagenError: What would be trained is not what was sampled.
         """
-        update = self._update
         weights_BT = token_weights(batch, self._loss.aggregation, self._longest)
         batch = replace(batch, weight_BT=weights_BT)
-        train_policy = step >= update.critic_warmup_steps or self.critic is None
         microbatches = [take(batch, rows) for rows in self._microbatches(batch)]
         parts = [verify(microbatches)]
         if not shares_prompts(self.model):  # there rows are flat, however they are split
@@ -238,21 +254,19 @@ class Learner:
         for part in microbatches:
             tokens = flatten(part).to(self._device)
             if self.critic is not None and self.critic.shared:
-                parts.append(self._shared_backward(self.critic, part, tokens, train_policy))
+                parts.append(self._shared_backward(self.critic, part, tokens))
                 continue
-            if train_policy:
-                parts.append(self._policy_backward(part, tokens))
+            parts.append(self._policy_backward(part, tokens))
             if self.critic is not None:
                 with acting(self.model, "critic"):
-                    loss = value_loss(self._judge(part), tokens, value_clip=self._loss.value_clip)
+                    loss = value_loss(self._judge(part), tokens, value_clip=VALUE_CLIP)
                     loss.value.backward()  # type: ignore[no-untyped-call]
                 parts.append(loss.metrics)
         metrics = merge(parts)
         scale = self._learning_rate(step)
-        if train_policy:
-            metrics |= self._apply(self.optimizers, self.masters, scale, "policy")
-            metrics["update/lr"] = last(update.lr * scale)
-            self.synced = False
+        metrics |= self._apply(self.optimizers, self.masters, scale, "policy")
+        metrics["update/lr"] = last(self._update.lr * scale)
+        self.synced = False
         if self.critic is not None:
             metrics |= self._apply(self.critic_optimizers, self.critic_masters, scale, "critic")
         metrics["update/count"] = total(1)
@@ -263,26 +277,21 @@ class Learner:
         loss.value.backward()  # type: ignore[no-untyped-call]
         return loss.metrics
 
-    def _shared_backward(
-        self, critic: Critic, part: Batch, tokens: TokenFields, train_policy: bool
-    ) -> Metrics:
-        """One pass over the backbone for both losses; in the warm-up the head learns alone."""
-        with torch.set_grad_enabled(train_policy):
-            hidden_ND = hidden_states(self.model, *self._places(part))
-        loss = value_loss(critic.read(hidden_ND), tokens, value_clip=self._loss.value_clip)
-        value, metrics = SHARED_VALUE_WEIGHT * loss.value, loss.metrics
-        if train_policy:
-            spoken = self._policy_loss(tokens, *self._say(self.model, part, hidden_ND))
-            value, metrics = value + spoken.value, metrics | spoken.metrics
-        value.backward()  # type: ignore[no-untyped-call]
-        return metrics
+    def _shared_backward(self, critic: Critic, part: Batch, tokens: TokenFields) -> Metrics:
+        """One pass over the backbone for both losses."""
+        hidden_ND = hidden_states(self.model, *self._places(part))
+        value = value_loss(critic.read(hidden_ND), tokens, value_clip=VALUE_CLIP)
+        policy = self._policy_loss(tokens, *self._say(self.model, part, hidden_ND))
+        both = SHARED_VALUE_WEIGHT * value.value + policy.value
+        both.backward()  # type: ignore[no-untyped-call]
+        return value.metrics | policy.metrics
 
     def _policy_loss(self, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor) -> Loss:
         """The policy's loss with its entropy bonus and KL term."""
         settings = self._loss
         metrics = Metrics()
         if settings.name != "nll":
-            tokens, metrics = correct_for_sampler(tokens, settings.importance_cap)
+            tokens, metrics = correct_for_sampler(tokens, IMPORTANCE_CAP)
         loss = self._task_loss(logprobs_N, tokens)
         bonus = entropy_bonus(entropy_N, tokens)
         value, metrics = loss.value, metrics | loss.metrics | bonus.metrics
@@ -311,7 +320,7 @@ class Learner:
         self, optimizers: list[Optimizer], masters: Masters, scale: float, name: str
     ) -> Metrics:
         trained = masters.trained.values()
-        norm = float(nn.utils.clip_grad_norm_(trained, self._update.max_grad_norm))
+        norm = float(nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM))
         finite = math.isfinite(norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -361,16 +370,21 @@ def _reference_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def optimizers(
-    trained: Mapping[str, nn.Parameter], lr: float, update: UpdateConfig
+    trained: Mapping[str, nn.Parameter],
+    lr: float,
+    beta2: float,
+    muon_lr: float = 0.0,
+    weight_decay: float = WEIGHT_DECAY,
 ) -> list[Optimizer]:
     """AdamW for everything, or Muon for the weight matrices and AdamW for the rest."""
-    betas, decay = (0.9, update.beta2), update.weight_decay
-    matrices = [p for name, p in trained.items() if update.muon_lr and is_matrix(name, p)]
+    matrices = [p for name, p in trained.items() if muon_lr and is_matrix(name, p)]
     chosen = {id(p) for p in matrices}
     others = [p for p in trained.values() if id(p) not in chosen]
-    found: list[Optimizer] = [AdamW(others, lr, betas, weight_decay=decay, fused=True)]
+    found: list[Optimizer] = [
+        AdamW(others, lr, (0.9, beta2), weight_decay=weight_decay, fused=True)
+    ]
     if matrices:
-        found.append(Muon(matrices, update.muon_lr, weight_decay=decay))
+        found.append(Muon(matrices, muon_lr, weight_decay=weight_decay))
     for optimizer in found:
         for group in optimizer.param_groups:
             group["full_lr"] = group["lr"]

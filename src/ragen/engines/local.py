@@ -36,7 +36,13 @@ from ragen.engines.tensors import (
 from ragen.engines.vllm_engine import Vllm
 from ragen.models import lora
 from ragen.models.adapter_folder import fingerprint_of_base, load_adapter, put_on, save_adapter
-from ragen.models.loading import load_policy, load_tokenizer, recompute_layers, save_model
+from ragen.models.loading import (
+    load_policy,
+    load_tokenizer,
+    recompute_layers,
+    save_model,
+    usable_device,
+)
 from ragen.models.names import base_of, is_adapter
 from ragen.models.precision import Masters
 from ragen.rollout.chat import Chat
@@ -284,9 +290,8 @@ def loaded(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     asked = config.model
     model, tokenizer = load_policy(
         base_of(path),
-        asked.device,
+        usable_device(),
         asked.dtype,
-        attention=asked.attention,
         max_length=asked.max_length,
     )
     if is_adapter(path):

@@ -23,11 +23,10 @@ from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.config.reading import changed, flatten
 from ragen.core.errors import RagenError
-from ragen.engines.learner import is_matrix
 from ragen.engines.vllm_engine import CPU_CACHE_BYTES
 from ragen.models import fast_qwen2
 from ragen.models.fast_decoder import Qwen2Decoder
-from ragen.models.loading import resolve_device
+from ragen.models.loading import usable_device
 from ragen.models.lora import linear_layers, target_names
 from ragen.models.model import KEPT_LOGITS, KEPT_LOGITS_GPU, backbone
 from ragen.models.names import base_of, resolve_model
@@ -108,7 +107,7 @@ def plan(config: Config) -> Plan:
     Raises:
         RagenError: The model does not exist, or is none that can be trained.
     """
-    asked, device = config.model, resolve_device(config.model.device)
+    asked, device = config.model, usable_device()
     path = base_of(resolve_model(asked.path, config.env.name))
     read = model_config(model_folder(path, weights=False), path, asked.max_length)
     try:
@@ -123,9 +122,7 @@ def plan(config: Config) -> Plan:
     return Plan(
         weights=held(model) + (held(trained.values()) if adapted else 0),
         gradients=sum(weight.numel() * FLOAT for weight in trained.values()),
-        optimizer=sum(
-            optimizer_bytes(*each, config.update.muon_lr > 0) for each in trained.items()
-        ),
+        optimizer=sum(map(optimizer_bytes, trained.values())),
         reference=held(model) if config.loss.kl > 0 and not adapted else 0,
         critic=critic_bytes(model, trained, config)
         if needs_values(find_estimator(config.advantage.name))
@@ -195,14 +192,9 @@ def trained_weights(model: PreTrainedModel, config: Config) -> Iterator[tuple[st
             yield f"{name}.lora_B", torch.empty(rows, lora.rank, device="meta")
 
 
-def optimizer_bytes(name: str, weight: Tensor, muon: bool) -> int:
-    """Bytes that the optimiser keeps of one weight, its float32 master included.
-
-    AdamW: two moments and a count of steps. Muon: one momentum.
-    """
+def optimizer_bytes(weight: Tensor) -> int:
+    """Bytes that AdamW keeps of one weight: two moments, a count of steps, a float32 master."""
     master = 0 if weight.dtype == torch.float32 else FLOAT * weight.numel()
-    if muon and is_matrix(name, weight):
-        return master + FLOAT * weight.numel()
     return master + 2 * FLOAT * weight.numel() + FLOAT
 
 
@@ -218,8 +210,7 @@ def critic_bytes(model: PreTrainedModel, trained: dict[str, Tensor], config: Con
             own, weights = head | trained, weights + held(trained.values())
         else:
             own, weights = head | dict(seen.named_parameters()), weights + held(seen)
-    muon = config.update.muon_lr > 0
-    states = sum(optimizer_bytes(*each, muon) for each in own.items())
+    states = sum(map(optimizer_bytes, own.values()))
     return weights + states + sum(weight.numel() * FLOAT for weight in own.values())
 
 
@@ -276,12 +267,12 @@ def activations_bytes(model: PreTrainedModel, config: Config) -> int:
     whole.
     """
     read: Any = model.config.get_text_config()
-    width, heads, kind = read.hidden_size, read.num_attention_heads, config.model.attention
+    width, heads = read.hidden_size, read.num_attention_heads
     keys = getattr(read, "num_key_value_heads", None) or heads
     inner = getattr(read, "intermediate_size", None) or 4 * width
     norms = 6 if model.dtype == torch.float32 else 8
     layer = norms * width + 2 * (heads + keys) * _head_width(read) + 4 * inner
-    if kind == "eager":
+    if model.config._attn_implementation == "eager":
         layer += 2 * heads * config.model.max_length
     numbers = layer * read.num_hidden_layers
     if config.model.gradient_checkpointing:

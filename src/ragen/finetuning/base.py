@@ -175,7 +175,14 @@ def prepare(
     chat = Chat(tokenizer)
     school = School(chat, seed)
     for number, stage in enumerate(stages):
-        learner = Learner(model, update_of(stage), LossConfig(name="nll"), steps=stage.steps)
+        learner = Learner(
+            model,
+            update_of(stage),
+            LossConfig(name="nll"),
+            steps=stage.steps,
+            muon_lr=stage.muon_lr,
+            weight_decay=0.0,
+        )
         for step in range(stage.steps):
             batch = collate(school.samples(stage, number, step), stage.context_weight)
             metrics = learner.update(batch, step)
@@ -274,11 +281,9 @@ def update_of(stage: Stage) -> UpdateConfig:
     """The learner's settings for a stage."""
     return UpdateConfig(
         lr=stage.lr,
-        muon_lr=stage.muon_lr,
         lr_end=stage.lr_end,
         warmup_steps=WARMUP,
         beta2=0.99,
-        weight_decay=0.0,
     )
 
 

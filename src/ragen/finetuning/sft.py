@@ -55,10 +55,9 @@ LINES = 10
 
 READ = (
     *("seed", "threads", "env.", "prompt.", "lora.", "rollout.max_tokens", "model.path"),
-    *("model.device", "model.dtype", "model.attention", "model.gradient_checkpointing"),
+    *("model.dtype", "model.gradient_checkpointing"),
     *("model.max_length", "update.minibatch_episodes", "update.microbatch_tokens"),
-    *("update.lr_end", "update.warmup_steps", "update.muon_lr", "update.beta2"),
-    *("update.weight_decay", "update.max_grad_norm"),
+    *("update.lr_end", "update.warmup_steps", "update.beta2"),
 )
 """The keys, or sections of them, that `sft` reads; `update.lr` comes in through `LR_FACTOR`."""
 

@@ -22,7 +22,6 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
-from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ragen.core.errors import RagenError
 from ragen.models.model import backbone
@@ -38,7 +37,7 @@ from ragen.models.pretrained import (
 
 
 def load_policy(
-    path: str | Path, device: str, dtype: str, *, attention: str = "auto", max_length: int = 0
+    path: str | Path, device: str, dtype: str, *, max_length: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer.
 
@@ -46,7 +45,6 @@ def load_policy(
         path: A local folder in Hugging Face layout, or the id of a model on the Hub.
         device: ``cpu``, ``cuda``, or ``auto``: the GPU where there is one.
         dtype: ``float32`` or ``bfloat16``.
-        attention: Attention implementation of transformers; ``auto`` leaves the choice to it.
         max_length: Longest sequence in tokens.
 
     Returns:
@@ -59,13 +57,11 @@ def load_policy(
             or does not fit; or its output layer is more than a matrix.
     """
     logging.disable_progress_bar()
-    device = resolve_device(device)
-    _check_attention(attention, device, dtype)
     name = str(path)
     folder = model_folder(path)
     config = model_config(folder, name, max_length)
     check_weights(folder, name)
-    model = _load_weights(folder, name, config, dtype, attention)
+    model = _load_weights(folder, name, config, dtype)
     tokenizer = load_tokenizer(folder, name, model)
     for weight_name, weight in model.named_parameters():
         if not bool(torch.isfinite(weight).all()):
@@ -80,37 +76,12 @@ def load_policy(
     return model, tokenizer
 
 
-def resolve_device(device: str) -> str:
-    """``cpu`` or ``cuda``: `device` with ``auto`` resolved.
-
-    Raises:
-        RagenError: ``cuda`` was requested, and torch finds no GPU.
-    """
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RagenError('model.device = "cuda", but torch finds no GPU here; use "cpu" or "auto"')
-    return device
+def usable_device() -> str:
+    """The GPU where torch finds one; ``CUDA_VISIBLE_DEVICES=`` hides it."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _check_attention(attention: str, device: str, dtype: str) -> None:
-    if attention != "flash_attention_2":
-        return
-    if device == "cpu" or dtype == "float32":
-        raise RagenError(
-            'model.attention = "flash_attention_2" runs on a GPU and in bfloat16 only: set '
-            'model.device and model.dtype so, or model.attention = "sdpa"'
-        )
-    if not is_flash_attn_2_available():
-        raise RagenError(
-            'model.attention = "flash_attention_2" needs the package flash-attn, which is not '
-            'installed (or not for this GPU); install it, or use "sdpa"'
-        )
-
-
-def _load_weights(
-    folder: Path, name: str, config: PreTrainedConfig, dtype: str, attention: str
-) -> PreTrainedModel:
+def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it would print a table of what is one error line here
     try:
@@ -118,7 +89,6 @@ def _load_weights(
             str(folder),
             config=config,
             dtype=getattr(torch, dtype),
-            attn_implementation=None if attention == "auto" else attention,
             use_safetensors=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,

@@ -133,7 +133,7 @@ class _Playthrough:
         A branch begins after its recorded turns, which are part of the conversation.
         """
         setup, spec = self.setup, self.spec
-        observation = env.reset(spec.level_seed, spec.noise_seed(setup.common_noise))
+        observation = env.reset(spec.level_seed, spec.noise_seed)
         conversation = Conversation(
             PromptBuilder(setup.style, setup.think, max_tokens=setup.max_tokens),
             (env.rules, env.goal, env.actions),
@@ -258,7 +258,7 @@ class _Playthrough:
         return Episode(
             self.setup.env,
             spec.level_seed,
-            spec.noise_seed(self.setup.common_noise),
+            spec.noise_seed,
             spec.group,
             spec.member,
             tuple(self.turns),

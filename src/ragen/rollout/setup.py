@@ -37,7 +37,6 @@ class Setup:
         format_penalty: Subtracted from the reward of a turn whose reply is not valid.
         reward_terms: Weights of the reward terms (`ragen.rollout.reasoning`).
         timeout_s: Seconds that one call of the environment may take.
-        common_noise: Whether the episodes of a group share their noise seed.
         workers: The processes that the environments run in; ``None`` for this process.
         env_time: The time spent in environments.
 
@@ -65,7 +64,6 @@ class Setup:
     format_penalty: float = 0.1
     reward_terms: Mapping[str, float] = field(default_factory=dict)
     timeout_s: float = 30.0
-    common_noise: bool = False
     workers: Workers | None = None
     env_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
 
@@ -127,7 +125,6 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         format_penalty=config.reward.format_penalty,
         reward_terms=config.reward.terms,
         timeout_s=env.timeout_s,
-        common_noise=env.common_noise,
         workers=workers,
     )
 

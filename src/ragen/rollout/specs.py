@@ -19,8 +19,8 @@ class EpisodeSpec:
     Example:
         >>> first = EpisodeSpec(10000, 0, 3, (0, "train", 0))
         >>> second = EpisodeSpec(10000, 0, 5, (0, "train", 0))
-        >>> first.noise_seed(common=True) == second.noise_seed(common=True)
-        True
+        >>> first.noise_seed == second.noise_seed
+        False
     """
 
     level_seed: int
@@ -28,9 +28,10 @@ class EpisodeSpec:
     member: int
     path: tuple[int | str, ...]
 
-    def noise_seed(self, common: bool) -> int:
-        """Seed of the environment's random events: one for each episode, or one for the group."""
-        return _derive(self.path, "noise", self.group, 0 if common else self.member)
+    @property
+    def noise_seed(self) -> int:
+        """Seed of the environment's random events."""
+        return _derive(self.path, "noise", self.group, self.member)
 
     def request_seed(self, turn: int) -> int:
         """Seed of one completion's sampling."""
@@ -58,7 +59,8 @@ class BranchSpec(EpisodeSpec):
                 f"no snapshot of the environment is kept of turn {len(self.turns) - 1}"
             )
 
-    def noise_seed(self, common: bool) -> int:
+    @property
+    def noise_seed(self) -> int:
         """The noise seed of the recorded episode."""
         return self.noise
 

@@ -13,7 +13,7 @@ from ragen.algorithms.samples import to_samples
 from ragen.core.metrics import Metrics, last, merge, values
 from ragen.core.seeding import derive
 from ragen.core.types import Episode, Group
-from ragen.diagnostics.information import CrossScores, measure_thoughts
+from ragen.diagnostics.information import THOUGHTS, CrossScores, measure_thoughts
 from ragen.diagnostics.signals import averaged, explained_variance, reference_kl, smooth, summarize
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.training.collection import (
@@ -44,8 +44,7 @@ async def loop(run: Run) -> None:
         samples, episodes = to_samples(kept_groups)
         if samples:
             with clock("score"):
-                scale, reweight = config.filter.scale, config.filter.reweight
-                weights = group_weights(groups, kept, scale=scale, reweight=reweight)
+                weights = group_weights(groups, kept, reweight=config.filter.rule == "reweight")
                 batch = await make_batch(engine, samples, episodes, config, weights)
             with clock("update"):
                 seed = derive(config.seed, "minibatches", state.step)
@@ -103,7 +102,7 @@ async def diagnose(
     metrics, matrices = Metrics(), list[CrossScores]()
     if config.prompt.think and is_due(step, config.diagnose.information_every):
         with clock("information"):
-            count, path = config.diagnose.thoughts, (config.seed, step)
+            count, path = THOUGHTS, (config.seed, step)
             metrics, matrices = await measure_thoughts(run.engine, groups, count, path)
     if is_due(step, config.diagnose.gradients_every):
         with clock("gradients"):

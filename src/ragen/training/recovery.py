@@ -13,7 +13,14 @@ from typing import NoReturn, Self
 from ragen.config.reading import changed
 from ragen.core.errors import GuardStop, RagenError
 from ragen.diagnostics.detectors import DETECTORS, METRICS, active_detectors
-from ragen.diagnostics.guard import GRACE_STEPS, Alarm, GuardState, raise_alarms, read_history
+from ragen.diagnostics.guard import (
+    GRACE_STEPS,
+    ROLLBACKS,
+    Alarm,
+    GuardState,
+    raise_alarms,
+    read_history,
+)
 from ragen.diagnostics.remedies import REMEDIES
 from ragen.storage.checkpoint import (
     drop_after,
@@ -97,7 +104,7 @@ async def roll_back(run: Run, alarm: Alarm) -> None:
     """
     # Only regular ones: a run that was stopped in between must return to the same checkpoint.
     good = [path for path in regular(run.folder, run.spacing) if step_of(path) < alarm.onset]
-    if not good or run.guard.rollbacks >= run.original.guard.rollbacks:
+    if not good or run.guard.rollbacks >= ROLLBACKS:
         why = "no rollback is left" if good else f"no checkpoint before step {alarm.onset} is left"
         await stop(run, f"{alarm}; {why}")
     checkpoint = good[-1]
@@ -125,6 +132,10 @@ async def roll_back(run: Run, alarm: Alarm) -> None:
     run.engine = run.build(run.config)
     await run.engine.load(checkpoint, saved["engine"])
     run.recorder.attempt = attempt
+
+
+STALLED_S = 1800.0
+"""Seconds without progress of any phase after which a run counts as stalled."""
 
 
 class Watchdog:

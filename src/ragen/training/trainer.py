@@ -21,7 +21,7 @@ from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import StopRequested, run_async
 from ragen.diagnostics.guard import GuardState
-from ragen.diagnostics.information import measure_thoughts
+from ragen.diagnostics.information import THOUGHTS, measure_thoughts
 from ragen.diagnostics.remedies import REMEDIES
 from ragen.engines.engine import Engine
 from ragen.engines.local import LocalEngine
@@ -36,7 +36,7 @@ from ragen.storage.recorder import Recorder
 from ragen.training.collection import collect_groups, gradient_norms
 from ragen.training.loop import loop
 from ragen.training.progress import Watcher
-from ragen.training.recovery import Watchdog, report_stall, run_guard
+from ragen.training.recovery import STALLED_S, Watchdog, report_stall, run_guard
 from ragen.training.running import (
     LoopState,
     Result,
@@ -176,7 +176,7 @@ def examine(folder: Path) -> dict[str, float]:
             await engine.load(checkpoint, saved["engine"])
             groups = await collect_groups(engine, setup, config.rollout, config.seed, step)
             path = (config.seed, step)
-            metrics, _ = await measure_thoughts(engine, groups, config.diagnose.thoughts, path)
+            metrics, _ = await measure_thoughts(engine, groups, THOUGHTS, path)
             metrics |= await gradient_norms(engine, groups, config)
             await stack.aclose()  # nothing follows that would close it
         return metrics
@@ -251,7 +251,7 @@ async def run_to_the_end(run: Run) -> Result:
     """
     both = dict.fromkeys((run.config.eval.temperature, 0.0))
     guard = run.original.guard
-    limit = 0.0 if guard.response("stalled") == "off" else guard.stalled_s
+    limit = 0.0 if guard.response("stalled") == "off" else STALLED_S
     watchdog = Watchdog(limit, partial(report_stall, run))
     run.beat = watchdog.beat
     try:
