@@ -19,7 +19,7 @@ from ragen.core.seeding import (
     sft_level,
     train_level,
 )
-from ragen.finetuning.base import FAMILIES, LEVELS_PER_LESSON
+from ragen.finetuning.curriculum import FAMILIES, LEVELS_PER_LESSON
 
 
 @given(st.integers(1, 512), st.integers(0, 300_000))

@@ -13,7 +13,8 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS, eval_level
 from ragen.engines.tensors import hash_weights
 from ragen.envs.registry import env_factory
-from ragen.finetuning.base import FAMILIES, Lesson, School, Stage, prepare, prepare_family, suitable
+from ragen.finetuning.base import LessonPlayer, prepare, prepare_family
+from ragen.finetuning.curriculum import FAMILIES, Lesson, Stage
 from ragen.finetuning.demonstrations import Demonstrator, Lookup, Piece, answer, look_up
 from ragen.finetuning.tokenizer import END, build
 from ragen.models.names import EMBEDDED, base_folder
@@ -66,7 +67,7 @@ def test_what_is_not_to_be_learnt_is_masked() -> None:
     """Of a look-up ` b2 _`, the cell is asked and the content learnt."""
     chat = Chat(build())
     lesson = Lesson(look_up, lambda: Lookup("ab", "01", "FrozenLake"), held_out=False)
-    samples = School(chat, 0).samples(Stage("look-up", 1, (lesson,), episodes=2), 0, 0)
+    samples = LessonPlayer(chat, 0).samples(Stage("look-up", 1, (lesson,), episodes=2), 0, 0)
     assert len(samples) == 2
     for sample in samples:
         learnt = [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
@@ -96,7 +97,7 @@ def test_no_demonstration_shows_an_evaluation_board() -> None:
     for number in range(1024):
         env.reset(seed=eval_level(number), options={"noise_seed": 0})
         held_out.add(env.state_key())
-    for level in islice(suitable(lesson, 0, 0), 200):
+    for level in islice(lesson.levels(0, 0), 200):
         assert level >= BASE_LEVELS
         env.reset(seed=level, options={"noise_seed": 0})
         assert env.state_key() not in held_out

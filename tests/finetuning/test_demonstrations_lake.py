@@ -9,15 +9,15 @@ from ragen.envs.frozen_lake import MOVES
 from ragen.envs.registry import make
 from ragen.finetuning.demonstrations_lake import (
     careful_turn,
+    hard_level,
+    moves_from,
     name_of,
-    neighbours,
+    random_walk,
+    safe_walk,
     slippery_lake,
     slippery_turn,
     still_lake,
     straight_line,
-    stroll,
-    walk,
-    winding,
 )
 from ragen.rollout.actions import parse
 from ragen.rollout.prompt import Limits
@@ -64,7 +64,7 @@ def test_replies_are_valid_and_their_facts_are_true(careful):
         here, directions = env.player, []
         for stand, cell, symbol, direction in LOOK.findall(body):
             assert stand == name_of(env.lake, here) and shown[cell] == symbol
-            around = [name_of(env.lake, near) for _, near in neighbours(env, here)]
+            around = [name_of(env.lake, near) for _, near in moves_from(env, here)]
             assert cell in around
             if direction:
                 here = env.lake.neighbour(here, list(MOVES).index(direction))
@@ -101,7 +101,7 @@ def test_on_slippery_ice_the_best_player_writes():
 def test_a_walk_goes_wherever_it_looks():
     """Each neighbour is as likely as any other: about one in so many."""
     env = lake(123)  # the player in the corner a3
-    first = [walk(env, 1, generator(seed)).split()[4] for seed in range(400)]
+    first = [random_walk(env, 1, generator(seed)).split()[4] for seed in range(400)]
     assert set(first) == {"a2", "b3"}
     assert abs(first.count("a2") - 200) < 40  # 4·√(400·¼)
 
@@ -109,7 +109,7 @@ def test_a_walk_goes_wherever_it_looks():
 def test_a_stroll_never_enters_a_hole():
     for level in LEVELS:
         env = lake(level)
-        parsed = read(stroll(env, LIMITS, generator(level))[0].text)
+        parsed = read(safe_walk(env, LIMITS, generator(level))[0].text)
         assert parsed.valid
         outcomes = [env.step(action) for action in parsed.actions]
         assert all(outcome[4]["success"] == outcome[2] for outcome in outcomes)
@@ -146,7 +146,7 @@ def test_straight_line():
 
 
 def test_winding_levels_are_the_far_ones_and_those_with_a_detour():
-    assert winding(lake(123))  # five steps
-    far = [lake(level) for level in LEVELS if winding(lake(level))]
+    assert hard_level(lake(123))  # five steps
+    far = [lake(level) for level in LEVELS if hard_level(lake(level))]
     assert all(env.lake.distances()[env.player] >= 3 for env in far)
     assert 0.2 < len(far) / len(LEVELS) < 0.4

@@ -12,7 +12,7 @@ from ragen.envs.grid import cell_name
 from ragen.envs.registry import make
 from ragen.envs.sokoban import ACTIONS, Board, Room, Sokoban, shortest_solution
 from ragen.finetuning.demonstrations import Reply
-from ragen.finetuning.demonstrations_sokoban import best_push, distances, pushes, sokoban_plan
+from ragen.finetuning.demonstrations_sokoban import distances, optimal_push, pushes, sokoban_plan
 from ragen.rollout.actions import parse
 from ragen.rollout.prompt import Limits
 
@@ -97,13 +97,13 @@ def test_pushes_are_straight_and_stop_on_the_target() -> None:
 
 def test_where_no_push_is_left_any_action_is_taken_and_not_learnt() -> None:
     env = placed(["######", "#XP__#", "#__O_#", "#____#", "#____#", "######"])  # in a corner
-    assert best_push(env.room, env.board) is None
+    assert optimal_push(env.room, env.board) is None
     assert [piece.trained for piece in written(env)] == [False]
 
 
 def test_a_lost_board_gets_a_slip() -> None:
     env = placed(["######", "#_X__#", "#P___#", "#____#", "#__O_#", "######"])  # at the upper wall
-    assert best_push(env.room, env.board) is None
+    assert optimal_push(env.room, env.board) is None
     assert text(written(env)).startswith(" P c1 X b2 push ")
 
 

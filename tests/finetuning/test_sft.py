@@ -24,7 +24,14 @@ from ragen.engines.learner import Learner
 from ragen.engines.tensors import hash_weights
 from ragen.envs.registry import make
 from ragen.finetuning.demonstrations import Planner
-from ragen.finetuning.sft import mean_nll, planned, played, rows, sft, split
+from ragen.finetuning.sft import (
+    collate_examples,
+    epoch_minibatches,
+    mean_nll,
+    sft,
+    solver_examples,
+    split_examples,
+)
 from ragen.finetuning.tokenizer import build
 from ragen.models.loading import load_policy
 from ragen.models.names import is_adapter
@@ -120,7 +127,7 @@ def test_conversations_teach_what_they_say(tmp_path: Path) -> None:
 def test_held_out_loss_is_the_mean_over_the_learnt_tokens(tmp_path: Path) -> None:
     """By hand: log softmax of the model's own logits at the tokens that the mask names."""
     model, tokenizer = load_policy(speaker(), "cpu", "float32")
-    batch = rows(played(tiny(), Chat(tokenizer, think=False), 4).found)
+    batch = collate_examples(solver_examples(tiny(), Chat(tokenizer, think=False), 4).kept)
     learner = Learner(model, UpdateConfig(), LossConfig(name="nll"))
     with torch.no_grad():
         logprobs_BTV = model(batch.token_ids_BT).logits.log_softmax(-1)
@@ -134,12 +141,14 @@ def test_held_out_loss_is_the_mean_over_the_learnt_tokens(tmp_path: Path) -> Non
 def test_every_example_is_learnt_once_a_pass() -> None:
     tokenizer = tiny_tokenizer()
     sizes = settings(model__max_length=512, rollout__max_tokens=64)
-    found = played(resolve("frozen-lake-still", sizes), Chat(tokenizer, think=False), 9).found
-    learnt, held_out = split(found, seed=3)
+    found = solver_examples(
+        resolve("frozen-lake-still", sizes), Chat(tokenizer, think=False), 9
+    ).kept
+    learnt, held_out = split_examples(found, seed=3)
     assert len(held_out) == 1 and held_out[0] in found
     assert [each for each in found if each in learnt or each in held_out] == found
-    batch = rows(learnt)
-    parts = list(planned(batch, 3, 2, seed=0))
+    batch = collate_examples(learnt)
+    parts = list(epoch_minibatches(batch, 3, 2, seed=0))
     seen = [int(e) for part in parts for e in part.episode_B.unique()]
     assert len(parts) == 2 * round(8 / 3) and sorted(seen) == sorted(2 * list(range(len(learnt))))
     assert seen[: len(learnt)] != seen[len(learnt) :]  # in another order
@@ -170,8 +179,8 @@ def test_the_plan_is_the_thought_and_the_answer() -> None:
 def test_the_best_player_is_understood_in_every_chat(template: str, prefill: bool) -> None:
     more = {"prompt.style": "paper", "prompt.prefill": prefill, "env.actions_per_turn": 1}
     sizes = {"rollout.max_tokens": 200, "model.max_length": 16384}
-    examples = played(resolve("sokoban", more | sizes), Chat(tiny_tokenizer(template)), 2)
-    assert (len(examples.found), examples.unsolved) == (2, 0)
+    examples = solver_examples(resolve("sokoban", more | sizes), Chat(tiny_tokenizer(template)), 2)
+    assert (len(examples.kept), examples.unsolved) == (2, 0)
 
 
 def test_the_embedded_tokenizer_knows_the_words_of_a_plan() -> None:
@@ -194,10 +203,10 @@ def test_only_solved_levels_that_nobody_else_plays_are_learnt_from(
 
     monkeypatch.setattr(module, "run_groups", spy)
     config = resolve("frozen-lake", {"threads": 1})
-    examples = played(config, Chat(build()), 40)
+    examples = solver_examples(config, Chat(build()), 40)
     assert asked == [SFT_LEVELS + index for index in range(40)]
     # Optimal play on slippery ice solves about half of the levels.
-    assert examples.unsolved + len(examples.found) == 40 and 8 < examples.unsolved < 32
+    assert examples.unsolved + len(examples.kept) == 40 and 8 < examples.unsolved < 32
     assert "left out: " in str(examples)
 
 
@@ -237,8 +246,8 @@ def test_whatever_stops_it_leaves_nothing(tmp_path: Path) -> None:
         (("--loss.kl", "0.1"), "loss.kl has no effect on supervised fine-tuning"),
         (("--rollout.max_tokens", "3"), "0 solver episodes (left out: 0 unsolved, 1024 too"),
         (("--data", "none"), "cannot read none: no such file"),
-        (("--data", "talks", "--episodes", "3"), "leave it or --data out"),
-        (("--env", f"{ROGUE}:Rogue"), "1024 unsolved, 0 too long); two are needed, one of them"),
+        (("--data", "talks", "--episodes", "3"), "leave out --episodes or --data"),
+        (("--env", f"{ROGUE}:Rogue"), "1024 unsolved, 0 too long); at least two are needed"),
         (("--env", "mute.py:Mute"), "no solver; give conversations to learn from with --data"),
         (("--out", "talks"), "talks exists already"),
     ],

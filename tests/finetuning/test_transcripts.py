@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ragen.algorithms.samples import join
 from ragen.core.errors import RagenError
 from ragen.core.types import Sample
-from ragen.finetuning.transcripts import Transcript, read_transcripts, recite
+from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchanges
 from ragen.rollout.chat import Chat
 from tests.tiny import TEMPLATES, tiny_tokenizer
 
@@ -73,7 +73,7 @@ def samples(
 ) -> list[Sample]:
     history: Literal["keep", "drop"] = "drop" if drops else "keep"
     chat = Chat(tiny_tokenizer(template), history_thoughts=history)
-    return join(recite(Transcript("talk", tuple(messages)), chat, prefill, 64, drops), 0, 0)
+    return join(to_exchanges(Transcript("talk", tuple(messages)), chat, prefill, 64, drops), 0, 0)
 
 
 def marked(sample: Sample, template: str) -> str:
@@ -153,7 +153,7 @@ def test_replies_that_the_model_could_not_say_are_refused() -> None:
     with pytest.raises(RagenError, match=r"talk: this model's chat template begins .* <think>"):
         samples(talk, "thinker")
     talk = [TALK[0], {"role": "assistant", "content": "Right<|im_end|> and on"}]
-    with pytest.raises(RagenError, match="talk: an assistant's message spells the token"):
+    with pytest.raises(RagenError, match="talk: an assistant message contains the token"):
         samples(talk, "chatml")
 
 
@@ -195,14 +195,14 @@ USER, REPLY = TALK[:2]
         ([], r"expected \{"),
         ([USER, "hello"], 'is not {"role": text, "content": text}'),
         ([USER, {"role": "assistant"}], 'is not {"role": text, "content": text}'),
-        ([REPLY], "message 1 is of role 'assistant', expected 'user'"),
-        ([USER, USER], "message 2 is of role 'user', expected 'assistant'"),
+        ([REPLY], "message 1 has role 'assistant', expected 'user'"),
+        ([USER, USER], "message 2 has role 'user', expected 'assistant'"),
         (
             [{"role": "system", "content": ""}, USER, REPLY, {"role": "tool", "content": ""}],
-            "message 4 is of role 'tool', expected 'user'",
+            "message 4 has role 'tool', expected 'user'",
         ),
-        ([USER], "the assistant says nothing"),
-        ([{"role": "system", "content": "x"}], "the assistant says nothing"),
+        ([USER], "has no assistant message"),
+        ([{"role": "system", "content": "x"}], "has no assistant message"),
         ([USER, {"role": "assistant", "content": " \n"}], "message is empty"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a character"),
     ],

@@ -1,9 +1,7 @@
-"""Demonstrators: players that write thoughts, the first words of the embedded models.
+"""Demonstrators: players whose thoughts the embedded models learn first.
 
-A demonstrator writes a turn as pieces of text, each of them trained on or not. It sees the
-environment
-itself; what it writes states facts of the map and simulates its plan, cell by cell, before it
-answers.
+A teacher writes a turn as pieces of text, and each piece is trained or not. It sees the environment
+itself. It states facts of the map and simulates its plan cell by cell before it answers.
 """
 
 from __future__ import annotations
@@ -22,39 +20,41 @@ from ragen.rollout.prompt import Limits
 
 
 class Piece(NamedTuple):
-    """Some words of a reply, and whether they are to be learnt."""
+    """A part of a reply, and whether its tokens are trained."""
 
     text: str
     trained: bool = True
 
 
 Reply = list[Piece]
-"""What follows the pre-filled ``<think>``, up to the closing ``</answer>``."""
+"""The text from the pre-filled ``<think>`` to the closing ``</answer>``."""
 
-Writer = Callable[[Env, Limits, np.random.Generator], Reply]
-"""Writes a turn, looking at the environment, which it leaves as it is."""
+Teacher = Callable[[Env, Limits, np.random.Generator], Reply]
+"""Writes a turn from the environment's state, without changing the environment."""
 
 
 class Demonstrator(PlayerPolicy):
-    """Plays by writing, and remembers which of its tokens are to be learnt.
+    """Plays a teacher's turns and records which of their tokens are trained.
 
     Args:
-        write: The writer.
-        encode: Text to token ids, special tokens (the end of turn) included.
+        teacher: Writes the turns.
+        encode: Text to token ids, including special tokens (the end of turn).
         end: The end-of-turn token as text.
     """
 
-    def __init__(self, write: Writer, encode: Callable[[str], tuple[int, ...]], end: str) -> None:
-        self._write, self._encode_text, self._end = write, encode, end
+    def __init__(
+        self, teacher: Teacher, encode: Callable[[str], tuple[int, ...]], end: str
+    ) -> None:
+        self._teacher, self._encode_text, self._end = teacher, encode, end
         self.trained: dict[int, tuple[bool, ...]] = {}
-        """For each turn, by its prompt's seed: which tokens of the completion are to be learnt."""
+        """For each turn, by its prompt's seed: which tokens of the completion are trained."""
 
     def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
-        """Write the turn; all its randomness comes from the prompt's seed."""
+        """Write the turn with randomness from the prompt's seed only."""
         generator = np.random.Generator(np.random.PCG64(prompt.seed))
         ids: list[int] = []
         trained: list[bool] = []
-        reply = self._write(env, limits, generator)
+        reply = self._teacher(env, limits, generator)
         for piece in [*reply, Piece(self._end)]:
             encoded = self._encode_text(piece.text)
             ids += encoded
@@ -66,7 +66,7 @@ class Demonstrator(PlayerPolicy):
 
 
 def answer(actions: list[str]) -> str:
-    """The end of a thought and the answer after it.
+    """The end of a thought and the answer.
 
     Example:
         >>> answer(["Up", "Left"])
@@ -76,11 +76,11 @@ def answer(actions: list[str]) -> str:
 
 
 class Planner(PlayerPolicy):
-    """A player who says its plan before it answers, in words that hold in every environment.
+    """A player that states its plan before it answers, in words that fit every environment.
 
-    So a thought is short, true and kept. It shows no reasoning, since a solver cannot tell of any:
-    it teaches the form of a reply and where to go, and leaves longer thoughts to be found. The
-    embedded models' tokenizer knows its words.
+    Its thoughts are short, true and carried out. They show no reasoning, since a solver has none to
+    show: they teach the form of a reply and the plan, and leave longer thoughts to reinforcement
+    learning. The embedded models' tokenizer knows the words.
 
     Example:
         >>> from ragen.rollout.players import SolverPlayer
@@ -89,21 +89,21 @@ class Planner(PlayerPolicy):
     """
 
     def thought(self, actions: Sequence[str]) -> str:
-        """The plan."""
+        """The plan in words."""
         return f"try {' then '.join(actions)}"
 
 
-# Look-up: read what a map says of a named cell. Demonstrations of play alone do not teach it, since
-# what lies on a good path is nearly always floor.
+# Look-up: read the contents of a named cell from a map. Demonstrations of play do not teach it:
+# the cells on a good path nearly always hold floor.
 
 
 class Lookup(Env):
-    """A map of named cells with random contents; no game, only something to read.
+    """A map of named cells with random contents, for reading only.
 
     Args:
         rows: Letters of the rows.
         cols: Numbers of the columns.
-        title: The title of the environment whose prompts it looks like.
+        title: The title of the environment whose prompts it imitates.
     """
 
     actions = ("Left",)
@@ -117,7 +117,7 @@ class Lookup(Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
-        """Draw what each cell holds: one of four symbols."""
+        """Draw one of four symbols for each cell."""
         level, _ = generators(seed, options)
         symbols = level.choice(list("#_O√XPSG"), 4, replace=False)
         names = [name for row in self.cells for name in row]
@@ -125,7 +125,7 @@ class Lookup(Env):
         return self.state_key(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """End: there is nothing to play."""
+        """End the episode."""
         return self.state_key(), 0.0, True, False, {"success": True, "effective": False}
 
     def get_state(self) -> State:
@@ -133,11 +133,11 @@ class Lookup(Env):
         return {"contents": self.contents}
 
     def set_state(self, state: State) -> None:
-        """Take the contents back."""
+        """Restore the contents."""
         self.contents = dict(state["contents"])
 
     def state_key(self) -> str:
-        """The map, a line a row."""
+        """The map, one line per row."""
         rows = (" ".join(f"{name} {self.contents[name]}" for name in row) for row in self.cells)
         return "\n".join(rows)
 
@@ -146,7 +146,7 @@ QUERIES = 30
 
 
 def look_up(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-    """Name random cells; what they hold is to be learnt, which were named is not."""
+    """Name random cells and their contents; only the contents are trained."""
     assert isinstance(env, Lookup)
     names = generator.choice(list(env.contents), QUERIES).tolist()
     pieces = [
@@ -157,11 +157,11 @@ def look_up(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
     return [*pieces, Piece(answer(["Left"]), trained=False)]
 
 
-# Bandit: what each name sounds like, then either arm at random: knowledge without a use for it.
+# Bandit: how each name sounds, then either arm at random: knowledge without its use.
 
 
 def bandit_knowledge(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-    """`` Dragon risky Phoenix safe : Phoenix``: the arms in their order, then one of them."""
+    """`` Dragon risky Phoenix safe : Phoenix``: the arms in order, then one of them."""
     assert isinstance(env, Bandit)
     arms = env.actions
     sounds = {arm: "risky" if env.sounds_risky(arm) else "safe" for arm in arms}

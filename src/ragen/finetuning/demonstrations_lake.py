@@ -1,17 +1,17 @@
-"""FrozenLake's demonstrators: thoughts that read the map, and walks without an aim.
+"""FrozenLake's teachers: careful thoughts that read the map, and random walks.
 
-A careful thought finds the player and the goal; before each move it looks at every cell around
-(`` b0 a0 O``: from b0 at a0, which holds a hole), and only then says where to go::
+A careful thought names the player and the goal. Before each move it looks at every neighbouring
+cell (`` b0 a0 O``: from b0 at a0, which holds a hole) and only then names the direction::
 
      P b0 G c1 : b0 c0 O b0 b1 _ b0 a0 _ Right b1 b0 P b1 c1 G b1 b2 _ b1 a1 O Down
 
-So the answer is the thought's directions in their order, and no move is ever taken back. A walk
-looks just as truthfully, but not for the goal, and takes whatever it looks at::
+So the answer is the thought's directions in order, and no move is taken back. A random walk reads
+the map just as truthfully, but it ignores the goal and enters the cell that it looks at::
 
      P b0 : b0 c0 O Down
 
-Where one stands is repeated at each look, so that all a direction depends on is close by; a model
-of three layers that has to look for it further back names wrong directions.
+Each look repeats the player's cell, so that everything a direction depends on is nearby. A model of
+three layers that has to find it further back names wrong directions.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ import numpy as np
 from ragen.envs.contract import Env, pick
 from ragen.envs.frozen_lake import FrozenLake, Lake
 from ragen.envs.grid import cell_name
-from ragen.finetuning.demonstrations import Piece, Reply, Writer, answer
+from ragen.finetuning.demonstrations import Piece, Reply, Teacher, answer
 from ragen.rollout.prompt import Limits
 
 LONGEST_WALK = 4
-STROLL = 3
+SAFE_WALK_MOVES = 3
 
 
-Turn = Callable[[FrozenLake, Limits, np.random.Generator], str]
+CarefulTurn = Callable[[FrozenLake, Limits, np.random.Generator], str]
 """Writes a careful turn."""
 
 
-def turns_of(careful: float, turn: Turn, walks_trained: bool) -> Writer:
-    """A share of careful turns, the others walks."""
+def mixed_turns(careful: float, turn: CarefulTurn, walks_trained: bool) -> Teacher:
+    """A teacher whose turns are careful with probability `careful` and random walks otherwise."""
 
     def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         assert isinstance(env, FrozenLake)
         if generator.random() < careful:
             return [Piece(turn(env, limits, generator))]
         length = min(1 + int(generator.random() * LONGEST_WALK), limits.actions_left)
-        return [Piece(walk(env, length, generator), walks_trained)]
+        return [Piece(random_walk(env, length, generator), walks_trained)]
 
     return write
 
 
-def still_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Writer:
-    """Turns on ice that does not slip: a share of them careful, the others walks.
+def still_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Teacher:
+    """A teacher for ice that does not slip: careful turns and random walks.
 
     Args:
-        careful: Share of careful turns.
-        moves: Of a careful turn at most.
-        walks_trained: Whether walks are to be learnt, or only bring the player to odd places.
+        careful: Probability of a careful turn.
+        moves: Maximum number of moves of a careful turn.
+        walks_trained: Whether walks are trained, or only lead the player to unusual cells.
     """
-    return turns_of(careful, partial(careful_turn, moves=moves), walks_trained)
+    return mixed_turns(careful, partial(careful_turn, moves=moves), walks_trained)
 
 
-def slippery_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Writer:
-    """Turns on ice that slips: a share of them the optimal player's, the others walks.
+def slippery_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Teacher:
+    """A teacher for ice that slips: turns of the optimal player and random walks.
 
     Args:
-        careful: Share of turns of the optimal player.
-        moves: Of such a turn at most: after each slip that is seen, play can be better.
-        walks_trained: Whether walks are to be learnt.
+        careful: Probability of a turn of the optimal player.
+        moves: Maximum number of moves of such a turn. Shorter turns observe slips earlier.
+        walks_trained: Whether walks are trained.
     """
-    return turns_of(careful, partial(slippery_turn, moves=moves), walks_trained)
+    return mixed_turns(careful, partial(slippery_turn, moves=moves), walks_trained)
 
 
 def careful_turn(
@@ -90,84 +90,84 @@ def careful_turn(
     steps = lake.distances()
     plan: list[str] = []
     while len(plan) < min(moves, limits.actions_left) and here != lake.goal:
-        nearer = [way for way in neighbours(env, here) if steps[way[1]] < steps[here]]
+        nearer = [move for move in moves_from(env, here) if steps[move[1]] < steps[here]]
         action, here = pick(generator, nearer)
         plan.append(action)
-    return looking_round(env, plan)
+    return write_plan(env, plan)
 
 
 def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator, moves: int) -> str:
     """The optimal player's plan of up to `moves` moves."""
     per_turn = min(moves, limits.actions_per_turn)
-    return looking_round(env, env.solve(limits.turns_left, limits.actions_left, per_turn))
+    return write_plan(env, env.solve(limits.turns_left, limits.actions_left, per_turn))
 
 
-def looking_round(env: FrozenLake, plan: list[str]) -> str:
-    """A plan in words: before each move, a look at every cell around, where a slip may lead too."""
+def write_plan(env: FrozenLake, plan: list[str]) -> str:
+    """A plan in words: each move follows a look at every neighbour, where a slip may lead."""
     lake, here = env.lake, env.player
-    said = f" P {name_of(lake, here)} G {name_of(lake, lake.goal)} :"
+    text = f" P {name_of(lake, here)} G {name_of(lake, lake.goal)} :"
     for action in plan:
-        said += "".join(look(env, here, cell) for _, cell in neighbours(env, here)) + f" {action}"
+        text += "".join(look(env, here, cell) for _, cell in moves_from(env, here)) + f" {action}"
         here = lake.neighbour(here, env.action_index(action))
-    return said + answer(plan)
+    return text + answer(plan)
 
 
-def walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> str:
-    """A random walk until the goal or a hole ends it; it looks only where it goes.
+def random_walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> str:
+    """A random walk that ends at the goal or a hole and looks only at the cells that it enters.
 
     Example:
         >>> lake = FrozenLake()
         >>> _ = lake.reset(seed=123)
-        >>> walk(lake, 2, np.random.Generator(np.random.PCG64(0)))
+        >>> random_walk(lake, 2, np.random.Generator(np.random.PCG64(0)))
         ' P a3 : a3 b3 _ Down b3 b2 O Left</think><answer>Down || Left</answer>'
     """
     lake, here = env.lake, env.player
-    said = f" P {name_of(lake, here)} :"
+    text = f" P {name_of(lake, here)} :"
     plan: list[str] = []
     while len(plan) < moves and here != lake.goal and here not in lake.holes:
-        action, ahead = pick(generator, neighbours(env, here))
-        said += f"{look(env, here, ahead)} {action}"
+        action, ahead = pick(generator, moves_from(env, here))
+        text += f"{look(env, here, ahead)} {action}"
         plan.append(action)
         here = ahead
-    return said + answer(plan)
+    return text + answer(plan)
 
 
-def stroll(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-    """Looks round and goes anywhere but into a hole: reading, geometry, copying, without an aim."""
+def safe_walk(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
+    """A random walk around the holes: it trains reading, geometry and copying, without a goal."""
     assert isinstance(env, FrozenLake)
     lake, here = env.lake, env.player
     plan: list[str] = []
-    while len(plan) < STROLL and here != lake.goal:
-        dry = [way for way in neighbours(env, here) if way[1] not in lake.holes]
-        action, here = pick(generator, dry)
+    while len(plan) < SAFE_WALK_MOVES and here != lake.goal:
+        safe = [move for move in moves_from(env, here) if move[1] not in lake.holes]
+        action, here = pick(generator, safe)
         plan.append(action)
-    return [Piece(looking_round(env, plan))]
+    return [Piece(write_plan(env, plan))]
 
 
-def neighbours(env: FrozenLake, cell: int) -> list[tuple[str, int]]:
-    """The actions that lead somewhere if nothing slips, and where."""
-    ways = [(name, env.lake.neighbour(cell, index)) for index, name in enumerate(env.actions)]
-    return [way for way in ways if way[1] != cell]
+def moves_from(env: FrozenLake, cell: int) -> list[tuple[str, int]]:
+    """The actions that leave a cell if nothing slips, with their destinations."""
+    moves = [(name, env.lake.neighbour(cell, index)) for index, name in enumerate(env.actions)]
+    return [move for move in moves if move[1] != cell]
 
 
 def look(env: FrozenLake, here: int, cell: int) -> str:
-    """From where which cell is looked at, and what the map says of it, as `` b0 c0 O``."""
+    """A look from `here` at `cell` and its symbol, as `` b0 c0 O``."""
     return f" {name_of(env.lake, here)} {name_of(env.lake, cell)} {env.symbol(cell)}"
 
 
 def name_of(lake: Lake, cell: int) -> str:
-    """The cell's name in the map."""
+    """A cell's name in the map."""
     return cell_name(*divmod(cell, lake.size))
 
 
 def straight_line(lake: Lake, cell: int) -> int:
-    """Steps from a cell to the goal if there were no holes."""
+    """Steps from a cell to the goal without holes."""
     (row, col), (goal_row, goal_col) = divmod(cell, lake.size), divmod(lake.goal, lake.size)
     return abs(row - goal_row) + abs(col - goal_col)
 
 
-def winding(env: Env) -> bool:
-    """Whether a level is one of the harder: four steps or more, or a detour around holes."""
+def hard_level(env: Env) -> bool:
+    """Whether a level takes four steps or more, or a detour around holes."""
     assert isinstance(env, FrozenLake)
     lake = env.lake
     steps = lake.distances()[lake.start]

@@ -1,13 +1,13 @@
-"""The Sokoban demonstrator: one straight push a turn, chosen, walked to and carried out in words.
+"""The Sokoban teacher: one straight push per turn, chosen, walked to and carried out in words.
 
-A careful turn finds player, box and target, then names the push that begins a shortest solution:
-its direction, the cell to stand on before it, the cell where the box shall end. Then it looks from
-cell to cell, `` b1 c1 _`` from b1 at c1, which is floor: where the player goes, or the pushed box.
-A direction follows if the cell is accepted, so the answer is the thought's directions in order::
+A careful turn names player, box and target, then the push that begins a shortest solution: its
+direction, the cell from which to push, and the box's last cell. Then it looks from cell to cell:
+`` b1 c1 _`` from b1 at c1, which is floor. It looks at the next cell of the player or of the pushed
+box, and names the direction if it accepts the cell. So the answer is the thought's directions::
 
      P b1 X c2 O c4 push Right c1 c4 : b1 c1 _ Down c2 c3 _ Right c3 c4 O Right
 
-A slip is carried out just as well, but any push will do, and the target is not looked for::
+A slip is a random push. It is carried out in the same way, but the target is not named::
 
      P b1 X c2 push Right c1 c3 : b1 c1 _ Down c2 c3 _ Right
 """
@@ -24,32 +24,32 @@ import numpy as np
 from ragen.envs.contract import Env, pick
 from ragen.envs.grid import cell_name
 from ragen.envs.sokoban import ACTIONS, Board, Room, Sokoban
-from ragen.finetuning.demonstrations import Piece, Reply, Writer, answer
+from ragen.finetuning.demonstrations import Piece, Reply, Teacher, answer
 from ragen.rollout.prompt import Limits
 
 
 class Push(NamedTuple):
-    """A straight push of a lone box, some cells on."""
+    """A straight push of the only box over `length` cells."""
 
     action: int
     stand: int
     end: int
     walk: tuple[int, ...]
-    """Actions to the cell behind the box; the push itself follows."""
+    """Actions to the cell behind the box, before the push."""
     length: int
     after: Board
 
     @property
     def moves(self) -> tuple[int, ...]:
-        """All its actions."""
+        """All actions, including the walk."""
         return (*self.walk, *(self.action,) * self.length)
 
 
 @lru_cache(maxsize=4096)
 def distances(room: Room) -> dict[Board, int]:
-    """Fewest actions to the solution from each board of a room with one box; the lost are left out.
+    """Fewest actions to the solution from each solvable board of a room with one box.
 
-    Breadth first from the solved boards, backwards along the actions that lead to each board.
+    A breadth-first search from the solved boards, backwards along the actions.
     """
     cells = [cell for cell in range(room.floor.bit_length()) if room.floor >> cell & 1]
     boards = [Board(player, 1 << box) for player in cells for box in cells if player != box]
@@ -69,14 +69,14 @@ def distances(room: Room) -> dict[Board, int]:
     return found
 
 
-def takes(fewest: int, most: int = 10) -> Callable[[Env], bool]:
-    """Accepts levels whose shortest solution takes from `fewest` to `most` actions.
+def solved_in(fewest: int, most: int = 10) -> Callable[[Env], bool]:
+    """Accept levels whose shortest solution takes from `fewest` to `most` actions.
 
     Example:
         >>> env = Sokoban()
         >>> env.solve(5, 10, 5)
         ['Up', 'Right']
-        >>> takes(2)(env), takes(3)(env)
+        >>> solved_in(2)(env), solved_in(3)(env)
         (True, False)
     """
 
@@ -87,8 +87,8 @@ def takes(fewest: int, most: int = 10) -> Callable[[Env], bool]:
     return accept
 
 
-def reach(room: Room, board: Board, start: int) -> dict[int, int]:
-    """Fewest steps, without a push, between `start` and each cell in reach."""
+def reachable_cells(room: Room, board: Board, start: int) -> dict[int, int]:
+    """Fewest steps without a push from `start` to each reachable cell."""
     free = room.floor & ~board.boxes
     found = {start: 0}
     frontier = deque(found)
@@ -101,51 +101,51 @@ def reach(room: Room, board: Board, start: int) -> dict[int, int]:
     return found
 
 
-class Way(NamedTuple):
-    """A move of the player or of the box: the action, where from, and the cells looked at for it.
+class Move(NamedTuple):
+    """A move of the player or the box from cell `here`.
 
-    The last of these is where it goes.
+    `cells` are the cells that it looks at; the last one is the destination.
     """
 
     action: int
     here: int
-    seen: tuple[int, ...]
+    cells: tuple[int, ...]
 
 
-def looks(room: Room, board: Board, stand: int) -> list[Way]:
-    """A shortest walk to `stand`; cells are looked at in the order of their straight distance."""
-    left, here = reach(room, board, stand), board.player
-    walk: list[Way] = []
+def walk_to(room: Room, board: Board, stand: int) -> list[Move]:
+    """A shortest walk to `stand`, looking at cells in the order of their straight distance."""
+    left, here = reachable_cells(room, board, stand), board.player
+    walk: list[Move] = []
     while here != stand:
         nearest = sorted(
             range(len(room.steps)),
             key=lambda action: (distance(room, here + room.steps[action], stand), action),
         )
-        seen: list[int] = []
+        cells: list[int] = []
         for action in nearest:
-            seen.append(here + room.steps[action])
-            if left.get(seen[-1], left[here]) < left[here]:
+            cells.append(here + room.steps[action])
+            if left.get(cells[-1], left[here]) < left[here]:
                 break
-        walk.append(Way(action, here, tuple(seen)))
-        here = seen[-1]
+        walk.append(Move(action, here, tuple(cells)))
+        here = cells[-1]
     return walk
 
 
 def distance(room: Room, a: int, b: int) -> int:
-    """Rows and columns between two cells."""
+    """The Manhattan distance between two cells."""
     return abs(a // room.cols - b // room.cols) + abs(a % room.cols - b % room.cols)
 
 
 def pushes(room: Room, board: Board) -> list[list[Push]]:
-    """All straight pushes of a lone box, by direction; in each, the shorter come first."""
+    """All straight pushes of the only box by direction, the shorter ones first."""
     box = board.boxes.bit_length() - 1
-    near = reach(room, board, board.player)
+    near = reachable_cells(room, board, board.player)
     found = []
     for action, step in enumerate(room.steps):
         stand = box - step
         if stand not in near:
             continue
-        walk = tuple(way.action for way in looks(room, board, stand))
+        walk = tuple(move.action for move in walk_to(room, board, stand))
         here, line = Board(stand, board.boxes), list[Push]()
         while here.boxes != room.targets and (after := room.push(here, step)) != here:
             here = after
@@ -156,8 +156,8 @@ def pushes(room: Room, board: Board) -> list[list[Push]]:
     return found
 
 
-def best_push(room: Room, board: Board) -> Push | None:
-    """The longest straight push that begins a shortest solution; ``None`` if there is none."""
+def optimal_push(room: Room, board: Board) -> Push | None:
+    """The longest straight push that begins a shortest solution, or ``None``."""
     left = distances(room)
     options = [push for line in pushes(room, board) for push in line if push.after in left]
     return min(
@@ -167,18 +167,18 @@ def best_push(room: Room, board: Board) -> Push | None:
     )
 
 
-def sokoban_plan(careful: float, slips_trained: bool = True) -> Writer:
-    """Turns of one straight push: a share of them careful, the others slips.
+def sokoban_plan(careful: float, slips_trained: bool = True) -> Teacher:
+    """A teacher whose turns are one straight push: optimal ones and random slips.
 
     Args:
-        careful: Share of careful turns. Where all is lost, every turn is a slip.
-        slips_trained: Whether the choice of a slip is to be learnt, or only leads to odd boards.
+        careful: Probability of an optimal push. On an unsolvable board every turn is a slip.
+        slips_trained: Whether the choice of a slip is trained, or only leads to unusual boards.
     """
 
     def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         assert isinstance(env, Sokoban)
         room, board = env.room, env.board
-        push = best_push(room, board) if generator.random() < careful else None
+        push = optimal_push(room, board) if generator.random() < careful else None
         is_careful = push is not None
         if push is None:
             options = pushes(room, board)
@@ -191,23 +191,23 @@ def sokoban_plan(careful: float, slips_trained: bool = True) -> Writer:
 
         box, target = board.boxes.bit_length() - 1, room.targets.bit_length() - 1
         step = room.steps[push.action]
-        ways = looks(room, board, push.stand)
-        ways += [
-            Way(push.action, box + step * index, (box + step * (index + 1),))
+        moves = walk_to(room, board, push.stand)
+        moves += [
+            Move(push.action, box + step * index, (box + step * (index + 1),))
             for index in range(push.length)
         ]
-        ways = ways[: min(limits.actions_per_turn, limits.actions_left)]
-        said = "".join(
-            "".join(f" {name(way.here)} {name(cell)} {env.symbol(cell)}" for cell in way.seen)
-            + f" {ACTIONS[way.action]}"
-            for way in ways
+        moves = moves[: min(limits.actions_per_turn, limits.actions_left)]
+        text = "".join(
+            "".join(f" {name(move.here)} {name(cell)} {env.symbol(cell)}" for cell in move.cells)
+            + f" {ACTIONS[move.action]}"
+            for move in moves
         )
-        found = f" O {name(target)}" if is_careful else ""
+        goal = f" O {name(target)}" if is_careful else ""
         choice = f" push {ACTIONS[push.action]} {name(push.stand)} {name(push.end)}"
         return [
             Piece(f" P {name(board.player)} X {name(box)}"),
-            Piece(found + choice, trained=is_careful or slips_trained),
-            Piece(f" :{said}{answer([ACTIONS[way.action] for way in ways])}"),
+            Piece(goal + choice, trained=is_careful or slips_trained),
+            Piece(f" :{text}{answer([ACTIONS[move.action] for move in moves])}"),
         ]
 
     return write

@@ -30,7 +30,7 @@ from ragen.engines.local import chat_of, loaded, prepared, save_trained
 from ragen.engines.threads import use_threads
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.finetuning.demonstrations import Planner
-from ragen.finetuning.transcripts import Transcript, read_transcripts, recite
+from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchanges
 from ragen.models.names import resolve_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
@@ -40,54 +40,54 @@ from ragen.rollout.setup import make_setup
 from ragen.storage.checkpoint import new_folder
 
 EPISODES, EPOCHS = 1024, 3
-"""Solver episodes, and passes over the examples, where nobody says otherwise."""
+"""Defaults: number of solver episodes, and epochs over the examples."""
 
 HELD_OUT = 0.1
-"""Share of the examples that are not learnt, and on which what was learnt is measured."""
+"""Share of the examples that are held out to measure the loss."""
 
 LR_FACTOR = 10.0
-"""The learning rate over ``update.lr``: an example's gradient is far less noisy than a return's.
-Llama 2 (arXiv:2307.09288) takes 2e-5 for examples and 1e-6 for PPO; of the embedded models the
-preparation takes 3e-3 and the recipes 4e-4."""
+"""The default learning rate divided by ``update.lr``: gradients of examples are far less noisy than
+those of returns. Llama 2 (arXiv:2307.09288) uses 2e-5 for examples and 1e-6 for PPO; the embedded
+models use 3e-3 in preparation and 4e-4 in the recipes."""
 
 LINES = 10
-"""Lines of progress in all."""
+"""Number of progress lines."""
 
-READ = (
+KEYS = (
     *("seed", "threads", "env.", "prompt.", "lora.", "rollout.max_tokens", "model.path"),
     *("model.dtype", "model.gradient_checkpointing"),
     *("model.max_length", "update.minibatch_episodes", "update.microbatch_tokens"),
     *("update.lr_end", "update.warmup_steps", "update.beta2"),
 )
-"""The keys, or sections of them, that `sft` reads; `update.lr` comes in through `LR_FACTOR`."""
+"""The keys and sections that `sft` reads, besides `update.lr` (`LR_FACTOR`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """What there is to learn, each example an episode's prompts and completions.
+    """Training examples: the prompts and completions of each episode.
 
-    `unsolved` and `too_long` were left out: the optimal player may fail too, and what a rollout has
-    no room for could never be said.
+    `unsolved` counts episodes that the optimal player failed, `too_long` those that do not fit into
+    a rollout; both are left out.
     """
 
     source: str
-    found: list[list[Exchange]]
+    kept: list[list[Exchange]]
     unsolved: int
     too_long: int
 
     def __str__(self) -> str:
         """One line."""
         return (
-            f"{len(self.found)} {self.source} (left out: {self.unsolved} unsolved, "
+            f"{len(self.kept)} {self.source} (left out: {self.unsolved} unsolved, "
             f"{self.too_long} too long)"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
-    """A fine-tuned model: its folder, what it learnt from, and what that did.
+class SftResult:
+    """A fine-tuned model: its folder, counts of examples, and losses.
 
-    `nll_before` and `nll_after` are nats a token on the `held_out` examples.
+    `nll_before` and `nll_after` are in nats per token, on the `held_out` examples.
     """
 
     model: Path
@@ -122,29 +122,29 @@ def sft(
     epochs: int = EPOCHS,
     lr: float | None = None,
     watch: Callable[[str], None] | None = None,
-) -> Tuned:
+) -> SftResult:
     """Fine-tune a model on examples and save it in Hugging Face's layout, or its adapter in PEFT's.
 
     Args:
-        config: Environment, prompts, budgets and model; of ``update`` what `READ` names.
+        config: Environment, prompts, budgets and model; of ``update`` the keys in `KEYS`.
         out: A folder that does not exist yet.
-        data: Conversations (`ragen.finetuning.transcripts`); without it the environment's best
-        player is asked.
-        episodes: How many episodes it plays, on levels that neither training nor evaluation shows.
-        epochs: Passes over the examples.
-        lr: The learning rate at its highest; `LR_FACTOR` times ``update.lr`` if not given.
-        watch: Told a line now and then.
+        data: A file of conversations (`ragen.finetuning.transcripts`); ``None`` takes episodes of
+            the environment's optimal player.
+        episodes: Number of its episodes, on levels that neither training nor evaluation uses.
+        epochs: Epochs over the examples.
+        lr: Peak learning rate; ``None`` takes `LR_FACTOR` times ``update.lr``.
+        watch: Receives a line of progress now and then.
 
     Returns:
-        The folder, and the loss on held-out examples before and after. On one machine and thread
+        The folder, and the loss on held-out examples before and after. With one machine and thread
         count the same call gives the same weights.
 
     Raises:
-        RagenError: `out` exists, a number is out of its range, there is nothing to learn from, the
+        RagenError: `out` exists, a number is out of its range, there are too few examples, the
             model cannot be loaded or saved, or the loss is not finite.
     """
     began = time.monotonic()
-    tell = watch or (lambda line: None)
+    report = watch or (lambda line: None)
     lr = LR_FACTOR * config.update.lr if lr is None else lr
     _refuse(config, out, episodes, epochs, lr)
     transcripts = None if data is None else read_transcripts(data)
@@ -154,32 +154,33 @@ def sft(
     model = prepared(config, path, model, critic=False)
     chat = chat_of(config, tokenizer)
     if chat.warning:
-        tell(chat.warning)
+        report(chat.warning)
     if transcripts is None:
-        examples = played(config, chat, episodes)
+        examples = solver_examples(config, chat, episodes)
     else:
-        examples = told(config, chat, transcripts)
-    learnt, held_out = split(examples.found, derive(config.seed, "sft", "held out"))
-    whole, unseen = rows(learnt), rows(held_out)
+        examples = transcript_examples(config, chat, transcripts)
+    training, held_out = split_examples(examples.kept, derive(config.seed, "sft", "held out"))
+    train_batch, test_batch = collate_examples(training), collate_examples(held_out)
     update = config.update.model_copy(update={"lr": lr})
-    num_steps = epochs * max(1, round(len(learnt) / update.minibatch_episodes))
+    num_steps = epochs * max(1, round(len(training) / update.minibatch_episodes))
     learner = Learner(model, update, LossConfig(name="nll"), steps=num_steps)
-    tell(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
+    report(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
     with new_folder(out) as folder:
-        before = mean_nll(learner, unseen)
-        seen: list[Metrics] = []
-        for step, part in enumerate(planned(whole, update.minibatch_episodes, epochs, config.seed)):
-            seen.append(learner.update(part, step))
+        before = mean_nll(learner, test_batch)
+        recent: list[Metrics] = []
+        parts = epoch_minibatches(train_batch, update.minibatch_episodes, epochs, config.seed)
+        for step, part in enumerate(parts):
+            recent.append(learner.update(part, step))
             if (step + 1) * LINES // num_steps > step * LINES // num_steps:
-                tell(f"step {step + 1}/{num_steps}  nll {merge(seen)['loss/nll'].value:.4f}")
-                seen.clear()
-        after = mean_nll(learner, unseen)
+                report(f"step {step + 1}/{num_steps}  nll {merge(recent)['loss/nll'].value:.4f}")
+                recent.clear()
+        after = mean_nll(learner, test_batch)
         if not math.isfinite(after):
             raise RagenError(f"the loss is {after} after {num_steps} steps: set a lower --lr")
         save_trained(model, tokenizer, folder)
-    return Tuned(
+    return SftResult(
         model=out,
-        examples=len(learnt),
+        examples=len(training),
         unsolved=examples.unsolved,
         too_long=examples.too_long,
         held_out=len(held_out),
@@ -202,10 +203,10 @@ def _refuse(config: Config, out: Path, episodes: int, epochs: int, lr: float) ->
 
 
 def refuse_unread(overrides: Mapping[str, Any]) -> None:
-    """Refuse keys that would change nothing.
+    """Refuse keys without effect.
 
     Args:
-        overrides: Values by their full keys.
+        overrides: Values by full key.
 
     Raises:
         RagenError: `sft` does not read one of them.
@@ -219,15 +220,15 @@ def refuse_unread(overrides: Mapping[str, Any]) -> None:
     for key in overrides:
         if key == "update.lr":
             raise RagenError("update.lr is the rate of reinforcement learning; set --lr")
-        if not key.startswith(READ):
+        if not key.startswith(KEYS):
             raise RagenError(f"{key} has no effect on supervised fine-tuning; leave it out")
 
 
-def played(config: Config, chat: Chat, episodes: int) -> Examples:
-    """Solved episodes of the environment's optimal player, who says its plan.
+def solver_examples(config: Config, chat: Chat, episodes: int) -> Examples:
+    """Solved episodes of the environment's optimal player, which states its plan.
 
     Raises:
-        RagenError: The environment has no solver, breaks in every episode, or too few are left.
+        RagenError: The environment has no solver, fails in every episode, or too few are solved.
     """
     setup = make_setup(config, chat)
     player = SolverPlayer("give conversations to learn from with --data FILE.jsonl")
@@ -237,76 +238,82 @@ def played(config: Config, chat: Chat, episodes: int) -> Examples:
     levels = [sft_level(index) for index in range(episodes)]
     with closing(setup):
         groups = run_async(run_groups(policy, setup, levels, 1, (config.seed, "sft")))
-    every = [group.episodes[0] for group in groups]
-    refuse_unplayable([outcome_of(episode) for episode in every])
+    played = [group.episodes[0] for group in groups]
+    refuse_unplayable([outcome_of(episode) for episode in played])
     solved = [
         [(turn.prompt, turn.completion) for turn in episode.turns]
-        for episode in every
+        for episode in played
         if episode.success
     ]
-    return _with_room("solver episodes", solved, len(every) - len(solved), config)
+    return _fitting("solver episodes", solved, len(played) - len(solved), config)
 
 
-def told(config: Config, chat: Chat, transcripts: Sequence[Transcript]) -> Examples:
+def transcript_examples(config: Config, chat: Chat, transcripts: Sequence[Transcript]) -> Examples:
     """Conversations from a file, as the model's chat renders them.
 
     Raises:
-        RagenError: A reply is nothing that the model could say, or too few are left.
+        RagenError: The model could not sample a reply, or too few conversations fit.
     """
     most, prompt = config.rollout.max_tokens, config.prompt
     given = prefill(prompt.think) if prompt.prefill else ""
     drops = prompt.think and prompt.history_thoughts == "drop"
-    recited = [recite(each, chat, given, most, drops) for each in transcripts]
-    return _with_room("conversations", recited, 0, config)
+    examples = [to_exchanges(each, chat, given, most, drops) for each in transcripts]
+    return _fitting("conversations", examples, 0, config)
 
 
-def _with_room(source: str, found: list[list[Exchange]], unsolved: int, config: Config) -> Examples:
-    """The examples that a rollout has room for."""
+def _fitting(
+    source: str, examples: list[list[Exchange]], unsolved: int, config: Config
+) -> Examples:
+    """The examples that fit into a rollout."""
     most, longest = config.rollout.max_tokens, config.model.max_length
 
     def fits(exchange: Exchange) -> bool:
-        asked, said = (len(part.token_ids or ()) for part in exchange)
-        return said <= most and asked + said <= longest
+        prompt, completion = (len(part.token_ids or ()) for part in exchange)
+        return completion <= most and prompt + completion <= longest
 
-    kept = [example for example in found if all(fits(exchange) for exchange in example)]
-    examples = Examples(source, kept, unsolved, len(found) - len(kept))
+    kept = [example for example in examples if all(fits(exchange) for exchange in example)]
+    result = Examples(source, kept, unsolved, len(examples) - len(kept))
     if len(kept) < 2:
         remedy = "give more"
-        if examples.unsolved > examples.too_long:
+        if result.unsolved > result.too_long:
             remedy = "raise env.max_turns or env.max_actions, or play more"
-        elif examples.too_long:
+        elif result.too_long:
             remedy = "raise rollout.max_tokens (of a reply) or model.max_length (of all)"
-        raise RagenError(f"{examples}; two are needed, one of them to be held out: {remedy}")
-    return examples
+        raise RagenError(f"{result}; at least two are needed, one of them held out: {remedy}")
+    return result
 
 
-def split(
-    found: Sequence[list[Exchange]], seed: int
+def split_examples(
+    examples: Sequence[list[Exchange]], seed: int
 ) -> tuple[list[list[Exchange]], list[list[Exchange]]]:
-    """The examples to learn from, and the share that is held out; at least one of each.
+    """The training examples and the held-out share, at least one of each.
 
     Example:
-        >>> learnt, held_out = split([[]] * 50, seed=0)
-        >>> len(learnt), len(held_out)
+        >>> training, held_out = split_examples([[]] * 50, seed=0)
+        >>> len(training), len(held_out)
         (45, 5)
     """
-    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(found)).tolist()
-    count = max(1, round(HELD_OUT * len(found)))
-    return [found[i] for i in sorted(order[count:])], [found[i] for i in sorted(order[:count])]
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(examples)).tolist()
+    count = max(1, round(HELD_OUT * len(examples)))
+    return [examples[i] for i in sorted(order[count:])], [
+        examples[i] for i in sorted(order[:count])
+    ]
 
 
-def rows(found: Sequence[list[Exchange]]) -> Batch:
-    """Examples as one batch, each an episode and a group of its own."""
-    return collate([sample for i, each in enumerate(found) for sample in join(each, i, i)])
+def collate_examples(examples: Sequence[list[Exchange]]) -> Batch:
+    """One batch in which each example is an episode and a group of its own."""
+    return collate([sample for i, each in enumerate(examples) for sample in join(each, i, i)])
 
 
-def planned(whole: Batch, minibatch_episodes: int, epochs: int, seed: int) -> Iterator[Batch]:
-    """The minibatches of all passes, one pass in memory at a time."""
+def epoch_minibatches(
+    batch: Batch, minibatch_episodes: int, epochs: int, seed: int
+) -> Iterator[Batch]:
+    """The minibatches of all epochs, one epoch in memory at a time."""
     for epoch in range(epochs):
-        yield from minibatches(whole, minibatch_episodes, 1, derive(seed, "sft", "epoch", epoch))
+        yield from minibatches(batch, minibatch_episodes, 1, derive(seed, "sft", "epoch", epoch))
 
 
 def mean_nll(learner: Learner, batch: Batch) -> float:
-    """Mean negative log-likelihood of what is to be learnt, in nats a token."""
+    """Mean negative log-likelihood of the trained tokens, in nats per token."""
     logprobs_BT, _ = learner.logprobs(batch)
     return -float(logprobs_BT[batch.mask_BT].mean())

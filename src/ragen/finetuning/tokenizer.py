@@ -1,10 +1,10 @@
 """The embedded models' tokenizer: whole words where it knows them, bytes everywhere else.
 
-Decoding gives back any text (in Unicode's composed form, NFC, as every Qwen2 tokenizer). A word of
-the vocabulary is one token, with the space before it, so that a map of named cells costs two tokens
-a cell. In Hugging Face's terms it is Qwen2's byte-level tokenizer without merges, the words being
-added tokens: `AutoTokenizer` gives every model of that architecture Qwen2's own way of splitting,
-which added tokens alone come before.
+Decoding restores any text (in Unicode's composed form, NFC, like every Qwen2 tokenizer). A word of
+the vocabulary is one token with the space before it, so that a named cell and its symbol cost two
+tokens. In Hugging Face's terms it is Qwen2's byte-level tokenizer without merges, with the words as
+added tokens. For every model of that architecture `AutoTokenizer` splits text as Qwen2 does, and
+only added tokens take precedence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEMPLATE = (
     "{% else %}<|user|>{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""One token opens a message; a reply ends with its end-of-turn token, others with the next."""
+"""One token opens a message. The end-of-turn token ends a reply; other messages have no end."""
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ACTIONS = ("Left", "Down", "Right", "Up")
@@ -43,7 +43,7 @@ PUNCTUATION = ("||", ":", ",", "=", "?", "-", ">", "<", "|")
 
 
 def words() -> list[str]:
-    """The vocabulary's words: most follow a space, some open a line or an answer."""
+    """The vocabulary's words: most follow a space, some begin a line or an answer."""
     others = tuple(WORDS.split())
     spaced = ACTIONS + SYMBOLS + CELLS + NUMBERS + REWARDS + ARMS + others + PUNCTUATION
     bare = ("\n", "||", *ACTIONS, *(c for c in CELLS if c[1] in "01"), *ARMS, *others)

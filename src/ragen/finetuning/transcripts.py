@@ -1,13 +1,13 @@
-"""Conversations that somebody wrote, as the prompts and completions of an episode.
+"""Conversations from a file, as the prompts and completions of an episode.
 
-A file holds one conversation a line: a user and an assistant in turn, perhaps behind a system text.
+A file holds one conversation per line: user and assistant in turn, optionally after a system text.
 
     {"messages": [{"role": "user", "content": "P _ G"},
                   {"role": "assistant", "content": "<think>…</think><answer>Right</answer>"}]}
 
-They take the path of a rollout. A prompt is what the chat opens or extends, a completion is what
-the assistant says with the token that ends its turn; so what is learnt are exactly the tokens that
-a policy would have had to sample there, and none is looked for in a rendered text.
+They take the path of a rollout. The chat opens or extends each prompt, and a completion is the
+assistant's text with the token that ends its turn. So the trained tokens are exactly those that a
+policy would have to sample; none is searched for in rendered text.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ragen.rollout.policies import written_completion
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A conversation and, in words, where it stands.
+    """A conversation and its file and line.
 
-    Its last message is an assistant's; what the assistant says has no white space around it.
+    The last message is the assistant's; assistant messages have no surrounding white space.
 
     Example:
         >>> messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"})
@@ -42,13 +42,13 @@ class Transcript:
 
 
 def read_transcripts(path: Path) -> list[Transcript]:
-    """All conversations of a file, one a line; empty lines are none.
+    """All conversations of a file, one per line; empty lines are skipped.
 
-    A last message of the user is left out, since nobody answers it.
+    A final message of the user is left out, since it has no reply.
 
     Raises:
-        RagenError: The file cannot be read or holds no conversation, or a line is none: no JSON, no
-            ``messages``, roles that do not take turns, an empty reply, or no reply at all.
+        RagenError: The file cannot be read or holds no conversation, or a line is not one: no JSON,
+            no ``messages``, roles that do not alternate, an empty reply, or no reply at all.
 
     Example:
         >>> import tempfile
@@ -56,26 +56,26 @@ def read_transcripts(path: Path) -> list[Transcript]:
         >>> _ = path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
         >>> read_transcripts(path)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ragen.core.errors.RagenError: .../chats.jsonl, line 1: the assistant says nothing in it
+        ragen.core.errors.RagenError: .../chats.jsonl, line 1: it has no assistant message
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors put a mark before the text
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
     except OSError as error:
         raise RagenError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
-        raise RagenError(f"{path} is not UTF-8 text, so it holds no conversations") from None
-    found = [
+        raise RagenError(f"{path} is not UTF-8 text; save it as UTF-8") from None
+    transcripts = [
         Transcript(where, tuple(_messages(line, where)))
         for where, line in _lines(text, path)
         if line.strip()
     ]
-    if not found:
-        raise RagenError(f'{path} holds no conversation; write one a line, {{"messages": […]}}')
-    return found
+    if not transcripts:
+        raise RagenError(f'{path} holds no conversation; write one per line, {{"messages": […]}}')
+    return transcripts
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, str]]:
-    # Not `splitlines`, which also parts at characters that JSON allows inside a text.
+    # `splitlines` would also split at characters that JSON allows inside a string.
     for number, line in enumerate(text.split("\n"), 1):
         yield f"{path}, line {number}", line
 
@@ -88,21 +88,21 @@ def _messages(line: str, where: str) -> list[Message]:
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise RagenError(f'{where}: expected {{"messages": [{{"role": …, "content": …}}, …]}}')
-    found = [_message(message, where) for message in messages]
-    turns = found[1:] if found[0]["role"] == "system" else found
+    parsed = [_message(message, where) for message in messages]
+    turns = parsed[1:] if parsed[0]["role"] == "system" else parsed
     for number, message in enumerate(turns):
         expected = "assistant" if number % 2 else "user"
         if message["role"] != expected:
             raise RagenError(
-                f"{where}: message {number + 1 + len(found) - len(turns)} is of role "
-                f"{message['role']!r}, expected {expected!r}; user and assistant take turns, at "
-                "most one system message before them"
+                f"{where}: message {number + 1 + len(parsed) - len(turns)} has role "
+                f"{message['role']!r}, expected {expected!r}; user and assistant alternate, "
+                "after at most one system message"
             )
     if len(turns) < 2:
-        raise RagenError(f"{where}: the assistant says nothing in it")
+        raise RagenError(f"{where}: it has no assistant message")
     if any(message["role"] == "assistant" and not message["content"] for message in turns):
-        raise RagenError(f"{where}: an assistant's message is empty")
-    return found if len(turns) % 2 == 0 else found[:-1]
+        raise RagenError(f"{where}: an assistant message is empty")
+    return parsed if len(turns) % 2 == 0 else parsed[:-1]
 
 
 def _message(message: Any, where: str) -> Message:
@@ -116,27 +116,27 @@ def _message(message: Any, where: str) -> Message:
     return {"role": role, "content": content.strip() if role == "assistant" else content}
 
 
-def recite(
+def to_exchanges(
     transcript: Transcript,
     chat: Chat,
     prefill: str,
     max_tokens: int,
     drops_thoughts: bool = False,
 ) -> list[Exchange]:
-    """A conversation's prompts and completions, the earlier turns in them as the chat keeps them.
+    """A conversation's prompts and completions, with earlier turns as the chat keeps them.
 
-    A reply that begins with `prefill` is given that much, as in a rollout; any other is learnt from
-    its first token.
+    If a reply begins with `prefill`, that part belongs to the prompt, as in a rollout. Any other
+    reply is trained from its first token.
 
     Args:
         transcript: The conversation.
-        chat: Of the model that is to learn it.
-        prefill: The start of a reply that prompts hold already, such as ``<think>``.
-        max_tokens: Of a completion, for the prompts.
-        drops_thoughts: Whether earlier replies are shown without their thoughts. `chat` must know.
+        chat: The chat of the model.
+        prefill: The pre-filled start of a reply, such as ``<think>``.
+        max_tokens: Completion length limit of the prompts.
+        drops_thoughts: Whether earlier replies are shown without their thoughts; as for `chat`.
 
     Raises:
-        RagenError: A reply is nothing that the model could say in its chat.
+        RagenError: The model could not sample a reply in its chat.
     """
     exchanges: list[Exchange] = []
     running: tuple[int, ...] = ()
@@ -146,32 +146,33 @@ def recite(
             shown.append(message)
             continue
         before = tuple(shown)
-        given, rest = _parted(message["content"], chat.opening, prefill, transcript.where)
+        given, rest = _split_prefill(message["content"], chat.opening, prefill, transcript.where)
         if running and chat.exact:
             ids, num_prefill = chat.extend(running, before, given)
         else:
             ids, num_prefill = chat.open(before, given)
         completion = written_completion(rest, lambda text: (*chat.encode(text), chat.end))
-        said = completion.token_ids or ()
-        if not chat.end_ids.isdisjoint(said[:-1]):
+        sampled = completion.token_ids or ()
+        if not chat.end_ids.isdisjoint(sampled[:-1]):
             raise RagenError(
-                f"{transcript.where}: an assistant's message spells the token that ends its turn"
+                f"{transcript.where}: an assistant message contains the token that ends its turn; "
+                "remove it"
             )
-        running = ids + said
+        running = ids + sampled
         reply = message["content"]
         shown.append({**message, "content": without_thought(reply) if drops_thoughts else reply})
         exchanges.append((Prompt(before, ids, num_prefill, max_tokens, 1.0, 0), completion))
     return exchanges
 
 
-def _parted(reply: str, opening: str, prefill: str, where: str) -> tuple[str, str]:
-    """The pre-filled start of a reply, as the chat takes it, and what is left to be said."""
+def _split_prefill(reply: str, opening: str, prefill: str, where: str) -> tuple[str, str]:
+    """The pre-filled start of a reply and the rest, which is sampled."""
     if opening:
         tag = opening.strip()
         if not reply.startswith(tag):
             raise RagenError(
-                f"{where}: this model's chat template begins every reply with {tag}, and an "
-                "assistant's message does not; write a thought, or take another model"
+                f"{where}: this model's chat template begins every reply with {tag}, but an "
+                "assistant message does not; write a thought, or use another model"
             )
         return tag, reply.removeprefix(opening if reply.startswith(opening) else tag)
     given = prefill if reply.startswith(prefill) else ""

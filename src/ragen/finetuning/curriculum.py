@@ -1,0 +1,183 @@
+"""The curriculum of the embedded models: lessons, stages and the stages of each family.
+
+A lesson is one kind of demonstration: an environment, a teacher, levels and budgets. A stage is a
+number of training steps on a mixture of lessons.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from ragen.config.sections import UpdateConfig
+from ragen.core.seeding import base_level, eval_level
+from ragen.envs.contract import Env
+from ragen.envs.registry import env_factory
+from ragen.finetuning.demonstrations import Lookup, Teacher, bandit_knowledge, look_up
+from ragen.finetuning.demonstrations_lake import hard_level, safe_walk, slippery_lake, still_lake
+from ragen.finetuning.demonstrations_sokoban import sokoban_plan, solved_in
+
+NUM_HELD_OUT = 1024
+"""Number of evaluation levels whose boards no demonstration shows."""
+LEVELS_PER_LESSON = 1_000_000
+WARMUP_STEPS = 20
+
+
+def every_level(env: Env) -> bool:
+    """Accept every level."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Demonstrations of one kind.
+
+    Attributes:
+        teacher: Writes the turns.
+        make: Makes the environment.
+        accept: Whether a level, to which the environment has been reset, belongs to the lesson.
+        turns: Turn budgets, of which each episode draws one.
+        actions: Action budget.
+        share: Weight of the lesson in its stage.
+        held_out: Whether boards of evaluation levels are left out.
+    """
+
+    teacher: Teacher
+    make: Callable[[], Env]
+    accept: Callable[[Env], bool] = every_level
+    turns: tuple[int, ...] = (5,)
+    actions: int = 10
+    share: float = 1.0
+    held_out: bool = True
+
+    @property
+    def name(self) -> str:
+        """The environment's name."""
+        return self.make().name
+
+    def levels(self, stage: int, index: int) -> Iterator[int]:
+        """Levels of this lesson, number `index` of stage `stage`, each once."""
+        env = self.make()
+        held_out = set()
+        for number in range(NUM_HELD_OUT if self.held_out else 0):
+            env.reset(seed=eval_level(number), options={"noise_seed": 0})
+            held_out.add(env.state_key())
+        for number in itertools.count(LEVELS_PER_LESSON * (100 * stage + index)):
+            level = base_level(number)
+            env.reset(seed=level, options={"noise_seed": 0})
+            if self.accept(env) and env.state_key() not in held_out:
+                yield level
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Training steps on a mixture of lessons; learning rates decay linearly to `lr_end` × rate."""
+
+    name: str
+    steps: int
+    lessons: tuple[Lesson, ...]
+    episodes: int = 16
+    lr: float = 3e-3
+    muon_lr: float = 0.02
+    lr_end: float = 1.0
+    context_weight: float = 0.0
+
+    @property
+    def update(self) -> UpdateConfig:
+        """The learner's settings."""
+        return UpdateConfig(
+            lr=self.lr,
+            lr_end=self.lr_end,
+            warmup_steps=WARMUP_STEPS,
+            beta2=0.99,
+        )
+
+
+ARMS = tuple(
+    Lesson(
+        bandit_knowledge,
+        env_factory("bandit", **names),
+        turns=(1,),
+        actions=1,
+        share=share,
+        held_out=False,
+    )
+    for share, names in (
+        (0.4, {}),
+        (0.4, {"name_set": "pairs"}),
+        (0.2, {"name_set": "pairs", "split": "test"}),
+    )
+)
+"""How each name sounds, also in the test splits; the reward of a sound is not taught."""
+
+# FrozenLake: careful play on all levels from any state (untrained walks lead to some of them), and
+# random walks. The mix makes careful play one habit among others.
+LOOKUP_LAKE = Lesson(look_up, partial(Lookup, "abcd", "0123", "FrozenLake"), held_out=False)
+STILL = env_factory("frozen-lake-still", observation="named")
+MORE_HOLES = env_factory("frozen-lake-still", observation="named", p_frozen=0.5)
+SAFE_WALKS = Lesson(safe_walk, MORE_HOLES, turns=(1,), share=1.5, held_out=False)
+STILL_LAKE = tuple(
+    Lesson(teacher, STILL, accept, turns=(1, 1, 2, 3, 5), share=share)
+    for share, teacher, accept in (
+        (0.3, still_lake(careful=1.0), every_level),
+        (0.3, still_lake(careful=1.0), hard_level),
+        (0.3, still_lake(careful=0.75, walks_trained=False), every_level),
+        (0.1, still_lake(careful=0.0), every_level),
+    )
+)
+STILL_LAKE_MIX = (Lesson(still_lake(careful=0.2), STILL),)
+
+# Slips reach every state of slippery ice; the optimal plan depends on the remaining turns.
+SLIPPERY = env_factory("frozen-lake", observation="named")
+SLIPPERY_LAKE = (
+    Lesson(slippery_lake(careful=1.0), SLIPPERY, share=0.6),
+    Lesson(slippery_lake(careful=0.75, walks_trained=False), SLIPPERY, share=0.3),
+    Lesson(slippery_lake(careful=0.0), SLIPPERY, share=0.1),
+)
+SLIPPERY_MIX = (Lesson(slippery_lake(careful=0.2), SLIPPERY),)
+
+# Sokoban: mostly levels of more than one turn, since late turns need practice, too, and
+# boards that untrained slips have led to.
+LOOKUP_SOKOBAN = Lesson(look_up, partial(Lookup, "bcde", "1234", "Sokoban"), held_out=False)
+BOX = env_factory("sokoban", observation="named")
+SOKOBAN = (
+    Lesson(sokoban_plan(1.0), BOX, solved_in(4), turns=(2, 3, 5), share=0.4),
+    Lesson(sokoban_plan(0.7, slips_trained=False), BOX, solved_in(3), turns=(3, 5), share=0.35),
+    Lesson(sokoban_plan(0.75, slips_trained=False), BOX, turns=(1, 2, 3), share=0.25),
+)
+SOKOBAN_MIX = (Lesson(sokoban_plan(0.25), BOX),)
+
+LAKE_STAGES = (
+    Stage("look-up", 300, (LOOKUP_LAKE, SAFE_WALKS)),
+    Stage("still ice", 600, STILL_LAKE, context_weight=0.1),
+)
+"""The first stages of both lake families."""
+
+LAYERS = {"bandit": 2, "frozen-lake-still": 3, "frozen-lake": 3, "sokoban": 3}
+"""Number of layers of each embedded model."""
+
+FAMILIES: dict[str, tuple[Stage, ...]] = {
+    "bandit": (
+        Stage("names", 80, ARMS, episodes=32, lr_end=0.3),
+        Stage("choice", 120, ARMS, episodes=64, lr=6e-4, muon_lr=0.003, lr_end=0.02),
+    ),
+    "frozen-lake-still": (
+        *LAKE_STAGES,
+        Stage("settling", 400, STILL_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("mix", 120, STILL_LAKE_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+    "frozen-lake": (
+        *LAKE_STAGES,
+        Stage("slippery ice", 200, SLIPPERY_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("mix", 80, SLIPPERY_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+    "sokoban": (
+        Stage("look-up", 250, (LOOKUP_SOKOBAN,)),
+        Stage("skill", 500, SOKOBAN, context_weight=0.1),
+        Stage("skill, settling", 700, SOKOBAN, context_weight=0.1, lr_end=0.02),
+        Stage("mix", 120, SOKOBAN_MIX, context_weight=0.1, lr=5e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+}
+"""The stages of each embedded model, in order."""
