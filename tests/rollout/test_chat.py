@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tiny import TEMPLATES, tiny_model, tiny_tokenizer
 
 from ragen.core.errors import RagenError
-from ragen.rollout.chat import DAY, Chat
+from ragen.rollout.chat import Chat
+from ragen.rollout.template import DAY
 
 KEEPING = ["chatml", "llama3", "gemma", "llama2", "thinker", "glm", "dated"]
 DROPPING = ["qwen3", "reasoner", "hollow"]

@@ -24,11 +24,12 @@ from ragen.models.adapter_folder import ADAPTER_WEIGHTS, BASE
 from ragen.models.names import ADAPTER_CONFIG, is_adapter
 from ragen.reports.card import Usage, card
 from ragen.reports.report import read_facts
-from ragen.rollout.chat import DAY, Chat
+from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import make_setup
 from ragen.rollout.specs import EpisodeSpec
+from ragen.rollout.template import DAY
 from ragen.storage.checkpoint import Damaged, choose, folders, new_folder, step_of, verified_state
 
 WEIGHTS = (

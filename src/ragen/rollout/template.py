@@ -1,0 +1,139 @@
+"""A tokenizer's chat template: rendering conversations, and finding out what the template does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date
+from typing import Any, Protocol
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Message
+
+Ids = tuple[int, ...]
+
+DAY = date(2025, 1, 1)
+"""The date for templates that write today's date: a run must not depend on its day."""
+
+# Trial texts: words that no template contains and that trimming does not change.
+SYSTEM, USER, LAST_USER = "Qsystemq", "Quserq", "Qlastuserq"
+ANSWERS = ("<answer>Qupq</answer>", "<answer>Qdownq</answer>")
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used."""
+
+    chat_template: Any
+    eos_token_id: int | None
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Render a conversation."""
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Text to ids."""
+
+    def decode(self, token_ids: Any, **options: Any) -> Any:
+        """Ids to text."""
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """Tokens that are cut out of a text before the rest is split: all special ones are."""
+
+
+class Template:
+    """A chat template, tried out on short conversations.
+
+    Args:
+        tokenizer: A loaded Hugging Face tokenizer.
+        think: Whether replies have thoughts; some templates take this option.
+
+    Attributes:
+        fold: The template has no system role.
+        start: The rendering of a single user message (`USER`).
+        written: The start of a thought, or an empty thought, at the end of the generation prompt.
+        opening: `written` if it is the start of a thought, otherwise nothing.
+
+    Raises:
+        RagenError: The tokenizer has no chat template, or the template refuses a single user
+            message or leaves it out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, think: bool) -> None:
+        if tokenizer.chat_template is None:
+            raise RagenError(
+                "this tokenizer has no chat template: choose an instruction-tuned model, or set "
+                "tokenizer.chat_template and save the tokenizer beside the weights"
+            )
+        self._tokenizer, self._think = tokenizer, think
+        self.fold = self._lacks_system_role()
+        self.start = self.render(conversation(USER))
+        if USER not in self.start:
+            raise RagenError(
+                "this chat template leaves out what the user says: choose an instruction-tuned "
+                "model, or save the template that belongs to it beside the weights"
+            )
+        prompt = self.start.rpartition(USER)[2]
+        thought = prompt[prompt.rfind("<think>") :] if "<think>" in prompt else ""
+        self.written = thought if is_empty_thought(thought) else ""
+        self.opening = "" if "</think>" in self.written else self.written
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation up to the start of the next reply.
+
+        Raises:
+            RagenError: The template refuses the conversation.
+        """
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    enable_thinking=self._think,
+                    strftime_now=DAY.strftime,
+                )
+            )
+        except _template_errors() as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise RagenError(
+                f"the chat template refuses a conversation of {roles} ({error}): choose a model "
+                "whose template takes user and assistant messages in turn"
+            ) from error
+
+    def closing(self) -> str:
+        """The text between an assistant's message and the next user message."""
+        text = self.render(conversation(USER, ANSWERS[0], LAST_USER))
+        return text.rpartition(ANSWERS[0])[2].partition(LAST_USER)[0]
+
+    def _lacks_system_role(self) -> bool:
+        messages = ({"role": "system", "content": SYSTEM}, *conversation(USER))
+        try:
+            return SYSTEM not in self.render(messages)
+        except RagenError:
+            return True
+
+
+def conversation(*contents: str) -> tuple[Message, ...]:
+    """Messages of user and assistant in turn."""
+    return tuple(
+        {"role": "assistant" if index % 2 else "user", "content": content}
+        for index, content in enumerate(contents)
+    )
+
+
+def folded(messages: Sequence[Message]) -> Sequence[Message]:
+    """The same conversation with the system text on top of the first user message."""
+    if not messages or messages[0]["role"] != "system":
+        return messages
+    system, user, *rest = messages
+    return [{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+
+
+def is_empty_thought(text: str) -> bool:
+    """Whether a text is the start of a thought or an empty one, spaces aside."""
+    return "".join(text.split()) in ("<think>", "<think></think>")
+
+
+def _template_errors() -> tuple[type[Exception], ...]:
+    """What a template may raise: its engine's errors, and Python's about the values it handles."""
+    from jinja2 import TemplateError  # imported only where a template fails
+
+    return TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
