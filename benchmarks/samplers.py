@@ -17,7 +17,7 @@ import torch
 
 from ragen.config.reading import resolve
 from ragen.core.seeding import train_level
-from ragen.engines.local import policy_of
+from ragen.engines.factory import make_policy
 from ragen.engines.sampling import Stats
 from ragen.models.names import resolve_model
 from ragen.rollout.groups import run_groups
@@ -40,7 +40,7 @@ def measured(way: str, recipe: str, repeat: int) -> dict[str, Any]:
     if way.endswith("cache"):
         without_prefix_cache()
     config = resolve(recipe, {"rollout.sampler": way.split()[0]})
-    policy, chat = policy_of(config, resolve_model("base", config.env.name))
+    policy, chat = make_policy(config, resolve_model("base", config.env.name))
     setup, size = make_setup(config, chat), config.rollout
 
     async def step(number: int) -> None:

@@ -39,7 +39,7 @@ from typing_extensions import override
 
 from ragen.config.config import Config
 from ragen.core.types import Episode
-from ragen.engines import local
+from ragen.engines import factory
 from ragen.engines.sampler import Sampler
 from ragen.envs.frozen_lake import FrozenLake
 from ragen.rollout import guarded
@@ -54,7 +54,7 @@ LENGTH = 382
 ROUNDS, WARM_UP = 3, 2
 """Runs of each side, and steps at the start of each that are not counted."""
 
-LOCAL_SAMPLER = local.local_sampler
+LOCAL_SAMPLER = factory.make_local_sampler
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -215,7 +215,7 @@ def ours(steps: int) -> dict[str, float]:
         tempfile.TemporaryDirectory() as folder,
         patch.object(running, "time", clock),
         patch.object(guarded, "time", clock),
-        patch.object(local, "local_sampler", endless),
+        patch.object(factory, "make_local_sampler", endless),
     ):
         make_model(Path(folder, "model"))
         config = make_config(Path(folder, "model"), WARM_UP + steps)

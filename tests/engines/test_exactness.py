@@ -258,7 +258,7 @@ def test_a_batch_that_lost_its_fingerprints_is_not_trained_unverified(
         "minibatches",
         lambda *all_of_it: [replace(p, born_BK=None) for p in split(*all_of_it)],
     )
-    with pytest.raises(AssertionError, match="what was sampled"):
+    with pytest.raises(AssertionError, match="trains on sampled tokens"):
         train(corridor(), tmp_path / "run")
 
 

@@ -17,8 +17,9 @@ from ragen.config.reading import changed, resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
 from ragen.engines import memory
+from ragen.engines.free_memory import container_rooms
 from ragen.engines.local import LocalEngine
-from ragen.engines.memory import CHANGES, cache_bytes, container_rooms, held, plan, refuse_too_large
+from ragen.engines.memory import CHANGES, cache_bytes, held, plan, refuse_too_large
 from ragen.engines.sampler import Sampler
 from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.loading import save_model

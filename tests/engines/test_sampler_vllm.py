@@ -16,8 +16,9 @@ from tiny import tiny_model, tiny_tokenizer
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
-from ragen.engines.local import LocalEngine, policy_of
-from ragen.engines.parity import compared
+from ragen.engines.factory import make_policy
+from ragen.engines.local import LocalEngine
+from ragen.engines.parity import check_parity
 from ragen.engines.sampler_vllm import VllmSampler
 from ragen.engines.vllm_engine import TESTED, Vllm
 from ragen.evaluation.evaluation import evaluate_target, play_target
@@ -176,7 +177,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[PretendVllm]:
         made.append(PretendVllm(path, **options))
         return made[-1]
 
-    monkeypatch.setattr("ragen.engines.local.Vllm", make)
+    monkeypatch.setattr("ragen.engines.factory.Vllm", make)
     return made
 
 
@@ -226,7 +227,9 @@ def test_another_model_is_found_out_before_anything_is_written(
 ) -> None:
     other, tokenizer = tmp_path / "other", tiny_tokenizer()
     save_model(tiny_model(tokenizer, seed=5, initializer_range=0.5), tokenizer, other)
-    monkeypatch.setattr("ragen.engines.local.Vllm", lambda path, **options: PretendVllm(str(other)))
+    monkeypatch.setattr(
+        "ragen.engines.factory.Vllm", lambda path, **options: PretendVllm(str(other))
+    )
     with pytest.raises(RagenError, match="after publication 0"):
         train(settings(folder), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -249,10 +252,10 @@ def test_a_checkpoint_is_pushed_when_it_is_loaded(
 def test_an_evaluation_samples_with_vllm_and_leaves_a_server_alone(
     folder: str, pretended: list[PretendVllm]
 ) -> None:
-    policy, _ = policy_of(settings(folder), folder)
+    policy, _ = make_policy(settings(folder), folder)
     assert isinstance(policy, VllmSampler)
     url = {"rollout.sampler": "http://127.0.0.1:1"}
-    policy, _ = policy_of(settings(folder, **url), folder)
+    policy, _ = make_policy(settings(folder, **url), folder)
     assert not isinstance(policy, VllmSampler) and len(pretended) == 1
 
 
@@ -302,7 +305,7 @@ def test_a_rollback_that_fails_is_told_and_closes_once(
         made.append(PretendVllm(path, **options))
         return made[-1]
 
-    monkeypatch.setattr("ragen.engines.local.Vllm", make)
+    monkeypatch.setattr("ragen.engines.factory.Vllm", make)
     back = {"guard.responses": {"grad_spike": "rollback"}, "checkpoint.every": 1, "steps": 3}
     with pytest.raises(RagenError, match="cannot serve it"):
         train(settings(folder, **back), tmp_path / "run")
@@ -314,7 +317,7 @@ def test_vllm_gets_the_folder_that_was_loaded(
 ) -> None:
     """Not the name: nothing asks the Hub again, and what is in its cache will do."""
     monkeypatch.setattr("ragen.models.loading.model_folder", lambda path: Path(folder))
-    policy_of(settings("nobody/nothing"), "nobody/nothing")
+    make_policy(settings("nobody/nothing"), "nobody/nothing")
     assert pretended[0].path == folder
 
 
@@ -333,7 +336,7 @@ def test_agreement_is_judged_by_what_the_arithmetic_allows(
                 moved = (said.logprobs[0] + distance, *said.logprobs[1:])
                 return Completion(said.token_ids, moved, said.text, "length", 4)
 
-        told = compared(Off(), engine.learner, engine.chat, 0.5, dtype)
+        told = check_parity(Off(), engine.learner, engine.chat, 0.5, dtype)
         return told["publish/logprob_difference"].value
 
     assert off_by(0.005, "float32") == pytest.approx(0.005, abs=1e-5)

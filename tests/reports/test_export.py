@@ -23,7 +23,7 @@ from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.seeding import eval_level
 from ragen.core.stopping import run_async
-from ragen.engines.local import loaded
+from ragen.engines.factory import load_model
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.models.loading import load_policy
 from ragen.reports.card import until
@@ -304,7 +304,7 @@ def adapted(tmp_path: Path) -> Path:
 
 def logits_of(run: Path) -> torch.Tensor:
     """What the run's policy says to the probe, its adapter beside its base."""
-    model, _ = loaded(read_facts(run).config, str(newest(run)))
+    model, _ = load_model(read_facts(run).config, str(newest(run)))
     with torch.no_grad():
         return model(PROBE).logits
 

@@ -20,7 +20,8 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
-from ragen.engines.local import LocalEngine, loaded, policy_of
+from ragen.engines.factory import load_model, make_policy
+from ragen.engines.local import LocalEngine
 from ragen.engines.tensors import load_tensors
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.evaluation.results import load_evaluations
@@ -94,12 +95,12 @@ def test_a_run_is_played_as_it_is_and_merged(finished: Path) -> None:
     newest = checkpoint.newest(finished)
     engine = LocalEngine(asked(**GAE), config().model.path)
     asyncio.run(engine.load(newest, checkpoint.read_state(newest)["engine"]))
-    policy, _ = policy_of(config(), str(newest))
+    policy, _ = make_policy(config(), str(newest))
     plain = LocalEngine(config(), str(newest)).model
     assert not lora.has_adapters(plain) and lora.has_adapters(engine.model)
     probe = torch.arange(1, 9)[None]
     expected = engine.model(probe).logits
-    loaded_on, _ = loaded(config(), str(newest))
+    loaded_on, _ = load_model(config(), str(newest))
     assert torch.equal(loaded_on(probe).logits, expected)
     torch.testing.assert_close(plain(probe).logits, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(merged(engine.model)(probe).logits, plain(probe).logits)
@@ -114,13 +115,13 @@ def test_a_run_is_played_as_it_is_and_merged(finished: Path) -> None:
 
 
 def test_a_run_is_exported_as_an_adapter_and_merged(finished: Path, tmp_path: Path) -> None:
-    expected = loaded(config(), str(checkpoint.newest(finished)))[0]
+    expected = load_model(config(), str(checkpoint.newest(finished)))[0]
     export(finished, tmp_path / "adapter")
     export(finished, tmp_path / "whole", merge=True)
     assert is_adapter(tmp_path / "adapter") and not is_adapter(tmp_path / "whole")
     probe = torch.arange(1, 9)[None]
     for folder, atol in (("adapter", 0.0), ("whole", 1e-4)):
-        model, _ = loaded(config(), str(tmp_path / folder))
+        model, _ = load_model(config(), str(tmp_path / folder))
         torch.testing.assert_close(model(probe).logits, expected(probe).logits, rtol=0, atol=atol)
 
 
@@ -147,7 +148,7 @@ def test_what_cannot_go_on_is_told_before_anything_is_written(
         return str(caught.value)
 
     assert "has rank 4 and alpha 8" in message(lora__rank=8)
-    assert "measures from the policy that the run began with" in message(**GAE)
+    assert "the KL reference is the policy that the run begins with" in message(**GAE)
     back = {"guard__responses": {"grad_spike": "rollback"}, "guard__remedy": "kl"}
     assert "no guard.remedy = " in message(loss__kl=0.0, **back)
     with pytest.raises(RagenError, match="expected all-linear, or names of layers"):
@@ -160,10 +161,10 @@ def test_an_adapters_tokenizer_has_to_fit(finished: Path, tmp_path: Path) -> Non
     more.add_tokens([f"<extra{number}>" for number in range(1000)])
     more.save_pretrained(folder)
     with pytest.raises(RagenError, match="does not fit its weights: token '<extra999>'"):
-        loaded(config(), str(folder))
+        load_model(config(), str(folder))
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(RagenError, match="has no usable tokenizer"):
-        loaded(config(), str(folder))
+        load_model(config(), str(folder))
 
 
 def test_a_run_is_evaluated_under_other_settings(finished: Path) -> None:

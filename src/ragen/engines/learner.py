@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from ragen.algorithms.batch import Batch, TokenFields, flatten, padding, row_splits, take
@@ -32,6 +32,7 @@ from ragen.algorithms.losses import (
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.metrics import Metrics, largest, last, mean, merge, total
 from ragen.engines.exactness import verify
+from ragen.engines.optimizers import WEIGHT_DECAY, optimizers
 from ragen.models.cross_scores import cross_scores
 from ragen.models.lora import acting, adapter_of, has_adapters
 from ragen.models.model import Critic, hidden_states, shares_prompts, token_logprobs
@@ -41,8 +42,8 @@ SHARED_VALUE_WEIGHT = 0.5
 """Weight of the critic's loss beside the policy's on a shared backbone: c₁ of arXiv:1707.06347, at
 the value that its authors' code settled on."""
 
-WEIGHT_DECAY, MAX_GRAD_NORM = 0.01, 1.0
-"""AdamW's decay and the bound on a gradient's norm, as published (arXiv:2504.20073)."""
+MAX_GRAD_NORM = 1.0
+"""Bound on a gradient's norm, as published (arXiv:2504.20073)."""
 
 VALUE_CLIP = 0.5
 """How far a value may move from the one that the advantages were computed with
@@ -367,34 +368,3 @@ class Learner:
 def _reference_of(model: PreTrainedModel) -> PreTrainedModel:
     """A frozen copy; with adapters the model itself, whose base stays as it is."""
     return model if has_adapters(model) else copy.deepcopy(model).requires_grad_(False)
-
-
-def optimizers(
-    trained: Mapping[str, nn.Parameter],
-    lr: float,
-    beta2: float,
-    muon_lr: float = 0.0,
-    weight_decay: float = WEIGHT_DECAY,
-) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the weight matrices and AdamW for the rest."""
-    matrices = [p for name, p in trained.items() if muon_lr and is_matrix(name, p)]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in trained.values() if id(p) not in chosen]
-    found: list[Optimizer] = [
-        AdamW(others, lr, (0.9, beta2), weight_decay=weight_decay, fused=True)
-    ]
-    if matrices:
-        found.append(Muon(matrices, muon_lr, weight_decay=weight_decay))
-    for optimizer in found:
-        for group in optimizer.param_groups:
-            group["full_lr"] = group["lr"]
-    return found
-
-
-def is_matrix(name: str, weight: Tensor) -> bool:
-    """Whether a weight is a matrix in Muon's sense.
-
-    Embeddings are none: their rows are looked up, not multiplied. Nor are heads: that of the critic
-    is one row, which Muon would move by the same length at every step.
-    """
-    return weight.ndim == 2 and not name.endswith(("embed_tokens.weight", "head.weight"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.config.reading import changed, flatten
 from ragen.core.errors import RagenError
+from ragen.engines.free_memory import available
 from ragen.engines.vllm_engine import CPU_CACHE_BYTES
 from ragen.models import fast_qwen2
 from ragen.models.fast_decoder import Qwen2Decoder
@@ -37,12 +37,6 @@ WORTH_TELLING = GIB
 """Smaller plans are noise beside what any machine has."""
 FLOAT = 4
 """Bytes of a float32: gradients, masters and optimiser states have them whatever the model has."""
-GROUP_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""A control group's limit, what counts towards it, and which line of ``memory.stat`` can be let go,
-in version 2 (no controller's name) and 1."""
 CHANGES: tuple[tuple[str, Any], ...] = (
     ("model.dtype", "bfloat16"),
     ("lora.rank", 64),
@@ -286,54 +280,6 @@ def held(owner: nn.Module | Iterable[Tensor]) -> int:
     if isinstance(owner, nn.Module):
         owner = chain(owner.parameters(), owner.buffers())
     return sum(tensor.nbytes for tensor in owner)
-
-
-def available(device: str) -> int | None:
-    """Bytes that are free: of the GPU, or of what this machine or its container may still take.
-
-    ``None`` where the system does not tell.
-    """
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[0])
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return None
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([free, *container_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
-
-
-def container_rooms(membership: Path, root: Path) -> Iterator[int]:
-    """What each control group around this process may still take; cached files can be let go.
-
-    Args:
-        membership: Lines such as ``0::/a/b`` (version 2) or ``4:memory:/a/b`` (version 1).
-        root: Where the groups are mounted; in a container often only the innermost is to be seen.
-    """
-    lines = membership.read_text().splitlines() if membership.is_file() else []
-    for line in lines:
-        _, controller, place = line.split(":", 2)
-        if controller not in GROUP_FILES:
-            continue
-        mount = root / controller
-        inner = mount / place.strip("/")
-        for group in (inner, *inner.parents):
-            room = _room(group, *GROUP_FILES[controller])
-            if room is not None:
-                yield room
-            if group == mount:
-                break
-
-
-def _room(group: Path, limit: str, usage: str, files: str) -> int | None:
-    """Bytes left in one group; ``None`` where it sets no limit, or does not tell."""
-    try:
-        most = int((group / limit).read_text())
-        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-        used = int((group / usage).read_text()) - int(stat.get(files, 0))
-    except (OSError, ValueError):  # not there, or "max"
-        return None
-    return max(0, most - used)
 
 
 def _head_width(config: Any) -> int:

@@ -1,8 +1,8 @@
-"""Did the weights arrive? The sampler's logprobs beside the learner's, after each publication.
+"""Check after each publication that the sampler's logprobs agree with the learner's.
 
-A sampler with weights of its own may keep old ones, or load them wrongly, and nothing would fail:
+A sampler with weights of its own may keep old ones, or load new ones wrongly, without any error:
 the run would learn from samples of another policy, corrected by importance weights that hide it.
-So whenever weights were pushed, one short completion is sampled and scored.
+So after every push one short completion is sampled and scored.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ragen.engines.learner import Learner
 from ragen.rollout.chat import Chat
 
 TOLERANCES = {"float32": 1e-2, "bfloat16": 0.5}
-"""Largest difference of a logprob, in nats, between two programs with the same weights.
+"""Largest allowed difference of a logprob, in nats, between two programs with the same weights.
 
 On a CPU float32 agrees to 1e-5; on a GPU its products may be rounded to the 10 bits of TF32, some
 1e-3 of a logit. A bfloat16 logit between 16 and 32 is a multiple of 1/8, and another order of
-summation moves it, or one of those it competes with, by a few of these."""
+summation changes it, or a competing logit, by a few of these multiples."""
 
 QUESTION = "Count from one to ten, then say which of the numbers you like best."
 NUM_TOKENS = 16
-"""Tokens that are compared at most."""
+"""Most tokens that are compared."""
 
 
-class Asked(Protocol):
-    """A policy that answers at once."""
+class DirectPolicy(Protocol):
+    """A policy that can sample one completion without an event loop."""
 
     version: int
     max_length: int
@@ -39,23 +39,23 @@ class Asked(Protocol):
         ...
 
 
-def compared(
-    policy: Asked, learner: Learner, chat: Chat, temperature: float, dtype: str
+def check_parity(
+    policy: DirectPolicy, learner: Learner, chat: Chat, temperature: float, dtype: str
 ) -> Metrics:
     """Sample a completion and score it with the learner.
 
     Args:
-        policy: Has been given the learner's weights.
-        learner: Scores.
-        chat: Writes the question.
-        temperature: Of sampling; the learner scores under the run's.
-        dtype: What both compute in.
+        policy: Holds the learner's weights.
+        learner: Scores the completion.
+        chat: Renders the question.
+        temperature: Of sampling; the learner scores at the run's temperature.
+        dtype: The dtype that both compute in.
 
     Returns:
         ``publish/logprob_difference``: max |sampled logprob − learner's|.
 
     Raises:
-        RagenError: It is above what `TOLERANCES` allow.
+        RagenError: It exceeds `TOLERANCES`.
     """
     num_tokens = min(NUM_TOKENS, policy.max_length // 2)
     ids = chat.open([{"role": "user", "content": QUESTION}])[0][: policy.max_length - num_tokens]
@@ -76,11 +76,11 @@ def compared(
     batch = collate([sampled])
     logprobs_BT, _ = learner.logprobs(batch)
     difference = float((logprobs_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs().max())
-    if not difference <= TOLERANCES[dtype]:  # NaN is no agreement either
+    if not difference <= TOLERANCES[dtype]:  # refuses NaN too
         raise RagenError(
-            f"the weights did not reach the sampler: after publication {policy.version} it gives "
-            f"a token a logprob that is {difference:.2g} from the learner's (at most "
-            f"{TOLERANCES[dtype]:g} in {dtype}); let it serve the model that is trained, a server "
+            f"the weights did not reach the sampler: after publication {policy.version} a token's "
+            f"logprob differs by {difference:.2g} from the learner's (at most "
+            f"{TOLERANCES[dtype]:g} in {dtype}); make it serve the model that is trained, a server "
             "with --logprobs-mode processed_logprobs"
         )
     return {"publish/logprob_difference": largest(difference)}

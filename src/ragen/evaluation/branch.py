@@ -25,7 +25,7 @@ from ragen.core.stopping import run_async
 from ragen.core.tables import Section
 from ragen.core.types import Episode
 from ragen.engines.engine import WeightedPolicy
-from ragen.engines.local import policy_of
+from ragen.engines.factory import make_policy
 from ragen.engines.threads import use_threads
 from ragen.evaluation.outcomes import how_sampled
 from ragen.models.names import resolve_model
@@ -138,7 +138,7 @@ def branch(
         require_unchanged(
             playing, places[0]
         )  # the environment, which is quicker to ask than the model
-        policy, chat = policy_of(config, model)
+        policy, chat = make_policy(config, model)
         policy.version = int(saved["engine"]["version"]) if saved else 0
         playing = replace(playing, chat=chat)
         episodes = run_async(_played(policy, playing, places, config.rollout.slots))

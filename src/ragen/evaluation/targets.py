@@ -199,11 +199,11 @@ def load_target(
         refuse_absent(target)
         setup = make_setup(config, None)
         return PlayerPolicy(PLAYERS[target], setup.think, setup.prefill), setup
-    from ragen.engines.local import policy_of  # torch is needed from here on
+    from ragen.engines.factory import make_policy
     from ragen.engines.threads import use_threads
 
     use_threads(config.threads)
-    policy, chat = policy_of(config, resolve_model(target, config.env.name))
+    policy, chat = make_policy(config, resolve_model(target, config.env.name))
     return policy, make_setup(config, chat)
 
 

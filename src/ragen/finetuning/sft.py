@@ -25,8 +25,8 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive, sft_level
 from ragen.core.stopping import run_async
+from ragen.engines.factory import load_model, make_chat, prepare_model, save_trained
 from ragen.engines.learner import Learner
-from ragen.engines.local import chat_of, loaded, prepared, save_trained
 from ragen.engines.threads import use_threads
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.finetuning.demonstrations import Planner
@@ -150,9 +150,9 @@ def sft(
     transcripts = None if data is None else read_transcripts(data)
     use_threads(config.threads)
     path = resolve_model(config.model.path, config.env.name)
-    model, tokenizer = loaded(config, path)
-    model = prepared(config, path, model, critic=False)
-    chat = chat_of(config, tokenizer)
+    model, tokenizer = load_model(config, path)
+    model = prepare_model(config, path, model, critic=False)
+    chat = make_chat(config, tokenizer)
     if chat.warning:
         report(chat.warning)
     if transcripts is None:

@@ -18,7 +18,7 @@ from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.seeding import eval_level
 from ragen.core.stopping import run_async
-from ragen.engines.local import chat_of, loaded
+from ragen.engines.factory import load_model, make_chat
 from ragen.models import lora
 from ragen.models.adapter_folder import ADAPTER_WEIGHTS, BASE
 from ragen.models.names import ADAPTER_CONFIG, is_adapter
@@ -79,11 +79,11 @@ def export(
             f"{run} trained all weights and has no adapter to merge: leave --merge out"
         )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    chat = chat_of(config, tokenizer)
+    chat = make_chat(config, tokenizer)
     usage = usage_of(config, chat, tokenizer.chat_template, adapter and not merge)
     with new_folder(target) as folder:
         if merge:
-            model, _ = loaded(config, str(checkpoint))
+            model, _ = load_model(config, str(checkpoint))
             lora.merge(model).save_pretrained(folder)
         else:
             for path in chain.from_iterable(map(checkpoint.glob, WEIGHTS)):

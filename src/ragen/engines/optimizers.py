@@ -1,0 +1,42 @@
+"""The optimisers of a model's weights: AdamW, or Muon for matrices and AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+WEIGHT_DECAY = 0.01
+"""Decay of AdamW, as published (arXiv:2504.20073)."""
+
+
+def optimizers(
+    trained: Mapping[str, nn.Parameter],
+    lr: float,
+    beta2: float,
+    muon_lr: float = 0.0,
+    weight_decay: float = WEIGHT_DECAY,
+) -> list[Optimizer]:
+    """AdamW for everything, or, with `muon_lr`, Muon for matrices and AdamW for the rest."""
+    matrices = [p for name, p in trained.items() if muon_lr and is_matrix(name, p)]
+    matrix_ids = {id(p) for p in matrices}
+    others = [p for p in trained.values() if id(p) not in matrix_ids]
+    chosen: list[Optimizer] = [
+        AdamW(others, lr, (0.9, beta2), weight_decay=weight_decay, fused=True)
+    ]
+    if matrices:
+        chosen.append(Muon(matrices, muon_lr, weight_decay=weight_decay))
+    for optimizer in chosen:
+        for group in optimizer.param_groups:
+            group["full_lr"] = group["lr"]
+    return chosen
+
+
+def is_matrix(name: str, weight: Tensor) -> bool:
+    """Whether a weight is a matrix in Muon's sense.
+
+    Embeddings are not: their rows are looked up, not multiplied. Nor are heads: the critic's is one
+    row, which Muon would move by the same length at every step.
+    """
+    return weight.ndim == 2 and not name.endswith(("embed_tokens.weight", "head.weight"))
