@@ -1,4 +1,4 @@
-"""The mathematics between an episode and a gradient.
+"""The mathematics from episodes to a gradient.
 
 Samples, batches, rewards, advantages, credit, losses and filters, as pure functions. It may import
 `models` and the folders below.

@@ -1,12 +1,12 @@
-"""One step's samples as tensors, and the two ways of looking at them: by row and by episode.
+"""One step's samples as tensors, by row and by episode, and their split into parts.
 
 Axes: **B** samples (rows), **T** positions of a row, **E** episodes, **S** sampled tokens of an
-episode in time order, **N** the positions that a loss looks at, row by row.
+episode in time order, **N** the positions with weight in the loss, row by row.
 
 Entry ``(b, t)`` of every field belongs to token t of row b. The value there is the critic's
-estimate of the state *before* the token, and the logprob is that of the token given the ones before
-it: both come out of the model at position t − 1, which is why a row's first token is never sampled
-and never weighted.
+estimate of the state *before* the token, and the logprob is that of the token given the tokens
+before it. Both are the model's output at position t − 1, so a row's first token is never sampled
+and has no weight.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ragen.core.types import Sample
 class Batch:
     """Samples padded on the right to the longest; CPU tensors, never changed in place.
 
-    Known from birth: `mask_BT` is true exactly on sampled tokens, `sampled_logprobs_BT` and
-    `turn_ends_BT` say what `Sample` says. `episode_B` and `group_B` index the step's episodes and
-    groups; an episode may own several rows.
+    From the start: `mask_BT` is true exactly on sampled tokens; `sampled_logprobs_BT`, `turn_BT`
+    and `turn_ends_BT` are the fields of `Sample`. `episode_B` and `group_B` index the step's
+    episodes and groups; an episode may have several rows.
 
-    `weight_BT` is how much each token counts in the loss: 0 where it is not looked at, 1 on sampled
-    tokens at first, and after `losses.token_weights` a share of the minibatch (so that a loss is a
-    plain weighted sum, and the microbatches' losses and gradients add up to the minibatch's).
+    `weight_BT` is the weight of each token in the loss: at first 1 on sampled tokens and 0
+    elsewhere, and after `losses.token_weights` a share of the minibatch. So a loss is a plain
+    weighted sum, and the losses and gradients of microbatches add up to the minibatch's.
 
-    Known later, ``None`` before: `old_logprobs_BT` (the learner's at the start of the update),
-    `reference_logprobs_BT`, `values_BT`, then `rewards_BT`, `advantages_BT` and `returns_BT`. Add
-    them with `dataclasses.replace`. `born_BK` are the fingerprints of all turns of a row's episode,
-    −1 beyond its last (`exactness.with_births`).
+    Added later with `dataclasses.replace`, ``None`` before: `old_logprobs_BT` (of the learner at
+    the start of the update), `entropies_BT`, `reference_logprobs_BT`, `values_BT`, then
+    `rewards_BT`, `advantages_BT` and `returns_BT`. `born_BK` are the fingerprints of all turns of a
+    row's episode, −1 beyond the last turn (`exactness.with_births`).
 
     Example:
         >>> row = Sample((1, 8), (False, True), (0.0, -0.5), (-1, 0), (False, True), 0, 0)
@@ -65,12 +65,12 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return self.token_ids_BT.shape[0]
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         return int(self.mask_BT.sum())
 
 
@@ -79,9 +79,9 @@ def collate(samples: Sequence[Sample], context_weight: float = 0.0) -> Batch:
 
     Args:
         samples: At least one.
-        context_weight: Weight in the loss of tokens that no one sampled (prompts, observations):
-            the auxiliary language-model loss of base preparation. In reinforcement learning it is
-            0.
+        context_weight: Weight in the loss of tokens that were not sampled (prompts, observations),
+            for the auxiliary language-model loss of the embedded models' preparation. In
+            reinforcement learning it is 0.
 
     Example:
         >>> off, on = False, True
@@ -120,16 +120,16 @@ def _pad(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float) ->
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=padding)
 
 
-# Episodes: credit runs along an episode's sampled tokens, however its turns were cut into rows.
+# Episodes: credit is assigned along an episode's sampled tokens, in whichever rows they are.
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeIndex:
-    """Where the sampled tokens of each episode lie, in time order.
+    """The positions of each episode's sampled tokens in the batch, in time order.
 
-    Token s of episode e is at row ``row_ES[e, s]``, column ``column_ES[e, s]``; `mask_ES` is true
+    Token s of episode e is at row ``row_ES[e, s]``, column ``column_ES[e, s]``. `mask_ES` is true
     for ``s <`` the episode's number of sampled tokens. `turn_ES` is −1 off the mask. `episode_E`
-    are the `Batch.episode_B` they stand for (ascending), `group_E` their groups.
+    are the episodes by their number in `Batch.episode_B`, ascending, and `group_E` their groups.
     """
 
     row_ES: Tensor
@@ -143,10 +143,10 @@ class EpisodeIndex:
 
 
 def episode_index(batch: Batch) -> EpisodeIndex:
-    """Gather the rows of each episode into one line of time.
+    """Index the sampled tokens of each episode in time order.
 
-    Time is (turn, position): a turn's tokens stand side by side in one row, so the order of the
-    rows does not matter.
+    Time is (turn, position). All tokens of a turn are in one row, so the order of the rows does not
+    matter.
 
     Example:
         >>> off, on = False, True
@@ -186,22 +186,22 @@ def episode_index(batch: Batch) -> EpisodeIndex:
 
 
 def to_episodes(field_BT: Tensor, index: EpisodeIndex) -> Tensor:
-    """A per-token field along each episode's time, ``(E, S)``; 0 off the mask."""
+    """Gather a per-token field by episode, in time order: ``(E, S)``, 0 off the mask."""
     return field_BT[index.row_ES, index.column_ES].masked_fill(~index.mask_ES, 0)
 
 
 def scatter_to_rows(field_ES: Tensor, index: EpisodeIndex) -> Tensor:
-    """Scatter an episode-major field back to its tokens, ``(B, T)``; 0 on tokens nobody sampled."""
+    """Scatter an episode-major field to the rows: ``(B, T)``, 0 on tokens that were not sampled."""
     field_BT = torch.zeros(index.shape_BT, dtype=field_ES.dtype)
     field_BT[index.row_ES[index.mask_ES], index.column_ES[index.mask_ES]] = field_ES[index.mask_ES]
     return field_BT
 
 
-# Parts: what stands behind one optimiser step, and what fits in memory.
+# Parts: a minibatch is one optimiser step, a microbatch fits in memory.
 
 
 def take(batch: Batch, rows_R: Tensor) -> Batch:
-    """The named rows in the named order, cut to the longest of them."""
+    """The given rows in the given order, cut to the longest of them."""
     longest = int(batch.lengths_B[rows_R].max())
     chosen = {}
     for field in fields(batch):
@@ -213,11 +213,11 @@ def take(batch: Batch, rows_R: Tensor) -> Batch:
 
 
 def minibatches(batch: Batch, minibatch_episodes: int, epochs: int, seed: int) -> list[Batch]:
-    """Split one collection into the batches of its optimiser steps, whole episodes each.
+    """Split one collection into minibatches of whole episodes, one per optimiser step.
 
-    A pass has max(1, round(E ÷ minibatch_episodes)) minibatches of sizes that differ by one at
-    most, over freshly shuffled episodes. The size stays near the wanted one however many groups a
-    filter kept; nothing is padded with copies, cut or dropped.
+    An epoch has max(1, round(E ÷ minibatch_episodes)) minibatches over freshly shuffled episodes,
+    and their sizes differ by one at most. So the size stays near `minibatch_episodes`, whatever the
+    filter kept, and no episode is copied, cut or dropped.
 
     Example:
         >>> row = Sample((1, 8), (False, True), (0.0, 0.0), (-1, 0), (False, True), 0, 0)
@@ -237,8 +237,9 @@ def minibatches(batch: Batch, minibatch_episodes: int, epochs: int, seed: int) -
 
 
 NEAR = 8
-"""Rows share a rectangle where the shorter lacks an eighth of the longer at most, or where the
-rectangle has not reached an eighth of its size: about 5 % of padding, a tenth more rectangles."""
+"""Rows share a microbatch if the shorter is at most an eighth shorter than the longer, or if the
+microbatch has not reached an eighth of its size. This leaves about 5 % of padding, for a tenth more
+microbatches."""
 
 
 def row_splits(
@@ -246,16 +247,16 @@ def row_splits(
 ) -> list[Tensor]:
     """The rows of each microbatch: rectangles of at most `max_tokens` tokens, padding included.
 
-    Rows are sorted by length and only those of `NEAR` lengths stand together, so that little is
-    padding; the widest rectangle comes first, so that too small a memory shows at once. A single
-    row (or episode) that is larger than `max_tokens` stands alone.
+    Rows are sorted by length, and only rows of similar lengths (`NEAR`) share a rectangle, so there
+    is little padding. The widest rectangle comes first, so that a lack of memory shows at once. A
+    single row (or episode) that is larger than `max_tokens` gets a rectangle of its own.
 
     Args:
         batch: A minibatch.
         max_tokens: Size of a rectangle.
         by_group: Keep the rows of a group together, for a model that computes their common prompt
-            once and does not mind padding.
-        whole_episodes: Never part the rows of an episode, for a loss that looks at all of it.
+            once and skips padding.
+        whole_episodes: Keep the rows of an episode together, for a loss that needs all of it.
 
     Example:
         >>> row = Sample((1,) * 5, (False,) * 5, (0.0,) * 5, (-1,) * 5, (False,) * 5, 0, 0)
@@ -268,7 +269,7 @@ def row_splits(
     order_B = torch.argsort(batch.lengths_B, descending=True, stable=True)
     if by_group:
         order_B = order_B[torch.argsort(batch.group_B[order_B], stable=True)]
-    units: dict[int, list[int]] = {}  # what stays together, in the order of its longest row
+    units: dict[int, list[int]] = {}  # rows that stay together, in the order of their longest row
     for row in order_B.tolist():
         units.setdefault(int(batch.episode_B[row]) if whole_episodes else row, []).append(row)
     splits: list[list[int]] = []
@@ -288,7 +289,7 @@ def row_splits(
 
 
 def padding(batches: Sequence[Batch]) -> Metrics:
-    """What share of the batches' positions is padding, as ``update/padding_fraction``.
+    """The share of the batches' positions that is padding, as ``update/padding_fraction``.
 
     Example:
         >>> row = Sample((1, 8), (False, True), (0.0, 0.0), (-1, 0), (False, True), 0, 0)
@@ -303,10 +304,11 @@ def padding(batches: Sequence[Batch]) -> Metrics:
 
 @dataclass(frozen=True, slots=True)
 class TokenFields:
-    """The per-token fields where the loss looks, flat, in row-major order.
+    """The per-token fields at the positions with weight in the loss, flat, in row-major order.
 
-    The order is that of ``hidden_BTD[batch.weight_BT > 0]``. `mask_N` tells sampled tokens from
-    context ones (all true in reinforcement learning), `episode_N` which episode a token belongs to.
+    The order is that of ``hidden_BTD[batch.weight_BT > 0]``. `mask_N` is true on sampled tokens and
+    false on context tokens (all true in reinforcement learning). `episode_N` is the episode of each
+    token.
     """
 
     token_ids_N: Tensor
@@ -321,9 +323,9 @@ class TokenFields:
     returns_N: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TokenFields:
-        """The same on another device."""
-        here = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in here.items() if v is not None})
+        """The same fields on another device."""
+        present = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in present.items() if v is not None})
 
 
 def flatten(batch: Batch) -> TokenFields:
@@ -335,17 +337,17 @@ def flatten(batch: Batch) -> TokenFields:
         >>> flatten(collate([row])).token_ids_N
         tensor([8, 9])
     """
-    wanted_BT = batch.weight_BT > 0
+    weighted_BT = batch.weight_BT > 0
 
     def pick(field_BT: Tensor | None) -> Tensor | None:
-        return None if field_BT is None else field_BT[wanted_BT]
+        return None if field_BT is None else field_BT[weighted_BT]
 
     return TokenFields(
-        token_ids_N=batch.token_ids_BT[wanted_BT],
-        mask_N=batch.mask_BT[wanted_BT],
-        weights_N=batch.weight_BT[wanted_BT],
-        episode_N=batch.episode_B[:, None].expand(wanted_BT.shape)[wanted_BT],
-        sampled_logprobs_N=batch.sampled_logprobs_BT[wanted_BT],
+        token_ids_N=batch.token_ids_BT[weighted_BT],
+        mask_N=batch.mask_BT[weighted_BT],
+        weights_N=batch.weight_BT[weighted_BT],
+        episode_N=batch.episode_B[:, None].expand(weighted_BT.shape)[weighted_BT],
+        sampled_logprobs_N=batch.sampled_logprobs_BT[weighted_BT],
         old_logprobs_N=pick(batch.old_logprobs_BT),
         reference_logprobs_N=pick(batch.reference_logprobs_BT),
         values_N=pick(batch.values_BT),

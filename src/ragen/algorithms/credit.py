@@ -46,7 +46,7 @@ def credit(
     """
     index = episode_index(batch)
     penalised_ES = token_rewards(episodes, index, reward.placement)
-    class_E = comparison_classes(episodes, index, reward.over)
+    class_E = comparison_classes(index, reward.over)
     rewards_ES = normalise(penalised_ES, index.mask_ES, class_E, reward.normalise)
     if loss.kl > 0 and loss.kl_kind == "k1":
         assert batch.old_logprobs_BT is not None and batch.reference_logprobs_BT is not None

@@ -1,12 +1,12 @@
-"""What is minimised: weighted sums over the tokens that the loss looks at.
+"""Losses: weighted sums over the tokens with weight in the loss.
 
-Axes: **N** tokens of a microbatch that the loss looks at, **B** rows, **T** positions.
+Axes: **N** tokens of a microbatch with weight in the loss, **B** rows, **T** positions.
 
-A loss never counts its own tokens. How much a token weighs is settled once a minibatch by
-`token_weights` (over all learners) and carried by `Batch.weight_BT`; so a loss is Σ w_t ℓ_t with Σ
-w_t = 1 over the minibatch (less with constant weights), and neither padding, nor order, nor the
-split into microbatches or learners changes it. Only `gspo` needs more: all of an episode in one
-microbatch (`needs_whole_episodes`).
+A loss never counts its own tokens. `token_weights` sets the weights once per minibatch (over all
+learners), and `Batch.weight_BT` carries them. So a loss is Σ w_t ℓ_t with Σ w_t = 1 over the
+minibatch (less with constant weights), and neither padding, nor order, nor the split into
+microbatches or learners changes it. Only `gspo` needs all of an episode in one microbatch
+(`needs_whole_episodes`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Aggregation = Literal["token_mean", "episode_mean", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A scalar to minimise, and what is worth knowing about it."""
+    """A scalar to minimise, and metrics about it."""
 
     value: Tensor
     metrics: Metrics
@@ -53,11 +53,11 @@ def token_weights(batch: Batch, aggregation: Aggregation, longest: int = 1) -> T
 
     With base weights b_t (1 on sampled tokens, or what `Batch.weight_BT` says):
 
-    - ``"token_mean"``: w_t = b_t ÷ Σ b, every token counts the same;
-    - ``"episode_mean"``: w_t = b_t ÷ (Σ b of its episode) ÷ episodes, every episode counts the same
-      (GRPO's form), however its turns were cut into rows;
-    - ``"constant"``: w_t = b_t ÷ longest ÷ episodes, a token of a long episode weighs what one of a
-      short episode does (Dr. GRPO, arXiv:2503.20783).
+    - ``"token_mean"``: w_t = b_t ÷ Σ b: every token has the same weight;
+    - ``"episode_mean"``: w_t = b_t ÷ (Σ b of its episode) ÷ episodes: every episode has the same
+      weight, in however many rows it is (the form of GRPO);
+    - ``"constant"``: w_t = b_t ÷ longest ÷ episodes: a token has the same weight in a long episode
+      as in a short one, whatever the other episodes' lengths (Dr. GRPO, arXiv:2503.20783).
 
     The first two sum to 1, the last to the episodes' mean length as a share of the longest.
 
@@ -66,8 +66,8 @@ def token_weights(batch: Batch, aggregation: Aggregation, longest: int = 1) -> T
 
     Args:
         batch: The minibatch.
-        aggregation: Which of the three.
-        longest: Sampled tokens of the longest episode there can be, for ``"constant"``.
+        aggregation: One of the three.
+        longest: Sampled tokens of the longest possible episode, for ``"constant"``.
     """
     weight_BT = batch.weight_BT
     if aggregation == "token_mean":
@@ -96,11 +96,11 @@ def ppo_clip(
     arXiv:1707.06347, arXiv:1912.09729. At r = 1 the gradient is REINFORCE's, −A ∇logprob.
 
     Args:
-        logprobs_N: Under the weights being trained; the gradient flows through these.
+        logprobs_N: Under the weights being trained; the gradient flows through them.
         tokens: With old logprobs and advantages.
         clip_low: ε₋.
         clip_high: ε₊.
-        dual_clip: c > 1: bounds the loss where A < 0 and r is huge; 0 does not.
+        dual_clip: c > 1, which bounds the loss where A < 0 and r is large; 0 for no bound.
 
     Example:
         >>> one = torch.ones(1)
@@ -131,17 +131,18 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> Loss:
-    """Group sequence policy optimisation: one ratio an episode, and so one clip (arXiv:2507.18071).
+    """Group sequence policy optimisation: one ratio and one clip per episode (arXiv:2507.18071).
 
         s_e = exp(mean over the episode's sampled tokens of (logprob − old logprob))
         ℓ_t = max(−s_t A_t, −clip(s_t, 1 − ε₋, 1 + ε₊) A_t),   s_t = s_e · π_t ÷ stop-gradient(π_t)
 
-    The paper's form by token: s_t has the value s_e, and its gradient is s_e ∇logprob_t. Where A is
-    the same all over an episode (every estimator that compares members), the sum over the episode
-    and its gradient are those of max(−s_e A, −clip(s_e, …) A). In an episode of one token it is
-    PPO's clip without the dual one.
+    This is the paper's form per token: s_t has the value s_e, and its gradient is s_e ∇logprob_t.
+    If A is equal on all tokens of an episode (as with most estimators that compare groups), the sum
+    over the episode and its gradient are those of max(−s_e A, −clip(s_e, …) A). For an episode of
+    one token it is PPO's clip without the dual clip.
 
-    An episode's ratio stays far nearer to 1 than a token's: the paper has ε₋ = 3e-4, ε₊ = 4e-4.
+    The ratio of an episode stays much closer to 1 than that of a token: the paper uses ε₋ = 3e-4
+    and ε₊ = 4e-4.
 
     Args:
         logprobs_N: Under the weights being trained.
@@ -173,13 +174,13 @@ def gspo(
 
 
 def cispo(logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high: float) -> Loss:
-    """REINFORCE with a clipped importance weight: no token loses its gradient (arXiv:2506.13585).
+    """CISPO: REINFORCE with a clipped importance weight (arXiv:2506.13585).
 
         ℓ = −stop-gradient(clip(r, 1 − ε₋, 1 + ε₊)) A logprob
 
-    PPO's clip silences the tokens whose ratio moved, rare ones first; here they stay, with a
-    bounded weight. The paper sets no lower bound (ε₋ = 1) and tunes ε₊. At r = 1 the gradient is
-    REINFORCE's.
+    PPO's clip removes the gradient of tokens whose ratio has moved, rare tokens first. Here every
+    token keeps its gradient, with a bounded weight. The paper sets no lower bound (ε₋ = 1) and
+    tunes ε₊. At r = 1 the gradient is REINFORCE's.
 
     Args:
         logprobs_N: Under the weights being trained.
@@ -204,9 +205,9 @@ def cispo(logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high
 
 
 def nll(logprobs_N: Tensor, tokens: TokenFields) -> Loss:
-    """Negative log-likelihood in nats: supervised learning, ℓ = −logprob.
+    """Negative log-likelihood in nats, for supervised learning: ℓ = −logprob.
 
-    Context tokens take part where `collate` gave them a weight (base preparation's auxiliary loss).
+    Context tokens count if `collate` gave them a weight (auxiliary loss of the embedded models).
     """
     value = -(tokens.weights_N * logprobs_N).sum()
     return Loss(value, {"loss/nll": _weighted(value, tokens)})
@@ -250,10 +251,10 @@ def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, M
 
         A ← min(exp(old logprob − sampled logprob), cap) · A
 
-    The old logprob is the learner's own; where the sampler computes otherwise (bfloat16, another
-    engine), its tokens come from a slightly different policy, and this puts their shares right, up
-    to the cap. Every policy loss is proportional to A, so a weight on A is one on the token's term.
-    Where the sampled logprobs serve as old ones, all weights are exactly 1.
+    The old logprob is the learner's. If the sampler computes differently (bfloat16, another
+    engine), its tokens come from a slightly different policy, and this weight corrects their
+    frequencies up to the cap. Every policy loss is proportional to A, so a weight on A is a weight
+    on the token's term. If the sampled logprobs are used as old ones, all weights are exactly 1.
 
     Args:
         tokens: With old logprobs and advantages.
@@ -262,7 +263,7 @@ def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, M
     Example:
         >>> one = torch.ones(2)
         >>> ids, on, old = one.long(), one.bool(), torch.log(torch.tensor([0.3, 0.6]))
-        >>> sampled = torch.log(torch.tensor([0.1, 0.5]))  # three times too rare, 1.2 times
+        >>> sampled = torch.log(torch.tensor([0.1, 0.5]))  # sampled 3 and 1.2 times too rarely
         >>> tokens = TokenFields(ids, on, one, ids, sampled, old, advantages_N=one)
         >>> correct_for_sampler(tokens, cap=2.0)[0].advantages_N
         tensor([2.0000, 1.2000])
@@ -278,7 +279,7 @@ def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, M
 
 
 def value_loss(values_N: Tensor, tokens: TokenFields, *, value_clip: float) -> Loss:
-    """The critic's squared error, with the value kept near the one that the advantages used.
+    """The critic's squared error, clipped near the values that the advantages used.
 
         ℓ = ½ max((V − R)², (V_old + clip(V − V_old, −c, c) − R)²)
 
@@ -300,27 +301,27 @@ def value_loss(values_N: Tensor, tokens: TokenFields, *, value_clip: float) -> L
 
 
 def entropy_bonus(entropies_N: Tensor, tokens: TokenFields) -> Loss:
-    """Minus the policy's entropy in nats, so that minimising it keeps the policy undecided."""
+    """Minus the policy's entropy in nats: minimising it raises the entropy."""
     value = -(tokens.weights_N * entropies_N).sum()
     return Loss(value, {"entropy/mean": _average(entropies_N.detach())})
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """KL(policy ‖ reference) of sampled tokens, plain: −x with x = reference logprob − logprob.
+    """The plain estimate of KL(policy ‖ reference): −x with x = reference logprob − logprob.
 
-    Unbiased, but of either sign, and its gradient has mean zero: a measure and a reward, not a
-    loss.
+    It is unbiased, but has either sign, and its gradient has mean zero. So it serves as a measure
+    and in the reward, not in the loss.
     """
     return logprobs - reference_logprobs
 
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Half the squared log-ratio, x² / 2, whose on-policy gradient is that of the reverse KL."""
+    """Half the squared log-ratio, x² / 2. Its on-policy gradient is that of the reverse KL."""
     return (reference_logprobs - logprobs) ** 2 / 2
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Unbiased and never negative: eˣ − 1 − x with x = reference logprob − logprob (Schulman 2020).
+    """eˣ − 1 − x with x = reference logprob − logprob: unbiased, never negative (Schulman 2020).
 
     Example:
         >>> k3(torch.tensor([-1.0]), torch.tensor([-2.0]))  # e⁻¹ − 1 + 1
@@ -331,7 +332,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 KL_ESTIMATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""KL estimates by their name in the config."""
+"""Estimates of the KL divergence by their name in the config."""
 
 
 def kl_loss(logprobs_N: Tensor, tokens: TokenFields, *, kind: str) -> Loss:
@@ -341,7 +342,7 @@ def kl_loss(logprobs_N: Tensor, tokens: TokenFields, *, kind: str) -> Loss:
         ValueError: `kind` is k1, whose expected gradient is zero.
     """
     if kind == "k1":
-        raise ValueError("k1 in the loss has zero expected gradient: use k2 or k3, or k1 as reward")
+        raise ValueError("k1 has zero expected gradient in the loss: use k2 or k3 there")
     assert tokens.reference_logprobs_N is not None
     kl_N = KL_ESTIMATES[kind](logprobs_N, tokens.reference_logprobs_N)
     value = (tokens.weights_N * kl_N).sum()
@@ -351,7 +352,7 @@ def kl_loss(logprobs_N: Tensor, tokens: TokenFields, *, kind: str) -> Loss:
 
 
 def _trained(tokens: TokenFields) -> tuple[Tensor, Tensor]:
-    """What every policy loss but `nll` needs: old logprobs and advantages."""
+    """Old logprobs and advantages, which every policy loss except `nll` needs."""
     assert tokens.old_logprobs_N is not None and tokens.advantages_N is not None
     return tokens.old_logprobs_N, tokens.advantages_N
 
@@ -360,7 +361,7 @@ def _trained(tokens: TokenFields) -> tuple[Tensor, Tensor]:
 def _policy_metrics(
     value: Tensor, logprobs_N: Tensor, tokens: TokenFields, ratio_N: Tensor, clamped_N: Tensor
 ) -> Metrics:
-    """What is worth knowing of every clipped loss; `clamped_N` says where the clip had effect."""
+    """The metrics of every clipped loss. `clamped_N` is true where the clip had an effect."""
     assert tokens.old_logprobs_N is not None
     return {
         "loss/policy": _weighted(value, tokens),
@@ -371,7 +372,7 @@ def _policy_metrics(
 
 
 def _weighted(value: Tensor, tokens: TokenFields) -> Metric:
-    """A loss as a mean over its weights: parts of a minibatch, and minibatches, merge to theirs."""
+    """A loss as a weighted mean, so that microbatches merge to the minibatch's loss."""
     weight = float(tokens.weights_N.sum())
     return mean(value.item() / weight if weight else 0.0, weight)
 
@@ -389,10 +390,11 @@ def _maximum(field_N: Tensor) -> Metric:
 
 
 def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Metrics:
-    """How far the learner's logprobs are from the sampler's at equal weights, in nats.
+    """The difference between the learner's and the sampler's logprobs at equal weights, in nats.
 
-    The mismatch KL is k3 with x = recomputed − sampled logprob; beside it stands the largest |x|.
-    Where both come from the same arithmetic, they are its rounding.
+    ``mismatch/kl`` is the mean of k3 with x = recomputed − sampled logprob, and
+    ``mismatch/max_abs`` is the largest |x|. If both come from the same arithmetic, they are its
+    rounding errors.
     """
     if not len(sampled_logprobs_N):
         return {}

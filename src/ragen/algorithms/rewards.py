@@ -1,12 +1,12 @@
-"""From what the environments paid to what each sampled token is credited with.
+"""Rewards: from the environment's rewards to the reward of each sampled token.
 
-Axes: **E** episodes, **S** an episode's sampled tokens in time order, **N** what is compared.
+Axes: **E** episodes, **S** an episode's sampled tokens in time order, **N** values to compare.
 
-Rewards exist three times over. **Raw**, what the environment paid (`Episode.total_reward`):
-filters and
-reports read this. **Penalised**, with format penalties and reward terms, which have a field of
-their own in a `Turn` and meet the environment's reward only in `token_rewards`. **Normalised**
-(`normalise`): compared with the other episodes', once penalised. The estimators read the last.
+There are three kinds of rewards. **Raw** rewards come from the environment
+(`Episode.total_reward`); filters and reports read them. **Penalised** rewards include format
+penalties and reward terms, which are a separate field of a `Turn` and are added only in
+`token_rewards`. **Normalised** rewards are penalised rewards compared with those of other episodes
+(`normalise`); estimators read them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from ragen.core.statistics import all_equal
 from ragen.core.types import Episode
 
 Placement = Literal["episode", "turn"]
-"""Where rewards are paid: their sum at the episode's last token, or each at its turn's last."""
+"""Where rewards are placed: their sum at the episode's last token, or each at its turn's end."""
 
 Normalise = Literal["identity", "mean", "mean_std", "asym_clip"]
-"""What becomes of an episode's total: as it is, less the mean, also over the std, also clipped."""
+"""How an episode's total is normalised: not, minus the mean, also ÷ the std, also clipped."""
 
-Over = Literal["group", "env", "batch"]
-"""Whose episodes share a mean and a std: those of one prompt, of one environment, or all."""
+Over = Literal["group", "batch"]
+"""Which episodes share a mean and a std: those of one group, or all."""
 
 STD_FLOOR = 1e-6
 """Added to a std before dividing by it, as in GRPO's published code."""
 
-
 ASYMMETRIC_CLIP = (-1.0, 3.0)
-"""Bounds of ``"asym_clip"`` in stds: a rare win counts for more than any loss (arXiv:2504.20073's
-code)."""
+"""Bounds of ``"asym_clip"`` in stds: a rare success counts for more than any failure (code of
+arXiv:2504.20073)."""
 
 
 def token_rewards(
@@ -49,27 +48,27 @@ def token_rewards(
     """Rewards on the tokens that earned them.
 
     Args:
-        episodes: The step's episodes, as `Batch.episode_B` counts them.
+        episodes: The step's episodes, as `Batch.episode_B` indexes them.
         index: Where their sampled tokens are.
-        placement: ``"turn"`` pays each turn's reward at its last sampled token, ``"episode"`` their
-            sum at the episode's.
+        placement: ``"turn"`` places each turn's reward at its last sampled token, ``"episode"``
+            their sum at the episode's last sampled token.
         penalties: Whether `Turn.penalty` (0 or negative) is added, in either placement.
 
     Returns:
-        ``(E, S)``, 0 everywhere else. Its sum over an episode is the episode's reward whatever the
-        placement.
+        ``(E, S)``, 0 on all other tokens. In either placement the sum over an episode is the
+        episode's reward.
     """
     present = [episodes[e] for e in index.episode_E.tolist()]
     paid = [[t.reward + t.penalty * penalties for t in episode.turns] for episode in present]
     num_ends_E = index.turn_ends_ES.sum(dim=1).tolist()
-    assert [len(turns) for turns in paid] == num_ends_E, "every turn has sampled tokens, and an end"
+    assert [len(turns) for turns in paid] == num_ends_E, "every turn has sampled tokens and an end"
 
     rewards_ES = torch.zeros(index.mask_ES.shape)
-    # Row-major order of the turn ends is episode by episode, turn by turn: the order of `paid`.
-    rewards_ES[index.turn_ends_ES] = torch.tensor([pay for turns in paid for pay in turns])
+    # In row-major order the turn ends come episode by episode, turn by turn, as in `paid`.
+    rewards_ES[index.turn_ends_ES] = torch.tensor([reward for turns in paid for reward in turns])
     if placement == "turn":
         return rewards_ES
-    return _at_the_end(rewards_ES.sum(dim=1), index.mask_ES)
+    return _at_episode_end(rewards_ES.sum(dim=1), index.mask_ES)
 
 
 def normalise(rewards_ES: Tensor, mask_ES: Tensor, class_E: Tensor, method: Normalise) -> Tensor:
@@ -80,16 +79,16 @@ def normalise(rewards_ES: Tensor, mask_ES: Tensor, class_E: Tensor, method: Norm
         identity R        mean R − m        mean_std (R − m) / (s + 1e-6)
         asym_clip: mean_std, clipped to [−1, 3]
 
-    A class of one, or of equal totals, gives 0 (identity excepted). On the tokens, rewards stay
-    where they were paid, divided by s + 1e-6 where the method divides (and the class has any
-    spread), and the episode's last token pays what then lacks to the normalised total. So turns
-    keep their order of merit, and the shift moves the return of every token alike (γ = 1).
+    A class of one episode, or of equal totals, gives 0 (except for identity). On the tokens,
+    rewards stay in place, divided by s + 1e-6 where the method divides (and the class has any
+    spread), and the episode's last token gets the difference to the normalised total. So the order
+    of the turns' rewards is kept, and the shift changes the return of every token equally (γ = 1).
 
     Args:
         rewards_ES: Penalised rewards in either placement, 0 off the mask.
         mask_ES: The episodes' tokens.
-        class_E: Which episodes are compared (`comparison_classes`).
-        method: What becomes of a total.
+        class_E: The class of each episode (`comparison_classes`).
+        method: How a total is normalised.
 
     Example:
         >>> paid = torch.tensor([[1.0, 3.0], [0.0, 2.0]])  # totals 4 and 2: m = 3, s = √2
@@ -108,29 +107,18 @@ def normalise(rewards_ES: Tensor, mask_ES: Tensor, class_E: Tensor, method: Norm
         total_E, rewards_ES = total_E / scale_E, rewards_ES / scale_E[:, None]
     if method == "asym_clip":
         total_E = total_E.clamp(*ASYMMETRIC_CLIP)
-    return rewards_ES + _at_the_end(total_E - rewards_ES.sum(dim=1), mask_ES)
+    return rewards_ES + _at_episode_end(total_E - rewards_ES.sum(dim=1), mask_ES)
 
 
-def comparison_classes(episodes: Sequence[Episode], index: EpisodeIndex, over: Over) -> Tensor:
-    """Which episodes are compared with which: ``(E,)``, equal numbers for those that are.
-
-    Args:
-        episodes: The step's episodes, as `Batch.episode_B` counts them.
-        index: Where their sampled tokens are.
-        over: Whose episodes share a mean and a std.
-    """
-    if over == "group":
-        return index.group_E
-    if over == "batch":
-        return torch.zeros_like(index.group_E)
-    envs = [episodes[e].env for e in index.episode_E.tolist()]
-    return torch.tensor([envs.index(env) for env in envs])
+def comparison_classes(index: EpisodeIndex, over: Over) -> Tensor:
+    """The class of each episode, ``(E,)``: episodes of one class share a mean and a std."""
+    return index.group_E if over == "group" else torch.zeros_like(index.group_E)
 
 
 def compare_within(values_N: Tensor, class_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Each value less the mean of its class, and the class's unbiased std.
+    """Each value minus the mean of its class, and the unbiased std of its class.
 
-    Both are exactly 0 in a class of one and in one whose values are `all_equal`.
+    Both are exactly 0 in a class of one, and in a class of equal values (`all_equal`).
 
     Example:
         >>> compare_within(torch.tensor([0.0, 2.0, 7.0]), torch.tensor([0, 0, 1]))
@@ -146,17 +134,18 @@ def compare_within(values_N: Tensor, class_N: Tensor) -> tuple[Tensor, Tensor]:
     return centred_N, std_N
 
 
-def _at_the_end(pay_E: Tensor, mask_ES: Tensor) -> Tensor:
-    """One payment an episode, at its last sampled token."""
+def _at_episode_end(reward_E: Tensor, mask_ES: Tensor) -> Tensor:
+    """One reward per episode, at its last sampled token."""
     last_E1 = mask_ES.sum(dim=1, keepdim=True) - 1
-    return torch.zeros(mask_ES.shape, dtype=pay_E.dtype).scatter_(1, last_E1, pay_E[:, None])
+    return torch.zeros(mask_ES.shape, dtype=reward_E.dtype).scatter_(1, last_E1, reward_E[:, None])
 
 
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, coefficient: float) -> Tensor:
-    """The KL divergence to the reference as a reward: what to add to each token's reward.
+    """The penalty for the KL divergence from the reference, to add to each token's reward.
 
     −β · k1 with k1 = logprob − reference logprob, whose mean over sampled tokens is KL(policy ‖
-    reference). A token that the policy now likes better than the reference did is charged for.
+    reference). It is negative on tokens that are more likely under the policy than under the
+    reference.
 
     Args:
         logprobs: Of the policy that sampled (the old logprobs), any shape, nats.

@@ -1,8 +1,8 @@
-"""From episodes to the flat token sequences that are trained on, by one rule.
+"""From episodes to samples: the flat token sequences that are trained on.
 
-A turn whose prompt extends the tokens so far joins that sample; any other turn opens a new one. So
-an episode with its full history becomes one sample, one with a window or a single turn of context
-becomes one sample a turn, and in each case every sampled token is trained exactly once.
+A turn whose prompt extends the tokens so far joins that sample; any other turn opens a new sample.
+So an episode with its full history becomes one sample, and an episode with a window of context
+becomes one sample per turn. Every sampled token is trained exactly once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Group, Prompt, Sample
 
 Exchange = tuple[Prompt, Completion]
-"""One turn's tokens: what was asked and what was said."""
+"""One turn's prompt and completion."""
 
 
 def to_samples(groups: Iterable[Group]) -> tuple[list[Sample], list[Episode]]:
@@ -41,40 +41,39 @@ def to_samples(groups: Iterable[Group]) -> tuple[list[Sample], list[Episode]]:
 
 
 def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample]:
-    """The samples of one episode, from what was asked and said in its turns.
+    """The samples of one episode, from the prompts and completions of its turns.
 
     Raises:
         RagenError: As `to_samples`.
 
     Example:
-        >>> said = Completion((8, 2), (-0.5, -0.1), "", "stop", 0)
+        >>> reply = Completion((8, 2), (-0.5, -0.1), "", "stop", 0)
         >>> first, second = (Prompt((), ids, 0, 8, 1.0, 0) for ids in ((1,), (1, 8, 2, 3)))
-        >>> [sample.token_ids for sample in join([(first, said), (second, said)], 0, 0)]
+        >>> [sample.token_ids for sample in join([(first, reply), (second, reply)], 0, 0)]
         [(1, 8, 2, 3, 8, 2)]
     """
-    parts: list[_Growing] = []
+    parts: list[_SampleBuilder] = []
     for number, exchange in enumerate(exchanges):
         prompt, completion, logprobs = _tokens(*exchange)
         if not parts or not parts[-1].extends_to(prompt):
-            parts.append(_Growing())
+            parts.append(_SampleBuilder())
         parts[-1].add(prompt, completion, logprobs, number)
     return [part.sample(episode, group) for part in parts]
 
 
 def _tokens(
-    asked: Prompt, completion: Completion
+    prompt: Prompt, completion: Completion
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    prompt = asked.token_ids
-    if prompt is None or completion.token_ids is None or completion.logprobs is None:
+    if prompt.token_ids is None or completion.token_ids is None or completion.logprobs is None:
         raise RagenError(
             "this policy returns text without token ids and logprobs, which cannot be trained on "
-            "exactly; train with a local model and keep the endpoint for evaluation"
+            "exactly: train with a local model and keep the endpoint for evaluation"
         )
-    return prompt, completion.token_ids, completion.logprobs
+    return prompt.token_ids, completion.token_ids, completion.logprobs
 
 
-class _Growing:
-    """A sample while its turns are appended."""
+class _SampleBuilder:
+    """A sample to which turns are appended."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -93,13 +92,13 @@ class _Growing:
         logprobs: tuple[float, ...],
         number: int,
     ) -> None:
-        assert completion, "a completion has a token, its end-of-turn token at least"
-        given, sampled = prompt[len(self.ids) :], len(completion)
-        self.ids += given + completion
-        self.mask += [False] * len(given) + [True] * sampled
-        self.logprobs += (0.0,) * len(given) + logprobs
-        self.turn += [-1] * len(given) + [number] * sampled
-        self.ends += [False] * (len(given) + sampled - 1) + [True]
+        assert completion, "a completion has at least its end-of-turn token"
+        context, sampled = prompt[len(self.ids) :], len(completion)
+        self.ids += context + completion
+        self.mask += [False] * len(context) + [True] * sampled
+        self.logprobs += (0.0,) * len(context) + logprobs
+        self.turn += [-1] * len(context) + [number] * sampled
+        self.ends += [False] * (len(context) + sampled - 1) + [True]
 
     def sample(self, episode: int, group: int) -> Sample:
         fields = (self.ids, self.mask, self.logprobs, self.turn, self.ends)
