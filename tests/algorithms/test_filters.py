@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from statistics import fmean
 from typing import get_args
 
 import pytest
@@ -11,30 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import episode, group, turn
 
-from ragen.algorithms import filters
 from ragen.algorithms.filters import (
     FILTERS,
-    SCALES,
     SCORES,
     group_weights,
-    keep_min_p,
     keep_top_k,
     keep_top_p,
-    keep_top_p_softmax,
     reward_std,
     select,
 )
 from ragen.config.kinds import SCORE
 from ragen.config.sections import FilterConfig
-from ragen.core.types import Episode, Group, Turn
+from ragen.core.types import Episode, Group
 
 SURE, UNSURE, FLAT = group(0.0, 0.5), group(0.0, 1.0), group(0.1, 0.1)
 BROKEN = Group((episode(stop="error"), episode(stop="timeout")))
-
-
-def said(*logprobs: float) -> Turn:
-    blank = turn(sampled=range(10, 10 + len(logprobs)))
-    return replace(blank, completion=replace(blank.completion, logprobs=logprobs))
 
 
 def test_config_names_the_scores() -> None:
@@ -42,10 +32,8 @@ def test_config_names_the_scores() -> None:
     assert set(SCORE.names) == set(SCORES)
 
 
-@pytest.mark.parametrize(("key", "table"), [("rule", FILTERS), ("scale", SCALES)])
-def test_config_names_rules_and_scales(key: str, table: dict[str, object]) -> None:
-    assert set(get_args(FilterConfig.model_fields[key].annotation)) == set(table)
-    assert set(get_args(getattr(filters, key.capitalize()))) == set(table)
+def test_config_names_the_rules() -> None:
+    assert set(get_args(FilterConfig.model_fields["rule"].annotation)) == set(FILTERS)
 
 
 # Scores.
@@ -58,23 +46,6 @@ def test_reward_scores_golden() -> None:
     assert reward_std(group(sum([-0.1] * 10), -0.3 - 0.3 - 0.4)) == 0  # all lost alike
     assert reward_std(group(0.0, 3.0)) == pytest.approx(4.5**0.5)
     assert SCORES["variance"](group(0.0, 3.0)) == pytest.approx(4.5)
-    assert SCORES["mean"](group(-1.0, 4.0)) == 1.5
-    assert SCORES["sum"](group(-1.0, 4.0)) == 3
-
-
-def test_scores_of_what_was_said_golden() -> None:
-    # Episodes of mean −logprob (1 + 3) / 2 = 2 and (4 + 4 + 4) / 3 = 4, of 2 and 3 tokens in turns.
-    both = Group((episode(said(-1.0), said(-3.0)), episode(said(-4.0, -4.0), said(-4.0))))
-    assert SCORES["entropy"](both) == 3
-    assert SCORES["entropy_variance"](both) == 2  # (1 + 1) / 1
-    assert SCORES["length"](both) == 2.5
-
-
-def test_a_tokens_mean_surprise_is_its_entropy() -> None:
-    chances = (0.5, 0.25, 0.25)
-    entropy = -sum(p * math.log(p) for p in chances)
-    expected = sum(p * filters.surprise(episode(said(math.log(p)))) for p in chances)
-    assert expected == pytest.approx(entropy)
 
 
 def test_reward_std_reads_raw_rewards_of_episodes_that_did_not_fail() -> None:
@@ -92,9 +63,7 @@ def test_no_score_counts_failed_episodes_rows_or_penalties(name: str) -> None:
         return episode(turn(0.25, penalty=penalty)), episode(first, second)
 
     plain, broken = Group(members(0.0)), episode(turn(50.0, sampled=range(9)), stop="error")
-    assert SCORES[name](Group((*members(-1.0), broken))) == SCORES[name](plain) > 0 or (
-        name == "entropy_variance"  # every made-up token has the same logprob
-    )
+    assert SCORES[name](Group((*members(-1.0), broken))) == SCORES[name](plain) > 0
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
@@ -121,28 +90,14 @@ def test_top_p_golden() -> None:
     assert keep_top_p([0.1] * 10, 0.3, 10) == [0, 1, 2]  # though .1 + .1 + .1 is not .3
 
 
-def test_top_p_softmax_golden() -> None:
-    # Odds 1 : 2 : 5, so shares .125, .25, .625; a shift of the merits changes nothing.
-    merits = [math.log(1) - 4, math.log(2) - 4, math.log(5) - 4]
-    for value, kept in ((0.6, [2]), (0.7, [2, 1]), (0.875, [2, 1]), (0.9, [2, 1, 0])):
-        assert keep_top_p_softmax(merits, value, 3) == kept
-
-
-def test_min_p_golden() -> None:
-    assert keep_min_p([0.2, 0.5, 0.25], 0.5, 3) == [1, 2]
-    assert keep_min_p([0.2, 0.5, 0.25], 1.0, 3) == [1]
-
-
 def test_scores_that_are_all_zero_tell_no_group_from_another() -> None:
     assert keep_top_k([0.0] * 4, 0.5, 4) == [0, 1]
-    assert keep_top_p([0.0] * 4, 0.5, 4) == keep_top_p_softmax([0.0] * 4, 0.5, 4) == [0, 1]
-    assert keep_min_p([0.0] * 4, 0.5, 4) == [0, 1, 2, 3]
+    assert keep_top_p([0.0] * 4, 0.5, 4) == [0, 1]
 
 
-@pytest.mark.parametrize("rule", [keep_top_p, keep_min_p])
-def test_shares_of_negative_scores_are_refused(rule: object) -> None:
-    with pytest.raises(ValueError, match="top_k or top_p_softmax"):
-        rule([-1.0, 2.0], 0.5, 2)  # type: ignore[operator]
+def test_shares_of_negative_scores_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'use filter\.rule = "top_k"'):
+        keep_top_p([-1.0, 2.0], 0.5, 2)
 
 
 # Both together.
@@ -153,23 +108,14 @@ def test_top_k_keeps_a_share_in_the_order_of_the_groups() -> None:
     assert select(groups) == [0, 1, 2, 3]
     assert select(groups, rule="top_k", value=0.25) == [2]
     assert select(groups, rule="top_k", value=0.75) == [0, 2, 3]
-    assert select(groups, rule="top_k", value=0.5, keep="smallest") == [0, 1]
     assert select([FLAT], rule="top_k", value=0.01) == [0]
 
 
-def test_smallest_turns_every_rule_round() -> None:
-    # reward std 0, .35, .71 mirrored: .71, .35, 0
-    groups = [FLAT, SURE, UNSURE]
-    assert select(groups, rule="top_p", value=0.6, keep="smallest") == [0]
-    assert select(groups, rule="top_p", value=0.7, keep="smallest") == [0, 1]
-    assert select(groups, rule="min_p", value=0.5, keep="smallest") == [0, 1]
-    assert select(groups, rule="top_p_softmax", value=0.4, keep="smallest") == [0]
-
-
-def test_flat_groups_may_be_left_out() -> None:
+def test_flat_groups_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select([FLAT, SURE], include_zero=False) == [1]
     assert select([FLAT, FLAT], rule="top_k", value=1.0, include_zero=False) == []
-    # Whatever the score: a flat group of high reward is still flat.
+    # Whatever the score: a group of equal high rewards is still flat.
+    monkeypatch.setitem(SCORES, "mean", lambda group: fmean(e.total_reward for e in group.episodes))
     groups = [group(9.0, 9.0), SURE, UNSURE]
     assert select(groups, score="mean", rule="top_k", value=1 / 3) == [0]
     assert select(groups, score="mean", rule="top_k", value=1 / 3, include_zero=False) == [2]
@@ -184,49 +130,38 @@ def test_groups_with_too_few_played_episodes_are_never_kept() -> None:
 
 
 @pytest.mark.parametrize("rule", sorted(FILTERS))
-@pytest.mark.parametrize("keep", ["largest", "smallest"])
-def test_groups_that_cannot_be_kept_take_no_place(rule: str, keep: str) -> None:
-    """A group whose environment broke has score 0: it must not be the smallest and then drop."""
+def test_groups_that_cannot_be_kept_take_no_place(rule: str) -> None:
+    """Groups whose episodes all failed, or are flat, do not count as candidates."""
     for out, more in ((BROKEN, {}), (FLAT, {"include_zero": False})):
-        kept = select([out, SURE, out, UNSURE], rule=rule, value=0.25, keep=keep, **more)  # type: ignore[arg-type]
+        kept = select([out, SURE, out, UNSURE], rule=rule, value=0.25, **more)  # type: ignore[arg-type]
         assert kept and set(kept) <= {1, 3}
         if rule == "top_k":
-            assert kept == ([3] if keep == "largest" else [1])
+            assert kept == [3]
 
 
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=4), min_size=1, max_size=6),
     st.floats(0.01, 1),
-    st.sampled_from(["top_k", "top_p", "top_p_softmax", "min_p"]),
-    st.sampled_from(["largest", "smallest"]),
+    st.sampled_from(["top_k", "top_p"]),
 )
 def test_no_group_left_out_scores_better_than_one_kept(
-    rewards: list[list[int]], share: float, rule: str, keep: str
+    rewards: list[list[int]], share: float, rule: str
 ) -> None:
     groups = [group(*map(float, members)) for members in rewards]
-    kept = select(groups, rule=rule, value=share, keep=keep)  # type: ignore[arg-type]
+    kept = select(groups, rule=rule, value=share)
     assert kept and kept == sorted(set(kept))
     if rule == "top_k":
         assert len(kept) == max(1, round(share * len(groups)))
-    sign = 1 if keep == "largest" else -1
-    left = [sign * reward_std(g) for i, g in enumerate(groups) if i not in kept]
-    assert min(sign * reward_std(groups[i]) for i in kept) >= max(left, default=-9)
+    left = [reward_std(g) for i, g in enumerate(groups) if i not in kept]
+    assert min(reward_std(groups[i]) for i in kept) >= max(left, default=-9)
 
 
 # How much a group counts.
 
 
-def test_scaling_golden() -> None:
-    groups = [SURE, UNSURE, FLAT, FLAT]
-    assert group_weights(groups, [1]) == [1]
-    assert group_weights(groups, [1], scale="linear") == [0.25]
-    assert group_weights(groups, [1], scale="sqrt") == [0.5]
-    assert group_weights(groups, [0, 1], scale="linear") == [0.5, 0.5]
-    assert group_weights([], []) == []
-
-
 def test_soft_reweighting_golden() -> None:
     # Stds .5/√2, 1/√2 and 0, over the largest.
-    groups = [SURE, UNSURE, FLAT]
-    assert group_weights(groups, [0, 1, 2], reweight=True) == pytest.approx([0.5, 1, 0])
-    assert group_weights([FLAT, FLAT], [0, 1], reweight=True) == [0, 0]
+    assert group_weights([SURE, UNSURE, FLAT], "reweight") == pytest.approx([0.5, 1, 0])
+    assert group_weights([FLAT, FLAT], "reweight") == [0, 0]
+    assert select([SURE, UNSURE, FLAT], rule="reweight") == [0, 1, 2]
+    assert group_weights([SURE, UNSURE], "top_k") is None

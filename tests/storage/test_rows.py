@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ragen.algorithms.filters import SCORES, scores_of, surprise
+from ragen.algorithms.filters import SCORES, scores_of
 from ragen.core.types import Completion, Episode, Group
 from ragen.storage.database import connect_to_read, fill, read
 from ragen.storage.recorder import Recorder
@@ -154,7 +154,7 @@ def test_an_episodes_numbers() -> None:
     columns = "num_tokens, thought_tokens, entropy, final_observation, final_picture"
     (found,) = connection.execute(f"SELECT {columns} FROM episodes").fetchall()
     # Three tokens of .5 and one of 0.
-    assert found[:4] == (4, 1, 0.375, "end ?") and found[2] == surprise(made)
+    assert found[:4] == (4, 1, 0.375, "end ?")
     assert json.loads(found[4]) == ["_P", "√H"]
     pictures = [p for (p,) in connection.execute("SELECT picture FROM turns ORDER BY turn")]
     assert pictures == [None, '["P_"]']

@@ -126,11 +126,7 @@ ESTIMATOR = Kind(
     ),
 )
 LOSS = Kind("loss", "ragen.losses", ("ppo_clip", "gspo", "cispo", "nll"))
-SCORE = Kind(
-    "filter score",
-    "ragen.filters",
-    ("reward_std", "variance", "mean", "sum", "entropy", "entropy_variance", "length"),
-)
+SCORE = Kind("filter score", "ragen.filters", ("reward_std", "variance"))
 TERM = Kind("reward term", "ragen.rewards", ("grounding", "consistency", "length", "repetition"))
 DETECTOR = Kind(
     "detector",

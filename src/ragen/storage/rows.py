@@ -36,9 +36,9 @@ def episode_rows(
 ) -> EpisodeRows:
     """All that is kept of an episode.
 
-    Its ``entropy`` is the estimate of `ragen.algorithms.filters.surprise`: the mean of −logprob
-    over its
-    sampled tokens, which every episode has that was sampled here, kept and trained on or not.
+    Its ``entropy`` is the mean of −logprob over its sampled tokens, in nats. Given the tokens
+    before it, −logprob of a sampled token has the entropy as its mean, so this estimate needs no
+    other logprobs.
 
     Args:
         episode: The episode.

@@ -79,10 +79,7 @@ async def collect_groups(
 def filter_settings(settings: FilterConfig, advantage: AdvantageConfig) -> dict[str, Any]:
     """The keyword arguments of `select`; an estimator that compares needs two episodes a group."""
     min_played = 2 if compares_group(find_estimator(advantage.name)) else 1
-    arguments = settings.model_dump()
-    if settings.rule == "reweight":
-        arguments["rule"] = "all"
-    return arguments | {"min_played": min_played}
+    return settings.model_dump() | {"min_played": min_played}
 
 
 async def make_batch(

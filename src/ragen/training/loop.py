@@ -44,7 +44,7 @@ async def loop(run: Run) -> None:
         samples, episodes = to_samples(kept_groups)
         if samples:
             with clock("score"):
-                weights = group_weights(groups, kept, reweight=config.filter.rule == "reweight")
+                weights = group_weights(kept_groups, config.filter.rule)
                 batch = await make_batch(engine, samples, episodes, config, weights)
             with clock("update"):
                 seed = derive(config.seed, "minibatches", state.step)

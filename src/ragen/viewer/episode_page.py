@@ -142,7 +142,6 @@ def group(root: Path, query: Query) -> Answer:
         "rule": chosen.get("rule"),
         "score_name": chosen.get("score"),
         "value": chosen.get("value"),
-        "keep": chosen.get("keep"),
         "include_zero": chosen.get("include_zero"),
         "num_played": len(rewards),
         "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,

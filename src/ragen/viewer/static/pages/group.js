@@ -69,30 +69,22 @@ function Figures({ group }) {
 export const SCORES = {
   reward_std: "the spread (std) of its rewards",
   variance: "the variance of its rewards",
-  mean: "its mean reward",
-  sum: "the sum of its rewards",
-  entropy: "how undecided the policy was (entropy, nats a token)",
-  entropy_variance: "the variance of its episodes' entropy",
-  length: "its mean number of sampled tokens",
 };
 
-/** What a rule of the filter keeps, from its number and the end of the ranking it begins at. */
+/** What a rule of the filter keeps, from its number. */
 export const RULES = {
-  top_k: (value, end) => value > 1 ? `the ${number(value)} groups with the ${end} scores are kept`
-    : `the ${number(100 * value)} % of the step's groups with the ${end} scores are kept`,
-  top_p: (value, end) => `groups are kept from the ${end} score on, until they hold ${
+  top_k: (value) => value > 1 ? `the ${number(value)} groups with the highest scores are kept`
+    : `the ${number(100 * value)} % of the step's groups with the highest scores are kept`,
+  top_p: (value) => `groups are kept from the highest score down, until they hold ${
     number(100 * value)} % of the scores' sum`,
-  top_p_softmax: (value, end) => `groups are kept from the ${end} score on, until they hold ${
-    number(100 * value)} % of the scores' softmax`,
-  min_p: (value, end) =>
-    `groups are kept whose score comes to ${number(100 * value)} % of the ${end}`,
+  reweight: () => "every group is kept, and counts by its reward std",
 };
 
 /** In a sentence: kept or dropped, by which rule, with which score. */
 function Ruling({ group, phase }) {
   if (phase !== "train") return "Evaluations are not filtered.";
-  const { kept, rule, value, keep, score_name: name, group_score: score } = group;
-  const told = RULES[rule]?.(value ?? 1, keep ?? "largest") ?? "this run keeps every group";
+  const { kept, rule, value, score_name: name, group_score: score } = group;
+  const told = RULES[rule]?.(value ?? 1) ?? "this run keeps every group";
   const flat = group.include_zero === false ? ", but none whose members all earn the same" : "";
   return html`<b class=${kept ? "good" : "warn"}>${kept ? "Kept" : "Dropped"} by the filter</b>:
     ${" "}${told}${flat}.${
