@@ -28,7 +28,7 @@ from ragen.core.metrics import Metrics, last, mean
 from ragen.core.seeding import eval_level, train_level
 from ragen.core.types import Episode, Group, Prompt, Turn
 from ragen.evaluation.results import Evaluation
-from ragen.reports.report import SIGNALS
+from ragen.reports.facts import SIGNALS
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import make_setup

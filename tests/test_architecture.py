@@ -39,7 +39,7 @@ FOLDERS = {  # Top to bottom; whether the folder does without torch, in part or 
 }
 PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
 LIGHT_MODULES = {
-    *("reports.report", "reports.plots", "reports.card", "diagnostics.collapse"),
+    *("reports.report", "reports.facts", "reports.plots", "reports.card", "diagnostics.collapse"),
     *("studies.study", "studies.measures", "studies.grid", "studies.results"),
     "models.names",
 }

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from viewed import log_step
 
 from ragen.config.reading import dump, resolve
-from ragen.reports.report import SIGNALS
+from ragen.reports.facts import SIGNALS
 from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor, ragen, succeed
 

@@ -28,7 +28,7 @@ from ragen.evaluation.evaluation import evaluate_target
 from ragen.models.loading import load_policy
 from ragen.reports.card import until
 from ragen.reports.export import export, usage_of
-from ragen.reports.report import read_facts
+from ragen.reports.facts import read_facts
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
@@ -135,8 +135,8 @@ def test_the_card_says_how_it_plays(run: Path) -> None:
         "step 3, T=0.5",
         "step 0, greedy",
         "step 3, greedy",
-        "Environment bandit; at most turns 1, actions a turn 1, actions in all 1.",
-        "3 steps of starpo-s/grpo, recipe bandit, seed 0.",
+        "Environment bandit; budgets: turns 1, actions per turn 1, actions per episode 1.",
+        "Training: 3 steps of starpo-s/grpo, recipe bandit, seed 0.",
         "| exactness/tokens_checked |",
         "## Alarms and actions",
         "| update.lr | 1e-06 | 0.001 |",
@@ -155,9 +155,9 @@ def test_the_card_says_how_it_plays(run: Path) -> None:
 def test_a_card_of_an_earlier_step_knows_nothing_later(run: Path) -> None:
     facts = until(read_facts(run), 1)
     assert {each.step for each in facts.evaluations} == {0}
-    assert all(max(series) <= 1 for series in facts.course.values())
+    assert all(max(series) <= 1 for series in facts.metrics.values())
     text = (export(run, step=1) / "README.md").read_text("utf-8")
-    assert "These are the weights of step 1; step 0 was evaluated last." in text
+    assert "Weights: those of step 1. The last evaluation is that of step 0." in text
     assert "step 3" not in text
 
 
@@ -170,7 +170,7 @@ def test_the_base_is_named_by_where_the_runs_began(run: Path, tmp_path: Path) ->
     (run / "config.toml").write_text(re.sub(r'(?<=\npath = )".*?"', f'"{first}"', config))
     text = (export(run) / "README.md").read_text("utf-8")
     assert ModelCard(text).data.base_model == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert "Began as Qwen/Qwen2.5-0.5B-Instruct; 3 steps" in text
+    assert "Base model: Qwen/Qwen2.5-0.5B-Instruct. Training: 3 steps" in text
     assert "| model.path | base | first |" in text
 
 
@@ -206,12 +206,12 @@ def never_evaluated(run: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "no run": (lambda run: shutil.rmtree(run), "", "is no run folder (config.toml is missing)"),
+    "no run": (lambda run: shutil.rmtree(run), "", "is not a run folder: config.toml is missing"),
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "", "has no checkpoint"),
     "no such step": (
         lambda run: None,
         "--step 9",
-        "has no checkpoint of step 9: it keeps those of 0, 1, 2, 3",
+        "has no checkpoint of step 9; it has those of steps 0, 1, 2, 3",
     ),
     "damaged": (
         lambda run: spoil(run, "model.safetensors"),

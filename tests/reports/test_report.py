@@ -12,8 +12,9 @@ from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import last
 from ragen.core.tables import markdown, show
+from ragen.reports.facts import Facts, phases, read_facts
 from ragen.reports.plots import Curve, draw_signals, draw_success, draw_time, smoothed
-from ragen.reports.report import Facts, page, phases, plots, read_facts, write_report
+from ragen.reports.report import page, plots, write_report
 from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
 from tests.cli.test_cli import evaluation
@@ -65,7 +66,7 @@ def cells(facts: Facts, title: str) -> dict[str, tuple[str, ...]]:
 def test_a_rollback_counts_what_stands(run: Path) -> None:
     facts = read_facts(run)
     assert facts.steps == 5
-    assert facts.course["success/mean"] == {1: 0.6, 2: 0.7, 3: 0.9, 4: 0.9, 5: 0.9}
+    assert facts.metrics["success/mean"] == {1: 0.6, 2: 0.7, 3: 0.9, 4: 0.9, 5: 0.9}
     assert facts.curve("success/mean").rolled_back == ({2: 0.7, 3: 0.8, 4: 0.9},)
     assert [each.step for each in facts.evaluations] == [0, 5]  # that of the lost step 4 is not
     assert facts.alarms == [4]
@@ -84,14 +85,14 @@ def test_a_second_rollback_reaches_behind_the_first() -> None:
 
 def test_what_was_learnt_stands_beside_floor_and_ceiling(run: Path) -> None:
     facts = read_facts(run)
-    assert cells(facts, "What was learnt") == {
+    assert cells(facts, "Success") == {
         "random play": ("50.0%", "", "0.200"),
         "step 0, T=1": ("50.0%", "40.0% – 60.0%", "0.200"),
         "step 5, T=1": ("90.0%", "80.0% – 100.0%", "0.200"),
         "optimal play": ("100.0%", "", "0.250"),
     }
     # Both intervals are ± 10 points, so that of their difference is ± √(10² + 10²) = 14.1.
-    (section,) = (part for part in page(facts) if part.title == "What was learnt")
+    (section,) = (part for part in page(facts) if part.title == "Success")
     assert section.lines[1] == "T=1: 50.0% → 90.0%, +40.0 points [+25.9, +54.1]."
 
 
@@ -99,9 +100,9 @@ def test_no_change_is_said_to_be_none(tmp_path: Path) -> None:
     with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
         recorder.evaluation(0, evaluation(0.5).record())
         recorder.evaluation(60, evaluation(0.6).record())
-    lines = next(part for part in page(read_facts(tmp_path)) if "learnt" in part.title).lines
+    lines = next(part for part in page(read_facts(tmp_path)) if part.title == "Success").lines
     assert lines[1].endswith(
-        "+10.0 points [-4.1, +24.1]; the interval holds 0: no change is shown."
+        "+10.0 points [-4.1, +24.1]; the interval contains 0: no change is shown."
     )
 
 
@@ -109,7 +110,7 @@ def test_the_best_evaluation_in_between_is_shown(tmp_path: Path) -> None:
     with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
         for step, success in ((0, 0.5), (10, 0.9), (20, 0.8)):
             recorder.evaluation(step, evaluation(success).record())
-    players = list(cells(read_facts(tmp_path), "What was learnt"))
+    players = list(cells(read_facts(tmp_path), "Success"))
     assert players[1:-1] == ["step 0, T=1", "step 10, T=1", "step 20, T=1"]
 
 
@@ -149,7 +150,7 @@ def test_time_counts_all_attempts(run: Path) -> None:
         "evaluations": ("1.0", "3%", ""),
     }
     (section,) = (part for part in page(facts) if part.title == "Time")
-    assert section.lines == ("0:29 in all, 14,000 tokens sampled in steps, 483 tokens/s.",)
+    assert section.lines == ("0:29 in total, 14,000 tokens sampled in steps, 483 tokens/s.",)
 
 
 def test_no_second_is_counted_twice() -> None:
@@ -169,9 +170,9 @@ def test_settings_name_what_the_preset_has(run: Path) -> None:
 def test_markdown_keeps_its_tables_whole(run: Path) -> None:
     text = markdown(page(read_facts(run)), ["success"])
     assert text.startswith("# Run bandit-7\n\nEnvironment bandit, model base, recipe bandit")
-    assert "5 steps are finished in 2 attempts; the run's length is 5 steps." in text
+    assert "Finished steps: 5 in 2 attempts; budget: 5 steps." in text
     assert "| grad_spike: 30 \\| usually 1 |" in text
-    assert "![What was learnt](report-success.png)" in text
+    assert "![Success](report-success.png)" in text
     assert "report-time.png" not in text
     for block in text.split("\n\n"):
         if block.startswith("|"):
@@ -186,7 +187,7 @@ def test_the_page_fits_a_terminal(run: Path, width: int) -> None:
     show(console, page(read_facts(run)))
     shown = console.export_text()
     assert all(len(line) <= width for line in shown.splitlines())
-    for words in ("What was learnt", "optimal play", "grad_spike: 30 | usually 1", "21.0"):
+    for words in ("Success", "optimal play", "grad_spike: 30 | usually 1", "21.0"):
         assert words in shown
 
 
@@ -195,8 +196,8 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path) -> None:
     path = write_report(read_facts(tmp_path), tmp_path)
     text = path.read_text(encoding="utf-8")
     for words in (
-        "0 steps are finished; the run's length is 60 steps.",
-        "It was not evaluated.",
+        "Finished steps: 0; budget: 60 steps.",
+        "The run was not evaluated.",
         "No step is finished.",
         "None.",
     ):
@@ -275,7 +276,7 @@ def test_mistakes_are_one_line_and_exit_code_2(run: Path, capsys: Capture) -> No
         assert output.err.startswith("ragen: ") and output.err.count("\n") == 1
         return output.err
 
-    assert "is no run folder (config.toml is missing)" in refused(str(run.parent))
+    assert "is not a run folder: config.toml is missing" in refused(str(run.parent))
     taken = run.parent / "file"
     taken.touch()
     assert "cannot write the report into" in refused(str(run), "--out", str(taken))

@@ -281,7 +281,7 @@ def test_what_is_missing_is_one_line_before_anything_begins(
 
 def test_names_that_nobody_has_are_refused() -> None:
     for wrong in ("mlflow", "wandb,mlflow", "wandb tensorboard"):
-        with pytest.raises(RagenError, match=r"record.trackers = .*: expected nothing, or of"):
+        with pytest.raises(RagenError, match=r"record.trackers = .*: expected nothing, or names"):
             resolve("bandit", {"record.trackers": wrong})
     assert resolve("bandit").record.trackers == ""
     assert resolve("bandit", {"record.trackers": "wandb, trackio"}).record.trackers

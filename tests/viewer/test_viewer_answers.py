@@ -16,7 +16,7 @@ from viewed import THOUGHTS, log_step, make_run
 from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
 from ragen.evaluation.outcomes import Outcome, OutcomeStore
-from ragen.reports.report import read_facts
+from ragen.reports.facts import read_facts
 from ragen.storage.branches import FILE
 from ragen.storage.database import CONFIG, DATABASE, is_claimed
 from ragen.storage.recorder import Recorder

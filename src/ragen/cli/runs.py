@@ -220,7 +220,8 @@ def _report_options(parser: Parser) -> None:
 
 def _report(options: Namespace, _: Overrides) -> int:
     from ragen.core.tables import show
-    from ragen.reports.report import page, read_facts, write_report
+    from ragen.reports.facts import read_facts
+    from ragen.reports.report import page, write_report
 
     facts = read_facts(options.run)
     path = write_report(facts, options.out or options.run)

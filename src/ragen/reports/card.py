@@ -1,6 +1,6 @@
-"""The model card of a policy that leaves its run: how it plays, how it was made, how to use it.
+"""The model card of an exported policy: how well it plays, how it was trained, how to use it.
 
-Markdown, with the front matter that Hugging Face reads; the tables are those of `ragen report`.
+It is Markdown with the front matter that Hugging Face reads. Its tables are those of the report.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from ragen.config.config import Config
 from ragen.config.reading import read_config
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
-from ragen.reports.report import Facts, exactness, happened, learnt, settings
+from ragen.reports.facts import Facts
+from ragen.reports.report import events, exactness, settings, success
 from ragen.storage.database import CONFIG
 
-PARTS = (learnt, exactness, happened, settings)
-"""What the card and the report say alike."""
+SECTIONS = (success, exactness, events, settings)
+"""The sections that the card shares with the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How a policy is asked as it was asked in training.
+    """How to prompt a policy as in training.
 
     Attributes:
         messages: The first prompt of an episode.
-        start: What stands behind the template's generation prompt: the start of the reply.
-        options: What the template is told besides, as Python: keyword arguments.
-        adapter: Whether the weights are an adapter of the base model, and no model by themselves.
+        start: The start of the reply, which follows the template's generation prompt.
+        options: Further arguments of the template: Python expressions by name.
+        adapter: Whether the weights are an adapter of the base model, not a whole model.
     """
 
     messages: Sequence[Message]
@@ -40,34 +41,34 @@ class Usage:
 
 
 def card(facts: Facts, step: int, usage: Usage) -> str:
-    """The card of a run's policy as it was after `step` steps.
+    """The card of a run's policy after `step` steps.
 
     Args:
-        facts: What the run's folder says of it.
-        step: The step of the checkpoint that leaves.
-        usage: How the policy is asked.
+        facts: The data of the run.
+        step: The step of the exported checkpoint.
+        usage: How to prompt the policy.
     """
     base, config = origin(facts.config.model.path), without_paths(facts.config)
-    seen = replace(until(facts, step), config=config)
-    parts = (headline(seen, base, step), *(part(seen) for part in PARTS))
+    known = replace(until(facts, step), config=config)
+    sections = (headline(known, base, step), *(section(known) for section in SECTIONS))
     front, use = front_matter(config, base, usage), how_to_use(config, base, usage)
-    return f"{front}\n{markdown(parts)}\n{use}"
+    return f"{front}\n{markdown(sections)}\n{use}"
 
 
 def until(facts: Facts, step: int) -> Facts:
-    """What was known of a run when `step` steps were finished."""
-    course = {
+    """The data of a run as of its first `step` steps."""
+    metrics = {
         name: early
-        for name, series in facts.course.items()
+        for name, series in facts.metrics.items()
         if (early := {at: value for at, value in series.items() if at <= step})
     }
     evaluations = tuple(each for each in facts.evaluations if each.step <= step)
     events = tuple(event for event in facts.events if event["step"] <= step)
-    return replace(facts, course=course, evaluations=evaluations, events=events)
+    return replace(facts, metrics=metrics, evaluations=evaluations, events=events)
 
 
 def without_paths(config: Config) -> Config:
-    """The config with the last part of each path of this machine."""
+    """The config with each path of this machine shortened to its last part."""
     env, model = config.env, config.model
     path = hub_id(model.path) or Path(model.path).name
     return config.model_copy(
@@ -79,7 +80,7 @@ def without_paths(config: Config) -> Config:
 
 
 def origin(model: str) -> str:
-    """The model that training began with, through all the runs that went on from one another.
+    """The model that training began with, traced back through the runs that were trained further.
 
     Example:
         >>> origin("Qwen/Qwen2.5-0.5B-Instruct")
@@ -91,7 +92,7 @@ def origin(model: str) -> str:
 
 
 def hub_id(model: str) -> str | None:
-    """A model's name, where it is one that others can load; a run's config has paths from the root.
+    """The model's name on the Hub, or ``None`` for a local one, whose path in a config is absolute.
 
     Example:
         >>> hub_id("Qwen/Qwen2.5-0.5B-Instruct"), hub_id("base"), hub_id("/home/me/model")
@@ -101,32 +102,31 @@ def hub_id(model: str) -> str | None:
 
 
 def headline(facts: Facts, base: str, step: int) -> Section:
-    """What was trained where, from what and by what."""
+    """The environment, the base model, the recipe and the step."""
     config, env = facts.config, facts.config.env
     local = "RAGEN's embedded model" if base == "base" else f"the local model {Path(base).name}"
     params = "".join(f", {name} = {value}" for name, value in env.params.items())
     lines = [
         "A language model that acts in an environment turn by turn, trained by reinforcement "
-        "learning on "
-        f"whole episodes with RAGEN {version('ragen')} (arXiv:2504.20073).",
-        f"Environment {env.name}{params}; at most turns {env.max_turns}, actions a turn "
-        f"{env.actions_per_turn}, actions in all {env.max_actions}.",
-        f"Began as {hub_id(base) or local}; {step} steps of {config.algorithm}, recipe "
-        f"{config.recipe}, seed {config.seed}.",
+        f"learning on whole episodes with RAGEN {version('ragen-rl')} (arXiv:2504.20073).",
+        f"Environment {env.name}{params}; budgets: turns {env.max_turns}, actions per turn "
+        f"{env.actions_per_turn}, actions per episode {env.max_actions}.",
+        f"Base model: {hub_id(base) or local}. Training: {step} steps of {config.algorithm}, "
+        f"recipe {config.recipe}, seed {config.seed}.",
     ]
     last = max((each.step for each in facts.evaluations), default=step)
     if last != step:
-        lines.append(f"These are the weights of step {step}; step {last} was evaluated last.")
+        lines.append(f"Weights: those of step {step}. The last evaluation is that of step {last}.")
     return Section(facts.run.resolve().name, tuple(lines))
 
 
 def front_matter(config: Config, base: str, usage: Usage) -> str:
-    """What the Hub sorts models by, in YAML, of which JSON's strings are a part."""
+    """The metadata by which the Hub sorts models, in YAML (which includes JSON's strings)."""
     known, algorithm = hub_id(base), config.algorithm.partition("/")[0]
     tags = ("ragen", "reinforcement-learning", "multi-turn", algorithm, config.env.name)
     lines = [
         "---",
-        "# license: name one here; that of the base model binds it",
+        "# license: name one here; the base model's licence applies to it",
         f"library_name: {'peft' if usage.adapter else 'transformers'}",
         "pipeline_tag: text-generation",
         *([f"base_model: {json.dumps(known)}"] if known else []),
@@ -138,29 +138,28 @@ def front_matter(config: Config, base: str, usage: Usage) -> str:
 
 
 def how_to_use(config: Config, base: str, usage: Usage) -> str:
-    """The first prompt of an episode, put to the policy by transformers and by vLLM."""
+    """Examples that prompt the policy with transformers and with vLLM."""
     messages = json.dumps([dict(each) for each in usage.messages], ensure_ascii=False, indent=4)
-    begun, chats = "", "it takes chat requests"
+    prefix, chats = "", "it takes chat requests"
     if usage.start:
-        begun = f"text += {usage.start!r}  # as in training\n"
+        prefix = f"text += {usage.start!r}  # as in training\n"
         chats = (
             f"chat requests end with an assistant's message `{usage.start}`\n"
             'and say `"continue_final_message": true, "add_generation_prompt": false`'
         )
     form = "<think>…</think><answer>…</answer>" if config.prompt.think else "<answer>…</answer>"
-    told = "".join(f", {name}={value}" for name, value in usage.options.items())
-    dated = "import datetime\n\n" if "datetime" in told else ""
+    options = "".join(f", {name}={value}" for name, value in usage.options.items())
+    imports_first = "import datetime\n\n" if "datetime" in options else ""
     if "enable_thinking" in usage.options:
         chats += ' and say `"chat_template_kwargs": {"enable_thinking": false}`'
     libraries, classes, own = "transformers", "AutoModelForCausalLM, AutoTokenizer", ""
     imports, load, request, serve = "", "LLM(folder)", "", "vllm serve ."
-    if usage.adapter:  # the base brings a generation_config.json of its own, which comes first
+    if usage.adapter:  # the base has a generation_config.json of its own, which would win
         rank, named = config.lora.rank, hub_id(base) or "BASE"
         libraries, classes = "transformers and peft", f"{classes}, GenerationConfig"
         own = "model.generation_config = GenerationConfig.from_pretrained(folder)\n"
         imports = "from vllm.lora.request import LoRARequest\n"
-        options = f"enable_lora=True, max_lora_rank={rank}, generation_config=folder"
-        load = f"LLM({named!r}, {options})"
+        load = f"LLM({named!r}, enable_lora=True, max_lora_rank={rank}, generation_config=folder)"
         request = ', lora_request=LoRARequest("policy", 1, folder)'
         serve = (
             f"vllm serve {named} --enable-lora --max-lora-rank {rank} --lora-modules policy=. "
@@ -168,24 +167,24 @@ def how_to_use(config: Config, base: str, usage: Usage) -> str:
         )
     return f"""## How to use it
 
-A reply has the form `{form}`, with `||` between actions. What the environment
-answers is the next user message. `generation_config.json` holds the temperature of the evaluation,
-without top-k or top-p, and the tokens that end a turn. With {libraries}, in this folder:
+A reply has the form `{form}`, with `||` between actions. The environment's
+answer is the next user message. `generation_config.json` holds the temperature of the evaluation
+(no top-k, no top-p) and the tokens that end a turn. With {libraries}, in this folder:
 
 ```python
-{dated}from transformers import {classes}
+{imports_first}from transformers import {classes}
 
 folder = "."
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
 {own}messages = {messages}
-text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True{told})
-{begun}prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True{options})
+{prefix}prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
 output = model.generate(prompt["input_ids"], attention_mask=prompt["attention_mask"])
 reply = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
 ```
 
-With vLLM, from the same prompt:
+With vLLM, for the same prompt:
 
 ```python
 from vllm import LLM

@@ -1,8 +1,8 @@
-"""`ragen export`: a run's policy as a folder that leaves RAGEN.
+"""`ragen export`: a run's policy as a folder that does not need RAGEN.
 
-The weights are those of a checkpoint, byte for byte, in Hugging Face's layout (or PEFT's, where the
-run trained an adapter), with the tokenizer, its chat template, a generation config that samples as
-the evaluation did, and a model card. Plain `transformers` loads it and vLLM serves it.
+The weights are those of a checkpoint, byte for byte, in Hugging Face's layout (or PEFT's, if the
+run trained an adapter). With them come the tokenizer, its chat template, a generation config that
+samples as the evaluation did, and a model card. Plain `transformers` loads it and vLLM serves it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ragen.models import lora
 from ragen.models.adapter_folder import ADAPTER_WEIGHTS, BASE
 from ragen.models.names import ADAPTER_CONFIG, is_adapter
 from ragen.reports.card import Usage, card
-from ragen.reports.report import read_facts
+from ragen.reports.facts import read_facts
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
@@ -36,7 +36,7 @@ WEIGHTS = (
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
     *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE),
 )
-"""What of a checkpoint is the policy; the tokenizer is beside it, the rest is the learner's."""
+"""The policy's files in a checkpoint; all others but the tokenizer belong to the learner."""
 
 
 def export(
@@ -61,7 +61,7 @@ def export(
 
     Raises:
         RagenError: There is no such run or checkpoint, it is damaged, its environment is gone,
-            nothing is there to be merged, or `out` exists or cannot be written.
+            there is no adapter to merge, or `out` exists or cannot be written.
     """
     facts = read_facts(run)
     checkpoint = choose(run, step, best)
@@ -95,9 +95,9 @@ def export(
 
 
 def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
-    """How the run asks its policy, shown by the first prompt of the first evaluation level.
+    """How to prompt the run's policy, with the first prompt of the first evaluation level.
 
-    What `Chat` tells every template is told where this one asks for it.
+    The arguments that `Chat` passes to every template are listed if this one reads them.
 
     Raises:
         RagenError: The environment is gone or fails.
@@ -111,24 +111,24 @@ def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
         raise RagenError(f"the environment {config.env.name!r} failed; run `ragen check` on it")
     messages = chat.taken(episode.turns[0].prompt.messages)
     begun, _ = chat.open(messages, setup.prefill)
-    written = begun == chat.open(messages)[0]  # by the template itself
+    in_template = begun == chat.open(messages)[0]  # the template writes the prefill itself
     options = {}
     if "enable_thinking" in template and not config.prompt.think:
         options["enable_thinking"] = "False"
     if "strftime_now" in template:
         options["strftime_now"] = f"{DAY!r}.strftime"
-    return Usage(messages, "" if written else setup.prefill, options, adapter)
+    return Usage(messages, "" if in_template else setup.prefill, options, adapter)
 
 
 def generation(config: Config, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Sampling as in the run's evaluation: any other filter of tokens would be another policy.
+    """Sampling as in the run's evaluation: any filter of tokens would make it another policy.
 
-    Where that was greedy, the temperature is training's.
+    If the evaluation was greedy, the temperature is that of training.
     """
     return GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True,
         temperature=config.eval.temperature or config.rollout.temperature,
-        top_k=0,  # none; transformers would take 50
+        top_k=0,  # off; the default of transformers is 50
         top_p=1.0,
         max_new_tokens=config.rollout.max_tokens,
         eos_token_id=sorted(chat.end_ids),

@@ -1,9 +1,8 @@
-"""The plots of a report: what was learnt, the signals of collapse, where the time went.
+"""The plots of a report: success, the signals of collapse, and time by phase.
 
-Each function makes one figure from plain numbers. matplotlib is imported by those who draw, since
-it takes a second; figures are made without `pyplot`, so there is no window and no global state.
-
-Colours are those of Okabe and Ito, which people with any colour vision tell apart.
+Each function makes one figure from plain numbers. matplotlib is imported when a figure is drawn,
+since that takes a second. Figures are made without `pyplot`, so there is no window and no global
+state. The colours are those of Okabe and Ito, which people with any colour vision can tell apart.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric of a run: as it stands, and the stretches that a rollback left behind.
+    """One metric of a run: what counts, and the stretches that were rolled back.
 
     Example:
         >>> Curve({1: 0.5, 2: 0.75, 3: 0.875}, ({2: 0.75, 3: 0.25},)).standing[3]
@@ -39,12 +38,12 @@ class Curve:
 INK, PALE, BLUE, ORANGE, RED = "#333333", "#999999", "#0072B2", "#E69F00", "#D55E00"
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", RED, "#56B4E9", INK)
 WIDTH = 7.2
-"""Of a figure, in inches: a page's text."""
+"""Width of a figure in inches: that of a page's text."""
 
 SMOOTH = 5
-"""Steps of the trailing mean that is drawn over a noisy signal."""
+"""Window of the trailing mean that is drawn over a noisy signal, in steps."""
 
-RULES: dict[Any, Any] = {  # matplotlib's type for it names every key there is
+RULES: dict[Any, Any] = {  # matplotlib's own type lists every key
     "font.size": 9,
     "axes.edgecolor": PALE,
     "axes.labelcolor": INK,
@@ -80,13 +79,13 @@ def smoothed(series: Series, window: int = SMOOTH) -> dict[int, float]:
 def draw_success(
     success: Curve, reward: Curve, evaluations: Sequence[RunEvaluation], alarms: Sequence[int]
 ) -> Figure:
-    """Success with its evaluations and their intervals, and below it reward, by step.
+    """Success with the evaluations and their intervals, and below it the reward, by step.
 
     Args:
-        success: Of the training episodes.
-        reward: Of the same, the mean.
-        evaluations: Those of the run as it stands; baselines are the last one's.
-        alarms: Steps to be marked.
+        success: Success of the training episodes.
+        reward: Their mean reward.
+        evaluations: The run's evaluations; the baselines are those of the last one.
+        alarms: Steps to mark.
     """
     with _figure(2, (1.7, 1.0)) as (figure, (above, below)):
         _draw(above, success, "training episodes")
@@ -110,8 +109,8 @@ def draw_signals(panels: Mapping[str, Curve], alarms: Sequence[int]) -> Figure:
     """Signals one above the other over the same steps.
 
     Args:
-        panels: Title to signal.
-        alarms: Steps to be marked.
+        panels: The signals by title.
+        alarms: Steps to mark.
     """
     with _figure(len(panels), (1.0,) * len(panels)) as (figure, axes):
         for place, (title, curve) in zip(axes, panels.items(), strict=True):
@@ -124,10 +123,10 @@ def draw_signals(panels: Mapping[str, Curve], alarms: Sequence[int]) -> Figure:
 
 
 def draw_time(phases: Mapping[str, float]) -> Figure:
-    """Seconds by phase as bars, the longest first, each with its share.
+    """Seconds by phase as bars with their shares, the longest first.
 
     Args:
-        phases: Name to seconds.
+        phases: Seconds by name.
     """
     with _figure(1, (0.16 * len(phases) + 0.15,)) as (figure, (place,)):
         ordered = sorted(phases.items(), key=lambda item: item[1])
@@ -146,7 +145,7 @@ def draw_time(phases: Mapping[str, float]) -> Figure:
 
 @contextmanager
 def _figure(rows: int, heights: Sequence[float]) -> Iterator[tuple[Figure, Sequence[Axes]]]:
-    """A figure with axes one above the other, drawn by the house's `RULES`."""
+    """A figure with axes one above the other, drawn by `RULES`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -160,7 +159,7 @@ def _figure(rows: int, heights: Sequence[float]) -> Iterator[tuple[Figure, Seque
 
 @contextmanager
 def figure_of(rows: int, columns: int) -> Iterator[tuple[Figure, Sequence[Sequence[Axes]]]]:
-    """A figure of ``axes[row][column]`` by the house's `RULES`, with one legend for all."""
+    """A figure of ``axes[row][column]``, drawn by `RULES`, with one legend for all."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -173,7 +172,7 @@ def figure_of(rows: int, columns: int) -> Iterator[tuple[Figure, Sequence[Sequen
 
 
 def _draw(place: Axes, curve: Curve, label: str | None = None) -> None:
-    """A pale line with its trailing mean over it; what was rolled back is dashed."""
+    """A pale line with its trailing mean over it; rolled-back stretches are dashed."""
     for series in curve.rolled_back:
         place.plot(list(series), list(series.values()), "--", color=PALE, lw=1, label="rolled back")
     steps, numbers = list(curve.standing), list(curve.standing.values())
@@ -181,15 +180,15 @@ def _draw(place: Axes, curve: Curve, label: str | None = None) -> None:
     place.plot(steps, list(smoothed(curve.standing).values()), color=BLUE, lw=1.6, label=label)
 
 
-def _intervals(place: Axes, evaluated: Sequence[RunEvaluation]) -> None:
+def _intervals(place: Axes, evaluations: Sequence[RunEvaluation]) -> None:
     """Evaluations of one temperature with their intervals."""
-    found = [each.evaluation for each in evaluated]
-    greedy = found[0].temperature == 0
-    below = [e.success - e.success_low for e in found]
-    above = [e.success_high - e.success for e in found]
+    series = [each.evaluation for each in evaluations]
+    greedy = series[0].temperature == 0
+    below = [e.success - e.success_low for e in series]
+    above = [e.success_high - e.success for e in series]
     place.errorbar(
-        [each.step for each in evaluated],
-        [e.success for e in found],
+        [each.step for each in evaluations],
+        [e.success for e in series],
         yerr=[below, above],
         fmt="D" if greedy else "o",
         color=ORANGE if greedy else INK,
@@ -197,8 +196,8 @@ def _intervals(place: Axes, evaluated: Sequence[RunEvaluation]) -> None:
         markersize=6 if greedy else 4,
         linewidth=1,
         capsize=2,
-        label=f"evaluated, {found[0].how}",
-        zorder=3 if greedy else 4,  # where both are alike, both are seen
+        label=f"evaluated, {series[0].how}",
+        zorder=3 if greedy else 4,  # where both coincide, both are visible
     )
 
 
@@ -219,7 +218,7 @@ def _reference(place: Axes, level: float | None, label: str) -> None:
 
 
 def _finish(figure: Figure, axes: Sequence[Axes], alarms: Sequence[int]) -> None:
-    """What all axes over steps have in common: marks of alarms, whole steps, one legend."""
+    """Finish axes over steps: marks of alarms, whole steps, one legend."""
     from matplotlib.ticker import MaxNLocator
 
     for place in axes:
@@ -227,6 +226,6 @@ def _finish(figure: Figure, axes: Sequence[Axes], alarms: Sequence[int]) -> None
             place.axvline(step, color=RED, lw=1, zorder=1, label="alarm")
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    # One entry for each label, however many lines have it.
+    # One entry for each label, even if several lines have it.
     handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=5, fontsize=8)

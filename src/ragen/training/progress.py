@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live table in a terminal, one plain line a step in a log.
+"""Progress of a run: a live table in a terminal, one plain line per step in a log.
 
 Progress goes to standard error, so that results on standard output stay clean.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -22,30 +21,19 @@ from typing_extensions import override
 
 from ragen.config.config import Config
 from ragen.config.reading import recipes
+from ragen.core.formatting import format_duration, format_rate, sparkline
 from ragen.core.types import Episode
 from ragen.storage.database import CONFIG
 
 if TYPE_CHECKING:
     from ragen.evaluation.results import Evaluation
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-"""The levels of a sparkline."""
 
 TREND = 20
-"""Characters of a sparkline; a live table with it fits into 80 columns."""
+"""Width of a sparkline in characters; the live table then fits into 80 columns."""
 
 MIN_DONE = 0.2
-"""Steps before the time that is left is told: what a smaller part of one says is off by much."""
-
-
-def thousands(number: float) -> str:
-    """A rate in three digits or so.
-
-    Example:
-        >>> thousands(512.3), thousands(24690.0)
-        ('512', '24.7k')
-    """
-    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
+"""Steps before the remaining time is shown: an estimate from less is far off."""
 
 
 SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = MappingProxyType(
@@ -54,43 +42,43 @@ SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = MappingProxyType(
         "reward/std_in_group": ("reward std", "{:.2f}".format),
         "entropy/mean": ("entropy", "{:.2f}".format),
         "gradient/policy_norm": ("gradient norm", "{:.2f}".format),
-        "time/tokens_per_s": ("tokens/s", thousands),
+        "time/tokens_per_s": ("tokens/s", format_rate),
     }
 )
-"""What is shown of a step, each with its label and form."""
+"""The metrics that are shown, each with its label and format."""
 
 
 class Watcher:
-    """Who looks on while a run goes. This one keeps silent; the others show what they see."""
+    """Receives the progress of a run. This one shows nothing; its subclasses do."""
 
     run: Path | None = None
-    """The run's folder, once it has one."""
+    """The run's folder, once there is one."""
 
     def note(self, text: str) -> None:
-        """Something to know of a run before it begins."""
+        """Show a remark about a run that is about to begin."""
 
     def begin(self, run: Path, config: Config, step: int) -> None:
-        """A run begins, or goes on after `step` steps."""
+        """A run begins, or is resumed after `step` steps."""
         self.run = run
 
     def episode(self, episode: Episode) -> None:
         """An episode ended."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`step` steps are finished; `metrics` are the last one's."""
+        """Step `step` ended, with these metrics."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """An evaluation ended."""
 
     def alarm(self, step: int, text: str) -> None:
-        """Something that a researcher should know at once."""
+        """Show an alarm."""
 
     def end(self) -> None:
-        """The run is over, finished or not."""
+        """The run ended, finished or not."""
 
 
 class Lines(Watcher):
-    """One plain line a step, an evaluation and an alarm, for logs and pipes."""
+    """One plain line for each step, evaluation and alarm, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -106,7 +94,7 @@ class Lines(Watcher):
         self._total = f"/{config.steps}" if config.budget == "steps" else ""
         self._say(f"{run}: {config.recipe}, {config.algorithm}, {config.steps} {config.budget}")
         if step:
-            self._say(f"going on after step {step}")
+            self._say(f"resumed after step {step}")
         elif advice := hint(config):
             self._say(advice)
 
@@ -127,18 +115,18 @@ class Lines(Watcher):
 
 
 class LiveTable(Watcher):
-    """A table redrawn in place: each signal now and so far; evaluations and alarms stay above it.
+    """A table redrawn in place: each signal and its trend; evaluations and alarms stay above it.
 
-    What is redrawn while a step goes on is the bar and the time that is left.
+    Between steps only the bar and the remaining time change.
     """
 
     def __init__(self, console: Console) -> None:
         self._config = Config()
         self._step = self._episodes = 0
-        # Of the run's budget: now, and when it began. A run that goes on learns in its first step
-        # how many updates it had made.
-        self._spent = 0.0
-        self._first: float | None = 0.0
+        # How much of the budget is used: now, and at the start. A resumed run with a budget of
+        # updates knows the latter only after its first step.
+        self._used = 0.0
+        self._used_at_start: float | None = 0.0
         self._began = time.monotonic()
         self._history: dict[str, list[float]] = {name: [] for name in SHOWN}
         self._evaluations: list[tuple[int, Evaluation]] = []
@@ -153,8 +141,8 @@ class LiveTable(Watcher):
         super().begin(run, config, step)
         self._config = config
         self._step = step
-        self._spent = float(step) if config.budget == "steps" else 0.0
-        self._first = self._spent if config.budget == "steps" or not step else None
+        self._used = float(step) if config.budget == "steps" else 0.0
+        self._used_at_start = self._used if config.budget == "steps" or not step else None
         self._began = time.monotonic()
         self._live.start(refresh=True)
         if (advice := hint(config)) and not step:
@@ -167,15 +155,15 @@ class LiveTable(Watcher):
     @override
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._episodes = step, 0
-        self._spent = metrics["progress/updates"] if self._config.budget == "updates" else step
-        if self._first is None:
-            self._first, self._began = self._spent, time.monotonic()
-        for name, value in told(metrics).items():
+        self._used = metrics["progress/updates"] if self._config.budget == "updates" else step
+        if self._used_at_start is None:
+            self._used_at_start, self._began = self._used, time.monotonic()
+        for name, value in shown(metrics).items():
             self._history[name].append(value)
 
     @override
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        if self._spent == self._first:  # The time that is left is that of steps.
+        if self._used == self._used_at_start:  # The remaining time is that of steps.
             self._began = time.monotonic()
         if evaluation.temperature == self._config.eval.temperature:
             self._evaluations.append((step, evaluation))
@@ -197,10 +185,10 @@ class LiveTable(Watcher):
             Column(min_width=13),
             Column(min_width=6, justify="right"),
             Column(min_width=TREND),
-            Column(),  # all that a narrow terminal folds
+            Column(),  # the only column that a narrow terminal folds
             padding=(0, 2),
         )
-        beside = ""
+        baselines = ""
         if self._evaluations:
             step, last = self._evaluations[-1]
             optimal = "" if last.optimal is None else f", optimal {last.optimal:.1%}"
@@ -211,12 +199,12 @@ class LiveTable(Watcher):
                 f"[{last.success_low:.1%}, {last.success_high:.1%}] {last.how}, step {step}",
                 style="bold",
             )
-            beside = f"random play {last.random:.1%}{optimal}"
+            baselines = f"random play {last.random:.1%}{optimal}"
         for name, history in self._history.items():
             if history:
                 label, form = SHOWN[name]
-                of_success = beside if name == "success/mean" else ""
-                signals.add_row(label, form(history[-1]), sparkline(history, TREND), of_success)
+                note = baselines if name == "success/mean" else ""
+                signals.add_row(label, form(history[-1]), sparkline(history, TREND), note)
         return Group(self._headline(), signals)
 
     def _headline(self) -> Table:
@@ -226,57 +214,60 @@ class LiveTable(Watcher):
             padding=(0, 2),
             expand=True,
         )
-        far = f"step {self._step} of {total}"
+        position = f"step {self._step} of {total}"
         if budget == "updates":
-            far = f"step {self._step}, {self._spent:.0f} of {total} updates"
+            position = f"step {self._step}, {self._used:.0f} of {total} updates"
         line.add_row(
             Text(self._config.recipe, "bold"),
             ProgressBar(total=total, completed=self._finished()),
-            far,
+            position,
             self._left(),
         )
         return line
 
     def _finished(self) -> float:
-        """What is spent of the budget, and of the present step a share.
+        """How much of the budget is used, including a share of the present step.
 
-        With a real model a step may take minutes; how many updates it will make is not known.
+        With a real model a step may take minutes. How many updates it will make is unknown.
         """
         if self._config.budget == "updates":
-            return self._spent
+            return self._used
         rollout = self._config.rollout
-        return self._spent + 0.9 * min(
+        return self._used + 0.9 * min(
             self._episodes / (rollout.num_groups * rollout.group_size), 1.0
         )
 
     def _left(self) -> str:
-        """How long the rest takes if it goes as what was before, evaluations included."""
+        """The remaining time at the pace so far, evaluations included."""
         total = self._config.steps
-        if self._spent >= total or (self._step == 0 and not self._episodes):
+        if self._used >= total or (self._step == 0 and not self._episodes):
             return "evaluating"
-        done = self._finished() - (self._finished() if self._first is None else self._first)
+        done = self._finished() - (
+            self._finished() if self._used_at_start is None else self._used_at_start
+        )
         if done < MIN_DONE:
             return ""
         pace = (time.monotonic() - self._began) / done
-        return f"{clock(pace * (total - self._finished()))} left"
+        return f"{format_duration(pace * (total - self._finished()))} left"
 
 
 def watcher_for(console: Console, quiet: bool = False) -> Watcher:
-    """What suits the place: a table in a terminal, lines elsewhere, nothing if quiet is asked."""
+    """A table in a terminal, lines elsewhere, nothing if `quiet`."""
     if quiet:
         return Watcher()
     return LiveTable(console) if console.is_terminal else Lines(console)
 
 
 def hint(config: Config) -> str | None:
-    """Where a recipe of the embedded model is given another one: the recipe for that.
+    """A better recipe, if one for the embedded model is used with another model.
 
-    A run is no other model: it began with the embedded one, or this was said when it began.
+    The model of a run gives no hint: it derives from the embedded model, or the hint was shown when
+    that run began.
 
     Example:
         >>> from ragen.config.reading import resolve
         >>> hint(resolve("sokoban-large", {"model": "Qwen/Qwen2.5-0.5B-Instruct"}))
-        'recipe sokoban-large is made for the embedded model; for others: paper/sokoban --env ...'
+        'recipe sokoban-large is for the embedded model; for other models: paper/sokoban --env ...'
         >>> hint(resolve("sokoban")), hint(resolve("paper/sokoban"))
         (None, None)
     """
@@ -287,59 +278,25 @@ def hint(config: Config) -> str | None:
         family = name.removeprefix("paper/")
         if name != family and env.startswith(family):
             other = f"{name} --env {env}" if env != family else name
-            return f"recipe {config.recipe} is made for the embedded model; for others: {other}"
+            return f"recipe {config.recipe} is for the embedded model; for other models: {other}"
     return None
 
 
-def told(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those of `SHOWN` that a step has; what was not measured in it is left out.
+def shown(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of `SHOWN` that were measured in a step.
 
     Example:
-        >>> told({"success/mean": 0.5, "entropy/mean": math.nan, "reward/mean": 1.0})
+        >>> shown({"success/mean": 0.5, "entropy/mean": math.nan, "reward/mean": 1.0})
         {'success/mean': 0.5}
     """
     return {name: metrics[name] for name in SHOWN if not math.isnan(metrics.get(name, math.nan))}
 
 
 def summary(metrics: Mapping[str, float]) -> str:
-    """A step in a few words.
+    """A step in one line.
 
     Example:
         >>> summary({"success/mean": 0.5, "time/tokens_per_s": 12345.0})
         'success 50%  tokens/s 12.3k'
     """
-    return "  ".join(f"{SHOWN[name][0]} {SHOWN[name][1](x)}" for name, x in told(metrics).items())
-
-
-def sparkline(numbers: Sequence[float], width: int) -> str:
-    """A curve in one line of text, from its lowest number to its highest.
-
-    More numbers than `width` are drawn as means of stretches of equal length; what is not finite is
-    left out.
-
-    Example:
-        >>> sparkline([0, 1, 2, 3], 4), sparkline([0, 0, 1, 1, 7, 7], 3), sparkline([5, 5], 4)
-        ('▁▃▆█', '▁▂█', '▁▁')
-    """
-    finite = [number for number in numbers if math.isfinite(number)]
-    cells = min(width, len(finite))
-    edges = [round(i * len(finite) / cells) for i in range(cells + 1)] if cells else []
-    means = [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    top = len(BLOCKS) - 1
-    # Half a level is added, so that the levels are of equal height and the highest is reached.
-    return "".join(
-        BLOCKS[int((mean - low) / (high - low) * top + 0.5) if high > low else 0] for mean in means
-    )
-
-
-def clock(seconds: float) -> str:
-    """Minutes and seconds, with hours where there are any.
-
-    Example:
-        >>> clock(9.4), clock(3723)
-        ('0:09', '1:02:03')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return "  ".join(f"{SHOWN[name][0]} {SHOWN[name][1](x)}" for name, x in shown(metrics).items())

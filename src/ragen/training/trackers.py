@@ -1,10 +1,10 @@
-"""A run's numbers in other people's trackers too: TensorBoard, Weights & Biases, trackio.
+"""Experiment trackers: TensorBoard, Weights & Biases, trackio.
 
-Each is written through its own library, which is imported only where `record.trackers` names it.
-The names of the metrics are those of the run's database. A run that is resumed goes on in the same
-tracker run. Steps may come twice, after a kill or when the guard rolls back: TensorBoard hides what
-they replace; the other two only ever append, so their own count goes on and the step is a metric,
-``progress/step``, against which curves are drawn.
+Each is written through its own library, which is imported only if `record.trackers` names it. The
+metrics have the names of the run's database. A resumed run continues the same tracker run. Steps
+may be logged twice, after a kill or a rollback. TensorBoard hides the replaced ones. The other two
+can only append: their own step counter continues, and curves are drawn against the metric
+``progress/step``.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
     from ragen.evaluation.results import Evaluation
 
 PROJECT = "ragen"
-"""What runs are grouped under, unless the library's own variable (``WANDB_PROJECT``) says other."""
+"""The project of all runs, unless the library's own variable (``WANDB_PROJECT``) names another."""
 
 STEP = "progress/step"
 
 ID = "tracker_id"
-"""The file in a run's folder with what trackers know the run by."""
+"""The file in a run's folder that holds its id in trackers."""
 
 EVALUATED = ("success", "success_low", "success_high", "mean_return")
-"""What is told of an evaluation, under ``eval/`` or ``eval_greedy/``."""
+"""The numbers of an evaluation that are logged, under ``eval/`` or ``eval_greedy/``."""
 
 
 class Tracker(Protocol):
     """Takes numbers, step by step."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """The numbers of a step; it may have been logged before, and then replaces what came."""
+        """Log the numbers of a step; a step that is logged again replaces it and all later ones."""
         ...
 
     def close(self) -> None:
-        """Write out what is pending."""
+        """Write pending data."""
         ...
 
 
@@ -104,7 +104,7 @@ class Wandb:
             )
         except wandb.Error as error:
             raise RagenError(
-                f"record.trackers: wandb does not begin ({error}); try `wandb login`, or set "
+                f"record.trackers: wandb does not start ({error}); try `wandb login`, or set "
                 f"WANDB_MODE=offline, and then: ragen resume {run}"
             ) from error
         self._run.define_metric(STEP)
@@ -120,10 +120,10 @@ class Wandb:
 
 
 class Trackio:
-    """A run of trackio: in its folder on this machine, or where its own variables say."""
+    """A run of trackio, in its folder on this machine or where its own variables say."""
 
     def __init__(self, run: Path, config: Config, step: int) -> None:
-        with _said_on_stderr():
+        with _stdout_to_stderr():
             import trackio
 
             self._run: Any = trackio.init(
@@ -138,23 +138,23 @@ class Trackio:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """See `Tracker.log`."""
-        with _said_on_stderr():
+        with _stdout_to_stderr():
             self._run.log({**numbers, STEP: step})
 
     def close(self) -> None:
         """See `Tracker.close`."""
-        with _said_on_stderr():
+        with _stdout_to_stderr():
             self._run.finish()
 
 
 TRACKERS: Mapping[str, Callable[[Path, Config, int], Tracker]] = MappingProxyType(
     {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 )
-"""By name: what follows a run in its folder after some steps. The library is called the same."""
+"""Trackers by name, which is that of the library: made from a folder, a config and a step."""
 
 
 class Tracked(Watcher):
-    """Passes on to another watcher what it is told, and the numbers to trackers."""
+    """Passes everything on to another watcher, and the numbers to trackers."""
 
     def __init__(self, inner: Watcher, names: list[str]) -> None:
         self._inner = inner
@@ -218,10 +218,10 @@ def with_trackers(watcher: Watcher, trackers: str) -> Watcher:
 
 
 def _id(run: Path) -> str:
-    """What trackers know a run by, the same when it goes on.
+    """The run's id in trackers; it stays the same after a resume.
 
-    It is no derived number: two people who train the same recipe with the same seed into one
-    project have two runs.
+    It is random: two people who train the same recipe with the same seed in one project have two
+    runs.
     """
     path = run / ID
     if not path.exists():
@@ -230,7 +230,7 @@ def _id(run: Path) -> str:
 
 
 @contextlib.contextmanager
-def _said_on_stderr() -> Any:
-    """What a library prints goes where progress goes: standard output is for results."""
+def _stdout_to_stderr() -> Any:
+    """Send what a library prints to standard error: standard output is for results."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.diagnostics.collapse import HIGH_ENTROPY, HIGH_MI, MIN_PROMPTS, REGIMES
-from ragen.reports.report import GRADIENTS
+from ragen.reports.facts import GRADIENTS
 from ragen.storage.attempts import attempts_of, still_counts
 from ragen.viewer.reading import (
     Answer,

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragen.reports.report import ALARM
+from ragen.reports.facts import ALARM
 from ragen.storage.attempts import still_counts
 from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
 from ragen.viewer.search import (

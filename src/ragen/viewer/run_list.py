@@ -19,7 +19,7 @@ from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, difference
 from ragen.evaluation.outcomes import how_sampled
-from ragen.reports.report import ALARM
+from ragen.reports.facts import ALARM
 from ragen.storage.attempts import Counts, attempts_of, still_counts
 from ragen.storage.database import CONFIG, is_claimed
 from ragen.storage.reader import with_present_names

@@ -9,7 +9,7 @@ from typing import Any
 
 from ragen.config.reading import flatten, read_config, resolve
 from ragen.core.errors import RagenError
-from ragen.reports.report import EXACT, SIGNALS, TERMS, seconds_by_phase
+from ragen.reports.facts import EXACT, SIGNALS, TERMS, seconds_by_phase
 from ragen.storage.attempts import attempts_of, still_counts
 from ragen.storage.database import CONFIG
 from ragen.viewer.reading import (

@@ -1,0 +1,154 @@
+"""The data of one run that its report, plots and model card are made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragen.config.config import Config
+from ragen.config.reading import read_config
+from ragen.core.errors import RagenError
+from ragen.core.metrics import Series
+from ragen.evaluation.results import RunEvaluation, load_evaluations
+from ragen.reports.plots import Curve
+from ragen.storage.database import CONFIG
+from ragen.storage.reader import read_attempts, read_events, read_metrics
+
+History = Mapping[str, Series]
+"""Metrics by name."""
+
+
+ALARM = "alarm"
+"""The kind of the events that the plots mark."""
+
+
+SIGNALS: Mapping[str, str] = {
+    "success/mean": "success",
+    "reward/mean": "reward",
+    "reward/std_in_group": "reward std",
+    "reward/flat_group_fraction": "flat groups",
+    "entropy/mean": "entropy, nats",
+    "gradient/policy_norm": "gradient norm",
+    "gradient/critic_norm": "critic's gradient",
+    "critic/explained_variance": "explained variance",
+    "clip/fraction": "clip fraction",
+    "kl/reference": "KL to reference",
+    "format/valid_fraction": "valid replies",
+    "actions/effective_fraction": "effective actions",
+    "length/thought_tokens": "thought, tokens",
+    "thought/unique_fraction": "unique thoughts",
+    "thought/repeated_ngram_fraction": "repeated n-grams",
+    "thought/hallucinated_fraction": "hallucinated facts",
+    "thought/consistent_fraction": "plans kept",
+    "information/first/mi": "MI, nats a thought",
+    "information/first/mi_zscore": "MI z-score",
+    "information/first/conditional_entropy": "H(Z|X), nats",
+    "episodes/failed": "failed episodes",
+}
+"""The metrics of the table of signals, each with its label."""
+
+
+TERMS = "reward_terms/"
+"""Prefix of the metrics of reward terms: the cost of each term, shown among the signals."""
+
+
+GRADIENTS = "gradient_by_std/"
+"""Prefix of the gradient norms by bucket of reward std, in runs that measured them."""
+
+
+EXACT = ("exactness/", "mismatch/")
+"""Prefixes of the exactness metrics: how much was checked, and how far two computations differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The data of a run's folder.
+
+    Attributes:
+        run: The folder.
+        config: The settings that the run began with.
+        metrics: The metrics by name, without what was rolled back.
+        evaluations: The evaluations, without those that were rolled back.
+        events: Alarms, the guard's actions, resumes and errors.
+        attempts: The metrics of each attempt, with what was rolled back.
+    """
+
+    run: Path
+    config: Config
+    metrics: History
+    evaluations: tuple[RunEvaluation, ...]
+    events: tuple[Mapping[str, Any], ...]
+    attempts: Mapping[int, History]
+
+    @property
+    def steps(self) -> int:
+        """Finished steps."""
+        return max((max(series) for series in self.metrics.values()), default=0)
+
+    @property
+    def alarms(self) -> list[int]:
+        """The steps of the alarms."""
+        return [event["step"] for event in self.events if event["kind"] == ALARM]
+
+    def curve(self, name: str) -> Curve:
+        """One metric as a curve, with the stretches that were rolled back."""
+        begins = {
+            attempt: min(min(series) for series in history.values())
+            for attempt, history in self.attempts.items()
+        }
+        left = []
+        for attempt, history in self.attempts.items():
+            end = min((begins[other] for other in begins if other > attempt), default=math.inf)
+            stretch = {step: x for step, x in history.get(name, {}).items() if step >= end - 1}
+            if len(stretch) > 1:
+                left.append(stretch)
+        return Curve(self.metrics.get(name, {}), tuple(left))
+
+
+def read_facts(run: Path) -> Facts:
+    """Read a run, finished or not.
+
+    Raises:
+        RagenError: The folder holds no run, or its files are damaged.
+    """
+    if not (run / CONFIG).is_file():
+        raise RagenError(f"{run} is not a run folder: {CONFIG} is missing")
+    return Facts(
+        run,
+        read_config(run / CONFIG),
+        read_metrics(run),
+        tuple(load_evaluations(run)),
+        tuple(read_events(run)),
+        read_attempts(run),
+    )
+
+
+def phases(facts: Facts) -> dict[str, float]:
+    """Seconds of each phase over all attempts, and of the evaluations."""
+    evaluating = math.fsum(each.evaluation.seconds for each in facts.evaluations)
+    return seconds_by_phase(facts.attempts, evaluating)
+
+
+def seconds_by_phase(
+    attempts: Mapping[int, Mapping[str, Series]], evaluating: float
+) -> dict[str, float]:
+    """Seconds of each phase over all attempts, the longest parts split up.
+
+    Sums of other phases (a step; a rollout whose parts are known) and rates are left out.
+
+    Args:
+        attempts: The metrics of each attempt.
+        evaluating: Seconds of the evaluations.
+    """
+    seconds: dict[str, float] = {}
+    for history in attempts.values():
+        sums = {"time/step_s", "time/tokens_per_s"}
+        sums |= {"time/rollout_s"} if "time/generate_s" in history else set()
+        for name, series in history.items():
+            if name.startswith("time/") and name not in sums:
+                phase = name.removeprefix("time/").removesuffix("_s")
+                seconds[phase] = seconds.get(phase, 0.0) + math.fsum(series.values())
+    return seconds | ({"evaluations": evaluating} if evaluating else {})
