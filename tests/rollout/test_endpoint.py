@@ -18,8 +18,8 @@ from ragen.rollout.endpoint import (
     ChatEndpoint,
     Pace,
     Server,
-    complaint,
-    patience,
+    backoff,
+    error_message,
     read_reply,
     retry_after,
 )
@@ -135,11 +135,11 @@ def test_a_server_that_is_gone_is_not_waited_for_in_every_episode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "TRIES", 1)
-    monkeypatch.setattr(endpoint, "LOST_IN_A_ROW", 3)
+    monkeypatch.setattr(endpoint, "MAX_LOST", 3)
     with FaultyServer(in_turn(said(), Answer("", 502))) as server:
         found = ask(server, [PROMPT] * 4)
     assert [type(each) for each in found] == [Completion, NoCompletion, NoCompletion, RagenError]
-    assert "answers no more: HTTP 502; the same command goes on from here" in str(found[-1])
+    assert "no longer answers: HTTP 502; run the same command again to continue" in str(found[-1])
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_retry_after_in_its_forms(header: str, seconds: float) -> None:
 def test_waits_double_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
     # ½, 1, 2, … 32, then the bound of 60; chance 0 takes half of each.
-    assert [patience(n, 1.0) for n in range(9)] == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert [patience(n, 0.0) for n in range(3)] == [0.25, 0.5, 1.0]
+    assert [backoff(n, 1.0) for n in range(9)] == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert [backoff(n, 0.0) for n in range(3)] == [0.25, 0.5, 1.0]
 
 
 def test_requests_begin_at_the_asked_rate() -> None:
@@ -388,7 +388,7 @@ def test_counts_that_are_none_are_not_believed() -> None:
     ],
 )
 def test_complaints_in_their_dialects(text: str, expected: tuple[str, str]) -> None:
-    assert complaint(text) == expected
+    assert error_message(text) == expected
 
 
 def test_the_key_comes_from_the_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
-"""From a reply to actions: a strict parser of ``<think>…</think><answer>…</answer>``.
+"""The strict parser of replies: ``<think>…</think><answer>…</answer>``.
 
-The text comes from a policy that is being optimised against this parser, so nothing in it is
-trusted: the structure is checked with plain searches (linear in the reply, no regular expressions),
-and every reply, however odd, becomes a `Parsed`; nothing is raised.
+The policy is optimised against this parser, so its text is not trusted. The structure is checked
+with plain searches in time linear in the reply. Every reply becomes a `Parsed`; nothing is raised.
 """
 
 from __future__ import annotations
@@ -10,30 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-"""Each appears exactly once in a well-formed reply, the first two never in an answer-only one."""
+"""Each appears exactly once in a well-formed reply, the first two only if it has a thought."""
 
 WHITESPACE = " \t\r\n"
-"""What is trimmed. Zero-width, control and exotic spaces are text, and wrong where text is."""
+"""The characters that are trimmed. Zero-width, control and other spaces count as text."""
 
 _QUOTED_LENGTH = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a reply says.
+    """The contents of a reply.
 
     Attributes:
-        thought: The text between the think tags, as written; ``None`` without a closed thought at
-            the start of the reply, or when no thought is asked for.
-        thought_chars: Half-open range of characters of the reply that spells the thought.
-        actions_asked: Names in the answer, trimmed, as written, unknown ones included.
-        actions: What the environment is to carry out: the legal ones in their canonical spelling,
-            in order, at most `max_actions`. Where some of several names are unknown, the others are
-            still here.
-        well_formed: The reply has exactly the asked structure.
-        valid: Well formed, at least one legal action, and no unknown one. The format penalty is due
-            exactly where this is false.
-        problem: What was wrong, in one short sentence for the next prompt; ``None`` where valid.
+        thought: The text between the think tags as written; ``None`` if the reply does not begin
+            with a closed thought, or must not have one.
+        thought_chars: Half-open range of the thought's characters in the reply.
+        actions_asked: The names in the answer as written, trimmed, unknown ones included.
+        actions: The actions to carry out: the legal ones in canonical spelling, in order, at most
+            `max_actions`. They are kept even if other names are unknown.
+        well_formed: The reply has exactly the required structure.
+        valid: The reply is well formed, with at least one legal action and no unknown one.
+            Otherwise the format penalty is due.
+        problem: What was wrong, as one short sentence for the next prompt; ``None`` if valid.
 
     Example:
         >>> parse(
@@ -64,21 +62,21 @@ def parse(
     separator: str = "||",
     max_actions: int,
 ) -> Parsed:
-    """Read a whole reply: pre-filled start and sampled text together.
+    """Parse a whole reply: pre-filled start and sampled text together.
 
-    The structure is all or nothing: the thought block if `think`, the answer block, white space
-    around them, nothing else, and no tag twice. A reply that breaks it carries out nothing. In a
-    well-formed one, unknown names are dropped at the price of the format penalty, and legal ones
-    beyond `max_actions` without.
+    A well-formed reply has the thought block if `think`, then the answer block, white space around
+    them, nothing else, and no tag twice. Any other reply carries out no action. In a well-formed
+    reply, unknown names are dropped and cost the format penalty; legal actions beyond `max_actions`
+    are dropped without a penalty.
 
     Args:
         reply: The text.
-        think: Whether the reply must open with ``<think>…</think>``; if not, thoughts are refused.
-        actions: The environment's action names, matched whatever their case; ``None`` for
+        think: Whether the reply must begin with ``<think>…</think>``. If not, a thought makes it
+            invalid.
+        actions: The environment's action names, matched regardless of case; ``None`` for
             environments of free text, where the whole answer is one action.
-        separator: Stands between the actions of one answer.
-        max_actions: How many may be carried out now: the smaller of the turn's limit and what is
-            left of the episode's.
+        separator: Separates the actions of one answer.
+        max_actions: The smaller of the turn's limit and the actions left in the episode.
 
     Returns:
         A `Parsed`; never raises.
@@ -115,7 +113,7 @@ def parse(
 
 
 def _structure(reply: str, think: bool) -> tuple[tuple[int, int] | None, str | None]:
-    """Range of the thought, and the answer's text where the whole structure is right."""
+    """Range of the thought, and the answer's text if the whole structure is right."""
     once = all(reply.count(tag) == (think or "answer" in tag) for tag in TAGS)
     at = _skip(reply, 0)
     thought_chars = None
@@ -137,17 +135,17 @@ def _structure(reply: str, think: bool) -> tuple[tuple[int, int] | None, str | N
 
 
 def _skip(text: str, at: int) -> int:
-    """The first position from `at` on that holds no white space."""
+    """The first position from `at` on without white space."""
     return len(text) - len(text[at:].lstrip(WHITESPACE))
 
 
 def _match(names: tuple[str, ...], actions: tuple[str, ...]) -> tuple[list[str], str | None]:
-    """The legal actions among `names`, canonically spelt, and the first unknown name."""
+    """The legal actions among `names` in canonical spelling, and the first unknown name."""
     canonical = {action.lower(): action for action in actions}
     legal, unknown = [], None
     for name in names:
         action = canonical.get(name.lower())
-        # The Kelvin sign lowers to an ASCII k: a look-alike, no action.
+        # The lower case of the Kelvin sign is an ASCII k: a look-alike is no action.
         if action is not None and name.isascii() == action.isascii():
             legal.append(action)
         elif unknown is None:
@@ -156,7 +154,7 @@ def _match(names: tuple[str, ...], actions: tuple[str, ...]) -> tuple[list[str],
 
 
 def _quote(name: str) -> str:
-    """A policy's word made safe to print: no control or direction characters, no tags, not long."""
+    """A policy's word, safe to print: shortened, without control characters, tags and the like."""
     short = name if len(name) <= _QUOTED_LENGTH else name[: _QUOTED_LENGTH - 1] + "…"
     shown = "".join(char if char.isprintable() and char not in "<>|" else "?" for char in short)
     return f'"{shown}"'

@@ -94,11 +94,11 @@ def find_bridge(template: Template, encode: Callable[[str], Ids], thought: str) 
     """
     first, second = (thought + answer for answer in ANSWERS)
     head = template.start.removesuffix(template.written)
-    said = first.removeprefix(template.opening)
+    reply = first.removeprefix(template.opening)
     text = template.render(conversation(USER, first, LAST_USER))
-    block = text.removeprefix(head).partition(said)[0]
+    block = text.removeprefix(head).partition(reply)[0]
     block = block if is_empty_thought(block) else ""
-    lead = head + block + said
+    lead = head + block + reply
     if not text.startswith(lead):
         return None
     for fold in (True,) if template.fold else (False, True):

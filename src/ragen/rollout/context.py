@@ -1,8 +1,8 @@
-"""What a turn sees of its episode: everything, the last turns, or only the present.
+"""The context of a turn: the whole episode, the last turns, or only the present one.
 
-Earlier replies are shown with their thoughts, or without. Whichever it is, a prompt that would be
-too long leaves out the oldest turns it would show. The message that opens a conversation (the
-system text, what the environment is) stays on top of those that are left.
+Earlier replies are shown with or without their thoughts. A prompt that would be too long leaves out
+its oldest turns. The opening message, with the system text and the description of the environment,
+always stays on top.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ragen.rollout.prompt import Limits, PromptBuilder
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the policy is shown in one turn, before it becomes a user message.
+    """The contents of one turn's user message.
 
-    `reward` and `problem` speak of the turn before and are ``None`` in the first one; `problem` is
-    ``None`` too where that turn's reply was fine.
+    `reward` and `problem` are about the turn before. `reward` is ``None`` in the first turn,
+    `problem` also where the reply was valid.
     """
 
     observation: str
@@ -31,27 +31,28 @@ class View:
 class Conversation:
     """The messages and tokens of one episode, turn by turn.
 
-    As long as the prompts begin with the same turn and the chat template can be extended exactly,
-    the running token sequence grows by the sampled ids and the template's own glue, and is never
-    rendered anew. In the other cases a prompt is rendered from the messages that the turn may see.
+    While the prompts begin with the same turn and the chat template can be extended exactly, the
+    running token sequence grows by the sampled ids and the template's bridge and is never rendered
+    again. Otherwise a prompt is rendered from the messages in the turn's context.
 
     Args:
         builder: Writes the messages.
-        words: The environment's rules, its title and the names of its actions.
+        env_texts: The environment's rules, its goal and its action names.
         chat: Renders messages as tokens; ``None`` for policies that take messages only.
-        window: Turns that a prompt shows, the present one among them; 0 shows all.
-        max_length: Tokens that a prompt may have.
-        prefill: The start of the reply that the policy is given, such as ``"<think>"``, or ``""``.
-        drops_thoughts: Whether replies are shown without their thoughts. `chat` must know of it.
+        window: Number of turns that a prompt shows, the present one included; 0 shows all.
+        max_length: Greatest number of tokens of a prompt.
+        prefill: The pre-filled start of a reply, such as ``"<think>"``, or ``""``.
+        drops_thoughts: Whether replies are shown without their thoughts. `chat` must be made for
+            this.
 
     Attributes:
-        turns_dropped: Turns that the window would show and the last prompt had no room for.
+        turns_dropped: Turns in the window for which the last prompt had no room.
     """
 
     def __init__(
         self,
         builder: PromptBuilder,
-        words: tuple[str, str, tuple[str, ...] | None],
+        env_texts: tuple[str, str, tuple[str, ...] | None],
         chat: Chat | None,
         window: int,
         max_length: int,
@@ -60,20 +61,22 @@ class Conversation:
     ) -> None:
         assert not (drops_thoughts and chat is not None and chat.exact), "the chat keeps thoughts"
         self._builder = builder
-        self._words = words
+        self._env_texts = env_texts
         self._chat = chat
         self._window, self._max_length = window, max_length
         self._prefill, self._drops_thoughts = prefill, drops_thoughts
         self.turns_dropped = 0
         self._views: list[View] = []
         self._replies: list[str] = []
-        self._first = 0  # the oldest turn that is shown; once a turn is out, it stays out
-        self._running: tuple[int, ...] | None = None  # of the prompts that begin with that turn
+        self._first = 0  # the oldest turn that is shown; a turn that is dropped stays dropped
+        self._running: tuple[int, ...] | None = (
+            None  # tokens of the prompts that begin with that turn
+        )
 
     def ask(self, view: View) -> tuple[tuple[Message, ...], tuple[int, ...] | None, int]:
-        """The next prompt: its messages, its token ids and how many of them are pre-filled.
+        """The next prompt: its messages, its token ids, and how many of them are pre-filled.
 
-        It is longer than `max_length` only where the present turn alone is.
+        It is longer than `max_length` only if the present turn alone is.
         """
         self._views.append(view)
         present = len(self._views) - 1
@@ -102,7 +105,7 @@ class Conversation:
         return messages, ids, num_prefill
 
     def reply(self, completion: Completion) -> None:
-        """Append what the policy said to the last prompt."""
+        """Append the policy's completion of the last prompt."""
         reply = self._prefill + completion.text
         self._replies.append(without_thought(reply) if self._drops_thoughts else reply)
         if self._running is not None and completion.token_ids is not None:
@@ -120,5 +123,5 @@ class Conversation:
 
     def _user(self, view: View, opening: bool) -> str:
         if opening or view.reward is None:
-            return self._builder.first(*self._words, view.observation, view.limits)
+            return self._builder.first(*self._env_texts, view.observation, view.limits)
         return self._builder.following(view.observation, view.reward, view.problem, view.limits)

@@ -1,9 +1,9 @@
-"""Any model behind an OpenAI-compatible chat endpoint, as a policy.
+"""A policy that is any model behind an OpenAI-compatible chat endpoint.
 
-Completions carry text and the server's count of tokens, no ids: they can be read and measured, not
-trained on. What goes wrong on the way is either the user's to mend (a wrong key, model or address:
-one line at once), passing (a busy or broken server: asked again, later each time), or the end of
-that one episode, which is data.
+Completions have text and the server's token counts but no ids: they can be evaluated, not trained
+on. An error is of one of three kinds. The user can fix it (a wrong key, model or address), which is
+one line at once; it is temporary (a busy or broken server), and the request is repeated after a
+growing wait; or it ends that one episode, which is data.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from ragen.rollout.actions import TAGS
 from ragen.rollout.policies import NoCompletion
 
 KEY_ENV = "OPENAI_API_KEY"
-"""Environment variable of the key where no other is named."""
+"""Default environment variable of the key."""
 
 CONNECT_S = 10.0
-"""Seconds that a connection may take to be made."""
+"""Time limit for opening a connection."""
 
 TRIES = 8
-"""Times that one completion is asked for."""
+"""Number of attempts for one completion."""
 
 GIVE_UP_S = 900.0
-"""Seconds after which a completion is asked for no more, waits included."""
+"""Time limit for all attempts at one completion, waits included."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
-"""The wait before the second try, doubled before each further one, and its bound."""
+"""The wait before the second attempt, doubled before each further one, and its limit."""
 
-LOST_IN_A_ROW = 16
-"""Completions lost for good with no answer in between, after which the server counts as gone."""
+MAX_LOST = 16
+"""Consecutive lost completions after which the server counts as gone."""
 
-PASSING = (408, 409, 425, 429)
-"""Status codes after which, as after 500 and above, the same request may well be answered."""
+TEMPORARY = (408, 409, 425, 429)
+"""Status codes below 500 after which the same request may succeed later."""
 
-SHOWN = 300
-"""Characters of a server's complaint that are shown."""
+MAX_SHOWN = 300
+"""Greatest number of characters of a server's error message that are shown."""
 
-MOST_TOKENS = 2**31
-"""Tokens of one completion from which on a server's count is none."""
+MAX_TOKENS = 2**31
+"""A server's token count from here on is not believed."""
 
-SECRET = 8
-"""Characters from which on a key is one: shorter ones are the dummies that local servers take."""
+MIN_KEY = 8
+"""Length from which a key is a secret; shorter ones are dummies for local servers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a model is served, and how it may be asked.
+    """The address of a server, its key and its limits.
 
     Args:
-        base_url: Its address, to which ``/chat/completions`` is added; most end in ``/v1``.
-        key_env: Environment variable that holds the key; ``None`` reads `KEY_ENV` if it is set.
-        timeout_s: Seconds that one request may take.
-        requests_per_minute: Requests that are begun in a minute at most; 0 sets no limit.
+        base_url: The address, to which ``/chat/completions`` is added; most end in ``/v1``.
+        key_env: Environment variable of the key; ``None`` reads `KEY_ENV` if it is set.
+        timeout_s: Time limit of one request.
+        requests_per_minute: Greatest rate at which requests begin; 0 sets no limit.
 
     Raises:
-        RagenError: The address is none, or holds a password; a number is out of its range; the
-            variable that was named is not set, or holds what cannot be a key.
+        RagenError: The address is invalid or has a password, a number is out of range, or the named
+            variable is not set or cannot be a key.
 
     Example:
         >>> Server("http://localhost:8000/v1/").url
@@ -90,7 +90,7 @@ class Server:
         except httpx.InvalidURL as error:
             raise RagenError(f"--base-url {self.base_url!r} is no address: {error}") from None
         if url.userinfo or url.query:
-            # Not shown: it may hold a secret.
+            # The address is not shown, because it may contain a secret.
             raise RagenError(
                 "--base-url must hold neither a password nor a query; put the key into the "
                 f"environment variable {self.key_env or KEY_ENV}"
@@ -113,21 +113,22 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where requests go."""
+        """The address of requests."""
         return f"{self.base_url.rstrip('/')}/chat/completions"
 
     def hide(self, text: str) -> str:
-        """The text without the key, should the server have repeated it."""
-        return text.replace(self.key, "***") if len(self.key) >= SECRET else text
+        """The text without the key, in case the server repeats it."""
+        return text.replace(self.key, "***") if len(self.key) >= MIN_KEY else text
 
 
 class ChatEndpoint:
-    """A `Policy` that asks a server; any number of completions at once, within one event loop.
+    """A `Policy` that sends requests to a server, any number at once within one event loop.
 
     Args:
-        server: Where it is and how it may be asked.
-        model: The model's name there.
-        think: Whether a reply opens with a thought, into which a server's own `reasoning` is put.
+        server: The server.
+        model: The model's name on the server.
+        think: Whether a reply begins with a thought; a separate `reasoning` of the server becomes
+            that thought.
     """
 
     def __init__(self, server: Server, model: str, think: bool = True) -> None:
@@ -135,7 +136,7 @@ class ChatEndpoint:
         headers = {"Content-Type": "application/json"}
         if server.key:
             headers["Authorization"] = f"Bearer {server.key}"
-        # The time limit is one of the whole request; httpx's own begin anew with every byte.
+        # The time limit is for the whole request; those of httpx restart with every byte.
         limits = httpx.Timeout(None, connect=CONNECT_S)
         unbounded = httpx.Limits(max_connections=None)
         self._client = httpx.AsyncClient(headers=headers, timeout=limits, limits=unbounded)
@@ -148,21 +149,21 @@ class ChatEndpoint:
         await self._client.aclose()
 
     async def complete(self, prompt: Prompt) -> Completion:
-        """Ask until there is an answer.
+        """Send the request, and repeat it after temporary errors.
 
         Raises:
-            RagenError: Asking again cannot help: the address, the model, the key or the request is
-                wrong, or the server has never answered or does so no more.
-            NoCompletion: This one completion could not be had.
+            RagenError: Repeating cannot help: the address, the model, the key or the request is
+                wrong, or the server has never answered or has stopped answering.
+            NoCompletion: This one completion failed.
         """
         chance = random.Random(derive(prompt.seed, "wait"))
-        begun, failure = time.monotonic(), _Passing("it was not asked")
+        begun, failure = time.monotonic(), _TemporaryError("it was not asked")
         for number in range(TRIES):
             try:
                 completion = await self._ask(prompt)
-            except _Passing as error:
+            except _TemporaryError as error:
                 failure = error
-                wait = max(error.after_s, patience(number, chance.random()))
+                wait = max(error.after_s, backoff(number, chance.random()))
                 if number + 1 == TRIES or time.monotonic() + wait - begun > GIVE_UP_S:
                     break
                 await asyncio.sleep(wait)
@@ -172,25 +173,28 @@ class ChatEndpoint:
         self._lost += 1
         if not self._answered:
             raise RagenError(f"{self._server.url} answered no request: {failure}; is it running?")
-        if self._lost >= LOST_IN_A_ROW:
+        if self._lost >= MAX_LOST:
             raise RagenError(
-                f"{self._server.url} answers no more: {failure}; the same command goes on from here"
+                f"{self._server.url} no longer answers: {failure}; "
+                "run the same command again to continue"
             )
         raise NoCompletion(f"{self._server.url} gave no completion: {failure}")
 
     async def _ask(self, prompt: Prompt) -> Completion:
-        """One request and what its answer says."""
+        """Send one request and read its answer."""
         sent = self._body(prompt)
-        text = json.dumps(sent)  # in ASCII: an environment may show half a surrogate pair
+        text = json.dumps(sent)  # in ASCII: an observation may have half a surrogate pair
         await self._pace.turn()
         try:
             async with asyncio.timeout(self._server.timeout_s):
                 response = await self._client.post(self._server.url, content=text)
         except TimeoutError:
-            raise _Passing(f"no answer in {self._server.timeout_s:g} s") from None
+            raise _TemporaryError(f"no answer in {self._server.timeout_s:g} s") from None
         except httpx.RequestError as error:
-            said = self._server.hide(str(error))
-            raise _Passing(f"{type(error).__name__}{f' ({said})' if said else ''}") from None
+            reason = self._server.hide(str(error))
+            raise _TemporaryError(
+                f"{type(error).__name__}{f' ({reason})' if reason else ''}"
+            ) from None
         text = self._server.hide(response.text)
         if response.status_code == 200:
             return read_reply(text, self._think)
@@ -199,24 +203,24 @@ class ChatEndpoint:
     async def _refused(
         self, prompt: Prompt, sent: Mapping[str, Any], response: httpx.Response, text: str
     ) -> Completion:
-        """What follows from a status other than 200."""
-        status, (said, code) = response.status_code, complaint(text)
-        what = f"HTTP {status}{f': {said}' if said else ''}"
-        if code == "insufficient_quota":  # OpenAI's 429 that no waiting mends
+        """Act on a status other than 200: raise, or repeat the request in the server's dialect."""
+        status, (message, code) = response.status_code, error_message(text)
+        what = f"HTTP {status}{f': {message}' if message else ''}"
+        if code == "insufficient_quota":  # OpenAI's 429 that waiting does not cure
             raise RagenError(f"{self._server.url} has no quota left ({what})")
-        if status in PASSING or status >= 500:
+        if status in TEMPORARY or status >= 500:
             after_s = retry_after(response.headers.get("Retry-After", ""), time.time())
             if after_s <= GIVE_UP_S:
                 self._pace.hold(after_s)
-            raise _Passing(what, after_s)
+            raise _TemporaryError(what, after_s)
         if status in (400, 422):
-            if self._adapts(sent, said):
+            if self._adapts(sent, message):
                 return await self._ask(prompt)
             if code == "content_filter":
                 return Completion(None, None, "", "stop", 0)
-            if code == "context_length_exceeded" or "context length" in said.lower():
+            if code == "context_length_exceeded" or "context length" in message.lower():
                 raise NoCompletion(what, "context")
-            if self._answered:  # so it is this prompt that it does not take
+            if self._answered:  # so the server refuses only this prompt
                 raise NoCompletion(f"{self._server.url} refused a prompt ({what})")
         key_env = self._server.key_env or KEY_ENV
         remedies = {
@@ -235,60 +239,60 @@ class ChatEndpoint:
             "temperature": prompt.temperature,
         }
         if self._takes_seed:
-            body["seed"] = prompt.seed % 2**31  # some servers hold it in 32 bits
+            body["seed"] = prompt.seed % 2**31  # some servers store it in 32 bits
         return body
 
-    def _adapts(self, sent: Mapping[str, Any], said: str) -> bool:
-        """Whether the server only wants the same request in its own dialect."""
-        if "max_tokens" in sent and "max_completion_tokens" in said:
+    def _adapts(self, sent: Mapping[str, Any], message: str) -> bool:
+        """Whether the server needs the same request in another dialect, which is used from now."""
+        if "max_tokens" in sent and "max_completion_tokens" in message:
             self._length_key = "max_completion_tokens"
             return True
-        if "seed" in sent and "seed" in said.lower():
+        if "seed" in sent and "seed" in message.lower():
             self._takes_seed = False
             return True
         return False
 
 
 class Pace:
-    """Lets requests begin at a bounded rate, and none while the server asked for quiet."""
+    """Limits the rate at which requests begin, and pauses when the server asks for it."""
 
     def __init__(self, requests_per_minute: float) -> None:
         self._gap_s = 60 / requests_per_minute if requests_per_minute else 0.0
-        self._next = self._quiet_until = 0.0
+        self._next = self._paused_until = 0.0
 
     async def turn(self) -> None:
-        """Wait for a request's turn; who waited already when quiet was asked for waits anew."""
+        """Wait until a request may begin; a pause applies to waiting requests, too."""
         while True:
             now = time.monotonic()
             at = max(now, self._next)
             self._next = at + self._gap_s
             if at > now:
                 await asyncio.sleep(at - now)
-            if time.monotonic() >= self._quiet_until:
+            if time.monotonic() >= self._paused_until:
                 return
 
     def hold(self, seconds: float) -> None:
-        """Let no further request begin for so long."""
-        self._quiet_until = max(self._quiet_until, time.monotonic() + seconds)
-        self._next = max(self._next, self._quiet_until)
+        """Pause: let no request begin for so many seconds."""
+        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
+        self._next = max(self._next, self._paused_until)
 
 
-class _Passing(Exception):
-    """A request that may be answered when it is made again, not before `after_s` seconds."""
+class _TemporaryError(Exception):
+    """A request failed and may succeed after at least `after_s` seconds."""
 
     def __init__(self, text: str, after_s: float = 0.0) -> None:
         super().__init__(text)
         self.after_s = after_s
 
 
-def patience(number: int, chance: float) -> float:
-    """Seconds to wait after the try of this number: doubled each time, between half and all of it.
+def backoff(number: int, chance: float) -> float:
+    """Seconds to wait after an attempt, counted from 0: exponential backoff with equal jitter.
 
-    The chance spreads those who were turned away together (exponential backoff with "equal
-    jitter"; Brooker, AWS Architecture Blog, 2015).
+    min(longest, first · 2^number) · (½ + ½ · chance), where the chance from 0 to 1 spreads requests
+    that failed together (Brooker, AWS Architecture Blog, 2015).
 
     Example:
-        >>> [patience(number, 1.0) for number in (0, 1, 2, 20)], patience(0, 0.0)
+        >>> [backoff(number, 1.0) for number in (0, 1, 2, 20)], backoff(0, 0.0)
         ([0.5, 1.0, 2.0, 60.0], 0.25)
     """
     longest = min(LONGEST_WAIT_S, math.ldexp(FIRST_WAIT_S, number))
@@ -296,7 +300,7 @@ def patience(number: int, chance: float) -> float:
 
 
 def retry_after(header: str, now: float) -> float:
-    """Seconds that a ``Retry-After`` asks for, as a number or a date (RFC 9110, 10.2.3); else 0.
+    """Seconds of a ``Retry-After`` header, a number or a date (RFC 9110, 10.2.3); 0 if invalid.
 
     Example:
         >>> retry_after("7", 0.0), retry_after("Thu, 01 Jan 1970 00:01:00 GMT", 50.0)
@@ -312,37 +316,36 @@ def retry_after(header: str, now: float) -> float:
     return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
-def complaint(text: str) -> tuple[str, str]:
-    """What an error's body says, in one line, and its code; servers write it in many ways.
+def error_message(text: str) -> tuple[str, str]:
+    """The message of an error's body, in one line, and its code, in any of the usual formats.
 
     Example:
-        >>> complaint('{"error": {"message": "No such model.", "code": "model_not_found"}}')
+        >>> error_message('{"error": {"message": "No such model.", "code": "model_not_found"}}')
         ('No such model.', 'model_not_found')
-        >>> complaint('{"error": "slow down"}'), complaint("Bad Gateway")
+        >>> error_message('{"error": "slow down"}'), error_message("Bad Gateway")
         (('slow down', ''), ('Bad Gateway', ''))
     """
-    said: Any = text
+    body: Any = text
     code = ""
     with suppress(ValueError, RecursionError):
-        said = json.loads(text)
+        body = json.loads(text)
     for _ in range(3):  # {"error": {"message": …}}, {"detail": {"error": …}}
-        if isinstance(said, dict):
-            code = code or next((said[k] for k in ("code", "type") if said.get(k)), "")
-            said = next((said[k] for k in ("error", "message", "detail") if said.get(k)), "")
-    words = " ".join((said if isinstance(said, str) else json.dumps(said)).split())
-    return words[: SHOWN - 1] + "…" if len(words) > SHOWN else words, str(code)
+        if isinstance(body, dict):
+            code = code or next((body[k] for k in ("code", "type") if body.get(k)), "")
+            body = next((body[k] for k in ("error", "message", "detail") if body.get(k)), "")
+    words = " ".join((body if isinstance(body, str) else json.dumps(body)).split())
+    return words[: MAX_SHOWN - 1] + "…" if len(words) > MAX_SHOWN else words, str(code)
 
 
 def read_reply(text: str, think: bool) -> Completion:
-    """The completion in an answer's body.
+    """The completion in the body of an answer.
 
-    A refusal is what the model said. A thought that the server split off (``reasoning`` or
-    ``reasoning_content``) is put back in front where a thought is asked for and the text has none,
-    without the tags it may quote; so is the ``<think>`` that a model's own template wrote for it.
-    A call of a tool instead of text is an empty reply.
+    A refusal counts as the reply. If `think` and the text has no thought, a separate one
+    (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes; so is
+    a ``<think>`` that the model's own template wrote. A tool call without text is an empty reply.
 
     Raises:
-        _Passing: The answer is broken: no JSON, an error, no choice, no message.
+        _TemporaryError: The answer is not JSON, is an error, or has no choice or message.
 
     Example:
         >>> read_reply(
@@ -354,32 +357,31 @@ def read_reply(text: str, think: bool) -> Completion:
     """
     try:
         answer = json.loads(text)
-    except (ValueError, RecursionError):  # the latter of brackets by the thousand
-        raise _Passing("an answer that is no JSON") from None
+    except (ValueError, RecursionError):  # the latter from thousands of brackets
+        raise _TemporaryError("an answer that is no JSON") from None
     if not isinstance(answer, dict) or answer.get("error"):
-        said, _ = complaint(text)
-        raise _Passing(f"an error in place of an answer: {said}")
+        raise _TemporaryError(f"an error in place of an answer: {error_message(text)[0]}")
     match answer.get("choices"):
         case [{"message": dict() as message, **choice}, *_] if (
             choice.get("finish_reason") != "error"
         ):
             pass
         case _:
-            raise _Passing("an answer without a choice")
-    said = _joined(message.get("content")) or _joined(message.get("refusal"))
+            raise _TemporaryError("an answer without a choice")
+    reply = _joined(message.get("content")) or _joined(message.get("refusal"))
     reasoning = _joined(message.get("reasoning_content")) or _joined(message.get("reasoning"))
-    if think and "<think>" not in said:
+    if think and "<think>" not in reply:
         if reasoning:
-            said = f"<think>{_untagged(reasoning)}</think>{said}"
-        elif said.count("</think>") == 1:
-            said = f"<think>{said}"
+            reply = f"<think>{_untagged(reasoning)}</think>{reply}"
+        elif reply.count("</think>") == 1:
+            reply = f"<think>{reply}"
     cut = choice.get("finish_reason") in ("length", "max_tokens")
     finish: FinishReason = "length" if cut else "stop"
-    return Completion(None, None, said, finish, 0, usage=_usage(answer.get("usage")))
+    return Completion(None, None, reply, finish, 0, usage=_usage(answer.get("usage")))
 
 
 def _joined(content: Any) -> str:
-    """Text that comes as such, as a list of parts, or not at all."""
+    """The text of a content: a string, a list of parts, or nothing."""
     if isinstance(content, list):
         return "".join(_joined(part.get("text")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
@@ -394,7 +396,7 @@ def _untagged(reasoning: str) -> str:
 def _usage(counted: Any) -> Usage | None:
     match counted:
         case {"prompt_tokens": int(read), "completion_tokens": int(written)} if (
-            min(read, written) >= 0 and max(read, written) < MOST_TOKENS
+            min(read, written) >= 0 and max(read, written) < MAX_TOKENS
         ):
             return Usage(read, written)
     return None

@@ -101,19 +101,19 @@ class HumanPlayer:
 
     def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
         """Ask until the line is valid. Exceptions of `ask`, such as the end of input, propagate."""
-        most = min(actions_left, actions_per_turn)
+        limit = min(actions_left, actions_per_turn)
         if env.actions is None:
             return [self._ask("> ")]
-        question = f"{' '.join(env.actions)} (up to {most}) > "
+        question = f"{' '.join(env.actions)} (up to {limit}) > "
         while True:
             line = self._ask(question)
             try:
-                return read_actions(line, env.actions, most)
+                return read_actions(line, env.actions, limit)
             except ValueError as problem:
                 question = f"{problem} > "
 
 
-def read_actions(line: str, names: tuple[str, ...], most: int) -> list[str]:
+def read_actions(line: str, names: tuple[str, ...], limit: int) -> list[str]:
     """Action names in a typed line.
 
     Raises:
@@ -129,8 +129,8 @@ def read_actions(line: str, names: tuple[str, ...], most: int) -> list[str]:
     actions = [
         _read_action(word, names) for word in line.replace("||", " ").replace(",", " ").split()
     ]
-    if not 0 < len(actions) <= most:
-        raise ValueError(f"type 1 to {most} of: {' '.join(names)}")
+    if not 0 < len(actions) <= limit:
+        raise ValueError(f"type 1 to {limit} of: {' '.join(names)}")
     return actions
 
 

@@ -111,16 +111,17 @@ def consistency(turn: Turn) -> float:
 def length(turn: Turn) -> float:
     """How far the thought's n tokens are outside of the `BAND` from low to high.
 
-    (low − n) / low below it, (n − high) / (most − high) above it, where most is the greatest number
-    of tokens of a reply. So it is 1 for an empty thought and where no room is left for the answer.
+    (low − n) / low below it, (n − high) / (longest − high) above it, where longest is the greatest
+    number of tokens of a reply. So it is 1 for an empty thought, and where no room is left for the
+    answer.
     """
     if turn.thought_span is None:
         return 0.0
     start, stop = turn.thought_span
-    most = turn.prompt.max_tokens
-    low, high = (share * most for share in BAND)
+    longest = turn.prompt.max_tokens
+    low, high = (share * longest for share in BAND)
     number = stop - start
-    return min(1.0, max((low - number) / low, (number - high) / (most - high), 0.0))
+    return min(1.0, max((low - number) / low, (number - high) / (longest - high), 0.0))
 
 
 def repetition(turn: Turn) -> float:
