@@ -18,7 +18,7 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Sample
-from ragen.engines.exactness import verify, with_births
+from ragen.engines.exactness import verify, with_fingerprints
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import fingerprint
 from ragen.storage.checkpoint import folders
@@ -56,7 +56,7 @@ def test_a_fingerprint_tells_everything_apart() -> None:
 @given(made.groups())
 def test_a_true_batch_passes_however_it_is_split(groups: list[Group]) -> None:
     samples, episodes = to_samples(groups)
-    batch = with_births(collate(samples), episodes)
+    batch = with_fingerprints(collate(samples), episodes)
     for part in minibatches(batch, minibatch_episodes=2, epochs=1, seed=0):
         rows = [take(part, torch.tensor([row])) for row in range(part.num_rows)]
         for split in ([part], rows, rows[::-1]):
@@ -76,8 +76,8 @@ def test_a_policy_without_fingerprints_is_told_what_to_do() -> None:
     turn = made.turn()
     turn = replace(turn, completion=replace(turn.completion, fingerprint=None))
     groups = [Group((made.episode(turn),))]
-    with pytest.raises(RagenError, match=r"let it set Completion\.fingerprint with"):
-        with_births(collate(to_samples(groups)[0]), groups[0].episodes)
+    with pytest.raises(RagenError, match=r"let it set Completion\.fingerprint to"):
+        with_fingerprints(collate(to_samples(groups)[0]), groups[0].episodes)
 
 
 # Mutations: each must stop a real run.
@@ -232,7 +232,7 @@ def lose_a_column(batch: Batch) -> Batch:
 @pytest.mark.parametrize(
     ("mutation", "words"),
     [
-        (look_at_a_prompt, "the loss does not look exactly at the sampled tokens"),
+        (look_at_a_prompt, "the loss does not cover exactly the sampled tokens"),
         (lose_a_column, "sampled_logprobs_BT and the mask differ in length"),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_batch_that_lost_its_fingerprints_is_not_trained_unverified(
             "was sampled and would not be trained",
         ),
         (lambda parts: parts[1:], "was sampled and would not be trained"),
-        (lambda parts: [*parts, parts[0]], "would be trained twice in a pass"),
+        (lambda parts: [*parts, parts[0]], "would be trained twice in an epoch"),
     ],
     ids=["lost row", "lost", "doubled"],
 )

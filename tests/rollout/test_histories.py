@@ -36,7 +36,7 @@ from ragen.algorithms.samples import to_samples
 from ragen.config.reading import resolve
 from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig, UpdateConfig
 from ragen.core.types import Completion, Episode, Group, Prompt, Sample
-from ragen.engines.exactness import verify, with_births
+from ragen.engines.exactness import verify, with_fingerprints
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
 from ragen.models.loading import save_model
@@ -195,7 +195,7 @@ def test_every_sampled_token_is_trained_once_in_every_window(
         samples, episodes = to_samples(groups)
         assert samples, "the first turn fits"
         check(episodes, samples)
-        batch = with_births(collate(samples), episodes)
+        batch = with_fingerprints(collate(samples), episodes)
         for part in minibatches(batch, minibatch_episodes=1, epochs=1, seed=0):
             verify([part])
         alike.append(credited(batch, episodes))
@@ -274,7 +274,7 @@ def test_recomputed_logprobs_are_those_that_were_sampled(
     groups = asyncio.run(run_groups(sampler, how, [1, 2], 2, (seed, "train", 0)))
     samples, episodes = to_samples(groups)
     check(episodes, samples)
-    batch = with_births(collate(samples), episodes)
+    batch = with_fingerprints(collate(samples), episodes)
     learner = Learner(model, UpdateConfig(), LossConfig(kl=0.0), temperature=temperature)
     recomputed_BT, _ = learner.logprobs(batch)
     gap_BT = (recomputed_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs()

@@ -36,7 +36,7 @@ class Batch:
     Added later with `dataclasses.replace`, ``None`` before: `old_logprobs_BT` (of the learner at
     the start of the update), `entropies_BT`, `reference_logprobs_BT`, `values_BT`, then
     `rewards_BT`, `advantages_BT` and `returns_BT`. `born_BK` are the fingerprints of all turns of a
-    row's episode, −1 beyond the last turn (`exactness.with_births`).
+    row's episode, −1 beyond the last turn (`exactness.with_fingerprints`).
 
     Example:
         >>> row = Sample((1, 8), (False, True), (0.0, -0.5), (-1, 0), (False, True), 0, 0)

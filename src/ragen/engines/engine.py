@@ -1,4 +1,4 @@
-"""What the loop needs of the machines that train: one protocol, from a laptop to a cluster."""
+"""The engine protocol: what the training loop needs, from a laptop to a cluster."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from ragen.rollout.policies import Policy
 
 
 class WeightedPolicy(Policy, Protocol):
-    """A policy whose weights are pushed to it: the local sampler, vLLM, a server.
+    """A policy whose weights are published to it: the local sampler, vLLM, a server.
 
-    `version` is that of the weights it samples with, and what its completions carry. `stats` count
-    its tokens from when they were last set.
+    `version` is the policy version of its weights, which its completions carry. `stats` count its
+    tokens since they were last reset.
     """
 
     version: int
     stats: Stats
 
     async def publish(self, model: PreTrainedModel, version: int) -> None:
-        """Sample with these weights from now on, and forget what was computed with others.
+        """Sample with these weights from now on, and drop all keys and values of earlier ones.
 
         Called while nothing is sampled.
         """
         ...
 
     def forget(self) -> None:
-        """Drop what is remembered of earlier prompts."""
+        """Drop the prefix cache."""
         ...
 
     def rest(self) -> None:
-        """Leave the memory that only sampling needs to the learner, until it is asked again.
+        """Free the memory that only sampling needs, until the next completion or publication.
 
         Called while nothing is sampled.
         """
         ...
 
     async def close(self) -> None:
-        """Free what it holds."""
+        """Free its resources."""
         ...
 
 
 class Engine(Protocol):
-    """Samples from the policy and trains it; `version` counts the publications."""
+    """Samples from the policy and trains it; `version` counts its publications."""
 
     chat: Chat
     version: int
@@ -62,28 +62,28 @@ class Engine(Protocol):
         ...
 
     async def score(self, batch: Batch, role: Role) -> Batch:
-        """The batch with what `role` says of its trained tokens.
+        """The batch with the scores of its trained tokens by `role`.
 
         ``"policy"`` fills `old_logprobs_BT` and `entropies_BT`, ``"reference"``
-        `reference_logprobs_BT`, ``"critic"`` `values_BT`, each by the weights as they are now and
-        without gradient.
+        `reference_logprobs_BT`, ``"critic"`` `values_BT`, each with the current weights and without
+        gradient.
         """
         ...
 
     async def update(self, batch: Batch, step: int) -> Metrics:
         """One optimiser step on one minibatch.
 
-        `step` is where the run stands (from 0, in the unit of `Config.budget`); it sets the
-        learning rate and ends the critic's warm-up.
+        `step` is the run's progress (from 0, in the unit of `Config.budget`); it sets the learning
+        rate.
         """
         ...
 
     async def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Log-probability of each thought under each prompt, (N, M), by the weights as they are.
+        """Log-probability of each thought under each prompt, (N, M), with the current weights.
 
-        Under the sampling temperature, as all logprobs. Changes no state.
+        At the sampling temperature, like all logprobs. Changes no state.
         """
         ...
 
@@ -100,26 +100,26 @@ class Engine(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop what the policy remembers of earlier prompts.
+        """Drop the policy's prefix cache.
 
-        Called before each collection: a resumed run has no such memory, and must sample the same.
+        Called before each collection: a resumed run starts without one, and must sample the same.
         """
         ...
 
     def metrics(self) -> Metrics:
-        """What it has to tell of the last collection and of the last publication.
+        """Metrics of the last collection and the last publication.
 
-        ``rollout/prefix_cache_hit_fraction`` is the share of prompt tokens that the policy
-        remembered; ``publish/logprob_difference`` see `ragen.engines.parity`.
+        ``rollout/prefix_cache_hit_fraction`` is the share of prompt tokens found in the cache; for
+        ``publish/logprob_difference`` see `ragen.engines.parity`.
         """
         ...
 
     async def save(self, folder: Path) -> dict[str, Any]:
-        """Write weights and optimisers into `folder`; returns what else is kept, as JSON values."""
+        """Write weights and optimisers into `folder`; returns the rest as JSON values."""
         ...
 
     async def load(self, folder: Path, state: dict[str, Any]) -> None:
-        """Take back what `save` wrote.
+        """Load what `save` wrote.
 
         Raises:
             RagenError: The folder's contents are damaged or belong to another run.
@@ -127,5 +127,5 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's resources."""
         ...

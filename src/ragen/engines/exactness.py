@@ -1,10 +1,9 @@
-"""Proof in every run that what is trained is what was sampled.
+"""A check in every run that the trained tokens are the sampled tokens.
 
-Whoever samples a completion hashes its ids and logprobs there and then. The hash travels with the
-completion, apart from the tokens; just before the backward pass it is taken again from the masked
-rows that the learner is about to train on. Whatever goes wrong in between (an id, a logprob, a
-mask, the end of a turn, a row that is lost, comes twice or belongs to another episode) stops the
-run before the update.
+The sampler hashes a completion's ids and logprobs when it is sampled. This fingerprint travels with
+the completion, apart from the tokens; just before the backward pass it is computed again from the
+masked rows that the learner is about to train on. Any difference (an id, a logprob, a mask, the end
+of a turn, a row that is lost, duplicated or of another episode) stops the run before the update.
 
 Axes: **B** samples (rows), **T** positions of a row, **K** turns of an episode, **N** sampled
 tokens, row by row.
@@ -25,24 +24,24 @@ from ragen.core.types import Episode
 from ragen.rollout.policies import fingerprint
 
 NO_TURN = -1
-"""Stands in `Batch.born_BK` beyond an episode's last turn; no fingerprint is negative."""
+"""Padding of `Batch.born_BK` after an episode's last turn; no fingerprint is negative."""
 
-Place = tuple[int, int]
-"""Episode and turn that a completion belongs to."""
+TurnId = tuple[int, int]
+"""The episode and the turn that a completion belongs to."""
 
 
-def with_births(batch: Batch, episodes: Sequence[Episode]) -> Batch:
-    """The batch with the fingerprints that its episodes' completions were born with, verified.
+def with_fingerprints(batch: Batch, episodes: Sequence[Episode]) -> Batch:
+    """The batch with the fingerprints of its episodes' completions, verified.
 
-    They are read from the episodes, not from the samples, so they know nothing of how the batch
-    was made. It is verified here already, so that what credit builds on is sound.
+    They are read from the episodes, not from the samples, so they do not depend on how the batch
+    was built. The batch is verified here too, so that credit is computed on correct tokens.
 
     Args:
         batch: All rows of `episodes`.
         episodes: What `Batch.episode_B` indexes.
 
     Raises:
-        RagenError: As `verify`; an episode has no row; or the policy gives no fingerprints.
+        RagenError: As `verify`; an episode has no row; or the policy sets no fingerprints.
     """
     if set(batch.episode_B.tolist()) != set(range(len(episodes))):
         raise _inexact("the batch does not hold each episode of the step")
@@ -52,8 +51,8 @@ def with_births(batch: Batch, episodes: Sequence[Episode]) -> Batch:
         for number, turn in enumerate(episode.turns):
             if turn.completion.fingerprint is None:
                 raise RagenError(
-                    "this policy's completions carry no fingerprint, so what is trained cannot be "
-                    "compared with what was sampled; let it set Completion.fingerprint with "
+                    "this policy's completions carry no fingerprint, so the trained tokens cannot "
+                    "be compared with the sampled ones; let it set Completion.fingerprint to "
                     "ragen.rollout.policies.fingerprint(token_ids, logprobs)"
                 )
             born_EK[row, number] = turn.completion.fingerprint
@@ -63,14 +62,14 @@ def with_births(batch: Batch, episodes: Sequence[Episode]) -> Batch:
 
 
 def verify(microbatches: Sequence[Batch]) -> Metrics:
-    """Make sure that one optimiser step's microbatches train exactly what was sampled.
+    """Check that one optimiser step's microbatches train exactly the sampled tokens.
 
     Args:
-        microbatches: All rows of some whole episodes.
+        microbatches: All rows of some complete episodes.
 
     Returns:
         How much was compared: ``exactness/completions_checked``, ``exactness/tokens_checked``.
-        Nothing for a batch without `born_BK`: demonstrations, which nobody sampled.
+        Empty for a batch without `born_BK`: demonstrations, which were not sampled.
 
     Raises:
         RagenError: The first difference, with the turn it is in.
@@ -88,46 +87,46 @@ def verify(microbatches: Sequence[Batch]) -> Metrics:
         ragen.core.errors.RagenError: stopped before an update: the tokens or logprobs of turn 1 of
         ...
     """
-    born: dict[Place, int] = {}
-    found: dict[Place, int] = {}
+    sampled: dict[TurnId, int] = {}
+    trained: dict[TurnId, int] = {}
     num_tokens = 0
     for part in microbatches:
         if part.born_BK is None:
             return {}
         _check_masks(part)
-        born |= _births(part)
-        for place, mark in _fingerprints(part):
-            if place in found:
-                raise _inexact(f"{_words(place)} would be trained twice")
-            found[place] = mark
+        sampled |= _sampled_fingerprints(part)
+        for turn_id, mark in _trained_fingerprints(part):
+            if turn_id in trained:
+                raise _inexact(f"{_describe(turn_id)} would be trained twice")
+            trained[turn_id] = mark
         num_tokens += part.num_tokens
-    for place in sorted(born.keys() | found.keys()):
-        if place not in found:
-            raise _inexact(f"{_words(place)} was sampled and would not be trained")
-        if place not in born:
-            raise _inexact(f"{_words(place)} would be trained and was never sampled")
-        if born[place] != found[place]:
+    for turn_id in sorted(sampled.keys() | trained.keys()):
+        if turn_id not in trained:
+            raise _inexact(f"{_describe(turn_id)} was sampled and would not be trained")
+        if turn_id not in sampled:
+            raise _inexact(f"{_describe(turn_id)} would be trained and was never sampled")
+        if sampled[turn_id] != trained[turn_id]:
             raise _inexact(
-                f"the tokens or logprobs of {_words(place)} are not those that were sampled"
+                f"the tokens or logprobs of {_describe(turn_id)} are not those that were sampled"
             )
     return {
-        "exactness/completions_checked": total(len(found)),
+        "exactness/completions_checked": total(len(trained)),
         "exactness/tokens_checked": total(num_tokens),
     }
 
 
-def verify_split(batch: Batch, minibatches: Sequence[Batch], passes: int) -> None:
-    """Make sure that every episode of a collection is trained once in each pass.
+def verify_split(batch: Batch, minibatches: Sequence[Batch], epochs: int) -> None:
+    """Check that every episode of a collection is trained once per epoch.
 
-    `verify` sees one optimiser step and cannot miss an episode that no step has.
+    `verify` sees a single optimiser step, so it cannot notice an episode that is in none.
 
     Args:
         batch: The collection.
-        minibatches: What it was split into.
-        passes: How often it is gone through.
+        minibatches: The parts that it was split into.
+        epochs: Epochs of the update over the collection.
 
     Raises:
-        RagenError: An episode comes more or less often.
+        RagenError: An episode is trained more or less often.
 
     Example:
         >>> from ragen.algorithms.batch import collate, minibatches
@@ -136,17 +135,17 @@ def verify_split(batch: Batch, minibatches: Sequence[Batch], passes: int) -> Non
         >>> row = Sample((1, 8), mask, (0.0, -0.5), (-1, 0), mask, 0, 0)
         >>> batch = replace(collate([row] * 5), episode_B=torch.arange(5))
         >>> parts = minibatches(batch, minibatch_episodes=3, passes=2, seed=0)
-        >>> verify_split(batch, parts, passes=2)
-        >>> verify_split(batch, parts[1:], passes=2)
+        >>> verify_split(batch, parts, epochs=2)
+        >>> verify_split(batch, parts[1:], epochs=2)
         Traceback (most recent call last):
         ragen.core.errors.RagenError: stopped before an update: the step's episode 0 was sampled ...
     """
     times = Counter(e for part in minibatches for e in set(part.episode_B.tolist()))
     for episode in sorted(set(batch.episode_B.tolist()) | times.keys()):
-        if times[episode] < passes:
+        if times[episode] < epochs:
             raise _inexact(f"the step's episode {episode} was sampled and would not be trained")
-        if times[episode] > passes:
-            raise _inexact(f"the step's episode {episode} would be trained twice in a pass")
+        if times[episode] > epochs:
+            raise _inexact(f"the step's episode {episode} would be trained twice in an epoch")
 
 
 def _check_masks(part: Batch) -> None:
@@ -160,14 +159,14 @@ def _check_masks(part: Batch) -> None:
     if not torch.equal(mask_BT, turn_BT >= 0) or bool((mask_BT & ~inside_BT).any()):
         raise _inexact("the mask is not true exactly on the tokens of turns")
     if not torch.equal(mask_BT, part.weight_BT > 0):
-        raise _inexact("the loss does not look exactly at the sampled tokens")
+        raise _inexact("the loss does not cover exactly the sampled tokens")
     next_BT = torch.nn.functional.pad(turn_BT[:, 1:], (0, 1), value=NO_TURN)
     if not torch.equal(part.turn_ends_BT, mask_BT & (turn_BT != next_BT)):
         raise _inexact("a turn's end is not on its last sampled token")
 
 
-def _births(part: Batch) -> Iterator[tuple[Place, int]]:
-    """Each turn of the rows' episodes with the fingerprint it was born with."""
+def _sampled_fingerprints(part: Batch) -> Iterator[tuple[TurnId, int]]:
+    """Each turn of the rows' episodes with the fingerprint of its sampled tokens."""
     assert part.born_BK is not None
     for episode, born_K in zip(part.episode_B.tolist(), part.born_BK.tolist(), strict=True):
         for number, mark in enumerate(born_K):
@@ -175,8 +174,8 @@ def _births(part: Batch) -> Iterator[tuple[Place, int]]:
                 yield (episode, number), mark
 
 
-def _fingerprints(part: Batch) -> Iterator[tuple[Place, int]]:
-    """Each turn of the rows with the hash of its masked tokens as they stand there."""
+def _trained_fingerprints(part: Batch) -> Iterator[tuple[TurnId, int]]:
+    """Each turn of the rows with the fingerprint of its masked tokens."""
     row_N, column_N = part.mask_BT.nonzero(as_tuple=True)
     ids_N = part.token_ids_BT[row_N, column_N].numpy()
     logprobs_N = part.sampled_logprobs_BT[row_N, column_N].numpy()
@@ -190,8 +189,9 @@ def _fingerprints(part: Batch) -> Iterator[tuple[Place, int]]:
         start = stop
 
 
-def _words(place: Place) -> str:
-    return f"turn {place[1] + 1} of the step's episode {place[0]}"
+def _describe(turn_id: TurnId) -> str:
+    episode, turn = turn_id
+    return f"turn {turn + 1} of the step's episode {episode}"
 
 
 def _inexact(difference: str) -> RagenError:

@@ -1,7 +1,6 @@
-"""The learner: scores batches and takes optimiser steps. Written once, for every engine.
+"""The learner: scores batches and takes optimiser steps; every engine uses it.
 
-It sees tensors and a few numbers; it knows no environment, no sampler and no algorithm beyond its
-losses.
+It works on tensors and a few numbers, and knows no environment, sampler or estimator.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from ragen.models.model import Critic, hidden_states, shares_prompts, token_logp
 from ragen.models.precision import Masters
 
 SHARED_VALUE_WEIGHT = 0.5
-"""Weight of the critic's loss beside the policy's on a shared backbone: c₁ of arXiv:1707.06347, at
-the value that its authors' code settled on."""
+"""Weight of the critic's loss on a backbone shared with the policy: c₁ of arXiv:1707.06347, with
+the value of its authors' code."""
 
 MAX_GRAD_NORM = 1.0
 """Bound on a gradient's norm, as published (arXiv:2504.20073)."""
@@ -56,32 +55,29 @@ IMPORTANCE_CAP = 2.0
 class Learner:
     """The weights of policy, critic and reference, and their optimisers.
 
-    A role is a base, perhaps an adapter on it, and a head. The policy is `model` under its output
-    layer; the reference is a frozen copy of it; the critic is a value head on a copy of the
-    backbone, or on the policy's own. With LoRA (`ragen.models.lora`) there are no copies: all
-    three are
-    `model`, with the policy's adapter on, none, or the critic's; what is trained are adapters and
-    value head.
+    The policy is `model`; the reference is a frozen copy of it; the critic is a value head on a
+    copy of the backbone, or on the policy's own. With LoRA (`ragen.models.lora`) there are no
+    copies: all three are `model`, with the policy's adapter, no adapter, or the critic's, and only
+    the adapters and the value head are trained.
 
     Args:
-        model: The policy, on its device; with adapters for LoRA, one for the critic among them
-            unless it is shared. What of it is trained and not float32 gets a float32 master here
+        model: The policy, on its device; for LoRA with adapters, including the critic's unless it
+            is shared. Trained weights that are not float32 get a float32 master
             (`ragen.models.precision.Masters`).
         update: Settings of the optimiser.
         loss: Settings of the loss.
         critic: Whether a critic is trained.
-        shared: Whether it reads the policy's backbone. Then an update is one pass over the
+        shared: Whether it shares the policy's backbone. Then an update is one pass over the
             backbone with the sum of both losses, the critic's weighted by `SHARED_VALUE_WEIGHT`.
-        reference: Whether the policy as it begins is kept as the reference.
-        steps: Length of the whole run, over which the learning rate falls.
-        temperature: The sampling temperature; all logprobs are taken under it.
-        longest: Sampled tokens of the longest episode there can be.
+        reference: Whether the initial policy is kept as the reference.
+        steps: Length of the whole run, over which the learning rate decays.
+        temperature: The sampling temperature; all logprobs are computed at it.
+        longest: Most sampled tokens that an episode can have.
         muon_lr: Learning rate of Muon for weight matrices; 0 trains everything with AdamW.
         weight_decay: Of both optimisers.
 
-    `synced` says that the policy still has the weights it was last published with: then its
-    logprobs must be the sampler's, and every update reports how far they are apart
-    (``mismatch/…``).
+    `synced` is true while the policy still has the weights of its last publication: then its
+    logprobs must equal the sampler's, and every update reports the difference (``mismatch/…``).
     """
 
     def __init__(
@@ -119,27 +115,24 @@ class Learner:
         self._device = next(model.parameters()).device
 
     def named_optimizers(self) -> dict[str, Optimizer]:
-        """Every optimiser under the name it is saved by."""
+        """Every optimiser by the name it is saved under."""
         named = {f"optimizer-{number}": each for number, each in enumerate(self.optimizers)}
         critics = enumerate(self.critic_optimizers)
         return named | {f"critic-optimizer-{number}": each for number, each in critics}
 
     def named_masters(self) -> dict[str, Masters]:
-        """What is kept in float32 beside the weights, under the name it is saved by."""
+        """The float32 masters of lower-precision weights, by the name they are saved under."""
         named = {"masters": self.masters, "critic-masters": self.critic_masters}
         return {name: masters for name, masters in named.items() if masters.tensors()}
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, reference: bool = False) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies, ``(B, T)`` each, at the trained tokens.
-
-        By the policy as it is, or by the reference.
-        """
+        """Logprobs and entropies ``(B, T)`` of the trained tokens, by policy or reference."""
         model = self.reference if reference else self.model
         assert model is not None, "this learner keeps no reference"
         with acting(model, "reference" if reference else "policy"):
             logprobs_BT, entropies_BT = self._per_token(
-                batch, lambda part: self._speak(model, part)
+                batch, lambda part: self._policy_outputs(model, part)
             )
         return logprobs_BT, entropies_BT
 
@@ -148,7 +141,7 @@ class Learner:
         """The critic's estimate ``(B, T)`` of the state before each trained token."""
         assert self.critic is not None, "this learner trains no critic"
         with acting(self.model, "policy" if self.critic.shared else "critic"):
-            (values_BT,) = self._per_token(batch, lambda part: (self._judge(part),))
+            (values_BT,) = self._per_token(batch, lambda part: (self._critic_values(part),))
         return values_BT
 
     def cross_scores(
@@ -159,9 +152,9 @@ class Learner:
         return cross_scores(self.model, prompts, thoughts, self._temperature, most)
 
     def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
-        """Norms of the policy's gradient, term by term and bucket by bucket.
+        """Norms of the policy's gradient for each term of the loss and each bucket of rows.
 
-        With ℓ_t a term of the loss at sampled token t, unweighted,
+        With ℓ_t the unweighted value of a term at sampled token t,
 
             per_token = ‖∇ Σ_t ℓ_t‖ ÷ tokens      per_sample = ‖∇ Σ_t ℓ_t‖ ÷ samples
 
@@ -191,7 +184,7 @@ class Learner:
         for rows in self._microbatches(batch):
             part = take(batch, rows)
             tokens = flatten(part).to(self._device)
-            logprobs_N, entropies_N = self._speak(self.model, part)
+            logprobs_N, entropies_N = self._policy_outputs(self.model, part)
             terms = {
                 "task": self._task_loss(logprobs_N, tokens),
                 "entropy": entropy_bonus(entropies_N, tokens),
@@ -199,7 +192,7 @@ class Learner:
             if tokens.reference_logprobs_N is not None:
                 terms["kl"] = kl_loss(logprobs_N, tokens, kind="k2")
             for term, loss in terms.items():
-                # Not `backward`, which would leave the gradients for the next update to find.
+                # Not `backward`, which would leave gradients behind for the next update.
                 found = torch.autograd.grad(
                     loss.value, trained, retain_graph=True, materialize_grads=True
                 )
@@ -210,7 +203,7 @@ class Learner:
     def _per_token(
         self, batch: Batch, compute: Callable[[Batch], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """Fill ``(B, T)`` fields, microbatch by microbatch, from what `compute` says of each."""
+        """Fill ``(B, T)`` fields with what `compute` returns for each microbatch."""
         places, pieces = [], []
         for rows in self._microbatches(batch):
             part = take(batch, rows)
@@ -241,16 +234,16 @@ class Learner:
         Args:
             batch: A minibatch with old logprobs and advantages (values and returns for the critic,
                 reference logprobs for a KL term) unless the loss is nll.
-            step: Where the run stands (`Engine.update`); it sets the learning rate.
+            step: The run's progress (`Engine.update`); it sets the learning rate.
 
         Raises:
-            RagenError: What would be trained is not what was sampled.
+            RagenError: The tokens to be trained are not those that were sampled.
         """
         weights_BT = token_weights(batch, self._loss.aggregation, self._longest)
         batch = replace(batch, weight_BT=weights_BT)
         microbatches = [take(batch, rows) for rows in self._microbatches(batch)]
         parts = [verify(microbatches)]
-        if not shares_prompts(self.model):  # there rows are flat, however they are split
+        if not shares_prompts(self.model):  # with shared prompts rows are not padded
             parts.append(padding(microbatches))
         for part in microbatches:
             tokens = flatten(part).to(self._device)
@@ -260,7 +253,7 @@ class Learner:
             parts.append(self._policy_backward(part, tokens))
             if self.critic is not None:
                 with acting(self.model, "critic"):
-                    loss = value_loss(self._judge(part), tokens, value_clip=VALUE_CLIP)
+                    loss = value_loss(self._critic_values(part), tokens, value_clip=VALUE_CLIP)
                     loss.value.backward()  # type: ignore[no-untyped-call]
                 parts.append(loss.metrics)
         metrics = merge(parts)
@@ -274,15 +267,15 @@ class Learner:
         return metrics
 
     def _policy_backward(self, part: Batch, tokens: TokenFields) -> Metrics:
-        loss = self._policy_loss(tokens, *self._speak(self.model, part))
+        loss = self._policy_loss(tokens, *self._policy_outputs(self.model, part))
         loss.value.backward()  # type: ignore[no-untyped-call]
         return loss.metrics
 
     def _shared_backward(self, critic: Critic, part: Batch, tokens: TokenFields) -> Metrics:
         """One pass over the backbone for both losses."""
-        hidden_ND = hidden_states(self.model, *self._places(part))
+        hidden_ND = hidden_states(self.model, *self._model_inputs(part))
         value = value_loss(critic.read(hidden_ND), tokens, value_clip=VALUE_CLIP)
-        policy = self._policy_loss(tokens, *self._say(self.model, part, hidden_ND))
+        policy = self._policy_loss(tokens, *self._outputs_of_states(self.model, part, hidden_ND))
         both = SHARED_VALUE_WEIGHT * value.value + policy.value
         both.backward()  # type: ignore[no-untyped-call]
         return value.metrics | policy.metrics
@@ -337,28 +330,30 @@ class Learner:
         }
 
     def _learning_rate(self, step: int) -> float:
-        """The learning rate's share at `step`: linear warm-up, then linear down to `lr_end`."""
+        """The learning rate's factor at `step`: linear warm-up, then linear decay to `lr_end`."""
         update = self._update
         rise = min(1.0, (step + 1) / (update.warmup_steps + 1))
         left = 1 - min(1.0, step / max(1, self._steps))
         return rise * (update.lr_end + (1 - update.lr_end) * left)
 
-    def _speak(self, model: PreTrainedModel, part: Batch) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies ``(N,)`` at the positions where the loss looks."""
-        return self._say(model, part, hidden_states(model, *self._places(part)))
+    def _policy_outputs(self, model: PreTrainedModel, part: Batch) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies ``(N,)`` of the tokens that the loss covers."""
+        return self._outputs_of_states(model, part, hidden_states(model, *self._model_inputs(part)))
 
-    def _say(self, model: PreTrainedModel, part: Batch, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from hidden states that are there already."""
+    def _outputs_of_states(
+        self, model: PreTrainedModel, part: Batch, hidden_ND: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`_policy_outputs` from hidden states that are already computed."""
         targets_N = part.token_ids_BT[part.weight_BT > 0].to(self._device)
         return token_logprobs(model, hidden_ND, targets_N, self._temperature)
 
-    def _judge(self, part: Batch) -> Tensor:
-        """Values ``(N,)`` of the states before those tokens."""
+    def _critic_values(self, part: Batch) -> Tensor:
+        """Values ``(N,)`` of the states before the tokens that the loss covers."""
         assert self.critic is not None
-        return self.critic.values(*self._places(part))
+        return self.critic.values(*self._model_inputs(part))
 
-    def _places(self, part: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, lengths and the positions whose state predicts a token that the loss looks at."""
+    def _model_inputs(self, part: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, lengths, and the positions whose states predict the tokens that the loss covers."""
         before_BT = torch.zeros_like(part.mask_BT)
         before_BT[:, :-1] = part.weight_BT[:, 1:] > 0
         ids_BT, lengths_B = part.token_ids_BT, part.lengths_B
@@ -366,5 +361,5 @@ class Learner:
 
 
 def _reference_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A frozen copy; with adapters the model itself, whose base stays as it is."""
+    """A frozen copy; with adapters the model itself, whose base does not change."""
     return model if has_adapters(model) else copy.deepcopy(model).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""How many CPU threads pay off here: measured, since a busy core makes two slower than one."""
+"""How many CPU threads are fastest here, by measurement: on a busy machine two may lose to one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PROBE_WIDTH = 256
 PROBE_ROUNDS = 12
 
 
-def use_threads(wanted: int) -> int:
-    """Set torch's thread count and return it. NumPy gets one: its products here are small.
+def use_threads(count: int) -> int:
+    """Set torch's thread count and return it. NumPy gets one thread: its products are small.
 
     Args:
-        wanted: The count; 0 takes whichever of one and all of this process's cores multiplies the
-            embedded model's shapes faster just now, all of them only if by a tenth.
+        count: The thread count. With 0 it is measured: all of this process's cores if they multiply
+            the embedded model's shapes at least 10 % faster than one, else one.
     """
-    count = wanted or _probe()
+    count = count or _probe()
     torch.set_num_threads(count)
     threadpool_limits(1, "blas")
     return count

@@ -22,7 +22,7 @@ from ragen.core.seeding import refill_level, train_level
 from ragen.core.types import Episode, Group, Sample
 from ragen.diagnostics.gradients import gradients_by_std
 from ragen.engines.engine import Engine
-from ragen.engines.exactness import verify_split, with_births
+from ragen.engines.exactness import verify_split, with_fingerprints
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
 
@@ -98,7 +98,7 @@ async def make_batch(
         config: The run's settings.
         group_weights: As in `credit`.
     """
-    batch = with_births(collate(samples), episodes)
+    batch = with_fingerprints(collate(samples), episodes)
     if config.one_arithmetic:
         batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT)
     else:
