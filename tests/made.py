@@ -42,7 +42,7 @@ def turn(
 
 
 def episode(*turns: Turn, stop: StopReason = "max_turns", success: bool = False) -> Episode:
-    return Episode("w", 0, 0, 0, 0, turns, stop, False, True, False, success)
+    return Episode("w", 0, 0, 0, 0, turns, stop, False, True, success)
 
 
 def group(*rewards: float) -> Group:

@@ -35,7 +35,6 @@ def episode(group: int, member: int, reward: float, level: int, thought: str) ->
         member=member,
         turns=turns,
         stop_reason="solved" if reward > 0 else "max_turns",
-        bootstrap=False,
         success=reward > 0,
         final_observation="_*",
         **ended,

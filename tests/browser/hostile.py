@@ -76,7 +76,6 @@ def episode(number: int, *turns: Turn, text: str) -> Episode:
         stop_reason="error",
         terminated=False,
         truncated=True,
-        bootstrap=False,
         success=False,
         error=text,
         final_observation=text,

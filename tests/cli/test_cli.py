@@ -448,7 +448,7 @@ def watch(watcher: Watcher, run: Path, steps: int = 2) -> None:
     watcher.begin(run, settings.resolve("bandit", {"steps": steps}), 0)
     watcher.evaluated(0, evaluation(0.5))
     watcher.evaluated(0, evaluation(0.25, temperature=0.0))
-    episode = Episode("bandit", 1, 2, 0, 0, (), "solved", True, False, False, True)
+    episode = Episode("bandit", 1, 2, 0, 0, (), "solved", True, False, True)
     for step in range(1, steps + 1):
         watcher.episode(episode)
         metrics = {"success/mean": step / steps, "reward/std_in_group": 0.25, "entropy/mean": 0.125}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ragen.config import reading as settings
 from ragen.config.config import Config
+from ragen.config.earlier import REMOVED, RENAMED, present_values, refusal
 from ragen.config.keys import keys, parse_value
 from ragen.config.reading import differences, dump, flatten, read_config, resolve
 from ragen.config.rules import READ_WITH
@@ -150,8 +151,12 @@ def test_recipe_resolves_and_is_short(name: str) -> None:
     assert len(file.read_text(encoding="utf-8").splitlines()) <= 25
 
 
+FILLED_IN = {"recipe", "sources"}
+"""Keys that RAGEN fills in when a run begins: no settings of a user."""
+
+
 def test_number_of_knobs() -> None:
-    assert len(keys()) <= 75
+    assert len(keys().keys() - FILLED_IN) <= 75
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
@@ -192,6 +197,10 @@ def test_differences_name_the_preset_value() -> None:
     ("overrides", "words"),
     [
         ({"update.lrr": 1.0}, "unknown key 'update.lrr'; did you mean 'update.lr'?"),
+        ({"world.turns": 5}, "world.turns is now env.max_turns"),
+        ({"world": {"params": {"slip": 0.5}}}, "world.params.slip is now env.params.slip"),
+        ({"rollout.members": 5}, "rollout.members is now rollout.group_size"),
+        ({"rollout.min_tokens": 5}, "rollout.min_tokens was removed: a reply may end at any token"),
         ({"lr": 1.0}, "unknown key 'lr'; did you mean 'update.lr'?"),
         ({"update": {"pases": 1}}, "unknown key 'update.pases'; did you mean 'update.epochs'?"),
         ({"wrld.name": "x"}, "unknown key 'wrld.name'; did you mean 'env.name'?"),
@@ -402,3 +411,21 @@ def test_what_toml_cannot_hold_is_refused_before_a_run_begins() -> None:
 def test_values_from_the_command_line(key: str, text: str, value: object) -> None:
     parsed = parse_value(key, text)
     assert parsed == value and type(parsed) is type(value)
+
+
+@pytest.mark.parametrize("key", [*RENAMED, *REMOVED])
+def test_a_key_of_an_earlier_version_has_one_line_and_no_successor_of_its_name(key: str) -> None:
+    assert key not in keys()
+    assert RENAMED.get(key, "env") in {*keys(), "env"}
+    text = refusal(key)
+    assert text is not None and text.startswith(key) and "\n" not in text
+
+
+def test_a_removed_keys_value_is_the_one_that_is_left() -> None:
+    saved = {key: removed.value for key, removed in REMOVED.items()}
+    assert present_values(saved) == {}
+    assert present_values({"filter.rule": "all", "filter.reweight": True}) == {
+        "filter.rule": "reweight"
+    }
+    assert present_values({"reward.over": "world"}) == {"reward.over": "batch"}
+    assert present_values({"world.params.slip": 0.5}) == {"env.params.slip": 0.5}

@@ -25,7 +25,7 @@ def test_an_episode_in_numbers() -> None:
     second = made.turn(-0.5, thought=None, penalty=-0.1, executed=1, info={"effective": 1})
     completion = replace(second.completion, token_ids=None, logprobs=None, usage=Usage(50, 9))
     turns = (first, replace(second, completion=completion))
-    ends = {"terminated": True, "truncated": False, "bootstrap": False, "success": True}
+    ends = {"terminated": True, "truncated": False, "success": True}
     found = outcome_of(Episode("w", 123, 17, 0, 4, turns, "solved", **ends))
     assert found == Outcome("w", 123, 4, True, 0.5, 2, 3, 2, 1, 3, 52, 11, "solved")
     assert not found.failed and found.reason == ""

@@ -54,7 +54,7 @@ def reply(*actions: str) -> str:
 def test_a_solved_episode() -> None:
     found = episode([reply("Right", "Right"), reply("Right"), reply("Right", "Right")])
     assert (found.stop_reason, found.terminated, found.truncated) == ("solved", True, False)
-    assert found.success and not found.bootstrap and found.error is None
+    assert found.success and found.error is None
     assert [turn.reward for turn in found.turns] == [0.5, 0.25, 0.5]
     assert [turn.observation for turn in found.turns] == ["A....", "..A..", "...A."]
     assert [turn.state_key for turn in found.turns] == ["A....", "..A..", "...A."]
@@ -84,7 +84,7 @@ def test_budgets_end_an_episode(
     found = episode(lambda prompt: reply("Left"), how)
     assert [len(turn.actions_executed) for turn in found.turns] == executed
     assert found.stop_reason == stop_reason
-    assert (found.terminated, found.truncated, found.bootstrap) == (False, True, False)
+    assert (found.terminated, found.truncated) == (False, True)
 
 
 def test_actions_over_the_limits_are_dropped_without_penalty() -> None:
@@ -274,7 +274,7 @@ def test_an_environments_own_limit_is_a_budget() -> None:
 
     found = episode(lambda prompt: RIGHT, setup(make=Limited))
     assert (found.stop_reason, found.terminated, found.truncated) == ("max_actions", False, True)
-    assert (sum(len(turn.actions_executed) for turn in found.turns), found.bootstrap) == (2, False)
+    assert sum(len(turn.actions_executed) for turn in found.turns) == 2
 
 
 def test_a_snapshot_is_a_copy_and_json() -> None:
@@ -447,7 +447,7 @@ def test_a_turn_that_is_too_long_alone_ends_the_episode() -> None:
 
     found = episode(spoken_policy(chat), replace(how, make=Grows, max_length=first + 90))
     assert (found.stop_reason, len(found.turns)) == ("context", 2)
-    assert (found.truncated, found.failed, found.bootstrap) == (True, False, False)
+    assert (found.truncated, found.failed) == (True, False)
 
 
 def test_setup_of_a_config() -> None:

@@ -42,9 +42,7 @@ def episode(
         )
         for k in range(num_turns)
     )
-    return Episode(
-        "bandit", 10000 + group, 5, group, member, turns, "solved", True, False, False, True
-    )
+    return Episode("bandit", 10000 + group, 5, group, member, turns, "solved", True, False, True)
 
 
 def groups(num_groups: int = 2, members: int = 2) -> list[Group]:

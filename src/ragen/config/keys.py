@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ragen.config.config import Config
+from ragen.config.earlier import present_values, refusal
 from ragen.config.kinds import Kind
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError
@@ -51,6 +52,8 @@ def canonical_key(key: str, where: str = "") -> str:
     key = SHORT.get(key, key)
     if key in keys() or table_of(key):
         return key
+    if line := refusal(key):
+        raise RagenError(f"{line}{in_place(where)}")
     inside = [name for name in keys() if name.startswith(key + ".")]
     if inside:
         raise RagenError(f"{key!r} is a section{in_place(where)}: set one of {', '.join(inside)}")
@@ -138,6 +141,29 @@ def table_of(key: str) -> str | None:
         ('reward.terms', None)
     """
     return next((table for table in TABLES if key.startswith(f"{table}.")), None)
+
+
+def dotted_saved(tree: Mapping[str, Any], where: str) -> Flat:
+    """The same of a saved config, which a run of an earlier version may have written.
+
+    Raises:
+        RagenError: There is no such key in any version.
+    """
+    present = present_values(raw_values(tree))
+    return {canonical_key(key, where): value for key, value in present.items()}
+
+
+def raw_values(tree: Mapping[str, Any], prefix: str = "") -> Flat:
+    """Nested tables as values by dotted key, the keys as they are."""
+    values: Flat = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        inside = table_of(key) is not None or key.startswith("world.params.")
+        if isinstance(value, Mapping) and not inside:
+            values |= raw_values(value, f"{key}.")
+        else:
+            values[key] = value
+    return values
 
 
 def nest(values: Flat) -> dict[str, Any]:

@@ -21,15 +21,18 @@ import tomli_w
 from pydantic import ValidationError
 
 from ragen.config.config import Config
+from ragen.config.earlier import present_values, refuse_to_resume
 from ragen.config.keys import (
     PARAMS,
     TABLES,
     Flat,
     dotted,
+    dotted_saved,
     expected,
     in_place,
     keys,
     nest,
+    raw_values,
     show,
 )
 from ragen.config.rules import READ_WITH
@@ -117,7 +120,17 @@ def read_config(path: Path) -> Config:
     Raises:
         RagenError: The file is missing, no TOML, or no valid config.
     """
-    return _validate([(str(path), _read_toml(path, str(path)))])
+    return _validate([(str(path), dotted_saved(_read_tree(path, str(path)), str(path)))])
+
+
+def read_config_to_resume(path: Path) -> Config:
+    """The same, for a run that is to be trained on.
+
+    Raises:
+        RagenError: As `read_config`, or a setting that the run began with exists no more.
+    """
+    refuse_to_resume(raw_values(_read_tree(path, str(path))), str(path))
+    return read_config(path)
 
 
 def dump(config: Config) -> str:
@@ -241,15 +254,18 @@ def _toml_files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Tr
 
 
 def _read_toml(file: Traversable, where: str) -> Flat:
+    return dotted(_read_tree(file, where), where)
+
+
+def _read_tree(file: Traversable, where: str) -> dict[str, Any]:
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise RagenError(f"cannot read {file}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
         raise RagenError(f"{file} is not UTF-8 text, so it is no TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise RagenError(f"{where} is not valid TOML: {error}") from None
-    return dotted(tree, where)
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -263,7 +279,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
         0.5
     """
     try:
-        return Config.model_validate(nest({**flatten(config), **changes}))
+        return Config.model_validate(nest({**flatten(config), **present_values(changes)}))
     except ValidationError as error:
         reason = _one_line(error, {})
         raise RagenError(f"cannot change {', '.join(changes)}: {reason}") from None

@@ -143,16 +143,14 @@ class Turn:
 class Episode:
     """One environment played once.
 
-    `bootstrap` says that the value of the next state should stand in for the rest of the return. It
-    takes a cut from outside the task whose next prompt was scored, and `rollout` knows none: turns
-    and actions are budgets of the task, a failed environment's episode is not trained on, and
-    ``"context"`` means that the next turn alone was too long for the model. So it writes false.
+    Running out of turns or actions ends the return without a bootstrap value: both are budgets of
+    the task. A failed environment's episode is not trained on.
     `error` is the traceback of an environment that failed, or the last complaint of a server.
     `final_observation` and `final_picture` are what the environment showed after the last action,
     and ``None`` where the environment failed.
 
     Example:
-        >>> ends = {"terminated": False, "truncated": True, "bootstrap": False, "success": False}
+        >>> ends = {"terminated": False, "truncated": True, "success": False}
         >>> lost = Episode("x", 10000, 17, 0, 3, (), "error", **ends, error="KeyError: 1")
         >>> lost.total_reward, lost.failed
         (0.0, True)
@@ -167,7 +165,6 @@ class Episode:
     stop_reason: StopReason
     terminated: bool
     truncated: bool
-    bootstrap: bool
     success: bool
     error: str | None = None
     final_observation: str | None = None
@@ -189,7 +186,7 @@ class Group:
     """The episodes of one prompt: same environment, same level, different members.
 
     Example:
-        >>> e = Episode("bandit", 10000, 17, 0, 0, (), "failed", True, False, False, False)
+        >>> e = Episode("bandit", 10000, 17, 0, 0, (), "failed", True, False, False)
         >>> len(Group((e, e)).episodes)
         2
     """

@@ -265,7 +265,6 @@ class _Playthrough:
             self.stop_reason,
             terminated,
             not terminated,
-            False,
             self.success,
             self.error,
             *self.final,

@@ -22,6 +22,7 @@ except ImportError:  # Windows
 
 from ragen.core.errors import RagenError
 from ragen.storage.schema import SCHEMA, SCHEMA_VERSION
+from ragen.storage.upgrade import OLD_VERSION, upgrade
 
 DATABASE = "run.sqlite"
 CONFIG = "config.toml"
@@ -128,6 +129,8 @@ def open_database(
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
+        if database.is_file():
+            _bring_up_to_date(database)
         connection = connect(database)
         if make and _version(connection) == 0:
             fill(connection, schema)
@@ -137,8 +140,8 @@ def open_database(
             connection.close()
         raise RagenError(f"{database} cannot be read: {error}") from None
     except RagenError:
-        assert connection is not None
-        close_database(connection)
+        if connection is not None:
+            close_database(connection)
         raise
     return connection
 
@@ -188,7 +191,13 @@ def connect_to_read(database: Path) -> sqlite3.Connection:
 
     Raises:
         sqlite3.OperationalError: There is no such file.
+        RagenError: It has the schema before this one and cannot be brought up to date.
     """
+    _bring_up_to_date(database)
+    return _connect_to_read(database)
+
+
+def _connect_to_read(database: Path) -> sqlite3.Connection:
     log = database.with_name(f"{database.name}-wal")
     how = "immutable=1" if _announces_log(database) and not log.exists() else "mode=ro"
     return sqlite3.connect(f"{database.absolute().as_uri()}?{how}", uri=True)
@@ -226,6 +235,34 @@ def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
             yield connection
     except sqlite3.DatabaseError as error:
         raise RagenError(f"{folder / DATABASE} cannot be read: {error}") from None
+
+
+def _bring_up_to_date(database: Path) -> None:
+    """Upgrade a database of the schema before this one, which no process may be writing.
+
+    Raises:
+        sqlite3.OperationalError: There is no such file.
+        RagenError: It is being written, or cannot be.
+    """
+    with contextlib.closing(_connect_to_read(database)) as connection:
+        if _version(connection) != OLD_VERSION:
+            return
+    if is_claimed(database.parent):
+        raise RagenError(
+            f"{database} is being written by an earlier version of RAGEN; let that run end first"
+        )
+    try:
+        with contextlib.closing(
+            sqlite3.connect(database, isolation_level=None, timeout=WRITERS_S)
+        ) as connection:
+            upgrade(connection)
+    except sqlite3.OperationalError as error:
+        raise RagenError(
+            f"{database} has schema {OLD_VERSION} and cannot be brought to {SCHEMA_VERSION}: "
+            f"{error}; make it writable, or copy the run to where it is"
+        ) from None
+    except ValueError as error:
+        raise RagenError(f"{database} is damaged and cannot be upgraded: {error}") from None
 
 
 def check_schema(connection: sqlite3.Connection, database: Path | str) -> None:

@@ -7,28 +7,12 @@ database, and these functions know what still counts.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ragen.storage.attempts import Counts, still_counts
 from ragen.storage.database import read, reading_database
-
-RENAMED: Mapping[str, str] = MappingProxyType(
-    {"world": "env", "best": "optimal", "best_return": "optimal_return"}
-)
-"""Keys of an evaluation's record as schema 3 has them, and their present names."""
-
-
-def with_present_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """An evaluation's record with the present names of its keys, whichever version wrote it.
-
-    Example:
-        >>> with_present_names({"world": "bandit", "best": 1.0})
-        {'env': 'bandit', 'optimal': 1.0}
-    """
-    return {RENAMED.get(key, key): value for key, value in record.items()}
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -43,8 +27,7 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     query = "SELECT attempt, step, record FROM evaluations WHERE step IS NOT NULL ORDER BY id"
     rows = read(folder, query)
     return [
-        {**with_present_names(json.loads(record)), "attempt": attempt, "step": step}
-        for attempt, step, record in rows
+        {**json.loads(record), "attempt": attempt, "step": step} for attempt, step, record in rows
     ]
 
 

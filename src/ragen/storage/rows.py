@@ -62,7 +62,6 @@ def episode_rows(
         episode.stop_reason,
         episode.terminated,
         episode.truncated,
-        episode.bootstrap,
         episode.success,
         float(episode.total_reward),
         float(sum(turn.penalty for turn in turns)),

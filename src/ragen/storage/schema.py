@@ -68,7 +68,7 @@ CREATE TABLE episodes (
     "group" INTEGER NOT NULL, member INTEGER NOT NULL, kept INTEGER NOT NULL,
     env TEXT NOT NULL, level_seed INTEGER NOT NULL, noise_seed INTEGER NOT NULL,
     stop_reason TEXT NOT NULL, terminated INTEGER NOT NULL, truncated INTEGER NOT NULL,
-    bootstrap INTEGER NOT NULL, success INTEGER NOT NULL,
+    success INTEGER NOT NULL,
     reward REAL NOT NULL, penalty REAL NOT NULL, num_turns INTEGER NOT NULL,
     num_tokens INTEGER, thought_tokens INTEGER, entropy REAL, group_score REAL,
     error TEXT, final_observation TEXT, final_picture TEXT

@@ -22,7 +22,7 @@ from ragen.storage.schema import decompress
 Record = dict[str, Any]
 """A row by the names of its columns, as Python's values."""
 
-_STATEMENTS = ("kept", "terminated", "truncated", "bootstrap", "success", "well_formed")
+_STATEMENTS = ("kept", "terminated", "truncated", "success", "well_formed")
 _LISTS = ("picture", "actions_asked", "actions_executed", "final_picture")
 _ARRAYS = ("prompt_ids", "completion_ids", "logprobs")
 
@@ -74,7 +74,7 @@ def read_episodes(run: Path) -> Iterator[Recorded]:
 
 def _recorded(record: Record) -> Recorded:
     names = ("group", "member", "env", "level_seed", "noise_seed", "stop_reason", "error")
-    ends = ("terminated", "truncated", "bootstrap", "success", "final_observation")
+    ends = ("terminated", "truncated", "success", "final_observation")
     picture = record["final_picture"]
     return Recorded(
         **{name: record[name] for name in ("id", "attempt", "step", "phase")},

@@ -14,7 +14,7 @@ from ragen.algorithms.filters import find_score
 from ragen.algorithms.losses import find_loss
 from ragen.config.config import Config
 from ragen.config.kinds import KINDS, load
-from ragen.config.reading import changed, dump, read_config
+from ragen.config.reading import changed, dump, read_config, read_config_to_resume
 from ragen.config.sources import absolute, refuse_changed, sources
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
@@ -108,7 +108,7 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
         GuardStop: As `train`.
         StopRequested: As `train`.
     """
-    original = read_config(folder / CONFIG)
+    original = read_config_to_resume(folder / CONFIG)
     load.cache_clear()
     refuse_changed(original)
     checkpoint, saved, damaged = newest_intact(folder)

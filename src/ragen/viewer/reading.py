@@ -155,12 +155,11 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
     """
     path = folder / name
     try:
-        with contextlib.closing(connect_to_read(path)) as connection:
+        with contextlib.closing(_connect(path)) as connection:
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA query_only = ON")
             end = time.monotonic() + LONGEST_S
             connection.set_progress_handler(lambda: time.monotonic() > end, BETWEEN_LOOKS)
-            _check_schema(connection, name)
             yield connection
     except sqlite3.Error as error:
         late = str(error) == "interrupted"
@@ -168,11 +167,13 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
         raise Unreadable(f"{name} cannot be read: {reason}") from None
 
 
-def _check_schema(connection: sqlite3.Connection, name: str) -> None:
+def _connect(path: Path) -> sqlite3.Connection:
     try:
-        check_schema(connection, name)
+        connection = connect_to_read(path)
+        check_schema(connection, path.name)
     except RagenError as error:
         raise Unreadable(str(error)) from None
+    return connection
 
 
 def loaded(text: str | None) -> Any:

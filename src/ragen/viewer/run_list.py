@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
+from ragen.config.earlier import present_values
+from ragen.config.keys import nest, raw_values
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, difference
 from ragen.evaluation.outcomes import how_sampled
 from ragen.reports.facts import ALARM
 from ragen.storage.attempts import Counts, attempts_of, still_counts
 from ragen.storage.database import CONFIG, is_claimed
-from ragen.storage.reader import with_present_names
 from ragen.viewer.reading import (
     Answer,
     Query,
@@ -97,7 +98,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
         Unreadable: There is no such file, or it is no TOML.
     """
     try:
-        return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        tree = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return nest(present_values(raw_values(tree)))
     except OSError as error:
         raise Unreadable(f"config.toml cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -178,7 +180,7 @@ def evaluations(connection: sqlite3.Connection, counts: Counts) -> list[Answer]:
     ):
         if step is not None and not counts(attempt, step):
             continue
-        said = with_present_names(loaded(record))
+        said = loaded(record)
         success = interval(said, "success")
         how = how_sampled(said.get("temperature", 1.0))
         when = {"attempt": attempt, "step": step, "time": time, "how": how}

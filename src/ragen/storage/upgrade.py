@@ -1,0 +1,68 @@
+"""From schema 3 to schema 4, in place and in one transaction.
+
+Schema 4 says `env` where 3 said `world`, `optimal` where it said `best`, and has no column
+`bootstrap`, which was false in every episode. Settings of evaluations get the present names of
+their keys (`ragen.config.earlier`).
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ragen.config.earlier import present_values
+
+OLD_VERSION, NEW_VERSION = 3, 4
+
+RECORD_KEYS: Mapping[str, str] = MappingProxyType(
+    {"world": "env", "best": "optimal", "best_return": "optimal_return"}
+)
+"""Keys of an evaluation's record in schema 3, and their names in schema 4."""
+
+
+def upgrade(connection: sqlite3.Connection) -> None:
+    """Bring a database of schema 3 to schema 4; one that another process has brought there stays.
+
+    Args:
+        connection: To the run's database or to that of its branches, in autocommit mode.
+
+    Raises:
+        sqlite3.Error: It cannot be written; nothing is changed.
+    """
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        ((version,),) = connection.execute("PRAGMA user_version")
+        if version == OLD_VERSION:
+            _upgrade_tables(connection)
+            connection.execute(f"PRAGMA user_version = {NEW_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+
+
+def _upgrade_tables(connection: sqlite3.Connection) -> None:
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    for table in ("episodes", "evaluations", "outcomes"):
+        if table in tables:
+            connection.execute(f"ALTER TABLE {table} RENAME COLUMN world TO env")
+    connection.execute("ALTER TABLE episodes DROP COLUMN bootstrap")
+    if "evaluations" not in tables:
+        return
+    rows = connection.execute("SELECT id, record, settings FROM evaluations").fetchall()
+    for key, record, settings in rows:
+        connection.execute(
+            "UPDATE evaluations SET record = ?, settings = ? WHERE id = ?",
+            (
+                json.dumps(_present_record(json.loads(record)), separators=(",", ":")),
+                settings and json.dumps(present_values(json.loads(settings))),
+                key,
+            ),
+        )
+
+
+def _present_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {RECORD_KEYS.get(key, key): value for key, value in record.items()}
