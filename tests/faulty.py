@@ -1,4 +1,4 @@
-"""A chat endpoint on loopback that answers, or fails, as a test tells it to."""
+"""A chat endpoint on loopback with scripted answers and failures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import Any, Self
 
 GOOD = "<think>right it is</think><answer>" + " || ".join(["Right"] * 5) + "</answer>"
-"""Solves the corridor of `tests.rogue.Rogue` in one turn."""
+"""A reply that solves the corridor of `tests.rogue.Rogue` in one turn."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server does with a request: status and body; after a while; or it hangs up.
+    """An answer of the server: its status and body, a wait before it, or a closed connection.
 
-    A `length` beyond that of the body makes an answer that breaks off.
+    If `length` exceeds that of the body, the answer breaks off.
     """
 
     body: Any = None
@@ -32,14 +32,14 @@ class Answer:
 
 
 def said(content: Any = GOOD, finish: str = "stop", **message: Any) -> Answer:
-    """A good answer, as OpenAI's servers write it."""
+    """A valid answer in OpenAI's format."""
     choice = {"index": 0, "message": {"content": content, **message}, "finish_reason": finish}
     usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
     return Answer({"object": "chat.completion", "choices": [choice], "usage": usage})
 
 
 def refused(status: int, text: str, code: str | None = None, **headers: str) -> Answer:
-    """An error as OpenAI's servers write it; underscores in header names stand for hyphens."""
+    """An error in OpenAI's format; underscores in header names become hyphens."""
     error = {"message": text, "type": "invalid_request_error", "param": None, "code": code}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return Answer({"error": error}, status, named)
@@ -49,17 +49,19 @@ class _Listener(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a client may leave when it likes
+        if not isinstance(
+            sys.exception(), ConnectionError
+        ):  # a client may close the connection at any time
             super().handle_error(request, client_address)
 
 
 class FaultyServer:
-    """Runs while inside. `script` gets each request's number, counted from 0, and its body.
+    """A context manager that runs the server; `script` maps a request (number, body) to an answer.
 
     Attributes:
-        requests: The bodies in the order of their arrival.
-        headers: The headers of each.
-        most: Requests that were in the server at once at most.
+        requests: The bodies of the requests in order of arrival.
+        headers: Their headers.
+        most: Greatest number of requests in the server at once.
     """
 
     def __init__(self, script: Callable[[int, dict[str, Any]], Answer]) -> None:
@@ -111,7 +113,7 @@ class FaultyServer:
 
     @property
     def url(self) -> str:
-        """What `--base-url` is given."""
+        """The value of `--base-url`."""
         return f"http://127.0.0.1:{self._server.server_port}/v1"
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""A small environment that behaves, or breaks the contract in one chosen way.
+"""A small environment that keeps the contract, or breaks it in one chosen way.
 
-In a file of its own, so that it can be named ``tests/rogue.py:Rogue``.
+It has a file of its own, so that tests can name it ``tests/rogue.py:Rogue``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ragen.envs.contract import Env, Info, State, generators
 
 
 class Rogue(Env):
-    """A corridor of five cells, entered at its left end; each move pays 0.25 and Right at the other
-    end solves it. Slip: a noise below 0.2 leaves the agent where it is.
+    """A corridor of five cells that begins at the left end. Each step pays 0.25, and a step to the
+    right from the last cell solves the level. With probability `slip` a step does not move.
 
-    `misdeed` happens at the first step (or where its name says) of levels that `every` divides.
+    `misdeed` happens at the first step, or where its name says, on levels divisible by `every`.
     """
 
     goal = "Corridor"
@@ -82,7 +82,7 @@ class Rogue(Env):
             os._exit(7)
         if self._sins("hang"):
             while True:
-                with suppress(Exception):  # who swallows everything is stopped all the same
+                with suppress(Exception):  # code that swallows exceptions is stopped, too
                     time.sleep(0.01)
         if self._sins("hang in C"):
             sum(range(10**12))

@@ -1,4 +1,4 @@
-"""Bandit: pay, names, order of the arms, and what a success is."""
+"""Bandit: payouts, names and order of the arms, and success."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_the_risky_arm_pays_a_quarter_of_the_time():
     assert abs(sum(paid) / len(paid) - 0.25) < 0.039
 
 
-def test_members_of_a_group_get_payouts_of_their_own():
+def test_episodes_of_a_group_have_their_own_payouts():
     # In the first released code all members shared the noise, so that no group had any spread.
     assert len(set(pulls(make("bandit"), "Dragon", 16))) == 2
 
@@ -81,7 +81,7 @@ def test_names_of_the_sequel_do_not_leak_from_training_into_the_test():
     assert not used & {name for pair in pairs["test"] for name in pair}
 
 
-def test_a_truly_worse_risky_arm_makes_the_safe_one_best():
+def test_the_safe_arm_is_optimal_if_it_has_the_higher_mean():
     env = make("bandit", risky_probability=0.1)
     env.reset(seed=123)
     assert env.solve(1, 1, 1) == ["Phoenix"]

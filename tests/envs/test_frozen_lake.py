@@ -1,4 +1,4 @@
-"""FrozenLake: levels, slipping, formats, and a planner held against brute force."""
+"""FrozenLake: levels, slipping, formats, and the planner compared with brute force."""
 
 import itertools
 from collections import Counter
@@ -129,7 +129,7 @@ def test_the_corridor_by_hand():
     assert Planner(CORRIDOR, 0.8).best(0, 1, 2, 2) == [2, 1]
 
 
-def test_leaving_dominated_plans_out_changes_nothing():
+def test_pruning_dominated_plans_changes_nothing():
     lake = generate(np.random.Generator(np.random.PCG64(7)), 4, 0.8)
     *_, plans = Planner(lake, 1 / 3)._plans(0, 0, 5)
     kept = undominated(plans)

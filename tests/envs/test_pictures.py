@@ -1,4 +1,4 @@
-"""How environments draw themselves: one alphabet, whatever the observation looks like."""
+"""Pictures of environments: one alphabet, whatever the observation uses."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ BAD: list[Any] = [
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_is_no_picture_is_refused(bad: Any) -> None:
+def test_invalid_pictures_are_refused(bad: Any) -> None:
     class Bad(Drawn):
         def picture(self) -> Any:
             return bad
@@ -126,7 +126,7 @@ def test_what_is_no_picture_is_refused(bad: Any) -> None:
     assert (found.stop_reason, found.turns, found.final_picture) == ("error", (), None)
 
 
-def test_a_picture_must_leave_the_environment_alone() -> None:
+def test_a_picture_must_not_change_the_environment() -> None:
     class Moving(Drawn):
         def picture(self) -> list[str]:
             self.where = (self.where + 1) % 5
@@ -137,7 +137,7 @@ def test_a_picture_must_leave_the_environment_alone() -> None:
         check(Moving())
 
 
-def test_an_environment_may_draw_at_times() -> None:
+def test_an_environment_may_draw_only_some_states() -> None:
     class Shy(Drawn):
         def picture(self) -> Any:
             return super().picture() if self.where == 1 else None

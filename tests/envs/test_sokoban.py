@@ -1,4 +1,4 @@
-"""Sokoban: rules of the push, generated levels, the solver, and exact random play."""
+"""Sokoban: pushes, generated levels, the solver, and exact random play."""
 
 import itertools
 import os
@@ -65,7 +65,7 @@ def test_from_target_to_target_neither_pays_nor_costs():
 @pytest.mark.parametrize(
     "row", ["#_PX#", "#PXX_#", "#P#__#"], ids=["wall behind", "box behind", "wall"]
 )
-def test_what_is_blocked_stays(row):
+def test_blocked_moves_change_nothing(row):
     border = "#" * len(row)
     room, board = read(border, row, border)
     assert room.push(board, 1) == board
@@ -120,7 +120,7 @@ def test_no_shorter_sequence_solves_a_level(level):
         assert all(board.boxes != env._room.targets for board in boards)
 
 
-def test_a_lost_board_has_no_solution_but_a_move():
+def test_an_unsolvable_board_has_no_solution_but_a_move():
     env = env_at("#####", "#X__#", "#P_O#", "#####")
     assert shortest_solution(env._room, env._board) is None
     assert env.solve(5, 10, 5) == ["Up"]

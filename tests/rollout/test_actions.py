@@ -1,4 +1,4 @@
-"""The parser on replies that a policy under optimisation really produces, and on worse ones."""
+"""The parser, on real replies of a policy in training and on worse ones."""
 
 from __future__ import annotations
 
@@ -149,14 +149,14 @@ REPLIES = {
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_nasty_replies(name: str) -> None:
+def test_malformed_replies(name: str) -> None:
     reply, actions, well_formed, valid = REPLIES[name]
     parsed = read(reply)
     assert (parsed.actions, parsed.well_formed, parsed.valid) == (actions, well_formed, valid)
     assert (parsed.problem is None) == valid
 
 
-def test_thought_and_its_place() -> None:
+def test_the_thought_and_its_position() -> None:
     reply = " <think> up, é🙂 </think> <answer>Up</answer>"
     parsed = read(reply)
     assert parsed.thought == " up, é🙂 "
@@ -233,7 +233,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_linear_in_the_reply(name: str) -> None:
+def test_parsing_is_linear_in_the_reply(name: str) -> None:
     """Twice the text takes about twice the time (a quadratic parser takes four times)."""
 
     def cost(length: int) -> float:
@@ -265,7 +265,7 @@ fragments = st.lists(
 
 
 @given(fragments, st.booleans(), st.sampled_from([MOVES, None]), st.integers(0, 3))
-def test_never_raises_and_keeps_its_promises(
+def test_parsing_never_raises_and_its_results_are_consistent(
     reply: str, think: bool, actions: tuple[str, ...] | None, limit: int
 ) -> None:
     parsed = parse(reply, think=think, actions=actions, max_actions=limit)
@@ -281,7 +281,7 @@ def test_never_raises_and_keeps_its_promises(
     st.text().filter(lambda text: not any(tag in text for tag in TAGS)),
     st.lists(st.sampled_from(MOVES), min_size=1, max_size=5),
 )
-def test_reads_back_what_a_player_writes(thought: str, moves: list[str]) -> None:
+def test_replies_of_players_are_parsed_back(thought: str, moves: list[str]) -> None:
     # A thought that ends in "</think" or the like would form a tag with what follows.
     reply = f"<think>{thought} </think><answer>{' || '.join(moves)}</answer>"
     parsed = read(reply)

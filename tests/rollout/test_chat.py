@@ -1,4 +1,4 @@
-"""What was sampled stays as it was: chats over templates that differ in every way known to hurt."""
+"""Sampled tokens never change: chats over templates that differ in all known ways."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def assistant(content: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_found(name: str) -> None:
+def test_the_properties_of_known_templates(name: str) -> None:
     found = chat(name)
     assert found.exact
     assert (found.warning is None) == (name not in DROPPING)
@@ -69,7 +69,7 @@ def test_what_is_found(name: str) -> None:
     assert found.end_ids == ({eos, end(name)} if name in END else {eos})
 
 
-def test_it_says_what_becomes_of_thoughts() -> None:
+def test_the_warning_says_whether_thoughts_are_kept() -> None:
     assert chat("chatml").warning is None
     assert "here they stay as they were sampled" in str(chat("qwen3").warning)
     assert chat("qwen3", think=False).warning is None  # there are none
@@ -82,7 +82,7 @@ def test_it_says_what_becomes_of_thoughts() -> None:
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_dropped_thoughts_stay_where_they_are_kept(name: str) -> None:
+def test_thoughts_that_a_template_drops_are_kept(name: str) -> None:
     """Extended or opened afresh, as a window does it: the same tokens, thoughts included."""
     found, decode = chat(name), tiny_tokenizer(name).decode
     messages = [user("a")]
@@ -98,7 +98,7 @@ def test_dropped_thoughts_stay_where_they_are_kept(name: str) -> None:
     assert "why" not in render(name, messages)  # as the template itself would have it
 
 
-def test_an_empty_thought_belongs_to_the_prompt() -> None:
+def test_an_empty_thought_is_part_of_the_prompt() -> None:
     """Qwen3's way of asking for no thought: written by the template, in each turn."""
     found, decode = chat("reasoner", think=False), tiny_tokenizer("reasoner").decode
     assert found.exact and found.opening == ""
@@ -157,7 +157,7 @@ def test_extend_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_a_cut_reply_is_closed_with_tokens_nobody_sampled(name: str) -> None:
+def test_a_cut_reply_is_closed_with_tokens_that_were_not_sampled(name: str) -> None:
     found = chat(name)
     ids, _ = found.open([user("a")])
     reply = found.encode("<answer>Up")
@@ -180,12 +180,12 @@ def test_another_end_token_ends_a_turn_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma", "llama2"])
-def test_system_text_is_folded_where_there_is_no_role_for_it(name: str) -> None:
+def test_system_text_is_folded_if_there_is_no_system_role(name: str) -> None:
     ids, _ = chat(name).open([{"role": "system", "content": "be kind"}, user("P G")])
     assert ids == chat(name).open([user("be kind\n\nP G")])[0]
 
 
-def test_refusals_are_one_clear_line() -> None:
+def test_errors_are_one_clear_line() -> None:
     with pytest.raises(RagenError, match=r"refuses a conversation of user, user \(roles must alt"):
         chat("gemma").open([user("a"), user("b")])
     tokenizer = _copy("chatml")
@@ -211,7 +211,7 @@ def _copy(name: str) -> Any:
     return tiny_tokenizer.__wrapped__(name)
 
 
-def test_system_text_that_moves_along_is_folded_instead() -> None:
+def test_system_text_that_moves_is_folded() -> None:
     """Some templates put it into the *last* user message, so that earlier turns change."""
     tokenizer = _copy("chatml")
     tokenizer.chat_template = (
@@ -255,7 +255,7 @@ def test_a_template_that_counts_turns_has_no_extension() -> None:
     assert not Chat(tokenizer).exact
 
 
-def test_a_python_tokenizer_will_do() -> None:
+def test_a_python_tokenizer_works() -> None:
     """Nothing but the four methods of `ragen.rollout.chat.Tokenizer` is needed."""
 
     class Slow:
@@ -344,7 +344,7 @@ def _open(found: Chat) -> Any:
 # Text and tokens.
 
 
-def test_decode_leaves_only_the_end_out() -> None:
+def test_decode_leaves_out_only_the_end_token() -> None:
     found = chat("chatml")
     start = found.encode("<|im_start|>")
     assert found.decode((*start, *found.encode("Up"), end("chatml"))) == "<|im_start|>Up"

@@ -1,4 +1,4 @@
-"""Chat endpoints: every way in which a server answers, fails, or answers oddly."""
+"""Chat endpoints: answers, errors and odd answers of servers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_request_and_the_answer() -> None:
     assert "Authorization" not in server.headers[0]
 
 
-def test_a_prompt_may_hold_anything() -> None:
+def test_a_prompt_may_contain_any_text() -> None:
     odd = 'half a pair: \ud83d, a nul: \x00, "quotes", é'
     prompt = replace(PROMPT, messages=({"role": "user", "content": odd},))
     with FaultyServer(in_turn(said("\ud83d"))) as server:
@@ -105,7 +105,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_passes_is_asked_again_and_what_does_not_is_lost(
+def test_temporary_errors_are_retried_and_lasting_ones_lose_the_completion(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first completion comes in the third try; the second one never does."""
@@ -120,7 +120,7 @@ def test_what_passes_is_asked_again_and_what_does_not_is_lost(
     assert all(body == server.requests[0] for body in server.requests), "the same seed each time"
 
 
-def test_a_server_that_never_answers_is_the_user_s_to_start(
+def test_a_server_that_never_answers_is_an_error_for_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "TRIES", 2)
@@ -131,7 +131,7 @@ def test_a_server_that_never_answers_is_the_user_s_to_start(
     assert "answered no request: ConnectError" in str(found) and "is it running?" in str(found)
 
 
-def test_a_server_that_is_gone_is_not_waited_for_in_every_episode(
+def test_a_server_that_is_gone_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "TRIES", 1)
@@ -157,7 +157,7 @@ def test_a_server_that_is_gone_is_not_waited_for_in_every_episode(
         (refused(429, "You exceeded your quota", "insufficient_quota"), "has no quota left"),
     ],
 )
-def test_what_asking_again_cannot_mend_is_said_at_once(
+def test_errors_that_a_retry_cannot_cure_are_raised_at_once(
     answer: Answer, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(endpoint.KEY_ENV, KEY)
@@ -186,7 +186,7 @@ def test_a_prompt_that_is_refused_ends_one_episode() -> None:
     assert isinstance(filtered, Completion) and filtered.text == ""
 
 
-def test_another_dialect_is_learnt_once() -> None:
+def test_another_dialect_is_learned_once() -> None:
     def script(_: int, body: dict[str, Any]) -> Answer:
         if "max_tokens" in body:
             return refused(400, "Unsupported parameter: use 'max_completion_tokens' instead.")
@@ -211,7 +211,7 @@ def test_retry_after_is_waited_for() -> None:
         assert time.monotonic() - start >= 0.3
 
 
-def test_a_wait_beyond_the_limit_is_not_begun() -> None:
+def test_a_wait_beyond_the_limit_does_not_begin() -> None:
     with FaultyServer(in_turn(said(), refused(429, "tomorrow", Retry_After="86400"))) as server:
         start = time.monotonic()
         _, lost = ask(server, [PROMPT, PROMPT])
@@ -234,7 +234,7 @@ def test_a_wait_beyond_the_limit_is_not_begun() -> None:
         ("Thu, 01 Jan 1970 00:00:10 GMT", 0.0),
     ],
 )
-def test_retry_after_in_its_forms(header: str, seconds: float) -> None:
+def test_all_forms_of_retry_after(header: str, seconds: float) -> None:
     assert retry_after(header, now=40.0) == seconds
 
 
@@ -245,7 +245,7 @@ def test_waits_double_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [backoff(n, 0.0) for n in range(3)] == [0.25, 0.5, 1.0]
 
 
-def test_requests_begin_at_the_asked_rate() -> None:
+def test_requests_begin_at_the_given_rate() -> None:
     """600 a minute are one each 0.1 s: the fourth begins 0.3 s after the first."""
 
     async def four(pace: Pace) -> float:
@@ -260,7 +260,7 @@ def test_requests_begin_at_the_asked_rate() -> None:
     assert asyncio.run(four(quiet)) >= 0.19
 
 
-def test_who_waits_already_keeps_quiet_too() -> None:
+def test_a_pause_applies_to_waiting_requests() -> None:
     """600 a minute: the second's turn would come after 0.1 s, and the server asks for 0.3."""
 
     async def held() -> float:
@@ -359,13 +359,13 @@ READINGS: dict[str, tuple[dict[str, Any], str, bool, str, str]] = {
 
 
 @pytest.mark.parametrize("name", READINGS)
-def test_what_an_answer_says(name: str) -> None:
+def test_answers_are_read(name: str) -> None:
     message, finish, think, text, expected = READINGS[name]
     body = json.dumps({"choices": [{"message": message, "finish_reason": finish}]})
     assert read_reply(body, think) == Completion(None, None, text, expected, 0)  # type: ignore[arg-type]
 
 
-def test_counts_that_are_none_are_not_believed() -> None:
+def test_impossible_token_counts_are_ignored() -> None:
     for count in (-1, 10**30, "7", None, 1.5):
         usage = {"prompt_tokens": count, "completion_tokens": 1}
         choice = {"message": {"content": "go"}, "finish_reason": "stop"}
@@ -387,11 +387,11 @@ def test_counts_that_are_none_are_not_believed() -> None:
         ("x" * 301, ("x" * 299 + "…", "")),
     ],
 )
-def test_complaints_in_their_dialects(text: str, expected: tuple[str, str]) -> None:
+def test_error_messages_in_all_formats(text: str, expected: tuple[str, str]) -> None:
     assert error_message(text) == expected
 
 
-def test_the_key_comes_from_the_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_comes_only_from_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTHER_KEY", f" {KEY}\n")
     server = Server("https://models.example/v1", key_env="OTHER_KEY")
     assert server.key == KEY and KEY not in repr(server)
@@ -424,7 +424,7 @@ def test_a_server_that_repeats_the_key_is_not_quoted(monkeypatch: pytest.MonkeyP
         ({"base_url": "http://host/v1", "requests_per_minute": -1.0}, "--rpm -1: expected"),
     ],
 )
-def test_what_is_no_server(values: dict[str, Any], words: str) -> None:
+def test_invalid_servers_are_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(RagenError, match=words) as caught:
         Server(**values)
     assert "secret" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""A real server: vLLM's, with the embedded model, plays as the local sampler does."""
+"""vLLM's server with the embedded model plays like the local sampler."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_sampled_evaluation_repeats(url: str, tmp_path: Path) -> None:
     assert first == again != other
 
 
-def test_its_refusals_are_understood(url: str, tmp_path: Path) -> None:
+def test_errors_of_vllm_are_understood(url: str, tmp_path: Path) -> None:
     with pytest.raises(RagenError, match=r"refused 'another' \(HTTP 404: .*most end in /v1"):
         evaluate_outcomes("another", SETTINGS, server=Server(url), out=tmp_path, episodes=1)
 

@@ -219,7 +219,7 @@ def thinking(template: str, number: str, cut: bool) -> tuple[int, ...]:
 @pytest.mark.parametrize("kept", ["keep", "drop"])
 @settings(max_examples=5)
 @given(shown=texts, window=st.sampled_from(WINDOWS), cut=st.sets(st.integers(0, 4)))
-def test_earlier_thoughts_are_all_there_or_none(
+def test_all_earlier_thoughts_are_kept_or_none(
     template: str,
     max_length: int,
     kept: Literal["keep", "drop"],
@@ -254,7 +254,7 @@ def test_earlier_thoughts_are_all_there_or_none(
     temperature=st.sampled_from([0.7, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_recomputed_logprobs_are_those_that_were_sampled(
+def test_recomputed_logprobs_equal_sampled_ones(
     template: str, shown: list[str], window: int, max_length: int, temperature: float, seed: int
 ) -> None:
     """A random model in float32, through the real sampler and the real learner."""
@@ -290,7 +290,7 @@ class Noted(Watcher):
 
 
 @pytest.mark.parametrize(("kept", "told"), [("keep", "here they stay"), ("drop", "are left out")])
-def test_a_run_says_what_becomes_of_thoughts(tmp_path: Path, kept: str, told: str) -> None:
+def test_a_run_reports_whether_thoughts_are_kept(tmp_path: Path, kept: str, told: str) -> None:
     """From the setting to the samples, with a template that would drop them."""
     tokenizer = tiny_tokenizer("reasoner")
     save_model(tiny_model(tokenizer), tokenizer, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Players: the whole budget for random, the best for the solver, patience for a person."""
+"""Players: random, solver and human play."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from ragen.envs.registry import make
 from ragen.rollout.players import PLAYERS, HumanPlayer, RandomPlayer, SolverPlayer, read_actions
 
 
-def test_random_play_is_uniform_and_spends_what_is_left():
+def test_random_play_is_uniform_and_uses_the_whole_budget():
     env, player = make("sokoban"), RandomPlayer(0)
     assert [len(player.act(env, 5, left, 5)) for left in (10, 5, 3)] == [5, 5, 3]
     counts = Counter(action for _ in range(400) for action in player.act(env, 5, 10, 10))
@@ -39,7 +39,7 @@ class Unknown:
         return None
 
 
-def test_what_cannot_be_played_is_said():
+def test_environments_without_actions_or_solver_are_refused():
     with pytest.raises(RagenError, match="no solver"):
         SolverPlayer().act(Unknown(), 1, 1, 1)
     with pytest.raises(RagenError, match="free text"):
@@ -47,7 +47,7 @@ def test_what_cannot_be_played_is_said():
     assert HumanPlayer(lambda text: "any words").act(Unknown(), 1, 1, 1) == ["any words"]
 
 
-def test_a_person_is_asked_again_and_told_why():
+def test_a_person_is_asked_again_with_the_reason():
     lines, questions = iter(["", "fly", "u u u", "u d"]), []
     player = HumanPlayer(lambda question: (questions.append(question), next(lines))[1])
     assert player.act(make("sokoban"), 5, 10, 2) == ["Up", "Down"]
@@ -64,7 +64,7 @@ def test_ways_to_type(line):
     assert read_actions(line, ("Up", "Down", "Left", "Right"), 5) == ["Up", "Right"]
 
 
-def test_names_of_several_words_and_ambiguous_beginnings():
+def test_names_of_several_words_and_ambiguous_prefixes():
     names = ("go north", "go south", "go")
     assert read_actions("Go North", names, 1) == ["go north"]
     assert read_actions("go", names, 1) == ["go"]

@@ -1,4 +1,4 @@
-"""The prompts word for word (compact) and in what they must say (paper)."""
+"""The prompts: word for word (compact) and by their contents (paper)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_reward_is_short(reward: float, words: str) -> None:
     assert text.splitlines()[0] == f"reward {words}"
 
 
-def test_paper_says_everything() -> None:
+def test_the_paper_style_is_complete() -> None:
     builder = PromptBuilder("paper", max_tokens=200)
     assert "helpful assistant" in str(builder.system())
     text = builder.first("Rules of it.\n# wall", "Sokoban", MOVES, "#P_", FIRST)
@@ -81,7 +81,7 @@ def test_paper_for_one_free_text_action_a_turn_without_thought() -> None:
     assert "tokens" not in text
 
 
-def test_separator_is_told() -> None:
+def test_the_prompt_names_the_separator() -> None:
     text = PromptBuilder("paper", separator=";").first("R.", "G", MOVES, "P", FIRST)
     assert "action ; action" in text
     assert "||" not in text

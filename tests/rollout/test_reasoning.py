@@ -1,4 +1,4 @@
-"""Thoughts compared with the environment they describe: by hand, from demonstrators, as a cost."""
+"""Checks of thoughts: by hand, on demonstrations, and as reward terms."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def test_a_lake_reads_its_own_notation(
     "thought",
     ["", " ", "I stand at a3, so Left.", ": a3 a2 _ Left", " P : Left", " Left", "a3 P", " Q a3 :"],
 )
-def test_prose_is_not_guessed_at(thought: str) -> None:
+def test_prose_is_not_read(thought: str) -> None:
     assert lake().read_thought(thought) is None
     assert make("bandit").read_thought(thought) is None
 
 
-def test_a_thought_is_of_the_state_before_the_turn() -> None:
+def test_a_thought_is_compared_with_the_state_before_the_turn() -> None:
     env = lake()
     thought = " P a3 : a3 b3 _ Down"
     assert env.read_thought(thought) == Reading(2, 2, ("Down",))
@@ -116,7 +116,7 @@ def test_sokoban_reads_its_own_notation(symbols: str) -> None:
         ("sokoban", sokoban_plan(0.5)),
     ],
 )
-def test_demonstrators_state_what_is_true_and_do_what_they_plan(name: str, writer: Any) -> None:
+def test_demonstrators_state_true_facts_and_keep_their_plans(name: str, writer: Any) -> None:
     env = make(name, observation="named")
     assert env.actions is not None
     for level in range(40):
@@ -149,7 +149,7 @@ FALSE = " P a2 : a2 a1 O Left</think><answer>Up</answer>"
 PROSE = " so Down it is</think><answer>Down</answer>"
 
 
-def test_a_turn_is_noted_when_it_is_played() -> None:
+def test_the_info_of_a_turn_is_written_when_it_is_played() -> None:
     first, second, third = played(TRUE, FALSE, PROSE).turns[:3]
     read = {"thought_read": True, "facts_stated": 2}
     assert first.info.items() >= (read | {"facts_true": 2, "plan_kept": True}).items()
@@ -163,7 +163,7 @@ def test_an_invalid_reply_does_not_carry_out_its_plan() -> None:
     assert (turn.well_formed, turn.info["plan_kept"]) == (False, False)
 
 
-def test_an_environment_that_reads_nothing_is_not_measured() -> None:
+def test_thoughts_are_not_measured_if_the_environment_cannot_read_them() -> None:
     (turn,) = played("P a3</think><answer>Dragon</answer>", how=resolve_setup("bandit")).turns
     assert "thought_read" not in turn.info
     assert thought_metrics([turn]) == {}
@@ -178,7 +178,7 @@ def info(stated: int, true: int, plan: tuple[str, ...] | None = None) -> Turn:
     return turn(thought="t", executed=1, info=thought_info(Reading(stated, true, plan), ("Up",)))
 
 
-def test_measures_golden() -> None:
+def test_thought_metrics_golden() -> None:
     turns = [
         info(4, 4, ("Up",)),
         info(2, 1, ("Down",)),
@@ -193,7 +193,7 @@ def test_measures_golden() -> None:
     assert thought_metrics([]) == {} == thought_metrics([turn()])
 
 
-def test_the_measures_are_signals_of_every_step() -> None:
+def test_thought_metrics_are_signals_of_every_step() -> None:
     found = values(summarize([Group((played(TRUE, FALSE, PROSE),))], [0]))
     assert found["thought/hallucinated_fraction"] == 1 / 4
     assert found["thought/consistent_fraction"] == 1 / 2
@@ -281,7 +281,7 @@ def test_the_length_band_golden() -> None:
     assert length(turn()) == 0  # nothing is known of a thought without tokens
 
 
-def test_terms_are_charged_apart_from_the_reward() -> None:
+def test_terms_are_part_of_the_penalty_and_not_of_the_reward() -> None:
     before = replace(info(4, 1, ("Down",)), reward=1.0, penalty=-0.1)
     after = apply_reward_terms(before, {"grounding": 0.2, "consistency": 0.5, "length": 0.0})
     # −.1 of the format, −.2 · 3/4, −.5 · 1
@@ -292,7 +292,7 @@ def test_terms_are_charged_apart_from_the_reward() -> None:
     assert apply_reward_terms(before, {}) is before
 
 
-def test_a_run_charges_what_it_is_told_to() -> None:
+def test_a_run_applies_its_reward_terms() -> None:
     how = resolve_setup("frozen-lake-still", **{"reward.terms": {"grounding": 0.2}})
     costly, free = played(TRUE, FALSE, PROSE, how=how), played(TRUE, FALSE, PROSE)
     assert [t.penalty for t in costly.turns[:3]] == pytest.approx([0, -0.1, 0])
@@ -300,7 +300,7 @@ def test_a_run_charges_what_it_is_told_to() -> None:
     assert costly.total_reward == free.total_reward
 
 
-def test_what_terms_add_to_an_episode_is_logged_by_name() -> None:
+def test_reward_term_metrics_golden() -> None:
     weights = {"grounding": 1.0, "consistency": 0.5}
     one = episode(
         apply_reward_terms(info(4, 1), weights), apply_reward_terms(info(2, 1, ("Down",)), weights)
@@ -317,7 +317,7 @@ def test_what_terms_add_to_an_episode_is_logged_by_name() -> None:
     assert found["reward/mean"] == 0  # what the environment paid
 
 
-def test_a_term_that_the_environment_could_never_charge_is_refused() -> None:
+def test_a_term_that_the_environment_cannot_support_is_refused() -> None:
     for name in ("grounding", "consistency"):
         with pytest.raises(
             RagenError, match=f"reward.terms.{name}: the environment bandit cannot read"
@@ -328,7 +328,7 @@ def test_a_term_that_the_environment_could_never_charge_is_refused() -> None:
         resolve_setup("bandit", **{"reward.terms.grounding": 0.1, "env.isolate": True})
 
 
-def test_a_trained_step_logs_the_measures(tmp_path: Path) -> None:
+def test_a_training_step_logs_thought_metrics(tmp_path: Path) -> None:
     from ragen.storage.reader import read_metrics
     from ragen.training.trainer import train
 

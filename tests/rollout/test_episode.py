@@ -106,7 +106,7 @@ def test_no_budget_is_ever_exceeded(counts: list[int], per_turn: int, actions: i
         assert done <= count
 
 
-def test_what_the_prompt_says_is_left() -> None:
+def test_the_prompt_states_the_remaining_budgets() -> None:
     prompts: list[Prompt] = []
 
     def script(prompt: Prompt) -> str:
@@ -138,7 +138,7 @@ def test_an_invalid_turn_leaves_the_environment_alone(text: str) -> None:
     assert found.total_reward == 0.25
 
 
-def test_one_penalty_a_turn_however_much_is_wrong() -> None:
+def test_a_turn_has_at_most_one_format_penalty() -> None:
     found = episode([reply("Fly", "Swim", "Right")], setup(turns=1, format_penalty=0.3))
     assert found.turns[0].penalty == -0.3
     assert found.turns[0].actions_executed == ("Right",)
@@ -164,14 +164,14 @@ def seeds(how: Setup, members: int = 3, levels: Sequence[int] = (7, 8)) -> list[
     return [list(group.episodes) for group in groups]
 
 
-def test_levels_are_a_groups_and_noise_a_members() -> None:
+def test_a_group_shares_its_level_and_not_its_noise() -> None:
     groups = seeds(setup())
     assert [[e.level_seed for e in group] for group in groups] == [[7] * 3, [8] * 3]
     assert [[e.member for e in group] for group in groups] == [[0, 1, 2]] * 2
     assert len({e.noise_seed for group in groups for e in group}) == 6
 
 
-def test_members_of_a_group_see_the_same_first_prompt() -> None:
+def test_episodes_of_a_group_have_the_same_first_prompt() -> None:
     for env in ("bandit", "frozen-lake", "sokoban"):
         groups = seeds(setup(env=env, make=partial(make, env), turns=1), levels=range(4))
         prompts = [{str(episode.turns[0].prompt.messages) for episode in group} for group in groups]
@@ -194,7 +194,7 @@ def test_the_same_run_twice_is_equal() -> None:
 
 
 @given(st.integers(1, 7))
-def test_episodes_begin_in_order_and_no_more_than_asked(concurrency: int) -> None:
+def test_episodes_begin_in_order_within_the_concurrency(concurrency: int) -> None:
     began: list[int] = []
     running, most = 0, 0
 
@@ -243,7 +243,7 @@ def test_an_environment_that_misbehaves_is_a_failed_episode(misdeed: str) -> Non
 
 
 @pytest.mark.parametrize("misdeed", ["raise", "hang"])
-def test_the_others_go_on(misdeed: str) -> None:
+def test_the_other_episodes_continue(misdeed: str) -> None:
     how = setup(make=rogue(misdeed, every=2), timeout_s=0.05)
     policy = ScriptedPolicy(lambda prompt: reply(*["Right"] * 5))
     groups = asyncio.run(run_groups(policy, how, [1, 2, 3], 2, (0, "train", 0)))
@@ -334,7 +334,7 @@ def test_a_player_that_cannot_play_is_the_users_mistake() -> None:
             )
 
 
-def test_a_solver_that_raises_is_the_environments_failure() -> None:
+def test_a_solver_that_raises_fails_the_episode() -> None:
     how = setup(make=rogue("raise in solve"))
     found = asyncio.run(
         play_episode(PlayerPolicy(lambda _: SolverPlayer()), how, EpisodeSpec(0, 0, 0, (0, "eval")))
@@ -420,7 +420,7 @@ def test_a_prompt_that_is_too_long_drops_its_oldest_turns(template: str, style: 
         assert len(said) - system == 2 * (number - dropped[number]) + 1
 
 
-def test_turns_are_dropped_one_by_one_and_only_for_room() -> None:
+def test_turns_are_dropped_one_by_one_until_the_prompt_fits() -> None:
     """Each turn is as long as the others: once the prompt is full, each turn costs the oldest."""
     chat = Chat(tiny_tokenizer("chatml"))
     how = setup(chat=chat, turns=8, max_tokens=40, max_length=9999)
@@ -450,7 +450,7 @@ def test_a_turn_that_is_too_long_alone_ends_the_episode() -> None:
     assert (found.truncated, found.failed) == (True, False)
 
 
-def test_setup_of_a_config() -> None:
+def test_the_setup_of_a_config() -> None:
     config = resolve("bandit", {"rollout.max_tokens": 33, "prompt.think": False})
     how = make_setup(config, None)
     assert isinstance(how.make(), Bandit)

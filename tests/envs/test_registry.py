@@ -1,4 +1,4 @@
-"""Environments by name, mistakes refused, and the checker: each rule with one that breaks it."""
+"""The registry, its error messages, and the checker: an environment that breaks each rule."""
 
 import os
 import re
@@ -84,7 +84,7 @@ def test_an_edited_file_is_read_again(my_env):
     assert make(f"{my_env}:Guess").goal == "Guess again"
 
 
-def test_parameters_go_before_those_of_the_name():
+def test_parameters_override_those_of_the_registered_name():
     assert make("frozen-lake-still", success_probability=0.5)._success_probability == 0.5
     assert make("sokoban-large", boxes=1).reset(seed=1)[0].count("X") == 1
 
@@ -283,7 +283,7 @@ class Meddling(Coin):
         return ["Flip"]
 
 
-def test_the_sound_coin_passes():
+def test_a_correct_environment_passes_the_checker():
     check(Coin())
 
 

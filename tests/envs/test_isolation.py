@@ -1,4 +1,4 @@
-"""Environments in worker processes: the same numbers, and a run that nothing can reach."""
+"""Environments in worker processes: the same numbers, and a run that they cannot harm."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def test_episodes_are_equal_and_workers_are_used_again(opened: Any) -> None:
         ("nan", "error", "nan as reward"),
     ],
 )
-def test_a_rogue_is_stopped(opened: Any, misdeed: str, stop_reason: str, complaint: str) -> None:
+def test_a_misbehaving_environment_is_stopped(
+    opened: Any, misdeed: str, stop_reason: str, complaint: str
+) -> None:
     workers = opened(timeout_s=0.3, misdeed=misdeed)
     policy, place = ScriptedPolicy(lambda prompt: RIGHT), EpisodeSpec(0, 0, 0, (0, "t"))
     start = time.monotonic()
@@ -112,7 +114,7 @@ def test_a_rogue_is_stopped(opened: Any, misdeed: str, stop_reason: str, complai
     assert complaint in (found.error or "")
 
 
-def test_the_others_go_on(opened: Any) -> None:
+def test_the_other_episodes_continue(opened: Any) -> None:
     workers = opened(timeout_s=0.3, misdeed="die", every=2)
     policy = ScriptedPolicy(lambda prompt: RIGHT)
     groups = asyncio.run(run_groups(policy, setup(workers), [1, 2, 3], 2, (0, "t"), 4))
@@ -120,7 +122,7 @@ def test_the_others_go_on(opened: Any) -> None:
     assert ends == [["solved"] * 2, ["error"] * 2, ["solved"] * 2]
 
 
-def test_workers_retire(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_replaced(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated, "EPISODES", 2)
     workers = opened()
     processes = set()
@@ -133,7 +135,7 @@ def test_workers_retire(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(processes) == 2
 
 
-def test_a_dead_worker_says_so_again(opened: Any) -> None:
+def test_calls_of_a_dead_worker_fail(opened: Any) -> None:
     env = opened(misdeed="die").make()
     env.reset(seed=0)
     for call in (lambda: env.step("Right"), env.state_key):
