@@ -37,7 +37,7 @@ PUBLISHED = [
 def test_the_published_table_within_sampling_error(name, params, actions, random, optimal):
     # Both means are over 256 levels drawn independently (other generators, other random streams),
     # so their difference has the standard error √2·s/√256, s the deviation over levels. Three of
-    # them. The published ceilings are those of feedback after every action: one action a turn.
+    # them. The published optimal play has feedback after every action: one action per turn.
     env = make(name, **params)
     parts = [level_baselines(env, Budget(actions, 1, actions), level, 0) for level in LEVELS]
     for ours, published in (
@@ -95,13 +95,13 @@ def test_exact_and_sampled_agree(name, params, budget):
 
 
 def test_a_budget_is_what_turns_and_actions_allow():
-    assert Budget(2, 3, 10).most == 6
+    assert Budget(2, 3, 10).max_executed == 6
     env = make("sokoban")
     same = [level_baselines(env, b, 123, 0).random for b in (Budget(2, 3, 10), Budget(6, 1, 6))]
     assert same[0] == same[1]
 
 
-def test_an_environment_without_a_solver_has_no_ceiling(tmp_path, monkeypatch):
+def test_an_environment_without_a_solver_has_no_optimal_play(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "heads.py"
     path.write_text(

@@ -407,7 +407,7 @@ def test_a_record_without_ids_is_branched_from_its_text(run: Path, capsys: Captu
     ]
     assert rows(run, "SELECT exact FROM branches") == [(0,)]
     assert main(["branch", str(run), str(episode), "--turn", "1", "--n", "1"]) == 0
-    assert "rebuilt from text" in capsys.readouterr().out
+    assert "was rebuilt from text" in capsys.readouterr().out
 
 
 def test_the_command(run: Path, capsys: Capture) -> None:
@@ -421,7 +421,7 @@ def test_the_command(run: Path, capsys: Capture) -> None:
     assert record["branches"][0]["continuation"][0]["turn"] == 0
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "Episode 1 from turn 0 on, checkpoint 1" in shown and "same coming noise" in shown
+    assert "Episode 1 from turn 0 on, checkpoint 1" in shown and "meet the same noise" in shown
     assert [line.split()[0] for line in shown.splitlines()[-4:]].count("original") <= 1
 
 
@@ -438,8 +438,8 @@ def test_spoilt_weights_are_one_line(run: Path, capsys: Capture) -> None:
     [
         ("nowhere 1 --turn 0", "nowhere is no run folder"),
         ("RUN 100000 --turn 0", "has no episode 100000 in its run.sqlite"),
-        ("RUN 1 --turn 9", "turn = 9: episode 1 has the turns 0 to"),
-        ("RUN 1 --turn -1", "turn = -1: episode 1 has the turns 0 to"),
+        ("RUN 1 --turn 9", "turn = 9: episode 1 has turns 0 to"),
+        ("RUN 1 --turn -1", "turn = -1: episode 1 has turns 0 to"),
         ("RUN 1 --turn 0 --checkpoint 7", "has no checkpoint of step 7: it keeps those of 0, 1, 2"),
         ("RUN 1 --turn 0 --n 0", "n = 0: expected a whole number from 1 to 64"),
         ("RUN 1 --turn 0 --temperature -1", "temperature = -1.0: expected a number"),

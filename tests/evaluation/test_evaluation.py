@@ -1,4 +1,4 @@
-"""Evaluation: players reach their references, the same question gets the same answer."""
+"""Evaluation: players reach their baselines, and the same call gives the same result."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("env", ["bandit", "frozen-lake-still", "frozen-lake"])
 @pytest.mark.parametrize("player", ["random", "solver"])
-def test_players_reach_their_references(player: str, env: str) -> None:
+def test_players_reach_their_baselines(player: str, env: str) -> None:
     found = evaluate_target(player, {"env": env}, episodes=128, seed=3)
-    reference = found.random if player == "random" else found.optimal
-    assert reference is not None
-    assert found.success_low <= reference <= found.success_high
+    baseline = found.random if player == "random" else found.optimal
+    assert baseline is not None
+    assert found.success_low <= baseline <= found.success_high
     expected = found.random_return if player == "random" else found.optimal_return
     assert expected is not None
     # A degenerate interval (every return equal) still holds its own value.
@@ -103,17 +103,17 @@ def test_an_environment_that_always_fails_is_refused() -> None:
             evaluate_target("random", values, episodes=4)
 
 
-def test_an_environment_that_fails_now_and_then_has_no_references() -> None:
-    """Its episodes are data; the floor would be guesswork, and the message says so in one line."""
+def test_an_environment_that_fails_sometimes_has_no_baselines() -> None:
+    """Its failed episodes are data, but baselines would be wrong; the message is one line."""
     values = {"env": ROGUE, "env.params": {"misdeed": "raise", "every": 2}}
     with pytest.raises(
-        RagenError, match=r"failed while it was played at random.*by zero"
+        RagenError, match=r"failed while it was played for its baselines.*by zero"
     ) as caught:
         evaluate_target("random", values, episodes=4)
     assert "\n" not in str(caught.value)
 
 
-def test_references_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_have_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "CALL_S", 0.05)
     with pytest.raises(UserCodeError, match=r"longer than 0\.05 s in an episode"):
         baselines.compute_baselines(make(ROGUE, misdeed="hang"), Budget(2, 2, 4), [1], draws=1)

@@ -1,4 +1,4 @@
-"""What came of an episode, and the database that keeps it."""
+"""Outcomes of episodes and their storage."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def _branch_options(parser: Parser) -> None:
 
 def _branch(options: Namespace, _: Overrides) -> int:
     from ragen.core.tables import show
-    from ragen.evaluation.branch import branch, page
+    from ragen.evaluation.branch import branch, branch_table
 
     found = branch(
         options.run,
@@ -280,7 +280,7 @@ def _branch(options: Namespace, _: Overrides) -> int:
     if options.json:
         print(json.dumps(found.record()))
     else:
-        show(terminal(), page(found))
+        show(terminal(), branch_table(found))
     return 0
 
 

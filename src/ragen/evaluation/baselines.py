@@ -1,9 +1,9 @@
 """Baselines: how random and optimal play do on the levels that are evaluated.
 
 Random play spends the whole budget on uniformly random valid actions. Optimal play has the highest
-chance of success under the same turn and action budgets: within a turn its actions are chosen
-before any is seen to slip. With one action a turn (``Budget(10, 1, 10)``) it sees the outcome of
-each: the most that feedback after every action allows.
+probability of success under the same turn and action budgets. It chooses all actions of a turn
+before it observes their outcome; with one action per turn (``Budget(10, 1, 10)``) it observes the
+outcome of each action.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from ragen.envs.registry import make
 from ragen.rollout.players import Player, RandomPlayer, SolverPlayer
 
 VERSION = 1
-"""Raised when what is computed here changes; the environments' own sources are part of the key."""
-
+"""Part of the cache key, with the sources of the environment. Raise it when results change here."""
 
 CALL_S = 60.0
-"""Seconds that one level's exact answer, or one episode, may take."""
+"""Time limit in seconds of one level's exact answer and of one episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What an episode may take.
+    """The budgets of an episode.
 
     Example:
-        >>> Budget(5, 5, 10).most
+        >>> Budget(5, 5, 10).max_executed
         10
     """
 
@@ -50,8 +49,8 @@ class Budget:
     actions: int
 
     @property
-    def most(self) -> int:
-        """Actions that can be carried out in all."""
+    def max_executed(self) -> int:
+        """Maximum number of executed actions."""
         return min(self.actions, self.turns * self.actions_per_turn)
 
 
@@ -66,16 +65,16 @@ def measure_baselines(
 ) -> Baselines:
     """Mean baselines over `levels`, from the cache if they were computed before.
 
-    Exact for the environments that know their own answer (`Env.baselines`; all of RAGEN's). For
-    others both players play `draws` episodes a level.
+    They are exact for environments with `Env.baselines` (all of RAGEN's). In others, both players
+    play `draws` episodes per level.
 
     Args:
-        name: Environment, as for `make`.
+        name: The environment, as for `make`.
         params: Its parameters.
-        budget: The episode's.
+        budget: The budgets of an episode.
         levels: Level seeds.
-        draws: Episodes a level where the answer has to be sampled.
-        build: Makes the instance that is played; `make` does by default.
+        draws: Episodes per level and player if the baselines are sampled.
+        build: Makes the instance to play; ``None`` uses `make`.
 
     Raises:
         RagenError: The environment cannot be made, or fails when it is played.
@@ -89,18 +88,18 @@ def measure_baselines(
         raise ValueError("baselines need at least one level")
     env = make(name, **params)
     path = _cache_path(env, name, params, budget, levels, draws)
-    known = _read(path)
-    if known is None:
+    cached = _read(path)
+    if cached is None:
         try:
             with closing(build() if build else env) as played:
-                known = compute_baselines(played, budget, levels, draws=draws)
+                cached = compute_baselines(played, budget, levels, draws=draws)
         except UserCodeError as error:
             raise RagenError(
-                f"the environment {name!r} failed while it was played at random and by its solver: "
+                f"the environment {name!r} failed while it was played for its baselines: "
                 f"{error.reason}; run `ragen check` on it"
             ) from error
-        _write(path, known)
-    return known
+        _write(path, cached)
+    return cached
 
 
 def compute_baselines(
@@ -122,7 +121,7 @@ def compute_baselines(
 
 
 def level_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baselines:
-    """Random and optimal play on one level: the environment's exact answer, else sampled."""
+    """Baselines on one level: the environment's exact answer, or sampled ones."""
     with boundary("a level's baselines", CALL_S):
         env.reset(seed=level, options={"noise_seed": 0})
         exact = env.baselines(budget.turns, budget.actions_per_turn, budget.actions)
@@ -130,10 +129,9 @@ def level_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baselin
 
 
 def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baselines:
-    """Random and optimal play on one level by `draws` episodes of each.
+    """Baselines on one level, sampled by `draws` episodes of each player.
 
-    Random play of an environment of free text has no meaning and counts as no success and no
-    reward.
+    Random play is undefined for free-text environments: it counts as no success and no reward.
     """
     env.reset(seed=level, options={"noise_seed": 0})
     random = [(False, 0.0)]
@@ -177,7 +175,7 @@ def _play_on(env: Env, player: Player, budget: Budget, level: int, draw: int) ->
 
 
 def cache_folder() -> Path:
-    """Where computed baselines are kept: the system's place for caches, `XDG_CACHE_HOME` first."""
+    """The folder of the cache: `XDG_CACHE_HOME`, or the system's cache folder."""
     if folder := os.environ.get("XDG_CACHE_HOME"):
         return Path(folder) / "ragen"
     if sys.platform == "win32" and (folder := os.environ.get("LOCALAPPDATA")):
@@ -208,7 +206,7 @@ def _cache_path(
 
 
 def sources(cls: type[Env]) -> list[str]:
-    """Hashes of the files in which the environment and its bases are written."""
+    """Hashes of the source files of an environment class and its base classes."""
     files = {inspect.getsourcefile(base) for base in cls.__mro__ if issubclass(base, Env)}
     return sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
 
@@ -217,16 +215,16 @@ def _read(path: Path) -> Baselines | None:
     try:
         return Baselines(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        return None  # not there, or not readable as one: it is computed again
+        return None  # missing or unreadable: computed again
 
 
-def _write(path: Path, known: Baselines) -> None:
+def _write(path: Path, baselines: Baselines) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
         ) as file:
-            json.dump(asdict(known), file)
+            json.dump(asdict(baselines), file)
         os.replace(file.name, path)
     except OSError:
-        pass  # a cache that cannot be written costs a second, not the run
+        pass  # without a cache the baselines are computed every time

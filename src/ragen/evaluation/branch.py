@@ -1,10 +1,8 @@
-"""`ragen branch`: what else a recorded episode could have come to, from one of its turns on.
+"""`ragen branch`: replay a recorded episode from one of its turns, several times.
 
-The environment goes back to its snapshot of that turn and the prompt is rebuilt token for token;
-then a
-policy plays on, several times. The snapshot holds the state of the environment's generators too,
-so all
-branches meet the same coming noise, that of the original: they differ by the policy's draws alone.
+The environment returns to its snapshot of that turn, the prompt is rebuilt token for token, and a
+policy plays the rest of the episode. The snapshot includes the state of the environment's
+generators, so that all branches meet the original's noise and differ by the policy's draws alone.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ from ragen.storage.stored_episodes import Recorded, read_episode
 
 
 @dataclass(frozen=True, slots=True)
-class Branched:
-    """What came of a request: the original and the branches, each a whole episode.
+class BranchResult:
+    """The original episode and its branches, all as whole episodes.
 
-    `exact` says that the model saw the very tokens of the original; otherwise the conversation was
-    rebuilt from its text, since its tokens are not known.
+    `exact` is true if the model saw the original's tokens. Otherwise the conversation was rebuilt
+    from text, since its tokens are unknown.
     """
 
     run: Path
@@ -55,7 +53,7 @@ class Branched:
 
     @property
     def success(self) -> Interval:
-        """Share of the branches that succeed."""
+        """Share of successful branches, with Wilson's 95 % interval."""
         return wilson(sum(episode.success for episode in self.episodes), len(self.episodes))
 
     def record(self) -> dict[str, Any]:
@@ -67,13 +65,13 @@ class Branched:
             **asdict(self.request),
             "exact": self.exact,
             "success": asdict(self.success),
-            "original": _told(self.original.episode, first),
-            "branches": [_told(episode, first) for episode in self.episodes],
+            "original": _continuation_record(self.original.episode, first),
+            "branches": [_continuation_record(episode, first) for episode in self.episodes],
         }
 
 
-def _told(episode: Episode, first: int) -> dict[str, Any]:
-    """An episode in JSON-ready values, and how it went on from turn `first`."""
+def _continuation_record(episode: Episode, first: int) -> dict[str, Any]:
+    """An episode as JSON-ready values, with its turns from `first`."""
     return {
         "success": episode.success,
         "reward": episode.total_reward,
@@ -102,25 +100,25 @@ def branch(
     temperature: float | None = None,
     seed: int = 0,
     _again: bool = False,
-) -> Branched:
-    """Play a recorded episode on from one of its turns, `n` times, and keep what comes of it.
+) -> BranchResult:
+    """Replay a recorded episode from one of its turns, `n` times, and store the branches.
 
-    The run's own database is only read, so that the run may go on meanwhile.
+    The run's own database is only read, so that the run may continue meanwhile.
 
     Args:
         run: The run's folder.
-        episode: Its id in the run's database.
-        turn: The turn to be played anew, counted from 0.
-        n: How many branches.
-        checkpoint: The step whose weights play; ``None`` takes the newest. Where that of step 0 is
-            gone, 0 is the model that the run began with, as it is where there is none yet.
-        temperature: Of sampling; ``None`` takes the run's.
-        seed: Another one gives other branches.
-        _again: For tests: with the original's own seeds of sampling, so that it comes again.
+        episode: The episode's id in the run's database.
+        turn: The first turn to play again, counted from 0.
+        n: Number of branches.
+        checkpoint: The step whose weights play; ``None`` takes the newest. Without a checkpoint of
+            step 0, or without any checkpoint, step 0 is the model that the run started from.
+        temperature: Sampling temperature; ``None`` takes the run's.
+        seed: Seed of the branches.
+        _again: For tests: use the original's sampling seeds, so that the original is repeated.
 
     Raises:
         RagenError: A number is out of its range, there is no such run, episode, turn or checkpoint,
-            the environment or the model is gone or another by now, or the branches cannot be
+            the environment or the model is missing or has changed, or the branches cannot be
             written.
     """
     if not (run / CONFIG).is_file():
@@ -128,52 +126,51 @@ def branch(
     recorded, config = read_episode(run, episode), read_config(run / CONFIG)
     step, model, saved = weights(run, config, checkpoint)
     config = changed(config, saved["guard"]["changes"] if saved else {})
-    heat = config.rollout.temperature if temperature is None else temperature
-    request = Request(episode, turn, step, n, heat, seed)
-    _refuse(request, recorded, config)
+    if temperature is None:
+        temperature = config.rollout.temperature
+    request = Request(episode, turn, step, n, temperature, seed)
+    _refuse_out_of_range(request, recorded, config)
     use_threads(int(saved["loop"]["threads"]) if saved else config.threads)
     places = _places(request, recorded, config.seed, _again)
-    playing = replace(make_setup(config, None), temperature=heat)
+    playing = replace(make_setup(config, None), temperature=temperature)
     with closing(playing):
-        require_unchanged(
-            playing, places[0]
-        )  # the environment, which is quicker to ask than the model
+        require_unchanged(playing, places[0])  # before the model is loaded
         policy, chat = make_policy(config, model)
         policy.version = int(saved["engine"]["version"]) if saved else 0
         playing = replace(playing, chat=chat)
         episodes = run_async(_played(policy, playing, places, config.rollout.slots))
     exact = recorded.exact(turn)
     write_branches(run, request, episodes, exact, chat.text_of)
-    return Branched(run, request, recorded, exact, tuple(episodes))
+    return BranchResult(run, request, recorded, exact, tuple(episodes))
 
 
 def weights(
     run: Path, config: Config, checkpoint: int | None
 ) -> tuple[int, str, Mapping[str, Any] | None]:
-    """Step, path and loop's state of the weights that a request names.
+    """Step, path and loop state of the requested weights.
 
     Raises:
         RagenError: The run has no such checkpoint, or it is damaged.
     """
-    wanted = 0 if checkpoint is None and not folders(run) else checkpoint
-    if wanted == 0 and checkpoint_of(run, 0) is None:
+    step = 0 if checkpoint is None and not folders(run) else checkpoint
+    if step == 0 and checkpoint_of(run, 0) is None:
         return 0, resolve_model(config.model.path, config.env.name), None
-    folder = choose(run, wanted)
+    folder = choose(run, step)
     return step_of(folder), str(folder), read_state(folder)
 
 
-def _refuse(request: Request, recorded: Recorded, config: Config) -> None:
-    """Numbers that are out of their range.
+def _refuse_out_of_range(request: Request, recorded: Recorded, config: Config) -> None:
+    """Refuse numbers that are out of range.
 
     Raises:
-        RagenError: One of them is.
+        RagenError: A number is out of range.
     """
     num_turns = len(recorded.episode.turns)
     if num_turns == 0:
         raise RagenError(f"episode {recorded.id} ended before its first turn: nothing to branch")
     if not 0 <= request.turn < num_turns:
         raise RagenError(
-            f"turn = {request.turn}: episode {recorded.id} has the turns 0 to {num_turns - 1}"
+            f"turn = {request.turn}: episode {recorded.id} has turns 0 to {num_turns - 1}"
         )
     if not 1 <= request.n <= MOST:
         raise RagenError(f"n = {request.n}: expected a whole number from 1 to {MOST}")
@@ -186,7 +183,7 @@ def _refuse(request: Request, recorded: Recorded, config: Config) -> None:
 
 
 def _places(request: Request, recorded: Recorded, seed: int, again: bool) -> list[BranchSpec]:
-    """Where each branch begins, its sampling a member's of its own, or all as the original's."""
+    """The start of each branch, with sampling seeds of its own or, if `again`, the original's."""
     episode, path = recorded.episode, recorded.path if again else request.path
     turns = episode.turns[: request.turn + 1]
     return [
@@ -212,7 +209,7 @@ async def _played(
         await policy.close()
 
 
-def page(branched: Branched) -> list[Section]:
+def branch_table(branched: BranchResult) -> list[Section]:
     """The result as a table."""
     request, original = branched.request, branched.original
     rate = branched.success
@@ -227,8 +224,8 @@ def page(branched: Branched) -> list[Section]:
             (
                 f"{rate.value:.0%} of {request.n} succeed [{rate.low:.0%}, {rate.high:.0%}]; the "
                 f"original {'succeeded' if original.episode.success else 'did not'}",
-                "All meet the environment's same coming noise; only the policy's draws differ.",
-                *(() if branched.exact else ("The conversation is rebuilt from text.",)),
+                "All branches meet the same noise; only the policy's draws differ.",
+                *(() if branched.exact else ("The conversation was rebuilt from text.",)),
             ),
             ("branch", "success", "return", "turns", "ended by", "actions"),
             tuple(rows),
