@@ -440,7 +440,7 @@ def test_spoilt_weights_are_one_line(run: Path, capsys: Capture) -> None:
         ("RUN 100000 --turn 0", "has no episode 100000 in its run.sqlite"),
         ("RUN 1 --turn 9", "turn = 9: episode 1 has turns 0 to"),
         ("RUN 1 --turn -1", "turn = -1: episode 1 has turns 0 to"),
-        ("RUN 1 --turn 0 --checkpoint 7", "has no checkpoint of step 7; it has those of steps 0, 1, 2"),
+        ("RUN 1 --turn 0 --checkpoint 7", "no checkpoint of step 7; it has those of steps 0, 1, 2"),
         ("RUN 1 --turn 0 --n 0", "n = 0: expected a whole number from 1 to 64"),
         ("RUN 1 --turn 0 --temperature -1", "temperature = -1.0: expected a number"),
         ("RUN 1 --turn 0 --temperature nan", "temperature = nan: expected a number"),
