@@ -1,4 +1,4 @@
-"""Estimators: numbers by hand, identities, degenerate cases. Exact means: test_enumeration.py."""
+"""Estimators: golden numbers, identities and degenerate cases. Exact means: test_enumeration."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_parameter_with_a_default_need_not_be_an_input() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_config_and_estimators_agree_on_who_compares_members(name: str) -> None:
+def test_config_and_estimators_agree_on_which_compare_groups(name: str) -> None:
     alone = {"advantage.name": name, "rollout.group_size": 1, "reward.placement": "turn"}
     if name in COMPARE_GROUP:
         with pytest.raises(RagenError, match="compares the episodes"):
@@ -91,7 +91,7 @@ def test_config_and_estimators_agree_on_who_compares_members(name: str) -> None:
 
 
 def test_gae_golden() -> None:
-    # r = 0 1 | V = .5 .8 | γ = .9, λ = .5, no state after the end
+    # r = 0 1 | V = .5 .8 | γ = .9, λ = .5, V = 0 after the end
     # δ₁ = 1 − .8 = .2                A₁ = .2                    return₁ = 1
     # δ₀ = 0 + .9·.8 − .5 = .22       A₀ = .22 + .45·.2 = .31    return₀ = .81
     credit = estimate(
@@ -122,7 +122,7 @@ def test_estimators_with_a_critic_need_values(name: str) -> None:
 
 @st.composite
 def ragged(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, values and mask of a few episodes of unequal length; V is rubbish off the mask."""
+    """Rewards, values and mask of a few episodes of unequal length; V is arbitrary off the mask."""
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     mask_ES = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
@@ -185,7 +185,7 @@ def test_bi_level_gae_golden() -> None:
 
 
 def test_turns_of_reward_0_are_not_lost_in_bi_level_gae() -> None:
-    # Three turns of one token, r = 0 0 1, V = 0, γ = .5: each turn costs one γ, paid or not.
+    # Three turns of one token, r = 0 0 1, V = 0, γ = .5: each turn costs one γ, rewarded or not.
     one_ES = torch.ones(1, 3, dtype=torch.bool)
     arrays = {"mask_ES": one_ES, "values_ES": torch.zeros(1, 3), "turn_ends_ES": one_ES}
     how = PLAIN | {"turn_gamma": 0.5}
@@ -214,10 +214,10 @@ def test_bi_level_gae_of_one_turn_is_gae(
 
 
 @given(ragged(), st.floats(0, 1), st.integers(0, 999))
-def test_bi_level_gae_with_lambda_one_discounts_by_turns_passed(
+def test_bi_level_gae_with_lambda_one_discounts_by_turns(
     arrays: tuple[Tensor, Tensor, Tensor], turn_gamma: float, seed: int
 ) -> None:
-    """Rewards may stand on any token, as those of a KL penalty do."""
+    """Rewards may be on any token, as those of a KL penalty are."""
     rewards_ES, values_ES, mask_ES = arrays
     generator = torch.Generator().manual_seed(seed)
     ends_ES = (torch.rand(mask_ES.shape, generator=generator) < 0.4) & mask_ES
@@ -244,7 +244,7 @@ def test_bi_level_gae_with_lambda_one_discounts_by_turns_passed(
 # Whitening.
 
 
-def test_whitened_advantages_leave_the_returns_alone() -> None:
+def test_whitening_does_not_change_the_returns() -> None:
     arrays = {
         "rewards_ES": torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
         "values_ES": torch.tensor([[0.1, 0.3], [0.2, 0.0]]),
@@ -262,7 +262,7 @@ def test_whitened_advantages_leave_the_returns_alone() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[3.0], [2.0, 2.0, 2.0], []])
-def test_whitening_nothing_gives_zero(tokens: list[float]) -> None:
+def test_whitening_at_most_one_token_gives_zero(tokens: list[float]) -> None:
     field_ES = torch.tensor([tokens])
     assert torch.all(whiten_tokens(field_ES, torch.ones(field_ES.shape, dtype=torch.bool)) == 0)
 
@@ -283,7 +283,7 @@ def test_grpo_golden() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMPARE_GROUP - {"gigpo"}))
-def test_who_lost_alike_is_equal_however_the_losses_were_spread(name: str) -> None:
+def test_equal_totals_give_exactly_zero_whatever_the_order_of_their_rewards(name: str) -> None:
     # Ten actions at −.1 each, in other turns: their float32 sums are −1 and its neighbour.
     splits = [(5, 5), (3, 3, 4), (1, 1, 2, 4, 2), (1, 1, 3, 3, 2), (2, 2, 2, 2, 2)]
     paid = [[sum([-0.1] * count) for count in split] for split in splits]
@@ -302,7 +302,7 @@ def test_who_lost_alike_is_equal_however_the_losses_were_spread(name: str) -> No
 
 
 def test_dr_grpo_golden() -> None:
-    # R = 0 4 with mean 2, and 1 0 with mean .5: the spread stays.
+    # R = 0 4 with mean 2, and 1 0 with mean .5: no division by the spread.
     credit = dr_grpo(
         rewards_ES=torch.tensor([[0.0], [1.0], [4.0], [0.0]]),
         mask_ES=torch.ones(4, 1, dtype=torch.bool),
@@ -312,7 +312,7 @@ def test_dr_grpo_golden() -> None:
 
 
 def test_rloo_golden() -> None:
-    # R = 0 4 1 less the mean of the two others, 2.5 .5 2; and 1 0 in a group of two.
+    # R = 0 4 1 minus the mean of the two others, 2.5 .5 2; and 1 0 in a group of two.
     credit = rloo(
         rewards_ES=torch.tensor([[0.0], [1.0], [4.0], [0.0], [1.0]]),
         mask_ES=torch.ones(5, 1, dtype=torch.bool),
@@ -359,7 +359,7 @@ def test_reinforce_pp_baseline_golden() -> None:
     assert credit.advantages_ES[1].tolist() == pytest.approx([-0.5] * 3)
 
 
-# GiGPO: won in two turns, a (two tokens) then b; lost in two turns, both from a.
+# GiGPO: a success with turns from state a (two tokens) and b; a failure with two turns from a.
 GIGPO: dict[str, Any] = {
     "rewards_ES": torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
     "mask_ES": torch.tensor([[True, True, True], [True, True, False]]),
@@ -371,7 +371,7 @@ GIGPO: dict[str, Any] = {
 
 def test_gigpo_golden() -> None:
     # Episodes: R = 1 0, mean .5, std .7071 → ±.7071.   Turn returns (γ = .5): a: .5 0 0, b: 1.
-    # a: mean 1/6, std √(1/12) = .2887 → 1.1547 −.5774 −.5774; b is alone → 0.   ω = .5.
+    # a: mean 1/6, std √(1/12) = .2887 → 1.1547 −.5774 −.5774; b has one turn → 0.   ω = .5.
     credit = gigpo(**GIGPO, turn_gamma=0.5, step_weight=0.5)
     assert credit.returns_ES is None
     assert credit.advantages_ES[0].tolist() == pytest.approx([1.2845, 1.2845, 0.7071], abs=1e-4)
@@ -397,14 +397,16 @@ def test_gigpo_compares_states_within_a_group_only() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMPARE_GROUP))
-def test_a_lone_member_is_refused(name: str) -> None:
+def test_a_group_of_one_episode_is_refused(name: str) -> None:
     one = {name: field[:1] for name, field in GIGPO.items()}
     with pytest.raises(ValueError, match="has one episode"):
         estimate(ADVANTAGES[name], **one, values_ES=None, **PLAIN)
 
 
 @given(st.floats(-4, 4), st.sampled_from([0.5, 2.0, 8.0]))
-def test_grpo_ignores_a_shift_of_the_rewards_and_nearly_a_scale(shift: float, scale: float) -> None:
+def test_grpo_is_invariant_to_shifts_and_nearly_to_scales_of_the_rewards(
+    shift: float, scale: float
+) -> None:
     def advantages(rewards_ES: Tensor) -> Tensor:
         return grpo(rewards_ES=rewards_ES, mask_ES=MASK_ES, group_E=GROUP_E).advantages_ES
 
@@ -413,7 +415,7 @@ def test_grpo_ignores_a_shift_of_the_rewards_and_nearly_a_scale(shift: float, sc
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_no_reward_and_no_value_is_no_advantage(name: str) -> None:
+def test_zero_rewards_and_values_give_zero_advantages(name: str) -> None:
     credit = estimate(
         ADVANTAGES[name],
         rewards_ES=torch.zeros(5, 2),
@@ -429,7 +431,7 @@ def test_no_reward_and_no_value_is_no_advantage(name: str) -> None:
 
 
 @given(groups(min_members=2))
-def test_group_statistics_count_episodes_however_they_were_cut_into_rows(made: list[Group]) -> None:
+def test_group_statistics_count_episodes_not_rows(made: list[Group]) -> None:
     index = episode_index(collate(to_samples(made)[0]))
     rewards_ES = token_rewards(to_samples(made)[1], index, "turn")
     credit = dr_grpo(rewards_ES=rewards_ES, mask_ES=index.mask_ES, group_E=index.group_E)
@@ -442,7 +444,7 @@ def test_group_statistics_count_episodes_however_they_were_cut_into_rows(made: l
             at += 1
 
 
-def test_three_contexts_give_the_same_credit() -> None:
+def test_all_context_windows_give_the_same_credit() -> None:
     def credit(*prompts: tuple[int, ...]) -> Tensor:
         turns = [turn(float(k), prompt=p, sampled=(8, 9)) for k, p in enumerate(prompts)]
         batch = collate(to_samples([Group((episode(*turns),))])[0])

@@ -1,4 +1,4 @@
-"""Batches: what is on a row, what is along an episode, and how a collection is split."""
+"""Batches: fields by row and by episode, and the split of a collection."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_untrained_completion_gets_no_context_weight() -> None:
 
 
 @given(samples())
-def test_to_samples_undoes_to_episodes_on_the_mask(rows: list[Sample]) -> None:
+def test_scatter_to_rows_inverts_to_episodes_on_the_mask(rows: list[Sample]) -> None:
     batch = collate(rows)
     index = episode_index(batch)
     back_BT = scatter_to_rows(to_episodes(batch.token_ids_BT, index), index)
@@ -87,7 +87,7 @@ def test_time_does_not_depend_on_the_order_of_rows(rows: list[Sample], random: o
     assert torch.equal(index_one.turn_ES, index_two.turn_ES)
 
 
-def test_take_cuts_to_the_longest_and_carries_every_known_field() -> None:
+def test_take_cuts_to_the_longest_row_and_keeps_every_field() -> None:
     batch = collate(to_samples([Group((episode(turn()), episode(turn(sampled=(7,)))))])[0])
     batch = replace(batch, values_BT=batch.token_ids_BT.float())
     part = take(batch, torch.tensor([1]))
@@ -96,7 +96,7 @@ def test_take_cuts_to_the_longest_and_carries_every_known_field() -> None:
 
 
 @given(samples(), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
-def test_each_episode_comes_once_a_pass_and_whole(
+def test_each_episode_is_in_one_minibatch_per_epoch(
     rows: list[Sample], wanted: int, passes: int, seed: int
 ) -> None:
     batch = collate(rows)
@@ -113,7 +113,7 @@ def test_each_episode_comes_once_a_pass_and_whole(
         assert max(map(len, sets)) - min(map(len, sets)) <= 1
 
 
-def test_minibatches_follow_their_seed_and_no_other() -> None:
+def test_minibatches_depend_on_their_seed_only() -> None:
     batch = collate(to_samples([Group(tuple(episode(turn()) for _ in range(32)))])[0])
     torch.manual_seed(1)
     one = [part.episode_B.tolist() for part in minibatches(batch, 8, 2, seed=5)]
@@ -124,7 +124,7 @@ def test_minibatches_follow_their_seed_and_no_other() -> None:
 
 
 @given(samples(), st.integers(1, 40), st.booleans(), st.booleans())
-def test_microbatches_hold_every_row_once_within_their_limit(
+def test_microbatches_hold_every_row_once_within_the_limit(
     rows: list[Sample], max_tokens: int, by_group: bool, whole: bool
 ) -> None:
     batch = collate(rows)
@@ -143,8 +143,8 @@ def test_microbatches_hold_every_row_once_within_their_limit(
         assert sum(map(len, homes)) == len(set().union(*homes)), "each episode has one home"
 
 
-def test_little_of_a_microbatch_is_padding() -> None:
-    """Lengths as of episodes of one to five turns; in one rectangle half would be padding."""
+def test_microbatches_have_little_padding() -> None:
+    """Lengths of episodes of one to five turns: in one rectangle half would be padding."""
     generator = torch.Generator().manual_seed(0)
     turns = torch.randint(1, 6, (128,), generator=generator)
     lengths = 150 + turns * torch.randint(200, 520, (128,), generator=generator)

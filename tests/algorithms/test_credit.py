@@ -1,4 +1,4 @@
-"""From a batch and its episodes to advantages: what stands on which token."""
+"""Credit: from a batch and its episodes to the advantages of tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ragen.core.types import Group
 
 NO_KL = LossConfig(kl=0.0)
 
-# Four tokens in two turns, paid 1 (with an invalid reply) and 2; another of one turn and reward 0.
+# Two turns of two tokens with rewards 1 (for an invalid reply) and 2; one turn with reward 0.
 GROUP = Group(
     (
         episode(
@@ -59,18 +59,18 @@ def on_tokens(batch: Batch) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # Returns 2.5 2.5 2 2 | 0 0 in turns, without a critic's help: mean 1.5, std 1.1832.
+        # Returns 2.5 2.5 2 2 | 0 0 by turns, with a critic of 0: mean 1.5, std 1.1832.
         ("gae", [0.8452, 0.8452, 0.4226, 0.4226, -1.2677, -1.2677]),
-        # γ = .5 a turn: 1.5 1.5 2 2 | 0 0, mean 1.1667, std 0.9309.
+        # γ = .5 per turn: 1.5 1.5 2 2 | 0 0, mean 1.1667, std 0.9309.
         ("bi_level_gae", [0.3581, 0.3581, 0.8951, 0.8951, -1.2532, -1.2532]),
         ("dr_grpo", [1.25] * 4 + [-1.25] * 2),
         ("rloo", [2.5] * 4 + [-2.5] * 2),
         ("grpo", [0.7071] * 4 + [-0.7071] * 2),
-        # State a: turn returns .5 + .5 · 2 = 1.5 and 0 → ±.7071; b is alone.
+        # State a: turn returns .5 + .5 · 2 = 1.5 and 0 → ±.7071; b has one turn.
         ("gigpo", [1.4142, 1.4142, 0.7071, 0.7071, -1.4142, -1.4142]),
         # Mean 1.5, squares 1 1 .25 .25 2.25 2.25, std 1.1832.
         ("reinforce_pp", [0.8452, 0.8452, 0.4226, 0.4226, -1.2677, -1.2677]),
-        # ±1.25 less 5/12, std 1.2910.
+        # ±1.25 minus 5/12, std 1.2910.
         ("reinforce_pp_baseline", [0.6455] * 4 + [-1.2910] * 2),
     ],
 )
@@ -80,12 +80,12 @@ def test_each_estimator_on_a_batch_by_hand(name: str, expected: list[float]) -> 
     assert (batch.returns_BT is None) == (not needs_values(ADVANTAGES[name]))
 
 
-def test_the_list_above_is_whole() -> None:
+def test_every_estimator_is_in_the_list_above() -> None:
     (mark,) = test_each_estimator_on_a_batch_by_hand.pytestmark  # type: ignore[attr-defined]
     assert {name for name, _ in mark.args[1]} == set(ADVANTAGES)
 
 
-def test_rewards_are_normalised_before_the_kl_penalty_comes_on_top() -> None:
+def test_the_kl_penalty_is_added_after_normalisation() -> None:
     # Totals 2.5 and 0, centred ±1.25. KL: β · (−2) on each of four and of two tokens, β = .25.
     reward = RewardConfig(normalise="mean")
     batch = credited([GROUP], reward, LossConfig(kl=0.25), name="gae")

@@ -1,4 +1,4 @@
-"""Estimators against the whole of a small game: every group that can come up, with its probability.
+"""Estimators against a small game: every possible group is enumerated with its probability.
 
 The game, its exact values and the sums over groups are those of `benchmarks/bias.py`. Nothing is
 sampled, so what is equal is equal to rounding (float64).
@@ -38,12 +38,12 @@ GAMMA, LAM, TURN_GAMMA = 0.9, 0.8, 0.7
 close = torch.testing.assert_close
 
 
-def test_the_game_is_whole() -> None:
+def test_the_game_has_all_episodes() -> None:
     plays = GAME.plays
     assert GAME.chance_N.sum().item() == pytest.approx(1, abs=1e-12)
     assert len({(play.draws, play.rewards) for play in plays}) == len(plays) == 22
     assert {len(play) for play in plays} == {4, 5, 6, 7, 8}
-    # A turn of reward 0, a state that comes twice, and luck are all in it.
+    # It has a turn of reward 0, a state that occurs twice, and random transitions.
     first = plays[1]
     assert [place for place, _ in first.draws[::2]] == ["hall", "door", "hall"]
     assert [r for r, end in zip(first.rewards, first.ends, strict=True) if end] == [0, 0, -0.125]
@@ -81,7 +81,7 @@ def test_with_exact_values_the_mean_of_gae_is_the_advantage(gamma: float, lam: f
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
-def test_with_exact_values_the_mean_of_bi_level_gae_is_the_advantage_by_turns(
+def test_with_exact_values_the_mean_of_bi_level_gae_is_the_advantage(
     gamma: float, lam: float
 ) -> None:
     values_NS, advantages_NS = exact_values(GAME, a_turn(gamma))
@@ -89,8 +89,8 @@ def test_with_exact_values_the_mean_of_bi_level_gae_is_the_advantage_by_turns(
     close(given_state_and_token(mean_advantages(GAME, estimate, 1)), advantages_NS)
 
 
-def test_bi_level_gae_takes_it_that_a_turn_is_over_before_its_last_token() -> None:
-    """Where the last token itself decides that it is the last, λ < 1 is biased, exact V or not.
+def test_bi_level_gae_assumes_that_the_last_token_of_a_turn_decides_nothing() -> None:
+    """If the last token itself decides that it is the last, λ < 1 is biased even with the exact V.
 
     The value at a turn's end is then that of a state which the turn might have gone on from.
     """
@@ -107,10 +107,10 @@ def test_bi_level_gae_takes_it_that_a_turn_is_over_before_its_last_token() -> No
 @pytest.mark.parametrize(
     ("name", "how"), [("gae", {}), ("bi_level_gae", {"turn_gamma": 1.0})], ids=lambda it: str(it)
 )
-def test_with_lambda_one_the_mean_gradient_is_true_whatever_the_values(
+def test_with_lambda_one_the_mean_gradient_is_exact_for_any_values(
     name: str, how: dict[str, Any]
 ) -> None:
-    # A baseline may know all that went before the token, not the token.
+    # A baseline may depend on everything before the token, not on the token.
     guess: dict[Any, float] = defaultdict(lambda: 3 * math.sin(5 * len(guess)))
     values_NS = torch.tensor(
         [
@@ -125,12 +125,12 @@ def test_with_lambda_one_the_mean_gradient_is_true_whatever_the_values(
 
 @pytest.mark.parametrize("members", [2, 3])
 @pytest.mark.parametrize("name", ["rloo", "dr_grpo"])
-def test_the_mean_gradient_of_rloo_and_of_scaled_dr_grpo_is_true(name: str, members: int) -> None:
+def test_the_mean_gradient_of_rloo_and_of_scaled_dr_grpo_is_exact(name: str, members: int) -> None:
     mean = GAME.mean_gradient(mean_advantages(GAME, estimator(GAME, name), members))
     close(mean * (members / (members - 1) if name == "dr_grpo" else 1), TRUE)
 
 
-# Each estimator once more from its equation, in plain Python, one group a batch.
+# Second implementations of the estimators, from their equations, with one group per batch.
 
 
 def gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> list[list[float]]:
@@ -139,7 +139,7 @@ def gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> list[list[f
 
 
 def bi_level_gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> list[list[float]]:
-    """Along the ends of the turns, then inside each with its return in the place of the reward."""
+    """Along the ends of the turns, then inside each turn with its return in place of the reward."""
     found = []
     for play, value in zip(plays, values, strict=True):
         ends = [s for s, end in enumerate(play.ends) if end]
@@ -185,7 +185,7 @@ def reinforce_pp_baseline_by_hand(plays: Sequence[Play], _: Any) -> list[list[fl
 
 
 def gigpo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
-    """ω = 2. A turn is (member, number); its class the state it began in."""
+    """ω = 2. A turn is (episode, number); its class is the state in which it began."""
     episode = _standardised([play.total for play in plays])
     to_come: dict[tuple[int, int], float] = {}
     began: dict[tuple[int, int], str] = {}
@@ -236,7 +236,7 @@ def test_estimator_equals_its_own_closed_enumeration(name: str, whiten: bool) ->
     assert ours.abs().max() > 0.1
 
 
-def test_the_bias_in_the_docs_is_the_bias_that_is_measured() -> None:
+def test_the_docs_show_the_measured_bias() -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     rows = [line.removeprefix("| ").split(" | ") for line in text.splitlines()]
     told = {cells[0]: cells[1:4] for cells in rows if len(cells) == 7}
@@ -246,7 +246,7 @@ def test_the_bias_in_the_docs_is_the_bias_that_is_measured() -> None:
 
 
 def given_state_and_token(field_NS: Tensor) -> Tensor:
-    """The mean of a field over all episodes that agree up to and in a token."""
+    """The mean of a field over all episodes that agree up to and including a token."""
     sums: dict[Any, list[float]] = defaultdict(lambda: [0.0, 0.0])
     chances = GAME.chance_N.tolist()
     keys = {

@@ -1,4 +1,4 @@
-"""The filter keeps the groups whose outcome is uncertain, or whatever else it is asked to."""
+"""Filters: scores of groups, rules that choose by them, and the weights of groups."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_score_counts_failed_episodes_rows_or_penalties(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
-def test_a_group_in_which_all_failed_scores_nothing(name: str) -> None:
+def test_a_group_of_failed_episodes_scores_zero(name: str) -> None:
     assert SCORES[name](BROKEN) == 0
 
 
@@ -83,14 +83,14 @@ def test_top_k_takes_a_share_or_a_count() -> None:
 
 
 def test_top_p_golden() -> None:
-    # Of 1: .5 .3 .2. The share .5 is held by one, .51 by two, .81 by three.
+    # Shares .5 .3 .2: one group holds .5, two hold .51, three hold .81.
     merits = [0.2, 0.5, 0.3]
     for value, kept in ((0.01, [1]), (0.5, [1]), (0.51, [1, 2]), (0.8, [1, 2]), (0.81, [1, 2, 0])):
         assert keep_top_p(merits, value, 3) == kept
     assert keep_top_p([0.1] * 10, 0.3, 10) == [0, 1, 2]  # though .1 + .1 + .1 is not .3
 
 
-def test_scores_that_are_all_zero_tell_no_group_from_another() -> None:
+def test_scores_of_zero_keep_the_order_of_the_groups() -> None:
     assert keep_top_k([0.0] * 4, 0.5, 4) == [0, 1]
     assert keep_top_p([0.0] * 4, 0.5, 4) == [0, 1]
 
@@ -100,7 +100,7 @@ def test_shares_of_negative_scores_are_refused() -> None:
         keep_top_p([-1.0, 2.0], 0.5, 2)
 
 
-# Both together.
+# Scores and rules together.
 
 
 def test_top_k_keeps_a_share_in_the_order_of_the_groups() -> None:
@@ -111,7 +111,7 @@ def test_top_k_keeps_a_share_in_the_order_of_the_groups() -> None:
     assert select([FLAT], rule="top_k", value=0.01) == [0]
 
 
-def test_flat_groups_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flat_groups_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select([FLAT, SURE], include_zero=False) == [1]
     assert select([FLAT, FLAT], rule="top_k", value=1.0, include_zero=False) == []
     # Whatever the score: a group of equal high rewards is still flat.
@@ -130,7 +130,7 @@ def test_groups_with_too_few_played_episodes_are_never_kept() -> None:
 
 
 @pytest.mark.parametrize("rule", sorted(FILTERS))
-def test_groups_that_cannot_be_kept_take_no_place(rule: str) -> None:
+def test_groups_that_cannot_be_kept_are_not_ranked(rule: str) -> None:
     """Groups whose episodes all failed, or are flat, do not count as candidates."""
     for out, more in ((BROKEN, {}), (FLAT, {"include_zero": False})):
         kept = select([out, SURE, out, UNSURE], rule=rule, value=0.25, **more)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_groups_that_cannot_be_kept_take_no_place(rule: str) -> None:
     st.floats(0.01, 1),
     st.sampled_from(["top_k", "top_p"]),
 )
-def test_no_group_left_out_scores_better_than_one_kept(
+def test_no_group_left_out_scores_higher_than_a_kept_one(
     rewards: list[list[int]], share: float, rule: str
 ) -> None:
     groups = [group(*map(float, members)) for members in rewards]
@@ -156,7 +156,7 @@ def test_no_group_left_out_scores_better_than_one_kept(
     assert min(reward_std(groups[i]) for i in kept) >= max(left, default=-9)
 
 
-# How much a group counts.
+# Weights of groups.
 
 
 def test_soft_reweighting_golden() -> None:

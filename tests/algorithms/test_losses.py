@@ -1,4 +1,4 @@
-"""Losses: numbers by hand, gradients, and invariance to how a minibatch is cut and ordered."""
+"""Losses: golden numbers, gradients, and invariance to the split and order of a minibatch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
 
 
 def fields(size: int, **known: Tensor) -> TokenFields:
-    """`size` tokens that weigh the same, with old logprobs 0 unless said."""
+    """`size` tokens of equal weight, with old logprobs 0 by default."""
     blank = TokenFields(
         token_ids_N=torch.zeros(size, dtype=torch.long),
         mask_N=torch.ones(size, dtype=torch.bool),
@@ -104,7 +104,7 @@ def test_ppo_clip_golden(
 
 
 @pytest.mark.parametrize(("ratio", "advantage"), [(1.5, 1.0), (0.5, -1.0), (5.0, -1.0)])
-def test_a_clamped_token_has_no_gradient(ratio: float, advantage: float) -> None:
+def test_a_clipped_token_has_no_gradient(ratio: float, advantage: float) -> None:
     logprobs_N = torch.tensor([math.log(ratio)], requires_grad=True)
     loss = ppo_clip(logprobs_N, fields(1, advantages_N=torch.tensor([advantage])), **CLIP)
     assert torch.autograd.grad(loss.value, logprobs_N)[0].item() == 0
@@ -143,7 +143,7 @@ def test_cispo_gradient_at_ratio_one_is_reinforces(advantages: list[float]) -> N
     ],
 )
 @pytest.mark.parametrize("advantage", [2.0, -1.0])
-def test_cispo_weighs_and_never_silences(
+def test_cispo_keeps_the_gradient_of_every_token(
     ratio: float, low: float, expected: float, clipped: float, advantage: float
 ) -> None:
     logprobs_N = torch.tensor([-1.0 + math.log(ratio)], requires_grad=True)
@@ -157,7 +157,7 @@ def test_cispo_weighs_and_never_silences(
 def test_gspo_golden() -> None:
     # Episode 0: log-ratios ln 1.2 and 0, mean ½ ln 1.2, s = √1.2 = 1.0954 > 1.05: with A = 2
     # clipped to −1.05 · 2 = −2.1, without gradient. Episode 1: log-ratios ln 1.2, −ln 1.2, 0: s = 1
-    # however far its tokens moved, so −s A = 1, and a gradient of −s A w on each token.
+    # although its tokens have moved, so −s A = 1, and a gradient of −s A w on each token.
     far = math.log(1.2)
     logprobs_N = torch.tensor([far, 0.0, far, -far, 0.0], requires_grad=True)
     tokens = fields(
@@ -222,14 +222,14 @@ def test_gspo_of_one_token_episodes_is_ppo(drawn: list[tuple[float, float]]) -> 
     assert ours.metrics["clip/fraction"] == ppos.metrics["clip/fraction"]
 
 
-def test_without_a_dual_clip_nothing_bounds_the_loss() -> None:
+def test_without_a_dual_clip_the_loss_is_unbounded() -> None:
     tokens = fields(1, advantages_N=torch.tensor([-1.0]))
     loss = ppo_clip(torch.tensor([math.log(50)]), tokens, **(CLIP | {"dual_clip": 0.0}))
     assert loss.value.item() == pytest.approx(50)
     assert loss.metrics["clip/dual_fraction"].value == 0
 
 
-def test_the_samplers_correction_golden() -> None:
+def test_importance_correction_golden() -> None:
     # old − sampled: ln ½, 0, ln 5, so weights ½, 1 and min(5, 2).
     sampled_N = torch.tensor([-1.0, -1.0, -1.0 - math.log(5)])
     old_N = torch.tensor([-1.0 - math.log(2), -1.0, -1.0])
@@ -252,7 +252,7 @@ def test_the_samplers_correction_golden() -> None:
 def test_policy_losses_are_proportional_to_the_advantage(
     factor: float, log_ratio: float, advantage: float
 ) -> None:
-    """What lets group weights and the sampler's correction act on the advantage."""
+    """So group weights and the importance correction can act on the advantage."""
     for name in sorted(LOSSES.keys() - {"nll"}):
         at_N, a_N = torch.tensor([log_ratio]), torch.tensor([advantage])
         one = policy_loss(LOSSES[name], at_N, fields(1, advantages_N=a_N), **CLIP).value
@@ -262,7 +262,7 @@ def test_policy_losses_are_proportional_to_the_advantage(
 
 def test_value_loss_golden() -> None:
     # V = 2, V_old = 1, clip .5, so the near value is 1.5.
-    # R = 0: ½ max(2², 1.5²) = 2.  R = 3: ½ max(1², 1.5²) = 1.125, clamped with effect.
+    # R = 0: ½ max(2², 1.5²) = 2.  R = 3: ½ max(1², 1.5²) = 1.125, clipped with effect.
     tokens = fields(2, values_N=torch.ones(2), returns_N=torch.tensor([0.0, 3.0]))
     loss = value_loss(torch.tensor([2.0, 2.0]), tokens, value_clip=0.5)
     assert loss.value.item() == pytest.approx((2 + 1.125) / 2)
@@ -302,7 +302,7 @@ def test_kl_estimates_against_enumeration() -> None:
     torch.testing.assert_close(gradient(mean_k1), torch.zeros(3))
 
 
-def test_kl_loss_weighs_and_refuses_k1() -> None:
+def test_kl_loss_is_weighted_and_refuses_k1() -> None:
     tokens = fields(2, reference_logprobs_N=torch.tensor([-1.0, -2.0]))
     loss = kl_loss(torch.tensor([-1.0, -1.0]), tokens, kind="k2")
     assert loss.value.item() == pytest.approx(0.25)  # (0 + ½) / 2
@@ -328,7 +328,7 @@ def test_losses_of_no_token_are_zero() -> None:
     assert value_loss(none, empty, value_clip=0.5).value.item() == 0
 
 
-# How a minibatch is cut: weights are settled once, and everything adds up.
+# Splits of a minibatch: weights are set once, and the parts add up.
 
 
 def test_token_weights_golden() -> None:
@@ -350,7 +350,7 @@ def test_token_weights_golden() -> None:
 
 @st.composite
 def minibatch(draw: st.DrawFn) -> Batch:
-    """A batch with random old logprobs, advantages, values and returns, and settled weights."""
+    """A batch with random old logprobs, advantages, values and returns, and token weights."""
     batch = collate(draw(samples()), context_weight=draw(st.sampled_from([0.0, 0.3])))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
 
@@ -365,7 +365,7 @@ def minibatch(draw: st.DrawFn) -> Batch:
 
 
 def _losses(batch: Batch, at_BT: Tensor) -> list[Tensor]:
-    """Every loss, at logprobs (or values) that belong to the token, not to where it stands."""
+    """Every loss, at logprobs (or values) that belong to the token, not to its position."""
     tokens = flatten(batch)
     found_N = at_BT[batch.weight_BT > 0]
     return [
@@ -404,7 +404,9 @@ def test_metrics_of_microbatches_merge_to_the_minibatchs(batch: Batch, max_token
 
 
 @given(samples(), st.sampled_from(["token_mean", "episode_mean"]))
-def test_shares_sum_to_one_over_a_minibatch(rows: list[Sample], aggregation: Aggregation) -> None:
+def test_token_weights_sum_to_one_over_a_minibatch(
+    rows: list[Sample], aggregation: Aggregation
+) -> None:
     batch = collate(rows)
     assert token_weights(batch, aggregation).sum().item() == pytest.approx(1, abs=1e-5)
 
@@ -419,8 +421,8 @@ def test_constant_weights_do_not_depend_on_the_other_episodes_tokens(
     torch.testing.assert_close(weights_BT, batch.weight_BT / (longest * episodes))
 
 
-def test_what_needs_whole_episodes_is_wrong_without_them() -> None:
-    """The split that GSPO asks for is no luxury: two rows of one episode apart give another s."""
+def test_gspo_on_parts_of_an_episode_is_wrong() -> None:
+    """GSPO needs whole episodes: two rows of one episode in separate microbatches change s."""
     off, on = False, True
     rows = [Sample((1, 8), (off, on), (0.0,) * 2, (-1, turn), (off, on), 0, 0) for turn in range(2)]
     batch = collate(rows)

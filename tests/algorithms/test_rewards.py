@@ -1,4 +1,4 @@
-"""Rewards land on the tokens that earned them."""
+"""Rewards: placement on tokens, normalisation, and the KL penalty."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_placement_golden() -> None:
 
 
 @given(groups())
-def test_both_placements_pay_the_same_sum_and_raw_differs_by_the_penalties(
+def test_both_placements_have_the_same_sum_and_raw_differs_by_the_penalties(
     made: list[Group],
 ) -> None:
     episodes = to_samples(made)[1]
@@ -54,7 +54,7 @@ def test_both_placements_pay_the_same_sum_and_raw_differs_by_the_penalties(
 
 
 @given(groups())
-def test_turn_rewards_stand_on_turn_ends_only(made: list[Group]) -> None:
+def test_turn_rewards_are_on_turn_ends_only(made: list[Group]) -> None:
     batch = collate(to_samples(made)[0])
     index = episode_index(batch)
     rewards_ES = token_rewards(to_samples(made)[1], index, "turn")
@@ -68,7 +68,7 @@ def test_an_episode_that_lost_a_turn_is_a_bug() -> None:
         token_rewards([episode(turn(1.0))], index, "turn")
 
 
-def test_kl_penalty_charges_what_the_policy_likes_more() -> None:
+def test_kl_penalty_is_negative_on_tokens_that_the_policy_prefers() -> None:
     # −.1 · (−1 − (−2)) = −.1;  −.1 · (−2 − (−1)) = +.1;  equal: 0
     old, reference = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-2.0, -1.0, -1.0])
     assert kl_penalty(old, reference, 0.1).tolist() == pytest.approx([-0.1, 0.1, 0.0])
@@ -76,7 +76,7 @@ def test_kl_penalty_charges_what_the_policy_likes_more() -> None:
 
 # Normalisation.
 
-# Totals 0 1 5 (mean 2, std √7 = 2.6458) and, in a class of their own, 3 3. Two turns of one token.
+# Totals 0 1 5 (mean 2, std √7 = 2.6458) and, in another class, 3 3. Two turns of one token.
 PAID_ES = torch.tensor([[1.0, -1.0], [0.0, 1.0], [2.0, 3.0], [3.0, 0.0], [0.0, 3.0]])
 CLASS_E = torch.tensor([0, 0, 0, 1, 1])
 ON_ES = torch.ones(5, 2, dtype=torch.bool)
@@ -94,9 +94,9 @@ def test_normalised_rewards_golden() -> None:
         return normalise(PAID_ES, ON_ES, CLASS_E, method).tolist()
 
     assert rows("identity") == PAID_ES.tolist()
-    # The mean is taken from the last token's pay.
+    # The mean is subtracted from the last token's reward.
     assert rows("mean") == [[1, -3], [0, -1], [2, 1], [3, -3], [0, 0]]
-    # Over 2.6458: totals −.7559 −.3780 1.1339. Equal totals leave their rewards unscaled.
+    # Divided by 2.6458: totals −.7559 −.3780 1.1339. Equal totals leave their rewards unscaled.
     found = rows("mean_std")
     assert found[0] == pytest.approx([0.3780, -1.1339], abs=1e-4)
     assert found[1] == pytest.approx([0.0, -0.3780], abs=1e-4)
@@ -110,7 +110,7 @@ def test_asymmetric_clip_golden() -> None:
     one = torch.zeros(12, dtype=torch.long)
     found = normalise(paid_ES, paid_ES > -99, one, "asym_clip")[:, 0].tolist()
     assert found == pytest.approx([0.0] * 10 + [2.3452, -1.0], abs=1e-4)
-    # One win among 16: mean 1/16, std 1/4 → 15/16 ÷ 1/4 = 3.75, cut to 3; the losses get −.25.
+    # One success in 16: mean 1/16, std 1/4 → 15/16 ÷ 1/4 = 3.75, clipped to 3; failures get −.25.
     paid_ES = torch.tensor([[0.0]] * 15 + [[1.0]])
     one = torch.zeros(16, dtype=torch.long)
     found = normalise(paid_ES, paid_ES > -99, one, "asym_clip")[:, 0].tolist()
@@ -154,15 +154,15 @@ def _by_hand(total: float, same: list[float], method: Normalise) -> float:
     return min(max(score, -1.0), 3.0) if method == "asym_clip" else score
 
 
-def test_whose_episodes_are_compared() -> None:
+def test_comparison_classes() -> None:
     one = episode(turn(1.0))
     index = episode_index(collate(to_samples([Group((one, one)), Group((one,))])[0]))
     classes = {over: comparison_classes(index, over).tolist() for over in get_args(Over)}
     assert classes == {"group": [0, 0, 1], "batch": [0, 0, 0]}
 
 
-def test_statistics_go_by_episode_however_many_turns_or_rows_it_has() -> None:
-    # Totals 1 (four turns, four rows) and 0: centred ±.5, not weighed by turns.
+def test_statistics_count_episodes_not_turns_or_rows() -> None:
+    # Totals 1 (four turns, four rows) and 0: centred ±.5, not weighted by turns.
     long = episode(*(turn(0.25, prompt=(k,)) for k in range(1, 5)))
     made = [Group((long, episode(turn(0.0))))]
     index = episode_index(collate(to_samples(made)[0]))
@@ -171,6 +171,6 @@ def test_statistics_go_by_episode_however_many_turns_or_rows_it_has() -> None:
     assert rewards_ES.sum(dim=1).tolist() == [0.5, -0.5]
 
 
-def test_one_alone_and_equals_have_nothing_to_be_compared_with() -> None:
+def test_a_class_of_one_or_of_equal_totals_gives_zero() -> None:
     centred_N, std_N = compare_within(torch.tensor([5.0, 0.1, 0.1]), torch.tensor([0, 1, 1]))
     assert centred_N.tolist() == std_N.tolist() == [0, 0, 0]

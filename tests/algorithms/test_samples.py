@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: what was sampled is what is trained, once, whatever a turn may see."""
+"""Tokens in, tokens out: every sampled token is trained once, in every context window."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_samples_hold_what_was_recorded(groups: list[Group]) -> None:
             covered += turns
             last = episode.turns[turns[-1]]
             assert last.prompt.token_ids is not None and last.completion.token_ids is not None
-            # The whole of what the policy saw and said in its last turn, token by token.
+            # All prompt and completion tokens of its last turn.
             assert sample.token_ids == last.prompt.token_ids + last.completion.token_ids
             for number in turns:
                 turn, at = episode.turns[number], len(episode.turns[number].prompt.token_ids or ())
@@ -100,7 +100,7 @@ def test_text_alone_cannot_be_trained_on(missing: str) -> None:
         to_samples([Group((made.episode(turn),))])
 
 
-# The three contexts, through real prompts.
+# The three context windows, with real prompts.
 
 WINDOWS = (0, 2, 1)  # all turns, the last two, the present one
 SCRIPT = ["Left", "Right", "Fly", "Right"]
@@ -138,7 +138,7 @@ def returns(episodes: list[Episode], samples: list[Sample]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_contexts_differ_in_rows_alone(template: str) -> None:
+def test_context_windows_differ_only_in_rows(template: str) -> None:
     exact = Chat(tiny_tokenizer(template)).exact
     # Rows of an episode of four turns: one for each turn that a prompt begins with.
     rows = {0: 1, 2: 3, 1: 4} if exact else dict.fromkeys(WINDOWS, 4)

@@ -1,4 +1,4 @@
-"""Looking closer changes nothing, and what it says of gradients is what autograd says."""
+"""Gradient norms by reward std, moving averages, and both measurements in a run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_norms_are_those_of_autograd(microbatch_tokens: int) -> None:
     assert len(found) == 2 * 3 * 2
 
 
-def test_the_task_grows_with_its_advantages_and_the_others_do_not() -> None:
+def test_the_task_gradient_scales_with_the_advantages_and_the_others_do_not() -> None:
     one = learner()
     part = batch(one)
     assert part.advantages_BT is not None
@@ -107,7 +107,7 @@ def state(one: Learner) -> dict[str, Tensor]:
     return found
 
 
-def test_nothing_is_touched() -> None:
+def test_measuring_changes_no_state() -> None:
     one = learner(critic=True)
     part = batch(one)
     one.update(part, 0)  # so that the optimisers have a state
@@ -121,12 +121,12 @@ def test_nothing_is_touched() -> None:
 def test_quartiles() -> None:
     # Edges of 0…7: 1.75, 3.5, 5.25.
     assert std_buckets([0, 1, 2, 3, 4, 5, 6, 7]) == [0, 0, 1, 1, 2, 2, 3, 3]
-    # Edges 0, 0, ¾: the flat groups are one bucket, however many they are.
+    # Edges 0, 0, ¾: all flat groups share one bucket.
     assert std_buckets([0.0, 0.0, 0.0, 3.0]) == [0, 0, 0, 3]
     assert std_buckets([1.0]) == [0]
 
 
-def test_groups_find_their_buckets() -> None:
+def test_rows_get_the_bucket_of_their_group() -> None:
     """Two groups of std 0 and 1/√2: rows of the first in bucket 0, of the second in 3."""
     one = learner()
     part = replace(batch(one), group_B=torch.tensor([0, 0, 1, 1]))
@@ -159,7 +159,7 @@ def test_averages_by_hand() -> None:
         assert values(averaged(averages, step)) == {"ema/reward/mean": pytest.approx(expected)}
 
 
-def test_what_was_not_measured_keeps_its_average() -> None:
+def test_a_metric_that_is_missing_keeps_its_average() -> None:
     before = {"critic/explained_variance": 0.5, "reward/mean": 1.0}
     step = {"reward/mean": mean(float("nan")), "time/step_s": total(1), "a": last(1)}
     step |= {"b": largest(2)}
@@ -218,11 +218,11 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_logs_all_that_detectors_read(looked: Path) -> None:
-    """A name that no run has would silence its detector for ever."""
+    """A detector of a metric that no run logs would never fire."""
     assert set(METRICS) <= {name for _, name in metrics(looked)}
 
 
-def test_training_with_it_is_training_without_it(looked: Path, tmp_path: Path) -> None:
+def test_measuring_changes_no_number_of_a_run(looked: Path, tmp_path: Path) -> None:
     train(asked(**BLIND), tmp_path / "blind")
     blind, seen = metrics(tmp_path / "blind"), metrics(looked)
     assert closer(seen) and not closer(blind)
@@ -236,7 +236,7 @@ def test_training_with_it_is_training_without_it(looked: Path, tmp_path: Path) -
         assert equal(one, other), name
 
 
-def test_what_a_run_says_of_its_thoughts_and_gradients(looked: Path) -> None:
+def test_metrics_of_thoughts_and_gradients_in_a_run(looked: Path) -> None:
     found = metrics(looked)
     for step in (1, 2):
         for sampling in ("first", "any"):
@@ -259,8 +259,8 @@ def test_what_a_run_says_of_its_thoughts_and_gradients(looked: Path) -> None:
     assert (2, "ema/information/first/prompts") not in found
 
 
-def test_the_scores_behind_the_measures_are_kept(looked: Path) -> None:
-    """One word a thought: what follows from the scores alone is what the run says of them."""
+def test_cross_scores_are_stored(looked: Path) -> None:
+    """Thoughts of one word: the metrics follow from the stored scores alone."""
     found, rows = metrics(looked), read(looked, "SELECT * FROM cross_scores")
     assert {(step, path) for _, step, path, *_ in rows} == {
         (step, sampling) for step in (1, 2) for sampling in ("first", "any")
@@ -280,7 +280,7 @@ def test_the_scores_behind_the_measures_are_kept(looked: Path) -> None:
 
 
 def test_a_resumed_run_ends_with_the_same_rows(tmp_path: Path) -> None:
-    """Its last checkpoint is lost, so that its last step is forgotten and done again."""
+    """The last checkpoint is lost, so the last step is deleted and repeated."""
     run = tmp_path / "run"
     more = {"checkpoint.every": 1, "record.tokens_every": 1, "eval.episodes": 4}
     train(asked(**LOOKS | more), run)
@@ -295,7 +295,7 @@ def test_a_resumed_run_ends_with_the_same_rows(tmp_path: Path) -> None:
     assert sorted(metrics(run).items()) == whole["metrics"]
 
 
-def test_every_fifth_step_from_the_first(tmp_path: Path) -> None:
+def test_information_is_measured_every_fifth_step_from_the_first(tmp_path: Path) -> None:
     train(asked(**{"steps": 7, "rollout.num_groups": 1, "rollout.group_size": 2}), tmp_path / "run")
     steps = {at for at, name in metrics(tmp_path / "run") if name == "information/first/left_out"}
     assert steps == {1, 6}
@@ -324,8 +324,8 @@ def test_it_works_in_every_context_window(tmp_path: Path, window: int) -> None:
     assert found[1, "gradient_by_std/0/task_per_sample"] >= 0
 
 
-def test_on_demand(looked: Path) -> None:
-    """The checkpoint after step 2 is looked at with the episodes of the step that would follow."""
+def test_examine_a_checkpoint(looked: Path) -> None:
+    """The checkpoint after step 2 is measured with the episodes of the next step."""
     before = metrics(looked)
     found = examine(looked)
     assert found == examine(looked)

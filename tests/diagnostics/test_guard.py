@@ -1,4 +1,4 @@
-"""The guard's detectors on histories whose numbers are made up, and when each fires."""
+"""The detectors on constructed histories, the alarms they raise, and the remedies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def wave(step: int) -> float:
 
 
 HEALTHY: dict[str, dict[int, float]] = {
-    # An environment being solved: what is left to fail, to choose and to compare shrinks together.
+    # An environment that is being solved: failures, entropy and reward std shrink together.
     SUCCESS: series(lambda s: min(0.95, (0.3 + 0.01 * s) * wave(s))),
     REWARD_STD: series(lambda s: max(0.1, 0.45 - 0.004 * s) * wave(s)),
     ENTROPY: series(lambda s: max(0.05, 0.25 - 0.003 * s) * wave(s)),
@@ -89,7 +89,7 @@ def test_names_agree_with_the_config() -> None:
     assert {GuardConfig().response(name) for name in RESPONSES} <= set(get_args(Response))
 
 
-# The published signatures, and the delay within which each is seen.
+# The published signs, and the delay until each is detected.
 
 
 def test_reward_std_cliff_comes_before_the_reward_falls() -> None:
@@ -102,8 +102,8 @@ def test_reward_std_cliff_comes_before_the_reward_falls() -> None:
     assert fired(trap) == [("reward_std_cliff", 42, 38)]
 
 
-def test_spread_that_goes_with_the_failures_is_no_cliff() -> None:
-    # Both fall to a tenth: failures .5 → .05, std .4 → .04; a cliff only below half of that.
+def test_a_fall_explained_by_fewer_failures_is_no_cliff() -> None:
+    # Both fall to a tenth: failures .5 → .05, std .4 → .04; a cliff is only below half of that.
     solved = {
         SUCCESS: series(lambda s: 0.5 if s < 40 else 0.95),
         REWARD_STD: series(lambda s: 0.4 if s < 40 else 0.04),
@@ -125,13 +125,13 @@ def test_entropy_cliff_and_blowup() -> None:
 
 @pytest.mark.parametrize("at", [90, 40, 11])
 def test_grad_spike_at_the_step_itself(at: int) -> None:
-    """Published at 90 to 170; the steps before need to be two windows."""
+    """Published at steps 90 to 170; two windows of steps have to come before."""
     history = {GRADIENT: series(lambda s: 12.0 if s == at else wave(s))}
     assert fired(history) == [("grad_spike", at, at)]
 
 
 def test_a_norm_that_is_not_finite_is_no_spike() -> None:
-    """Its update is not applied, and ``non_finite`` speaks of it; JSON has no infinity."""
+    """Its update is skipped, and ``non_finite`` fires instead; JSON has no infinity."""
     history = {
         GRADIENT: series(lambda s: math.inf if s == 40 else wave(s)),
         SKIPPED[0]: series(lambda s: float(s == 40)),
@@ -139,7 +139,7 @@ def test_a_norm_that_is_not_finite_is_no_spike() -> None:
     assert fired(history) == [("non_finite", 40, 40)]
 
 
-def test_norms_that_spread_by_themselves_make_no_spike() -> None:
+def test_norms_of_wide_spread_make_no_spike() -> None:
     history = {GRADIENT: series(lambda s: (0.1, 0.3, 1.0, 3.0, 9.0)[s * 3 % 5])}
     assert fired(history) == []
 
@@ -161,7 +161,7 @@ def test_reward_drop_needs_two_evaluations_below_the_mark() -> None:
     assert replay(history | {EVALUATED: once}) == []
 
 
-def test_mi_drop_since_the_last_value_that_was_high() -> None:
+def test_mi_drop_has_its_onset_after_the_last_high_value() -> None:
     told = {MI: {5: 1.0, 10: 4.0, 15: 3.0, 20: 1.9, 25: 1.0}}
     assert fired(told | {PROMPTS: dict.fromkeys(told[MI], 8)}) == [("mi_drop", 20, 16)]
     assert fired(told | {PROMPTS: dict.fromkeys(told[MI], 2)}) == [], "two prompts decide nothing"
@@ -175,7 +175,7 @@ def test_format_loss_is_measured_from_the_best() -> None:
     assert fired(history) == [("format_loss", 62, 58)]
 
 
-def test_replies_of_one_repeated_token() -> None:
+def test_degenerate_text_needs_more_than_half_of_a_window() -> None:
     # From step 30 on nine of ten: (2 × 0 + 3 × .9)/5 = .54 > ½ at 32.
     broken = {DEGENERATE: series(lambda s: 0.9 if s >= 30 else 0.0)}
     assert fired(broken) == [("degenerate_text", 32, 28)]
@@ -183,7 +183,7 @@ def test_replies_of_one_repeated_token() -> None:
     assert fired({DEGENERATE: series(lambda s: 0.9 if s in (30, 31) else 0.0)}) == []
 
 
-def test_a_skipped_update() -> None:
+def test_non_finite_fires_on_a_skipped_update() -> None:
     for name in SKIPPED:
         skips = HEALTHY | {name: series(lambda s: 2.0 if s == 7 else 0.0)}
         assert fired(skips) == [("non_finite", 7, 7)]
@@ -194,23 +194,23 @@ def test_empty_filter_counts_steps_in_a_row() -> None:
     assert fired(history) == [("empty_filter", 24, 20)]
 
 
-# Once for an episode of trouble; nothing in the grace after a rollback; state that is all there is.
+# One alarm per period of trouble, the grace period after a rollback, and the saved state.
 
 
-def test_trouble_that_goes_on_is_one_alarm_and_one_that_comes_back_another() -> None:
+def test_lasting_trouble_is_one_alarm_and_returning_trouble_another() -> None:
     often = {
         GRADIENT: series(lambda s: 30.0 if s in (20, 22, 20 + 2 + REARM_STEPS, 60) else wave(s))
     }
     assert [step for _, step, _ in fired(often)] == [20, 60]
 
 
-def test_an_episode_of_trouble_ends_after_calm_steps() -> None:
+def test_a_detector_fires_again_only_after_the_rearm_steps() -> None:
     spikes = (20, 20 + REARM_STEPS, 20 + 2 * REARM_STEPS + 1)
     history = {GRADIENT: series(lambda s: 30.0 if s in spikes else wave(s))}
     assert [step for _, step, _ in fired(history)] == [20, 20 + 2 * REARM_STEPS + 1]
 
 
-def test_nothing_fires_in_the_grace_and_what_lasts_fires_after_it() -> None:
+def test_no_detector_fires_in_the_grace_period_and_lasting_trouble_fires_after_it() -> None:
     norms = series(lambda s: 0.4 if s < 20 else 0.01)
     state = GuardState(grace=30)
     steps = [
@@ -221,7 +221,7 @@ def test_nothing_fires_in_the_grace_and_what_lasts_fires_after_it() -> None:
     assert steps == [31] and GRACE_STEPS >= 2 * WINDOW
 
 
-def test_a_detector_that_is_off_is_not_asked() -> None:
+def test_a_detector_that_is_off_is_not_called() -> None:
     history, state = {DEGENERATE: series(lambda s: 1.0, 5)}, GuardState()
     assert (
         raise_alarms(
@@ -234,7 +234,7 @@ def test_a_detector_that_is_off_is_not_asked() -> None:
 
 @given(st.integers(1, 99), st.sampled_from([ENTROPY, REWARD_STD, GRADIENT, VALID]))
 def test_state_saved_and_loaded_changes_no_alarm(cut: int, name: str) -> None:
-    """The alarms of a history in one go, and with the guard's state carried over a cut."""
+    """The alarms of an uninterrupted history equal those with the state saved and loaded."""
     curve = series(lambda s: 1.0 if s % 30 < 15 else 0.001)
     whole, state = [], GuardState()
     for step in range(1, 101):
@@ -257,7 +257,7 @@ def test_no_history_breaks_a_detector(columns: dict[str, list[float]]) -> None:
         assert alarm.onset <= alarm.step
 
 
-def test_every_alarm_says_its_numbers() -> None:
+def test_every_alarm_has_a_message() -> None:
     for name in RESPONSES:
         words = str(Alarm(name, 40, 36, 0.125, 0.75))
         assert words.startswith(f"step 40, {name}: ") and "{" not in words
@@ -266,7 +266,7 @@ def test_every_alarm_says_its_numbers() -> None:
 # Settings.
 
 
-def test_responses_lie_over_the_defaults() -> None:
+def test_responses_override_the_defaults() -> None:
     config = resolve("bandit", {"guard.responses.grad_spike": "rollback", "eval.every": 5})
     assert config.guard.response("grad_spike") == "rollback"
     assert config.guard.response("empty_filter") == "stop"
@@ -284,13 +284,13 @@ def test_responses_lie_over_the_defaults() -> None:
         ({"guard.responses.stalled": "rollback"}, "cannot go back by itself"),
     ],
 )
-def test_responses_that_cannot_be(overrides: dict[str, Any], words: str) -> None:
+def test_impossible_responses_are_refused(overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(RagenError) as caught:
         resolve(None, overrides)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_filter_as_remedy_needs_members() -> None:
+def test_a_filter_as_remedy_needs_groups_of_two() -> None:
     with pytest.raises(RagenError, match="compares the episodes"):
         resolve(None, {"guard.remedy": "filter", "rollout.group_size": 1})
 
@@ -312,7 +312,7 @@ def test_remedies() -> None:
         assert changed(plain, remedy(plain, 1)) != plain
 
 
-def test_a_change_that_cannot_be_is_one_line() -> None:
+def test_an_impossible_change_is_one_line() -> None:
     with pytest.raises(
         RagenError, match=r"cannot change filter.rule, filter.value: .*a share up to 1"
     ) as caught:
@@ -331,7 +331,7 @@ def test_a_change_that_cannot_be_is_one_line() -> None:
         ("top_k", 1.0, 0.5),
     ],
 )
-def test_a_tighter_filter_keeps_less_by_any_rule(rule: str, value: float, tighter: float) -> None:
+def test_a_tighter_filter_keeps_less(rule: str, value: float, tighter: float) -> None:
     config = resolve(None, {"filter.rule": rule, "filter.value": value})
     assert changed(config, REMEDIES["filter"](config, 1)).filter.value == tighter
     weighed = resolve(None, {"filter.rule": "reweight"})

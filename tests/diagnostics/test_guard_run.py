@@ -1,4 +1,4 @@
-"""What the guard does to a run: stops, rollbacks and their resumes, and a run that hangs."""
+"""The guard in a run: stops, rollbacks and their resumes, and a run that hangs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Seen(Watcher):
 
 @pytest.fixture
 def alarms_at(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """Raises an alarm whose trouble began a step before, by (rollbacks so far, step)."""
+    """Raises an alarm with its onset one step before, by (rollbacks so far, step)."""
 
     def plan(*moments: tuple[int, int], detector: str = "grad_spike") -> None:
         def scripted(history: Any, step: int, state: GuardState, **_: Any) -> list[Alarm]:
@@ -86,7 +86,7 @@ def steps_of(run: Path) -> list[tuple[int, int]]:
 # Log and stop.
 
 
-def test_a_run_that_is_told_to_log_goes_on_unchanged(tmp_path: Path, alarms_at: Plan) -> None:
+def test_the_response_log_changes_no_number_of_a_run(tmp_path: Path, alarms_at: Plan) -> None:
     train(config(), tmp_path / "quiet")
     alarms_at((0, 2))
     seen = Seen()
@@ -98,7 +98,7 @@ def test_a_run_that_is_told_to_log_goes_on_unchanged(tmp_path: Path, alarms_at: 
     same(tmp_path / "run", numbers(tmp_path / "quiet"))
 
 
-def test_a_stop_saves_first_and_may_be_overruled(tmp_path: Path, alarms_at: Plan) -> None:
+def test_a_stop_saves_first_and_can_be_resumed(tmp_path: Path, alarms_at: Plan) -> None:
     alarms_at((0, 2), detector="empty_filter")
     with pytest.raises(GuardStop, match=r"step 2, empty_filter: .* ragen resume"):
         train(config(checkpoint__every=0), tmp_path / "run")
@@ -107,7 +107,7 @@ def test_a_stop_saves_first_and_may_be_overruled(tmp_path: Path, alarms_at: Plan
     assert resume(tmp_path / "run").after is not None
 
 
-def test_a_run_that_was_told_to_go_on_stops_again_if_nothing_is_better(
+def test_a_resumed_run_stops_again_if_the_condition_still_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "select", lambda *_, **__: [])
@@ -129,7 +129,7 @@ def test_a_stop_is_one_line_and_exit_code_3(
     assert line.startswith("ragen: the guard stopped the run: step 1, degenerate_text: ")
 
 
-def test_what_is_read_step_by_step_is_what_the_database_holds(
+def test_reading_step_by_step_equals_reading_all(
     tmp_path: Path, alarms_at: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alarms_at((0, 3))
@@ -156,7 +156,7 @@ def test_a_rollback_begins_another_attempt_before_the_onset(
     run, seen = tmp_path / "run", Seen()
     alarms_at((0, 3))
     result = train(config(**BACK), run, watcher=seen)
-    # Onset 2: the checkpoint of step 1 is the newest from before.
+    # Onset 2: the checkpoint of step 1 is the newest one before it.
     assert [text for _, text in seen.alarms][1] == (
         "rolled back to step 1, attempt 1: update.lr = 0.000333333, update.critic_lr = 3.33333e-06"
     )
@@ -206,7 +206,9 @@ def test_the_first_attempt_stays_readable_and_its_later_checkpoints_go(
     assert rows(run, "SELECT count(*) FROM episodes WHERE attempt = 0 AND step = 4") == [(8,)]
 
 
-def test_where_no_checkpoint_is_good_the_run_stops(tmp_path: Path, alarms_at: Plan) -> None:
+def test_without_a_checkpoint_before_the_onset_the_run_stops(
+    tmp_path: Path, alarms_at: Plan
+) -> None:
     alarms_at((0, 1))
     with pytest.raises(GuardStop, match="no checkpoint before step 0 is left"):
         train(config(**BACK), tmp_path / "run")
@@ -236,7 +238,7 @@ _WHOLE: dict[str, dict[str, Any]] = {}
 
 
 def uninterrupted(asked: Config, tmp_path: Path, name: str) -> dict[str, Any]:
-    """What a run came to, made once for each name."""
+    """The numbers of a run, made once for each name."""
     if name not in _WHOLE:
         train(asked, tmp_path / "whole")
         _WHOLE[name] = numbers(tmp_path / "whole")
@@ -252,7 +254,7 @@ ASKED: dict[str, Any] = BACK | {"eval__every": 2}
     ("what", "at"),
     [("episode", 3 * 8 + 2), ("step", 4), ("evaluated", 4), ("step", 6)],
 )
-def test_a_run_stopped_after_a_rollback_goes_on_as_if_it_had_not_been(
+def test_a_run_stopped_after_a_rollback_resumes_exactly(
     tmp_path: Path, alarms_at: Plan, kind: str, more: dict[str, Any], what: str, at: int
 ) -> None:
     alarms_at((0, 3), (1, 4))
@@ -302,8 +304,8 @@ def test_kills_at_many_moments_around_a_rollback(tmp_path: Path, alarms_at: Plan
     same(tmp_path / "run", numbers(tmp_path / "whole"))
 
 
-def test_the_embedded_model_on_its_way_to_the_safe_arm(tmp_path: Path) -> None:
-    """No script: vanilla GRPO on Bandit, whose reward std dies before success does."""
+def test_a_collapse_of_the_embedded_model_is_rolled_back(tmp_path: Path) -> None:
+    """Nothing is scripted: with vanilla GRPO on Bandit the reward std falls before success does."""
     more = {"guard.responses.reward_std_cliff": "rollback", "guard.remedy": "filter"}
     small = {"steps": 12, "threads": 1, "eval.episodes": 0, "seed": 4, "checkpoint.every": 5}
     result = train(resolve("collapse", more | small), tmp_path / "run")
@@ -317,7 +319,7 @@ def test_the_embedded_model_on_its_way_to_the_safe_arm(tmp_path: Path) -> None:
 # A run that hangs.
 
 
-def test_a_run_that_hangs_says_where_and_ends_with_3(
+def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, update = tmp_path / "run", LocalEngine.update
@@ -340,9 +342,7 @@ def test_a_run_that_hangs_says_where_and_ends_with_3(
     assert resume(run).after is not None
 
 
-def test_a_run_that_hangs_for_a_while_may_only_be_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stall_can_be_logged_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish, seen = LocalEngine.publish, Seen()
 
     async def slow(engine: LocalEngine) -> None:
@@ -361,7 +361,7 @@ def test_a_run_that_hangs_for_a_while_may_only_be_told_of(
     assert len(seen.alarms) == 1
 
 
-def test_a_watchdog_hears_every_beat() -> None:
+def test_every_beat_resets_the_watchdog() -> None:
     heard: list[float] = []
     with Watchdog(0.4, heard.append) as dog:
         for _ in range(10):
@@ -384,7 +384,7 @@ def test_the_guards_state_survives_json() -> None:
     assert GuardState(**json.loads(json.dumps(asdict(state)))) == state
 
 
-def test_a_checkpoint_of_a_stop_pushes_no_regular_one_out(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_stop_displaces_no_regular_one(tmp_path: Path) -> None:
     def saved(*steps: int) -> list[int]:
         for step in steps:
             folder = tmp_path / "checkpoints" / f"step-{step}"

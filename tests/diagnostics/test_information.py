@@ -1,4 +1,4 @@
-"""What thoughts tell of their prompts, on policies whose mutual information is known exactly."""
+"""Information of thoughts about prompts, on policies whose mutual information is known."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_mi_of_constructed_policies(copies: float) -> None:
     assert found.retrieval_5 == found.chance_5 == 1
 
 
-def test_uncounted_shares_would_report_what_is_not_there() -> None:
-    """The trap: with − log n over the n own prompts in place of log w_j, silence would be news."""
+def test_unweighted_prompts_would_report_false_information() -> None:
+    """With − log n over the n own prompts for log w_j, an independent policy seems informed."""
     pairs = said(0.0)
     matched = math.log(1 / 4)
     naive_marginal = math.log(4 * math.exp(matched)) - math.log(len(pairs))  # M columns, n counted
@@ -136,7 +136,7 @@ def test_golden() -> None:
     assert found.regime == "undecidable"
 
 
-def test_one_thought_tells_nothing() -> None:
+def test_one_thought_has_no_information() -> None:
     found = measure(torch.tensor([[-3.0]]), [0], [2])
     assert (found.mi, found.entropy, found.mi_zscore, found.retrieval_1) == (0, 3, 0, 1)
 
@@ -152,10 +152,10 @@ def test_bounds_and_identities(data: st.DataObject) -> None:
     found = measure(scores, own, lengths)
     assert found.mi <= found.prompt_entropy + 1e-9 <= math.log(num_prompts) + 1e-6
     assert found.mi == pytest.approx(found.entropy - found.conditional_entropy, abs=1e-9)
-    # What a thought is as such, whatever the prompt, tells nothing of the prompt.
+    # A constant factor of a thought under all prompts holds no information about the prompt.
     shifted = measure(scores + torch.arange(len(own))[:, None], own, lengths)
     assert shifted.mi == pytest.approx(found.mi, abs=1e-5)
-    # A prompt that is written twice is the same prompt: shares, not columns, count.
+    # A prompt in two columns is the same prompt: shares count, not columns.
     twice = torch.cat([scores, scores[:, :1]], dim=1)
     first_owners = [i for i, prompt in enumerate(own) if prompt == 0]
     if len(first_owners) > 1:
@@ -163,12 +163,12 @@ def test_bounds_and_identities(data: st.DataObject) -> None:
         assert measure(twice, split, lengths).mi == pytest.approx(found.mi, abs=1e-9)
 
 
-def test_ties_are_broken_by_lot() -> None:
+def test_ties_count_their_expectation() -> None:
     same = torch.zeros(3, 4)
     own = torch.tensor([0, 1, 3])
     assert retrieval(same, own, 1) == 1 / 4
     assert retrieval(same, own, 2) == 2 / 4
-    # One higher, two equal: the second place goes to the own one half of the time.
+    # One higher, two equal: the own prompt takes the second place half of the time.
     assert retrieval(torch.tensor([[0.0, -1.0, -1.0]]), torch.tensor([1]), 2) == 1 / 2
 
 
@@ -194,7 +194,7 @@ def test_metrics_hold_every_field_and_the_regime() -> None:
     assert metrics["information/first/mi"].weight == 8
 
 
-# Which thoughts.
+# The choice of thoughts.
 
 
 def thinking(prompt: Sequence[int], thought: Sequence[int], opened: Sequence[int] = ()) -> Turn:
@@ -205,7 +205,7 @@ def thinking(prompt: Sequence[int], thought: Sequence[int], opened: Sequence[int
     return replace(made, observation=f"sees {prompt[-1]}", thought_span=span)
 
 
-def test_x_reaches_up_to_the_thought() -> None:
+def test_x_ends_where_the_thought_begins() -> None:
     assert prompt_and_thought(thinking((1, 2), (7, 8))) == ((1, 2), (7, 8))
     assert prompt_and_thought(thinking((1, 2), (7, 8), opened=(5, 6))) == ((1, 2, 5, 6), (7, 8))
     assert prompt_and_thought(thinking((1, 2), ())) is None
@@ -244,7 +244,7 @@ def test_turns_without_a_thought_are_left_out_and_counted() -> None:
     assert {draw_thoughts(groups, "any", 64, seed).left_out for seed in range(20)} == {0, 1, 2}
 
 
-def test_the_choice_follows_from_the_seed() -> None:
+def test_the_drawn_thoughts_depend_on_the_seed_only() -> None:
     turns = [thinking((1, number), (7, number)) for number in range(3)]
     groups = [Group(tuple(episode(*turns) for _ in range(40)))]
     assert draw_thoughts(groups, "any", 10, 5) == draw_thoughts(groups, "any", 10, 5)
@@ -297,11 +297,11 @@ def test_rectangles(lengths: list[int], prefix: int, max_tokens: int) -> None:
         assert all(2 * lengths[row] > longest for row in part)
 
 
-# The way a run takes it.
+# As a run measures it.
 
 
 class Scorer:
-    """An engine of which only the scores are asked, by a made-up policy."""
+    """An engine that only gives the scores of a constructed policy."""
 
     def __init__(self, score: Callable[[Sequence[int], Sequence[int]], float]) -> None:
         self.score = score
@@ -314,7 +314,7 @@ class Scorer:
 
 @pytest.mark.parametrize("copies", POLICIES.values(), ids=POLICIES)
 def test_constructed_policies_through_the_groups(copies: float) -> None:
-    """Each prompt's episodes are a group; in their second turn they say nothing that is valid."""
+    """The episodes of a prompt are a group; their second turns have no valid thought."""
     pairs = said(copies)
     groups = [
         Group(
@@ -340,8 +340,8 @@ def test_constructed_policies_through_the_groups(copies: float) -> None:
         assert values(again.metrics(path)).items() <= found.items()
 
 
-def test_a_model_that_does_not_look_back_tells_nothing() -> None:
-    """With its attention's output at zero, only the last token is seen: p(z|x) = p(z)."""
+def test_a_model_without_context_has_no_information() -> None:
+    """With its attention's output at zero, the model sees only the last token: p(z|x) = p(z)."""
     model = tiny()
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
@@ -353,7 +353,7 @@ def test_a_model_that_does_not_look_back_tells_nothing() -> None:
     assert abs(looks.mi) > 1e-2
 
 
-def test_no_thought_no_measure() -> None:
+def test_without_thoughts_nothing_is_measured() -> None:
     engine: Any = Scorer(lambda x, z: 0.0)
     metrics, matrices = asyncio.run(
         measure_thoughts(engine, [Group((episode(turn()),))], 64, (0, 0))

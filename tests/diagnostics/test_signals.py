@@ -1,4 +1,4 @@
-"""Signals of a step, and the signs of the Echo Trap on made-up curves."""
+"""Signals of a step, and the signs of the Echo Trap on constructed curves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_one_repeated_token_makes_a_completion_degenerate() -> None:
     assert found["text/degenerate_fraction"] == 2 / 4
 
 
-def test_what_cannot_be_told_is_left_out() -> None:
+def test_metrics_that_cannot_be_computed_are_left_out() -> None:
     found = summarize([Group((episode(stop="error"),))], kept=[])
     assert values(found) == {
         "episodes/failed": 1,
@@ -103,7 +103,7 @@ COLLAPSE = {
 }
 
 
-def test_a_collapse_shows_all_signs_in_their_order() -> None:
+def test_a_collapse_shows_all_signs_in_order() -> None:
     # Trailing means of five: reward at most .8, first at 9; std .4·2/5 + .01·3/5 = .166 at 14;
     # unique thoughts .9·2/5 + .05·3/5 = .39 < .45 at 22; the reward falls from step 25.
     signs = echo_trap_signs(COLLAPSE)

@@ -16,7 +16,7 @@ from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
 from ragen.core.types import Episode
 
 STEP_WEIGHT = 1.0
-"""Weight ω of a turn's own advantage beside its episode's in GiGPO, as published
+"""Weight ω of a turn's advantage relative to its episode's in GiGPO, as published
 (arXiv:2505.10978)."""
 
 

@@ -24,7 +24,7 @@ ROLLBACK_REACH = 2 * WINDOW
 """Steps that checkpoints have to reach back if a response is a rollback: an onset lies a window
 before its alarm."""
 ROLLBACKS = 2
-"""Rollbacks that a run may take; where one more is due, it stops."""
+"""Rollbacks that a run may take. If another one is due, it stops."""
 GRACE_STEPS = 2 * WINDOW
 """Steps after a rollback in which no detector fires: trailing means still mix in old values."""
 
@@ -105,7 +105,7 @@ def raise_alarms(
         history: Metrics up to `step`.
         step: The step that just finished.
         state: What is remembered of the steps before.
-        detectors: The detectors to ask (`detectors.active_detectors`).
+        detectors: The detectors to call (`detectors.active_detectors`).
 
     Example:
         >>> norms = dict.fromkeys(range(1, 20), 1.0)

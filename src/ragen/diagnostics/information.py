@@ -35,6 +35,8 @@ from ragen.diagnostics.collapse import REGIMES, SAMPLINGS, Regime, Sampling, reg
 from ragen.engines.engine import Engine
 
 Tokens = tuple[int, ...]
+THOUGHTS = 64
+"""Thoughts of a step that are scored at most, each under all prompts of the others."""
 STD_FLOOR = 1e-3
 """Added to the standard deviation that the z-score divides by (arXiv:2604.06268), in nats per
 token."""
@@ -230,10 +232,6 @@ def retrieval(scores_NM: Tensor, own_N: Tensor, k: int) -> float:
     higher_N = (scores_NM > matched_N1).sum(dim=1)
     equal_N = (scores_NM == matched_N1).sum(dim=1)
     return ((k - higher_N).double() / equal_N).clamp(0, 1).mean().item()
-
-
-THOUGHTS = 64
-"""Thoughts of a step that are scored at most, each under all their prompts."""
 
 
 async def measure_thoughts(
