@@ -13,9 +13,17 @@ from ragen.config import reading as settings
 from ragen.config.config import Config
 from ragen.config.earlier import REMOVED, RENAMED, present_values, refusal
 from ragen.config.keys import keys, parse_value
-from ragen.config.reading import differences, dump, flatten, read_config, resolve
+from ragen.config.reading import (
+    changed,
+    differences,
+    dump,
+    flatten,
+    read_config,
+    resolve,
+    with_preset,
+)
 from ragen.config.rules import READ_WITH
-from ragen.config.sections import AdvantageConfig
+from ragen.config.sections import AdvantageConfig, LossConfig
 from ragen.core.errors import RagenError
 
 PRESETS = sorted(settings.presets())
@@ -429,3 +437,32 @@ def test_a_removed_keys_value_is_the_one_that_is_left() -> None:
     }
     assert present_values({"reward.over": "world"}) == {"reward.over": "batch"}
     assert present_values({"world.params.slip": 0.5}) == {"env.params.slip": 0.5}
+
+
+def test_gspo_and_cispo_hold_their_papers_values() -> None:
+    gspo, cispo = (resolve(None, {"algorithm": name}) for name in ("gspo", "cispo"))
+    assert (gspo.loss.name, gspo.loss.clip_low, gspo.loss.clip_high) == ("gspo", 3e-4, 4e-4)
+    assert (cispo.loss.name, cispo.loss.clip_low, cispo.rollout.refill) == ("cispo", 1.0, 3)
+    for config, updates in ((gspo, 4), (cispo, 16)):
+        assert (config.advantage.name, config.loss.kl, config.loss.entropy) == ("grpo", 0.0, 0.0)
+        episodes = config.rollout.num_groups * config.rollout.group_size
+        assert episodes / config.update.minibatch_episodes == updates
+
+
+def test_the_page_lists_every_preset() -> None:
+    page = Path(__file__).parents[2] / "docs" / "algorithms.md"
+    (head,) = (
+        row for row in page.read_text("utf-8").splitlines() if row.startswith("| | `starpo/")
+    )
+    assert sorted(cell.strip(" `") for cell in head.split("|")[2:-1]) == PRESETS
+
+
+def test_a_config_built_in_python_takes_its_preset_like_a_recipe() -> None:
+    for name in PRESETS:
+        assert with_preset(Config(algorithm=name)) == resolve(None, {"algorithm": name})
+    own = with_preset(Config(algorithm="dapo", loss=LossConfig(clip_high=0.4), seed=3))
+    assert (own.loss.clip_high, own.loss.kl, own.seed) == (0.4, 0.0, 3)
+    for whole in (resolve("sokoban", {"update.lr": 0.5}), changed(Config(), {"seed": 3})):
+        assert with_preset(whole) == whole
+    with pytest.raises(RagenError, match="unknown algorithm 'dapoo'; did you mean 'dapo'"):
+        with_preset(Config(algorithm="dapoo"))

@@ -27,7 +27,8 @@ from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.keys import nest
+from ragen.config.reading import read_config, resolve
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Role
@@ -844,3 +845,17 @@ def test_a_run_with_nothing_to_learn_stops(tmp_path: Path) -> None:
         train(asked, tmp_path / "run")
     assert checkpoint.newest(tmp_path / "run").name == "step-5"
     assert not rows(tmp_path / "run", "SELECT * FROM metrics WHERE name = 'update/count'")
+
+
+def test_a_config_built_in_python_trains_by_its_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Config(algorithm="dapo")` trains by DAPO, and the saved config says so."""
+    values = settings(steps=0, eval__episodes=0, algorithm="dapo")
+    chosen = {key: values[key] for key in ("model.path", "steps", "eval.episodes")}
+    train(
+        Config.model_validate(nest({"algorithm": "dapo", "env.name": "bandit", **chosen})),
+        tmp_path / "run",
+    )
+    saved = read_config(tmp_path / "run" / "config.toml")
+    assert (saved.advantage.name, saved.loss.clip_high, saved.rollout.refill) == ("grpo", 0.28, 3)

@@ -104,6 +104,26 @@ def resolve(
     return _validate([preset, *above])
 
 
+def with_preset(config: Config) -> Config:
+    """A config that Python built, on top of its algorithm's preset as if a recipe had said it.
+
+    Values that were set explicitly stay; all others are the preset's. The config of a recipe, or of
+    a saved run, stays as it is.
+
+    Raises:
+        RagenError: There is no such preset, or its values and the explicit ones exclude each other.
+
+    Example:
+        >>> config = with_preset(Config(algorithm="dapo", seed=3))
+        >>> config.advantage.name, config.loss.clip_high, config.seed
+        ('grpo', 0.28, 3)
+    """
+    explicit = dotted(config.model_dump(exclude_unset=True))
+    return _validate(
+        [(f"preset {config.algorithm}", load_preset(config.algorithm)), ("", explicit)]
+    )
+
+
 def unread(config: Config) -> list[str]:
     """The keys that the config's algorithm never reads.
 

@@ -14,7 +14,7 @@ from ragen.algorithms.filters import find_score
 from ragen.algorithms.losses import find_loss
 from ragen.config.config import Config
 from ragen.config.kinds import KINDS, load
-from ragen.config.reading import changed, dump, read_config, read_config_to_resume
+from ragen.config.reading import changed, dump, read_config, read_config_to_resume, with_preset
 from ragen.config.sources import absolute, refuse_changed, sources
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
@@ -59,7 +59,8 @@ def train(
     """Train an agent and evaluate it before and after.
 
     Args:
-        config: The settings (`ragen.config.reading.resolve` makes them from a recipe).
+        config: The settings. `ragen.config.reading.resolve` makes them from a recipe; what a
+            `Config` built in Python leaves unset comes from the preset of its algorithm.
         out: The run's folder, which must not exist; ``None`` numbers one under `root`.
         root: Where numbered runs go.
         watcher: Shows progress; by default nothing does.
@@ -71,7 +72,7 @@ def train(
         StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
     """
     refuse_existing(out)
-    config = load_code(resolve_paths(config))
+    config = load_code(resolve_paths(with_preset(config)))
     changed(config, REMEDIES[config.guard.remedy](config, 1))  # refuse a remedy that cannot work
     state = LoopState(threads=use_threads(config.threads))
     watcher = with_trackers(watcher or Watcher(), config.record.trackers)
