@@ -97,7 +97,7 @@ def test_a_search_that_is_no_query_is_no_error(visitor: Visitor, malformed: str)
 def test_a_list_without_an_episode_says_so(visitor: Visitor) -> None:
     page = visitor.visit("#/episodes/lake?reward_min=1000")
     main = page.get_by_role("main")
-    expect(main).to_contain_text(re.compile(r"No episode is like this\.\s*0 of 0 shown$"))
+    expect(main).to_contain_text(re.compile(r"No episode fits the filters\.\s*0 of 0 shown$"))
     page.wait_for_load_state("networkidle")
     texts = "each => [...each.childNodes].filter(({ nodeType }) => nodeType === 3).length"
     assert main.evaluate(texts) == 0  # no false or 0 of ours stands between the parts

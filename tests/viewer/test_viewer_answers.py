@@ -200,7 +200,7 @@ def test_a_damaged_array_is_told(tmp_path: Path) -> None:
         )
     with pytest.raises(Unreadable, match="prompt_ids cannot be unpacked"):
         ask(tmp_path, "tokens", run="a", episode=1)
-    with pytest.raises(Unreadable, match="is no JSON"):
+    with pytest.raises(Unreadable, match="is not JSON"):
         ask(tmp_path, "episode", run="a", episode=1)
 
 
@@ -523,7 +523,7 @@ def test_stored_outcomes_are_compared_where_the_game_is_one(tmp_path: Path) -> N
         ("episode", {"run": "lake", "episode": 10**30}, "too large"),
         ("episodes", {"run": "lake", "sort": "id; DROP"}, "sort by step, reward"),
         ("episodes", {"run": "lake", "reward_min": "nan"}, "expected a number"),
-        ("episodes", {"run": "lake", "cursor": "%%%"}, "this cursor is none of this list"),
+        ("episodes", {"run": "lake", "cursor": "%%%"}, "the cursor is not valid for this list"),
         ("episodes", {"run": "lake", "limit": "many"}, "expected a whole number"),
     ],
 )

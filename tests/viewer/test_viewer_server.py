@@ -158,9 +158,9 @@ def test_nothing_is_posted_by_another_page(client: TestClient) -> None:
     assert post(b"{}", own | {"origin": "https://evil.example"})[0] == 403
     assert post(b"{}", own | {"sec-fetch-site": "same-site"})[0] == 403
     assert post(b" " * 10_001) == (413, "at most 10000 bytes")
-    assert post(b"{") == (400, "what was sent is no JSON")
-    assert post(b"[" * 9000) == (400, "what was sent is no JSON")
-    assert post(b"[]") == (400, "what was sent is no JSON object")
+    assert post(b"{") == (400, "the body is not JSON")
+    assert post(b"[" * 9000) == (400, "the body is not JSON")
+    assert post(b"[]") == (400, "the body is not a JSON object")
     assert post(b"{}") == (400, "the key 'run' is missing")
     assert post(b'{"run": "../lake"}')[0] == 404
     assert post(b'{"run": "lake"}')[0] == 400
@@ -278,7 +278,7 @@ def test_an_evaluation_is_news_when_it_ends(tmp_path: Path) -> None:
     """It is written after its step, which was told of before."""
     (tmp_path / "a").mkdir()
     recorder = Recorder.create(tmp_path / "a", dump(resolve("bandit")))
-    watched = live.WatchedRun(tmp_path / "a")
+    watched = live.RunWatcher(tmp_path / "a")
     for step in (0, 1):
         if step:
             log_step(recorder, step, 0.5)
@@ -342,7 +342,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) 
     assert "expected a whole number from 0 to 65535" in refused(str(tmp_path), "--port", "70000")
     with listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
-        assert "already in use; choose another with --port" in refused(
+        assert "already in use; choose another one with --port" in refused(
             str(tmp_path), "--port", port
         )
     assert "cannot listen on nowhere.invalid" in refused(

@@ -26,7 +26,7 @@ from ragen.core.types import Group
 from ragen.storage.database import DATABASE, new_run_folder
 from ragen.storage.recorder import Recorder
 from ragen.viewer import bundle
-from ragen.viewer.share import Discreet, _shorten, key_of, share
+from ragen.viewer.share import Anonymizer, _shorten, key_of, share
 
 ATTACKS = (
     "</script><script>alert(1)</script>",
@@ -210,8 +210,8 @@ def test_a_file_tells_nothing_of_this_machine(run: Path, what: dict[str, int]) -
 
 
 def test_places_are_taken_out_of_our_words_alone() -> None:
-    discreet = Discreet(Path("/data/my runs/a"))
-    found = discreet.without_places(
+    anonymizer = Anonymizer(Path("/data/my runs/a"))
+    found = anonymizer.anonymized(
         {
             "thought": "look at /etc/passwd on http://evil",
             "error": 'File "/srv/my code/x.py", line 3: /usr/lib/y.py',

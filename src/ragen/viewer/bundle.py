@@ -1,12 +1,12 @@
 """The front end as one page without a server: modules, styles and data in a single HTML file.
 
-A page that is opened as a file may import no module, so that all of them become one script: each
-turns into a function that is called once, in the order in which they import one another, and what
-it exports into the object that this function returns. The forms of ``import`` and ``export`` that
-the front end keeps to are few; any other is a mistake of ours and stops here.
+A page that is opened as a file cannot import modules. Therefore all modules become one script: each
+one becomes a function that is called once, in the order of the imports, and returns an object with
+the exports. The front end uses only a few forms of ``import`` and ``export``; any other is an error
+here.
 
-The page carries a content security policy that names its scripts and styles by their hashes:
-nothing else is executed, and nothing is fetched, whatever the data say.
+The page has a content security policy with the hashes of its scripts and styles: nothing else is
+executed, and nothing is fetched, whatever the data contain.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _SCRIPT = re.compile(r'[ \t]*<script\b(?P<kind>[^>]*)\bsrc="(?P<source>[^"]+)"[^
 
 
 def page(title: str, data: Mapping[str, Any], start: str, pages: str) -> str:
-    """The whole front end with the answers that it will ask for.
+    """The whole front end with the answers that it needs.
 
     Args:
-        title: What the browser's tab is called.
+        title: The title of the page.
         data: Answers of the API by their keys (`ragen.viewer.share.key_of`).
-        start: The hash of the page that is shown first.
-        pages: The hashes of the pages that `data` is enough for, separated by spaces.
+        start: The address (hash) of the first page.
+        pages: The addresses of the pages that `data` supports, separated by spaces.
 
     Returns:
-        HTML that opens from a disk, asks the network for nothing and executes nothing of `data`.
+        HTML that opens from a file, makes no request and executes nothing in `data`.
     """
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
@@ -93,7 +93,7 @@ def page(title: str, data: Mapping[str, Any], start: str, pages: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    r"""JSON that stays data inside of an HTML script element, whatever texts it holds.
+    r"""JSON that is safe inside an HTML script element, whatever texts it contains.
 
     Example:
         >>> print(embedded(["</script><!-- & \u2028\u202e"]))
@@ -117,7 +117,7 @@ def bundle(entry: Path) -> str:
 
 
 def _imported(file: Path, above: tuple[Path, ...]) -> Iterator[Path]:
-    """The modules in the order in which they can be called: what is imported comes first."""
+    """The modules in the order of their calls: imported ones come first."""
     assert file not in above, f"{file.name} imports itself by way of {above[-1].name}"
     code = _COMMENT.sub("", file.read_text("utf-8"))
     for found in (*_IMPORT.finditer(code), *_LATER.finditer(code)):
@@ -142,7 +142,7 @@ def _function(file: Path, names: Mapping[Path, str]) -> str:
 
 
 def _bound(code: str, file: Path, names: Mapping[Path, str]) -> str:
-    """Code that takes what it imports from the objects of the modules before it."""
+    """Code that reads the imports from the objects of earlier modules."""
 
     def module(found: re.Match[str]) -> str:
         return names[(file.parent / found["source"]).resolve()]
@@ -162,13 +162,13 @@ def _bound(code: str, file: Path, names: Mapping[Path, str]) -> str:
 
 
 def _declared(found: re.Match[str], exported: dict[str, str]) -> str:
-    """A declaration without its ``export``, which is noted."""
+    """A declaration without its ``export``; the name is recorded."""
     exported["default" if found["default"] else found["name"]] = found["name"]
     return f"{found['kind']} {found['name']}"
 
 
 def _listed(found: re.Match[str], exported: dict[str, str]) -> str:
-    """A list of exports, which is noted and leaves nothing behind."""
+    """An empty text for a list of exports; the names are recorded."""
     for item in filter(None, map(str.strip, found["names"].split(","))):
         local, _, public = item.partition(" as ")
         exported[public.strip() or local] = local.strip()
@@ -183,12 +183,12 @@ def _sheet(file: Path) -> str:
 
 
 def _relative(source: str) -> str:
-    """A file of the front end by the address under which it is served."""
+    """The path of a file of the front end, from its address on the server."""
     return source.removeprefix("/").removeprefix("static/").removeprefix("./")
 
 
 def _licences() -> str:
-    """The licences of what is not ours in the page, which have to go with every copy."""
+    """The licences of third-party code, which every copy has to include."""
     texts = [
         f"{file.name}\n\n{file.read_text('utf-8').strip()}\n"
         for file in sorted((STATIC / "vendor").glob("*.LICENSE"))

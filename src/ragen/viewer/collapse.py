@@ -1,4 +1,4 @@
-"""What the collapse page shows: the two axes over steps, the cross-scores, the gradients."""
+"""The collapse page: information metrics over steps, cross-scores and gradient norms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ragen.viewer.reading import (
 from ragen.viewer.run_metrics import Series, current, histories
 
 INFORMATION = "information/"
-"""How the names of what thoughts tell begin; the path of the sampling follows."""
+"""Prefix of the information metrics; the path of the sampling follows."""
 
 AXES: Mapping[str, str] = {
     "mi": "mi",
@@ -36,14 +36,14 @@ AXES: Mapping[str, str] = {
     "chance": "chance_1",
     "num_prompts": "prompts",
 }
-"""What is told of a step, by the name of its metric below the path."""
+"""The values of a step, and the names of their metrics below the path."""
 
 DIGITS = 4
-"""Decimals of a score, in nats: what the matrix is drawn with is a tenth of them."""
+"""Decimals of a score, in nats: more than the drawing of the matrix needs."""
 
 
 def collapse(root: Path, query: Query) -> Answer:
-    """``/api/collapse``: the course between the axes, which matrices there are, the gradients.
+    """``/api/collapse``: information metrics over steps, the recorded matrices, gradient norms.
 
     Raises:
         Unanswered: There is no such run, or it cannot be read.
@@ -71,7 +71,7 @@ def collapse(root: Path, query: Query) -> Answer:
 
 
 def _path(course: Mapping[str, Series], path: str) -> dict[str, list[Any]]:
-    """One sampling's course; a step without a thought to measure is left out."""
+    """The metrics of one path; steps without a thought to measure are left out."""
     own = {name: course.get(f"{INFORMATION}{path}/{metric}", {}) for name, metric in AXES.items()}
     regimes = course.get(f"{INFORMATION}{path}/regime", {})
     steps = sorted(regimes)
@@ -83,7 +83,7 @@ def _path(course: Mapping[str, Series], path: str) -> dict[str, list[Any]]:
 
 
 def _gradients(course: Mapping[str, Series]) -> Answer:
-    """Norms by bucket of reward std, the lowest first, each measure a value a step."""
+    """Gradient norms by bucket of reward std, lowest first, with one value a step."""
     buckets: dict[str, dict[str, Series]] = {}
     for name, series in course.items():
         if name.startswith(GRADIENTS):
@@ -135,7 +135,7 @@ def matrix(root: Path, query: Query) -> Answer:
 
 
 def _matrices(connection: sqlite3.Connection) -> dict[tuple[int, str], int]:
-    """The attempt whose matrix counts, by step and path."""
+    """The attempt whose matrix still counts, by step and path."""
     counts = still_counts(connection)
     rows = connection.execute("SELECT attempt, step, path FROM cross_scores ORDER BY attempt")
     return {(step, path): number for number, step, path in rows if counts(number, step)}

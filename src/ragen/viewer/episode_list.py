@@ -1,8 +1,8 @@
-"""The list of episodes: any filter, any order, page by page.
+"""The list of episodes, with filters, sorting and paging.
 
-All that a list needs stands in the index `episodes_for_lists`, so that the widest question is one
-scan of some megabytes; the table itself is read for the rows of one page. A page goes on after the
-last row of the one before (its value and id), not after a count of rows, which would be walked.
+The index `episodes_for_lists` holds all columns that a list needs, so that the widest request is
+one scan of a few megabytes. The table itself is read only for the rows of one page. A page begins
+after the last row of the previous one (its value and id): an offset would walk all rows before it.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ SORTS = {
     "turns": "num_turns",
     "score": "group_score",
 }
-"""What a list may be ordered by, and the column that holds it; rows without a value come last."""
+"""The orders of a list, and their columns; rows without a value come last."""
 
 MOST, USUAL = 200, 50
-"""Episodes of a page."""
+"""Episodes on a page: at most, and by default."""
 
 FOLLOWING = 500
-"""Rows among which a page of something common is looked for first; to sort more of them out takes
-as long as to look through all that is found."""
+"""Rows in which a page of a common search is looked for first; filtering more of them takes as long
+as going through all hits."""
 
 COLUMNS = (
     *("id", "attempt", "step", "phase", "group", "member", "kept", "group_score", "env"),
     *("level_seed", "noise_seed", "stop_reason", "terminated", "truncated", "success", "reward"),
     *("penalty", "num_turns", "num_tokens", "thought_tokens", "entropy", "error"),
 )
-"""What is said of an episode in a list."""
+"""The columns of an episode in a list."""
 
-STATEMENTS = ("kept", "terminated", "truncated", "success", "well_formed")
-"""Columns that are true or false."""
+BOOLEANS = ("kept", "terminated", "truncated", "success", "well_formed")
+"""Boolean columns."""
 
 NAMED = ", ".join(f'"{column}"' for column in COLUMNS)
 
 LISTS = "INDEXED BY episodes_for_lists"
-"""A list names none but the columns of that index (`schema.LISTED`)."""
+"""A list uses only the columns of this index (`schema.LISTED`)."""
 
 FACETS = ("phase", "env", "stop_reason")
-"""Columns whose values one may choose from, the first of that index."""
+"""Columns with a choice of values; they are the first ones of the index."""
 
 _WHOLE = {
     "step_from": "step >= ?",
@@ -77,21 +77,21 @@ _WHOLE = {
 _REAL = {"reward_min": "reward >= ?", "reward_max": "reward <= ?"}
 
 
-class Place(NamedTuple):
-    """Where a page ended: the last row's value and id."""
+class RowPosition(NamedTuple):
+    """The position of a row in an order: its value and id."""
 
     value: float | None
     id: int
 
 
 class Filter(NamedTuple):
-    """What the rows of a list have in common, as SQL."""
+    """Conditions on the rows of a list, as SQL."""
 
     where: list[str]
     values: list[Any]
 
     def also(self, condition: str, value: Any) -> Filter:
-        """The same with one condition more."""
+        """The filter with one more condition."""
         return Filter([*self.where, condition], [*self.values, value])
 
 
@@ -99,14 +99,14 @@ def episodes(root: Path, query: Query) -> Answer:
     """``/api/episodes``: one page of the list.
 
     Raises:
-        Unanswered: There is no such run, it cannot be read, or a parameter is not what it must be.
+        Unanswered: There is no such run, it cannot be read, or a parameter is invalid.
     """
     folder = folder_of(root, query)
     sort, order = query.get("sort", "step"), query.get("order", "asc")
     if sort not in SORTS or order not in ("asc", "desc"):
         raise Unanswered(f"sort by {', '.join(SORTS)}, in the order asc or desc")
     limit = min(MOST, max(1, whole_number(query, "limit"))) if "limit" in query else USUAL
-    start = _place(query["cursor"]) if query.get("cursor") else None
+    start = _position(query["cursor"]) if query.get("cursor") else None
     wanted, words = filter_of(query), match_of(query.get("q", ""))
     asked = SORTS[sort], order, start, limit + 1
     with reading(folder) as connection:
@@ -118,7 +118,9 @@ def episodes(root: Path, query: Query) -> Answer:
             if hits is not None:
                 wanted = wanted.also("id IN (SELECT value FROM json_each(?))", json.dumps(hits))
             page, total = list(_page(connection, wanted, *asked)), _total(connection, wanted)
-        rows = [as_said(row) for row in rows_of(connection, [place.id for place in page[:limit]])]
+        rows = [
+            as_json(row) for row in rows_of(connection, [position.id for position in page[:limit]])
+        ]
         counts = still_counts(connection)
         for row in rows:
             row["still_counts"] = counts(row["attempt"], row["step"])
@@ -129,10 +131,10 @@ def episodes(root: Path, query: Query) -> Answer:
 
 
 def filter_of(query: Query) -> Filter:
-    """The conditions that a question sets.
+    """The conditions in a request.
 
     Raises:
-        Unanswered: A value is no number.
+        Unanswered: A value is not a number.
     """
     found = Filter([], [])
     for name in FACETS:
@@ -168,10 +170,10 @@ def _page(
     wanted: Filter,
     column: str,
     order: str,
-    start: Place | None,
+    start: RowPosition | None,
     count: int,
-) -> Iterator[Place]:
-    """The next rows in order: those that have a value, then those that have none."""
+) -> Iterator[RowPosition]:
+    """The next rows in order: those with a value, then those without."""
     beyond = ">" if order == "asc" else "<"
     if start is None or start.value is not None:
         where, values = [*wanted.where, f"{column} IS NOT NULL"], list(wanted.values)
@@ -184,7 +186,7 @@ def _page(
             (*values, count),
         ):
             count -= 1
-            yield Place(*row)
+            yield RowPosition(*row)
         start = None
     if count and column in ("num_tokens", "entropy", "group_score"):
         where, values = [*wanted.where, f"{column} IS NULL"], list(wanted.values)
@@ -196,7 +198,7 @@ def _page(
             f" ORDER BY id {order} LIMIT ?",
             (*values, count),
         ):
-            yield Place(*row)
+            yield RowPosition(*row)
 
 
 def _page_of_many(
@@ -205,39 +207,39 @@ def _page_of_many(
     words: str,
     column: str,
     order: str,
-    start: Place | None,
+    start: RowPosition | None,
     count: int,
-) -> list[Place]:
-    """The same of a search that finds much: those of the next rows that are found.
+) -> list[RowPosition]:
+    """A page for a search with many hits: those among the next rows.
 
-    To look through all that is found takes longer than a list may. The next rows hold a page of it,
-    unless the filters leave out what the search finds; only then are all looked through.
+    Going through all hits takes too long. Usually the next rows contain enough of them. They do not
+    if the filters exclude most hits; only then are all hits used.
     """
     following = list(_page(connection, wanted, column, order, start, FOLLOWING))
     if ONE_WORD.fullmatch(words):
-        found = (place for place in following if is_found(connection, words, place.id))
+        found = (position for position in following if is_found(connection, words, position.id))
     else:
-        among = found_among(connection, words, [place.id for place in following])
-        found = (place for place in following if place.id in among)
+        among = found_among(connection, words, [position.id for position in following])
+        found = (position for position in following if position.id in among)
     page = list(islice(found, count))
     if len(page) < count and len(following) == FOLLOWING:
         return list(_page(connection, wanted.also(FOUND, words), column, order, start, count))
     return page
 
 
-def _cursor(place: Place) -> str:
-    return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
+def _cursor(position: RowPosition) -> str:
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode().rstrip("=")
 
 
-def _place(cursor: str) -> Place:
+def _position(cursor: str) -> RowPosition:
     try:
         value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
         value = None if value is None else float(value)
     except (ValueError, TypeError, OverflowError, RecursionError, binascii.Error):
-        raise Unanswered("this cursor is none of this list") from None
+        raise Unanswered("the cursor is not valid for this list") from None
     if not (isinstance(number, int) and 0 <= number < 2**63):
-        raise Unanswered("this cursor is none of this list")
-    return Place(value, number)
+        raise Unanswered("the cursor is not valid for this list")
+    return RowPosition(value, number)
 
 
 def _total(connection: sqlite3.Connection, wanted: Filter) -> int:
@@ -256,17 +258,17 @@ def rows_of(connection: sqlite3.Connection, ids: list[int]) -> list[sqlite3.Row]
     return [found[number] for number in ids if number in found]
 
 
-def as_said(row: sqlite3.Row) -> Answer:
-    """A row as a page can read it: with true and false, and a seed of 64 bits as text.
+def as_json(row: sqlite3.Row) -> Answer:
+    """A row as JSON values: booleans, and a seed of 64 bits as text.
 
-    JavaScript's numbers are exact up to 53 bits.
+    Numbers in JavaScript are exact up to 53 bits.
     """
-    said = {name: bool(value) if name in STATEMENTS else value for name, value in dict(row).items()}
-    return said | ({"noise_seed": str(said["noise_seed"])} if "noise_seed" in said else {})
+    found = {name: bool(value) if name in BOOLEANS else value for name, value in dict(row).items()}
+    return found | ({"noise_seed": str(found["noise_seed"])} if "noise_seed" in found else {})
 
 
 def facets(connection: sqlite3.Connection) -> Answer:
-    """What there is to choose from, by a descent for each combination instead of a scan."""
+    """The values of the filters, by one index lookup for each combination instead of a scan."""
     found = list(_combinations(connection))
     steps: list[int] = []
     for each in found:
@@ -288,7 +290,8 @@ def _combinations(
 ) -> Iterator[tuple[str, ...]]:
     """The combinations of values in the columns of `FACETS`.
 
-    Column by column: a comparison of all three at once would seek by the first alone, and scan.
+    They are found column by column, because a comparison of all three at once would use the index
+    only for the first and scan the rest.
     """
     if len(before) == len(FACETS):
         yield before

@@ -10,7 +10,7 @@ from typing import Any
 from ragen.core.types import FAILED
 from ragen.storage.attempts import still_counts
 from ragen.storage.schema import TURNS_AN_EPISODE
-from ragen.viewer.episode_list import NAMED, as_said
+from ragen.viewer.episode_list import NAMED, as_json
 from ragen.viewer.reading import (
     Answer,
     NotFound,
@@ -42,7 +42,7 @@ def episode_row(connection: sqlite3.Connection, number: int) -> sqlite3.Row:
     """An episode's row.
 
     Raises:
-        NotFound: There is none of that id.
+        NotFound: There is no episode of that id.
     """
     row = connection.execute(f"SELECT {_FULL} FROM episodes WHERE id = ?", (number,)).fetchone()
     if row is None:
@@ -52,14 +52,14 @@ def episode_row(connection: sqlite3.Connection, number: int) -> sqlite3.Row:
 
 
 def detail(connection: sqlite3.Connection, row: sqlite3.Row) -> Answer:
-    """An episode with its turns, and what may be asked of it next."""
-    found = as_said(row)
+    """An episode with its turns, its neighbours, and whether its tokens are recorded."""
+    found = as_json(row)
     number = found["id"]
     around = [
         connection.execute(f"SELECT {which}(id) FROM episodes WHERE id {sign} ?", (number,))
         for which, sign in (("max", "<"), ("min", ">"))
     ]
-    turns = [as_said(turn) for turn in turn_rows(connection, number)]
+    turns = [as_json(turn) for turn in turn_rows(connection, number)]
     return found | {
         "final_picture": loaded(found["final_picture"]),
         "turns": [_turn(turn) for turn in turns],
@@ -80,7 +80,7 @@ def turn_rows(connection: sqlite3.Connection, episode: int) -> list[sqlite3.Row]
 
 
 def has_samples(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
-    """Whether the tokens that were trained of an episode are recorded."""
+    """Whether the trained tokens of an episode are recorded."""
     if row["phase"] != "train":
         return False
     (found,) = connection.execute(
@@ -92,7 +92,7 @@ def has_samples(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
 
 
 def _still_counts(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
-    """Whether an episode of the run's own still counts; it may have been rolled back."""
+    """Whether an episode still counts, or was rolled back."""
     return still_counts(connection)(row["attempt"], row["step"])
 
 
@@ -106,7 +106,7 @@ def _turn(turn: dict[str, Any]) -> Answer:
 
 
 def group(root: Path, query: Query) -> Answer:
-    """``/api/group``: the episodes of one prompt side by side, and what the filter made of them.
+    """``/api/group``: the episodes of one prompt, and how the filter treated them.
 
     Raises:
         Unanswered: There is no such run or group, or the run cannot be read.
@@ -152,7 +152,7 @@ def group(root: Path, query: Query) -> Answer:
 
 
 def _filter_changes(connection: sqlite3.Connection, attempt: int) -> dict[str, Any]:
-    """What rollbacks changed of the filter, up to the one with which an attempt began."""
+    """The filter's settings that rollbacks changed, up to the start of an attempt."""
     changes: dict[str, Any] = {}
     for (data,) in connection.execute(
         "SELECT data FROM events WHERE kind = 'guard' AND data ->> 'attempt' <= ? ORDER BY id",

@@ -1,6 +1,7 @@
-"""What is new in a run, told to the pages that show it: a step, an alarm, its end, a new beginning.
+"""News of a run for the pages that show it: a step, an alarm, the end, a restart.
 
-A run is watched by its files' stamps, whoever many pages show it, and only what changed is read.
+A run is watched through the time stamps of its files, once for all pages, and read only after a
+change.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from ragen.viewer.reading import Answer, Unreadable, find_runs, reading, signatu
 from ragen.viewer.run_page import events
 
 Event = tuple[str, Answer]
-"""The name and what is said, as server-sent events have them."""
+"""The name and the data of a server-sent event."""
 
 LOOK_S = 0.5
-"""Seconds between two looks: a page that asks at once then shows a step well within two seconds."""
+"""Seconds between two checks; a page then shows a step well within two seconds."""
 
 HEARTBEAT_S = 10.0
-"""Seconds without news after which a comment is sent, so that a page that has gone is noticed."""
+"""Seconds without news after which a comment is sent, which reveals closed connections."""
 
-TOLD = ("alarm", "guard")
-"""Kinds of events that are told as ``alarm``."""
+ALARM_KINDS = ("alarm", "guard")
+"""Kinds of events that are sent as ``alarm``."""
 
 
-class Watched(Protocol):
-    """Something that may have news."""
+class Watcher(Protocol):
+    """A source of news."""
 
     def news(self) -> list[Event]:
-        """What happened since it was asked last."""
+        """What happened since the last call."""
         ...
 
 
-class _Place(NamedTuple):
-    """The last step that is written, and the ids of the last evaluation and the last event."""
+class _Progress(NamedTuple):
+    """The last written step, and the ids of the last evaluation and the last event."""
 
     attempt: int = 0
     step: int = 0
@@ -49,37 +50,39 @@ class _Place(NamedTuple):
     event: int = 0
 
 
-class WatchedRun:
-    """One run: its steps and evaluations, its alarms, and that it is written no more, or again."""
+class RunWatcher:
+    """News of one run: steps, evaluations and alarms, and the end or start of its process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._written = is_claimed(folder)
         self._stamps = signature(folder)
-        self._place = _Place()
+        self._progress = _Progress()
         with contextlib.suppress(Unreadable), reading(folder) as connection:
-            self._place = _place(connection)
+            self._progress = _progress(connection)
 
     def news(self) -> list[Event]:
-        """See `Watched.news`."""
-        written = is_claimed(self._folder)  # asked first: what was written before it ended counts
+        """See `Watcher.news`."""
+        written = is_claimed(self._folder)  # first, so that what was written before the end is seen
         stamps, found = signature(self._folder), list[Event]()
         if stamps != self._stamps:
             self._stamps = stamps
             found = self._since()
         before, self._written = self._written, written
-        if written != before:  # an end is the last that is told of a writer, a beginning the first
+        if written != before:  # ``begin`` comes before other news, ``end`` after them
             found = [("begin", {}), *found] if written else [*found, ("end", {})]
         return found
 
     def _since(self) -> list[Event]:
-        before, found = self._place, list[Event]()
+        before, found = self._progress, list[Event]()
         with contextlib.suppress(Unreadable), reading(self._folder) as connection:
-            self._place = _place(connection)
-            told = [event for event in events(connection, before.event) if event["kind"] in TOLD]
+            self._progress = _progress(connection)
+            told = [
+                event for event in events(connection, before.event) if event["kind"] in ALARM_KINDS
+            ]
             found = [("alarm", event) for event in told]
-        now = self._place
-        # An evaluation ends after its step was written, and is news of the same step.
+        now = self._progress
+        # An evaluation ends after its step was written: it is news of the same step.
         if (now.attempt, now.step, now.evaluation) != before[:3]:
             changed = max((stamp[2] for stamp in self._stamps[:2] if stamp), default=0)
             said = {"attempt": now.attempt, "step": now.step, "time": changed / 1e9}
@@ -87,8 +90,8 @@ class WatchedRun:
         return found
 
 
-def _place(connection: sqlite3.Connection) -> _Place:
-    """How far a run is written."""
+def _progress(connection: sqlite3.Connection) -> _Progress:
+    """The progress of a run."""
     step = connection.execute(
         "SELECT attempt, step FROM metrics ORDER BY attempt DESC, step DESC LIMIT 1"
     ).fetchone()
@@ -96,18 +99,18 @@ def _place(connection: sqlite3.Connection) -> _Place:
         connection.execute(f"SELECT coalesce(max(id), 0) FROM {table}").fetchone()[0]
         for table in ("evaluations", "events")
     )
-    return _Place(*(step or (0, 0)), *ids)
+    return _Progress(*(step or (0, 0)), *ids)
 
 
-class WatchedFolder:
-    """All runs below a folder: one that came, went on, ended or is gone."""
+class FolderWatcher:
+    """News of all runs below a folder: one was added, changed or removed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._before = self._all()
 
     def news(self) -> list[Event]:
-        """See `Watched.news`."""
+        """See `Watcher.news`."""
         now = self._all()
         changed, self._before = now != self._before, now
         return [("runs", {})] if changed else []
@@ -118,17 +121,17 @@ class WatchedFolder:
 
 
 class Live:
-    """Streams of news: one watcher for all pages that show the same."""
+    """Streams of news, with one watcher for all pages that show the same run."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._listeners: dict[Path | None, set[asyncio.Queue[Event | None]]] = {}
         self._tasks: dict[Path | None, asyncio.Task[None]] = {}
         self.ending = False
-        """Set when the server is to end: streams see it at the next look."""
+        """Set when the server ends; streams stop at the next check."""
 
     async def stream(self, folder: Path | None) -> AsyncIterator[bytes]:
-        """News of a run, or of all runs, until the server ends or the page goes."""
+        """News of a run, or of all runs, until the server ends or the page closes."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         self._listeners.setdefault(folder, set()).add(queue)
         if folder not in self._tasks:
@@ -149,10 +152,10 @@ class Live:
             self._listeners[folder].discard(queue)
 
     async def _watch(self, folder: Path | None) -> None:
-        """Look again and again while somebody listens."""
+        """Check for news while there are listeners."""
         try:
-            watched: Watched = await run_in_threadpool(
-                lambda: WatchedFolder(self._root) if folder is None else WatchedRun(folder)
+            watched: Watcher = await run_in_threadpool(
+                lambda: FolderWatcher(self._root) if folder is None else RunWatcher(folder)
             )
             while self._listeners[folder] and not self.ending:
                 found = await run_in_threadpool(watched.news)

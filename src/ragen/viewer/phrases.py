@@ -1,4 +1,4 @@
-"""Which phrases thoughts repeat, over a run's steps: a template is one that all come to hold."""
+"""Phrases that thoughts repeat, by step. A template is a phrase that most thoughts contain."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ragen.viewer.reading import (
 )
 
 MOST_STEPS, MOST_EPISODES = 40, 128
-"""Steps that are looked at, evenly over the run, and episodes of each: more changes no share by
-more than the eye sees, and would have to be waited for."""
+"""Steps that are counted, evenly over the run, and episodes of each: more would take long and
+change no share visibly."""
 
 MOST_PHRASES = 30
-"""Phrases that are told."""
+"""Phrases in an answer."""
 
 LONGEST = 12
-"""Words of a phrase beyond which almost none comes twice."""
+"""Most words of a phrase; longer ones hardly occur twice."""
 
 Item = TypeVar("Item")
 
@@ -40,15 +40,15 @@ _COUNTED: dict[tuple[Path, int, str], tuple[Signature, Answer]] = {}
 def phrases(root: Path, query: Query) -> Answer:
     """``/api/phrases``: the most frequent phrases, and the share of thoughts with them by step.
 
-    Counting a large run takes a second, so that an answer is kept until the run changes.
+    Counting a large run takes a second, so that an answer is cached until the run changes.
 
     Raises:
-        Unanswered: There is no such run, it cannot be read, or `words` is no usable length.
+        Unanswered: There is no such run, it cannot be read, or `words` is out of range.
     """
     folder = folder_of(root, query)
     words = whole_number(query, "words") if "words" in query else 5
     if not 2 <= words <= LONGEST:
-        raise Unanswered(f"words = {words}: a phrase here has 2 to {LONGEST}")
+        raise Unanswered(f"words = {words}: a phrase has 2 to {LONGEST} words")
     phase, now = query.get("phase", "train"), signature(folder)
     before, answer = _COUNTED.get((folder, words, phase), (None, {}))
     if before != now:
@@ -57,13 +57,13 @@ def phrases(root: Path, query: Query) -> Answer:
                 step: list(_thoughts(connection, phase, attempt, step))
                 for step, attempt in _steps(connection, phase)
             }
-        answer = _table({step: said for step, said in thoughts.items() if said}, words)
+        answer = _table({step: found for step, found in thoughts.items() if found}, words)
         _COUNTED[folder, words, phase] = now, answer
     return answer
 
 
 def _steps(connection: sqlite3.Connection, phase: str) -> list[tuple[int, int]]:
-    """The steps that are looked at, each with the attempt that counts there."""
+    """The steps that are counted, each with its current attempt."""
     counts = still_counts(connection)
     found = {
         step: attempt
@@ -76,7 +76,7 @@ def _steps(connection: sqlite3.Connection, phase: str) -> list[tuple[int, int]]:
 
 
 def spread(items: Sequence[Item], most: int) -> list[Item]:
-    """At most so many items, evenly, the first and the last among them.
+    """At most `most` items, evenly spaced, including the first and the last.
 
     Example:
         >>> spread([0, 1, 2, 3, 4, 5, 6], 3)
@@ -107,14 +107,14 @@ def _thoughts(
 
 
 def _table(thoughts: dict[int, list[list[str]]], words: int) -> Answer:
-    """The phrases that stood in the largest share of some step's thoughts."""
+    """The phrases with the largest share of the thoughts of any step."""
     shares: dict[str, dict[int, float]] = defaultdict(dict)
-    for step, said in thoughts.items():
-        held = (dict.fromkeys(_in(thought, words)) for thought in said)  # in order, unlike a set
+    for step, texts in thoughts.items():
+        held = (dict.fromkeys(_in(thought, words)) for thought in texts)  # in order, unlike a set
         counts = Counter(chain.from_iterable(held))
         for phrase, count in counts.items():
             if count > 1:
-                shares[phrase][step] = count / len(said)
+                shares[phrase][step] = count / len(texts)
     ranked = sorted(
         shares, key=lambda phrase: (-max(shares[phrase].values()), -sum(shares[phrase].values()))
     )
@@ -135,20 +135,20 @@ def _in(thought: list[str], words: int) -> Iterator[str]:
 
 
 def _apart(ranked: Iterable[str], words: int) -> list[str]:
-    """The first phrases of which none goes on where another ends.
+    """The first phrases that do not overlap.
 
-    A sentence that all repeat holds many phrases, each shifted by a word: one that shares half of
-    its words or more, at an end, with one that is told already is left out.
+    A sentence that all thoughts repeat contains many phrases, each shifted by a word. A phrase is
+    left out if half of its words or more, at an end, are in a phrase that is already chosen.
     """
-    told: list[str] = []
+    chosen: list[str] = []
     ends: set[tuple[str, ...]] = set()
     half = (words + 1) // 2
     for phrase in ranked:
         own = phrase.split()
         pieces = {tuple(own[at : at + half]) for at in range(words - half + 1)}
         if ends.isdisjoint(pieces):
-            told.append(phrase)
+            chosen.append(phrase)
             ends |= pieces
-        if len(told) == MOST_PHRASES:
+        if len(chosen) == MOST_PHRASES:
             break
-    return told
+    return chosen

@@ -1,7 +1,7 @@
-"""Where the viewer's facts come from: run folders below one root, and their databases, read-only.
+"""Access to the run folders below one root and to their databases, read-only.
 
-A connection lives as long as one answer does. A reader that stayed would keep the run from folding
-its write-ahead log back into one plain file, and opening costs a fraction of a millisecond.
+Each answer opens its own connection. A permanent reader would keep the run from folding its
+write-ahead log back into one file, and opening takes a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -24,35 +24,34 @@ from ragen.storage.database import CONFIG, DATABASE, check_schema, connect_to_re
 from ragen.storage.schema import decompress
 
 Query = Mapping[str, str]
-"""The parameters of a question, as they stand in its address."""
+"""The parameters of a request, as text."""
 
 Answer = dict[str, Any]
-"""What is said to it: values that JSON has."""
+"""The answer to a request: JSON values."""
 
 DEEPEST = 4
-"""Folders below the root in which runs are looked for; a study's lie two deep."""
+"""Levels of folders that are searched for runs; those of a study are two levels deep."""
 
 NO_RUNS_INSIDE = ("checkpoints", "__pycache__", "node_modules")
-"""Folders that may hold thousands of files and never a run."""
+"""Folders that may hold thousands of files, but no run."""
 
 MOST_FOLDERS = 5000
-"""Folders that are looked into at most: more are somebody's whole disk."""
-
+"""Folders that are searched at most; more would be a whole disk."""
 
 FILES = (DATABASE, CONFIG, BRANCHES)
-"""What is read of a run; the last only where something was branched. None of them may be a link: it
-could lead to anything that the viewer's user may read."""
+"""The files of a run; the last one exists only if something was branched. None may be a link, which
+could lead to anything that the viewer's user can read."""
 
 LONGEST_S = 30.0
-"""How long one answer may read: a hundred times what the longest takes, and what it may cost to ask
-a database that is made to keep its readers busy."""
+"""Time limit of one answer, a hundred times what the slowest one needs. It bounds the cost of a
+database that was made to keep readers busy."""
 
 BETWEEN_LOOKS = 100_000
-"""Steps of SQLite's machine between two looks at the clock: about a millisecond."""
+"""Steps of SQLite's virtual machine between two checks of the clock: about a millisecond."""
 
 
 class Unanswered(RagenError):
-    """A question that has no answer: one line, and the status that HTTP has for it."""
+    """A request without an answer: one line, and its HTTP status."""
 
     status = 400
 
@@ -64,17 +63,17 @@ class NotFound(Unanswered):
 
 
 class Unreadable(Unanswered):
-    """The run is there, and its database cannot be read."""
+    """The run exists, but its database cannot be read."""
 
     status = 409
 
 
 Signature = tuple[tuple[int, int, int] | None, ...]
-"""Which files a run's facts lie in, how large they are, and when they last changed."""
+"""The identity, size and time of last change of a run's files."""
 
 
 def signature(folder: Path) -> Signature:
-    """What changes with each commit of a run; asking costs some microseconds."""
+    """A value that changes with each commit of a run; it takes microseconds."""
     return tuple(_stamp(folder / name) for name in (DATABASE, f"{DATABASE}-wal", CONFIG))
 
 
@@ -111,21 +110,21 @@ def _folders(folder: Path) -> list[Path]:
                 and entry.name not in NO_RUNS_INSIDE
             ]
     except OSError:
-        return []  # gone meanwhile, or not ours to see
+        return []  # removed meanwhile, or not readable for us
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder holds a run, whose files lie in it and nowhere else."""
+    """Whether a folder holds a run with its own files, not links."""
     files = [os.path.join(folder, name) for name in FILES]
-    # Not Path.is_file, which raises where the folder is not ours to see.
+    # Not Path.is_file, which raises if the folder is not readable.
     return all(map(os.path.isfile, files[:2])) and not any(map(os.path.islink, files))
 
 
 def run_folder(root: Path, run: str) -> Path:
-    """The folder of a run's id.
+    """The folder of a run, by its id.
 
     Raises:
-        NotFound: There is no such run, or what is named lies outside the root.
+        NotFound: There is no such run, or it lies outside the root.
     """
     absent = NotFound(f"there is no run {run!r} here")
     parts = run.split("/")
@@ -144,7 +143,7 @@ def run_folder(root: Path, run: str) -> Path:
 
 @contextlib.contextmanager
 def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
-    """A connection that can only read and leaves no file behind.
+    """A connection that can only read and creates no file.
 
     Args:
         folder: The run.
@@ -177,22 +176,22 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def loaded(text: str | None) -> Any:
-    """What JSON in a column stands for; none for NULL, and for numbers that are not finite.
+    """The value of JSON in a column; ``None`` for NULL and for numbers that are not finite.
 
     Raises:
-        Unreadable: It is no JSON.
+        Unreadable: It is not JSON.
     """
     try:
         return None if text is None else json.loads(text, parse_constant=lambda _: None)
     except ValueError:
-        raise Unreadable(f"{DATABASE} is damaged: {text!r:.40} is no JSON") from None
+        raise Unreadable(f"{DATABASE} is damaged: {text!r:.40} is not JSON") from None
 
 
 def array_of(column: str, data: bytes) -> NDArray[Any]:
     """The array in a column.
 
     Raises:
-        Unreadable: It is none.
+        Unreadable: The data are not an array.
     """
     try:
         return decompress(column, data)
@@ -201,10 +200,10 @@ def array_of(column: str, data: bytes) -> NDArray[Any]:
 
 
 def text_of(query: Query, name: str) -> str:
-    """A parameter that must be there.
+    """A required parameter.
 
     Raises:
-        Unanswered: It is not.
+        Unanswered: It is missing.
     """
     if name not in query:
         raise Unanswered(f"the parameter {name!r} is missing")
@@ -212,10 +211,10 @@ def text_of(query: Query, name: str) -> str:
 
 
 def whole_number(query: Query, name: str) -> int:
-    """A parameter that must be there and a whole number of at most 64 bits.
+    """A required parameter that is a whole number of at most 64 bits.
 
     Raises:
-        Unanswered: It is not.
+        Unanswered: It is missing or invalid.
     """
     text = text_of(query, name)
     try:
@@ -228,10 +227,10 @@ def whole_number(query: Query, name: str) -> int:
 
 
 def folder_of(root: Path, query: Query) -> Path:
-    """The folder of the run that a question is about.
+    """The folder of the run that a request names.
 
     Raises:
-        Unanswered: None is named.
+        Unanswered: It names none.
         NotFound: There is no such run.
     """
     return run_folder(root, text_of(query, "run"))

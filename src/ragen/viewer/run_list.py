@@ -46,14 +46,14 @@ _SUMMARIES: dict[Path, tuple[Signature, Answer]] = {}
 
 
 def runs(root: Path, query: Query) -> Answer:
-    """``/api/runs``: the runs of the folder, the one that began last first."""
+    """``/api/runs``: the runs of the folder, latest start first."""
     found = [run_summary(root, run) for run in find_runs(root)]
     found.sort(key=lambda run: (run["started"], run["run"]), reverse=True)
     return {"folder": root.resolve().name, "runs": found}
 
 
 def run_summary(root: Path, run: str) -> Answer:
-    """One run's line in the list; one that cannot be read says why in ``problem``."""
+    """One run's row in the list; if it cannot be read, ``problem`` says why."""
     folder = (root / run).resolve()
     now = signature(folder)
     before, summary = _SUMMARIES.get(folder, (None, {}))
@@ -86,16 +86,16 @@ _NOTHING: Answer = {
     **dict.fromkeys(("attempts", "num_episodes", "success", "before", "gain", "random", "optimal")),
     **{"spark": [], "alarms": 0, "last_event": None, "problem": None},
 }
-"""What is known of a run that cannot be read."""
+"""The values of a run that cannot be read."""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The tables of a run's config as they stand in the file.
+    """The tables of a run's config, as in the file.
 
-    They are not validated: a value that is no longer known hides no run.
+    They are not validated, so that an outdated value hides no run.
 
     Raises:
-        Unreadable: There is no such file, or it is no TOML.
+        Unreadable: There is no such file, or it is not TOML.
     """
     try:
         tree = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def config_facts(config: Mapping[str, Any]) -> Answer:
-    """What is said of a run's config in a line."""
+    """The settings that a row shows."""
     return {
         "env": _inside(config, "env", "name"),
         "model": _inside(config, "model", "path"),
@@ -159,7 +159,7 @@ def _end(
     evaluated: list[Answer],
     last: sqlite3.Row | None,
 ) -> str:
-    """How a run ended that nobody writes: its length is run and evaluated, or it was stopped."""
+    """The state of a run without a process: finished (and evaluated), stopped or interrupted."""
     spent = updates.get(step, 0.0) if config.get("budget") == "updates" else step
     wanted = _inside(config, "eval", "episodes") != 0
     judged = not wanted or any(each["step"] == step for each in evaluated)
@@ -170,9 +170,9 @@ def _end(
 
 
 def evaluations(connection: sqlite3.Connection, counts: Counts) -> list[Answer]:
-    """The evaluations of a run that stand, in order; those that somebody asked for have no step.
+    """The evaluations of a run that still count, in order; those of ``ragen eval`` have no step.
 
-    Each is its record, with when and how it was made, and its success as an interval.
+    Each is its record, with time, step and way of sampling, and success as an interval.
     """
     found = []
     for attempt, step, time, record in connection.execute(
@@ -189,7 +189,7 @@ def evaluations(connection: sqlite3.Connection, counts: Counts) -> list[Answer]:
 
 
 def interval(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A number of an evaluation's record with its confidence interval."""
+    """A value of an evaluation's record with its confidence interval."""
     low, high = record.get(f"{name}_low"), record.get(f"{name}_high")
     return {"value": record.get(name), "low": low, "high": high}
 
@@ -209,7 +209,7 @@ def _gain(evaluated: list[Answer]) -> Answer | None:
 
 
 def thinned(numbers: list[float], most: int) -> list[float]:
-    """At most so many numbers, each the mean of a stretch.
+    """At most `most` numbers, each the mean of a range.
 
     Example:
         >>> thinned([1.0, 3.0, 5.0, 7.0], 2)

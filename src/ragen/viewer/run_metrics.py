@@ -17,7 +17,7 @@ Series = dict[int, float]
 
 COUNTED = {"updates": "progress/updates", "episodes": "progress/episodes"}
 COUNTED |= {"tokens": "progress/tokens"}
-"""What a curve may be drawn against, and the metric that counts it."""
+"""The horizontal axes besides the step, and their metrics."""
 
 
 def histories(
@@ -25,8 +25,8 @@ def histories(
 ) -> dict[int, dict[str, Series]]:
     """Metrics by attempt, name and step.
 
-    The table lies in the order of attempt, step and name, so that each value is looked up by
-    itself: of a long run with a hundred metrics, a few names cost a few hundredths of a scan.
+    The table is ordered by attempt, step and name, so that each value is one lookup: in a long run
+    with a hundred metrics, a few names cost a few hundredths of a scan.
     """
     found: dict[int, dict[str, Series]] = {}
     for attempt in attempts:
@@ -57,7 +57,7 @@ def current(
 
 
 def metrics(root: Path, query: Query) -> Answer:
-    """``/api/metrics``: curves against any axis, with what rollbacks left behind.
+    """``/api/metrics``: curves over any axis, with the rolled-back parts.
 
     Raises:
         Unanswered: No run or no names are given, or the run cannot be read.
@@ -85,11 +85,11 @@ def metrics(root: Path, query: Query) -> Answer:
 
 
 def _axes(course: Mapping[str, Series]) -> dict[str, list[Any]]:
-    """How far the run was at each step that counts, in each unit."""
+    """The value of each axis at each step."""
     steps = sorted({step for series in course.values() for step in series})
     axes: dict[str, list[Any]] = {"step": steps}
     for axis, name in COUNTED.items():
-        # A count is never smaller than before it: a step without one has that of the step before.
+        # Counts never fall: a step without one has that of the previous step.
         axes[axis] = list(accumulate((course.get(name, {}).get(step, 0.0) for step in steps), max))
     seconds = course.get("time/step_s", {})
     axes["seconds"] = list(accumulate(seconds.get(step, 0.0) for step in steps))
@@ -99,7 +99,7 @@ def _axes(course: Mapping[str, Series]) -> dict[str, list[Any]]:
 def _left(
     name: str, attempts: Collection[Attempt], found: Mapping[int, Mapping[str, Series]]
 ) -> list[dict[str, Any]]:
-    """What was rolled back of a curve, from the last point that it shares with the course on."""
+    """The rolled-back parts of a curve, each from the last point that still counts on."""
     stretches = []
     for attempt in attempts:
         series = found.get(attempt.number, {}).get(name, {})

@@ -1,4 +1,4 @@
-"""One run's page: its config beside the recipe's, its events and evaluations, what was recorded."""
+"""The page of one run: its settings, events, evaluations and recorded metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ragen.viewer.run_metrics import current, histories
 
 
 def run(root: Path, query: Query) -> Answer:
-    """``/api/run``: all about one run but its curves and episodes.
+    """``/api/run``: one run, without its curves and episodes.
 
     Raises:
         Unanswered: There is no such run, or it cannot be read.
@@ -71,7 +71,7 @@ def run(root: Path, query: Query) -> Answer:
 
 
 def events(connection: sqlite3.Connection, after: int = 0) -> list[Answer]:
-    """A run's events that came after one of them, in order."""
+    """A run's events after the one with id `after`, in order."""
     rows = connection.execute(
         "SELECT id, attempt, step, time, kind, text, data FROM events WHERE id > ? ORDER BY id",
         (after,),
@@ -80,7 +80,7 @@ def events(connection: sqlite3.Connection, after: int = 0) -> list[Answer]:
 
 
 def steps_of_episodes(connection: sqlite3.Connection) -> list[int]:
-    """The steps whose episodes are recorded: each is one descent, where DISTINCT scans an index."""
+    """The steps with recorded episodes, by one index lookup each; DISTINCT would scan the index."""
     found: set[int] = set()
     attempt = -1
     while True:
@@ -101,25 +101,25 @@ def steps_of_episodes(connection: sqlite3.Connection) -> list[int]:
 
 
 def flat_settings(folder: Path) -> dict[str, Any]:
-    """A run's config by dotted key, as it stands in the file."""
+    """A run's config by dotted key, as in the file."""
     flat: dict[str, Any] = {}
 
-    def lay(table: dict[str, Any], prefix: str) -> None:
+    def flatten_into(table: dict[str, Any], prefix: str) -> None:
         for name, value in table.items():
             if isinstance(value, dict):
-                lay(value, f"{prefix}{name}.")
+                flatten_into(value, f"{prefix}{name}.")
             else:
                 flat[f"{prefix}{name}"] = value
 
-    lay(read_settings(folder), "")
+    flatten_into(read_settings(folder), "")
     return flat
 
 
 def differences(folder: Path) -> list[Answer] | None:
-    """What a run's config changes of its recipe, or of its preset where that recipe is not here.
+    """The settings in which a run differs from its recipe, or from its preset without that recipe.
 
-    None if it is of another version, so that nobody can tell; its values are shown all the same.
-    The preset of another algorithm than the recipe's own is taken whole: one change, not many.
+    ``None`` if the config is of another version, which cannot be compared. If the run has another
+    algorithm than the recipe, the preset of that algorithm is the standard: one change, not many.
     """
     try:
         config = read_config(folder / CONFIG)
@@ -129,7 +129,7 @@ def differences(folder: Path) -> list[Answer] | None:
     try:
         algorithm = resolve(config.recipe, {}).algorithm
         base = resolve(config.recipe, {"algorithm": config.algorithm})
-    except RagenError:  # the recipe was a file of somebody's own
+    except RagenError:  # the recipe was a file that is not here
         source, algorithm = f"preset {config.algorithm}", config.algorithm
         base = resolve(None, {"algorithm": config.algorithm})
     standard = {**flatten(base), "algorithm": algorithm}

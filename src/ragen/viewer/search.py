@@ -1,4 +1,4 @@
-"""The search in thoughts: what is typed as FTS5 reads it, and what is found."""
+"""The search in thoughts, with SQLite's FTS5."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from collections.abc import Sequence
 from ragen.storage.schema import TURNS_AN_EPISODE
 
 COMMON = 5000
-"""Episodes found by a search from which on they are not counted to the last one."""
+"""Number of hits from which on they are no longer counted."""
 
 FOUND = f"id IN (SELECT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoughts_fts MATCH ?)"
-"""The condition that an episode is found, which looks through all that is."""
+"""The condition that an episode is a hit, which goes through all hits."""
 
 PREFIX = 3
-"""Letters from which on the last word of a search may still go on."""
+"""Shortest last word of a search that may be a prefix."""
 
 MOST_ENDINGS = 50
-"""Words that one may go on to, up to which each is looked for by itself."""
+"""Up to this number of words with a prefix, each is searched by itself."""
 
 ONE_WORD = re.compile(r'"[^\W_]+"( OR "[^\W_]+")*')
-"""A search that a descent answers for one episode: it intersects nothing."""
+"""A search that is fast for a single episode, because it intersects nothing."""
 
 SNIPPET = 160
 """Characters of a thought in a list."""
 
 
 def match_of(text: str) -> str | None:
-    """A search as FTS5 reads it: every word, and phrases in quotation marks; none where none is.
+    """A search in the syntax of FTS5: words, and phrases in quotation marks; ``None`` if empty.
 
-    Each word is quoted, so that no sign in it means anything; the last may go on.
+    Each word is quoted, so that no character is an operator; the last word may be a prefix.
 
     Example:
         >>> print(match_of('the "red box" OR wal'))
@@ -48,16 +48,16 @@ def match_of(text: str) -> str | None:
 
 
 def spelled_out(connection: sqlite3.Connection, words: str) -> str:
-    """A search for one word that may go on, as one for each of the words that it goes on to.
+    """A search for a prefix as a search for all words of the index with that prefix.
 
-    FTS5 gathers all that a prefix finds before it tells the first of it; of whole words it tells
-    one after the other, and of one episode by a descent (`is_found`). Where the words are many, or
-    the one is not plainly a word of the index, the search stays as it is.
+    For a prefix, FTS5 collects all hits before it returns the first one. For whole words it returns
+    them one by one, and a single episode is one index lookup (`is_found`). If there are many words,
+    or the prefix has other characters than letters and digits, the search stays as it is.
     """
     last = re.fullmatch(r'"([A-Za-z0-9]+)"\*', words)
     if last is None:
         return words
-    # What is made is the connection's own: the database stays one that is only read.
+    # The table is temporary and belongs to the connection; the database is not written.
     connection.execute("PRAGMA query_only = OFF")
     connection.execute(
         "CREATE VIRTUAL TABLE IF NOT EXISTS temp.vocabulary"
@@ -75,7 +75,7 @@ def spelled_out(connection: sqlite3.Connection, words: str) -> str:
 
 
 def found_by(connection: sqlite3.Connection, words: str) -> list[int] | None:
-    """The episodes with a thought that is found; none where they are too many to be looked up."""
+    """The episodes that match; ``None`` if they are too many to be listed."""
     rows = connection.execute(
         f"SELECT DISTINCT rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoughts_fts MATCH ?"
         " LIMIT ?",
@@ -86,7 +86,7 @@ def found_by(connection: sqlite3.Connection, words: str) -> list[int] | None:
 
 
 def is_found(connection: sqlite3.Connection, words: str, episode: int) -> bool:
-    """Whether one episode has a thought that is found; quick for a search of `ONE_WORD`."""
+    """Whether one episode matches; fast for a search of `ONE_WORD`."""
     first = episode * TURNS_AN_EPISODE
     row = connection.execute(
         "SELECT 1 FROM thoughts_fts WHERE thoughts_fts MATCH ? AND rowid BETWEEN ? AND ? LIMIT 1",
@@ -96,7 +96,7 @@ def is_found(connection: sqlite3.Connection, words: str, episode: int) -> bool:
 
 
 def found_among(connection: sqlite3.Connection, words: str, episodes: Sequence[int]) -> set[int]:
-    """Which of some episodes are found; the closer together they lie, the quicker."""
+    """Which of the given episodes match; the closer their ids, the faster."""
     if not episodes:
         return set()
     rows = connection.execute(
@@ -114,7 +114,7 @@ def found_among(connection: sqlite3.Connection, words: str, episodes: Sequence[i
 
 
 def snippet(connection: sqlite3.Connection, episode: int, words: str | None) -> str | None:
-    """A piece of the first thought that has one of the words searched for, or of the first one."""
+    """A piece of the first thought with one of the words, or else of the first thought."""
     thoughts = connection.execute(
         "SELECT thought FROM turns WHERE id BETWEEN ? AND ? AND thought IS NOT NULL ORDER BY id",
         (episode * TURNS_AN_EPISODE, (episode + 1) * TURNS_AN_EPISODE - 1),
@@ -124,7 +124,7 @@ def snippet(connection: sqlite3.Connection, episode: int, words: str | None) -> 
     for (thought,) in thoughts:
         first = thought if first is None else first
         for word in wanted:
-            # Where the index folds an accent, this finds nothing, and the first thought is shown.
+            # The index ignores accents; this does not, and then the first thought is shown.
             at = thought.casefold().find(word.casefold())
             if at >= 0:
                 return _cut(thought, max(0, at - SNIPPET // 3))
@@ -134,7 +134,7 @@ def snippet(connection: sqlite3.Connection, episode: int, words: str | None) -> 
 
 
 def _cut(text: str, start: int) -> str:
-    """At most `SNIPPET` characters from there on, with an ellipsis where something is left out."""
+    """At most `SNIPPET` characters from `start` on, with an ellipsis for what is left out."""
     before = "…" if start else ""
     piece = before + " ".join(text[start : start + 2 * SNIPPET].split())
     return piece if len(piece) <= SNIPPET else piece[: SNIPPET - 1] + "…"

@@ -1,8 +1,8 @@
-"""Who may ask: the page that this server itself sent, on this machine or with its token.
+"""Access control: only pages that this server sent may make requests, here or with a token.
 
-What a run holds is private, and any web site that is open beside the viewer can send requests to
-it. The check of Host keeps a name from being pointed here (DNS rebinding); those of Origin and
-Sec-Fetch-Site keep other pages, also those of another port of this machine, from asking.
+Runs are private, and any web site that is open in the same browser can send requests to the viewer.
+The check of Host prevents DNS rebinding. Those of Origin and Sec-Fetch-Site refuse other pages,
+also those of another port of this machine.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ HEADERS: Mapping[str, str] = MappingProxyType(
         "cross-origin-resource-policy": "same-origin",
     }
 )
-"""What every answer says, errors too."""
+"""The headers of every answer, errors included."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; no other can take one of these names.
+    """Whether only this machine can reach an address.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0"), is_loopback("localhost")
@@ -64,9 +64,9 @@ class AccessControl:
     """An application behind the checks.
 
     Attributes:
-        app: What is asked, if all is right.
-        port: The one that is listened to.
-        token: What a request has to know; none where only this machine can ask.
+        app: The application that answers permitted requests.
+        port: The server's port.
+        token: What every request has to present; ``None`` if only this machine has access.
     """
 
     app: ASGIApp
@@ -74,11 +74,11 @@ class AccessControl:
     token: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or say why not."""
+        """Answer a request, or refuse it."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # no web sockets here; the server closes them
+        if scope["type"] != "http":  # web sockets are not supported; the server closes them
             return
 
         async def send_with_headers(message: Message) -> None:
@@ -94,20 +94,20 @@ class AccessControl:
         await answer(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Why a request is not answered, if so."""
+        """The refusal of a request; ``None`` if it is permitted."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if scope["method"] not in METHODS:
-            return refusal(405, f"the method {scope['method']} is not known here")
+            return refusal(405, f"the method {scope['method']} is not supported")
         if len(headers.getlist("host")) != 1 or not (self.token or self._is_ours(host)):
-            return refusal(403, "this viewer answers to localhost and its own port only")
+            return refusal(403, "this viewer answers only to localhost and its own port")
         origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
-            return refusal(403, "another page may not ask this viewer")
-        # A page of another port of this machine is of the same site, and still another page.
+            return refusal(403, "requests from other pages are refused")
+        # A page of another port of this machine is "same-site", and still a foreign page.
         site = headers.get("sec-fetch-site", "none")
         if scope["path"].startswith("/api/") and site not in ("same-origin", "none"):
-            return refusal(403, "another page may not ask this viewer")
+            return refusal(403, "requests from other pages are refused")
         return None
 
     def _is_ours(self, host: str) -> bool:
@@ -117,21 +117,21 @@ class AccessControl:
         return is_loopback(name) and port == str(self.port)
 
     def _admission(self, scope: Scope) -> Response | None:
-        """With a token: take it from the address into a cookie, or refuse who does not know it."""
+        """With a token: move it from the address into a cookie, or refuse the request."""
         if self.token is None:
             return None
-        cookie = f"ragen-{self.port}"  # cookies know no ports
+        cookie = f"ragen-{self.port}"  # cookies are shared by all ports
         asked = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if self._knows(dict(asked).get("token", "")) and scope["method"] == "GET":
             rest = urlencode([(name, value) for name, value in asked if name != "token"])
-            # Only the path of this very server: a second slash would name another one.
+            # A path on this server: two slashes at the start would name another host.
             path = "/" + scope["path"].lstrip("/\\")
             answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
             answer.set_cookie(cookie, self.token, httponly=True, samesite="strict", path="/")
             return answer
         if self._knows(_cookie(Headers(scope=scope).get("cookie", ""), cookie)):
             return None
-        return refusal(403, "this viewer wants its token: open the address that it printed")
+        return refusal(403, "the token is missing: open the address that ragen view printed")
 
     def _knows(self, said: str) -> bool:
         assert self.token is not None
@@ -147,5 +147,5 @@ def _cookie(header: str, name: str) -> str:
 
 
 def refusal(status: int, error: str) -> Response:
-    """An error as the API says it."""
+    """An error, as the API returns it."""
     return JSONResponse({"error": error}, status)

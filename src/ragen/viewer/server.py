@@ -1,4 +1,4 @@
-"""The web server of the viewer: one static front end, the JSON API and a stream of what is new."""
+"""The web server of the viewer: a static front end, the JSON API and a stream of news."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from ragen.viewer.security import AccessControl, is_loopback, refusal
 STATIC = Path(__file__).parent / "static"
 
 PATIENCE_S = 2
-"""How long answers that are under way may take when the server ends."""
+"""How long unfinished answers may take when the server ends."""
 
 COMPRESSED = 2000
-"""Bytes from which on an answer is worth compressing."""
+"""Bytes from which on an answer is compressed."""
 
 LARGEST_BODY = 10_000
-"""Bytes of what may be posted: a handful of numbers."""
+"""Largest body of a POST request, in bytes; it holds a few numbers."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Json(JSONResponse):
-    """JSON in which a number that is not finite is null: the standard has no other."""
+    """JSON in which numbers that are not finite are null, because JSON has none."""
 
     def render(self, content: Any) -> bytes:
-        """The bytes; a surrogate alone, which UTF-8 cannot hold, is written as its escape."""
+        """The bytes; a lone surrogate, which UTF-8 cannot encode, is written as its escape."""
         try:
             return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
         except (ValueError, TypeError):
@@ -56,9 +56,9 @@ class Json(JSONResponse):
 
 
 def finite(value: Any) -> Any:
-    """The value with null in the place of what is no finite number, and text for stray bytes.
+    """The value with ``None`` for numbers that are not finite, and text for bytes.
 
-    SQLite checks no types: a database that something else wrote may have them in any column.
+    SQLite does not check types: a database that another program wrote may have them in any column.
 
     Example:
         >>> finite({"a": [1.0, math.nan], "b": math.inf})
@@ -78,15 +78,15 @@ def application(root: Path, port: int, token: str | None = None) -> Viewer:
 
     Args:
         root: The folder, or one run.
-        port: The one that the server listens to; a Host header has to name it.
-        token: What every request has to know; none where only this machine can ask.
+        port: The server's port; a Host header has to name it.
+        token: What every request has to present; ``None`` if only this machine has access.
     """
     live, branching = Live(root), Branching()
     routes = [
         Route("/", _front_page),
-        *(Route(path, _asked(root, answer)) for path, answer in ROUTES.items()),
+        *(Route(path, _endpoint(root, answer)) for path, answer in ROUTES.items()),
         Route("/api/events", _events(root, live)),
-        Route("/api/branches", _asked(root, _branches(branching))),
+        Route("/api/branches", _endpoint(root, _branches(branching))),
         Route("/api/branch", _branch(root, branching), methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
@@ -112,9 +112,9 @@ async def _front_page(request: Request) -> Response:
     return FileResponse(STATIC / "index.html")
 
 
-def _asked(root: Path, answer: Callable[[Path, Query], Answer]) -> Endpoint:
+def _endpoint(root: Path, answer: Callable[[Path, Query], Answer]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
-        # Reading waits for the disk, and building JSON for the processor: neither in the loop.
+        # Reading and building JSON take time, and must not block the event loop.
         return await run_in_threadpool(lambda: Json(answer(root, dict(request.query_params))))
 
     return endpoint
@@ -139,12 +139,12 @@ def _branches(branching: Branching) -> Callable[[Path, Query], Answer]:
 
 def _branch(root: Path, branching: Branching) -> Endpoint:
     async def endpoint(request: Request) -> Response:
-        asked = await _body(request)
-        if not isinstance(asked.get("run"), str):
+        body = await _body(request)
+        if not isinstance(body.get("run"), str):
             raise Unanswered("the key 'run' is missing")
 
         def start() -> Response:
-            return Json({"id": branching.start(run_folder(root, asked["run"]), asked)})
+            return Json({"id": branching.start(run_folder(root, body["run"]), body)})
 
         return await run_in_threadpool(start)
 
@@ -152,15 +152,15 @@ def _branch(root: Path, branching: Branching) -> Endpoint:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """What was posted.
+    """The JSON object in the body of a request.
 
     Raises:
-        Unanswered: It is no JSON object.
-        HTTPException: A form of another page may have sent it, it is too large, or it broke off.
+        Unanswered: The body is not a JSON object.
+        HTTPException: A form of another page may have sent it, it is too large, or incomplete.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.headers.get("x-ragen") != "1" or kind != "application/json":
-        raise HTTPException(403, "a request of the viewer's own pages has X-Ragen: 1 and is JSON")
+        raise HTTPException(403, "the request needs the header X-Ragen: 1 and a JSON body")
     body = b""
     try:
         async for part in request.stream():
@@ -168,13 +168,13 @@ async def _body(request: Request) -> dict[str, Any]:
             if len(body) > LARGEST_BODY:
                 raise HTTPException(413, f"at most {LARGEST_BODY} bytes")
     except ClientDisconnect:
-        raise HTTPException(400, "the request broke off") from None
+        raise HTTPException(400, "the request is incomplete") from None
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
-        raise Unanswered("what was sent is no JSON") from None
+        raise Unanswered("the body is not JSON") from None
     if not isinstance(asked, dict):
-        raise Unanswered("what was sent is no JSON object")
+        raise Unanswered("the body is not a JSON object")
     return asked
 
 
@@ -188,20 +188,20 @@ async def _unanswered(request: Request, error: RagenError) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return refusal(500, "a bug in the viewer; its terminal says more")
+    return refusal(500, "a bug in the viewer; see its terminal for details")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that waits for browsers, so that the address is known before anything is served.
+    """A listening socket, so that the address is known before the server starts.
 
     Raises:
         RagenError: The port is taken, or there is no such address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends at once only where the protocol is named; else each answer waits 40 ms.
+    # Without the protocol, asyncio keeps Nagle's algorithm, and each answer waits 40 ms.
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        if os.name == "posix":  # elsewhere it would let two servers share a port
+        if os.name == "posix":  # on Windows it would let two servers share a port
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host.strip("[]"), port))
         found.listen(128)
@@ -210,7 +210,7 @@ def listen(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or str(error)
         raise RagenError(
             f"cannot listen on {host}:{port}: {reason.lower()}; "
-            "choose another with --port, 0 for any that is free"
+            "choose another one with --port, or 0 for any free one"
         ) from None
     return found
 
@@ -220,22 +220,24 @@ def serve(root: Path, host: str, port: int, say: Callable[[str], None]) -> None:
 
     Args:
         root: The folder of the runs, or one run.
-        host: Where to listen; beyond this machine every request needs a token.
-        port: The port; 0 is any that is free.
-        say: Told the address, with the token where there is one, once it can be opened.
+        host: The address to listen on; beyond this machine every request needs a token.
+        port: The port; 0 is any free one.
+        say: Called with the address (and its token) once it can be opened.
 
     Raises:
         RagenError: There is no such folder, or the port is taken.
     """
     if not root.is_dir():
-        raise RagenError(f"there is no folder {root}; name that of your runs: ragen view FOLDER")
+        raise RagenError(
+            f"there is no folder {root}; name the folder of your runs: ragen view FOLDER"
+        )
     with listen(host, port) as listening:
         port = listening.getsockname()[1]
         token = None if is_loopback(host) else secrets.token_urlsafe(24)
         viewer = application(root, port, token)
         config = uvicorn.Config(
             viewer.app,
-            http="h11",  # the other reader of requests, taken where it is installed, has no bounds
+            http="h11",  # httptools, the default if installed, does not limit the size of headers
             loop="asyncio",
             log_level="error",
             access_log=False,
@@ -251,7 +253,7 @@ def serve(root: Path, host: str, port: int, say: Callable[[str], None]) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A server that does not wait for streams without an end."""
+    """A server that does not wait for endless streams."""
 
     def __init__(self, config: uvicorn.Config, live: Live) -> None:
         super().__init__(config)

@@ -1,9 +1,9 @@
 """`ragen view --export`: an episode, a group or a run as one HTML file that needs no server.
 
-The file holds the front end and the answers that its pages will ask for. It is made to be mailed:
-of this machine it says nothing but the name of the run's folder. Paths become the last part of
-theirs, addresses of servers and the machine's name are left out; what the model and the
-environment wrote stays as it is, and stays text.
+The file holds the front end and the answers that its pages need. It can be mailed: it reveals
+nothing about this machine but the name of the run's folder. Paths are cut to their last part;
+addresses of servers and the name of the machine are removed. Texts of the model and the environment
+are not changed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ragen.viewer.routes import answer
 from ragen.viewer.server import finite
 
 MOST_MATRICES, MOST_LEVELS = 8, 12
-"""Steps of cross-scores a path, and levels a phase, that a run's file holds, evenly over all."""
+"""Steps of cross-scores (by path) and levels (by phase) in a run's file, evenly over all."""
 
 PHRASE_LENGTHS = (3, 5, 8)
-"""Those that the page offers (`static/phrases.js`)."""
+"""The lengths that the page offers (`static/phrases.js`)."""
 
-TOLD_BY_US = frozenset(
+OUR_TEXTS = frozenset(
     {
         *("config", "differences", "events", "last_event", "evaluations", "env", "model"),
         *("recipe", "error", "problem", "reason"),
     }
 )
-"""Keys under which this program or Python speaks, and may name places of this machine."""
+"""Keys of texts by this program or Python, which may contain paths of this machine."""
 
 _PART = r"""[^\s\\/'"`:,;()<>|\[\]{}]+"""
 _ROOT = r"(?:~?/|[A-Za-z]:\\|\\\\)"
@@ -51,14 +51,14 @@ Answers = dict[str, Any]
 
 
 def share(run: Path, out: Path, *, episode: int | None = None, group: int | None = None) -> Path:
-    """Write an episode, a group or a run's pages into a file.
+    """Write an episode, a group or the pages of a run into a file.
 
     Args:
-        run: The run's folder; it may go on meanwhile.
+        run: The run's folder; the run may be in progress.
         out: A file that does not exist yet.
-        episode: The number of the episode that is shared.
-        group: The number of any episode of the group that is shared. Without either it is the run:
-            its curves, evaluations, collapse page and recurring levels.
+        episode: The id of the episode to share.
+        group: The id of any episode of the group to share. Without either, the run is shared: its
+            curves, evaluations, collapse page and levels then and now.
 
     Returns:
         The file.
@@ -67,9 +67,11 @@ def share(run: Path, out: Path, *, episode: int | None = None, group: int | None
         RagenError: There is no such run or episode, or the file exists or cannot be written.
     """
     if episode is not None and group is not None:
-        raise RagenError("--episode and --group: one file shares one of them, leave the other out")
+        raise RagenError("--episode and --group: a file shares one of them; leave the other out")
     if out.exists():
-        raise RagenError(f"{out} exists already and is never overwritten; give another --export")
+        raise RagenError(
+            f"{out} exists already and is never overwritten; choose another file with --export"
+        )
     folder = run.resolve()
     if episode is not None:
         held = _Held(folder, f"#/episode/{_encoded(folder.name)}/{episode}")
@@ -92,23 +94,23 @@ def share(run: Path, out: Path, *, episode: int | None = None, group: int | None
 
 
 class _Held:
-    """What a file holds: answers by their keys, the pages they are enough for, the first of them.
+    """The contents of a file: answers by key, the pages that they support, and the first page.
 
-    Runs are asked for below their own parent, so that their id is their folder's name.
+    The root is the parent of the run's folder, so that the run's id is the name of its folder.
     """
 
     def __init__(self, folder: Path, start: str) -> None:
         self.root, self.run, self.start = folder.parent, folder.name, start
         self.pages = [start.partition("?")[0]]
         self.answers: Answers = {}
-        self._discreet = Discreet(folder)
+        self._anonymizer = Anonymizer(folder)
         self.about_run = self.ask("/api/run")
 
     def ask(self, question: str, /, **params: Any) -> Any:
-        """The answer to a question about the run, which the file then holds."""
+        """The answer to a request about the run, which is added to the file."""
         query = {"run": self.run} | {name: str(value) for name, value in params.items()}
-        found = self._discreet.without_places(finite(answer(self.root, question, query)))
-        # Of curves the file holds all under one key, whichever a page asks for (`static/api.js`).
+        found = self._anonymizer.anonymized(finite(answer(self.root, question, query)))
+        # All curves are one answer, whichever of them a page requests (`static/api.js`).
         held = {"run": self.run} if question == "/api/metrics" else query
         self.answers[key_of(question, held)] = found
         return found
@@ -137,7 +139,7 @@ def _group(folder: Path, member: int) -> _Held:
 
 
 def _run(folder: Path) -> _Held:
-    """A run's page, its evaluations, the collapse page, and some levels then and now."""
+    """The pages of a run: curves, evaluations, collapse, and some levels then and now."""
     name = _encoded(folder.name)
     held = _Held(folder, f"#/run/{name}")
     held.pages += [f"#/{page}/{name}" for page in ("evaluations", "collapse", "levels")]
@@ -157,7 +159,7 @@ def _run(folder: Path) -> _Held:
 
 
 def _shorten(found: Answers, name: str, kind: str, most: int) -> None:
-    """Keep of each kind at most so many, evenly; `all` then says how many of each there were."""
+    """Keep at most `most` of each kind, evenly spaced; ``all`` has the number of each kind."""
     alike: dict[str, list[Answers]] = {}
     for each in found[name]:
         alike.setdefault(each[kind], []).append(each)
@@ -182,40 +184,42 @@ def _encoded(value: Any) -> str:
     return quote(str(value), safe="!'()*-._~")
 
 
-class Discreet:
-    """Takes what tells of this machine out of answers.
+class Anonymizer:
+    """Removes references to this machine from answers.
 
-    Only below keys where this program or Python speaks: the text of models and environments is the
-    matter itself, and would be another if parts of it were missing.
+    Only texts by this program or Python are changed. Those of models and environments are the
+    content that is shared.
     """
 
     def __init__(self, folder: Path) -> None:
-        """For the answers about one run, whose path may have blanks, as may that of the home."""
+        """For the answers about one run."""
         self._known = {f"{folder}": folder.name, f"{folder.parent}/": "", f"{Path.home()}/": ""}
         self._host = re.compile(rf"(?<![\w.-]){re.escape(socket.gethostname())}(?![\w-])")
 
-    def without_places(self, value: Any, ours: bool = False) -> Any:
-        """The value, with all of it that is `ours` made discreet."""
+    def anonymized(self, value: Any, ours: bool = False) -> Any:
+        """The value without references, in texts below `OUR_TEXTS` or where `ours` is set."""
         if isinstance(value, dict):
             return {
-                name: self.without_places(each, ours or name in TOLD_BY_US)
+                name: self.anonymized(each, ours or name in OUR_TEXTS)
                 for name, each in value.items()
             }
         if isinstance(value, list):
-            return [self.without_places(each, ours) for each in value]
+            return [self.anonymized(each, ours) for each in value]
         return self.text(value) if ours and isinstance(value, str) else value
 
     def text(self, text: str) -> str:
-        r"""A text without places.
+        r"""A text without paths, addresses and the machine's name.
 
         Example:
-            >>> discreet = Discreet(Path("/data/my runs/a"))
-            >>> discreet.text("File '/usr/lib/x.py': /data/my runs/a/step-1 at http://gpu7:80/v1")
+            >>> anonymizer = Anonymizer(Path("/data/my runs/a"))
+            >>> anonymizer.text("File '/usr/lib/x.py': /data/my runs/a/step-1 at http://gpu7:80/v1")
             "File 'x.py': a/step-1 at http://…/v1"
-            >>> discreet.text("Qwen/Qwen2.5 reward/mean C:\\Users\\me\\w.py:Environment /home/me")
+            >>> anonymizer.text("Qwen/Qwen2.5 reward/mean C:\\Users\\me\\w.py:Environment /home/me")
             'Qwen/Qwen2.5 reward/mean w.py:Environment ~'
         """
-        if _WHOLE.fullmatch(text):  # may have blanks, where in a sentence one ends the path
+        if _WHOLE.fullmatch(
+            text
+        ):  # a whole path may contain spaces; in a sentence, a space ends it
             return re.split(r"[/\\]", text.rstrip("/\\"))[-1]
         for place, name in self._known.items():
             text = text.replace(place, name)

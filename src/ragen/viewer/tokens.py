@@ -1,4 +1,4 @@
-"""The tokens of an episode: what the model read and wrote, and what the optimiser made of it."""
+"""The tokens of an episode: prompts, completions, and the numbers of the optimiser."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TRAINED = {
     "ratio": "ratios",
     "value": "values",
 }
-"""What is said of a trained token, and the column that holds it."""
+"""The numbers of a trained token, and their columns."""
 
 UNTRAINED: Answer = dict.fromkeys(TRAINED)
 
 
 def tokens(root: Path, query: Query) -> Answer:
-    """``/api/tokens``: flat sequences as the model saw them, in the order of the turns.
+    """``/api/tokens``: flat token sequences, in the order of the turns.
 
-    ``trained`` are those of the optimiser, with all that it knew of each token; where a step's are
-    not recorded, ``turns`` are put together from what each turn holds itself.
+    The ``source`` is ``trained`` for the samples of the optimiser, with its numbers for each token.
+    If those of a step are not recorded, it is ``turns``: the tokens that each turn recorded.
 
     Raises:
         Unanswered: There is no such run or episode, or the run cannot be read.
@@ -70,13 +70,13 @@ def _trained(connection: sqlite3.Connection, row: sqlite3.Row) -> list[Answer]:
 
 
 def _masked(values: NDArray[Any], mask: NDArray[Any]) -> list[float | None]:
-    """The values of the trained tokens; there are none of the others, and NaN is none."""
+    """The values of the trained tokens; ``None`` for other tokens and for NaN."""
     pairs = zip(values.tolist(), mask.tolist(), strict=True)
     return [value if on and math.isfinite(value) else None for value, on in pairs]
 
 
 def _of_turns(connection: sqlite3.Connection, episode: int) -> list[Answer]:
-    """Sequences from the turns: one whose prompt goes on from the tokens so far joins them."""
+    """Sequences from the turns; a turn whose prompt extends the tokens so far joins them."""
     found: list[Answer] = []
     for row in connection.execute(
         "SELECT turn, prompt_ids, prompt_joins, completion_ids, logprobs FROM turns"
@@ -84,17 +84,19 @@ def _of_turns(connection: sqlite3.Connection, episode: int) -> list[Answer]:
         " ORDER BY id",
         (episode * TURNS_AN_EPISODE, (episode + 1) * TURNS_AN_EPISODE - 1),
     ):
-        prompt, said = (
+        prompt, completion = (
             array_of(name, row[name]).tolist() for name in ("prompt_ids", "completion_ids")
         )
         given = row["logprobs"]
-        known = [math.nan] * len(said) if given is None else array_of("logprobs", given).tolist()
+        known = (
+            [math.nan] * len(completion) if given is None else array_of("logprobs", given).tolist()
+        )
         if not (row["prompt_joins"] and found):
             found.append({"ids": [], "mask": [], "turn": [], "sampled_logprob": []} | UNTRAINED)
         last = found[-1]
-        last["ids"] += prompt + said
-        last["mask"] += [0] * len(prompt) + [1] * len(said)
-        last["turn"] += [-1] * len(prompt) + [row["turn"]] * len(said)
+        last["ids"] += prompt + completion
+        last["mask"] += [0] * len(prompt) + [1] * len(completion)
+        last["turn"] += [-1] * len(prompt) + [row["turn"]] * len(completion)
         last["sampled_logprob"] += [None] * len(prompt)
         last["sampled_logprob"] += [value if math.isfinite(value) else None for value in known]
     return found

@@ -1,10 +1,10 @@
-// The addresses of pages, and several runs in one of their parameters.
+// The addresses of pages, and lists of runs in one parameter.
 
 import { reachable } from "./api.js";
 
 /**
- * The address of a page: `link("episode", {run, id}, {turn: 2})`. Absent values are left out. Of a
- * page that a shared file does not hold it is undefined: an `<a>` without href is plain text.
+ * The address of a page: `link("episode", {run, id}, {turn: 2})`. Absent values are left out. It is
+ * undefined for a page that a shared file does not hold: an `<a>` without href is plain text.
  */
 export function link(page, params = {}, query = {}) {
   const path = page === "runs" ? [] : [page, params.run, params.id];
@@ -17,7 +17,7 @@ export function link(page, params = {}, query = {}) {
   return pairs.length ? `${address}?${pairs.join("&")}` : address;
 }
 
-/** Go to a page; nowhere where there is none. */
+/** Go to a page, if it exists. */
 export function visit(address) {
   if (address) location.hash = address;
 }
@@ -26,12 +26,12 @@ function readable(value) {
   return encodeURIComponent(value).replaceAll("%2F", "/").replaceAll("%2C", ",");
 }
 
-/** Several runs in one parameter, by commas; a comma of a run's own name is written as %2C. */
+/** Several runs in one parameter, separated by commas; a comma in a name becomes %2C. */
 export function joinRuns(runs) {
   return runs.map((run) => run.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");
 }
 
-/** The runs that `joinRuns` wrote. */
+/** The runs in a parameter of `joinRuns`. */
 export function splitRuns(text) {
   const names = (text ?? "").split(",").filter(Boolean);
   return names.map((name) => name.replaceAll("%2C", ",").replaceAll("%25", "%"));

@@ -1,29 +1,29 @@
-// Talks to the server: answers to questions (`get`, `useApi`), one command (`post`) and what
-// happens meanwhile (`useEvents`). A shared file has no server: the answers are in the page.
+// Communication with the server: requests (`get`, `useApi`), one command (`post`) and news
+// (`useEvents`). A shared file has no server: the answers are in the page.
 
 import { useCallback, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
-const RETRY_MS = 2000; // A server that is gone is usually being restarted by hand.
+const RETRY_MS = 2000; // A server that is gone is usually being restarted.
 
 const embedded = document.getElementById("ragen-data");
 const snapshot = embedded && JSON.parse(embedded.textContent);
 
-/** Whether this page is a shared file: nothing can be asked but what it holds. */
+/** Whether this page is a shared file, which has only the answers that it holds. */
 export const shared = snapshot !== null;
 
-/** The address with which a shared file opens. */
+/** The address at which a shared file opens. */
 export const start = embedded?.dataset.start ?? "";
 
 const pages = new Set(embedded?.dataset.pages.split(" "));
 
-/** Whether there is such a page: a shared file holds a few, and of groups one; a server has all. */
+/** Whether a page exists: a server has all, a shared file has some, and one group at most. */
 export function reachable(page, address, { run }, { attempt, step, phase, group }) {
   if (!shared) return true;
   const question = keyOf("/api/group", { run, attempt, step, phase, group });
   return pages.has(address) && (page !== "group" || Object.hasOwn(snapshot, question));
 }
 
-/** What went wrong, in a line for people; `status` is 0 where the server did not answer at all. */
+/** An error with one line for users; `status` is 0 if the server did not answer. */
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);
@@ -32,8 +32,8 @@ export class ApiError extends Error {
 }
 
 /**
- * The address of a question: the path and its parameters sorted by name, without the absent ones.
- * A shared file keeps its answers under it (`ragen/viewer/share.py` makes the same).
+ * The address of a request: the path and its parameters, sorted by name, without absent ones. It is
+ * the key of an answer in a shared file (`ragen/viewer/share.py` makes the same keys).
  */
 export function keyOf(path, params = {}) {
   const pairs = Object.keys(params)
@@ -43,13 +43,13 @@ export function keyOf(path, params = {}) {
   return pairs.length ? `${path}?${pairs.join("&")}` : path;
 }
 
-/** The answer to a question; throws an `ApiError`, or an `AbortError` where `signal` ended it. */
+/** The answer to a request; throws an `ApiError`, or an `AbortError` after `signal`. */
 export async function get(path, params, signal) {
   if (shared) return held(path, params);
   return answer(keyOf(path, params), { signal });
 }
 
-/** An answer that the shared file holds; of curves it holds all, whichever are asked for. */
+/** An answer in the shared file; it holds all curves under one key. */
 function held(path, params) {
   const key = keyOf(path, path === "/api/metrics" ? { run: params.run } : params);
   if (Object.hasOwn(snapshot, key)) return snapshot[key];
@@ -75,16 +75,15 @@ async function answer(url, options) {
     const { status } = response;
     throw new ApiError(`The server's answer cannot be read (status ${status}).`, status);
   });
-  // Only the status tells: an episode that failed has an `error` of its own.
+  // Only the status is decisive: a failed episode has an `error`, too.
   if (!response.ok) throw new ApiError(data.error, response.status);
   return data;
 }
 
 /**
- * A question as a hook: `{data, error, reload}`; with a path of null nothing is asked. What is
- * shown stays while the same question is asked again; of another question nothing stays, because a
- * page has its name above the answer. With `keep` the former answer stands until the next one is
- * there: for a picture under a slider, which would else flicker.
+ * A request as a hook: `{data, error, reload}`; a path of null requests nothing. While the same
+ * request is repeated, its answer stays. For another request nothing stays, because old numbers must
+ * not appear under a new name; except with `keep`, for pictures under a slider, which would flicker.
  */
 export function useApi(path, params, { keep = false } = {}) {
   const { data, ...rest } = useApis(path === null ? [] : [[path, params]]);
@@ -94,7 +93,7 @@ export function useApi(path, params, { keep = false } = {}) {
   return { data: data?.[0] ?? kept?.[0] ?? null, ...rest };
 }
 
-/** Several questions `[[path, params], …]` as one: `data` has all answers, in order, or none. */
+/** Several requests `[[path, params], …]` as one: `data` has all answers, in order, or none. */
 export function useApis(questions) {
   const { answers, errors, reload } = useAnswers(questions);
   const data = questions.length && answers.every(Boolean) ? answers : null;
@@ -104,8 +103,8 @@ export function useApis(questions) {
 const NOTHING = { key: null, keys: [], answers: [], errors: [] };
 
 /**
- * Several questions side by side: `{answers, errors, reload}` in their order, null where there is
- * none. An answer stays while its question is asked; a server that is gone is asked again.
+ * Several requests in parallel: `{answers, errors, reload}` in their order, with null for missing
+ * ones. An answer stays while its request is repeated; a server that is gone is retried.
  */
 export function useAnswers(questions) {
   const keys = questions.map(([path, params]) => keyOf(path, params));
@@ -127,7 +126,7 @@ export function useAnswers(questions) {
     });
     if (asking.current.again) reload();
   }, [key]);
-  // A run that steps faster than it is read must not abort each answer for the next.
+  // If a run steps faster than answers arrive, an answer must not be aborted for the next one.
   const reload = useCallback(() => {
     asking.current.again = asking.current.controller !== null;
     if (!asking.current.again) ask();
@@ -146,12 +145,12 @@ export function useAnswers(questions) {
   return { answers, errors, reload };
 }
 
-/** The answers that a state has to the questions of `keys`, null where it has none. */
+/** The answers of a state for the requests `keys`, with null for missing ones. */
 function known(state, keys) {
   return keys.map((key) => state.answers[state.keys.indexOf(key)] ?? null);
 }
 
-/** Ask again, after a while, where `error` is that the server did not answer. */
+/** Retry after a while if `error` says that the server did not answer. */
 export function useRetry(error, reload) {
   useEffect(() => {
     if (error?.status !== 0) return undefined;
@@ -161,9 +160,9 @@ export function useRetry(error, reload) {
 }
 
 /**
- * Listen to what happens: with `{run}` to its `step` and `alarm`, to the `end` of its process and to
- * the `begin` of one that resumes it, with `{}` to `runs`; with `params` of null to nothing. `again`
- * is called when a lost connection is back: what was missed meanwhile must be asked for.
+ * Listen to news: with `{run}` to its `step` and `alarm`, to the `end` of its process and to the `begin`
+ * of one that resumes it; with `{}` to `runs`; with null to nothing. `again` is called when a lost
+ * connection is back, because news may have been missed.
  */
 export function useEvents(params, handlers) {
   const latest = useRef(handlers);
@@ -178,11 +177,11 @@ export function useEvents(params, handlers) {
   }, [key]);
 }
 
-const streams = new Map(); // By address: however many parts of a page listen, one connection.
+const streams = new Map(); // By address: one connection for all parts of a page.
 
 /**
- * A connection that is open while somebody listens. A hidden page does not, because a browser opens
- * only six connections to one server, and a researcher more than six tabs.
+ * A connection that is open while a part of the page listens and the page is visible: a browser opens
+ * at most six connections to one server, and users open more than six tabs.
  */
 function streamOf(address) {
   const hearers = new Set();
@@ -210,7 +209,7 @@ function streamOf(address) {
   turn();
   return {
     add: (hear) => hearers.add(hear),
-    /** Whether that was the last one, with whom the connection ends. */
+    /** Remove a listener. Returns whether it was the last one, which closes the connection. */
     leave(hear) {
       hearers.delete(hear);
       if (hearers.size) return false;

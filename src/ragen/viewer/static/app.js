@@ -1,4 +1,4 @@
-// The frame around all pages: it reads the address, loads the page and draws the head.
+// The frame around all pages: it reads the address, loads the page and draws the header.
 
 import { link } from "./addresses.js";
 import { shared, start } from "./api.js";
@@ -20,7 +20,7 @@ const PAGES = {
   evaluations: () => import("./pages/evaluations.js"),
 };
 
-// The pages of one run in the head, each with the second key of `g …`.
+// The pages of a run in the header, each with the second key of `g …`.
 const PLACES = [
   ["run", "Run", "r"],
   ["episodes", "Episodes", "e"],
@@ -29,7 +29,7 @@ const PLACES = [
   ["evaluations", "Evaluations", "v"],
 ];
 
-/** The address `#/PAGE/RUN/ID?name=value` in its parts. */
+/** The parts of the address `#/PAGE/RUN/ID?name=value`. */
 function route() {
   const [path, search = ""] = (location.hash || start).replace(/^#\/?/, "").split(/\?(.*)/s);
   const [page, run, id] = path.split("/").map(decoded);
@@ -48,12 +48,12 @@ function queryOf(search) {
   return Object.fromEntries(new URLSearchParams(search.replaceAll("+", "%2B")));
 }
 
-/** Merge into the address's parameters; null removes. Back skips the change. */
+/** Change parameters of the address; null removes one. The browser's Back skips the change. */
 function setQuery(changes) {
   const { page, params, query } = route();
   const address = link(page, params, { ...query, ...changes });
   if (!address || address === location.hash) return;
-  // Against the page's own URL, which in a frame of text (srcdoc) is not what links begin with.
+  // Relative to the page's own URL, which in a srcdoc frame is not the base of links.
   history.replaceState(null, "", new URL(address, location.href));
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
@@ -122,7 +122,7 @@ function Theme() {
   </button>`;
 }
 
-/** A page, which is loaded when it is first asked for; what fails in it stays in its place. */
+/** A page, which is loaded on first use; an error in it does not affect the frame. */
 function Place({ page, params, query }) {
   const [Page, setPage] = useState(null);
   const [problem, setProblem] = useState(null);
@@ -157,7 +157,7 @@ function Place({ page, params, query }) {
 
 const NAMES = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓", " ": "space" };
 
-/** It takes the focus and all keys, and gives them back to where they were. */
+/** The list of keys: a dialog that takes the focus and all keys until it is closed. */
 function Help({ onClose }) {
   const dialog = useRef(null);
   useKeys({ "?": onClose, Escape: onClose }, {}, { alone: true });

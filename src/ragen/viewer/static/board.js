@@ -1,12 +1,12 @@
-// An environment's board as SVG, from the picture that the environment drew of itself: rows of one character a
-// cell, in one alphabet for all environments. Sokoban and FrozenLake have a look of their own; any other
-// character is shown as itself in a plain cell. Bandit has no picture: its two arms are drawn from
-// what the turn shows and does. An environment with neither is shown as its text.
+// The board of an environment as SVG, from the picture that the environment provides: rows with one
+// character a cell, in one alphabet for all environments. Sokoban and FrozenLake are drawn; any other
+// character is shown in a plain cell. Bandit has no picture: its two arms are drawn from the turn.
+// Other environments are shown as text.
 
 import { pieces, Text } from "./parts.js";
 import { html } from "./vendor/preact-htm.js";
 
-/** What each character of the alphabet stands for: the ground, what lies on it, and its name. */
+/** The meaning of each character: the ground, the pieces on it, and its name. */
 const CELLS = {
   "#": { ground: "wall", name: "wall" },
   _: { ground: "floor" },
@@ -21,13 +21,13 @@ const CELLS = {
   "*": { ground: "floor", on: ["goal", "player"], name: "player on the goal" },
 };
 
-/** Ice has a goal or a hole; Sokoban's floor has neither. */
+/** FrozenLake has a goal or a hole; Sokoban has neither. */
 const ICE = /[HG@*]/;
 
-/** Boards above this many cells are shown as text: each cell is several nodes of the page. */
+/** Boards with more cells are shown as text, because each cell is several nodes of the page. */
 const MOST_CELLS = 4096;
 
-/** What lies on a cell, drawn in the unit square. */
+/** The pieces, drawn in the unit square. */
 const SHAPES = {
   player: () => html`
     <circle cx=".5" cy=".31" r=".15" />
@@ -52,12 +52,12 @@ const SHAPES = {
 };
 
 /**
- * The environment as the policy met it before a turn, or as it was left after the last one.
+ * The environment before a turn, or after the last one.
  *
- * @param picture Rows of the board, or null where the environment draws none.
+ * @param picture Rows of the board, or null if the environment provides none.
  * @param env The environment's name.
  * @param turn The turn that is shown, or null.
- * @param after What the environment showed after the turn, where that is to be drawn: `{observation}`.
+ * @param after The observation after the turn, `{observation}`, if that is to be drawn.
  */
 export function Board({ picture, env, turn = null, after = null }) {
   if (picture?.length && picture.length * picture[0].length <= MOST_CELLS) {
@@ -98,10 +98,10 @@ function Cell({ character }) {
     ${(cell.on ?? []).map((what) => html`<g class=${`piece ${what}`}>${SHAPES[what]()}</g>`)}`;
 }
 
-/** A character as itself; "�" where it would not be seen or would turn the order of others. */
+/** A character; "�" if it is invisible or would change the order of others. */
 const seen = (character) => (pieces(character)[0].hidden ? "\ufffd" : character);
 
-/** The board in words, for those who do not see it: `4 rows of 4; player at a3, hole at b1, …`. */
+/** The board in words, for screen readers: `4 rows of 4, player at a3, hole at b1, …`. */
 function described(cells) {
   const named = cells.flatMap((row, y) => row.map((character, x) => {
     const name = CELLS[character]?.name;
@@ -110,16 +110,16 @@ function described(cells) {
   return [`${cells.length} rows of ${cells[0].length}`, ...named.filter(Boolean)].join(", ");
 }
 
-/** Row letter and column number, as the environments themselves name cells. */
+/** Row letter and column number, as in the environments' texts. */
 const place = (y, x) => `${String.fromCharCode(97 + y)}${x}`;
 
-/** The arms that Bandit offers: `Arms: Dragon, Phoenix`; null where the text is another. */
+/** The arms of Bandit, from `Arms: Dragon, Phoenix`; null for any other text. */
 function armsOf(observation) {
   const list = /^Arms: (.+)$/.exec(observation);
   return list ? list[1].split(", ") : null;
 }
 
-/** Two buttons that are no buttons: the arm that was pulled is pressed, with what it paid. */
+/** The two arms; the one that was pulled is marked, with its reward. */
 function Arms({ arms, turn, after }) {
   const pulled = after ? turn.actions_executed[0] : null;
   const said = pulled ? `; ${pulled} was pulled and paid ${turn.reward}` : "";

@@ -6,13 +6,13 @@ import { Text } from "./parts.js";
 import uPlot from "./vendor/uplot.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
-const NEAR = 6; // Pixels from a mark or a click's beginning that still count as on it.
-const DOUBLE_MS = 250; // A click waits so long for being the first of two.
+const NEAR = 6; // Tolerance in pixels for clicks and marks.
+const DOUBLE_MS = 250; // How long a click waits, because it may be the first of two.
 const FAINT = 0.28; // Opacity of the raw values behind the smoothed ones.
-const LEFT = 0.5; // And of what a rollback left behind.
-const TOLD = 4; // Values of a title line; more would not fit.
+const LEFT = 0.5; // Opacity of values that were rolled back.
+const MOST_VALUES = 4; // Values in a title line; more would not fit.
 
-/** The exponential moving average of weight `w` for the past, started without bias; gaps stay. */
+/** The exponential moving average with weight `w` on the past, bias-corrected; gaps stay. */
 export function smooth(values, w) {
   let [sum, weight] = [0, 0];
   return values.map((y) => {
@@ -56,12 +56,12 @@ function layersOf(series, smoothing) {
 /**
  * Curves in one small chart.
  *
- * `series`: `[{name, x, y, colour, left: [{x, y}], points, low, high}]`; `left` is what a rollback
- * left behind, `points` draws dots with intervals. `marks`: events `[{x, kind, text}]`; `lines`:
- * levels `[{y, label}]`. `range` fixes the vertical axis, `most` is where it may end; `domain`
- * widens the horizontal one. Charts of one `sync` share the cursor and the zoom (drag; double click
- * for all). `onPick(x)`: a click on a step; `onMark(mark)`: on an event; `onTitle()`: on the title,
- * which makes it `large` or small again; `wide` takes two places.
+ * `series`: `[{name, x, y, colour, left: [{x, y}], points, low, high}]`; `left` was rolled back,
+ * `points` draws dots with intervals. `marks`: events `[{x, kind, text}]`; `lines`: levels
+ * `[{y, label}]`. `range` fixes the vertical axis, `most` is its upper limit; `domain` widens the
+ * horizontal axis. Charts of one `sync` share the cursor and the zoom (drag; a double click resets
+ * it). `onPick(x)`: a click on a step; `onMark(mark)`: on an event; `onTitle()`: on the title, which
+ * makes the chart `large` or small again; `wide` takes two columns.
  */
 export function Curves({
   title, label = title, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0,
@@ -75,7 +75,7 @@ export function Curves({
   const layers = useMemo(() => layersOf(series, smoothing), [series, smoothing]);
   const data = useMemo(() => {
     if (layers.every(({ x }) => x.length === 0)) return [[]];
-    const ends = domain ? [[domain, [null, null]]] : []; // A series of nothing holds the width.
+    const ends = domain ? [[domain, [null, null]]] : []; // An empty series keeps the width.
     return uPlot.join([...layers.map(({ x, y }) => [x, y]), ...ends]);
   }, [layers, domain?.join()]);
   const shape = JSON.stringify([
@@ -125,7 +125,7 @@ export function Curves({
     if (!u || u.data === data) return;
     const { min, max } = u.scales.x;
     const zoomed = min > u.data[0][0] || max < u.data[0].at(-1);
-    u.setData(data, !zoomed); // A new step must not throw the reader out of a zoom.
+    u.setData(data, !zoomed); // A new step must not end a zoom.
     if (zoomed) u.redraw();
   }, [data]);
   useEffect(() => chart.current?.redraw(false), [marks, lines]);
@@ -161,7 +161,7 @@ function Tip({ marks, left, turned }) {
   </div>`;
 }
 
-// A course of one step still needs a width; a constant one a height.
+// A curve of one step still needs a width, a constant one a height.
 const apart = (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
 const roomy = (most) => (_, low, high) => {
   if (low === null) return [0, 1];
@@ -181,7 +181,7 @@ function cursorOf(u, { marks }) {
   };
 }
 
-/** Keep a chart as wide as its place and in the theme's colours. */
+/** Keep a chart as wide as its container and in the theme's colours. */
 function follow(u, place) {
   const size = new ResizeObserver(() => {
     const width = place.clientWidth;
@@ -238,7 +238,7 @@ function Readout({ series, at, format, formatX }) {
   });
   return html`<span class="curve-readout">
     ${at && shown.length > 0 && html`<span class="muted">${formatX(shown[0].x)}</span>`}
-    ${shown.slice(0, TOLD).map(
+    ${shown.slice(0, MOST_VALUES).map(
       ({ name, text, ink }) => html`<b class=${ink} title=${name}>${text}</b>`,
     )}
   </span>`;

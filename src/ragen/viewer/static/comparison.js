@@ -56,7 +56,7 @@ function Tests({ levels, won, lost, mcnemar_p: p, smallest_detectable: smallest,
   const least = smallest !== null && ` The smallest difference that this number of levels shows in
     four of five cases is ${(100 * smallest).toFixed(1)} points.`;
   return html`On ${plural(levels, "level")}${paired}.${least}
-    <span class="muted">${" "}<${Text} text=${note} /></span>`;
+    <span class="muted">${" "}Basis: <${Text} text=${note} />.</span>`;
 }
 
 const pValue = (p) => (p === null ? "unknown" : p < 0.001 ? "< 0.001" : `= ${p.toPrecision(2)}`);

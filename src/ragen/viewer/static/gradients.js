@@ -1,11 +1,11 @@
-// Gradient norms of task, entropy and KL by bucket of in-group reward std (arXiv:2604.06268): the
-// task's should grow with what there is to learn, the regularisers' should not.
+// Gradient norms of task, entropy and KL by bucket of in-group reward std (arXiv:2604.06268): the norm
+// of the task should grow with the reward std, those of the regularisers should not.
 
 import { number } from "./numbers.js";
 import { html } from "./vendor/preact-htm.js";
 
-const ALIKE = 1.2; // A factor of the reward std below which all buckets are one.
-const FLAT = 2; // The factor within which a norm is flat where the lowest reward std is 0.
+const ALIKE = 1.2; // Below this factor of the reward std, buckets are not compared.
+const FLAT = 2; // Where the lowest reward std is 0: a norm within this factor is flat.
 const TALL = 76; // Pixels of the highest bar.
 
 const TERMS = [
@@ -31,14 +31,15 @@ export function Gradients({ gradients, step, onStep }) {
         onInput=${(event) => onStep(steps[event.target.value])} /> <b>${steps[at]}</b></label>`}
     <div class="gradients">${norms.map(({ key, ...one }) =>
       html`<${Bars} key=${key} ...${one} labels=${labels} />`)}</div>
-    <p class="muted">A bar is a bucket of groups: above it the gradient's norm a token, below it the
-      groups' mean reward std. Each panel has its own scale.</p>`;
+    <p class="muted">Each bar is a bucket of groups, with the gradient norm a token above it and the
+      mean reward std below it. Each panel has its own scale.</p>`;
 }
 
 /**
  * How each gradient changes from the lowest bucket to the highest, in a sentence. A term grows with
- * the reward std if its norm's factor is at least the root of the std's; it is flat if it is not.
- * Without spread the task has no gradient: such a bucket counts only beside a single other one.
+ * the reward std if the factor of its norm is at least the square root of the factor of the std, and
+ * is flat otherwise. Without spread, the task has no gradient: such a bucket counts only if there are
+ * no two others.
  */
 function shape(allNorms, allStds) {
   const spread = allStds.filter((each) => each > 0).length;
@@ -47,7 +48,7 @@ function shape(allNorms, allStds) {
   const norms = allNorms.map((one) => ({ ...one, values: one.values.slice(from) }));
   const std = factorOf(stds);
   if (stds.length < 2 || std < ALIKE) {
-    return "The groups' reward std hardly differ: there is nothing to compare in this step.";
+    return "The reward std is about the same in all groups: there is nothing to compare in this step.";
   }
   const factors = norms.map(({ title, values }) => ({ title, factor: factorOf(values) }));
   const limit = Number.isFinite(std) ? Math.sqrt(std) : FLAT;
@@ -55,16 +56,16 @@ function shape(allNorms, allStds) {
   const steep = ({ factor }) => factor > limit || factor < 1 / limit;
   const unsteady = factors.filter((one) => one !== task && steep(one));
   const faults = [
-    !(task?.factor >= limit) && "the task's gradient does not grow with it",
+    !(task?.factor >= limit) && "the gradient of the task does not grow",
     ...unsteady.map(({ title }) => `that of the ${title} is not flat`),
   ].filter(Boolean);
-  const said = factors.map(({ title, factor }) => `${title} ${times(factor)}`).join(", ");
-  return html`From the lowest bucket${from > 0 && " with any spread"} to the highest the reward std
-    grows ${times(std)}; the gradients: ${said}.${" "}
+  const changes = factors.map(({ title, factor }) => `${title} ${times(factor)}`).join(", ");
+  return html`From the lowest bucket${from > 0 && " with any spread"} to the highest, the reward std
+    changes by ${times(std)}, and the gradients by: ${changes}.${" "}
     ${faults.length
       ? html`<b class="warn">Not the healthy shape</b>: ${faults.join(", and ")}.`
-      : html`<b class="good">The healthy shape</b>: the task's gradient grows with what there is to
-          learn, the regularisers' stay flat.`}`;
+      : html`<b class="good">The healthy shape</b>: the gradient of the task grows with the reward
+          std, those of the regularisers stay flat.`}`;
 }
 
 const factorOf = (values) => (values[0] > 0 ? values.at(-1) / values[0] : Infinity);

@@ -3,14 +3,9 @@
 import { css } from "./paint.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
-/** A scale's colours as `[r, g, b]`: `s` from nothing to much, `d` from below to above. */
+/** The nine colours of a scale as `[r, g, b]`: `s` is sequential, `d` is diverging. */
 function scaleOf(kind) {
-  const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  return Array.from({ length: 9 }, (_, i) => {
-    context.fillStyle = css(`--${kind}${i}`);
-    context.fillRect(0, 0, 1, 1);
-    return [...context.getImageData(0, 0, 1, 1).data.slice(0, 3)];
-  });
+  return Array.from({ length: 9 }, (_, i) => css(`--${kind}${i}`).match(/\d+/g).map(Number));
 }
 
 /** The colour of `share` (0 to 1) on a scale of `scaleOf`. */

@@ -9,22 +9,22 @@ let first = null;
 
 /**
  * Keys of a page while it is shown: `useKeys({ j: next, "g r": runs }, { j: "next row", … })`.
- * A name is the browser's (`ArrowLeft`, `Escape`, `/`, ` `), or two with a blank for one after the
- * other. A handler that returns false leaves the key to others and to the browser. With `alone`, as
- * in a dialog, no keys but these act.
+ * A name is that of the browser (`ArrowLeft`, `Escape`, `/`, ` `), or two separated by a space for one
+ * after the other. A handler that returns false leaves the key to others and to the browser. With
+ * `alone`, as in a dialog, only these keys act.
  */
 export function useKeys(handlers, help = {}, { alone = false } = {}) {
   const layer = useRef({ handlers, help, alone });
   layer.current.handlers = handlers;
   layer.current.help = help;
-  // Before the page is painted: whoever sees it may press a key.
+  // Before the page is painted, because keys may be pressed as soon as it is visible.
   useLayoutEffect(() => {
     layers.unshift(layer.current);
     return () => layers.splice(layers.indexOf(layer.current), 1);
   }, []);
 }
 
-/** All keys that act now and have a line of help: `[key, line]`; an empty line is of no use now. */
+/** The active keys with their help: `[key, line]`. Keys with an empty line are left out. */
 export function activeKeys() {
   const lines = new Map();
   for (const { help } of layers) {
@@ -39,7 +39,7 @@ function typing(target) {
   return target.tagName === "INPUT" && !kinds.includes(target.type);
 }
 
-/** Keys by which a control that has the focus is worked stay its own. */
+/** Whether a key operates the focused control and is left to it. */
 function owned(event) {
   const name = event.target.tagName;
   const role = event.target.getAttribute?.("role");
@@ -79,9 +79,9 @@ document.addEventListener("keydown", (event) => {
 });
 
 /**
- * The keys of a list: j and k move along its rows, Enter opens the one they are on. `names` are
- * what the rows are known by, wherever they stand: a live list moves. Returns the row's index, −1
- * before the first j and where the row has gone.
+ * The keys of a list: j and k select the next and the previous row, Enter opens the selected one.
+ * `names` identify the rows, because a live list moves. Returns the index of the selected row, or −1
+ * if none is selected or the row is gone.
  */
 export function useRowKeys(names, open) {
   const [name, setName] = useState(null);

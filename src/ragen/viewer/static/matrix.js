@@ -1,7 +1,7 @@
-// The matrix of cross-scores as a heat map: what each thought says of the prompt that it came from.
-// A row is a thought, a column a prompt; the colour is the share p(prompt | thought) that follows
-// from the scores S_ij = log p(z_i | x_j) and the prompts' shares. A bright diagonal: thoughts are
-// about what the policy sees. Rows of one even colour: they would fit any prompt.
+// The matrix of cross-scores as a heat map: how well each thought identifies its prompt. A row is a
+// thought, a column a prompt; the colour is p(prompt | thought), which follows from the scores
+// S_ij = log p(z_i | x_j) and the frequencies of the prompts. A dark diagonal: thoughts depend on what
+// the policy observes. Rows of one even colour: the thoughts would fit any prompt.
 
 import { useApi } from "./api.js";
 import { Heat } from "./heat.js";
@@ -11,7 +11,7 @@ import { PATHS, pathsIn } from "./plane.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
 
 /**
- * `steps`: `[{step, path}]`; `query` has `step` and `path`. A shared file holds some steps only;
+ * `steps`: `[{step, path}]`; `query` has `step` and `path`. A shared file holds only some steps;
  * `all` then counts those of each path.
  */
 export function Matrix({ run, steps, all, query, setQuery }) {
@@ -38,7 +38,7 @@ export function Matrix({ run, steps, all, query, setQuery }) {
     ${data && html`<${Picture} key=${`${path} ${here[at]}`} data=${data} />`}`;
 }
 
-/** The place of the last step not later than the wanted one; without one the last of all. */
+/** The index of the last step that is not after `wanted`; without `wanted`, of the last one. */
 function nearestBefore(steps, wanted) {
   const later = wanted ? steps.findIndex((step) => step > Number(wanted)) : -1;
   return later < 0 ? steps.length - 1 : Math.max(0, later - 1);
@@ -52,12 +52,12 @@ function Picture({ data }) {
   const outlined = useMemo(() => blocks(own), [own]);
   const cell = over ?? picked;
   return html`<p>${number(rows.length)} thoughts, ${number(columns.length)} prompts.
-      The own prompt scores highest for ${percent(retrieved(data), 0)} of them (chance
-      is ${percent(1 / columns.length, 0)}).</p>
+      For ${percent(retrieved(data), 0)} of the thoughts, their own prompt scores highest (chance:
+      ${` ${percent(1 / columns.length, 0)}`}).</p>
     <div class="matrix">
       <div class="matrix-map">
         <${Heat} matrix=${shares} low=${0} high=${1} outlined=${outlined}
-          label="Thoughts downwards, prompts rightwards; the own prompt is framed"
+          label="Rows are thoughts, columns are prompts; the own prompt of each thought is framed"
           height=${Math.min(520, Math.max(160, rows.length * 7))}
           onHover=${(i, j) => setOver(i === null ? null : [i, j])}
           onPick=${(i, j) => setPicked([i, j])} />
@@ -71,8 +71,7 @@ function Picture({ data }) {
           ? html`<${Cell} data=${data} row=${rows[cell[0]]} column=${columns[cell[1]]}
               share=${shares[cell[0]][cell[1]]} pinned=${!over && picked} />`
           : html`<p class="muted">Point at a cell to read its thought and its prompt; click to keep
-              them. Rows are thoughts, sorted by their own prompt (framed); columns are
-              prompts.</p>`}
+              it. Rows are thoughts, sorted by their own prompt (framed). Columns are prompts.</p>`}
       </div>
     </div>`;
 }
@@ -85,7 +84,7 @@ function Cell({ data, row, column, share }) {
   return html`<dl>
     <dt>p(prompt | thought)</dt><dd><b>${percent(share)}</b></dd>
     <dt>log p(thought | prompt)</dt><dd>${number(score)} nats${
-      own === column ? ", its own prompt" : `, ${number(Math.abs(gap))} ${side} its own's`}</dd>
+      own === column ? ", its own prompt" : `, ${number(Math.abs(gap))} ${side} that of its own prompt`}</dd>
   </dl>
   <h3>Thought ${row + 1}</h3>
   <p class="quoted"><${Text} text=${data.thoughts[row]} limit=${1500} /></p>
@@ -96,8 +95,8 @@ function Cell({ data, row, column, share }) {
 }
 
 /**
- * The share of thoughts that score highest under their own prompt, ties broken by lot: the measure
- * `ragen.diagnostics.information.retrieval`, which knows nothing of the prompts' shares.
+ * The share of thoughts that score highest under their own prompt, with ties broken at random: the
+ * measure `ragen.diagnostics.information.retrieval`, which ignores the frequencies of the prompts.
  */
 export function retrieved({ scores, own }) {
   const found = scores.map((row, i) => {
@@ -108,7 +107,7 @@ export function retrieved({ scores, own }) {
   return found.reduce((a, b) => a + b, 0) / found.length;
 }
 
-/** Prompts with the most thoughts first, thoughts by their own prompt, and p(prompt | thought). */
+/** Prompts by their number of thoughts, thoughts by their own prompt, and p(prompt | thought). */
 export function sorted({ scores, own, prompts }) {
   const counts = prompts.map((_, j) => own.filter((one) => one === j).length);
   const columns = prompts.map((_, j) => j).sort((a, b) => counts[b] - counts[a] || a - b);
@@ -119,7 +118,7 @@ export function sorted({ scores, own, prompts }) {
   return { rows, columns, shares };
 }
 
-/** The frames `[row, column, rows, 1]` around the thoughts of each prompt, which lie together. */
+/** The frames `[row, column, rows, 1]` around the thoughts of each prompt, which are adjacent. */
 function blocks(own) {
   const count = (column) => own.filter((one) => one === column).length;
   return [...new Set(own)].map((column) => [own.indexOf(column), column, count(column), 1]);

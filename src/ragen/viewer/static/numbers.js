@@ -1,11 +1,11 @@
-// How numbers, shares and times are written.
+// The formats of numbers, shares and times.
 
-/** A share as per cent: 0.5 → "50.0 %". */
+/** A share in per cent: 0.5 → "50.0 %". */
 export function percent(x, digits = 1) {
   return x === null || x === undefined ? "–" : `${(100 * x).toFixed(digits)} %`;
 }
 
-/** A number in three significant digits, large ones grouped: 0.01234 → "0.0123". */
+/** A number with three significant digits, large ones grouped: 0.01234 → "0.0123". */
 export function number(x) {
   if (x === null || x === undefined) return "–";
   if (Number.isInteger(x)) return x.toLocaleString("en-GB").replace("-", "−");
@@ -15,7 +15,7 @@ export function number(x) {
   return String(Number(x.toPrecision(3))).replace("-", "−");
 }
 
-/** Seconds as a length of time: 75 → "1 min 15 s". */
+/** Seconds as a duration: 75 → "1 min 15 s". */
 export function clock(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 10) return `${Number(seconds.toPrecision(2))} s`;
@@ -26,18 +26,18 @@ export function clock(seconds) {
   return h ? `${h} h ${m} min` : s ? `${m} min ${s} s` : `${m} min`;
 }
 
-/** A share in three digits: 0.00021 → "0.021 %". */
+/** A share in per cent with three digits: 0.00021 → "0.021 %". */
 export function share(x) {
   return x === null || x === undefined ? "–" : `${number(100 * x)} %`;
 }
 
-/** A difference of shares in points, signed: 0.1 → "+10.0". */
+/** A difference of shares in percentage points, with its sign: 0.1 → "+10.0". */
 export function points(x, digits = 1) {
   if (x === null || x === undefined) return "–";
   return `${x > 0 ? "+" : x < 0 ? "−" : "±"}${Math.abs(100 * x).toFixed(digits)}`;
 }
 
-/** How long ago a time (unix seconds) was: "3 min ago". */
+/** The time since a moment (unix seconds): "3 min ago". */
 export function ago(time) {
   const seconds = Math.max(0, Date.now() / 1000 - time);
   if (seconds < 60) return "now";
@@ -46,7 +46,7 @@ export function ago(time) {
   return `${Math.floor(seconds / 86400)} d ago`;
 }
 
-/** A time (unix seconds) in the reader's own zone: "2026-11-21 18:05:09". */
+/** A time (unix seconds) in the local time zone: "2026-11-21 18:05:09". */
 export function moment(time) {
   const date = new Date(1000 * time);
   const two = (n) => String(n).padStart(2, "0");

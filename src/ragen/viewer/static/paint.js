@@ -1,16 +1,20 @@
-// What is painted of a chart beside its axes' numbers: lines, intervals, levels and events. Colours
-// are read from the style sheet whenever something is drawn, so that they follow the theme.
+// The painting of a chart: lines, intervals, levels and events. Colours are read from the style sheet
+// at each drawing, so that they follow the theme.
 
 import { clock } from "./numbers.js";
 
 const FONT = "11px system-ui, sans-serif";
 
-/** As many as the style sheet has, from --c0 on. */
+/** The number of colours in the style sheet, from --c0 on. */
 export const COLOURS = 8;
 
-/** A colour of the style sheet: `css("--c0")`. */
+const probe = document.body.appendChild(document.createElement("i"));
+probe.hidden = true;
+
+/** A colour of the style sheet, as the theme has it: `css("--c0")`. */
 export function css(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color;
 }
 
 /** One of the eight colours, by any number. */
@@ -33,8 +37,8 @@ export function seriesOf(layer) {
   };
 }
 
-// How far apart the numbers of a horizontal axis may stand: what it counts is whole; of times whole
-// minutes, hours and days are read best.
+// The steps between the numbers of a horizontal axis: whole numbers; for times, whole minutes, hours
+// and days.
 const WHOLE = Array.from({ length: 16 }, (_, i) => [1, 2, 5].map((n) => n * 10 ** i)).flat();
 const TIMES = [
   ...[1, 2, 5, 10, 15, 30].flatMap((n) => [n, 60 * n]),
@@ -42,9 +46,9 @@ const TIMES = [
   ...WHOLE.map((n) => 86400 * n),
 ].sort((a, b) => a - b);
 
-const LETTER = 6; // Pixels of one in an axis's numbers.
+const LETTER = 6; // Width in pixels of a digit on an axis.
 
-/** One axis: short numbers and quiet lines. */
+/** One axis, with short numbers and pale lines. */
 export function axis(side, label, format) {
   return {
     incrs: side === 3 ? undefined : format === clock ? TIMES : WHOLE,
@@ -80,7 +84,7 @@ export function bars(u, series) {
   });
 }
 
-/** Random and optimal play; a course begins low and ends high, so the high label stands left. */
+/** Random and optimal play. A curve starts low and ends high, so that the upper label is left. */
 export function levels(u, lines) {
   const { ctx, bbox } = u;
   ctx.lineWidth = devicePixelRatio;
@@ -118,7 +122,7 @@ export function flags(u, marks) {
     ctx.lineTo(at, bbox.top + bbox.height);
     ctx.stroke();
     ctx.globalAlpha = 1;
-    ctx.beginPath(); // An alarm is a triangle on top, what was done about it a square below.
+    ctx.beginPath(); // An alarm is a triangle at the top, an action of the guard a square at the bottom.
     if (mark.kind === "alarm") {
       ctx.moveTo(at - wide, bbox.top - wide);
       ctx.lineTo(at + wide, bbox.top - wide);

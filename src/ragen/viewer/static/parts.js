@@ -1,13 +1,13 @@
-// The small pieces that all pages are made of.
+// The components that all pages share.
 
 import { number, percent } from "./numbers.js";
 import { Component, html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
-const CUT = 20000; // Characters of a text that are shown at once: a megabyte would stall the page.
+const CUT = 20000; // Characters of a text that are shown at once; a megabyte would block the page.
 
-const SPARK = 100; // Points of a small course, which is about as many pixels wide.
+const SPARK = 100; // Points of a small curve, which is about as many pixels wide.
 
-/** A page says that its first complete picture is there; tests and screenshots wait for it. */
+/** Mark the page as completely drawn; tests and screenshots wait for this. */
 export function ready() {
   document.body.dataset.ready = "1";
 }
@@ -19,16 +19,16 @@ export function useReady(done) {
   }, [done]);
 }
 
-/** The browser's memory; null where it lends none, as in a mail program's frame. */
+/** The browser's storage; null if it is not allowed, as in the frame of a mail program. */
 const memory = (() => {
   try {
     return window.localStorage;
   } catch {
-    return null; // To name it is forbidden already.
+    return null; // Even the access is forbidden.
   }
 })();
 
-/** A value that is remembered between visits, where the browser has a memory: the theme, say. */
+/** A value, such as the theme, that is kept between visits if the browser has storage. */
 export function useStored(name, initial) {
   const [value, setValue] = useState(() => memory?.getItem(name) ?? initial);
   const set = (next) => {
@@ -40,8 +40,8 @@ export function useStored(name, initial) {
 
 // ---- text of models
 
-// What a reader would not see, or what would turn the order of what is seen: control characters
-// but tab and newline, soft hyphen, zero-width and bidi marks, invisible operators, tags.
+// Characters that are invisible or change the order of visible text: control characters except tab and
+// newline, soft hyphen, zero-width and bidi marks, invisible operators, tags.
 const HIDDEN = new RegExp(
   [
     "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u115f\\u1160\\u180e\\u200b-\\u200f",
@@ -50,7 +50,7 @@ const HIDDEN = new RegExp(
   "gu",
 );
 
-/** A text in pieces `{text, hidden}`; a hidden piece is one character that must be made visible. */
+/** A text in pieces `{text, hidden}`; a hidden piece is one character to be made visible. */
 export function pieces(text) {
   const found = [];
   let end = 0;
@@ -63,14 +63,14 @@ export function pieces(text) {
   return found;
 }
 
-/** The visible form of a hidden character: ␛ for a control character, its number for others. */
+/** The visible form of a hidden character: ␛ for a control character, the code for others. */
 export function mark(character) {
   const code = character.codePointAt(0);
   if (code < 0x20) return String.fromCodePoint(0x2400 + code);
   return code === 0x7f ? "␡" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-/** Whatever a model, an environment or an error wrote: shown as it is, never acted upon. */
+/** A text of a model, an environment or an error: shown as it is, never interpreted. */
 export function Text({ text, limit = CUT }) {
   const [shown, setShown] = useState(limit);
   const whole = String(text ?? "");
@@ -120,8 +120,8 @@ export function Interval({
   </span>`;
 }
 
-/** A course in the height of a line of text; `min` and `max` make several comparable. */
-export function Spark({ values: all, min, max, label = "course" }) {
+/** A small curve in a line of text; `min` and `max` make several comparable. */
+export function Spark({ values: all, min, max, label = "curve" }) {
   const values = thinned(all, SPARK);
   const known = values.filter((y) => y !== null);
   if (known.length < 2) return html`<span class="spark"></span>`;
@@ -139,31 +139,31 @@ export function Spark({ values: all, min, max, label = "course" }) {
   </svg>`;
 }
 
-/** At most `count` of the values, evenly apart, the last one among them. */
+/** At most `count` of the values, evenly spaced, including the last one. */
 function thinned(values, count) {
   const every = Math.ceil(values.length / count);
   return values.filter((_, i) => (values.length - 1 - i) % every === 0);
 }
 
 const STATES = {
-  running: ["●", "running", "a process writes it"],
-  finished: ["✓", "finished", "it came to its end"],
-  stopped: ["■", "stopped", "stopped by the guard"],
-  interrupted: ["◐", "interrupted", "it ended early and nobody writes it; ragen resume goes on"],
-  unreadable: ["!", "unreadable", "its database cannot be read"],
+  running: ["●", "", "a process is writing this run"],
+  finished: ["✓", "good", "the run reached its last step"],
+  stopped: ["■", "bad", "the guard stopped the run"],
+  interrupted: ["◐", "warn", "the run ended early; ragen resume continues it"],
+  unreadable: ["!", "bad", "the database cannot be read"],
 };
 
-/** A run's state, told by shape and word as well as by colour. */
+/** A run's state, shown by a sign and a word as well as by colour. */
 export function State({ state, problem }) {
-  const [sign, word, why] = STATES[state] ?? ["?", state, ""];
-  return html`<span class="state state-${state}" title=${problem ?? why}
-    ><span aria-hidden="true">${sign}</span> ${word}</span
+  const [sign, kind, why] = STATES[state] ?? ["?", "", ""];
+  return html`<span class="state state-${state} ${kind}" title=${problem ?? why}
+    ><span aria-hidden="true">${sign}</span> ${state}</span
   >`;
 }
 
 // ---- controls
 
-/** Rows sorted by a column that the reader chose: `{rows, sort: {key, descending}, onSort}`. */
+/** Rows sorted by a column that the user chose: `{rows, sort: {key, descending}, onSort}`. */
 export function useSorted(rows, columns) {
   const [sort, setSort] = useState(null);
   const onSort = (key) =>
@@ -188,8 +188,8 @@ function ordered(a, b) {
 
 /**
  * A table: `columns` of `{key, title, align, render(row, index), sort, hint}`. A column with `sort`
- * (true, or a function of the row) can be sorted by; with `onSort` the page does it, as where the
- * server sorts. `selected` is the row under the keyboard, `onRow(row, index)` opens one.
+ * (true, or a function of the row) can be sorted by; with `onSort`, the page sorts. `selected` is the
+ * row that the keyboard has selected, `onRow(row, index)` opens one.
  */
 export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey, label }) {
   const own = useSorted(rows, columns);
@@ -217,7 +217,7 @@ export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey, la
   </div>`;
 }
 
-/** A row is drawn again only if it, the columns or the mark changed: lists grow to thousands. */
+/** A row is drawn again only if its data, the columns or its selection changed. */
 class Row extends Component {
   shouldComponentUpdate(next) {
     return ["row", "index", "columns", "selected"].some((name) => next[name] !== this.props[name]);
@@ -252,7 +252,7 @@ function Head({ column, by }) {
   </th>`;
 }
 
-/** What is shown of a long list, and the next page of it, which comes by itself at the end. */
+/** The number of shown rows, and a button for the next page, which also loads by scrolling. */
 export function Pager({ shown, total, more, loading, onMore }) {
   const button = useRef(null);
   useEffect(() => {
@@ -271,12 +271,12 @@ export function Pager({ shown, total, more, loading, onMore }) {
   </p>`;
 }
 
-/** Something is on its way. */
+/** A note that something is loading. */
 export function Loading({ what = "Loading" }) {
   return html`<p class="loading" role="status">${what} …</p>`;
 }
 
-/** Something went wrong: what, and that it is tried again. */
+/** An error, with a button to try again. */
 export function Problem({ error, reload, children }) {
   const text = typeof error === "string" ? error : error.message;
   return html`<div class="problem" role="alert">
@@ -289,7 +289,7 @@ export function Problem({ error, reload, children }) {
   </div>`;
 }
 
-/** One of several: `tabs` of `{key, title}`. */
+/** A choice of one: `tabs` of `{key, title}`. */
 export function Tabs({ tabs, value, onChange, label }) {
   return html`<div class="tabs" role="group" aria-label=${label}>
     ${tabs.map(
@@ -303,7 +303,7 @@ export function Tabs({ tabs, value, onChange, label }) {
   </div>`;
 }
 
-/** A small labelled fact; with `onRemove` it can be taken away. */
+/** A small label; with `onRemove` it has a button that removes it. */
 export function Chip({ kind = "", title, onRemove, children }) {
   return html`<span class="chip ${kind}" title=${title}
     >${children}${onRemove &&

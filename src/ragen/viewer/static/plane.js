@@ -4,16 +4,16 @@ import { number, percent } from "./numbers.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const HEIGHT = 340;
-const NARROW = 560; // Pixels below which two names do not fit beside each other.
+const NARROW = 560; // Width in pixels below which two names do not fit in one row.
 const BOX = { left: 54, right: 14, top: 14, bottom: 42 };
 const BOTTOM = HEIGHT - BOX.bottom;
 const TICKS = [0, 0.1, 0.3, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
 const COLOURS = { first: 0, any: 5 };
 
-/** Which turn of an episode speaks, by the name of its path in the metrics. */
+/** Which turns of the episodes are measured, by the name of their path in the metrics. */
 export const PATHS = { first: "first turns", any: "a turn drawn uniformly" };
 
-/** The paths among `names`, each once, first turns first. */
+/** The paths among `names`, each once; first turns come first. */
 export function pathsIn(names) {
   return [...new Set(names)].sort((a, b) => (b === "first") - (a === "first"));
 }
@@ -29,18 +29,18 @@ export function Plane({ paths, thresholds, path, step, onPick }) {
   const shown = over ?? all.find((one) => one.path === path && one.step === step) ?? null;
   return html`<div class="plane" ref=${place}>
     <svg viewBox="0 0 ${width} ${HEIGHT}" data-testid="plane" role="img"
-      aria-label=${courses.map(spoken).join("; ")}>
+      aria-label=${courses.map(summary).join("; ")}>
       <${Regimes} ...${scale} />
       <${Axes} ...${scale} />
       ${courses.map(([name, points]) => html`<${Course} key=${name}
         ...${{ name, points, scale, shown, onPick }} onOver=${setOver} />`)}
     </svg>
     <p class="readout" aria-live="polite">
-      ${shown ? html`<${Told} ...${shown} />` : html`<${Legend} names=${measured} />`}</p>
+      ${shown ? html`<${Facts} ...${shown} />` : html`<${Legend} names=${measured} />`}</p>
   </div>`;
 }
 
-/** The width that a place has, for pictures whose letters must not shrink with it. */
+/** The width of an element, for pictures whose text must not shrink with it. */
 function useWidth() {
   const place = useRef(null);
   const [width, setWidth] = useState(720);
@@ -69,9 +69,8 @@ function pointsOf(path, course, { min_prompts: least }) {
 }
 
 /**
- * Where nats and shares lie. Upwards goes the share of what could be told, I over H of the prompts,
- * so that steps with other numbers of prompts compare; to the right H(Z|X), whose axis is
- * logarithmic around its threshold.
+ * The axes. Vertical: I(X;Z) as a share of the entropy of the prompts, so that steps with different
+ * numbers of prompts can be compared. Horizontal: H(Z|X), logarithmic around its threshold.
  */
 function scaleOf(points, thresholds, width) {
   const edge = thresholds.conditional_entropy;
@@ -89,7 +88,7 @@ function scaleOf(points, thresholds, width) {
 
 function Regimes({ width, x, y, most, edge, middle, top, low }) {
   const [left, right] = [[0, edge, "start"], [edge, most, "end"]];
-  const [above, below] = [[top, middle, -9], [middle, low, 19]]; // Courses keep to outer edges.
+  const [above, below] = [[top, middle, -9], [middle, low, 19]]; // The outer edges are left to the curves.
   const quarter = (name, kind, [from, to, anchor], [upper, lower, offset]) => {
     const lines = width < NARROW ? name.split(" ") : [name];
     const at = anchor === "start" ? x(from) + 8 : x(to) - 8;
@@ -127,18 +126,18 @@ function Axes({ width, x, y, most, edge, top, low, middle }) {
     <text class="axis-title" x=${middleX} y=${HEIGHT - 6} text-anchor="middle"
       >H(Z|X): how thoughts vary given the prompt, nats</text>
     <text class="axis-title" transform=${sideways} text-anchor="middle"
-      >I(X;Z): share of the prompt that is told</text>
+      >I(X;Z): share of the prompt's entropy</text>
   </g>`;
 }
 
-/** Whether a key presses what has the focus, as it would a button of the browser's own. */
+/** Whether a key activates the focused element, as it would a native button. */
 function pressed(event) {
   if (!["Enter", " "].includes(event.key)) return false;
-  event.preventDefault(); // A blank would scroll the page.
+  event.preventDefault(); // A space would scroll the page.
   return true;
 }
 
-/** One path: a ring where it begins, a disc where it is now, hollow where nothing is decided. */
+/** One path: a ring at the first step, a disc at the last; hollow where it is undecided. */
 function Course({ name, points, scale: { x, y }, shown, onOver, onPick }) {
   const colour = colourOf(name);
   const last = points.length - 1;
@@ -168,22 +167,22 @@ function Legend({ names }) {
 }
 
 /** One point in numbers. */
-function Told({ path, step, mi, entropy, share, ceiling, regime, prompts, ...rest }) {
+function Facts({ path, step, mi, entropy, share, ceiling, regime, prompts, ...rest }) {
   const { retrieval, chance, zscore } = rest;
   const facts = [
     `${PATHS[path] ?? path}: ${regime}; H(Z|X) ${number(entropy)}`,
     `I(X;Z) ${number(mi)} of ${number(ceiling)} nats (${percent(share, 0)})`,
     `${prompts} prompts`,
     retrieval !== null &&
-      `own prompt found ${percent(retrieval, 0)} (chance ${percent(chance, 0)})`,
+      `own prompt identified ${percent(retrieval, 0)} (chance ${percent(chance, 0)})`,
     zscore !== null && `z-score ${number(zscore)}`,
   ];
   return html`<i class=${`dot fill-${colourOf(path)}`}></i> <b>step ${step}</b>,${" "}
     ${facts.filter(Boolean).join(", ")}`;
 }
 
-function spoken([name, points]) {
-  const said = ({ regime, step }) => `${regime} in step ${step}`;
-  const [first, last] = [points[0], points.at(-1)].map(said);
+function summary([name, points]) {
+  const describe = ({ regime, step }) => `${regime} in step ${step}`;
+  const [first, last] = [points[0], points.at(-1)].map(describe);
   return `${PATHS[name] ?? name}: from ${first} to ${last}`;
 }

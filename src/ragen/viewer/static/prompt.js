@@ -6,8 +6,8 @@ import { stretchesOf } from "./tokens.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
 
 /**
- * What the model saw before a turn: the tokens before its completion, as text. What it had written
- * itself in earlier turns is tinted.
+ * What the model saw before a turn: the tokens before its completion, as text. Its own completions
+ * of earlier turns are tinted.
  */
 export function RawPrompt({ data, turn }) {
   const prompt = useMemo(() => promptOf(data.samples, turn), [data, turn]);
@@ -15,8 +15,8 @@ export function RawPrompt({ data, turn }) {
     return html`<p class="muted">The tokens of this turn's prompt were not recorded.</p>`;
   }
   return html`<section class="prompt">
-    <p class="muted">${number(prompt.length)} tokens, exactly as the model saw them; tinted is what
-      it had sampled itself.</p>
+    <p class="muted">${number(prompt.length)} tokens, exactly as the model saw them. Its own
+      completions are tinted.</p>
     <div class="prompt-text" data-testid="prompt">${prompt.parts.map((part, i) =>
       html`<span key=${i} class=${part.sampled ? "sampled" : ""}
         ><${Text} text=${part.text} /></span>`)}

@@ -60,7 +60,7 @@ function Changed({ run, rows }) {
   </div>`;
 }
 
-/** A setting's value for people. */
+/** A setting's value as text. */
 function written(value) {
   if (value === null || value === undefined) return "unset";
   return typeof value === "string" ? value : JSON.stringify(value);

@@ -1,4 +1,4 @@
-// A run's metrics as a grid of small charts: which are shown, over which axis, of which runs.
+// The metrics of one or more runs as a grid of small charts, with axis, smoothing and search.
 
 import { link } from "./addresses.js";
 import { useAnswers } from "./api.js";
@@ -9,7 +9,7 @@ import { html, useMemo, useRef } from "./vendor/preact-htm.js";
 
 const MOST = 24; // Charts that a search shows at once.
 const SUCCESS = "success/mean";
-const SHARES = [0, 1.02]; // A little above 1, so that perfect play is not on the edge.
+const SHARES = [0, 1.02]; // A little above 1, so that a curve at 1 is not on the edge.
 const NOWHERE = { step: [] };
 
 export const AXES = [
@@ -20,17 +20,17 @@ export const AXES = [
   { key: "seconds", title: "Time" },
 ];
 
-/** The axis that the address names. */
+/** The horizontal axis, from the address. */
 export function axisOf(query) {
   return AXES.some(({ key }) => key === query.axis) ? query.axis : "step";
 }
 
-/** The smoothing that the address names, from 0 to 0.95. */
+/** The smoothing, from the address: 0 to 0.95. */
 export function smoothingOf(query) {
   return Math.min(0.95, Math.max(0, Number(query.smooth) || 0));
 }
 
-/** The metrics to show: the report's signals in its order, or those that hold the sought words. */
+/** The metrics to show: the report's signals in its order, or those that match the search. */
 export function chosen(names, labels, sought) {
   const words = (sought ?? "").toLowerCase().split(/\s+/).filter(Boolean);
   if (words.length === 0) return Object.keys(labels).filter((name) => names.includes(name));
@@ -43,8 +43,8 @@ export function chosen(names, labels, sought) {
 }
 
 /**
- * The answers of `/api/metrics` by run: `{answers: {run: answer}, error, reload}`. Where other
- * metrics are asked for, the former stay until they are there: an answer names run and metrics.
+ * The answers of `/api/metrics` by run: `{answers: {run: answer}, error, reload}`. When other metrics
+ * are requested, the previous ones stay until the new ones have arrived.
  */
 export function useMetrics(runs, names) {
   const asked = names.join(",");
@@ -59,19 +59,19 @@ export function useMetrics(runs, names) {
 
 const byRun = (answers) => Object.fromEntries(answers.map((answer) => [answer.run, answer]));
 
-/** Where a step lies on an axis: the count after it, 0 before the first. */
+/** The position of a step on an axis: the count after that step, 0 before the first. */
 function placed(axes, axis, step) {
   if (axis === "step") return step;
   const index = axes.step.findLastIndex((each) => each <= step);
   return index < 0 ? 0 : axes[axis][index];
 }
 
-/** The step whose point lies at `x` of an axis. */
+/** The step at position `x` of an axis. */
 function stepAt(axes, axis, x) {
   return axis === "step" ? x : axes.step[axes[axis].indexOf(x)];
 }
 
-/** A metric of a run as a series of `Curves`; what a rollback left behind is known by step only. */
+/** A metric of a run as a series of `Curves`; rolled-back values are known only by step. */
 function seriesOf(run, answer, name, axis, colour) {
   const found = answer?.names[name];
   if (!found) return { name: run, run, colour, x: [], y: [], left: [] };
@@ -86,7 +86,7 @@ function seriesOf(run, answer, name, axis, colour) {
   };
 }
 
-/** A run's evaluations in its training's own way of sampling, as dots with intervals. */
+/** A run's evaluations with the sampling of its headline, as dots with intervals. */
 function evaluationsOf(run, answer, axis, colour) {
   const ownWay = ({ how, step }) => step !== null && how === run.success?.how;
   const alike = run.evaluations.filter(ownWay);
@@ -102,7 +102,7 @@ function evaluationsOf(run, answer, axis, colour) {
   };
 }
 
-/** The runs' events as marks of an axis; those of several runs are in their runs' colours. */
+/** The events of the runs as marks; with several runs, in the colours of the runs. */
 function marksOf(runs, answers, axis) {
   const several = runs.length > 1;
   const markOf = ({ run }, index, { id, kind, step, text }) => ({
@@ -117,8 +117,8 @@ function marksOf(runs, answers, axis) {
 }
 
 /**
- * The charts of `names`. `runs` are answers of `/api/run`, the page's own first, each in its own
- * colour; `answers` their metrics by run. `onPick(step)` is a click on a step of the first run,
+ * The charts of `names`. `runs` are answers of `/api/run`, the page's own run first, each in its own
+ * colour; `answers` are their metrics by run. `onPick(step)` is a click on a step of the first run,
  * `onMark(mark)` on one of its events, `onLarge(name)` on a title.
  */
 export function Signals({ runs, answers, names, axis, large, onPick, onMark, ...rest }) {
@@ -154,7 +154,7 @@ function Signal({ name, runs, answers, axis, large, onLarge, ...rest }) {
       { y: own.random, label: "random play" },
       { y: own.optimal, label: "optimal play" },
     ];
-    // Runs in other environments have other baselines: a line would be wrong of all but one.
+    // Baselines are drawn only if all runs have the same environment.
     const alike = runs.every(({ env }) => env === own.env);
     return isSuccess && alike ? levels.filter(({ y }) => y !== null) : [];
   }, [runs]);
@@ -174,7 +174,7 @@ function Signal({ name, runs, answers, axis, large, onLarge, ...rest }) {
   />`;
 }
 
-/** Axis, smoothing and search; all of it lives in the address. */
+/** Axis, smoothing and search, which are all in the address. */
 export function Toolbar({ query, setQuery, names, search, children }) {
   const smoothing = smoothingOf(query);
   const metrics = names.filter((name) => !name.startsWith("ema/")).length;
@@ -185,7 +185,7 @@ export function Toolbar({ query, setQuery, names, search, children }) {
       value=${axisOf(query)}
       onChange=${(key) => setQuery({ axis: key === "step" ? null : key })}
     />
-    <label title="Exponential moving average; the raw course stays behind it, pale">
+    <label title="Exponential moving average; the raw values stay visible, pale">
       Smooth
       <input
         type="range" min="0" max="0.95" step="0.05" value=${smoothing}
@@ -195,14 +195,14 @@ export function Toolbar({ query, setQuery, names, search, children }) {
     </label>
     <input
       type="search" ref=${search} aria-label="Find a metric" placeholder="Find a metric  ( / )"
-      title="${metrics} are recorded" value=${query.m ?? ""}
+      title="${metrics} metrics are recorded" value=${query.m ?? ""}
       onInput=${(event) => setQuery({ m: event.target.value || null })}
     />
     ${children}
   </div>`;
 }
 
-/** The runs that are drawn over each other, each with its colour; the first cannot be removed. */
+/** The runs in the charts, each with its colour; the first one cannot be removed. */
 export function Legend({ runs, onRemove }) {
   return html`<ul class="legend" aria-label="Runs shown">
     ${runs.map(
@@ -218,10 +218,10 @@ export function Legend({ runs, onRemove }) {
   </ul>`;
 }
 
-/** A line when a search found nothing, or more than is shown. */
+/** A note when a search finds nothing, or more than is shown. */
 export function Found({ names, sought }) {
   if (!sought) return null;
-  if (names.length === 0) return html`<p class="muted">No metric holds these words.</p>`;
+  if (names.length === 0) return html`<p class="muted">No metric matches these words.</p>`;
   if (names.length < MOST) return null;
-  return html`<p class="muted">The first ${plural(MOST, "metric")}; add a word to see others.</p>`;
+  return html`<p class="muted">Only the first ${plural(MOST, "metric")} are shown; add a word to narrow the search.</p>`;
 }

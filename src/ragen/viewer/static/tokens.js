@@ -1,15 +1,15 @@
-// The tokens of an episode in order, as the model saw them and the optimiser trained them, coloured
-// by one of their numbers. Ten thousand tokens stay fluent because their elements are made once,
-// with a class for each colouring; choosing another changes one class of the element around them.
+// The tokens of an episode in order, as the model saw them and the optimiser trained them, coloured by
+// one of their numbers. Ten thousand tokens stay fast because their elements are made once, with a
+// class for each colouring: another colouring changes one class of the element around them.
 
 import { number } from "./numbers.js";
 import { mark, pieces, Tabs } from "./parts.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
-const SHADES = 9; // As many as style.css has of --s… and --d….
-const RAREST = -6.9; // One in a thousand; rarer ones look alike, or one −20 would hide all else.
-const CHUNK = 1000; // Tokens of a block that, in a long sample, is laid out as it comes into view.
-const LONG = 4000; // A shorter sample is laid out at once, so that scrolling to a turn is exact.
+const SHADES = 9; // The number of --s… and of --d… in style.css.
+const RAREST = -6.9; // One in a thousand. Rarer ones look alike; one of −20 would hide the others.
+const CHUNK = 1000; // Tokens of a block; in a long sample, a block is laid out when it is visible.
+const LONG = 4000; // Shorter samples are laid out at once, so that scrolling to a turn is exact.
 
 const identity = (x) => x;
 
@@ -18,22 +18,22 @@ const identity = (x) => x;
  * `diverging` scales are as wide on both sides of `centre`, on the axis that `axis` makes.
  */
 export const COLOURS = {
-  mask: { title: "mask", what: "Completions; what stands in prompts is never trained." },
+  mask: { title: "mask", what: "Completions are trained; prompts never are." },
   logprob: {
     title: "logprob", series: "logprob", fallback: "sampled_logprob", letter: "l", floor: RAREST,
-    flip: true, what: "The stronger the colour, the less likely the token was (nats).",
+    flip: true, what: "Nats; the darker, the less likely the token was.",
   },
   entropy: {
     title: "entropy", series: "entropy", letter: "e",
-    what: "The stronger the colour, the less decided the policy was (nats).",
+    what: "Nats; the darker, the less certain the policy was.",
   },
   advantage: {
     title: "advantage", series: "advantage", letter: "a", diverging: true,
-    what: "Above 0 the update makes the token likelier, below 0 less likely.",
+    what: "Above 0, the update makes the token more likely; below 0, less likely.",
   },
   ratio: {
     title: "importance ratio", series: "ratio", letter: "r", diverging: true, axis: Math.log,
-    back: Math.exp, what: "Probability now ÷ at the start of the update; 1 is unchanged.",
+    back: Math.exp, what: "Probability now ÷ probability at the start of the update; 1 is unchanged.",
   },
   value: {
     title: "value", series: "value", letter: "v", diverging: true,
@@ -41,7 +41,7 @@ export const COLOURS = {
   },
 };
 
-/** A token's numbers, in the order in which they are told. */
+/** A token's numbers, in the order in which they are shown. */
 const FACTS = [
   ["sampled logprob", "sampled_logprob"],
   ["logprob", "logprob"],
@@ -58,7 +58,7 @@ const FACTS = [
  * @param data The answer of `/api/tokens`.
  * @param turn The turn whose tokens are marked, or null.
  * @param colour A name of `COLOURS`.
- * @param untrained A sentence: why there is nothing of the optimiser's, where that is so.
+ * @param untrained A sentence: why the optimiser's numbers are missing, if they are.
  * @param onColour Called with the colouring that the reader chose.
  */
 export function Tokens({ data, turn = null, colour = "mask", untrained = "", onColour }) {
@@ -74,18 +74,18 @@ export function Tokens({ data, turn = null, colour = "mask", untrained = "", onC
       <${Tabs} tabs=${tabs} value=${shown} onChange=${onColour} label="colour tokens by" />
       <${Legend} colour=${shown} scale=${scales[shown]} word=${word} />
     </div>
-    ${data.source === "turns" && html`<p class="muted">${untrained} These are the turns' own tokens,
-      with the logprobs they were sampled at.</p>`}
+    ${data.source === "turns" && html`<p class="muted">${untrained} These are the tokens of the
+      turns, with their sampled logprobs.</p>`}
     <${Flow} samples=${data.samples} scales=${scales} colour=${shown} turn=${turn}
       onCurrent=${setCurrent} />
     <${Facts} samples=${data.samples} at=${current} word=${word} />
   </section>`;
 }
 
-/** The number's array in a sample: the one it is named after, or the nearest that was recorded. */
+/** The array of a number in a sample, or its fallback. */
 const seriesOf = (sample, { series, fallback }) => sample[series] ?? sample[fallback] ?? null;
 
-/** For each colouring that has numbers the axis from its lowest to its highest trained token. */
+/** For each colouring with numbers, the range from its lowest to its highest trained token. */
 function scalesOf(samples) {
   const scales = {};
   for (const [name, colour] of Object.entries(COLOURS)) {
@@ -113,7 +113,7 @@ function scaleOf(samples, colour) {
   return { low: -width, high: width };
 }
 
-/** The shade of a value, 0 … 8; of a flipped axis the low end is the dark one. */
+/** The shade of a value, from 0 to 8; on a flipped axis, low values are dark. */
 function shadeOf(value, { axis = identity, flip, diverging }, { low, high }) {
   if (high === low) return diverging ? (SHADES - 1) / 2 : 0;
   const share = Math.min(1, Math.max(0, (axis(value) - low) / (high - low)));
@@ -142,11 +142,11 @@ function Legend({ colour, scale, word }) {
   </p>`;
 }
 
-/** The elements of the tokens; they are Preact's no more once they are made. */
+/** The elements of the tokens, which are made once and not managed by Preact. */
 function Flow({ samples, scales, colour, turn, onCurrent }) {
   const root = useRef(null);
   const met = useRef(null);
-  const still = useRef(turn === 0); // A page that opens with the first turn begins at its top.
+  const still = useRef(turn === 0); // A page that opens at the first turn is not scrolled.
   useEffect(() => {
     const made = samples.map((sample, i) => sampleOf(sample, i, samples, scales));
     root.current.replaceChildren(...made);
@@ -173,7 +173,7 @@ function Flow({ samples, scales, colour, turn, onCurrent }) {
     onKeyDown=${step}></div>`;
 }
 
-/** The one token that the Tab key stops at is the one that was met last. */
+/** The Tab key stops at one token: the last one that was visited. */
 function move(old, token) {
   old.tabIndex = -1;
   old.classList.remove("current");
@@ -181,7 +181,7 @@ function move(old, token) {
   token.classList.add("current");
 }
 
-/** Arrows go from token to token while one has the focus; the page's own keys rest meanwhile. */
+/** The arrow keys move from token to token while one has the focus. */
 function step(event) {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   const token = event.target.closest(".token");
@@ -192,7 +192,7 @@ function step(event) {
   all[all.indexOf(token) + by]?.focus();
 }
 
-/** A sample as stretches of tokens: what came before a turn, its completion, and so on. */
+/** A sample as stretches of tokens: a prompt, the completion of a turn, and so on. */
 function sampleOf(sample, index, samples, scales) {
   const section = element("div", sample.ids.length > LONG ? "sample long" : "sample");
   section.dataset.sample = index;
@@ -215,7 +215,7 @@ function sampleOf(sample, index, samples, scales) {
   return section;
 }
 
-/** Half-open ranges of tokens that belong to one turn, or to what was put before it (−1). */
+/** Half-open ranges of tokens that belong to one turn, or to a prompt (turn −1). */
 export function stretchesOf(sample) {
   const stretches = [];
   for (const [i, turn] of sample.turn.entries()) {
@@ -254,7 +254,7 @@ function element(name, className = "", text = null) {
   return made;
 }
 
-/** A token's text with its blanks, breaks and hidden characters to be seen. */
+/** A token's text with spaces, line breaks and hidden characters made visible. */
 function spelled(text) {
   if (text === "") return "∅";
   const seen = pieces(text).map((piece) => (piece.hidden ? mark(piece.text) : piece.text)).join("");
@@ -264,7 +264,7 @@ function spelled(text) {
 /** All numbers of the token under the pointer or the focus. */
 function Facts({ samples, at, word }) {
   if (at === null || !samples[at[0]]) {
-    return html`<div class="token-facts"><p class="muted">Point at a token for its numbers.</p></div>`;
+    return html`<div class="token-facts"><p class="muted">Point at a token to see its numbers.</p></div>`;
   }
   const [sample, i] = [samples[at[0]], at[1]];
   const facts = FACTS.filter(([, series]) => sample[series] && sample[series][i] !== null);
@@ -287,5 +287,5 @@ function Facts({ samples, at, word }) {
   </div>`;
 }
 
-/** Five significant digits: what tells two logprobs apart. */
+/** Five significant digits, enough to distinguish two logprobs. */
 const exact = (x) => (Number.isInteger(x) ? String(x) : x.toPrecision(5)).replace("-", "−");

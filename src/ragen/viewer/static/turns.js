@@ -1,5 +1,5 @@
-// What pages show of a turn: its actions, what it earned, its thought; an episode's outcome; and
-// episodes side by side, their turns in the same row.
+// The parts of a turn (actions, rewards, thought), an episode's outcome, and episodes side by side with
+// one row for each turn.
 
 import { link } from "./addresses.js";
 import { Board } from "./board.js";
@@ -7,33 +7,33 @@ import { number, plural } from "./numbers.js";
 import { Chip, Text } from "./parts.js";
 import { html, useEffect, useMemo, useRef } from "./vendor/preact-htm.js";
 
-/** Cells of all small boards together, above which episodes side by side are shown without. */
+/** Above this number of cells in total, episodes side by side are shown without boards. */
 const MOST_SMALL_CELLS = 15000;
 
-/** Ways to act that are told where members part; the rest are counted. */
+/** Different actions that are listed where episodes diverge; the rest are counted. */
 const MOST_WAYS = 6;
 
-/** Characters of an observation beside others: enough to tell two apart. */
+/** Characters of an observation in a table: enough to distinguish two. */
 const SHORT = 300;
 
 /**
- * What an episode looked like before each turn and after the last one, in order.
+ * The pictures of an episode before each turn and after the last one, in order.
  *
- * @returns `[{turn, picture, after}]`, one more than turns: the last has `after`, what the environment
- *     showed in the end, beside the last turn.
+ * @returns `[{turn, picture, after}]`, one more than turns. The last one has the last turn, and
+ *     `after`, the final observation.
  */
 export function framesOf(episode) {
   const before = episode.turns.map((turn) => ({ turn, picture: turn.picture, after: null }));
   const turn = episode.turns.at(-1) ?? null;
   const after = { observation: episode.final_observation ?? "" };
-  // An environment that failed told nothing of its end: what it showed last stays.
+  // An environment that failed has no final picture: the last one stays.
   const last = episode.final_observation === null ? (turn?.picture ?? null) : episode.final_picture;
   return [...before, { turn, picture: last, after }];
 }
 
-/** A word on what the run went back behind: its later steps began from before it. */
+/** Marks an episode of a step that the run was rolled back over. */
 export const Undone = ({ still_counts: counts }) => counts ? "" : html`<${Chip}
-  title="the run was rolled back to before this step, and took it anew">rolled back<//>`;
+  title="the run was rolled back to an earlier step: this episode no longer counts">rolled back<//>`;
 
 /** The address of an episode's group. */
 export const groupLink = (run, { attempt, step, phase, group }) =>
@@ -45,24 +45,24 @@ export function returnsOf(episode) {
   return episode.turns.map((turn) => (sum += turn.reward + turn.penalty));
 }
 
-/** A number with its sign: what is earned and what is lost must not look alike. */
+/** A number with its sign, so that gains and losses look different. */
 export function signed(x) {
   return x > 0 ? `+${number(x)}` : number(x);
 }
 
-/** What a turn asked for; what the environment did not execute is struck through. */
+/** The actions of a turn; those that the environment did not execute are struck through. */
 export function Actions({ asked, executed }) {
   const marked = useMemo(() => matched(asked, executed), [asked, executed]);
   if (!asked.length) return html`<span class="muted">no action</span>`;
   return html`<span class="actions">${marked.map(({ action, done }, i) => done
     ? html`<span key=${i} class="action"><${Text} text=${action} limit=${80} /></span>`
-    : html`<s key=${i} class="action undone" title="asked, not executed"
+    : html`<s key=${i} class="action undone" title="requested, not executed"
         ><${Text} text=${action} limit=${80} /></s>`)}</span>`;
 }
 
 /**
- * Which of the asked actions were executed. Those are a part of the asked ones in their order, in
- * the environment's own spelling: unknown names and what no budget was left for are missing.
+ * Which of the requested actions were executed. The executed ones are a subsequence of the requested
+ * ones, in the environment's own spelling; unknown names and actions beyond the budget are missing.
  */
 export function matched(asked, executed) {
   let done = 0;
@@ -73,27 +73,27 @@ export function matched(asked, executed) {
   });
 }
 
-/** Reward and, where one is due, penalty. */
+/** The reward and the penalty, if there is one. */
 export function Earned({ reward, penalty }) {
   return html`<span class="earned"
     ><span class=${tone(reward)} title="reward">${signed(reward)}</span>
-    ${penalty !== 0 && html`<span class="lost" title="penalty"> ${signed(penalty)}</span>`}</span>`;
+    ${penalty !== 0 && html`<span class="bad" title="penalty"> ${signed(penalty)}</span>`}</span>`;
 }
 
-const tone = (x) => (x > 0 ? "won" : x < 0 ? "lost" : "muted");
+const tone = (x) => (x > 0 ? "good" : x < 0 ? "bad" : "muted");
 
-/** How an episode ended: by sign, word and colour. */
+/** How an episode ended, by sign, word and colour. */
 export function Outcome({ episode }) {
   const failed = episode.error !== null && episode.error !== undefined;
-  const [sign, kind] = failed ? ["!", "failed"] : episode.success ? ["✓", "won"] : ["✗", "lost"];
+  const [sign, kind] = failed ? ["!", "bad"] : episode.success ? ["✓", "good"] : ["✗", "bad"];
   return html`<span class="outcome ${kind}" title=${ENDS[episode.stop_reason]}
     ><span aria-hidden="true">${sign}</span> ${episode.stop_reason.replace("_", " ")}</span>`;
 }
 
 /** What each stop reason means. */
 export const ENDS = {
-  solved: "the environment ended it with success",
-  failed: "the environment ended it without success",
+  solved: "the environment ended the episode with success",
+  failed: "the environment ended the episode without success",
   max_turns: "no turns were left",
   max_actions: "no actions were left",
   context: "the next prompt had no room in the model's context",
@@ -102,10 +102,10 @@ export const ENDS = {
   request: "the server gave no completion",
 };
 
-/** One turn in full: thought, actions, what they earned. */
+/** One whole turn: thought, actions, rewards. */
 export function TurnCard({ turn, sum, current, onChoose }) {
   const card = useRef(null);
-  const still = useRef(turn.turn === 0); // A page that opens with the first turn begins at its top.
+  const still = useRef(turn.turn === 0); // A page that opens at the first turn is not scrolled.
   useEffect(() => {
     if (current && !still.current) card.current.scrollIntoView({ block: "nearest" });
     still.current = false;
@@ -129,21 +129,21 @@ export function TurnCard({ turn, sum, current, onChoose }) {
   </article>`;
 }
 
-/** The thought, or the whole reply where it has none. */
+/** The thought, or the whole reply if it has none. */
 export function Thought({ turn }) {
   if (turn.thought === null) {
-    return html`<p class="thought unthought"><span class="muted">no valid thought; the reply: </span
+    return html`<p class="thought unthought"><span class="muted">no valid thought; the reply was: </span
       ><${Text} text=${turn.reply.trim()} /></p>`;
   }
   return html`<p class="thought"><${Text} text=${turn.thought.trim()} /></p>`;
 }
 
 /**
- * Episodes side by side: a column each, a row for each turn.
+ * Episodes side by side: one column each, one row a turn.
  *
  * @param columns `[{title, episode, href}]`; without `href` the title is no link.
  * @param from The first turn that is shown.
- * @param selected The column under the keyboard, or null.
+ * @param selected The column that the keyboard has selected, or null.
  */
 export function SideBySide({ columns, from = 0, selected = null }) {
   const episodes = columns.map(({ episode }) => episode);
@@ -164,7 +164,7 @@ export function SideBySide({ columns, from = 0, selected = null }) {
         </th>`)}</tr></thead>
       <tbody>${rows.map((k) => html`
         ${parting?.turn === k && html`<tr class="parting" data-testid="parting">
-          <td colspan=${columns.length + 1}><p>${saidOf(parting)}</p></td></tr>`}
+          <td colspan=${columns.length + 1}><p>${describe(parting)}</p></td></tr>`}
         <tr key=${k}><th scope="row">${k + 1}</th>${episodes.map((episode, i) => html`
           <td key=${i} class=${i === selected ? "selected" : ""}>
             ${episode.turns[k] && html`<${SmallTurn} turn=${episode.turns[k]} env=${episode.env}
@@ -203,8 +203,8 @@ function smallBoards(episodes) {
 }
 
 /**
- * The first turn at which episodes of one level are no longer alike, and whether the environment parted
- * them (another state after the same actions) or they did (other actions): `{turn, by, counts}`.
+ * The first turn at which episodes of one level diverge, and why: different states after the same
+ * actions (`by` is "env") or different actions (`by` is "actions"): `{turn, by, counts}`.
  */
 export function partingOf(episodes) {
   const last = Math.max(0, ...episodes.map(({ turns }) => turns.length));
@@ -218,19 +218,19 @@ export function partingOf(episodes) {
   return null;
 }
 
-/** How often each word occurs, the most frequent first. */
+/** How often each word occurs, most frequent first. */
 function tally(words) {
   const counts = new Map();
   for (const word of words) counts.set(word, (counts.get(word) ?? 0) + 1);
   return [...counts].sort((a, b) => b[1] - a[1]);
 }
 
-function saidOf({ by, counts }) {
+function describe({ by, counts }) {
   if (by === "env") {
-    return `Here they part: the same actions led to ${plural(counts.length, "different state")}.`;
+    return `They diverge here: the same actions led to ${plural(counts.length, "different state")}.`;
   }
-  const said = counts.slice(0, MOST_WAYS).map(([acts, count], i) => html`${i ? " · " : " "}
+  const ways = counts.slice(0, MOST_WAYS).map(([acts, count], i) => html`${i ? " · " : " "}
     <b>${count}</b> did${" "}<${Text} text=${acts} limit=${80} />`);
   const others = counts.length - MOST_WAYS;
-  return html`Here they part:${said}${others > 0 && ` · and ${plural(others, "other way")}`}`;
+  return html`They diverge here:${ways}${others > 0 && ` · and ${plural(others, "other way")}`}`;
 }

@@ -1,5 +1,5 @@
-// Is the policy collapsing? Where the run is between the two axes H(Z|X) and I(X;Z), which prompt
-// each thought points to, and whether the task or the regularisers make the gradient.
+// Signs of collapse: the run's course in the plane of H(Z|X) and I(X;Z), the matrix of cross-scores,
+// and the gradient norms of the task and the regularisers.
 
 import { useApi, useEvents } from "../api.js";
 import { Curves } from "../charts.js";
@@ -28,14 +28,14 @@ function Collapse({ run, data, query, setQuery }) {
   const path = measured.includes(query.path) ? query.path : pathsIn(measured)[0];
   return html`
     <section class="panel">
-      <h2>What thoughts tell of their prompts</h2>
+      <h2>Information of thoughts about their prompts</h2>
       ${path === undefined
         ? html`<${Unmeasured} how="--diagnose.information_every 5"
-            also="It needs a policy that thinks (prompt.think = true)." />`
+            also="The policy has to think (prompt.think = true)." />`
         : html`<${Axes} ...${{ data, path, measured, query, setQuery }} />`}
     </section>
     <section class="panel">
-      <h2>Cross-scores: which prompt does a thought point to?</h2>
+      <h2>Cross-scores: which prompt does a thought identify?</h2>
       ${data.matrix_steps.length === 0
         ? html`<${Unmeasured} how="--diagnose.information_every 5" />`
         : html`<${Matrix} steps=${data.matrix_steps} all=${data.all}
@@ -45,15 +45,14 @@ function Collapse({ run, data, query, setQuery }) {
       <h2>Gradient norms by reward std</h2>
       ${data.gradients.steps.length === 0
         ? html`<${Unmeasured} how="--diagnose.gradients_every 10"
-            also="Each time costs a backward pass for each term and bucket." />`
+            also="Each measurement costs a backward pass for each term and bucket." />`
         : html`<${Gradients} gradients=${data.gradients} step=${Number(query.gradients)}
             onStep=${(step) => setQuery({ gradients: step })} />`}
     </section>`;
 }
 
 function Unmeasured({ how, also }) {
-  return html`<p class="muted">This run did not measure it. To see it here, train
-    with <code>${how}</code>. ${also}</p>`;
+  return html`<p class="muted">This was not measured. To see it here, train with <code>${how}</code>. ${also}</p>`;
 }
 
 function Axes({ data, path, measured, query, setQuery }) {
@@ -66,7 +65,7 @@ function Axes({ data, path, measured, query, setQuery }) {
       <${Plane} paths=${paths} thresholds=${thresholds} path=${path} step=${Number(query.step)}
         onPick=${(name, step) => setQuery({ path: name, step })} />
       <div class="axes-curves">
-        <${Curves} ...${look} title="own prompt found" series=${series.retrieval} range=${[0, 1]}
+        <${Curves} ...${look} title="own prompt identified" series=${series.retrieval} range=${[0, 1]}
           format=${(x) => percent(x, 0)} lines=${chanceOf(paths[path])} />
         <${Curves} ...${look} title="I(X;Z), nats" series=${series.mi} />
         <${Curves} ...${look} title="H(Z|X), nats" series=${series.conditional_entropy} />
@@ -89,28 +88,28 @@ function chanceOf({ chance }) {
   return last === null || last === undefined ? [] : [{ y: last, label: "chance" }];
 }
 
-/** What each regime means, in words. */
+/** The meaning of each regime. */
 const REGIMES = {
-  diverse: ["good", "it thinks in many ways, and about what it sees."],
-  "template collapse": ["bad", "it thinks in many ways, but hardly about what it sees."],
-  compressed: ["warn", "it thinks in few ways, and they fit what it sees."],
-  "low-entropy collapse": ["bad", "it thinks the same, whatever it sees."],
+  diverse: ["good", "thoughts vary, and depend on the observation."],
+  "template collapse": ["bad", "thoughts vary, but hardly depend on the observation."],
+  compressed: ["warn", "thoughts vary little, and depend on the observation."],
+  "low-entropy collapse": ["bad", "thoughts are the same, whatever the observation."],
 };
 
-/** Where the run is now, in words, and whether that can be decided. */
+/** The regime of the last step in words, and whether it can be decided. */
 function standing(path, name, { min_prompts: least }) {
   const last = path.steps.length - 1;
   const names = ["mi", "conditional_entropy", "prompt_entropy", "num_prompts"];
   const [mi, entropy, ceiling, prompts] = names.map((each) => path[each][last]);
-  const told = ceiling > 0 ? `${percent(mi / ceiling, 0)} of the ${number(ceiling)}` : "of the 0";
-  const where = html`Step ${path.steps[last]}, ${PATHS[name] ?? name}: given their prompt, thoughts
-    vary by <b>H(Z|X) = ${number(entropy)} nats</b>; of the prompt they tell${" "}
-    <b>I(X;Z) = ${number(mi)} nats</b>, ${told} that there are to tell.`;
+  const told = ceiling > 0 ? `${percent(mi / ceiling, 0)} of the ${number(ceiling)} nats` : "0 nats";
+  const where = html`Step ${path.steps[last]}, ${PATHS[name] ?? name}: the entropy of
+    thoughts given their prompt is <b>H(Z|X) = ${number(entropy)} nats</b>; their information about
+    the prompt is <b>I(X;Z) = ${number(mi)} nats</b>, which is ${told} of the prompts' entropy.`;
   if (prompts < least) {
-    return html`${where} <b>That is undecidable</b>: the thoughts came
-      from ${plural(prompts, "different prompt")}, and a regime needs ${least} or more (more levels
-      a step: rollout.num_groups; some environments have fewer first prompts than that).`;
+    return html`${where} <b>The regime is undecided</b>: the thoughts came
+      from ${plural(prompts, "different prompt")}, and at least ${least} are needed. Raise
+      rollout.num_groups; some environments have fewer first prompts.`;
   }
   const [kind, words] = REGIMES[path.regime[last]];
-  return html`${where} That is <b class=${kind}>${path.regime[last]}</b>: ${words}`;
+  return html`${where} The regime is <b class=${kind}>${path.regime[last]}</b>: ${words}`;
 }

@@ -1,6 +1,6 @@
-// One episode, turn by turn: the board as it was before the turn that is shown, what was thought,
-// asked and earned; the tokens that were trained; the prompt as the model saw it; and what would
-// have happened otherwise. The turn and the view are in the address.
+// One episode, turn by turn: the board before the turn that is shown, the thought, the actions and the
+// rewards; the tokens; the prompt as the model saw it; and branches. The turn and the view are in the
+// address.
 
 import { link, visit } from "../addresses.js";
 import { useApi } from "../api.js";
@@ -16,7 +16,7 @@ import {
 import { WhatIf } from "../whatif.js";
 import { html, useCallback, useEffect, useMemo, useState } from "../vendor/preact-htm.js";
 
-const SPEEDS = [0.5, 1, 2, 4]; // Turns a second: one is slow enough to read along a short thought.
+const SPEEDS = [0.5, 1, 2, 4]; // Turns a second.
 
 const VIEWS = [
   { key: "turns", title: "Turns" },
@@ -54,8 +54,8 @@ function Episode({ run, episode, query, setQuery }) {
       o: () => visit(groupLink(run, episode)),
     },
     {
-      ArrowLeft: "turn before", ArrowRight: "next turn", " ": "play or pause",
-      "[": neighbour(run, episode.previous) && "episode before",
+      ArrowLeft: "previous turn", ArrowRight: "next turn", " ": "play or pause",
+      "[": neighbour(run, episode.previous) && "previous episode",
       "]": neighbour(run, episode.next) && "next episode",
       t: "next view: turns, tokens, raw prompt", o: groupLink(run, episode) && "the episode's group",
     },
@@ -84,11 +84,11 @@ const inRange = (turn, last) => Math.min(last, Math.max(0, Number.isNaN(turn) ? 
 const following = (view) =>
   VIEWS[(VIEWS.findIndex(({ key }) => key === view) + 1) % VIEWS.length].key;
 
-/** The address of a neighbour, in the view that is open. */
+/** The address of the previous or next episode, in the open view. */
 const neighbour = (run, id, view) => id === null ? undefined
   : link("episode", { run, id }, { view: view === "turns" ? null : view });
 
-/** Which episode this is, how it ended, and the way to its neighbours and its group. */
+/** The episode, its outcome, and links to its neighbours and its group. */
 function Headline({ run, episode, view }) {
   const { step, phase, group, member, env, level_seed: level, previous, next } = episode;
   return html`<header class="headline">
@@ -119,7 +119,7 @@ function Headline({ run, episode, view }) {
     <pre><${Text} text=${episode.error} /></pre></details>`}`;
 }
 
-/** The board before turn `at`, or after the last one, with what was asked there. */
+/** The board before turn `at`, or after the last one. */
 function Stage({ episode, at }) {
   const frames = useMemo(() => framesOf(episode), [episode]);
   const { turn, picture, after } = frames[at];
@@ -128,7 +128,7 @@ function Stage({ episode, at }) {
       : html`Before turn ${at + 1} of ${frames.length - 1}`}</p>`;
 }
 
-/** Playing: a clock that goes on turn by turn until the end; at the end it begins anew. */
+/** Playback: a clock that moves turn by turn to the end; from the end it starts over. */
 function usePlay(at, last, go) {
   const [playing, setPlaying] = useState(false);
   const [speed, setSpeed] = useState(1);
@@ -163,7 +163,7 @@ function Player({ at, last, go, play }) {
   </div>`;
 }
 
-/** The return so far, turn by turn: a bar for each turn, up for what was earned. */
+/** The return so far: one bar a turn, up for gains and down for losses. */
 function Returns({ episode, at, go }) {
   const sums = useMemo(() => returnsOf(episode), [episode]);
   const shown = at > 0 ? sums[at - 1] : 0;
@@ -181,22 +181,22 @@ function Returns({ episode, at, go }) {
 
 function Turns({ episode, at, go }) {
   const sums = returnsOf(episode);
-  if (!episode.turns.length) return html`<p class="muted">It ended before its first turn.</p>`;
+  if (!episode.turns.length) return html`<p class="muted">The episode ended before its first turn.</p>`;
   return html`<div class="turns">
     ${episode.turns.map((turn, k) => html`<${TurnCard} key=${k} turn=${turn} sum=${sums[k]}
       current=${k === at} onChoose=${() => go(k)} />`)}
-    <p class="muted">It ended: <${Outcome} episode=${episode} /></p>
+    <p class="muted">End: <${Outcome} episode=${episode} /></p>
     ${!episode.final_picture && episode.final_observation && html`<p class="muted">The environment's last
       words: <span class="last-words"><${Text} text=${episode.final_observation} /></span></p>`}
   </div>`;
 }
 
-/** The two views that need the tokens, which are asked for only here. */
+/** The two views that need the tokens, which are loaded only here. */
 function TokenViews({ run, episode, turn, view, colour, onColour }) {
   const { data, error, reload } = useApi(episode.has_tokens ? "/api/tokens" : null,
     { run, episode: episode.id });
   if (!episode.has_tokens) {
-    return html`<p class="muted">This episode has no tokens: its endpoint gave text alone.</p>`;
+    return html`<p class="muted">This episode has no tokens: its endpoint returned only text.</p>`;
   }
   if (error) return html`<${Problem} error=${error} reload=${reload} />`;
   if (!data) return html`<${Loading} what="Loading the tokens" />`;
@@ -205,7 +205,7 @@ function TokenViews({ run, episode, turn, view, colour, onColour }) {
     untrained=${untrainedBecause(episode)} />`;
 }
 
-/** Why nothing of the optimiser's is recorded of an episode. */
+/** Why an episode has no numbers of the optimiser. */
 function untrainedBecause({ phase, kept }) {
   if (phase !== "train") return "Evaluations are not trained on.";
   if (!kept) return "The filter dropped its group, so it was not trained on.";

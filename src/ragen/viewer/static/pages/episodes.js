@@ -1,5 +1,5 @@
-// The episodes of a run as one long list: filtered, searched and sorted by the server, page by
-// page. Every filter is in the address, so that a list can be sent to a colleague.
+// The list of a run's episodes, which the server filters, searches, sorts and pages. Every filter is in
+// the address, so that a list can be shared as a link.
 
 import { link, visit } from "../addresses.js";
 import { get, useApi, useEvents, useRetry } from "../api.js";
@@ -9,11 +9,11 @@ import { Chip, Loading, Pager, Problem, Table, Text, useReady } from "../parts.j
 import { Earned, groupLink, Outcome, Undone } from "../turns.js";
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 
-const PAUSE_MS = 250; // After the last key, before what is typed is looked for.
+const PAUSE_MS = 250; // Between the last key and the search.
 const PAGE_SIZE = 50;
-const AHEAD = 5; // Rows before the end at which j asks for the next page.
+const AHEAD = 5; // Rows before the end at which j loads the next page.
 
-/** The filters' names in the address; the API has the same. */
+/** The filters' names, in the address as in the API. */
 const FILTERS = [
   "q", "phase", "step_from", "step_to", "env", "success", "reward_min", "reward_max",
   "stop_reason", "kept", "alarm", "group", "level_seed",
@@ -33,9 +33,9 @@ export default function Page({ params, query, setQuery }) {
   useReady(list.episodes !== null || list.error !== null);
   useEffect(() => setAt(0), [list.key]);
   const episodes = list.episodes ?? [];
-  // A new step must not move the rows under the reader; where there is none it moves nothing.
-  const told = () => (episodes.length ? newest.reload() : list.reload());
-  useEvents({ run }, { step: told, end: told, again: told });
+  // A new step must not move the rows that somebody reads; an empty list may be loaded again.
+  const onNews = () => (episodes.length ? newest.reload() : list.reload());
+  useEvents({ run }, { step: onNews, end: onNews, again: onNews });
   const comparable = newest.data !== null && episodes.length > 0 && !list.stale;
   const fresh = comparable && grown(newest.data, list);
   const trouble = list.error ? [list.error, list.retry] : [newest.error, newest.reload];
@@ -52,7 +52,7 @@ export default function Page({ params, query, setQuery }) {
       "/": () => search.current.focus(),
     },
     {
-      j: "next episode", k: "episode before", Enter: "open the episode", o: "open its group",
+      j: "next episode", k: "previous episode", Enter: "open the episode", o: "open its group",
       "/": "search in thoughts",
     },
   );
@@ -78,21 +78,21 @@ export default function Page({ params, query, setQuery }) {
   </main>`;
 }
 
-/** Why the list is empty: the filters leave nothing, or nothing is there. */
+/** Why the list is empty: no episode fits the filters, or none is recorded. */
 function Nothing({ facets }) {
-  if (facets.phases.length) return html`<p class="muted">No episode is like this.</p>`;
-  return html`<p class="muted">No episode is recorded yet. A run records those of each step, unless
-    its <code>record.episodes_every</code> says otherwise.</p>`;
+  if (facets.phases.length) return html`<p class="muted">No episode fits the filters.</p>`;
+  return html`<p class="muted">No episode is recorded yet. A run records the episodes of each step;
+    its <code>record.episodes_every</code> may be larger.</p>`;
 }
 
-/** Whether a list has others by now; of a search with very many hits the total is not counted. */
+/** Whether a list has grown; a search with very many hits has no total. */
 function grown(now, then) {
   const counted = now.total !== null && then.total !== null;
   const last = ({ facets }) => facets.steps?.[1] ?? 0;
   return counted ? now.total > then.total : last(now) > last(then);
 }
 
-/** The pages of the list so far; another question begins anew, late answers are dropped. */
+/** The loaded pages of the list. A new request starts over, and late answers are dropped. */
 function useList(run, asked) {
   const key = JSON.stringify([run, asked]);
   const [state, setState] = useState({ episodes: null, cursor: null, loading: true, error: null });
@@ -174,10 +174,10 @@ function columnsOf(run, facets = { phases: [], envs: [] }) {
   ].filter(Boolean);
 }
 
-/** What a number counts, where a narrow screen has no room for the table's head. */
+/** The unit of a number, shown where a narrow screen hides the table's header. */
 const Unit = ({ of }) => html`<span class="unit"> ${of}</span>`;
 
-/** The bar of filters; a control shows what the address says, and changes the address only. */
+/** The bar of filters; controls show what is in the address, and change only the address. */
 function Filters({ query, setQuery, facets, search }) {
   const [open, setOpen] = useState(false);
   const chosen = FILTERS.filter((name) => query[name]);
@@ -202,7 +202,7 @@ function Filters({ query, setQuery, facets, search }) {
     <${Typed} ...${common} name="reward_max" title="to" placeholder="to" />
     <${Choice} ...${common} name="kept" title="filter"
       options=${[ANY, ["1", "kept"], ["0", "dropped"]]} />
-    <label title="only steps at which an alarm was raised"><input type="checkbox"
+    <label title="only steps with an alarm"><input type="checkbox"
       checked=${query.alarm === "1"}
       onChange=${(event) => setQuery({ alarm: event.target.checked ? "1" : null })} /> alarm</label>
     ${["group", "level_seed"].filter((name) => query[name]).map((name) => html`
@@ -222,7 +222,7 @@ function Choice({ query, setQuery, name, title = name, options }) {
   </select></label>`;
 }
 
-/** A field that acts when the reader pauses; what the address says from elsewhere enters it. */
+/** A field that takes effect when the typing pauses, and follows changes of the address. */
 function Typed({ query, setQuery, name, title, type = "number", placeholder, field }) {
   const given = query[name] ?? "";
   const [text, setText] = useState(given);

@@ -1,4 +1,4 @@
-// A group: the episodes of one prompt side by side, and what the filter made of them.
+// A group: the episodes of one prompt side by side, and whether the filter kept them.
 
 import { link, visit } from "../addresses.js";
 import { useApi } from "../api.js";
@@ -26,8 +26,8 @@ export default function Page({ params, query }) {
       "[": () => visit(other(data?.previous)), "]": () => visit(other(data?.next)),
     },
     {
-      j: "next member", k: "member before", Enter: "open the member's episode",
-      "[": other(data?.previous) && "group before", "]": other(data?.next) && "next group",
+      j: "next member", k: "previous member", Enter: "open the member's episode",
+      "[": other(data?.previous) && "previous group", "]": other(data?.next) && "next group",
     },
   );
   return html`<main class="page page-group">
@@ -56,16 +56,16 @@ export default function Page({ params, query }) {
 
 function Figures({ group }) {
   const { episodes } = group;
-  const won = episodes.filter(({ success }) => success).length;
+  const numSolved = episodes.filter(({ success }) => success).length;
   const mean = episodes.reduce((sum, { reward }) => sum + reward, 0) / (episodes.length || 1);
   return html`<dl class="figures">
-    <div><dt>succeeded</dt><dd>${won} of ${episodes.length}</dd></div>
+    <div><dt>succeeded</dt><dd>${numSolved} of ${episodes.length}</dd></div>
     <div><dt>mean reward</dt><dd>${number(mean)}</dd></div>
     <div><dt>reward std</dt><dd>${number(group.reward_std)}</dd></div>
   </dl>`;
 }
 
-/** What each score of the filter is of a group. */
+/** What each score of the filter measures. */
 export const SCORES = {
   reward_std: "the spread (std) of its rewards",
   variance: "the variance of its rewards",
@@ -75,9 +75,9 @@ export const SCORES = {
 export const RULES = {
   top_k: (value) => value > 1 ? `the ${number(value)} groups with the highest scores are kept`
     : `the ${number(100 * value)} % of the step's groups with the highest scores are kept`,
-  top_p: (value) => `groups are kept from the highest score down, until they hold ${
-    number(100 * value)} % of the scores' sum`,
-  reweight: () => "every group is kept, and counts by its reward std",
+  top_p: (value) => `groups are kept from the highest score down, up to ${
+    number(100 * value)} % of the sum of the scores`,
+  reweight: () => "every group is kept, weighted by its reward std",
 };
 
 /** In a sentence: kept or dropped, by which rule, with which score. */
@@ -85,15 +85,15 @@ function Ruling({ group, phase }) {
   if (phase !== "train") return "Evaluations are not filtered.";
   const { kept, rule, value, score_name: name, group_score: score } = group;
   const told = RULES[rule]?.(value ?? 1) ?? "this run keeps every group";
-  const flat = group.include_zero === false ? ", but none whose members all earn the same" : "";
+  const flat = group.include_zero === false ? ", but none with equal rewards throughout" : "";
   return html`<b class=${kept ? "good" : "warn"}>${kept ? "Kept" : "Dropped"} by the filter</b>:
     ${" "}${told}${flat}.${
     score !== null && ` Its score is ${number(score)}: ${SCORES[name] ?? name}.`}${alike(group)}`;
 }
 
-/** Why nothing can be learnt from comparing its members, if so; one alone is compared with none. */
+/** Why the group has no learning signal, if so; a single episode is compared with none. */
 function alike({ episodes, num_played: played, reward_std: std }) {
-  const failed = ` Of its ${episodes.length} episodes ${played || "none"} could be played to the end.`;
+  const failed = ` Only ${played} of its ${episodes.length} episodes could be played to the end.`;
   if (played < 2) return played < episodes.length && failed;
-  return std === 0 && " All members earned the same: nothing tells them apart.";
+  return std === 0 && " All episodes earned the same reward, so that there is no learning signal.";
 }

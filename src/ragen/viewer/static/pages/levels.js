@@ -230,8 +230,8 @@ function Pairs({ episodes, from, to, otherSeed, setSteps }) {
     <tfoot><tr><th></th>${columns.map(({ step }) =>
       html`<th scope="col" key=${step}>${step}</th>`)}</tr></tfoot>
   </table></div>
-  <p class="muted">A cell is the percentage of the words of two steps' thoughts that belong to runs of
-    ${MIN_RUN} or more words in both. Choose a cell to read the two. In the Echo Trap, late steps
+  <p class="muted">A cell is the percentage of the words of two steps' thoughts that belong to
+    runs of ${MIN_RUN} or more words in both. Choose a cell to read the two. In the Echo Trap, late steps
     share nearly all words with each other, and so do two levels of one step: the thoughts are the
     same whatever the policy observes.${
     every > 1 && ` The table shows ${chosen.length} of ${plural(episodes.length, "step")}.`}</p>
