@@ -216,7 +216,7 @@ def test_what_cannot_fit_is_refused_with_the_smallest_change(
         refuse_too_large(config, print)
     text = str(refusal.value)
     assert "weights, gradients and optimiser take" in text and "free on the cpu" in text
-    remedy = f"they fit with {offered}" if offered else "take a smaller model"
+    remedy = f"they fit with {offered}" if offered else "use a smaller model"
     assert text.endswith(remedy)
 
 

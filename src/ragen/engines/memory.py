@@ -1,8 +1,8 @@
-"""What a run needs of memory, told before its weights are loaded or anything is written.
+"""How much memory a run needs, computed before weights are loaded or anything is written.
 
-The model is built without storage, from its config alone, so that its parameters can be counted
-exactly: weights, gradients, optimisers and the sampler's cache are what will be allocated; logits
-and activations are estimates.
+The model is built without storage, from its config alone, so that its parameters are counted
+exactly: weights, gradients, optimisers and the sampler's cache are exact; logits and activations
+are estimates.
 """
 
 # mypy: allow-untyped-calls
@@ -34,24 +34,24 @@ from ragen.models.pretrained import LOAD_ERRORS, cannot_load, model_config, mode
 
 GIB = 2**30
 WORTH_TELLING = GIB
-"""Smaller plans are noise beside what any machine has."""
+"""Plans below this fit every machine and are not printed."""
 FLOAT = 4
-"""Bytes of a float32: gradients, masters and optimiser states have them whatever the model has."""
+"""Bytes of a float32, the dtype of gradients, masters and optimiser states for every model."""
 CHANGES: tuple[tuple[str, Any], ...] = (
     ("model.dtype", "bfloat16"),
     ("lora.rank", 64),
     ("model.critic", "shared"),
 )
-"""What is tried to make a run fit, in this order; 64 is the rank that RAGEN's paper trains."""
+"""Changes that are tried to make a run fit, in this order; 64 is the rank in RAGEN's paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes of each part of a run, and of what there is.
+    """Bytes of each part of a run, and of free memory.
 
-    `critic` holds its own weights, gradients and optimiser. `sampler` is its cache of keys and
-    values, and its copy of the weights where it keeps one. `available` is ``None`` where this
-    machine does not tell.
+    `critic` includes its weights, gradients and optimiser. `sampler` is its cache of keys and
+    values, and its copy of the weights if it has one. `available` is ``None`` if this machine does
+    not report it.
     """
 
     weights: int
@@ -67,16 +67,16 @@ class Plan:
 
     @property
     def certain(self) -> int:
-        """What is held all the time, however small the batches are."""
+        """Bytes that are always held, however small the batches are."""
         return self.weights + self.gradients + self.optimizer + self.reference + self.critic
 
     @property
     def total(self) -> int:
-        """All of it, at the moment when most is held."""
+        """Bytes at the peak."""
         return self.certain + self.sampler + self.logits + self.activations
 
     def lines(self) -> list[str]:
-        r"""The plan in words.
+        r"""The plan as text.
 
         Example:
             >>> third = 2**30 // 3
@@ -94,12 +94,12 @@ class Plan:
 
 
 def plan(config: Config) -> Plan:
-    """What a run of these settings will take of memory.
+    """The memory that a run with this config needs.
 
-    Of a model of the Hub only the config is fetched for it.
+    For a model of the Hub only its config is downloaded.
 
     Raises:
-        RagenError: The model does not exist, or is none that can be trained.
+        RagenError: The model does not exist or cannot be trained.
     """
     asked, device = config.model, usable_device()
     path = base_of(resolve_model(asked.path, config.env.name))
@@ -133,8 +133,8 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
     """Refuse a run whose weights and optimiser cannot fit; `tell` the plan of a large one.
 
     Raises:
-        RagenError: They take more than is free; the smallest change with which they would not is
-            named. Or the model cannot be trained at all.
+        RagenError: They need more than is free (the smallest change that fits is named), or the
+            model cannot be trained.
     """
     planned = plan(config)
     free = planned.available
@@ -145,7 +145,7 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
         )
         change = smallest_change(config, free)
         if change is None:
-            raise RagenError(f"{need}; no setting makes them fit, take a smaller model")
+            raise RagenError(f"{need}; no setting makes them fit; use a smaller model")
         options = " ".join(f"--{key} {value}" for key, value in change.items())
         raise RagenError(f"{need}; they fit with {options}")
     if planned.total >= WORTH_TELLING:
@@ -154,7 +154,7 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
 
 
 def smallest_change(config: Config, free: int) -> dict[str, Any] | None:
-    """The fewest of `CHANGES`, the first of them first, with which weights and optimiser fit."""
+    """The fewest of `CHANGES`, earlier ones first, with which weights and optimiser fit."""
     settings = flatten(config)
     new = [(key, value) for key, value in CHANGES if settings[key] != value]
     sizes = range(1, len(new) + 1)
@@ -169,7 +169,7 @@ def smallest_change(config: Config, free: int) -> dict[str, Any] | None:
 
 
 def trained_weights(model: PreTrainedModel, config: Config) -> Iterator[tuple[str, Tensor]]:
-    """The policy's trained weights by name: the model's own, or the adapters'.
+    """The policy's trained weights by name: the model's own, or the adapter's.
 
     Raises:
         RagenError: The model has no layer that `lora.targets` names.
@@ -193,7 +193,7 @@ def optimizer_bytes(weight: Tensor) -> int:
 
 
 def critic_bytes(model: PreTrainedModel, trained: dict[str, Tensor], config: Config) -> int:
-    """Bytes of the critic: its head, and of a separate one its backbone or adapter; with states."""
+    """Bytes of the critic: its head, a separate critic's backbone or adapter, and their states."""
     width = model.config.get_text_config().hidden_size
     head = {"head.weight": torch.empty(1, width, device="meta")}
     head["head.bias"] = torch.empty(1, device="meta")
@@ -209,10 +209,10 @@ def critic_bytes(model: PreTrainedModel, trained: dict[str, Tensor], config: Con
 
 
 def sampler_bytes(model: PreTrainedModel, config: Config, device: str) -> int:
-    """Bytes of what samples: its cache of keys and values, and a copy of the weights if it has one.
+    """Bytes of the sampler: its cache of keys and values, and its copy of the weights if any.
 
-    vLLM on a GPU takes the share that it is given, on a CPU a cache of its own size. A server has a
-    machine of its own.
+    vLLM takes its configured share of a GPU, or a cache of fixed size on a CPU. A server uses
+    another process's memory.
     """
     sampler = config.rollout.sampler
     if sampler == "vllm" and device == "cuda":
@@ -230,7 +230,7 @@ def sampler_bytes(model: PreTrainedModel, config: Config, device: str) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, slots: int, max_length: int) -> int:
-    """Keys and values: slots · tokens · layers · heads that have their own · width · 2."""
+    """Keys and values: slots · tokens · layers · key–value heads · head width · 2."""
     config: Any = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = _head_width(config)
@@ -239,7 +239,7 @@ def cache_bytes(model: PreTrainedModel, slots: int, max_length: int) -> int:
 
 
 def logits_bytes(model: PreTrainedModel, config: Config, device: str) -> int:
-    """Estimate of the logits: a chunk of them three times over, and their layer's gradient."""
+    """Estimate for the logits: one chunk three times, and the output layer's gradient."""
     head: Any = model.get_output_embeddings()
     vocabulary, width = head.weight.shape
     kept = KEPT_LOGITS_GPU if device == "cuda" else KEPT_LOGITS
@@ -249,16 +249,15 @@ def logits_bytes(model: PreTrainedModel, config: Config, device: str) -> int:
 
 
 def activations_bytes(model: PreTrainedModel, config: Config) -> int:
-    """Estimate of what one microbatch keeps for its backward pass.
+    """Estimate for the activations of one microbatch, kept for its backward pass.
 
-    In numbers a token and layer, D being the width, H · d and K · d those of queries and keys, and
-    I that of the feed-forward block, a Qwen2 or Llama keeps
+    With width D, H · d for queries, K · d for keys and I for the feed-forward block, a Qwen2 or
+    Llama keeps, in numbers per token and layer,
 
         6 D + 2 H d + 2 K d + 4 I
 
-    with 2 D more in bfloat16, whose norms compute in float32, and 2 H times the length more where
-    attention writes its scores out (eager). With gradient checkpointing, D a layer, and one layer
-    whole.
+    plus 2 D in bfloat16, whose norms compute in float32, plus 2 H times the length if attention
+    stores its scores (eager). With gradient checkpointing it is D per layer and one full layer.
     """
     read: Any = model.config.get_text_config()
     width, heads = read.hidden_size, read.num_attention_heads
@@ -276,7 +275,7 @@ def activations_bytes(model: PreTrainedModel, config: Config) -> int:
 
 
 def held(owner: nn.Module | Iterable[Tensor]) -> int:
-    """Bytes of tensors, or of a module's parameters and buffers, each counted once."""
+    """Bytes of tensors, or of a module's parameters and buffers; shared ones count once."""
     if isinstance(owner, nn.Module):
         owner = chain(owner.parameters(), owner.buffers())
     return sum(tensor.nbytes for tensor in owner)
@@ -289,7 +288,7 @@ def _head_width(config: Any) -> int:
 
 
 def size(number: int) -> str:
-    """Bytes in a unit that suits them.
+    """Bytes as text, in GiB or MiB.
 
     Example:
         >>> size(3 * 2**29), size(5 * 2**20)
@@ -299,6 +298,6 @@ def size(number: int) -> str:
 
 
 def _listed(plan: Plan, *names: str) -> str:
-    """The parts that there are, with their sizes."""
+    """The parts that are not empty, with their sizes."""
     parts = ((name, getattr(plan, name)) for name in names)
     return ", ".join(f"{name.replace('z', 's')} {size(number)}" for name, number in parts if number)

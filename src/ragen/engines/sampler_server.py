@@ -1,13 +1,13 @@
-"""A running vLLM server as policy: tokens in and out over HTTP, weights through a folder.
+"""A running vLLM server as the policy: tokens in and out over HTTP, weights through a folder.
 
-The server is started by hand, for one run, with what vLLM keeps for such use switched on:
+The user starts the server for one run, with vLLM's development endpoints enabled:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs
         --generation-config vllm --enable-prompt-tokens-details
 
 and for adapters VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 with --enable-lora --max-lora-rank RANK. Weights
-are written where Python puts temporary files (``TMPDIR`` moves it); the server must be able to read
-them there.
+are written to Python's folder for temporary files (set by ``TMPDIR``), which the server must be
+able to read.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ from ragen.models.adapter_folder import save_adapter
 from ragen.models.lora import has_adapters
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-"""Seconds before the server counts as lost: many completions wait in line, connections do not."""
+"""Seconds before the server counts as lost: completions queue for long, connections do not."""
 
 
 class VllmServer:
     """A `WeightedPolicy` over a vLLM server, which has the learner's weights from the start.
 
     Args:
-        url: Where it listens, such as ``http://127.0.0.1:8000``.
+        url: The server's address, such as ``http://127.0.0.1:8000``.
         model: The learner's model.
-        end_ids: Tokens that end a completion. The one drawn is part of it.
+        end_ids: Tokens that end a completion, which includes the one drawn.
         decode: Token ids (without the end token) to text.
-        max_length: Tokens that a prompt and its completion may have together; the caller keeps to
-            it.
+        max_length: Most tokens of a prompt and its completion together; the caller respects it.
 
     Raises:
-        RagenError: Nothing answers there, or what does is no vLLM of the tested release, lets
-            nobody push weights, or serves another model.
+        RagenError: The server cannot be reached, is not vLLM of the tested release, does not let
+            weights be pushed, or serves another model.
     """
 
     def __init__(
@@ -67,19 +66,19 @@ class VllmServer:
         with self._reaching():
             self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
         self._async_http: httpx.AsyncClient | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # whose connections those are
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop of those connections
         self._served = self._model_of()
         self._push(model)
 
     async def complete(self, prompt: Prompt) -> Completion:
-        """Sample one completion; see `Sampler.complete`, whose contract this is.
+        """Sample one completion; the contract is that of `Sampler.complete`.
 
         Raises:
-            RagenError: The server is gone, or answers what it should not.
+            RagenError: The server cannot be reached, or its answer is invalid.
         """
         loop = asyncio.get_running_loop()
         if self._async_http is None or self._loop is not loop:
-            limits = httpx.Limits(max_connections=None)  # the server queues, and batches
+            limits = httpx.Limits(max_connections=None)  # the server queues and batches
             self._async_http = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT, limits=limits)
             self._loop = loop
         with self._reaching():
@@ -92,16 +91,16 @@ class VllmServer:
         return completion
 
     def ask(self, prompt: Prompt) -> Completion:
-        """Sample one completion at once, outside of any event loop and of the `stats`."""
+        """Sample one completion without an event loop; it does not count in `stats`."""
         with self._reaching():
             response = self._http.post("/v1/completions", json=self._request(prompt))
         return self._read(response, prompt)[0]
 
     async def publish(self, model: PreTrainedModel, version: int) -> None:
-        """See `WeightedPolicy.publish`: the weights, or the adapter, go through a folder.
+        """See `WeightedPolicy.publish`: the weights, or the adapter, pass through a folder.
 
         Raises:
-            RagenError: The server is gone, or did not take them.
+            RagenError: The server cannot be reached, or refused them.
         """
         self._push(model)
         self.version = version
@@ -111,14 +110,14 @@ class VllmServer:
         if not self._json(self._post("/reset_prefix_cache")).get("success"):
             raise RagenError(
                 f"the vLLM server at {self.url} samples for somebody else while it is trained; "
-                "keep one server for each run"
+                "use one server per run"
             )
 
     def rest(self) -> None:
-        """The server's memory is its own."""
+        """Nothing to do: the server does not share the learner's memory."""
 
     async def close(self) -> None:
-        """End the connections; the server goes on."""
+        """Close the connections; the server keeps running."""
         self._http.close()
         if self._async_http is not None and self._loop is asyncio.get_running_loop():
             await self._async_http.aclose()
@@ -144,10 +143,10 @@ class VllmServer:
             "max_tokens": prompt.max_tokens,
             "seed": prompt.seed,
             "stop_token_ids": self.end_ids,
-            "ignore_eos": True,  # ends are ours to name
-            "logprobs": 0,  # of the token drawn and no other
+            "ignore_eos": True,  # only `end_ids` end a completion
+            "logprobs": 0,  # of the sampled token only
             "return_token_ids": True,
-            # All that shapes the distribution: unsaid, the model's own defaults would.
+            # Everything that shapes the distribution, or the model's own defaults would apply.
             "temperature": prompt.temperature,
             "top_p": 1.0,
             "top_k": -1,
@@ -158,7 +157,7 @@ class VllmServer:
         }
 
     def _read(self, response: httpx.Response, prompt: Prompt) -> tuple[Completion, int | None]:
-        """The completion in an answer, and how much of its prompt was remembered, if it says so."""
+        """The completion in an answer, and how many prompt tokens were cached, if reported."""
         answer = self._json(response)
         try:
             (choice,) = answer["choices"]
@@ -175,10 +174,10 @@ class VllmServer:
         return completion, num_cached
 
     def _model_of(self) -> str:
-        """The name of the model that is served, once the server is known to be one to train with.
+        """The name of the served model, after checking that the server can be trained with.
 
         Raises:
-            RagenError: It is not.
+            RagenError: It cannot.
         """
         with self._reaching():
             version = self._json(self._http.get("/version")).get("version")
@@ -214,10 +213,10 @@ class VllmServer:
         return response
 
     def _json(self, response: httpx.Response) -> dict[str, Any]:
-        """What a server says, as an object.
+        """A server's answer, a JSON object.
 
         Raises:
-            RagenError: It complains, or it says something else.
+            RagenError: It is an error, or not a JSON object.
         """
         try:
             answer = response.json()
@@ -226,8 +225,8 @@ class VllmServer:
         if not isinstance(answer, dict):
             raise self._strange("JSON that is no object")
         if response.is_error:
-            told = answer.get("error", answer)
-            reason = str(told.get("message", told) if isinstance(told, dict) else told)
+            problem = answer.get("error", answer)
+            reason = str(problem.get("message", problem) if isinstance(problem, dict) else problem)
             first = reason.strip().partition("\n")[0] or f"HTTP {response.status_code}"
             raise RagenError(
                 f"the vLLM server at {self.url} refuses: {first}; "

@@ -1,7 +1,8 @@
 """Every thought under every prompt: log p(z_i | x_j) by teacher forcing.
 
-A prompt is read once; its keys and values then stand before all the thoughts. On small models and a
-CPU this costs what the flat path of `fast_qwen2` would, and it works for every model with a cache.
+A prompt is read once; its keys and values then serve as the prefix of all thoughts. For small
+models on a CPU this costs as much as the flat path of `fast_qwen2` would, and it works for every
+model with a cache.
 
 Axes: **N** thoughts, **M** prompts, **R** thoughts of a rectangle, **T** tokens, **D** width.
 """
@@ -34,8 +35,8 @@ def cross_scores(
         prompts: Token ids of each x_j, at least one.
         thoughts: Token ids of each z_i, at least one.
         temperature: What the logits are divided by.
-        max_tokens: Tokens that are in memory at once, a thought's prompt among them; a single row
-            may be longer.
+        max_tokens: Most tokens in memory at once, including each thought's prompt; a single row may
+            be longer.
     """
     scores_NM = torch.zeros(len(thoughts), len(prompts), dtype=torch.float64)
     for column, prompt in enumerate(prompts):
@@ -49,7 +50,7 @@ def cross_scores(
 
 
 def rectangles(lengths: Sequence[int], prefix: int, max_tokens: int) -> list[list[int]]:
-    """Rows for one forward each: at most `max_tokens`, less than half of their ends padding.
+    """Rows of one forward each: at most `max_tokens`, and less than half of each row padding.
 
     Example:
         >>> rectangles([3, 9, 8, 4], prefix=1, max_tokens=20)
@@ -74,7 +75,7 @@ def _scores(
     thoughts: Sequence[Sequence[int]],
     temperature: float,
 ) -> Tensor:
-    """Scores (R,) of thoughts behind the prompt that `cache` holds, `last_11D` its last state."""
+    """Scores (R,) of thoughts after the prompt in `cache`, whose last state is `last_11D`."""
     device, num_rows = model.device, len(thoughts)
     ids_RT = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(thought) for thought in thoughts], batch_first=True
@@ -95,7 +96,7 @@ def _scores(
 
 
 def _read(model: PreTrainedModel, ids_RT: Tensor, cache: DynamicCache) -> Tensor:
-    """States after the tokens, which go on from `cache`; padding on the right harms nobody."""
+    """States after tokens that continue `cache`; padding on the right affects no real token."""
     states_RTD: Tensor = backbone(model)(
         input_ids=ids_RT, past_key_values=cache, use_cache=True
     ).last_hidden_state

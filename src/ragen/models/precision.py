@@ -1,9 +1,9 @@
-"""What is computed in bfloat16 is added up in float32: weights, gradients and logits.
+"""Float32 accumulation for bfloat16 models: weights, gradients and logits.
 
-bfloat16 keeps 8 significant bits. A weight of 1 would not notice an update below 2⁻⁹, a sum of
-gradients would stand still after some hundred alike, and a logit of 20 would be off by up to 0.06,
-by one program up and by the other down. So each of the three has a place here where it is float32.
-A model in float32 passes through untouched.
+bfloat16 has 8 significant bits. A weight of 1 would lose an update below 2⁻⁹, a sum of gradients
+would stop growing after some hundred equal terms, and a logit of 20 would have an error of up to
+0.06, in different directions in two programs. So all three are float32 here. A float32 model is not
+affected.
 
 Axes: **N** positions, **V** vocabulary, **D** width.
 """
@@ -24,15 +24,15 @@ class Masters:
 
         G ← Σ over microbatches of float32(∂loss/∂w),   W ← optimiser(W, G),   w ← round(W)
 
-    As soon as a backward pass has left a gradient at w, it is added to the master's and dropped; so
-    a gradient in less than float32 never lives longer than its own layer's backward pass. A weight
-    in float32 is its own master, at no cost.
+    As soon as a backward pass has stored a gradient at w, it is added to the master's and dropped;
+    so a lower-precision gradient exists only during its own layer's backward pass. A float32 weight
+    is its own master, at no cost.
 
     Args:
         weights: Named weights; those without `requires_grad` are left out.
 
     Attributes:
-        trained: What optimisers and clipping work on, by the names of the weights.
+        trained: The float32 weights for optimisers and clipping, by name.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -61,17 +61,17 @@ class Masters:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Give the weights the values of their masters; to be called after each step."""
+        """Copy the masters into the weights, rounded; call it after each step."""
         for name, weight in self._rounded.items():
             weight.copy_(self.trained[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The masters of weights that are kept in less: what a checkpoint needs besides them."""
+        """The masters of lower-precision weights, which a checkpoint saves besides the weights."""
         return {name: self.trained[name].detach() for name in self._rounded}
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `tensors` gave.
+        """Load what `tensors` returned.
 
         Raises:
             KeyError: A master is missing.
@@ -83,7 +83,7 @@ class Masters:
 
 
 def _master_of(weight: nn.Parameter) -> nn.Parameter:
-    """A float32 copy whose gradient takes up what backward passes leave at `weight`."""
+    """A float32 copy that accumulates the gradients of `weight`."""
     master = nn.Parameter(weight.detach().float())
 
     def take_gradient(weight: Tensor) -> None:
@@ -99,7 +99,7 @@ def _master_of(weight: nn.Parameter) -> nn.Parameter:
 
 
 class Shape(NamedTuple):
-    """What an architecture does to its logits behind the output layer: cap · tanh(scale · z / cap).
+    """An architecture's transformation of its logits: cap · tanh(scale · z / cap).
 
     Cohere and Granite scale, Gemma 2 caps (arXiv:2408.00118, section 2); `cap` 0 means none.
     """
@@ -124,18 +124,18 @@ class Shape(NamedTuple):
 
 
 def shape_of(model: nn.Module) -> Shape:
-    """What the model's config says of its logits; `model.load_policy` sees whether it is so."""
+    """The logits' shape by the model's config; `loading.load_policy` verifies it."""
     config: Any = getattr(model, "config", None)
-    told = vars(config.get_text_config()) if config is not None else {}
-    scale = (told.get("logit_scale") or 1.0) / (told.get("logits_scaling") or 1.0)
-    return Shape(float(scale), float(told.get("final_logit_softcapping") or 0.0))
+    settings = vars(config.get_text_config()) if config is not None else {}
+    scale = (settings.get("logit_scale") or 1.0) / (settings.get("logits_scaling") or 1.0)
+    return Shape(float(scale), float(settings.get("final_logit_softcapping") or 0.0))
 
 
 def output_logits(states_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """The output layer W h + b in float32 (N, V), whatever the states and weights are kept in.
+    """The output layer W h + b in float32 (N, V), whatever the dtype of states and weights.
 
-    Its products are added up in float32 anyway; rounding the sums to bfloat16 would be the largest
-    difference between a sampler's logprobs and a learner's (arXiv:2506.13585, section 3.2).
+    Its products are accumulated in float32 anyway; rounding the sums to bfloat16 would cause the
+    largest difference between a sampler's logprobs and a learner's (arXiv:2506.13585, section 3.2).
 
     Example:
         >>> half = torch.full((1, 2), 2.0**-9, dtype=torch.bfloat16)

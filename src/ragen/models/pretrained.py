@@ -1,7 +1,7 @@
-"""A pretrained model's files: where they are, and what they tell before weights are read.
+"""A pretrained model's files: finding them, and checking them before weights are read.
 
-A model is a folder in Hugging Face layout, or the id of one on the Hub. An id becomes a folder
-here, that of the local cache; from then on there are only folders, and nothing asks the network.
+A model is a folder in Hugging Face layout, or the id of one on the Hub. An id is resolved to its
+folder in the local cache; from then on nothing asks the network.
 """
 
 # mypy: allow-untyped-calls
@@ -27,37 +27,36 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from ragen.core.errors import RagenError
 
 PATIENCE_S = 5.0
-"""Seconds without an answer after which the Hub is out of reach; its library tries for half a
-minute."""
+"""Seconds without an answer after which the Hub counts as unreachable; its own library tries for
+half a minute."""
 
 WORDS = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files of a model on the Hub that are read: config, tokenizer, chat template."""
 WEIGHTS = "*.safetensors"
 OTHERS = ("*/*", "consolidated*")
-"""Files that are the same weights once more, in other layouts."""
+"""Files that hold the same weights in other layouts."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 LOAD_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RuntimeError, ImportError, SafetensorError, StrictDataclassError),
 )
-"""What transformers raises on files that it cannot make sense of."""
+"""What transformers raises for files that it cannot read."""
 
 LFS = b"version https://git-lfs.github.com/"
-"""How the note begins that git leaves in place of a large file."""
+"""The beginning of the pointer file that git-lfs leaves in place of a large file."""
 
 
 def model_folder(name: str | Path, weights: bool = True) -> Path:
     """The folder that holds a model.
 
     Args:
-        name: A folder that is here, or the id of a model on the Hub. An id is looked up there, and
-            what is missing is downloaded; where the Hub is out of reach, the local cache will do.
-        weights: Whether the weights are wanted too.
+        name: A local folder, or the id of a model on the Hub. Missing files are downloaded; if the
+            Hub is unreachable, the local cache is used.
+        weights: Whether the weights are needed too.
 
     Raises:
-        RagenError: There is no such model, it may not be read, or it is neither within reach nor in
-            the cache.
+        RagenError: There is no such model, access is denied, or it is neither reachable nor cached.
     """
     if Path(name).exists():
         return Path(name)
@@ -94,12 +93,12 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
 
 
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
-    """The config of a causal language model; nothing of its weights is read.
+    """The config of a causal language model; its weights are not read.
 
     Args:
         folder: From `model_folder`.
-        name: What the user calls it.
-        max_length: Tokens that a sequence shall have at most.
+        name: The user's name for it, for error messages.
+        max_length: Longest sequence in tokens.
 
     Raises:
         RagenError: The folder holds no causal language model, one that brings code of its own, one
@@ -143,10 +142,10 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
 
 
 def check_weights(folder: Path, name: str | Path) -> None:
-    """See that the weights are there, all shards of them, as safetensors.
+    """Check that all shards of the weights exist as safetensors.
 
     Raises:
-        RagenError: They are not, or git has left notes of where they are in their place.
+        RagenError: They do not, or are pointer files of git-lfs.
     """
     for file in folder.glob("*.safetensors"):
         try:
@@ -187,7 +186,7 @@ def check_weights(folder: Path, name: str | Path) -> None:
 
 
 def cannot_load(name: str | Path, error: BaseException) -> RagenError:
-    """What transformers said of a model, in one line."""
+    """An error of transformers about a model, in one line."""
     return RagenError(
         f"cannot load the model '{name}': {first_line(error)}; "
         "name a folder in Hugging Face layout, a model id of the Hub, or base"
@@ -201,15 +200,15 @@ def first_line(error: BaseException) -> str:
 
 
 def _hub_answers() -> bool:
-    """Whether anything at all answers, within `PATIENCE_S`."""
+    """Whether the Hub answers at all within `PATIENCE_S`."""
     try:
         request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
         urllib.request.urlopen(request, timeout=PATIENCE_S).close()
     except urllib.error.HTTPError:
         return True
     except urllib.error.URLError as error:
-        # Somebody speaks, only not to us: the Hub's library has certificates of its own.
+        # Something answers: the Hub's library has certificates of its own.
         return isinstance(error.reason, ssl.SSLError)
-    except (OSError, ValueError, HTTPException):  # HF_ENDPOINT may be no address at all
+    except (OSError, ValueError, HTTPException):  # HF_ENDPOINT may be an invalid address
         return False
     return True
