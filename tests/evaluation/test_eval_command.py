@@ -206,7 +206,7 @@ def test_a_stopped_evaluation_resumes(number: int, code: int, words: str, capsys
     with FaultyServer(script) as server:
         more = shlex.split("--concurrency 2 --samples 2 --env.max_turns 1")
         command = [sys.executable, "-m", "ragen", *ask(server, *more, episodes=12)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
         killed = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         while stored() < 5 and killed.poll() is None:
             time.sleep(0.01)
