@@ -16,6 +16,7 @@ from ragen.config.kinds import Kind
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError
 from ragen.core.names import nearest
+from ragen.core.plugins import reference_to
 
 Flat = dict[str, Any]
 """Values by dotted key; an entry of an open table is ``env.params.<name>``."""
@@ -113,8 +114,8 @@ def expected(field: FieldInfo) -> str:
     return " ".join([words.get(kind, "a table"), " and ".join(bounds)]).strip()
 
 
-def dotted(tree: Mapping[str, Any], where: str = "", prefix: str = "") -> Flat:
-    """Nested tables as values by dotted key.
+def dotted(tree: Mapping[Any, Any], where: str = "", prefix: str = "") -> Flat:
+    """Nested tables as values by dotted key; a class or function becomes its reference.
 
     Raises:
         RagenError: There is no such key; names the nearest one and `where` it was set.
@@ -124,8 +125,11 @@ def dotted(tree: Mapping[str, Any], where: str = "", prefix: str = "") -> Flat:
         {'update.lr': 0.5, 'seed': 3}
     """
     values: Flat = {}
-    for name, value in tree.items():
+    for entry, value in tree.items():
+        name = reference_to(entry) if callable(entry) else entry
         key = f"{prefix}{name}"
+        if callable(value):
+            value = reference_to(value)
         if isinstance(value, Mapping) and not table_of(key):
             values |= dotted(value, where, f"{key}.")
         else:

@@ -4,7 +4,8 @@ A reference is one of
 
 - ``path/to/file.py:name``: an object in a Python file;
 - ``package.module:name``: an object in a module that can be imported;
-- ``name``: an entry point of an installed package, in a group such as ``ragen.envs``.
+- ``name``: an entry point of an installed package, in a group such as ``ragen.envs``;
+- ``python:name``: an object that was passed in Python and lies in no file (`reference_to`).
 
 This module knows nothing of what is loaded. The caller says what kind of object is expected, and
 decides which built-in names come before entry points.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,6 +64,49 @@ def installed(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
+_PASSED: dict[str, Any] = {}
+"""Objects that were passed in Python, by their reference."""
+
+
+def reference_to(value: Any) -> str:
+    """The reference by which a config names a class or function that was passed in Python.
+
+    An object at the top level of an imported file is named by that file, so that other processes
+    can load it. Any other object, such as one of a notebook or of the script that runs, is
+    ``python:name`` and lives as long as this process. In this process both stand for the object
+    itself.
+
+    Raises:
+        RagenError: The object has no name.
+
+    Example:
+        >>> reference_to(RagenError).endswith("core/errors.py:RagenError")
+        True
+        >>> reference_to(lambda group: 0.0)
+        'python:<lambda>'
+    """
+    name = getattr(value, "__qualname__", None)
+    if name is None:
+        raise RagenError(f"{value!r} is neither a class nor a function")
+    try:
+        file = Path(inspect.getsourcefile(value) or "")
+    except TypeError:
+        file = Path()
+    imported = value.__module__ != "__main__" and name.isidentifier()
+    in_file = imported and file.suffix == ".py" and file.is_file()
+    reference = f"{file.resolve()}:{name}" if in_file else f"python:{name}"
+    _PASSED[reference] = value
+    return reference
+
+
+def _source_hash(value: Any) -> str:
+    """A hash of an object's source text, or of nothing where Python does not know it."""
+    try:
+        return _hash(inspect.getsource(value).encode())
+    except (OSError, TypeError):
+        return _hash(b"")
+
+
 def load_object(
     reference: str,
     group: str | None = None,
@@ -86,6 +131,16 @@ def load_object(
         >>> load_object("ragen.core.errors:RagenError", kind="class").object.__name__
         'RagenError'
     """
+    if reference in _PASSED:
+        value, (where, _, _) = _PASSED[reference], reference.rpartition(":")
+        in_file = where.endswith(".py")
+        source = _hash(Path(where).read_bytes()) if in_file else _source_hash(value)
+        return Loaded(value, reference, {"file" if in_file else "python": where, "hash": source})
+    if reference.startswith("python:"):
+        raise RagenError(
+            f"{reference} was passed in Python by another process: pass it again with ragen.resume "
+            "or ragen.train, or define it in a file"
+        )
     point = None
     if ":" not in reference:
         points = installed(group) if group is not None else {}
