@@ -168,17 +168,26 @@ def _envs(options: Namespace, _: Overrides) -> int:
 
 def _check_options(parser: Parser) -> None:
     parser.add_argument(
-        "envs", nargs="*", metavar="ENV", help="environments, or path/to/file.py:Class [all]"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="environments, or classes and functions as path/to/file.py:name [all environments]",
     )
 
 
 def _check(options: Namespace, _: Overrides) -> int:
+    from ragen.config.kinds import ENV, load
     from ragen.envs.checker import check
     from ragen.envs.registry import make, registered_envs
 
-    for name in options.envs or registered_envs():
-        check(make(name))
-        print(f"{name}: keeps the contract")
+    for name in options.names or registered_envs():
+        if ":" in name and not isinstance(load(name, ENV).object, type):
+            from ragen.training.code_check import check_function
+
+            print(f"{name}: passes as {check_function(name)}")
+        else:
+            check(make(name))
+            print(f"{name}: keeps the contract")
     return 0
 
 
@@ -203,7 +212,7 @@ COMMANDS: dict[str, Command] = {
     "sft": Command("fine-tune a model on examples", _sft_options, _sft, True),
     "base": Command("prepare an embedded model from scratch", _base_options, _base),
     "envs": Command("list the environments with random and optimal play", _envs_options, _envs),
-    "check": Command("check that environments keep the contract", _check_options, _check),
+    "check": Command("check environments, and functions of your own", _check_options, _check),
     "doctor": Command(
         "show what is installed and what this machine can do", _doctor_options, _doctor
     ),

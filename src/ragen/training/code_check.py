@@ -1,0 +1,185 @@
+"""Checks of functions from outside: their kind, their signature, and a call with an example."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from ragen.algorithms.advantages import find_estimator
+from ragen.algorithms.batch import TokenFields
+from ragen.algorithms.estimator import INPUTS, Credit, estimate
+from ragen.algorithms.filters import find_score
+from ragen.algorithms.losses import find_loss, policy_loss
+from ragen.config.kinds import DETECTOR, ESTIMATOR, LOSS, SCORE, TERM, Kind, load
+from ragen.core.boundary import UserCodeError, boundary
+from ragen.core.errors import RagenError
+from ragen.core.inputs import names_input
+from ragen.core.types import Completion, Episode, Group, Prompt, Turn
+from ragen.diagnostics.detectors import Detection, find_detector
+from ragen.rollout.reasoning import find_term
+
+CHECK_S = 30.0
+"""Seconds that a function may take for an example."""
+
+_SAID = Completion((5, 6), (-0.5, -1.5), "<think>left</think><answer>Left</answer>", "stop", 0)
+TURN = Turn(
+    observation="P _ G",
+    prompt=Prompt((), (1, 2), 0, 8, 1.0, 0),
+    completion=_SAID,
+    thought="left",
+    thought_span=(0, 1),
+    actions_asked=("Left",),
+    actions_executed=("Left",),
+    reward=1.0,
+    penalty=0.0,
+    well_formed=True,
+    state_key="0",
+)
+"""The example of a turn."""
+
+
+def check_function(name: str) -> str:
+    """Check a function that a config may name, such as ``path/to/file.py:name``.
+
+    Its kind follows from its parameters: an estimator names some of `estimator.INPUTS`, a loss
+    takes ``(logprobs_N, tokens)``, a filter score ``(group)``, a reward term ``(turn)``, a detector
+    ``(history)``. It is then called with an example.
+
+    Returns:
+        The kind, such as ``"loss"``.
+
+    Raises:
+        RagenError: It cannot be loaded, it is of no kind, or its result is not what the kind asks.
+    """
+    kind = _kind_of(name)
+    try:
+        with boundary(f"the {kind.noun} {name}", CHECK_S):
+            complaint = _CHECKS[kind](name)
+    except UserCodeError as failure:
+        raise RagenError(f"{name}, a {kind.noun}, failed on an example: {failure.reason}") from None
+    if complaint:
+        raise RagenError(f"{name}, a {kind.noun}, {complaint}")
+    return kind.noun
+
+
+def _kind_of(name: str) -> Kind:
+    function = load(name, TERM).object
+    for kind, parameters in (
+        (LOSS, ("logprobs_N",)),
+        (ESTIMATOR, tuple(INPUTS)),
+        (SCORE, ("group",)),
+        (TERM, ("turn",)),
+        (DETECTOR, ("history",)),
+    ):
+        if any(names_input(function, parameter) for parameter in parameters):
+            return kind
+    raise RagenError(
+        f"{name} is of no kind that RAGEN knows: its parameters are neither an estimator's "
+        "(rewards_ES, mask_ES, …), a loss's (logprobs_N, tokens), a filter score's (group), a "
+        "reward term's (turn) nor a detector's (history)"
+    )
+
+
+def _check_estimator(name: str) -> str | None:
+    mask_ES = torch.tensor([[True, True, True], [True, True, False]] * 2)
+    rewards_ES = torch.tensor([[0.0, 0, 1], [0, 0.5, 0], [0, 0, 0], [1, 0, 0]]) * mask_ES
+    credit = estimate(
+        find_estimator(name),
+        rewards_ES=rewards_ES,
+        mask_ES=mask_ES,
+        values_ES=0.5 * mask_ES,
+        turn_ES=torch.tensor([[0, 0, 1]] * 4).where(mask_ES, -1),
+        turn_ends_ES=torch.tensor([[False, True, True]] * 4) & mask_ES,
+        state_ES=torch.tensor([[0, 0, 1]] * 4).where(mask_ES, -1),
+        group_E=torch.tensor([0, 0, 1, 1]),
+        gamma=1.0,
+        gae_lambda=1.0,
+        turn_gamma=0.95,
+        step_weight=1.0,
+        whiten=False,
+    )
+    if not isinstance(credit, Credit):
+        return f"returned a {type(credit).__name__}: a Credit is expected"
+    for field in (credit.advantages_ES, credit.returns_ES):
+        if field is None:
+            continue
+        if field.shape != mask_ES.shape or not bool(field.isfinite().all()):
+            return "returned advantages that are not finite and (E, S), as rewards_ES is"
+        if bool((field != 0)[~mask_ES].any()):
+            return "returned advantages that are not 0 off the mask"
+    return None
+
+
+def _check_loss(name: str) -> str | None:
+    count = 4
+    logprobs_N = torch.linspace(-2.0, -0.5, count, requires_grad=True)
+    tokens = TokenFields(
+        token_ids_N=torch.arange(count),
+        mask_N=torch.ones(count, dtype=torch.bool),
+        weights_N=torch.full((count,), 1 / count),
+        episode_N=torch.tensor([0, 0, 1, 1]),
+        sampled_logprobs_N=logprobs_N.detach(),
+        old_logprobs_N=logprobs_N.detach() - 0.1,
+        reference_logprobs_N=logprobs_N.detach(),
+        advantages_N=torch.tensor([1.0, -1.0, 0.5, -0.5]),
+    )
+    loss = policy_loss(
+        find_loss(name), logprobs_N, tokens, clip_low=0.2, clip_high=0.2, dual_clip=3.0
+    )
+    if loss.value.ndim or not bool(loss.value.isfinite()):
+        return f"returned the value {loss.value}: a finite scalar is expected"
+    loss.value.backward()  # type: ignore[no-untyped-call]
+    if logprobs_N.grad is None or not bool(logprobs_N.grad.isfinite().all()):
+        return "has no finite gradient with respect to logprobs_N"
+    return None
+
+
+def _episode(success: bool) -> Episode:
+    turn = replace(TURN, reward=float(success))
+    return Episode(
+        env="example",
+        level_seed=0,
+        noise_seed=0,
+        group=0,
+        member=int(success),
+        turns=(turn,),
+        stop_reason="solved" if success else "failed",
+        terminated=True,
+        truncated=False,
+        bootstrap=False,
+        success=success,
+    )
+
+
+def _check_score(name: str) -> str | None:
+    score = float(find_score(name)(Group((_episode(False), _episode(True)))))
+    return None if math.isfinite(score) else f"returned {score}: a finite number is expected"
+
+
+def _check_term(name: str) -> str | None:
+    value = float(find_term(name)(TURN))
+    return None if math.isfinite(value) else f"returned {value}: a finite number is expected"
+
+
+def _check_detector(name: str) -> str | None:
+    history = {"reward/mean": {step: 1 / step for step in range(1, 21)}}
+    for example in ({}, history):
+        detection = find_detector(name)(example)
+        if not isinstance(detection, Detection | None):
+            return f"returned a {type(detection).__name__}: a Detection or None is expected"
+    return None
+
+
+_CHECKS: Mapping[Kind, Callable[[str], str | None]] = MappingProxyType(
+    {
+        ESTIMATOR: _check_estimator,
+        LOSS: _check_loss,
+        SCORE: _check_score,
+        TERM: _check_term,
+        DETECTOR: _check_detector,
+    }
+)
