@@ -102,7 +102,7 @@ def short_name(name: str) -> str:
         >>> short_name("/home/me/terms.py:brevity"), short_name("grounding")
         ('brevity', 'grounding')
     """
-    return name.rpartition(":")[2]
+    return name.rpartition(":")[2].rpartition(".")[2]
 
 
 @cache

@@ -55,6 +55,7 @@ def check_function(name: str) -> str:
     Raises:
         RagenError: It cannot be loaded, it is of no kind, or its result is not what the kind asks.
     """
+    load.cache_clear()  # The file may have been edited since it was loaded.
     kind = _kind_of(name)
     try:
         with boundary(f"the {kind.noun} {name}", CHECK_S):

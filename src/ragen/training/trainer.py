@@ -20,6 +20,7 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import StopRequested, run_async
+from ragen.diagnostics.detectors import active_detectors
 from ragen.diagnostics.guard import GuardState
 from ragen.diagnostics.information import THOUGHTS, measure_thoughts
 from ragen.diagnostics.remedies import REMEDIES
@@ -29,6 +30,7 @@ from ragen.engines.memory import refuse_too_large
 from ragen.engines.threads import use_threads
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_room
+from ragen.rollout.reasoning import find_term
 from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.checkpoint import newest, newest_intact, read_state, set_aside
 from ragen.storage.database import CONFIG, new_run_folder, refuse_existing
@@ -240,6 +242,9 @@ def load_code(config: Config) -> Config:
         )
     find_loss(config.loss.name)
     find_score(config.filter.score)
+    for term in config.reward.terms:
+        find_term(term)
+    active_detectors(config.guard)
     return found
 
 

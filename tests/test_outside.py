@@ -1,0 +1,261 @@
+"""Extensions and the Python API from a project that only has RAGEN installed, as the pages show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ragen
+from ragen.cli.main import main
+from ragen.config.kinds import DETECTOR, ESTIMATOR, KINDS, LOSS, SCORE, TERM
+from ragen.config.reading import resolve
+from ragen.config.sources import sources
+from ragen.core.errors import RagenError
+from ragen.core.plugins import load_object, reference_to
+from ragen.core.types import Turn
+from ragen.envs.contract import Env
+
+DOCS = Path(__file__).parents[1] / "docs"
+SMALL = {"steps": 2, "eval.episodes": 8, "rollout.num_groups": 4, "threads": 1}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of somebody else's project with the files of the pages."""
+    (tmp_path / "mine.py").write_text(blocks("extend.md", "python")[0], "utf-8")
+    page = (DOCS / "environments.md").read_text("utf-8")
+    (tmp_path / "corridor.py").write_text(CORRIDOR, "utf-8")
+    assert "class " in page
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+CORRIDOR = '''
+from typing import Any
+
+from ragen import Env
+
+
+class Corridor(Env):
+    """Walk to the end of a corridor."""
+
+    goal = "Corridor"
+    rules = "Walk to the end of the corridor: Left or Right."
+    actions = ("Left", "Right")
+
+    def __init__(self, length: int = 3) -> None:
+        self.length, self.place = length, 0
+
+    def reset(self, *, seed: int, options: Any = None) -> tuple[str, dict[str, Any]]:
+        self.place = 0
+        return self.show(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if action not in self.actions:
+            raise ValueError(action)
+        self.place = max(0, self.place + (1 if action == "Right" else -1))
+        done = self.place >= self.length
+        return self.show(), float(done), done, False, {"success": done}
+
+    def show(self) -> str:
+        return f"cell {self.place} of {self.length}"
+
+    def get_state(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def set_state(self, state: Any) -> None:
+        self.place = state["place"]
+
+    def state_key(self) -> str:
+        return str(self.place)
+'''
+
+
+def console(project: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """A command of the page, as a shell runs it in the project's folder."""
+    words = command.replace("\\\n", " ").split()
+    assert words.pop(0) == "ragen"
+    source = Path(ragen.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    return subprocess.run(
+        [sys.executable, "-m", "ragen", *words],
+        capture_output=True,
+        text=True,
+        cwd=project,
+        env=environment,
+        check=False,
+    )
+
+
+def test_the_page_stays_small() -> None:
+    assert len(blocks("extend.md", "python")[0].splitlines()) < 60
+
+
+def test_the_page_of_extensions_works_as_written(project: Path) -> None:
+    for block in blocks("extend.md", "console"):
+        command, _, shown = block.removeprefix("$ ").replace("\\\n", " ").partition("\n")
+        done = console(project, command)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(shown)
+    (run,) = (project / "runs").iterdir()
+    saved = ragen.load_run(run)
+    assert {Path(name).name for name in saved.config.sources} == {
+        *("mine.py:leave_one_out", "mine.py:undecided", "mine.py:long_thoughts", "mine.py:brevity")
+    }
+    assert np.nanmin(saved.metrics["reward_terms/brevity"]) > 0
+    for toml in blocks("extend.md", "toml")[:1]:
+        recipe = project / "own.toml"
+        recipe.write_text(f'algorithm = "starpo/grpo"\nenv.name = "bandit"\n{toml}', "utf-8")
+        assert resolve(recipe).advantage.name == "mine.py:leave_one_out"
+
+
+def test_a_run_refuses_code_that_has_changed(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = SMALL | {"advantage.name": "mine.py:leave_one_out"}
+    run = ragen.train("bandit", settings).run
+    with (project / "mine.py").open("a") as file:
+        file.write("\n# edited\n")
+    assert main(["resume", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "mine.py:leave_one_out has changed since the run began (blake2b:" in error
+    assert error.count("\n") == 1
+
+
+def test_the_python_page_works_as_written(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(project))
+    scope: dict[str, Any] = {}
+    for block in blocks("api.md", "python"):
+        exec(compile(block, "api.md", "exec"), scope)
+    assert "solver: " in capsys.readouterr().out or scope["comparison"].difference.value < 0
+    assert scope["result"].run == scope["run"].path
+
+
+def test_objects_work_inside_a_running_event_loop() -> None:
+    """A notebook's loop runs already when its cells do."""
+
+    def short(turn: Turn) -> float:
+        return 1.0
+
+    async def cell() -> Any:
+        return ragen.train("bandit", SMALL, rewards={short: 0.25})
+
+    result = asyncio.run(cell())
+    run = ragen.load_run(result.run)
+    assert list(run.config.reward.terms) == [reference_to(short)]
+    assert run.config.sources[reference_to(short)].startswith("blake2b:")
+    metric = run.metrics["reward_terms/short"][1:]  # nothing is played for step 0
+    assert np.all(metric == 0.25)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+WRONG = {
+    "advantage.name": ("def f(rewards, mask): ...", "f has a parameter 'rewards'; it may have"),
+    "loss.name": ("def f(logprobs_N, tokens, *, temperature): ...", "a parameter 'temperature'"),
+    "filter.score": ("def f(): ...", "f() cannot be called with (group)"),
+    "reward.terms": ("def f(turn, episode): ...", "cannot be called with (turn)"),
+    "guard.responses": ("f = 3", "has no detector named 'f'"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_wrong_signature_is_one_line(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, words = WRONG[key]
+    Path("wrong.py").write_text(code)
+    value = {"reward.terms": 0.1, "guard.responses": "log"}.get(key)
+    arguments = [f"--{key}", "wrong.py:f"] if value is None else [f"--{key}.wrong.py:f", str(value)]
+    assert main(["train", "bandit", *arguments, "--out", "run"]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert not Path("run").exists()
+
+
+MISSING = {
+    "advantage.name": "there is no such estimator; did you mean 'grpo'?",
+    "loss.name": "did you mean 'ppo_clip'?",
+    "filter.score": "there is no such filter score; did you mean",
+}
+
+
+@pytest.mark.parametrize("key", MISSING)
+def test_a_missing_name_suggests_the_nearest(key: str) -> None:
+    wrong = {"advantage.name": "grpoo", "loss.name": "ppo_clop", "filter.score": "reward_sdt"}
+    with pytest.raises(RagenError) as raised:
+        resolve("bandit", {key: wrong[key]})
+    assert MISSING[key] in str(raised.value)
+
+
+BROKEN = {
+    "def f(rewards_ES): return rewards_ES": "returned a Tensor: a Credit is expected",
+    "def f(group): return float('nan')": "returned nan: a finite number is expected",
+    "def f(turn): return 1 / 0": "failed on an example: ZeroDivisionError",
+    "def f(history): return 3": "a Detection or None is expected",
+    "def f(x): return 3": "is of no kind that RAGEN knows",
+}
+
+
+@pytest.mark.parametrize("code", BROKEN)
+def test_check_says_what_is_wrong(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("broken.py").write_text(code)
+    assert main(["check", "broken.py:f"]) == 2
+    error = capsys.readouterr().err
+    assert BROKEN[code] in error and error.count("\n") == 1
+
+
+def test_a_reward_that_raises_fails_its_episode() -> None:
+    Path("bad.py").write_text("def f(turn): return {}['x']")
+    with pytest.raises(RagenError, match=r"failed in every episode: KeyError: 'x'"):
+        ragen.train("bandit", SMALL, rewards={"bad.py:f": 1.0}, out="run")
+
+
+def test_names_from_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point goes by one word; its distribution's version is what a run records."""
+    site = Path("site")
+    info = site / "others-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[ragen.filters]\nnumber = others_module:number\n")
+    (site / "others_module.py").write_text("def number(group): return float(len(group.episodes))")
+    monkeypatch.syspath_prepend(str(site.resolve()))
+    config = resolve("bandit", {"filter.rule": "top_k", "filter.score": "number"})
+    assert sources(config) == {"number": "others 1.2"}
+    assert main(["check", "others_module:number"]) == 0
+
+
+def test_the_groups_are_named_by_their_kind() -> None:
+    groups = {kind.group for kind in KINDS.values()}
+    assert groups == {
+        *("ragen.envs", "ragen.advantages", "ragen.losses", "ragen.filters"),
+        *("ragen.detectors", "ragen.rewards"),
+    }
+    nouns = [kind.noun for kind in (ESTIMATOR, LOSS, SCORE, TERM, DETECTOR)]
+    page = (DOCS / "extend.md").read_text("utf-8")
+    assert all(f"| {noun} |" in page for noun in nouns) and all(f"`{g}`" in page for g in groups)
+
+
+def test_an_object_of_another_process_has_to_be_passed_again() -> None:
+    class Local(Env):
+        """Not in any file's top level."""
+
+    reference = reference_to(Local)
+    assert reference.startswith("python:") and load_object(reference).object is Local
+    with pytest.raises(RagenError, match="was passed in Python by another process"):
+        load_object("python:Nobody")
