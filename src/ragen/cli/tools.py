@@ -175,13 +175,16 @@ def _check_options(parser: Parser) -> None:
     )
 
 
+KIND = "environment (subclass of ragen.Env) or function"
+
+
 def _check(options: Namespace, _: Overrides) -> int:
     from ragen.core.plugins import load_object
     from ragen.envs.checker import check
     from ragen.envs.registry import make, registered_envs
 
     for name in options.names or registered_envs():
-        if ":" in name and not isinstance(load_object(name).object, type):
+        if ":" in name and not isinstance(load_object(name, kind=KIND).object, type):
             from ragen.training.code_check import check_function
 
             print(f"{name}: passes as {check_function(name)}")
