@@ -151,7 +151,6 @@ def _episode(success: bool) -> Episode:
         stop_reason="solved" if success else "failed",
         terminated=True,
         truncated=False,
-        bootstrap=False,
         success=success,
     )
 
