@@ -64,7 +64,7 @@ def alarms_at(monkeypatch: pytest.MonkeyPatch) -> Plan:
     """Raises an alarm with its onset one step before, by (rollbacks so far, step)."""
 
     def plan(*moments: tuple[int, int], detector: str = "grad_spike") -> None:
-        def scripted(history: Any, step: int, state: GuardState, **_: Any) -> list[Alarm]:
+        def scripted(history: Any, step: int, state: GuardState, detectors: Any) -> list[Alarm]:
             state.checked_step = step
             due = (state.rollbacks, step) in moments
             return [Alarm(detector, step, step - 1, 9.0, 1.0)] if due else []
@@ -135,9 +135,9 @@ def test_reading_step_by_step_equals_reading_all(
     alarms_at((0, 3))
     scripted, seen = recovery.raise_alarms, []
 
-    def listening(history: Any, step: int, state: GuardState, **more: Any) -> list[Alarm]:
+    def listening(history: Any, step: int, state: GuardState, detectors: Any) -> list[Alarm]:
         seen.append(copy.deepcopy(history))
-        return scripted(history, step, state, **more)
+        return scripted(history, step, state, detectors)
 
     monkeypatch.setattr(recovery, "raise_alarms", listening)
     train(config(**BACK, eval__every=2), tmp_path / "run")
