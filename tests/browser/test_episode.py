@@ -199,9 +199,9 @@ def test_a_dropped_group_says_so(visitor: Visitor) -> None:
 @pytest.mark.parametrize(
     ("members", "played", "said"),
     [
-        (4, 4, "All members earned the same"),
-        (4, 1, "Of its 4 episodes 1 could be played to the end."),
-        (4, 0, "Of its 4 episodes none could be played to the end."),
+        (4, 4, "All episodes earned the same reward"),
+        (4, 1, "Only 1 of its 4 episodes could be played to the end."),
+        (4, 0, "None of its 4 episodes could be played to the end."),
         (1, 1, None),  # as with PPO: it is compared with no other
     ],
 )
@@ -214,7 +214,7 @@ def test_a_group_says_why_its_members_are_not_compared(
     visitor.page.route("**/api/group?*", lambda route: route.fulfill(json=answer))
     ruling = visitor.visit(f"#/group/lake?{group}").locator(".ruling")
     expect(ruling).to_contain_text("by the filter")
-    for line in ("All members earned", "could be played"):
+    for line in ("All episodes earned", "could be played"):
         if said and line in said:
             expect(ruling).to_contain_text(said)
         else:

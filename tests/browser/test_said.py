@@ -8,7 +8,6 @@ import pytest
 from torch import tensor
 
 from ragen.algorithms.filters import FILTERS, SCORES
-from ragen.core.statistics import wilson
 from ragen.core.types import StopReason
 from ragen.diagnostics.information import retrieval
 from ragen.viewer.tokens import TRAINED
@@ -43,15 +42,6 @@ def test_every_end_has_its_words(said: Any) -> None:
 def test_tokens_are_coloured_by_what_the_api_tells(said: Any) -> None:
     series = said("tokens.js", "return Object.values(m.COLOURS).map((each) => each.series)")
     assert {*filter(None, series), "return"} == TRAINED.keys()
-
-
-@pytest.mark.parametrize(("won", "of"), [(0, 4), (2, 3), (7, 7), (31, 64)])
-def test_a_share_has_its_wilson_interval(said: Any, won: int, of: int) -> None:
-    shown = said("whatif.js", "return m.wilson(...given)", [won, of])
-    interval = wilson(won, of)
-    assert shown == pytest.approx(
-        {"value": interval.value, "low": interval.low, "high": interval.high}, abs=1e-6
-    )
 
 
 def test_the_matrix_counts_what_the_metric_beside_it_counts(said: Any) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
+from ragen.core.statistics import wilson
 from ragen.storage.branches import FILE
 from ragen.storage.database import DATABASE
 from ragen.training.trainer import train
@@ -75,6 +77,8 @@ def test_a_branch_runs_and_is_read(run: Path, branching: Branching) -> None:
     (job,) = branching.branches(run, 1)["jobs"]
     assert {**ASKED, "id": key, "checkpoint": 1, "temperature": 0.5}.items() <= job.items()
     assert (job["exact"], job["problem"], job["seed"]) == (True, None, 0)
+    assert job["num_solved"] == sum(each["success"] for each in job["episodes"])
+    assert job["success"] == asdict(wilson(job["num_solved"], 3))
     assert [each["member"] for each in job["episodes"]] == [0, 1, 2]
     assert all(each["turns"][0]["observation"] for each in job["episodes"])
     assert branching.branches(run, 2)["jobs"] == []

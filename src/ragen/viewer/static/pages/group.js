@@ -93,7 +93,8 @@ function Ruling({ group, phase }) {
 
 /** Why the group has no learning signal, if so; a single episode is compared with none. */
 function alike({ episodes, num_played: played, reward_std: std }) {
-  const failed = ` Only ${played} of its ${episodes.length} episodes could be played to the end.`;
+  const failed = ` ${played ? `Only ${played}` : "None"} of its ${episodes.length} episodes could be
+    played to the end.`;
   if (played < 2) return played < episodes.length && failed;
   return std === 0 && " All episodes earned the same reward, so that there is no learning signal.";
 }
