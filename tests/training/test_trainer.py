@@ -12,7 +12,6 @@ import signal
 import sqlite3
 import statistics
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
@@ -32,7 +31,7 @@ from ragen.config.reading import read_config, resolve
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Role
-from ragen.engines import local as engine_local
+from ragen.engines import factory
 from ragen.engines.learner import Learner
 from ragen.engines.local import LocalEngine
 from ragen.engines.sampler import Sampler
@@ -419,26 +418,6 @@ def test_only_groups_with_spread_are_learnt_from_and_no_more_than_asked(tmp_path
         assert sum(mine) == 2 or len(mine) > 2, "what is missing has been looked for"
 
 
-@pytest.mark.parametrize(
-    ("more", "factor"), [({"filter__scale": "linear"}, 0.5), ({"filter__scale": "sqrt"}, 0.5**0.5)]
-)
-def test_the_kept_share_scales_the_advantages(
-    tmp_path: Path, more: dict[str, Any], factor: float
-) -> None:
-    """StarPO-S keeps one of two groups."""
-    found = []
-    for name, scaled in (("plain", {}), ("scaled", more)):
-        train(config(steps=1, eval__episodes=0, **scaled), tmp_path / name)
-        stored = rows(tmp_path / name, "SELECT advantages FROM samples ORDER BY id")
-        found.append(
-            torch.frombuffer(
-                bytearray().join(zlib.decompress(b) for (b,) in stored), dtype=torch.float32
-            )
-        )
-    assert found[0].any()
-    torch.testing.assert_close(found[1], factor * found[0])
-
-
 def test_another_seed_evaluates_the_same_levels(tmp_path: Path) -> None:
     for seed in (0, 1):
         train(config(seed=seed, steps=0), tmp_path / str(seed))
@@ -625,7 +604,7 @@ def test_killed_while_a_checkpoint_is_written(
     tmp_path: Path, moment: str, more: dict[str, Any]
 ) -> None:
     asked, run = config(**more), tmp_path / "run"
-    owners = {"write_state": running, "save_model": engine_local, "rename": Path}
+    owners = {"write_state": running, "save_model": factory, "rename": Path}
     killed(asked, run, (owners.get(moment, checkpoint), moment), 1)
     for folder in checkpoint.folders(run):  # each is whole
         checkpoint.verified_state(folder)
