@@ -130,7 +130,7 @@ def run(env: str, arm: str, seed: int, folder: Path) -> dict[str, Any]:
         "alarm": alarms[0].step if alarms else None,
         "alarms": [f"{alarm.detector}@{alarm.step}" for alarm in alarms],
         "lead": fell - alarms[0].step if fell is not None and alarms else None,
-        "actions": [event["text"] for event in read_events(folder, "guard")],
+        "actions": [event["data"]["action"] for event in read_events(folder, "guard")],
         "stopped": stopped,
         "cpu_s": round(cpu, 1),
     }
@@ -173,7 +173,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def line(env: str, arm: str, rows: Sequence[dict[str, Any]]) -> str:
     collapsed = sum(row["collapse"] is not None for row in rows)
     rate = wilson(collapsed, len(rows))
-    rollbacks = [sum("rolled" in text for text in row["actions"]) for row in rows]
+    rollbacks = [row["actions"].count("rollback") for row in rows]
     finals = ", ".join(f"{row['final']:.0%}" for row in rows)
     cells = [
         *(env, arm, str(len(rows))),

@@ -232,4 +232,7 @@ def make_old_run(folder: Path) -> Path:
         connection.execute(
             "INSERT INTO events VALUES (1, 0, 1, 9.0, 'alarm', 'a spike', ?)", (json.dumps(alarm),)
         )
+        connection.execute(
+            "INSERT INTO events VALUES (2, 0, 1, 9.0, 'guard', 'stopped: a spike', NULL)"
+        )
     return folder

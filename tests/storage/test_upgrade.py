@@ -44,6 +44,7 @@ def test_a_database_of_schema_3_is_upgraded_when_it_is_read(tmp_path: Path) -> N
     assert settings == '{"version": 4, "seed": 0, "env.name": "bandit", "env.max_turns": 1}'
     assert read_episode(run, 1).episode.env == "bandit"
     assert read_events(run, "alarm")[0]["data"]["detector"] == "grad_spike"
+    assert read_events(run, "guard")[0]["data"] == {"action": "stop"}
     assert {path.name for path in run.iterdir()} == {"config.toml", DATABASE}
 
 

@@ -2,7 +2,7 @@
 
 Schema 4 says `env` where 3 said `world`, `optimal` where it said `best`, and has no column
 `bootstrap`, which was false in every episode. Settings of evaluations get the present names of
-their keys (`ragen.config.earlier`).
+their keys (`ragen.config.earlier`), and events of the guard the action that only their text named.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ def _upgrade_tables(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE episodes DROP COLUMN bootstrap")
     if "evaluations" not in tables:
         return
+    guard = "SELECT id, data FROM events WHERE kind = 'guard'"
+    for key, data in connection.execute(guard).fetchall():
+        details = {"action": "rollback", **json.loads(data)} if data else {"action": "stop"}
+        connection.execute("UPDATE events SET data = ? WHERE id = ?", (json.dumps(details), key))
     rows = connection.execute("SELECT id, record, settings FROM evaluations").fetchall()
     for key, record, settings in rows:
         connection.execute(
