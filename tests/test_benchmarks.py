@@ -49,8 +49,14 @@ def gpu_benchmark(*arguments: str) -> list[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    (line,) = gpu_benchmark()
+def test_without_a_gpu_it_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, as above."""
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    runpy.run_path(str(FOLDER / "gpu.py"), run_name="__main__")
+    (line,) = capsys.readouterr().out.splitlines()
     assert "no GPU" in line and "--tiny" in line
 
 

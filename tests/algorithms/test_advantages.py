@@ -39,6 +39,7 @@ from ragen.config.sections import AdvantageConfig
 from ragen.core.errors import RagenError
 from ragen.core.inputs import inputs_of
 from ragen.core.types import Group
+from tests.tolerance import rounding
 
 NEED_VALUES = {name for name, estimator in ADVANTAGES.items() if needs_values(estimator)}
 COMPARE_GROUP = {name for name, estimator in ADVANTAGES.items() if compares_group(estimator)}
@@ -101,9 +102,9 @@ def test_gae_golden() -> None:
         values_ES=torch.tensor([[0.5, 0.8]]),
         **PLAIN | {"gamma": 0.9, "gae_lambda": 0.5},
     )
-    assert credit.advantages_ES.tolist() == [pytest.approx([0.31, 0.2])]
+    assert credit.advantages_ES.tolist() == [pytest.approx([0.31, 0.2], abs=rounding(4))]
     assert credit.returns_ES is not None
-    assert credit.returns_ES.tolist() == [pytest.approx([0.81, 1.0])]
+    assert credit.returns_ES.tolist() == [pytest.approx([0.81, 1.0], abs=rounding(4))]
 
 
 @pytest.mark.parametrize("name", sorted(NEED_VALUES))
@@ -118,6 +119,9 @@ def test_estimators_with_a_critic_need_values(name: str) -> None:
             values_ES=None,
             **PLAIN,
         )
+
+
+RAGGED = rounding(12, 8.0)  # up to six products and sums of standard normals
 
 
 @st.composite
@@ -142,7 +146,7 @@ def test_gae_with_lambda_one_is_return_minus_value(
         for s in range(count):
             to_come = sum(gamma**i * float(rewards_ES[e, s + i]) for i in range(count - s))
             assert credit.advantages_ES[e, s].item() == pytest.approx(
-                to_come - float(values_ES[e, s]), abs=1e-5
+                to_come - float(values_ES[e, s]), abs=RAGGED
             )
         assert torch.all(credit.advantages_ES[e, count:] == 0)
 
@@ -179,9 +183,13 @@ def test_bi_level_gae_golden() -> None:
     }
     how = PLAIN | {"turn_gamma": 0.5, "gae_lambda": 0.5}
     credit = estimate(bi_level_gae, **arrays, **how)
-    assert credit.advantages_ES.tolist() == [pytest.approx([0.725, 0.85, 0.9, 1.4])]
+    assert credit.advantages_ES.tolist() == [
+        pytest.approx([0.725, 0.85, 0.9, 1.4], abs=rounding(8, 2))
+    ]
     assert credit.returns_ES is not None
-    assert credit.returns_ES.tolist() == [pytest.approx([1.225, 1.65, 1.3, 2.0])]
+    assert credit.returns_ES.tolist() == [
+        pytest.approx([1.225, 1.65, 1.3, 2.0], abs=rounding(8, 2))
+    ]
 
 
 def test_turns_of_reward_0_are_not_lost_in_bi_level_gae() -> None:
@@ -236,7 +244,7 @@ def test_bi_level_gae_with_lambda_one_discounts_by_turns(
         for s in range(count):
             to_come = sum(turn_gamma ** (turns[i] - turns[s]) * rewards[i] for i in range(s, count))
             assert credit.advantages_ES[e, s].item() == pytest.approx(
-                to_come - float(values_ES[e, s]), abs=1e-5
+                to_come - float(values_ES[e, s]), abs=RAGGED
             )
         assert torch.all(credit.advantages_ES[e, count:] == 0)
 
@@ -255,8 +263,8 @@ def test_whitening_does_not_change_the_returns() -> None:
         estimate(gae, **arrays, **PLAIN | {"whiten": True}),
     )
     on_N = white.advantages_ES[arrays["mask_ES"]]
-    assert on_N.mean().item() == pytest.approx(0, abs=1e-6)
-    assert on_N.std().item() == pytest.approx(1, abs=1e-5)
+    assert on_N.mean().item() == pytest.approx(0, abs=rounding(8))
+    assert on_N.std().item() == pytest.approx(1, abs=rounding(8))
     assert white.returns_ES is not None and plain.returns_ES is not None
     assert torch.equal(white.returns_ES, plain.returns_ES)
 
@@ -318,7 +326,9 @@ def test_rloo_golden() -> None:
         mask_ES=torch.ones(5, 1, dtype=torch.bool),
         group_E=torch.tensor([0, 1, 0, 1, 0]),
     )
-    assert credit.advantages_ES.flatten().tolist() == pytest.approx([-2.5, 1, 3.5, -1, -1])
+    assert credit.advantages_ES.flatten().tolist() == pytest.approx(
+        [-2.5, 1, 3.5, -1, -1], abs=rounding(4, 4)
+    )
 
 
 @given(st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=8))
@@ -440,7 +450,7 @@ def test_group_statistics_count_episodes_not_rows(made: list[Group]) -> None:
         totals = [sum(t.reward + t.penalty for t in e.turns) for e in group.episodes]
         for reward in totals:
             expected = reward - sum(totals) / len(totals)
-            assert credit.advantages_ES[at, 0].item() == pytest.approx(expected, abs=1e-5)
+            assert credit.advantages_ES[at, 0].item() == pytest.approx(expected, abs=rounding(8, 4))
             at += 1
 
 

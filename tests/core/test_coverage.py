@@ -37,6 +37,9 @@ HELD = (0.935, 0.965)
 SAMPLES = 2000
 """Made samples for one number, whose standard error is then 0.5 %."""
 
+SLOW = pytest.mark.slow
+"""Sizes between others that are tested by default; all take half a minute."""
+
 Draw = Callable[[np.random.Generator, int], Floats]
 
 
@@ -149,7 +152,9 @@ def mean_chance(spread: float, centre: float, power: int = 1) -> float:
     return float(weights @ chances / weights.sum())
 
 
-@pytest.mark.parametrize(("num_levels", "centre"), [(128, 0.0), (128, 1.0), (128, -2.0)])
+@pytest.mark.parametrize(
+    ("num_levels", "centre"), [(128, 0.0), pytest.param(128, 1.0, marks=SLOW), (128, -2.0)]
+)
 def test_success_rate_of_several_samples_a_level(num_levels: int, centre: float) -> None:
     def interval(solved: Floats) -> Interval:
         won = [sample < count for count in solved for sample in range(4)]
@@ -160,7 +165,9 @@ def test_success_rate_of_several_samples_a_level(num_levels: int, centre: float)
     assert holds(coverage), coverage
 
 
-@pytest.mark.parametrize(("num_levels", "k"), [(128, 2), (128, 4), (128, 8)])
+@pytest.mark.parametrize(
+    ("num_levels", "k"), [(128, 2), pytest.param(128, 4, marks=SLOW), (128, 8)]
+)
 def test_pass_at_k(num_levels: int, k: int) -> None:
     found = measured(
         lambda g, n: played(g, n, 8, 1.5, -1.0),
@@ -331,7 +338,10 @@ BY_SEEDS = {3: 0.75, 4: 0.88, 5: 0.93, 6: 0.955, 8: 0.97, 12: 0.97, 16: 0.96, 20
 """Coverage of one stratum's interquartile mean, as the docstring has it."""
 
 
-@pytest.mark.parametrize(("seeds", "expected"), BY_SEEDS.items())
+@pytest.mark.parametrize(
+    ("seeds", "expected"),
+    [pytest.param(n, x, marks=SLOW if n in (4, 6, 12, 16) else ()) for n, x in BY_SEEDS.items()],
+)
 def test_interquartile_mean_of_one_environment(seeds: int, expected: float) -> None:
     found = measured(
         lambda g, n: g.normal(0.5, 0.1, n), seeds, lambda s: interquartile_mean([s.tolist()])
@@ -339,7 +349,7 @@ def test_interquartile_mean_of_one_environment(seeds: int, expected: float) -> N
     assert covers(found, 0.5) == pytest.approx(expected, abs=0.015)
 
 
-@pytest.mark.parametrize("seeds", [5, 8, 10])
+@pytest.mark.parametrize("seeds", [5, pytest.param(8, marks=SLOW), 10])
 def test_interquartile_mean_of_three_environments(seeds: int) -> None:
     centres = np.array([[0.4], [0.5], [0.6]])
     found = measured(

@@ -245,11 +245,14 @@ def uninterrupted(asked: Config, tmp_path: Path, name: str) -> dict[str, Any]:
     return _WHOLE[name]
 
 
-CASES = [("grpo", {}), ("gae", PPO)]
+CASES = [
+    pytest.param("grpo", {}, id="grpo", marks=pytest.mark.slow),
+    pytest.param("gae", PPO, id="gae"),
+]
 ASKED: dict[str, Any] = BACK | {"eval__every": 2}
 
 
-@pytest.mark.parametrize(("kind", "more"), CASES, ids=[kind for kind, _ in CASES])
+@pytest.mark.parametrize(("kind", "more"), CASES)
 @pytest.mark.parametrize(
     ("what", "at"),
     [("episode", 3 * 8 + 2), ("step", 4), ("evaluated", 4), ("step", 6)],
@@ -304,6 +307,7 @@ def test_kills_at_many_moments_around_a_rollback(tmp_path: Path, alarms_at: Plan
     same(tmp_path / "run", numbers(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_collapse_of_the_embedded_model_is_rolled_back(tmp_path: Path) -> None:
     """Nothing is scripted: with vanilla GRPO on Bandit the reward std falls before success does."""
     more = {"guard.responses.reward_std_cliff": "rollback", "guard.remedy": "filter"}

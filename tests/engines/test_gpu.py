@@ -31,6 +31,7 @@ from ragen.training.trainer import resume, train
 from tests.engines.test_learner import PLAIN, batch
 from tests.speaker import settings
 from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tolerance import LOGPROB
 
 CUDA = pytest.param(
     "cuda",
@@ -41,7 +42,9 @@ CUDA = pytest.param(
 )
 DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
 DTYPES = pytest.mark.parametrize(
-    ("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)], ids=["float32", "bfloat16"]
+    ("dtype", "atol"),
+    [(torch.float32, LOGPROB), (torch.bfloat16, 0.03)],
+    ids=["float32", "bfloat16"],
 )
 
 

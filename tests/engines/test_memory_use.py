@@ -31,6 +31,7 @@ from ragen.models.loading import recompute_layers
 from ragen.models.model import KEPT_LOGITS, padded_hidden_states
 from tests.engines.test_learner import PLAIN, batch, sample
 from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tolerance import LOGPROB, assert_close
 
 VOCABULARY = 150_000
 
@@ -195,7 +196,7 @@ def test_recomputing_takes_the_general_path_and_samples_as_ever() -> None:
     assert not learners.shares_prompts(one.model) and learners.shares_prompts(plain.model)
     assert not learners.shares_prompts(one.critic.backbone)
     part = batch(plain)
-    torch.testing.assert_close(one.logprobs(part)[0], plain.logprobs(part)[0], atol=1e-5, rtol=1e-4)
+    assert_close(one.logprobs(part)[0], plain.logprobs(part)[0])
     assert "update/padding_fraction" in one.update(part, 0)
 
     async def said(sampler: Sampler) -> Any:
@@ -240,7 +241,7 @@ def test_eager_and_sdpa_give_equal_logprobs(dtype: torch.dtype) -> None:
         one = Learner(policy, UpdateConfig(), LossConfig(**PLAIN))
         part = batch(one)
         found.append(one.logprobs(part)[0])
-    atol = 1e-5 if dtype == torch.float32 else 0.02
+    atol = LOGPROB if dtype == torch.float32 else 0.02
     torch.testing.assert_close(found[0], found[1], atol=atol, rtol=0)
 
 
@@ -263,8 +264,8 @@ def test_the_sampler_attends_alike_by_every_implementation(kind: str) -> None:
     plain.config._attn_implementation = "eager"
     exact = plain(torch.tensor([[3, 4, 5, 6, 5, 1]])).logits[0, -1]
     for logits in found.values():
-        torch.testing.assert_close(logits, found["eager"], atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(logits[4], exact, atol=1e-5, rtol=1e-4)
+        assert_close(logits, found["eager"])
+        assert_close(logits[4], exact)
 
 
 def test_decoding_repeats_no_keys() -> None:

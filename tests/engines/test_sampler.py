@@ -14,6 +14,7 @@ from ragen.core.types import Completion, Prompt
 from ragen.engines.sampler import Sampler, draw
 from ragen.models.model import hidden_states, token_logprobs
 from tests.models.test_model import tiny
+from tests.tolerance import LOGPROB
 
 END = 2
 
@@ -69,7 +70,7 @@ def test_logprobs_equal_the_learners(kind: str, temperature: float) -> None:
     for played in run(make(model), temperature=temperature):
         for prompt, completion in played:
             expected = recomputed(model, prompt, completion)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=LOGPROB)
 
 
 def test_fast_and_general_path_sample_the_same() -> None:
@@ -78,7 +79,7 @@ def test_fast_and_general_path_sample_the_same() -> None:
     for a, b in zip(fast, general, strict=True):
         for (_, mine), (_, other) in zip(a, b, strict=True):
             assert mine.token_ids == other.token_ids
-            np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-4)
+            np.testing.assert_allclose(mine.logprobs, other.logprobs, rtol=0, atol=LOGPROB)
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -139,7 +140,7 @@ def test_without_end_tokens_completions_are_full_length_and_logprobs_exact() -> 
     for prompt, completion in zip(prompts, completions, strict=True):
         assert len(completion.token_ids) == 60 and completion.finish_reason == "length"
         expected = recomputed(model, prompt, completion)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=LOGPROB)
 
 
 def test_tokens_come_with_their_probabilities() -> None:

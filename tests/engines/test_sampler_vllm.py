@@ -28,6 +28,7 @@ from ragen.rollout.chat import Chat
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import examine, train
 from tests.diagnostics.test_guard_run import Plan, alarms_at
+from tests.tolerance import LOGPROB
 
 __all__ = ["alarms_at"]  # a fixture that a test here asks for
 
@@ -208,7 +209,7 @@ def test_a_run_with_weights_of_its_own(
     metrics = read_metrics(tmp_path / "run")
     for name in ("publish/logprob_difference", "mismatch/kl", "importance/mean"):
         assert len(metrics[name]) == 2, name
-    assert all(value < 1e-5 for value in metrics["publish/logprob_difference"].values())
+    assert all(value < LOGPROB for value in metrics["publish/logprob_difference"].values())
     # No request before the learner's work is left without a call to wake: the stand-in asserts it.
     assert "sleep" in vllm.calls
 
@@ -245,7 +246,7 @@ def test_a_checkpoint_is_pushed_when_it_is_loaded(
     again = LocalEngine(settings(folder), folder)
     asyncio.run(again.load(tmp_path, state | {"version": 3}))
     assert pretended[1].calls.count("load") == 1
-    assert again.metrics()["publish/logprob_difference"].value < 1e-5
+    assert again.metrics()["publish/logprob_difference"].value < LOGPROB
     assert again.policy.version == 3
 
 
@@ -339,8 +340,8 @@ def test_agreement_is_judged_by_what_the_arithmetic_allows(
         told = check_parity(Off(), engine.learner, engine.chat, 0.5, dtype)
         return told["publish/logprob_difference"].value
 
-    assert off_by(0.005, "float32") == pytest.approx(0.005, abs=1e-5)
-    assert off_by(-0.4, "bfloat16") == pytest.approx(0.4, abs=1e-5)
+    assert off_by(0.005, "float32") == pytest.approx(0.005, abs=LOGPROB)
+    assert off_by(-0.4, "bfloat16") == pytest.approx(0.4, abs=LOGPROB)
     for distance, dtype in ((0.02, "float32"), (0.6, "bfloat16"), (float("nan"), "bfloat16")):
         with pytest.raises(RagenError, match=r"publication 4 .* in " + dtype):
             off_by(distance, dtype)

@@ -39,6 +39,7 @@ from tests.made import turn as made_turn
 from tests.rogue import Rogue
 from tests.speaker import settings
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
+from tests.tolerance import LOGPROB
 
 Capture = pytest.CaptureFixture[str]
 Reply = tuple[str, FinishReason]
@@ -322,7 +323,7 @@ def test_the_same_draws_by_the_same_weights_go_on_as_it_did(
     for one, other in zip(again.turns, original.turns, strict=True):
         assert one.completion.policy_version == other.completion.policy_version == weights
         # Another batch around it: sums of other shapes, so the last bits may differ.
-        assert one.completion.logprobs == pytest.approx(other.completion.logprobs, abs=1e-5)
+        assert one.completion.logprobs == pytest.approx(other.completion.logprobs, abs=LOGPROB)
         assert one.state_key == other.state_key
 
 

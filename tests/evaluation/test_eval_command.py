@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import sqlite3
-import subprocess
 import sys
 import threading
 import time
@@ -38,7 +37,6 @@ from tests.faulty import GOOD, Answer, FaultyServer, refused, said
 from tests.speaker import settings
 
 Capture = pytest.CaptureFixture[str]
-ROOT = Path(__file__).parents[2]
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 KEY = "sk-test-0123456789abcdef"
 SLOWLY = "<think>hm</think><answer>Left</answer>"
@@ -178,6 +176,20 @@ def test_no_more_at_once_than_asked() -> None:
         assert server.most > 3
 
 
+def in_a_copy(command: list[str], error: Path) -> int:
+    """Start a command in a copy of this process, which has imported all; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        sys.stdout, sys.stderr = open(os.devnull, "w"), error.open("w")  # noqa: SIM115
+        code = main(command)
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
 @pytest.mark.parametrize(
     ("number", "code", "words"),
     [(signal.SIGKILL, -signal.SIGKILL, ""), (signal.SIGTERM, 143, "the same command continues")],
@@ -205,21 +217,21 @@ def test_a_stopped_evaluation_resumes(number: int, code: int, words: str, capsys
 
     with FaultyServer(script) as server:
         more = shlex.split("--concurrency 2 --samples 2 --env.max_turns 1")
-        command = [sys.executable, "-m", "ragen", *ask(server, *more, episodes=12)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-        killed = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        while stored() < 5 and killed.poll() is None:
+        command = ask(server, *more, episodes=12)
+        copy = in_a_copy(command, Path("error"))
+        while stored() < 5 and os.waitpid(copy, os.WNOHANG) == (0, 0):
             time.sleep(0.01)
-        killed.send_signal(number)
-        _, error = killed.communicate()
+        os.kill(copy, number)
+        ended = os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
         stopped.set()
-        assert killed.returncode == code and words in error and error.count("\n") == bool(words)
+        error = Path("error").read_text()
+        assert ended == code and words in error and error.count("\n") == bool(words)
         done, asked = stored(), len(server.requests)
         assert 5 <= done <= 8
-        assert main(command[3:]) == 0
+        assert main(command) == 0
         resumed = json.loads(capsys.readouterr().out)
         assert len(server.requests) - asked == 24 - done
-        assert main([*command[3:], "--out", "whole"]) == 0
+        assert main([*command, "--out", "whole"]) == 0
         assert len(server.requests) - asked == 48 - done
     whole = json.loads(capsys.readouterr().out)
     assert without_seconds(resumed) == without_seconds(whole)

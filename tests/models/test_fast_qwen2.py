@@ -8,6 +8,7 @@ from ragen.models import fast_blocks, fast_decoder, fast_qwen2
 from ragen.models.decoder import HFDecoder, make_decoder
 from ragen.models.model import Critic, padded_hidden_states
 from tests.models.test_model import ragged, tiny
+from tests.tolerance import GRADIENT, assert_close
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -33,9 +34,8 @@ def assert_equal_to_the_general_path(model: PreTrainedModel, *inputs: torch.Tens
         grads = {n: p.grad for n, p in model.model.named_parameters()}
         results.append((states, grads))
     (expected, expected_grads), (got, grads) = results
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    for name, grad in expected_grads.items():
-        torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-4, msg=name)
+    assert_close(got, expected)
+    assert_close(grads, expected_grads, GRADIENT)
 
 
 def test_full_rows_need_no_padding_and_give_the_same() -> None:
@@ -43,9 +43,7 @@ def test_full_rows_need_no_padding_and_give_the_same() -> None:
     token_ids_BT, _, wanted_BT = ragged()
     full = token_ids_BT, torch.full((4,), 9), wanted_BT
     expected = padded_hidden_states(model, *full)
-    torch.testing.assert_close(
-        fast_qwen2.hidden_states(model, *full), expected, rtol=1e-4, atol=1e-5
-    )
+    assert_close(fast_qwen2.hidden_states(model, *full), expected)
 
 
 def test_samples_that_begin_alike_share_the_prompt_and_give_the_same(
@@ -103,7 +101,7 @@ def test_decoder_equals_the_general_one_over_ragged_reads() -> None:
 
     def both(method: str, *args: object) -> None:
         expected, got = (getattr(decoder, method)(*args) for decoder in decoders)
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert_close(got, expected)
 
     both("prefill", [0, 1, 2, 5], [0, 0, 0, 0], [ids(5), ids(1), ids(11), ids(3)])
     both("prefill", [5, 1], [3, 1], [ids(4), ids(9)])  # reading on, slots out of order
@@ -122,7 +120,7 @@ def test_scores_in_several_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) 
     whole = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
     monkeypatch.setattr(fast_decoder, "SCORES", 1)
     parts = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
-    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+    assert_close(parts, whole)
 
 
 def test_a_long_history_beside_a_long_first_prompt_needs_no_more_than_a_slot_holds() -> None:
@@ -133,4 +131,4 @@ def test_a_long_history_beside_a_long_first_prompt_needs_no_more_than_a_slot_hol
         decoder.prefill([0], [0], [long[:13]])
     # Slot 0 goes on at its 13th place, slot 1 reads 14 tokens: 27 places, of which a slot has 16.
     expected, got = (decoder.prefill([0, 1], [13, 0], [[5], long]) for decoder in decoders)
-    torch.testing.assert_close(got, expected)
+    assert_close(got, expected)

@@ -27,6 +27,7 @@ from ragen.models import model as ragen_model
 from ragen.models.loading import load_policy, save_model
 from ragen.models.model import Critic, hidden_states, token_logprobs
 from ragen.models.precision import Shape, shape_of
+from tests.tolerance import GRADIENT, assert_close
 
 SMALL = {
     "vocab_size": 40,
@@ -76,7 +77,7 @@ def test_hidden_states_are_those_of_each_row_alone(kind: str) -> None:
     for ids, length, wanted in zip(token_ids_BT, lengths_B.tolist(), wanted_BT, strict=True):
         out = model.base_model(input_ids=ids[None, :length]).last_hidden_state[0]
         alone.append(out[wanted[:length]])
-    torch.testing.assert_close(states, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    assert_close(states, torch.cat(alone))
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
@@ -122,9 +123,9 @@ def test_logprobs_and_entropy_equal_autograd(
 
     logprobs, entropy = token_logprobs(model, hidden, targets, temperature=0.7)
     got = torch.autograd.grad((a * logprobs + b * entropy).sum(), [hidden, weight])
-    torch.testing.assert_close(logprobs, plain_logprobs)
-    torch.testing.assert_close(entropy, plain_entropy)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert_close(logprobs, plain_logprobs)
+    assert_close(entropy, plain_entropy)
+    assert_close(got, expected, GRADIENT)
 
 
 def test_only_one_of_the_two_may_have_a_gradient() -> None:
@@ -249,12 +250,12 @@ def test_scaled_and_capped_logits_are_the_models_own(
     log_p = torch.log_softmax(logits / 0.7, dim=-1)
     plain = (log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
     got = token_logprobs(model, states, targets, temperature=0.7)
-    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
+    assert_close(got, plain)
     gradients = [
         torch.autograd.grad((a * logprobs + b * entropy).sum(), list(model.parameters()))
         for logprobs, entropy in (got, plain)
     ]
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+    assert_close(*gradients, GRADIENT)
 
 
 @pytest.mark.parametrize("kind", SHAPED)
@@ -271,7 +272,7 @@ def test_they_are_sampled_as_they_are_learnt(kind: str, tmp_path: Path) -> None:
     logits = shape_of(model).of(states @ model.get_output_embeddings().weight.t())
     log_p = torch.log_softmax(logits / 0.7, dim=-1)
     expected = log_p.gather(1, ids_BT[0, 5:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(drawn.logprobs), expected, rtol=0, atol=1e-4)
+    assert_close(torch.tensor(drawn.logprobs), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,6 +21,7 @@ from ragen.models.precision import Masters, output_logits
 from tests.engines.test_learner import PLAIN, batch
 from tests.speaker import settings
 from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tolerance import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -190,7 +191,7 @@ def test_logits_are_float32_sums_of_what_bfloat16_holds() -> None:
     exact = states.double() @ weight.double().t() + bias.double()
     found = output_logits(states, weight, bias)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-6)
+    assert_close(found.double(), exact, 64)
     rounded = nn.functional.linear(states, weight, bias)
     assert float((rounded - exact).abs().max()) > 0.1, "what the plain layer gives"
 

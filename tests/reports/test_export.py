@@ -38,6 +38,7 @@ from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_st
 from ragen.training.trainer import train
 from tests.speaker import settings
 from tests.tiny import TEMPLATES, tiny_tokenizer
+from tests.tolerance import assert_close
 
 Capture = pytest.CaptureFixture[str]
 SILENT = ScriptedPolicy(lambda _: "")
@@ -313,7 +314,7 @@ def test_an_adapter_leaves_as_an_adapter(adapted: Path) -> None:
     folder = export(adapted)
     model = AutoModelForCausalLM.from_pretrained(folder)  # transformers finds the base and peft
     with torch.no_grad():
-        torch.testing.assert_close(model(PROBE).logits, logits_of(adapted))
+        assert_close(model(PROBE).logits, logits_of(adapted))
     text = (folder / "README.md").read_text("utf-8")
     assert ModelCard(text).data.library_name == "peft"
     assert "LLM('BASE', enable_lora=True, max_lora_rank=4, generation_config=folder)" in text
@@ -338,7 +339,7 @@ def test_a_merged_adapter_leaves_as_a_model(adapted: Path) -> None:
     folder = export(adapted, merge=True)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        torch.testing.assert_close(model(PROBE).logits, logits_of(adapted), rtol=1e-4, atol=1e-5)
+        assert_close(model(PROBE).logits, logits_of(adapted))
     base = AutoModelForCausalLM.from_pretrained(read_facts(adapted).config.model.path)
     with torch.no_grad():
         assert not torch.allclose(model(PROBE).logits, base(PROBE).logits, atol=1e-3)

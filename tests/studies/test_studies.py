@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +207,45 @@ def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path, jobs: int) 
         runner.run_study(other, seeds=2, out=tmp_path)
 
 
-def test_a_killed_study_leaves_no_process_behind(tmp_path: Path) -> None:
+def ends(worker: int) -> bool:
+    """Whether a process is gone within ten seconds; else it is killed."""
+    for _ in range(500):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return True
+        stat = Path(f"/proc/{worker}/stat")
+        if stat.exists() and ") Z " in stat.read_text():  # nobody may be there to reap it
+            return True
+        time.sleep(0.02)
+    os.kill(worker, signal.SIGKILL)
+    return False
+
+
+def test_a_killed_study_leaves_no_process_behind() -> None:
     """One that went on would write into the run that the same command goes on with."""
+    reading, writing = os.pipe()
+    study = os.fork()  # a copy of this process, which has imported all
+    if study == 0:
+        try:
+            pool = ProcessPoolExecutor(1, get_context("fork"), runner.end_with_parent)
+            os.write(writing, str(pool.submit(os.getpid).result()).encode())
+            pool.submit(time.sleep, 600)
+            time.sleep(600)
+        finally:
+            os._exit(70)
+    worker = int(os.read(reading, 20))
+    for handle in (reading, writing):
+        os.close(handle)
+    os.kill(worker, 0)
+    os.kill(study, signal.SIGKILL)
+    os.waitpid(study, 0)
+    assert ends(worker), "it outlived the study"
+
+
+@pytest.mark.slow
+def test_a_killed_study_leaves_no_spawned_process_behind(tmp_path: Path) -> None:
+    """As a study starts them; each takes seconds to import the program."""
     script = tmp_path / "pool.py"
     script.write_text(
         "import os, sys, time\n"
@@ -229,17 +268,7 @@ def test_a_killed_study_leaves_no_process_behind(tmp_path: Path) -> None:
     study.kill()
     study.wait()
     study.stdout.close()
-    for _ in range(500):
-        try:
-            os.kill(worker, 0)
-        except ProcessLookupError:
-            return
-        stat = Path(f"/proc/{worker}/stat")
-        if stat.exists() and ") Z " in stat.read_text():  # nobody may be there to reap it
-            return
-        time.sleep(0.02)
-    os.kill(worker, signal.SIGKILL)
-    pytest.fail("it outlived the study")
+    assert ends(worker), "it outlived the study"
 
 
 def test_an_arm_may_begin_with_a_lesson(tmp_path: Path) -> None:

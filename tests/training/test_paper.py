@@ -67,7 +67,13 @@ def test_they_hold_the_published_values(name: str) -> None:
     assert env.params == {}  # .15; slip 1/3; 6×6, one box: the environments'
 
 
-@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "paper/sokoban" else [])
+        for name in PAPER
+    ],
+)
 def test_two_steps_with_a_small_model_of_the_same_architecture(
     name: str, stand_in: Path, tmp_path: Path
 ) -> None:

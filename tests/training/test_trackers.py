@@ -250,7 +250,17 @@ def test_a_run_whose_tracker_does_not_begin_is_gone_on_with(
     assert {each[1] for each in pretended[1:-1]} == {0, 1, 2, 3}
 
 
-def test_nothing_is_imported_unless_asked() -> None:
+def test_nothing_is_imported_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here without a new interpreter, which takes seconds; below with one."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in TRACKERS]:
+        monkeypatch.delitem(sys.modules, name)
+    quiet = Watcher()
+    assert with_trackers(quiet, "") is quiet
+    assert not [name for name in TRACKERS if name in sys.modules]
+
+
+@pytest.mark.slow
+def test_training_imports_no_tracker_unless_asked() -> None:
     code = (
         "import sys, ragen.training.trainer\n"
         "from ragen.training.trackers import with_trackers\n"
