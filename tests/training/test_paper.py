@@ -116,8 +116,8 @@ def test_names_with_a_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("sokoban --model there", "for others: paper/sokoban\n"),
-        ("bandit-rev --model there", "for others: paper/bandit --env bandit-rev\n"),
+        ("sokoban --model there", "for other models: paper/sokoban\n"),
+        ("bandit-rev --model there", "for other models: paper/bandit --env bandit-rev\n"),
         ("frozen-lake-still --model a/b", "paper/frozen-lake --env frozen-lake-still\n"),
         ("sokoban", ""),
         ("sokoban --model there --prompt.style paper", ""),
