@@ -212,7 +212,7 @@ def test_differences_name_the_preset_value() -> None:
         ({"lr": 1.0}, "unknown key 'lr'; did you mean 'update.lr'?"),
         ({"update": {"pases": 1}}, "unknown key 'update.pases'; did you mean 'update.epochs'?"),
         ({"wrld.name": "x"}, "unknown key 'wrld.name'; did you mean 'env.name'?"),
-        ({"qqqq": 1}, "unknown key 'qqqq'; ragen train --help lists them all"),
+        ({"qqqq": 1}, "unknown key 'qqqq'; ragen help keys lists them all"),
         ({"filter": "top_k"}, "'filter' is a section: set one of filter.score, filter.rule"),
         ({"update.lr": "fast"}, 'update.lr = "fast": expected a number > 0'),
         ({"update.lr": float("nan")}, "update.lr = nan: expected a number > 0"),

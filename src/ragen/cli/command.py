@@ -1,11 +1,11 @@
 """What the commands share: the command record, the argument parser and output to the terminal.
 
-A command's own options are read by argparse. Any config key may be set as ``--section.key value``
-by the commands that take keys. Keys are taken out before argparse sees them, because an unknown key
-must be refused with the nearest name. Every mistake is a `RagenError` of one line.
+Argparse reads a command's own options. Commands that take config keys accept any of them as
+``--section.key value``. Keys are removed before argparse sees them, because an unknown key is
+refused with the nearest name. Every mistake is a `RagenError` of one line.
 
-Heavy packages (torch, the environments, pydantic, even rich) are imported by the command that needs
-them: help and mistakes must not wait for them.
+The command that needs a heavy package (torch, the environments, pydantic, even rich) imports it, so
+help and error messages do not wait for it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Command:
         options: Adds the command's options to a parser.
         run: Takes the options and the config keys that were set; returns the exit code.
         takes_keys: Whether config keys may be set.
-        epilog: Makes the text under the command's help, if there is one.
+        epilog: Returns the text under the command's help, if there is one.
     """
 
     summary: str

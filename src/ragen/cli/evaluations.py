@@ -23,8 +23,14 @@ def _eval_options(parser: Parser) -> None:
     add = parser.add_argument
     add("target", metavar="TARGET", help="a run, a checkpoint, base, random, solver, or a model")
     _playing_options(parser)
-    add("--price-in", type=float, default=0.0, metavar="P", help="of a million tokens read")
-    add("--price-out", type=float, default=0.0, metavar="P", help="of a million tokens written")
+    add("--price-in", type=float, default=0.0, metavar="P", help="price of a million input tokens")
+    add(
+        "--price-out",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="price of a million output tokens",
+    )
 
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
@@ -56,8 +62,8 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
 
 def _compare_options(parser: Parser) -> None:
     add = parser.add_argument
-    add("one", metavar="A", help="what ragen eval takes; runs of several seeds: A1,A2,A3")
-    add("other", metavar="B", help="the same, such as base")
+    add("one", metavar="A", help="a target of ragen eval; runs of several seeds: A1,A2,A3")
+    add("other", metavar="B", help="another target, such as base")
     add(
         "--suite",
         metavar="NAME",
@@ -123,23 +129,29 @@ def _evaluate(
 def _playing_options(parser: Parser) -> None:
     """Add the options that `eval` and `compare` share."""
     add = parser.add_argument
-    which = "an environment or a recipe; or several: E1,E2 [the run's]"
+    which = "environment or recipe, or several: E1,E2 [the run's]"
     add("--env", action="append", metavar="E", help=which)
     add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
-    add("--samples", type=int, default=1, metavar="K", help="episodes a level, for pass@K [1]")
-    add("--seed", type=int, default=0, metavar="S", help="of events and sampling [0]")
-    add("--temperature", type=float, default=1.0, metavar="T", help="0: greedy [1.0]")
-    add("--concurrency", type=int, metavar="N", help="episodes played at once")
+    add("--samples", type=int, default=1, metavar="K", help="episodes per level, for pass@K [1]")
+    add("--seed", type=int, default=0, metavar="S", help="seed of random events and sampling [0]")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="sampling temperature; 0 is greedy [1.0]",
+    )
+    add("--concurrency", type=int, metavar="N", help="episodes played at the same time")
     add("--base-url", metavar="URL", help="an OpenAI-compatible endpoint that serves the model")
-    add("--key-env", metavar="NAME", help="environment variable with its key [OPENAI_API_KEY]")
-    add("--timeout", type=float, metavar="S", help="seconds of one request [120]")
-    add("--rpm", type=float, metavar="N", help="requests a minute [no limit]")
-    add("--json", action="store_true", help="print one JSON object an environment")
+    add("--key-env", metavar="NAME", help="environment variable of its key [OPENAI_API_KEY]")
+    add("--timeout", type=float, metavar="S", help="timeout of one request in seconds [120]")
+    add("--rpm", type=float, metavar="N", help="requests per minute [no limit]")
+    add("--json", action="store_true", help="print one JSON object per environment")
     add("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
     add("--out", type=Path, metavar="DIR", help="folder for the outcomes [the run, or evals]")
     parser.epilog = (
-        "Any config key (ragen help keys) may be set too. Outcomes are stored as episodes end:"
-        "\nafter a stop, the same command continues and plays nothing twice."
+        "Any config key (ragen help keys) may be set too. Outcomes are stored as\n"
+        "episodes end: after a stop, the same command continues and repeats no episode."
     )
 
 
@@ -215,7 +227,7 @@ def _play_options(parser: Parser) -> None:
         metavar="WHO",
         help="human, random, solver, base or RUN [human]",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which level [0]")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="number of the level [0]")
     parser.epilog = "Any config key (ragen help keys) may be set too."
 
 
@@ -246,21 +258,22 @@ def _play(options: Namespace, overrides: Overrides) -> int:
 def _branch_options(parser: Parser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
-    add("episode", metavar="EPISODE", type=int, help="an episode's id, as ragen view shows it")
-    add("--turn", type=int, required=True, metavar="K", help="the turn to branch at, from 0")
-    add("--n", type=int, default=4, metavar="N", help="branches [4]")
+    add("episode", metavar="EPISODE", type=int, help="the episode's id, as shown by ragen view")
+    add("--turn", type=int, required=True, metavar="K", help="first turn to play again, from 0")
+    add("--n", type=int, default=4, metavar="N", help="number of branches [4]")
     add(
         "--checkpoint",
         type=int,
         metavar="STEP",
-        help="the step of the checkpoint that plays [the newest]",
+        help="step of the checkpoint to play with [the newest]",
     )
-    add("--temperature", type=float, metavar="T", help="0: greedy [the run's]")
-    add("--seed", type=int, default=0, metavar="S", help="another seed gives other branches [0]")
+    add("--temperature", type=float, metavar="T", help="0 is greedy [the run's]")
+    add("--seed", type=int, default=0, metavar="S", help="seed of the branches [0]")
     add("--json", action="store_true", help="print the result as one JSON line")
     parser.epilog = (
-        "The environment returns to its snapshot of that turn, with the same coming noise, and\n"
-        "the policy continues from the tokens it saw. Branches are stored in RUN/branches.sqlite."
+        "The environment returns to its snapshot of that turn, with the same random\n"
+        "events. The policy continues from the recorded tokens. Branches are stored in\n"
+        "RUN/branches.sqlite."
     )
 
 

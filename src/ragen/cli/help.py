@@ -18,7 +18,7 @@ FIRST_KEYS = (
     *("filter.value", "loss.kl", "update.lr", "update.critic_lr", "update.minibatch_episodes"),
     *("eval.every", "eval.episodes", "checkpoint.every"),
 )
-"""The config keys that people set first; ``ragen train --help`` shows them."""
+"""The common config keys; ``ragen train --help`` shows them."""
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -39,16 +39,16 @@ def overview(commands: Mapping[str, Command]) -> str:
 
 
 def train_epilog() -> str:
-    """The recipes and the first keys, under the help of ``ragen train``."""
+    """The recipes and the common keys, under the help of ``ragen train``."""
     from ragen.config.reading import recipes
 
     width = _width()
     names = textwrap.fill(", ".join(recipes()), width, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(
         [
-            "recipes (ragen help recipes says what each is; or a path to a .toml):",
+            "recipes (ragen help recipes describes them; a path to a .toml works too):",
             names,
-            "\nthe keys that people set first (all of them: ragen help keys):",
+            "\ncommon keys (ragen help keys lists all):",
             *_keys(FIRST_KEYS, width),
         ]
     )
@@ -71,17 +71,17 @@ def algorithms_help() -> str:
 
 
 def keys_help() -> str:
-    """Every config key with what it takes and its default."""
+    """Every config key with its type and its default."""
     from ragen.config.keys import keys
 
-    title = "keys, each with what it takes and its default (a preset or recipe may change it):"
+    title = "keys, each with its type and its default (a preset or recipe may change it):"
     return "\n".join([title, *_keys([key for key in keys() if key != "recipe"], _width())])
 
 
 TOPICS: Mapping[str, Callable[[], str]] = MappingProxyType(
     {"recipes": recipes_help, "algorithms": algorithms_help, "keys": keys_help}
 )
-"""What ``ragen help`` explains besides the commands."""
+"""The topics of ``ragen help``, in addition to the commands."""
 
 
 def completion(commands: Mapping[str, Command], shell: str) -> str:

@@ -1,8 +1,8 @@
 """The command line ``ragen COMMAND …``: each command calls one function and shows its result.
 
 Results go to standard output, progress and errors to standard error. A user's mistake is one line
-and exit code 2; a run that the guard stopped exits with 3; an interrupted run says how to go on and
-exits with 130 (Ctrl-C) or 143 (SIGTERM). A traceback always means a bug.
+and exit code 2. A run that the guard stopped exits with 3. An interrupted run names the command
+that resumes it and exits with 130 (Ctrl-C) or 143 (SIGTERM). A traceback always means a bug.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ragen.cli.help import SHELLS, TOPICS, completion, overview
 from ragen.core.errors import RagenError
 
 INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes: 128 + the signal's number, as shells have it; an error brings its own."""
+"""Exit codes: 128 + the signal's number, as in shells; an error has its own."""
 
 COMMANDS = runs.COMMANDS | evaluations.COMMANDS | view.COMMANDS | tools.COMMANDS
-"""All commands that do some work, by name; ``help`` and ``completion`` are about them."""
+"""All commands except ``help`` and ``completion``, by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +94,7 @@ def _completion_options(parser: Parser) -> None:
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     parser.epilog = (
         "bash: ragen completion bash > ~/.local/share/bash-completion/completions/ragen\n"
-        "zsh:  ragen completion zsh > a folder of $fpath, as _ragen\n"
+        "zsh:  ragen completion zsh > DIR/_ragen, with DIR a folder of $fpath\n"
         "fish: ragen completion fish > ~/.config/fish/completions/ragen.fish"
     )
 
@@ -108,12 +108,12 @@ ABOUT: dict[str, Command] = {
     "help": Command("explain a command, or list recipes, algorithms, keys", _help_options, _help),
     "completion": Command("print a completion script", _completion_options, _completion),
 }
-"""The commands about the other commands."""
+"""``help`` and ``completion``, which describe the other commands."""
 
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
-    """Handle SIGTERM like Ctrl-C; the yielded list is no longer empty once it arrived."""
+    """Handle SIGTERM like Ctrl-C; the yielded list is non-empty once the signal has arrived."""
     received: list[int] = []
 
     def pass_on(number: int, _: object) -> None:

@@ -18,18 +18,18 @@ from ragen.rollout.players import Player
 
 
 def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> bool:
-    """Let a player (a person, a solver, chance) play a level; returns whether it was solved.
+    """Let a player (a human, the solver, random play) play a level; returns whether it solved it.
 
     Args:
         console: Where the environment is shown.
         env: The environment and its budgets.
-        player: Who chooses the actions; a person is asked in the terminal.
+        player: Chooses the actions; a human types them in the terminal.
         seed: Counts evaluation levels, so that ``--seed 0`` is the first level of ``ragen eval``.
 
     Raises:
         RagenError: The environment or its solver fails.
     """
-    make(env.name, **env.params).close()  # what the class itself refuses shows now
+    make(env.name, **env.params).close()  # refuses wrong parameters now
     try:
         with closing(GuardedEnv(env_factory(env.name, **env.params), env.timeout_s)) as guarded:
             return _play(console, guarded, env, player, seed)
@@ -67,7 +67,7 @@ def _play(
 
 
 def show_episode(console: Console, episode: Episode) -> None:
-    """Print an episode that was played: what the agent saw, thought, answered and got."""
+    """Print an episode: observations, thoughts, actions and rewards."""
     for number, turn in enumerate(episode.turns, 1):
         console.rule(f"turn {number}", align="left")
         console.print(Text(turn.observation))

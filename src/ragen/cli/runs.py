@@ -132,7 +132,7 @@ def _show_memory(config: Config) -> None:
         for line in plan(config).lines():
             print(f"# {line}")
     else:
-        print(f"# memory: unknown as yet; {model} is no folder, nor in the Hub's cache")
+        print(f"# memory: unknown; {model} is neither a folder nor in the Hub's cache")
 
 
 def _result_record(result: Result) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _show_result(console: Console, result: Result) -> None:
     run = shlex.quote(str(result.run))
     for line in (
         *_collapse_signs(result),
-        f"\n{result.seconds:.0f} s; everything is in {result.run}",
+        f"\n{result.seconds:.0f} s; the run is in {result.run}",
         f"watch it play:  {program()} play {result.env} --player {run}",
         f"evaluate it:    {program()} eval {run}",
         f"view it:        {program()} view {run}",
@@ -246,7 +246,7 @@ def _export_options(parser: Parser) -> None:
         "--episodes",
         type=Path,
         metavar="FILE",
-        help="write all recorded episodes instead, one a row: FILE.jsonl or FILE.parquet",
+        help="write all recorded episodes instead, one per row: FILE.jsonl or FILE.parquet",
     )
 
 
@@ -258,7 +258,7 @@ def _export(options: Namespace, _: Overrides) -> int:
     folder = export(
         options.run, options.out, step=options.step, best=options.best, merge=options.merge
     )
-    print(f"the policy is in {folder}; its README.md says how well it plays and how to use it")
+    print(f"the policy is in {folder}; its README.md reports its results and shows how to use it")
     return 0
 
 
@@ -274,14 +274,16 @@ def _export_episodes(options: Namespace) -> int:
 
 def _study_options(parser: Parser) -> None:
     parser.add_argument("study", nargs="?", metavar="NAME", help="a study; without one, list them")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="of each arm [5]")
-    parser.add_argument("--scale", choices=("laptop", "paper"), default="laptop", help="[laptop]")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/study-NAME-SCALE]")
-    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="runs at once [cores]")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds per arm [5]")
+    parser.add_argument(
+        "--scale", choices=("laptop", "paper"), default="laptop", help="size [laptop]"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder [runs/study-NAME-SCALE]")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="parallel runs [cores]")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the claim, the rule and the runs, and do nothing",
+        help="print the claim, the predictions and the runs, and do nothing",
     )
     parser.add_argument("--json", action="store_true", help="end with the verdict as one JSON line")
     parser.epilog = "Finished runs are kept: the same command continues after a stop or a kill."

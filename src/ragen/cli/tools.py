@@ -22,15 +22,17 @@ def _sft_options(parser: Parser) -> None:
         "--data",
         type=Path,
         metavar="FILE",
-        help='conversations, one {"messages": […]} a line [episodes of the optimal player]',
+        help='conversations, one {"messages": […]} per line [episodes of optimal play]',
     )
-    parser.add_argument("--episodes", type=int, metavar="N", help="of the optimal player [1024]")
+    parser.add_argument("--episodes", type=int, metavar="N", help="episodes of optimal play [1024]")
     parser.add_argument("--epochs", type=int, metavar="E", help="epochs over the examples [3]")
-    parser.add_argument("--lr", type=float, metavar="LR", help="[10 times the recipe's update.lr]")
+    parser.add_argument(
+        "--lr", type=float, metavar="LR", help="learning rate [10 × the recipe's update.lr]"
+    )
     output_options(parser)
     parser.epilog = (
-        "The recipe sets environment, prompts, budgets and model; their keys and most of update's "
-        "(ragen help keys) may be set too. Then: ragen train RECIPE --model DIR"
+        "The recipe sets environment, prompts, budgets and model. Their keys and most\n"
+        "update keys (ragen help keys) may be set too. Then: ragen train RECIPE --model DIR"
     )
 
 
@@ -46,7 +48,7 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     refuse_unread(overrides)
     if options.data and options.episodes is not None:
         raise RagenError(
-            "--episodes counts episodes of the optimal player: leave out --episodes or --data"
+            "--episodes counts episodes of optimal play: leave out --episodes or --data"
         )
     given = {name: getattr(options, name) for name in ("episodes", "epochs", "lr")}
     console = terminal(stderr=True)
@@ -94,10 +96,14 @@ def _typed(overrides: Overrides) -> str:
 def _base_options(parser: Parser) -> None:
     families = "bandit, frozen-lake, frozen-lake-still or sokoban"
     parser.add_argument("family", metavar="FAMILY", help=families)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where it is saved")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="[0]")
-    parser.add_argument("--steps", type=int, metavar="N", help="of each stage; fewer for a trial")
-    parser.add_argument("--stages", type=Path, metavar="DIR", help="keep the model of each stage")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the model"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed [0]")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps per stage; fewer for a trial")
+    parser.add_argument(
+        "--stages", type=Path, metavar="DIR", help="folder for the model of each stage"
+    )
 
 
 def _base(options: Namespace, _: Overrides) -> int:
@@ -215,7 +221,7 @@ COMMANDS: dict[str, Command] = {
     "sft": Command("fine-tune a model on examples", _sft_options, _sft, True),
     "base": Command("prepare an embedded model from scratch", _base_options, _base),
     "envs": Command("list the environments with random and optimal play", _envs_options, _envs),
-    "check": Command("check environments, and functions of your own", _check_options, _check),
+    "check": Command("check environments and your own functions", _check_options, _check),
     "doctor": Command(
         "show what is installed and what this machine can do", _doctor_options, _doctor
     ),

@@ -32,7 +32,7 @@ def _view_options(parser: Parser) -> None:
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="address to serve on; beyond this machine the printed URL has a token [127.0.0.1]",
+        help="address to serve on; for other machines the printed URL has a token [127.0.0.1]",
     )
     parser.add_argument(
         "--no-browser", action="store_true", help="print the URL and open no browser"
@@ -41,11 +41,11 @@ def _view_options(parser: Parser) -> None:
         "--export",
         type=Path,
         metavar="FILE",
-        help="write the run FOLDER to one HTML file that needs no server",
+        help="write the run in FOLDER to one HTML file that needs no server",
     )
-    parser.add_argument("--episode", type=int, metavar="ID", help="export this episode alone")
+    parser.add_argument("--episode", type=int, metavar="ID", help="export only this episode")
     parser.add_argument(
-        "--group", type=int, metavar="ID", help="export the group that the episode ID belongs to"
+        "--group", type=int, metavar="ID", help="export only the group of this episode"
     )
 
 

@@ -1,8 +1,8 @@
 """The sections of a config: every key with its type, its bounds, its default and its help.
 
-A section is small and frozen, and is read by one part of the program, which receives the values
-that it needs and never the whole config. `rules` holds what sections demand of each other, and
-`config` puts the two together.
+A section is small and frozen. One part of the program reads it and receives the values that it
+needs, never the whole config. `rules` holds the rules between sections, and `config` combines the
+two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ragen.config.kinds import ESTIMATOR, LOSS, SCORE
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
-"""What `RecordConfig.trackers` may name; `trackers.TRACKERS` defines them."""
+"""The names that `RecordConfig.trackers` accepts; `trackers.TRACKERS` defines them."""
 
 Response = Literal["off", "log", "stop", "rollback"]
 
@@ -35,7 +35,7 @@ RESPONSES: Mapping[str, Response] = MappingProxyType(
         "stalled": "stop",
     }
 )
-"""What the guard does unless told otherwise: only where nothing more can be learnt, a run stops."""
+"""Default responses of the guard. They stop a run only if it can learn nothing more."""
 
 
 class Section(BaseModel):
@@ -51,52 +51,52 @@ class Section(BaseModel):
 
 
 class EnvConfig(Section):
-    """The environment that is played, and the budgets of an episode."""
+    """The environment, and the budgets of an episode."""
 
     name: str = "frozen-lake-still"
     """A registered environment (`ragen envs`), or path/to/file.py:Class."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the environment itself, such as slip or observation."""
+    """Parameters of the environment, such as observation."""
     max_turns: int = Field(5, ge=1)
-    """Turns an episode may take."""
+    """Maximum number of turns in an episode."""
     actions_per_turn: int = Field(5, ge=1)
-    """Actions carried out of one answer at most."""
+    """Maximum number of actions that are executed from one answer."""
     max_actions: int = Field(10, ge=1)
-    """Actions an episode may take in all."""
+    """Maximum number of actions in an episode."""
     timeout_s: float = Field(30.0, gt=0)
-    """Seconds that one call of the environment may take before its episode fails."""
+    """Seconds after which a call of the environment fails its episode."""
     isolate: bool = False
-    """Run each environment in a worker process, so that one that hangs can be stopped."""
+    """Run each environment in a worker process, which can be stopped if it hangs."""
 
 
 class PromptConfig(Section):
-    """How the agent is spoken to."""
+    """How the agent is prompted."""
 
     style: Literal["compact", "paper"] = "compact"
-    """Compact for the embedded model, the papers' wording for real ones."""
+    """Format of prompts: compact for the embedded models, the papers' wording for others."""
     think: bool = True
     """Ask for a thought before the answer."""
     prefill: bool = True
-    """Begin the reply with <think> (or <answer>) for the policy; never sampled, never trained."""
+    """Put <think> (or <answer>) at the start of the reply; it is neither sampled nor trained."""
     window: int = Field(0, ge=0)
-    """Turns that a prompt shows, the present one among them: 1 shows it alone, 0 all of them."""
+    """Number of turns in a prompt, including the current one: 1 shows it alone, 0 shows all."""
     history_thoughts: Literal["keep", "drop"] = "keep"
-    """Whether the thoughts of earlier turns stay in the prompt; dropped, each turn is a sample."""
+    """Whether prompts contain the thoughts of earlier turns; with drop, each turn is a sample."""
 
 
 class ModelConfig(Section):
-    """The policy's weights and where they run."""
+    """The policy's weights and how they are computed with."""
 
     path: str = "base"
     """base (the embedded model), a Hugging Face id, a local folder, or a run folder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model computes in; what is trained is kept in float32 either way."""
+    """Precision of the computation; trained weights are kept in float32 in both cases."""
     gradient_checkpointing: bool = False
-    """Compute activations twice instead of keeping them: a third more time, far less memory."""
+    """Recompute activations instead of keeping them: a third more time, far less memory."""
     max_length: int = Field(1024, ge=16)
-    """Tokens that a prompt and its completion may have together."""
+    """Maximum number of tokens of a prompt and its completion together."""
     critic: Literal["separate", "shared"] = "separate"
-    """Whether the critic has a backbone of its own or reads the policy's; gae needs a critic."""
+    """Whether the critic has its own backbone or shares the policy's; gae needs a critic."""
 
 
 class LoraConfig(Section):
@@ -105,107 +105,116 @@ class LoraConfig(Section):
     rank: int = Field(0, ge=0)
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = Field(64, ge=1)
-    """An adapter counts alpha / rank times."""
+    """Scale of the adapters: each is multiplied by alpha / rank."""
     targets: str = "all-linear"
-    """Layers that get one: all-linear, or names such as q_proj,v_proj."""
+    """Layers with an adapter: all-linear, or names such as q_proj,v_proj."""
 
 
 class RolloutConfig(Section):
-    """How the experience of one step is collected."""
+    """How the episodes of one step are collected."""
 
     num_groups: int = Field(8, ge=1)
-    """Groups (prompts) in a step: P."""
+    """Groups (prompts) per step: P."""
     group_size: int = Field(16, ge=1)
-    """Episodes in a group: G."""
+    """Episodes per group: G."""
     max_tokens: int = Field(80, ge=1)
-    """Tokens of one completion at most."""
+    """Maximum number of tokens of one completion."""
     temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
     slots: int = Field(64, ge=1)
-    """Episodes that are sampled at once."""
+    """Episodes that are sampled at the same time."""
     refill: int = Field(0, ge=0, le=3)
-    """Rounds in which groups without spread of reward are replaced by groups on new levels."""
+    """Rounds that replace groups of equal rewards by groups on new levels."""
     sampler: str = "local"
-    """What samples: local (the learner's own weights), vllm, or the URL of a vLLM server."""
+    """The sampler: local (reads the learner's weights), vllm, or the URL of a vLLM server."""
     gpu_memory: float = Field(0.4, gt=0, lt=1)
-    """Share of the GPU's memory that vLLM takes, awake, beside the learner."""
+    """Share of the GPU's memory that vLLM takes while it samples."""
 
 
 class RewardConfig(Section):
-    """From the environment's rewards to what the optimiser sees."""
+    """How the environment's rewards become training rewards."""
 
     format_penalty: float = Field(0.1, ge=0)
     """Subtracted once for each turn whose reply is invalid."""
     placement: Literal["episode", "turn"] = "episode"
-    """The episode's sum at its last sampled token, or each turn's reward at its own end."""
+    """Put the sum at the episode's last token, or each turn's reward at the turn's last token."""
     normalise: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
-    """Episode totals as they are, less their mean, also over their std, also cut to -1 … 3."""
+    """Episode totals: unchanged, minus their mean, also divided by their std, also clipped to
+    [-1, 3]."""
     over: Literal["group", "batch"] = "group"
-    """Whose episodes share the mean and std of reward.normalise."""
+    """The episodes over which reward.normalise takes its mean and std."""
     terms: dict[str, Any] = Field(default_factory=dict)
-    """What a fault of the thought costs in a turn at most: grounding, consistency, length or
-    repetition, each a weight ≥ 0, such as grounding = 0.1."""
+    """Reward terms and their weights. RAGEN's own are grounding, consistency, length and
+    repetition: each is the highest cost of a fault in one turn, such as grounding = 0.1."""
 
 
 class FilterConfig(Section):
-    """Which groups are worth learning from (StarPO-S keeps the uncertain ones)."""
+    """Which groups are trained on (StarPO-S keeps those with the highest reward std)."""
 
     score: Annotated[str, SCORE] = "reward_std"
-    """What groups are ranked by: the std of their rewards, or its square (variance)."""
+    """The score that ranks groups: the std of their rewards, or its square (variance)."""
     rule: Literal["all", "top_k", "top_p", "reweight"] = "all"
-    """Which groups of the ranking are kept; reweight keeps all, each weighted by its reward std as
-    a share of the largest."""
+    """Which groups are kept; reweight keeps all, each weighted by its reward std ÷ the largest."""
     value: float = Field(0.25, gt=0)
-    """top_k: share of the groups, or from 2 on their number; top_p: share of the summed score."""
+    """For top_k the share of groups, or above 1 their number; for top_p the share of all scores."""
     include_zero: bool = True
-    """Whether groups without any spread of reward may be kept."""
+    """Whether groups of equal rewards may be kept."""
 
 
 class AdvantageConfig(Section):
-    """Credit: which estimator turns rewards into advantages."""
+    """The estimator that turns rewards into advantages."""
 
     name: Annotated[str, ESTIMATOR] = "gae"
     """The estimator."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount a token, of gae and reinforce_pp."""
+    """Discount per token, for gae and reinforce_pp."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
-    """λ of gae and bi_level_gae: 1 trusts the rewards, 0 the critic."""
+    """λ of gae and bi_level_gae: 1 gives return − value, 0 the TD error."""
     turn_gamma: float = Field(0.95, ge=0, le=1)
-    """Discount a turn, of bi_level_gae and gigpo."""
+    """Discount per turn, for bi_level_gae and gigpo."""
 
 
 class LossConfig(Section):
-    """What is minimised."""
+    """The loss."""
 
     name: Annotated[str, LOSS] = "ppo_clip"
-    """Clipped by token (ppo_clip) or by episode (gspo), a clipped weight (cispo); nll imitates."""
+    """The policy loss: a ratio clipped per token (ppo_clip) or per episode (gspo), or a clipped
+    weight (cispo); nll is for demonstrations."""
     aggregation: Literal["token_mean", "episode_mean", "constant"] = "token_mean"
-    """Tokens count alike, episodes count alike, or each token as one of the longest episode's."""
+    """Equal weight per token, per episode, or per token with a constant divisor (Dr. GRPO)."""
     clip_low: float = Field(0.2, ge=0, le=1)
-    """How far below 1 the importance ratio may count; for gspo about 3e-4."""
+    """ε₋: the importance ratio is clipped below 1 − ε₋; about 3e-4 for gspo."""
     clip_high: float = Field(0.2, ge=0)
-    """How far above 1 the importance ratio may count; for gspo about 4e-4."""
+    """ε₊: the importance ratio is clipped above 1 + ε₊; about 4e-4 for gspo."""
     dual_clip: float = Field(3.0, ge=0)
-    """Bound on the loss of negative advantages, times |advantage|; above 1, or 0 for none."""
+    """Upper bound of the loss for negative advantages, in |advantage|: above 1, or 0 for none."""
     entropy: float = Field(0.001, ge=0)
+    """Weight of the entropy bonus."""
     kl: float = Field(0.001, ge=0)
-    """Weight of the KL divergence to the reference (the policy the run began with)."""
+    """Weight of the KL divergence to the reference (the policy at the start of the run)."""
     kl_kind: Literal["k1", "k2", "k3"] = "k1"
-    """How it is estimated: k1 acts in the reward, k2 and k3 act in the loss."""
+    """The estimate of that KL: k1 acts in the reward, k2 and k3 act in the loss."""
 
 
 class UpdateConfig(Section):
-    """The optimiser and how often it steps on one collection."""
+    """The optimiser, and its steps on one collection."""
 
     minibatch_episodes: int = Field(32, ge=1)
+    """Episodes per minibatch, which is one optimiser step."""
     epochs: int = Field(1, ge=1)
+    """Epochs over one collection."""
     lr: float = Field(1e-6, gt=0)
+    """Learning rate of the policy."""
     critic_lr: float = Field(1e-5, gt=0)
+    """Learning rate of the critic."""
     lr_end: float = Field(1.0, ge=0, le=1)
-    """Share of the learning rate towards which it falls, in a line over the run."""
+    """Share of the learning rate that is left at the end of the run, after a linear decay."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps of the linear warm-up of the learning rate."""
     beta2: float = Field(0.999, gt=0, lt=1)
+    """AdamW's β₂."""
     microbatch_tokens: int = Field(8192, ge=1)
-    """Tokens that are in memory at once; splits a minibatch without changing its result."""
+    """Tokens in memory at once; a minibatch is split without a change of its result."""
 
 
 class EvalConfig(Section):
@@ -214,68 +223,70 @@ class EvalConfig(Section):
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates before and after only."""
     episodes: int = Field(256, ge=0, le=9877)
-    """Levels, one episode each; 0 evaluates never."""
+    """Number of levels, with one episode each; 0 never evaluates."""
     temperature: float = Field(1.0, ge=0)
+    """Sampling temperature of evaluations; 0 is greedy."""
 
 
 class CheckpointConfig(Section):
-    """What is kept on disk to go on from."""
+    """When checkpoints are saved, and how many stay."""
 
     every: int = Field(10, ge=0)
-    """Steps between checkpoints; 0 saves after the last step only."""
+    """Steps between checkpoints; 0 saves only after the last step."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints that stay, in addition to the best."""
+    """Number of newest checkpoints that stay, in addition to the best one."""
 
 
 class RecordConfig(Section):
-    """What the run database keeps."""
+    """What the run's database records."""
 
     episodes_every: int = Field(1, ge=0)
     """Steps between recorded episodes (texts, rewards, states); 0 records none."""
     tokens_every: int = Field(10, ge=0)
     """Steps between recorded samples (ids, masks, logprobs, advantages); 0 records none."""
     trackers: str = ""
-    """Trackers that get the metrics, too: names among tensorboard, wandb and trackio, or none."""
+    """Trackers that also get the metrics: tensorboard, wandb, trackio, or none."""
 
 
 class DiagnoseConfig(Section):
-    """Measures that cost more than a signal, each on a schedule of its own."""
+    """Schedules of the costly measurements."""
 
     information_every: int = Field(5, ge=0)
-    """Steps between measures of what thoughts tell of their prompts; 0 measures never."""
+    """Steps between measurements of the MI of thoughts and prompts; 0 never measures."""
     gradients_every: int = Field(0, ge=0)
-    """Steps between gradient norms by reward std; 0 takes none."""
+    """Steps between measurements of gradient norms by reward std; 0 never measures."""
 
 
 class GuardConfig(Section):
-    """What is done about a run that gets into trouble."""
+    """How the guard responds to its detectors."""
 
     responses: dict[str, Any] = Field(default_factory=dict)
     """A detector's response, off, log, stop or rollback, such as reward_drop = "rollback"."""
     remedy: Literal["lr", "filter", "kl", "seeds"] = "lr"
-    """What a rollback changes: a third of the learning rate, a tighter filter, more KL, or other
-    random numbers."""
+    """What a rollback changes: lr (a third of the learning rates), filter (fewer groups), kl (a
+    larger KL weight) or seeds (other random numbers)."""
 
     def response(self, detector: str) -> Response:
-        """What is done when `detector` fires."""
+        """The response to an alarm of `detector`."""
         chosen: Response = self.responses.get(detector) or RESPONSES[detector]
         return chosen
 
 
 class Sections(Section):
-    """All sections of one training run; a `Config` is one whose values go together."""
+    """All sections of one training run; `Config` adds the rules between them."""
 
     recipe: str = "custom"
-    """Name of the recipe that this run came from."""
+    """Name of the run's recipe."""
     algorithm: str = "starpo/ppo"
-    """Preset that the algorithm's settings start from."""
+    """Preset of the algorithm's settings (ragen help algorithms)."""
     seed: int = Field(0, ge=0)
+    """Seed from which all randomness is derived."""
     steps: int = Field(200, ge=0)
-    """Length of the run, in what budget says."""
+    """Length of the run, in the unit of budget."""
     budget: Literal["steps", "updates"] = "steps"
-    """What steps, warm-ups and the fall of the learning rate count: collections or updates."""
+    """Unit of steps, warm-up and decay: collections (steps) or optimiser steps (updates)."""
     threads: int = Field(0, ge=0)
-    """CPU threads of the learner and the sampler; 0 probes this machine once."""
+    """CPU threads of learner and sampler; 0 chooses the fastest number on this machine."""
     env: EnvConfig = EnvConfig()
     prompt: PromptConfig = PromptConfig()
     model: ModelConfig = ModelConfig()
@@ -292,9 +303,9 @@ class Sections(Section):
     diagnose: DiagnoseConfig = DiagnoseConfig()
     guard: GuardConfig = GuardConfig()
     sources: dict[str, str] = Field(default_factory=dict)
-    """Hash or version of each function from outside; RAGEN fills it in when a run begins."""
+    """Hash or version of each name from outside; RAGEN fills it in when a run begins."""
 
     @property
     def one_arithmetic(self) -> bool:
-        """Whether sampler and learner compute alike: then sampled logprobs are the old ones."""
+        """Whether sampler and learner compute alike; if so, sampled logprobs are the old ones."""
         return self.model.dtype == "float32" and self.rollout.sampler == "local"
