@@ -228,7 +228,7 @@ def test_dry_run_prints_a_config_and_writes_nothing(
 
 def test_dry_run_says_that_a_model_is_not_here(capsys: Capture) -> None:
     assert main(["train", "bandit", "--model", "./typo", "--dry-run"]) == 0
-    assert "./typo is no folder, nor in the Hub's cache" in capsys.readouterr().out
+    assert "./typo is neither a folder nor in the Hub's cache" in capsys.readouterr().out
 
 
 def test_dry_run_ends_with_the_memory_plan(capsys: Capture) -> None:
