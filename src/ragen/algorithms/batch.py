@@ -77,11 +77,9 @@ class Batch:
 def collate(samples: Sequence[Sample], context_weight: float = 0.0) -> Batch:
     """Pad samples to one rectangle, in their order.
 
-    Args:
-        samples: At least one.
-        context_weight: Weight in the loss of tokens that were not sampled (prompts, observations),
-            for the auxiliary language-model loss of the embedded models' preparation. In
-            reinforcement learning it is 0.
+    `context_weight` is the weight in the loss of tokens that were not sampled (prompts,
+    observations): 0 in reinforcement learning, more for the auxiliary language-model loss of the
+    embedded models.
 
     Example:
         >>> off, on = False, True
@@ -249,14 +247,9 @@ def row_splits(
 
     Rows are sorted by length, and only rows of similar lengths (`NEAR`) share a rectangle, so there
     is little padding. The widest rectangle comes first, so that a lack of memory shows at once. A
-    single row (or episode) that is larger than `max_tokens` gets a rectangle of its own.
-
-    Args:
-        batch: A minibatch.
-        max_tokens: Size of a rectangle.
-        by_group: Keep the rows of a group together, for a model that computes their common prompt
-            once and skips padding.
-        whole_episodes: Keep the rows of an episode together, for a loss that needs all of it.
+    single row (or episode) that is larger than `max_tokens` gets a rectangle of its own. With
+    `by_group` the rows of a group stay together, for a model that computes their common prompt once
+    and skips padding; with `whole_episodes` those of an episode, for a loss that needs all of it.
 
     Example:
         >>> row = Sample((1,) * 5, (False,) * 5, (0.0,) * 5, (-1,) * 5, (False,) * 5, 0, 0)

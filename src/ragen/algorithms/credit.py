@@ -30,16 +30,10 @@ def credit(
 ) -> Batch:
     """The batch with rewards, advantages and (with a critic) returns.
 
-    Args:
-        batch: With old logprobs; with values for an estimator that needs them; with reference
-            logprobs for a KL penalty.
-        episodes: The episodes that `Batch.episode_B` indexes, with their format penalties.
-        reward: Where rewards are paid and how they are normalised. A KL penalty is added after the
-            normalisation.
-        advantage: The estimator and its constants.
-        loss: For the weight of a KL penalty in the reward.
-        group_weights: A factor on the advantages of each group that `Batch.group_B` indexes
-            (`filters.group_weights`); ``None`` weighs all groups alike.
+    The batch has old logprobs, values for an estimator that needs them, and reference logprobs for
+    a KL penalty, which is added after the normalisation. `episodes` are those that
+    `Batch.episode_B` indexes. `group_weights` are factors on the advantages of the groups that
+    `Batch.group_B` indexes (`filters.group_weights`).
 
     Raises:
         ValueError: The estimator needs what there is not: values, or a second episode in a group.
@@ -83,10 +77,6 @@ def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
     """The state in which each token's turn began, as a number: ``(E, S)``, −1 off the mask.
 
     Equal `Turn.state_key`, in any episode, gives equal numbers.
-
-    Args:
-        episodes: The step's episodes, as `Batch.episode_B` indexes them.
-        index: Where their sampled tokens are.
     """
     numbers: dict[str, int] = {}
     state_ES = torch.full(index.mask_ES.shape, -1)

@@ -147,17 +147,10 @@ def select(
 ) -> list[int]:
     """The groups to learn from.
 
-    Args:
-        groups: The step's groups, with their failed episodes.
-        score: What groups are ranked by.
-        rule: How many groups are kept.
-        value: The rule's number (see `FILTERS`).
-        include_zero: Whether groups of equal rewards may be kept.
-        min_played: How many episodes of a group must not have failed: 2 for estimators that compare
-            the episodes of a group (`estimator.compares_group`), else 1.
-
-    Returns:
-        Indices into `groups`, ascending; empty if no group qualifies.
+    A `rule` keeps groups by their `score`, with the number `value` (see `FILTERS`). Groups of equal
+    rewards are candidates only with `include_zero`; at least `min_played` episodes of a group must
+    not have failed: 2 for estimators that compare the episodes of a group
+    (`estimator.compares_group`), else 1. Returns ascending indices, none if no group qualifies.
 
     Raises:
         RagenError: The score cannot be loaded, or gives a number that is not finite.
@@ -182,10 +175,6 @@ def group_weights(groups: Sequence[Group], rule: str) -> list[float] | None:
 
     Every policy loss is proportional to the advantage, so a factor on the advantage is a factor on
     the loss. The entropy bonus, a KL term in the loss and the critic's loss are not weighted.
-
-    Args:
-        groups: The groups that `select` kept.
-        rule: The config's `filter.rule`.
 
     Example:
         >>> group_weights([], "reweight"), group_weights([], "top_k")

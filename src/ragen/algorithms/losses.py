@@ -62,12 +62,8 @@ def token_weights(batch: Batch, aggregation: Aggregation, longest: int = 1) -> T
     The first two sum to 1, the last to the episodes' mean length as a share of the longest.
 
     Call it once on the minibatch, before it is split: ``replace(batch,
-    weight_BT=token_weights(batch, …))``.
-
-    Args:
-        batch: The minibatch.
-        aggregation: One of the three.
-        longest: Sampled tokens of the longest possible episode, for ``"constant"``.
+    weight_BT=token_weights(batch, …))``. `longest` is the number of sampled tokens of the longest
+    possible episode, for ``"constant"``.
     """
     weight_BT = batch.weight_BT
     if aggregation == "token_mean":
@@ -93,14 +89,9 @@ def ppo_clip(
         r = exp(logprob − old logprob)
         ℓ = max(−r A, −clip(r, 1 − ε₋, 1 + ε₊) A),   and for A < 0   ℓ = min(ℓ, −c A)
 
-    arXiv:1707.06347, arXiv:1912.09729. At r = 1 the gradient is REINFORCE's, −A ∇logprob.
-
-    Args:
-        logprobs_N: Under the weights being trained; the gradient flows through them.
-        tokens: With old logprobs and advantages.
-        clip_low: ε₋.
-        clip_high: ε₊.
-        dual_clip: c > 1, which bounds the loss where A < 0 and r is large; 0 for no bound.
+    arXiv:1707.06347, arXiv:1912.09729. At r = 1 the gradient is REINFORCE's, −A ∇logprob. ε₋ is
+    `clip_low`, ε₊ is `clip_high`. `dual_clip` is c > 1, which bounds the loss where A < 0 and r is
+    large; 0 sets no bound.
 
     Example:
         >>> one = torch.ones(1)
@@ -142,14 +133,8 @@ def gspo(
     one token it is PPO's clip without the dual clip.
 
     The ratio of an episode stays much closer to 1 than that of a token: the paper uses ε₋ = 3e-4
-    and ε₊ = 4e-4.
-
-    Args:
-        logprobs_N: Under the weights being trained.
-        tokens: With old logprobs and advantages; whole episodes.
-        episode_N: The episode of each token.
-        clip_low: ε₋.
-        clip_high: ε₊.
+    and ε₊ = 4e-4. ε₋ is `clip_low`, ε₊ is `clip_high`. The tokens are those of whole episodes;
+    `episode_N` is the episode of each.
 
     Example:
         >>> one = torch.ones(2)
@@ -180,13 +165,7 @@ def cispo(logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high
 
     PPO's clip removes the gradient of tokens whose ratio has moved, rare tokens first. Here every
     token keeps its gradient, with a bounded weight. The paper sets no lower bound (ε₋ = 1) and
-    tunes ε₊. At r = 1 the gradient is REINFORCE's.
-
-    Args:
-        logprobs_N: Under the weights being trained.
-        tokens: With old logprobs and advantages.
-        clip_low: ε₋.
-        clip_high: ε₊.
+    tunes ε₊. At r = 1 the gradient is REINFORCE's. ε₋ is `clip_low`, ε₊ is `clip_high`.
 
     Example:
         >>> one = torch.ones(1)
@@ -256,10 +235,6 @@ def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, M
     frequencies up to the cap. Every policy loss is proportional to A, so a weight on A is a weight
     on the token's term. If the sampled logprobs are used as old ones, all weights are exactly 1.
 
-    Args:
-        tokens: With old logprobs and advantages.
-        cap: Largest weight, 1 or more.
-
     Example:
         >>> one = torch.ones(2)
         >>> ids, on, old = one.long(), one.bool(), torch.log(torch.tensor([0.3, 0.6]))
@@ -283,10 +258,8 @@ def value_loss(values_N: Tensor, tokens: TokenFields, *, value_clip: float) -> L
 
         ℓ = ½ max((V − R)², (V_old + clip(V − V_old, −c, c) − R)²)
 
-    Args:
-        values_N: Of the critic being trained.
-        tokens: With old values and returns.
-        value_clip: c > 0, in units of reward.
+    V_old and R are the old values and returns of `tokens`. c is `value_clip` > 0, in units of
+    reward.
     """
     assert tokens.values_N is not None and tokens.returns_N is not None
     near_N = tokens.values_N + (values_N - tokens.values_N).clamp(-value_clip, value_clip)

@@ -45,18 +45,12 @@ def token_rewards(
     *,
     penalties: bool = True,
 ) -> Tensor:
-    """Rewards on the tokens that earned them.
+    """Rewards on the tokens that earned them, ``(E, S)``, 0 on all other tokens.
 
-    Args:
-        episodes: The step's episodes, as `Batch.episode_B` indexes them.
-        index: Where their sampled tokens are.
-        placement: ``"turn"`` places each turn's reward at its last sampled token, ``"episode"``
-            their sum at the episode's last sampled token.
-        penalties: Whether `Turn.penalty` (0 or negative) is added, in either placement.
-
-    Returns:
-        ``(E, S)``, 0 on all other tokens. In either placement the sum over an episode is the
-        episode's reward.
+    With the placement ``"turn"`` each turn's reward is at its last sampled token, with
+    ``"episode"`` their sum at the episode's last one; so the sum over an episode is its reward in
+    either. `penalties` says whether `Turn.penalty` (0 or negative) is added. `episodes` are those
+    that `Batch.episode_B` indexes, and `index` says where their sampled tokens are.
     """
     present = [episodes[e] for e in index.episode_E.tolist()]
     paid = [[t.reward + t.penalty * penalties for t in episode.turns] for episode in present]
@@ -83,12 +77,8 @@ def normalise(rewards_ES: Tensor, mask_ES: Tensor, class_E: Tensor, method: Norm
     rewards stay in place, divided by s + 1e-6 where the method divides (and the class has any
     spread), and the episode's last token gets the difference to the normalised total. So the order
     of the turns' rewards is kept, and the shift changes the return of every token equally (γ = 1).
-
-    Args:
-        rewards_ES: Penalised rewards in either placement, 0 off the mask.
-        mask_ES: The episodes' tokens.
-        class_E: The class of each episode (`comparison_classes`).
-        method: How a total is normalised.
+    `rewards_ES` are penalised rewards in either placement, 0 off the mask; `class_E` is the class
+    of each episode (`comparison_classes`).
 
     Example:
         >>> paid = torch.tensor([[1.0, 3.0], [0.0, 2.0]])  # totals 4 and 2: m = 3, s = √2
@@ -145,12 +135,8 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, coefficient: float)
 
     −β · k1 with k1 = logprob − reference logprob, whose mean over sampled tokens is KL(policy ‖
     reference). It is negative on tokens that are more likely under the policy than under the
-    reference.
-
-    Args:
-        logprobs: Of the policy that sampled (the old logprobs), any shape, nats.
-        reference_logprobs: The same shape.
-        coefficient: β ≥ 0.
+    reference. The logprobs, in nats and of any shape, are those of the policy that sampled (the old
+    ones); β ≥ 0 is the `coefficient`.
 
     Example:
         >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-3.0]), 0.5)  # −.5 · (−1 + 3)

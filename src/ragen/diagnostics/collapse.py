@@ -58,11 +58,8 @@ def regime_of(
     low-entropy collapse   no           no
     =====================  ===========  ==========
 
-    Args:
-        mi: I(X;Z) in nats per thought, high from `HIGH_MI` · H(w) on.
-        conditional_entropy: H(Z|X) in nats per thought, high from `HIGH_ENTROPY` on.
-        prompt_entropy: H(w) in nats, the entropy of the prompts' shares.
-        num_prompts: Distinct prompts.
+    Both are in nats per thought; H(Z|X) is high from `HIGH_ENTROPY` on, I(X;Z) from `HIGH_MI` ·
+    H(w) on. H(w), in nats, is the entropy of the shares of the `num_prompts` distinct prompts.
 
     Example:
         >>> regime_of(mi=0.1, conditional_entropy=3.0, prompt_entropy=2.0, num_prompts=8)

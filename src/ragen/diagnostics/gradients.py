@@ -25,15 +25,10 @@ NUM_BUCKETS = 4
 async def gradients_by_std(engine: Engine, batch: Batch, groups: Sequence[Group]) -> Metrics:
     """Gradient norms of task, entropy and KL by quartile of the in-group reward std.
 
-    Args:
-        engine: With the weights that played the groups.
-        batch: The groups' tokens, with advantages.
-        groups: The groups that `Batch.group_B` indexes.
-
-    Returns:
-        For each bucket that holds a row: ``gradient_by_std/<bucket>/<term>_per_token``,
-        ``…_per_sample``, the mean ``reward_std`` of its groups, and the number of its ``groups``.
-        Bucket 0 is the lowest.
+    The engine has the weights that played the groups, which `Batch.group_B` indexes; the batch has
+    advantages. For each bucket that holds a row, from 0 for the lowest:
+    ``gradient_by_std/<bucket>/<term>_per_token``, ``…_per_sample``, the mean ``reward_std`` of its
+    groups, and the number of its ``groups``.
     """
     present = sorted(set(batch.group_B.tolist()))
     stds = [reward_std(groups[index]) for index in present]

@@ -101,12 +101,6 @@ def raise_alarms(
     A detector fires once for each period of trouble: it fires again only after its condition has
     not held for `REARM_STEPS` steps.
 
-    Args:
-        history: Metrics up to `step`.
-        step: The step that just finished.
-        state: What is remembered of the steps before.
-        detectors: The detectors to call (`detectors.active_detectors`).
-
     Example:
         >>> norms = dict.fromkeys(range(1, 20), 1.0)
         >>> state = GuardState()
@@ -149,11 +143,9 @@ def read_history(
 ) -> dict[str, dict[int, float]]:
     """The metrics that detectors read, from a run's database.
 
-    Args:
-        folder: The run.
-        temperature: The temperature of the evaluations to read.
-        after: Attempt and step that were read before, to read only what is newer.
-        metrics: The metrics to read; ``None`` reads all, for detectors from outside.
+    Evaluations are those at `temperature`. After an attempt and a step that were read before
+    (`after`), only what is newer is read. `metrics` of ``None`` reads all, for detectors from
+    outside.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.

@@ -96,12 +96,10 @@ def prompt_and_thought(turn: Turn) -> tuple[Tokens, Tokens] | None:
 def draw_thoughts(groups: Sequence[Group], sampling: Sampling, count: int, seed: int) -> Thoughts:
     """Draw at most `count` thoughts, one per episode.
 
-    Args:
-        groups: A step's groups. Failed episodes and episodes without a turn are ignored.
-        sampling: Which turn of an episode is drawn. Drawn turns without a valid thought are left
-            out and not replaced.
-        count: If there are more thoughts, this many are drawn without replacement.
-        seed: Decides the turns and the thoughts.
+    Failed episodes and episodes without a turn are ignored. `sampling` says which turn of an
+    episode is drawn; drawn turns without a valid thought are left out and not replaced. `seed`
+    decides the turns, and which thoughts are drawn without replacement if there are more than
+    `count`.
     """
     generator = random.Random(seed)
     episodes = [e for group in groups for e in group.episodes if e.turns and not e.failed]
@@ -174,10 +172,9 @@ def measure(
 ) -> Information:
     """The measures of a matrix of cross-scores.
 
-    Args:
-        scores_NM: S_ij = log p(z_i | x_j) in nats, (N, M); −∞ where the probability is 0.
-        own_N: The prompt of each thought; every prompt has a thought.
-        lengths_N: Tokens of each thought, at least one.
+    `scores_NM` are S_ij = log p(z_i | x_j) in nats, −∞ where the probability is 0. `own_N` is the
+    prompt of each thought, and every prompt has one; `lengths_N` are the thoughts' tokens, at least
+    one.
 
     Example:
         Two prompts of shares ¾ and ¼, and thoughts that copy them: I = H(w) = ¾ ln 4/3 + ¼ ln 4.
@@ -239,16 +236,11 @@ async def measure_thoughts(
 ) -> tuple[Metrics, list[CrossScores]]:
     """The information that a step's thoughts hold about their prompts.
 
-    Args:
-        engine: With the weights that played the groups.
-        groups: All groups of a step.
-        count: Thoughts that are scored at most.
-        path: The run's seed and the step, from which the choice of the thoughts is derived.
-
-    Returns:
-        Metrics ``information/<sampling>/…`` for each of `SAMPLINGS`: ``left_out`` (turns without a
-        valid thought) and, if there are thoughts, the fields of `Information` and the regime. And
-        the cross-scores behind them.
+    At most `count` thoughts are scored; their choice is derived from `path`, the run's seed and the
+    step. The engine has the weights that played the groups. Metrics are
+    ``information/<sampling>/…`` for each of `SAMPLINGS`: ``left_out`` (turns without a valid
+    thought) and, if there are thoughts, the fields of `Information` and the regime. The
+    cross-scores behind them come with them.
     """
     metrics: Metrics = {}
     matrices: list[CrossScores] = []

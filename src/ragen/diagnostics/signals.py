@@ -27,9 +27,8 @@ REPEATS = 8
 def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
     """All signals of a step that need no learner.
 
-    Args:
-        groups: All groups of the step. Failed episodes are counted and enter no other signal.
-        kept: Indices of the groups that the filter kept.
+    Failed episodes are counted and enter no other signal. `kept` are the indices of the groups that
+    the filter kept.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     played = [episode for episode in episodes if not episode.failed]

@@ -35,10 +35,7 @@ def with_fingerprints(batch: Batch, episodes: Sequence[Episode]) -> Batch:
 
     They are read from the episodes, not from the samples, so they do not depend on how the batch
     was built. The batch is verified here too, so that credit is computed on correct tokens.
-
-    Args:
-        batch: All rows of `episodes`.
-        episodes: What `Batch.episode_B` indexes.
+    `episodes` are those that `Batch.episode_B` indexes, and the batch has all their rows.
 
     Raises:
         RagenError: As `verify`; an episode has no row; or the policy sets no fingerprints.
@@ -64,12 +61,9 @@ def with_fingerprints(batch: Batch, episodes: Sequence[Episode]) -> Batch:
 def verify(microbatches: Sequence[Batch]) -> Metrics:
     """Check that one optimiser step's microbatches train exactly the sampled tokens.
 
-    Args:
-        microbatches: All rows of some complete episodes.
-
-    Returns:
-        How much was compared: ``exactness/completions_checked``, ``exactness/tokens_checked``.
-        Empty for a batch without `born_BK`: demonstrations, which were not sampled.
+    The microbatches hold all rows of some complete episodes. Returns how much was compared
+    (``exactness/completions_checked``, ``exactness/tokens_checked``), and nothing for a batch
+    without `born_BK`: demonstrations, which were not sampled.
 
     Raises:
         RagenError: The first difference, with the turn it is in.
@@ -119,11 +113,6 @@ def verify_split(batch: Batch, minibatches: Sequence[Batch], epochs: int) -> Non
     """Check that every episode of a collection is trained once per epoch.
 
     `verify` sees a single optimiser step, so it cannot notice an episode that is in none.
-
-    Args:
-        batch: The collection.
-        minibatches: The parts that it was split into.
-        epochs: Epochs of the update over the collection.
 
     Raises:
         RagenError: An episode is trained more or less often.

@@ -132,11 +132,8 @@ def prepare_model(
 ) -> PreTrainedModel:
     """A loaded model made ready for training: with adapters for LoRA, without them otherwise.
 
-    Args:
-        config: The run's settings.
-        path: What the model was loaded from.
-        model: From `load_model`; its adapter is trained further, or merged if LoRA is off.
-        critic: Whether a critic is trained.
+    The model comes from `load_model(config, path)`. Its adapter is trained further, or merged if
+    LoRA is off.
 
     Raises:
         RagenError: As `ragen.models.lora.attach`.

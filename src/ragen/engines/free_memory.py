@@ -33,9 +33,8 @@ def available(device: str) -> int | None:
 def container_rooms(membership: Path, root: Path) -> Iterator[int]:
     """Bytes left in each control group around this process; cached files count as free.
 
-    Args:
-        membership: A file with lines like ``0::/a/b`` (version 2) or ``4:memory:/a/b`` (version 1).
-        root: Where the groups are mounted; in a container often only the innermost is visible.
+    `membership` is a file with lines like ``0::/a/b`` (version 2) or ``4:memory:/a/b`` (version 1),
+    `root` is where the groups are mounted; in a container often only the innermost is visible.
     """
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for line in lines:

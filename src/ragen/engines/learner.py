@@ -160,14 +160,10 @@ class Learner:
 
         The terms: ``task``, the policy loss (a KL penalty in the reward is part of it);
         ``entropy``; ``kl``, by k2, whose on-policy gradient is that of the reverse KL. Weights,
-        their stored gradients, optimisers and random generators are not touched.
-
-        Args:
-            batch: With old logprobs and advantages; with reference logprobs for ``kl``.
-            bucket_B: Which bucket each row belongs to.
-
-        Returns:
-            ``<bucket>/<term>_per_token`` and ``…_per_sample``.
+        their stored gradients, optimisers and random generators are not touched. Returns
+        ``<bucket>/<term>_per_token`` and ``…_per_sample``, where `bucket_B` says which bucket each
+        row belongs to. The batch has old logprobs and advantages, and reference logprobs for
+        ``kl``.
         """
         batch = replace(batch, weight_BT=batch.mask_BT.float())
         metrics: Metrics = {}
@@ -231,10 +227,9 @@ class Learner:
         A loss or gradient that is not finite is never applied: the update is skipped and counted in
         ``update/skipped``.
 
-        Args:
-            batch: A minibatch with old logprobs and advantages (values and returns for the critic,
-                reference logprobs for a KL term) unless the loss is nll.
-            step: The run's progress (`Engine.update`); it sets the learning rate.
+        The minibatch has old logprobs and advantages (values and returns for the critic, reference
+        logprobs for a KL term) unless the loss is nll. `step` is the run's progress
+        (`Engine.update`), which sets the learning rate.
 
         Raises:
             RagenError: The tokens to be trained are not those that were sampled.

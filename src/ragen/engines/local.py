@@ -52,11 +52,8 @@ class LocalEngine:
 
     The local sampler reads the learner's weights in place, so publishing only drops the cache of
     keys and values. vLLM has weights of its own, so publishing pushes the learner's and checks that
-    they arrived (`ragen.engines.parity`).
-
-    Args:
-        config: The run's settings.
-        path: The folder or hub id of the policy's first weights.
+    they arrived (`ragen.engines.parity`). `path` is the folder or hub id of the policy's first
+    weights.
 
     Raises:
         RagenError: The model cannot be loaded or has no usable chat template, vLLM cannot serve

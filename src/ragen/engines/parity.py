@@ -42,17 +42,10 @@ class DirectPolicy(Protocol):
 def check_parity(
     policy: DirectPolicy, learner: Learner, chat: Chat, temperature: float, dtype: str
 ) -> Metrics:
-    """Sample a completion and score it with the learner.
+    """Sample a completion and score it with the learner, whose weights the policy has.
 
-    Args:
-        policy: Holds the learner's weights.
-        learner: Scores the completion.
-        chat: Renders the question.
-        temperature: Of sampling; the learner scores at the run's temperature.
-        dtype: The dtype that both compute in.
-
-    Returns:
-        ``publish/logprob_difference``: max |sampled logprob − learner's|.
+    Both use the run's temperature and compute in `dtype`. Returns ``publish/logprob_difference``:
+    max |sampled logprob − learner's|.
 
     Raises:
         RagenError: It exceeds `TOLERANCES`.

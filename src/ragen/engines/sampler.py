@@ -42,15 +42,12 @@ class _Request:
 class Sampler:
     """A `Policy` on a local model.
 
-    Args:
-        model: Any causal language model of transformers with a key–value cache. Its weights are
-            read in place; call `publish` after changing them.
-        end_ids: Tokens that end a completion, which includes the one drawn. Without any, every
-            completion has `Prompt.max_tokens` tokens, as benchmarks need.
-        decode: Token ids (without the end token) to text.
-        slots: Completions that are sampled at once.
-        max_length: Most tokens of a prompt and its completion together; the caller respects it.
-        fast: Use the fast path where the architecture has one.
+    `model` is any causal language model of transformers with a key–value cache. Its weights are
+    read in place; call `publish` after changing them. `end_ids` end a completion, which includes
+    the one drawn; without any, every completion has `Prompt.max_tokens` tokens, as benchmarks need.
+    `decode` turns token ids, without the end token, into text. `slots` completions are sampled at
+    once. A prompt and its completion have at most `max_length` tokens together, which the caller
+    respects. `fast` uses the fast path where the architecture has one.
 
     Attributes:
         version: The policy version written into completions.
@@ -300,14 +297,9 @@ def draw(
     Probabilities are a float32 softmax, summed in float64 and scaled by their own sum, so rounding
     moves no more than 1e-7 of probability and a token of probability zero is never drawn.
 
-    Args:
-        logits_NV: Logits, float32; −∞ excludes a token.
-        temperatures_N: What each row is divided by; 0 takes the most likely token.
-        uniforms_N: One number in [0, 1) for each row.
-
-    Returns:
-        Token ids and their logprobs under the distribution drawn from (temperature 1 for greedy
-        rows).
+    Logits are float32, and −∞ excludes a token. Each row is divided by its temperature; 0 takes the
+    most likely token. The uniforms are in [0, 1), one for each row. Returns token ids and their
+    logprobs under the distribution drawn from (temperature 1 for greedy rows).
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75]]).log()

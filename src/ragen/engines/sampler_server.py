@@ -36,12 +36,8 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 class VllmServer:
     """A `WeightedPolicy` over a vLLM server, which has the learner's weights from the start.
 
-    Args:
-        url: The server's address, such as ``http://127.0.0.1:8000``.
-        model: The learner's model.
-        end_ids: Tokens that end a completion, which includes the one drawn.
-        decode: Token ids (without the end token) to text.
-        max_length: Most tokens of a prompt and its completion together; the caller respects it.
+    `url` is its address, such as ``http://127.0.0.1:8000``; the other arguments are those of
+    `Sampler`.
 
     Raises:
         RagenError: The server cannot be reached, is not vLLM of the tested release, does not let

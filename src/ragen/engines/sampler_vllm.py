@@ -27,11 +27,7 @@ class VllmSampler:
     decides its random numbers, but the composition of a batch changes the last digits of its
     logits; so sampling is not reproducible bit for bit.
 
-    Args:
-        vllm: The engine, with the learner's weights.
-        end_ids: Tokens that end a completion, which includes the one drawn.
-        decode: Token ids (without the end token) to text.
-        max_length: Most tokens of a prompt and its completion together; the caller respects it.
+    `vllm` has the learner's weights; the other arguments are those of `Sampler`.
     """
 
     def __init__(

@@ -71,10 +71,8 @@ def completion_of(
 class Driver:
     """A task that samples while there are requests, and never leaves one without an answer.
 
-    Args:
-        drive: Samples until no request is open, then returns.
-        is_open: Whether a request is open.
-        abandon: Drops all requests and fails them with an error, or cancels them if it is ``None``.
+    `drive` samples until no request is open (`is_open`), then returns. `abandon` drops all requests
+    and fails them with an error, or cancels them if it is ``None``.
     """
 
     def __init__(

@@ -16,9 +16,8 @@ PROBE_ROUNDS = 12
 def use_threads(count: int) -> int:
     """Set torch's thread count and return it. NumPy gets one thread: its products are small.
 
-    Args:
-        count: The thread count. With 0 it is measured: all of this process's cores if they multiply
-            the embedded model's shapes at least 10 % faster than one, else one.
+    With a count of 0 it is measured: all of this process's cores if they multiply the embedded
+    model's shapes at least 10 % faster than one, else one.
     """
     count = count or _probe()
     torch.set_num_threads(count)

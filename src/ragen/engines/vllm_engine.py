@@ -49,14 +49,10 @@ class Vllm:
     """An engine of vLLM in this process.
 
     It pins no threads, sends no usage statistics, and ignores the model's ``generation_config``.
-
-    Args:
-        path: The folder or hub id of its first weights.
-        dtype: ``float32`` or ``bfloat16``.
-        max_length: Most tokens of a prompt and its completion together.
-        slots: Completions that are sampled at once.
-        gpu_memory: Share of the GPU's memory that it takes.
-        adapter_rank: Rank of the adapter that is pushed instead of all weights, or 0.
+    Its first weights are those of the folder or hub id `path`. It takes the share `gpu_memory` of
+    the GPU's memory and samples `slots` completions at once, each of at most `max_length` tokens
+    with its prompt. `adapter_rank` is the rank of the adapter that is pushed instead of all
+    weights, or 0.
 
     Raises:
         RagenError: vLLM is missing, is of an untested release, or refuses the model.

@@ -18,12 +18,8 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
 
     Random actions are played on some levels, played again, played in two copies in turn, and played
     from snapshots; the results are compared. An environment of free text (``actions`` is ``None``)
-    receives short words, which it must accept.
-
-    Args:
-        env: The environment; its state afterwards is undefined.
-        levels: Number of levels.
-        steps: Greatest number of actions on each level.
+    receives short words, which it must accept. The environment's state afterwards is undefined.
+    `steps` is the greatest number of actions on each of `levels` levels.
 
     Raises:
         RagenError: The environment raises, or breaks a rule, which the message names.

@@ -94,13 +94,8 @@ class Env(gymnasium.Env[str, str], ABC):
     ) -> tuple[str, Info]:
         """Begin a level.
 
-        Args:
-            seed: The level. ``None`` draws a fresh one.
-            options: ``{"noise_seed": n}`` determines the random events. Without it they follow
-                from `seed`.
-
-        Returns:
-            The observation and an info.
+        Returns the observation and an info. ``options["noise_seed"]`` determines the random events,
+        which otherwise follow from `seed`; a seed of ``None`` draws a fresh level.
         """
 
     @abstractmethod
@@ -205,9 +200,7 @@ def generators(
 ) -> tuple[np.random.Generator, np.random.Generator]:
     """The generator of a level and that of its random events, independent of each other.
 
-    Args:
-        seed: The level's seed, as given to `Env.reset`; ``None`` draws a fresh one.
-        options: The options given to `Env.reset`.
+    A seed of ``None`` draws a fresh level. Both arguments are those of `Env.reset`.
 
     Example:
         >>> a, _ = generators(123, {"noise_seed": 1})

@@ -91,12 +91,8 @@ class Planner:
 
     The actions of a turn are chosen before the player sees whether any of them slips. With one
     action per turn it sees every slip, which gives optimal play with feedback after each action.
-
-    Args:
-        lake: The level.
-        success_probability: Probability that a move goes in the intended direction.
-        discount: Factor for each action and each turn. At 1, values are probabilities of success.
-            A little below 1, the player prefers the shorter of two plans of equal probability.
+    `discount` is a factor for each action and each turn. At 1, values are probabilities of success;
+    a little below 1, the player prefers the shorter of two plans of equal probability.
     """
 
     def __init__(self, lake: Lake, success_probability: float, discount: float = 1.0) -> None:

@@ -23,12 +23,10 @@ def observe(
 ) -> str:
     r"""The observation of a grid in one of the formats.
 
-    Args:
-        rows: The map: one string for each row, one symbol for each cell.
-        places: The positions of `coord`, such as ``{"Player": [(0, 0)]}``.
-        observation: The format.
-        border: Width of the outer wall, which `named` leaves out because it never changes. The
-            other cells keep the names that they have on the whole map.
+    `rows` is the map, one string for each row and one symbol for each cell. `places` are the
+    positions of `coord`, such as ``{"Player": [(0, 0)]}``. `named` leaves out the outer wall,
+    `border` cells wide, because it never changes; the other cells keep the names that they have on
+    the whole map.
 
     Example:
         >>> observe(["P_", "OG"], {"Player": [(0, 0)], "Goal": [(1, 1)]}, "named")
@@ -86,17 +84,8 @@ def read_notes(
     The thought begins with positions (``P b0 G c1``). After a colon come looks and the actions of
     the plan. The last two words of a look are a fact (``b0 c0 O``: from b0, there is a hole at c0).
     Other words in between, such as Sokoban's ``push Right c1 c4``, state no fact. All facts are
-    about the map before the turn.
-
-    Args:
-        thought: The thought. If it does not begin with a symbol and a cell, it is prose and is
-            not read.
-        rows: The map: one string for each row, one symbol for each cell.
-        places: The cells of each symbol that may come before the colon.
-        actions: The names of the actions.
-
-    Returns:
-        The reading, or ``None`` for prose.
+    about the map before the turn. A thought that does not begin with a symbol and a cell is prose,
+    and gives ``None``. `places` are the cells of each symbol that may come before the colon.
 
     Example:
         >>> places = {"P": [(0, 0)], "G": [(1, 1)]}  # and the hole is at b0, not a1

@@ -33,10 +33,8 @@ class Workers:
     the main module, so a script that trains with isolated environments must guard its entry point
     with ``if __name__ == "__main__":``.
 
-    Args:
-        env: The environment's name, as for `ragen.envs.registry.make`.
-        params: Its parameters.
-        timeout_s: Seconds that one call may take before its worker is killed.
+    `env` and `params` are those of `ragen.envs.registry.make`. A call that takes longer than
+    `timeout_s` seconds kills its worker.
 
     Example:
         >>> workers = Workers("bandit", {}, timeout_s=30.0)

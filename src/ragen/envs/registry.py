@@ -83,9 +83,8 @@ def registered_envs() -> dict[str, EnvSpec]:
 def make(name: str, **params: Any) -> Env:
     """Build an environment.
 
-    Args:
-        name: A registered name, ``path/to/file.py:Class`` or ``package.module:Class``.
-        **params: Parameters of the environment's class. They override those of the registered name.
+    The name is a registered one, ``path/to/file.py:Class`` or ``package.module:Class``; `params`
+    are parameters of the class and override those of the registered name.
 
     Raises:
         RagenError: There is no such environment, file, class or parameter, or a value does not fit.

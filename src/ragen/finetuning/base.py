@@ -68,13 +68,8 @@ def prepare_family(
 ) -> Path:
     """Prepare the embedded model of a family, as the shipped one was.
 
-    Args:
-        family: A key of `FAMILIES`.
-        out: A folder that does not exist yet.
-        seed: Seed of weights and demonstrations.
-        steps: Maximum number of steps per stage, for a trial.
-        watch: Receives a line of progress now and then.
-        stages_out: As in `prepare`.
+    `out` is a folder that does not exist yet; `seed`, `watch` and `stages_out` are those of
+    `prepare`. `steps` is the maximum per stage, for a trial.
 
     Raises:
         RagenError: There is no such family, or `out` exists.
@@ -97,13 +92,9 @@ def prepare(
 ) -> Path:
     """Prepare a model and save it in Hugging Face's layout.
 
-    Args:
-        stages: The curriculum.
-        out: A folder that does not exist yet.
-        seed: Seed of weights and demonstrations.
-        watch: Receives a line of progress now and then.
-        layers: Number of layers of the model.
-        stages_out: A new folder for the model after each stage but the last.
+    `out` and `stages_out` are folders that do not exist yet; the latter receives the model after
+    each stage but the last. `seed` decides weights and demonstrations. `watch` receives a line of
+    progress now and then.
 
     Raises:
         RagenError: `out` or `stages_out` exists.
@@ -193,10 +184,7 @@ def mask_untrained(
 ) -> list[Sample]:
     """Remove from the loss mask the tokens that a teacher marks as not trained.
 
-    Args:
-        samples: The samples of `episodes`.
-        episodes: Demonstrations.
-        trained: For each turn, by its prompt's seed, which tokens of the completion are trained.
+    `trained` says, for each turn by its prompt's seed, which tokens of the completion are trained.
     """
     masked = []
     for sample in samples:

@@ -36,10 +36,8 @@ Teacher = Callable[[Env, Limits, np.random.Generator], Reply]
 class Demonstrator(PlayerPolicy):
     """Plays a teacher's turns and records which of their tokens are trained.
 
-    Args:
-        teacher: Writes the turns.
-        encode: Text to token ids, including special tokens (the end of turn).
-        end: The end-of-turn token as text.
+    `encode` turns text into token ids, including special tokens; `end` is the end-of-turn token as
+    text.
     """
 
     def __init__(
@@ -100,10 +98,7 @@ class Planner(PlayerPolicy):
 class Lookup(Env):
     """A map of named cells with random contents, for reading only.
 
-    Args:
-        rows: Letters of the rows.
-        cols: Numbers of the columns.
-        title: The title of the environment whose prompts it imitates.
+    It imitates the prompts of the environment with this `title`; `rows` are letters, `cols` digits.
     """
 
     actions = ("Left",)

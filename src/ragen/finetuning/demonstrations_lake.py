@@ -51,10 +51,8 @@ def mixed_turns(careful: float, turn: CarefulTurn, walks_trained: bool) -> Teach
 def still_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Teacher:
     """A teacher for ice that does not slip: careful turns and random walks.
 
-    Args:
-        careful: Probability of a careful turn.
-        moves: Maximum number of moves of a careful turn.
-        walks_trained: Whether walks are trained, or only lead the player to unusual cells.
+    A turn is careful with probability `careful` and has at most `moves` moves. Walks that are not
+    trained only lead the player to unusual cells.
     """
     return mixed_turns(careful, partial(careful_turn, moves=moves), walks_trained)
 
@@ -62,10 +60,8 @@ def still_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Te
 def slippery_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Teacher:
     """A teacher for ice that slips: turns of the optimal player and random walks.
 
-    Args:
-        careful: Probability of a turn of the optimal player.
-        moves: Maximum number of moves of such a turn. Shorter turns observe slips earlier.
-        walks_trained: Whether walks are trained.
+    A turn is the optimal player's with probability `careful` and has at most `moves` moves; shorter
+    turns observe slips earlier.
     """
     return mixed_turns(careful, partial(slippery_turn, moves=moves), walks_trained)
 

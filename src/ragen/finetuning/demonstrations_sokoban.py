@@ -170,9 +170,8 @@ def optimal_push(room: Room, board: Board) -> Push | None:
 def sokoban_plan(careful: float, slips_trained: bool = True) -> Teacher:
     """A teacher whose turns are one straight push: optimal ones and random slips.
 
-    Args:
-        careful: Probability of an optimal push. On an unsolvable board every turn is a slip.
-        slips_trained: Whether the choice of a slip is trained, or only leads to unusual boards.
+    A push is optimal with probability `careful`; on an unsolvable board every turn is a slip. If
+    the choice of a slip is not trained, it only leads to unusual boards.
     """
 
     def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:

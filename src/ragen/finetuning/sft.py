@@ -205,9 +205,6 @@ def _refuse(config: Config, out: Path, episodes: int, epochs: int, lr: float) ->
 def refuse_unread(overrides: Mapping[str, Any]) -> None:
     """Refuse keys without effect.
 
-    Args:
-        overrides: Values by full key.
-
     Raises:
         RagenError: `sft` does not read one of them.
 

@@ -126,14 +126,8 @@ def to_exchanges(
     """A conversation's prompts and completions, with earlier turns as the chat keeps them.
 
     If a reply begins with `prefill`, that part belongs to the prompt, as in a rollout. Any other
-    reply is trained from its first token.
-
-    Args:
-        transcript: The conversation.
-        chat: The chat of the model.
-        prefill: The pre-filled start of a reply, such as ``<think>``.
-        max_tokens: Completion length limit of the prompts.
-        drops_thoughts: Whether earlier replies are shown without their thoughts; as for `chat`.
+    reply is trained from its first token. With `drops_thoughts`, as for `chat`, earlier replies are
+    shown without their thoughts. `max_tokens` is the completion length limit of the prompts.
 
     Raises:
         RagenError: The model could not sample a reply in its chat.

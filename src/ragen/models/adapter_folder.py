@@ -45,10 +45,7 @@ PLAIN = {
 def save_adapter(model: PreTrainedModel, folder: Path, base: str | None = None) -> None:
     """Write the policy's adapter as a PEFT folder.
 
-    Args:
-        model: With adapters.
-        folder: Where `ADAPTER_CONFIG` and `ADAPTER_WEIGHTS` go.
-        base: `fingerprint_of_base`, for a folder that is kept: loading compares it.
+    `base` is the `fingerprint_of_base`, for a folder that is kept: loading compares it.
 
     Raises:
         OSError, SafetensorError: The disk is full or cannot be written.

@@ -30,13 +30,9 @@ def cross_scores(
 ) -> Tensor:
     """The matrix S_ij = log p(z_i | x_j), (N, M) in float64 on the CPU.
 
-    Args:
-        model: A causal language model that takes a cache.
-        prompts: Token ids of each x_j, at least one.
-        thoughts: Token ids of each z_i, at least one.
-        temperature: What the logits are divided by.
-        max_tokens: Most tokens in memory at once, including each thought's prompt; a single row may
-            be longer.
+    The x_j and z_i are given as token ids, at least one of each; logits are divided by
+    `temperature`. At most `max_tokens` tokens are in memory at once, including each thought's
+    prompt; a single row may be longer.
     """
     scores_NM = torch.zeros(len(thoughts), len(prompts), dtype=torch.float64)
     for column, prompt in enumerate(prompts):

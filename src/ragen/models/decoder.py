@@ -36,15 +36,10 @@ class Decoder(Protocol):
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Read several new tokens in each of several slots.
+        """Read several new tokens in each of several slots, each given at most once.
 
-        Args:
-            slots: The slots, each at most once.
-            starts: How many tokens of each slot's sequence are in the cache already.
-            tokens: The new tokens of each, at least one.
-
-        Returns:
-            Logits (N, V) in float32 after each slot's last new token.
+        `starts` says how many tokens of each slot's sequence are in the cache already; each has at
+        least one new token. Returns logits (N, V) in float32 after each slot's last new token.
         """
         ...
 
@@ -76,12 +71,9 @@ def make_decoder(
 class HFDecoder:
     """Slots for any causal language model of transformers.
 
-    It must take a cache, a 4-D attention mask and position ids; nearly all do.
-
-    Args:
-        model: The model; its weights are read at every call, so an update is seen at once.
-        num_slots: Sequences that are held.
-        max_length: Tokens that each may have.
+    It must take a cache, a 4-D attention mask and position ids; nearly all do. It holds `num_slots`
+    sequences of at most `max_length` tokens. The model's weights are read at every call, so an
+    update is seen at once.
 
     Raises:
         RagenError: The model's sliding window is shorter than `max_length`, or its past is no keys

@@ -37,10 +37,8 @@ SCORES = 2**20
 class Qwen2Decoder:
     """Key–value slots for a model that `ragen.models.fast_qwen2.supports` accepts.
 
-    Args:
-        model: The model. Its fused weights are copies: call `refresh` when it has changed.
-        num_slots: Sequences that are held.
-        max_length: Tokens that each may have.
+    It holds `num_slots` sequences of at most `max_length` tokens. The fused weights are copies:
+    call `refresh` when the model has changed.
     """
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
@@ -137,12 +135,9 @@ class Qwen2Decoder:
 class _Reach:
     """Which stored keys the queries of one forward see: those up to their own position.
 
-    Args:
-        slots_N: The slots, ascending where they can be.
-        starts_N: Position of each slot's first query.
-        most: Queries of a slot at most (T).
-        flat: Row and column of each flat query in (N, T); None where every slot has one query.
-        device: Where the queries are.
+    `slots_N` ascend where they can be, and `starts_N` are the positions of their first queries; a
+    slot has T queries at `most`. `flat` are row and column of each flat query in (N, T); it is
+    ``None`` where every slot has one query.
     """
 
     def __init__(

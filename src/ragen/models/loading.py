@@ -41,15 +41,10 @@ def load_policy(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer.
 
-    Args:
-        path: A local folder in Hugging Face layout, or the id of a model on the Hub.
-        device: ``cpu``, ``cuda``, or ``auto``: the GPU where there is one.
-        dtype: ``float32`` or ``bfloat16``.
-        max_length: Longest sequence in tokens.
-
-    Returns:
-        The model in evaluation mode (dropout off: sampling and learning must compute the same), and
-        its tokenizer.
+    `path` is a local folder in Hugging Face layout, or the id of a model on the Hub; `device` is
+    ``cpu`` or ``cuda``, `dtype` is ``float32`` or ``bfloat16``; `max_length` is the longest
+    sequence in tokens. The model is in evaluation mode, without dropout: sampling and learning must
+    compute the same.
 
     Raises:
         RagenError: The model does not exist, is not a causal language model, or is shorter than

@@ -52,16 +52,9 @@ def attach(
     """Add an adapter for each role; an existing adapter of the policy is kept if its shape matches.
 
     The base is frozen. A is drawn from generators that depend on the seed and the role alone,
-    uniformly within ±1/√in as in peft; B is zero, so that every role begins as the base.
-
-    Args:
-        model: The base, or the base with the policy's adapter.
-        roles: ``"policy"``, or ``"policy"`` and ``"critic"``.
-        rank: Rows of A, columns of B: r.
-        alpha: α; the adapter's output is scaled by α / r.
-        targets: ``all-linear``, or layer names separated by commas.
-        seed: The run's seed.
-        base: The folder or hub id of the base, by which the saved adapter names it.
+    uniformly within ±1/√in as in peft; B is zero, so that every role begins as the base. `alpha` is
+    α and `rank` is r. `targets` is ``all-linear``, or layer names separated by commas. `base` is
+    the folder or hub id by which a saved adapter names its base.
 
     Raises:
         RagenError: The model has no such layers, or its adapter has another shape.

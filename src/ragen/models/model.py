@@ -32,14 +32,9 @@ def hidden_states(
 ) -> Tensor:
     """Final hidden states at the wanted positions: the input of the output layer or a value head.
 
-    Args:
-        model: A causal language model, or its backbone alone.
-        token_ids_BT: Token ids, padded on the right with any valid id.
-        lengths_B: Real tokens of each row; the padding never changes the result.
-        wanted_BT: True where the state is wanted; only within `lengths_B`.
-
-    Returns:
-        Hidden states (N, D), row by row, N being the number of true entries.
+    The model may be a backbone alone. Rows are padded on the right with any valid id; `lengths_B`
+    are their real tokens, and the padding never changes the result. `wanted_BT` is true only within
+    `lengths_B`. The states are (N, D), row by row, for N true entries.
     """
     if shares_prompts(model):
         return fast_qwen2.hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
@@ -76,20 +71,13 @@ def token_logprobs(
     """Log-probability of each target, and entropy of the distribution it is drawn from.
 
     logprob = log softmax(z / temperature)[target],  entropy = −Σ p log p, in nats, softmax in
-    float32. The logits z are W h, scaled or capped where the architecture does so (`shape_of`).
+    float32. The logits z are W h, scaled or capped where the architecture does so (`shape_of`);
+    the rows h of `hidden_ND` are the `hidden_states` at the positions before the targets.
 
     Works in chunks: logits that do not fit in `KEPT_LOGITS` are computed again in the backward
-    pass, so the full (N, V) is never in memory for a large vocabulary. Both results have gradients.
-    Gradients of the output layer are accumulated in float32, and skipped if it is frozen.
-
-    Args:
-        model: The model whose output layer reads the states.
-        hidden_ND: From `hidden_states`, at the positions before the targets.
-        targets_N: Token ids.
-        temperature: What the logits are divided by.
-
-    Returns:
-        Logprobs (N,) and entropies (N,), float32.
+    pass, so the full (N, V) is never in memory for a large vocabulary. Both results, (N,) in
+    float32, have gradients. Gradients of the output layer are accumulated in float32, and skipped
+    if it is frozen.
     """
     head = model.get_output_embeddings()
     assert head is not None, "a backbone has no output layer"
@@ -110,10 +98,8 @@ class Critic(nn.Module):
     The value of a token is the estimate of the state *before* it, so it is computed at the position
     before; `wanted_BT` is the same as for the policy's logprobs.
 
-    Args:
-        policy: The model whose backbone is copied or shared.
-        shared: Whether it is shared.
-        adapter: The critic's own adapter, which is in the policy's backbone (LoRA).
+    With `shared` it reads the policy's backbone; `adapter` is the critic's own adapter, which is in
+    the policy's backbone (LoRA); otherwise the backbone is copied.
     """
 
     def __init__(

@@ -58,9 +58,8 @@ def embedded_folder(name: str) -> Path:
 def resolve_model(name: str, env: str) -> str:
     """The folder or hub id that a model's name refers to.
 
-    Args:
-        name: ``base``, a run folder (its newest checkpoint), a model folder, or a hub id.
-        env: The environment to be played, for ``base``.
+    A name is ``base`` (for the environment `env`), a run folder (its newest checkpoint), a model
+    folder, or a hub id.
 
     Raises:
         RagenError: A run folder has no checkpoint, or a path does not exist.

@@ -50,10 +50,8 @@ LFS = b"version https://git-lfs.github.com/"
 def model_folder(name: str | Path, weights: bool = True) -> Path:
     """The folder that holds a model.
 
-    Args:
-        name: A local folder, or the id of a model on the Hub. Missing files are downloaded; if the
-            Hub is unreachable, the local cache is used.
-        weights: Whether the weights are needed too.
+    `name` is a local folder or the id of a model on the Hub. Missing files are downloaded, the
+    weights only if `weights`; if the Hub is unreachable, the local cache is used.
 
     Raises:
         RagenError: There is no such model, access is denied, or it is neither reachable nor cached.
@@ -95,10 +93,7 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
     """The config of a causal language model; its weights are not read.
 
-    Args:
-        folder: From `model_folder`.
-        name: The user's name for it, for error messages.
-        max_length: Longest sequence in tokens.
+    `name` is the user's name for the model, for error messages.
 
     Raises:
         RagenError: The folder holds no causal language model, one that brings code of its own, one

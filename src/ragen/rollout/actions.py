@@ -69,17 +69,10 @@ def parse(
     reply, unknown names are dropped and cost the format penalty; legal actions beyond `max_actions`
     are dropped without a penalty.
 
-    Args:
-        reply: The text.
-        think: Whether the reply must begin with ``<think>…</think>``. If not, a thought makes it
-            invalid.
-        actions: The environment's action names, matched regardless of case; ``None`` for
-            environments of free text, where the whole answer is one action.
-        separator: Separates the actions of one answer.
-        max_actions: The smaller of the turn's limit and the actions left in the episode.
-
-    Returns:
-        A `Parsed`; never raises.
+    With `think` the reply must begin with ``<think>…</think>``; without it a thought makes the
+    reply invalid. `actions` are the environment's names, matched regardless of case; ``None`` is
+    for environments of free text, where the whole answer is one action. `max_actions` is the
+    smaller of the turn's limit and the actions left in the episode.
     """
     thought_chars, answer = _structure(reply, think)
     thought = None if thought_chars is None else reply[slice(*thought_chars)]

@@ -85,12 +85,8 @@ def find_bridge(template: Template, encode: Callable[[str], Ids], thought: str) 
     """The bridge between replies with a thought, or with none; ``None`` where there is no bridge.
 
     Some templates write an empty thought, or its start, where the next reply begins and not in the
-    history, or the other way round. The bridge takes account of both.
-
-    Args:
-        template: The template.
-        encode: Text to token ids.
-        thought: The thought of the trial replies with its tags, or nothing.
+    history, or the other way round. The bridge takes account of both. `thought` is the thought of
+    the trial replies with its tags, or nothing.
     """
     first, second = (thought + answer for answer in ANSWERS)
     head = template.start.removesuffix(template.written)

@@ -70,11 +70,9 @@ class Chat:
     ) -> None:
         """Find the bridge of the tokenizer's template and verify it.
 
-        Args:
-            tokenizer: A loaded Hugging Face tokenizer.
-            think: Whether replies have thoughts, which templates may drop from the history.
-            history_thoughts: Whether the thoughts of earlier turns stay, even where the template
-                would drop them. If not, rendered messages must come without them.
+        `think` says whether replies have thoughts, which templates may drop from the history. With
+        `history_thoughts` = ``"keep"`` they stay even then; with ``"drop"``, rendered messages must
+        come without them.
 
         Raises:
             RagenError: The tokenizer has no chat template, the template refuses the simplest
@@ -131,13 +129,9 @@ class Chat:
     def open(self, messages: Sequence[Message], prefill: str = "") -> tuple[Ids, int]:
         """Render a conversation up to the start of the next reply.
 
-        Args:
-            messages: The conversation; its last message is the user's.
-            prefill: Start of the reply that is not sampled, such as ``<think>``. If the template
-                writes it already, it is not written twice.
-
-        Returns:
-            All ids, and how many of the last ones are the pre-filled start of the reply.
+        Returns all ids, and how many of the last ones are the pre-filled start of the reply:
+        `prefill`, such as ``<think>``, which is not written twice if the template writes it
+        already.
 
         Raises:
             RagenError: The template refuses the conversation.
@@ -149,15 +143,11 @@ class Chat:
     ) -> tuple[Ids, int]:
         """Append what comes between a sampled reply and the next one.
 
-        Args:
-            ids: The sequence so far. It ends with the sampled ids of the last reply, including its
-                end-of-turn token. If the reply was cut at its length limit and has none, the
-                template's closing is appended, as tokens that were not sampled.
-            messages: The whole conversation; its last message is the new user message.
-            prefill: As for `open`.
-
-        Returns:
-            `ids` unchanged and the appended ones, and how many of the last ones are pre-filled.
+        `ids` end with the sampled ids of the last reply, including its end-of-turn token; if the
+        reply was cut at its length limit and has none, the template's closing is appended, as
+        tokens that were not sampled. `messages` is the whole conversation with the new user
+        message, `prefill` as for `open`. Returns `ids` unchanged and the appended ones, and how
+        many of the last ones are pre-filled.
         """
         assert self.exact, "no exact extension exists for this template: open each turn afresh"
         bridge = self.encode(self._bridge(messages[-1]["content"]))
@@ -187,17 +177,11 @@ class Chat:
         return self._pieces[token]
 
     def token_span(self, ids: Sequence[int], text: str, start: int, end: int) -> tuple[int, int]:
-        """The tokens that spell some characters of a decoded text.
+        """The tokens that spell the characters from `start` to `end` of ``text = decode(ids)``.
 
-        Args:
-            ids: Sampled ids.
-            text: ``decode(ids)``.
-            start: First character; a negative one counts as 0.
-            end: One past the last character.
-
-        Returns:
-            Half-open range of `ids` that covers the characters. It includes tokens that reach over
-            an edge, and all tokens of a character whose bytes are spread over several.
+        Returns a half-open range of `ids` that covers the characters. It includes tokens that reach
+        over an edge, and all tokens of a character whose bytes are spread over several. A negative
+        start counts as 0.
         """
         start, end = max(0, start), min(end, len(text))
         if start >= end:

@@ -124,11 +124,8 @@ class Server:
 class ChatEndpoint:
     """A `Policy` that sends requests to a server, any number at once within one event loop.
 
-    Args:
-        server: The server.
-        model: The model's name on the server.
-        think: Whether a reply begins with a thought; a separate `reasoning` of the server becomes
-            that thought.
+    With `think` a reply begins with a thought; a separate `reasoning` of the server becomes that
+    thought.
     """
 
     def __init__(self, server: Server, model: str, think: bool = True) -> None:

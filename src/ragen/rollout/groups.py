@@ -26,15 +26,9 @@ async def run_groups(
 ) -> list[Group]:
     """Play `group_size` episodes on each level and return them as groups, in level order.
 
-    Args:
-        policy: The policy or player.
-        setup: The environment, budgets and prompts.
-        levels: One level seed for each group.
-        group_size: Episodes of a group.
-        path: The run's seed and the purpose of the episodes, such as ``(seed, "train", step)``.
-        concurrency: Episodes that are played at once; they begin in (group, member) order.
-        on_episode: Called at the end of each episode, in the order in which they end.
-        first_group: Number of the first group; the others count up from it.
+    Groups are numbered from `first_group` on. `path` is the run's seed and the purpose of the
+    episodes, such as ``(seed, "train", step)``. At most `concurrency` episodes are played at once;
+    they begin in (group, member) order. `on_episode` is called as each episode ends.
 
     Raises:
         RagenError: The player cannot play this environment.

@@ -33,12 +33,8 @@ class GuardedEnv:
     """An environment whose calls cannot raise anything but `UserCodeError`.
 
     Every method raises `UserCodeError` where the environment raises, takes longer than `timeout_s`
-    or returns a value of the wrong kind.
-
-    Args:
-        make: Makes the environment.
-        timeout_s: Seconds that a call may take; ``None`` sets no limit.
-        stopwatch: Adds up the time of all calls.
+    or returns a value of the wrong kind. `timeout_s` of ``None`` sets no limit. `stopwatch` adds up
+    the time of all calls.
 
     Attributes:
         env: The environment itself.

@@ -21,11 +21,7 @@ class Player(Protocol):
     def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
         """Actions for this turn, in order: at least one, at most the smaller of the last two.
 
-        Args:
-            env: The environment in its present state; a player must not change it.
-            turns_left: Turns left in the episode, this one included.
-            actions_left: Actions left in the episode.
-            actions_per_turn: Greatest number of actions of a turn.
+        The budgets are those left, this turn included. A player must not change the environment.
         """
         ...
 
@@ -57,8 +53,7 @@ class RandomPlayer:
 class SolverPlayer:
     """Optimal play, by the environment's own solver (`Env.solve`).
 
-    Args:
-        instead: The remedy in the message where the environment has no solver.
+    `instead` is the remedy in the message where the environment has no solver.
 
     Example:
         >>> from ragen.envs.registry import make
@@ -86,8 +81,7 @@ class SolverPlayer:
 class HumanPlayer:
     """A person who types action names or prefixes, separated by spaces, commas or ``||``.
 
-    Args:
-        ask: Shows a text and returns the typed line, like `input`.
+    `ask` shows a text and returns the typed line, like `input`.
 
     Example:
         >>> from ragen.envs.registry import make
@@ -147,12 +141,9 @@ def _read_action(word: str, names: tuple[str, ...]) -> str:
 class PlayerPolicy:
     """A player that writes its actions as a reply, so that it can be used as a policy.
 
-    Args:
-        make: Makes the player of a turn from the seed of its prompt, so that an episode does not
-            depend on those before it.
-        think: Whether a reply has a thought (see `thought`).
-        prefill: The start of the reply that is already part of the prompt.
-        encode: Text to token ids with the end-of-turn token; ``None`` for text only.
+    `make` makes the player of a turn from the seed of its prompt, so that an episode does not
+    depend on those before it. `prefill` is the start of the reply that is already part of the
+    prompt. `encode` turns text into token ids with the end-of-turn token; ``None`` gives text only.
     """
 
     def __init__(

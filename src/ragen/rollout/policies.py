@@ -38,10 +38,8 @@ class Closable(Protocol):
 class NoCompletion(Exception):
     """A policy has no completion for a prompt: the episode ends and is kept as data.
 
-    Args:
-        text: The reason, in one line.
-        stop_reason: How the episode ends: ``"request"`` where a server failed, ``"context"`` where
-            the prompt left no room for a reply.
+    The episode ends with `stop_reason`: ``"request"`` where a server failed, ``"context"`` where
+    the prompt left no room for a reply.
     """
 
     def __init__(self, text: str, stop_reason: StopReason = "request") -> None:

@@ -84,14 +84,8 @@ class PromptBuilder:
         """The user message that opens a conversation: the environment and its observation.
 
         Where a window cuts the history, this message opens the prompts of later turns too, with the
-        `limits` of that turn.
-
-        Args:
-            rules: The environment's rules and its legend of symbols.
-            goal: The environment's short title.
-            actions: Names of the actions; ``None`` where an action is free text.
-            observation: The present observation.
-            limits: The budgets before this turn.
+        `limits` of that turn. `goal` is the environment's short title; `actions` is ``None`` where
+        an action is free text.
         """
         if self.style == "compact":
             return f"{goal}\n{observation}\n{_budget(limits)}"
@@ -108,11 +102,8 @@ class PromptBuilder:
     ) -> str:
         """The user message of a later turn.
 
-        Args:
-            observation: The present observation.
-            reward: The environment's reward for the last turn, without penalties.
-            problem: What was wrong with the last reply, ``None`` if it was valid.
-            limits: The budgets before this turn.
+        `reward` is the environment's for the last turn, without penalties; `problem` is what was
+        wrong with the last reply, ``None`` if it was valid.
         """
         if self.style == "compact":
             invalid = "" if problem is None else "invalid\n"

@@ -175,10 +175,7 @@ def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
     """The turn with its reward terms added to `Turn.penalty`, and listed in its info.
 
     `Turn.reward` stays the environment's own, which filters, reports and evaluations read.
-
-    Args:
-        turn: A finished turn.
-        weights: What a value of 1 adds, by the name of the term.
+    `weights` are what a value of 1 adds, by the name of the term.
 
     Raises:
         UserCodeError: A term from outside raised, took too long, or gave no finite number.

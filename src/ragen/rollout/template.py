@@ -41,9 +41,7 @@ class Tokenizer(Protocol):
 class Template:
     """A chat template, tried out on short conversations.
 
-    Args:
-        tokenizer: A loaded Hugging Face tokenizer.
-        think: Whether replies have thoughts; some templates take this option.
+    Some templates take the option `think`: whether replies have thoughts.
 
     Attributes:
         fold: The template has no system role.
