@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from made import episode, groups, turn
 from torch import Tensor
 
-from ragen.algorithms.advantages import ADVANTAGES
-from ragen.algorithms.advantages_critic import bi_level_gae, gae
-from ragen.algorithms.advantages_group import (
+from ragen.algorithms.advantages import (
+    ADVANTAGES,
+    bi_level_gae,
     dr_grpo,
+    gae,
     gigpo,
     grpo,
     reinforce_pp,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from ragen.algorithms.advantages_critic import gae
+from ragen.algorithms.advantages import gae
 from ragen.algorithms.batch import collate, episode_index
 from ragen.algorithms.rewards import token_rewards
 from ragen.algorithms.samples import to_samples

@@ -114,7 +114,7 @@ def test_a_tied_output_layer_need_not_be_saved(tmp_path: Path) -> None:
 
 def test_a_recurrent_past_is_refused_by_the_sampler() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1))
-    with pytest.raises(RagenError, match="of the kind mamba keeps its past in another way"):
+    with pytest.raises(RagenError, match="of the type mamba have no cache of keys"):
         Sampler(model, {0}, str)
 
 

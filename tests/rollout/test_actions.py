@@ -196,9 +196,9 @@ def test_names_of_several_words_and_scripts() -> None:
     assert not read("<think>.</think><answer>\u212a</answer>", actions=names).valid
 
 
-def test_other_separator_and_limits() -> None:
-    reply = "<think>.</think><answer>Up; Left; Fly; Down</answer>"
-    parsed = read(reply, separator=";", max_actions=2)
+def test_limits() -> None:
+    reply = "<think>.</think><answer>Up || Left || Fly || Down</answer>"
+    parsed = read(reply, max_actions=2)
     assert parsed.actions_asked == ("Up", "Left", "Fly", "Down")
     assert parsed.actions == ("Up", "Left")
     assert not parsed.valid

@@ -82,9 +82,9 @@ def test_paper_for_one_free_text_action_a_turn_without_thought() -> None:
 
 
 def test_the_prompt_names_the_separator() -> None:
-    text = PromptBuilder("paper", separator=";").first("R.", "G", MOVES, "P", FIRST)
-    assert "action ; action" in text
-    assert "||" not in text
+    text = PromptBuilder("paper").first("R.", "G", MOVES, "P", FIRST)
+    assert "action || action" in text
+    assert "Put || between actions" in text
 
 
 def test_prefill() -> None:

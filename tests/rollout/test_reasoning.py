@@ -22,7 +22,7 @@ from ragen.envs.contract import Env, Reading
 from ragen.envs.frozen_lake import FrozenLake
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
-from ragen.finetuning.demonstrations_lake import slippery_lake, still_lake
+from ragen.finetuning.demonstrations_lake import careful_turn, lake_turns, slippery_turn
 from ragen.finetuning.demonstrations_sokoban import sokoban_plan
 from ragen.rollout.actions import parse
 from ragen.rollout.episode import play_episode
@@ -111,8 +111,8 @@ def test_sokoban_reads_its_own_notation(symbols: str) -> None:
 @pytest.mark.parametrize(
     ("name", "writer"),
     [
-        ("frozen-lake-still", still_lake(0.5)),
-        ("frozen-lake", slippery_lake(0.5)),
+        ("frozen-lake-still", lake_turns(careful_turn, 0.5)),
+        ("frozen-lake", lake_turns(slippery_turn, 0.5)),
         ("sokoban", sokoban_plan(0.5)),
     ],
 )

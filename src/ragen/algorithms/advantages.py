@@ -1,23 +1,302 @@
 """The advantage estimators by name: how much better each sampled token was than expected.
 
-Estimators with a critic are in `advantages_critic`, estimators that compare rewards in
-`advantages_group`, and their common signature is in `estimator`.
+`gae` and `bi_level_gae` compare an episode's rewards with what a critic expected, the others with
+those of other episodes. Their common signature and their inputs are in `estimator`.
+
+Axes: **E** episodes, **S** an episode's sampled tokens in time order, **K** an episode's turns,
+**N** turns of all episodes.
 """
 
 from __future__ import annotations
 
-from ragen.algorithms.advantages_critic import bi_level_gae, gae
-from ragen.algorithms.advantages_group import (
-    dr_grpo,
-    gigpo,
-    grpo,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rloo,
-)
-from ragen.algorithms.estimator import INPUTS, Estimator
+import torch
+from torch import Tensor
+
+from ragen.algorithms.estimator import INPUTS, Credit, Estimator, whiten_tokens
+from ragen.algorithms.rewards import STD_FLOOR, compare_within
 from ragen.config.kinds import ESTIMATOR
 from ragen.core.inputs import inputs_of
+
+
+def gae(
+    *,
+    rewards_ES: Tensor,
+    mask_ES: Tensor,
+    values_ES: Tensor,
+    gamma: float,
+    gae_lambda: float,
+    whiten: bool,
+) -> Credit:
+    """Generalised advantage estimation over sampled tokens (arXiv:1506.02438).
+
+        δ_t = r_t + γ V_{t+1} − V_t        A_t = δ_t + γλ A_{t+1}        return_t = A_t + V_t
+
+    After the last token V = 0. λ = 1 gives return − value, λ = 0 the TD error. Returns are computed
+    before the advantages are whitened.
+
+    Example:
+        >>> rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.8]])
+        >>> arrays = {"rewards_ES": rewards, "values_ES": values, "mask_ES": rewards >= 0}
+        >>> gae(**arrays, gamma=1, gae_lambda=1, whiten=False).advantages_ES
+        tensor([[0.5000, 0.2000]])
+    """
+    num_episodes, num_tokens = mask_ES.shape
+    next_value_E = next_advantage_E = torch.zeros(num_episodes)
+    advantages_ES = torch.zeros_like(values_ES)
+    for s in reversed(range(num_tokens)):
+        here_E = mask_ES[:, s]
+        delta_E = rewards_ES[:, s] + gamma * next_value_E - values_ES[:, s]
+        advantages_ES[:, s] = delta_E + gamma * gae_lambda * next_advantage_E
+        next_advantage_E = torch.where(here_E, advantages_ES[:, s], next_advantage_E)
+        next_value_E = torch.where(here_E, values_ES[:, s], next_value_E)
+    return _credit(advantages_ES, values_ES, mask_ES, whiten)
+
+
+def bi_level_gae(
+    *,
+    rewards_ES: Tensor,
+    mask_ES: Tensor,
+    values_ES: Tensor,
+    turn_ends_ES: Tensor,
+    turn_gamma: float,
+    gae_lambda: float,
+    whiten: bool,
+) -> Credit:
+    """GAE over turns, then over the tokens inside each turn (arXiv:2510.16907).
+
+    With e(k) the last token of turn k, first along the turns, from end to end:
+
+        δ_k = r_e(k) + γ (ρ_{k+1} + V_e(k+1)) − V_e(k)        A_e(k) = δ_k + γλ A_e(k+1)
+
+    where γ is `turn_gamma` and ρ_{k+1} is the sum of the rewards of turn k+1 before its last token
+    (a KL penalty; 0 where each turn is rewarded at its end). After the last turn V = 0. Then inside
+    a turn, whose return A_e + V_e replaces the reward at its end, with discount 1 and no value
+    beyond the end:
+
+        δ_t = r_t + V_{t+1} − V_t                             A_t = δ_t + λ A_{t+1}
+
+    So a turn of any length costs one γ. Turn ends come from the record: a turn of reward 0 is a
+    turn. λ = 1 gives Σ_i γ^(turns from t to i) r_i − V_t; a single turn is `gae` with γ = 1. With
+    λ < 1 it assumes that a turn's last token decides nothing, as is true of an end-of-turn token.
+
+    Example:
+        >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.6, 0.8]])
+        >>> ends = torch.tensor([[False, True, True]])  # a turn of two tokens, a turn of one
+        >>> arrays = {"rewards_ES": rewards, "values_ES": values, "mask_ES": rewards >= 0}
+        >>> constants = {"turn_gamma": 0.5, "gae_lambda": 1, "whiten": False}
+        >>> bi_level_gae(**arrays, turn_ends_ES=ends, **constants).advantages_ES  # .5 · 1 − .5, …
+        tensor([[ 0.0000, -0.1000,  0.2000]])
+    """
+    num_episodes, num_tokens = mask_ES.shape
+    advantages_ES = torch.zeros_like(values_ES)
+    # What follows a token inside its turn, and what follows a turn's end: the next turn's end, with
+    # the rewards on the way there.
+    next_value_E = next_advantage_E = torch.zeros(num_episodes)
+    end_value_E = end_advantage_E = torch.zeros(num_episodes)
+    for s in reversed(range(num_tokens)):
+        here_E, end_E = mask_ES[:, s], turn_ends_ES[:, s]
+        reward_E, value_E = rewards_ES[:, s], values_ES[:, s]
+        following_E = torch.where(
+            end_E,
+            turn_gamma * (end_value_E + gae_lambda * end_advantage_E),
+            next_value_E + gae_lambda * next_advantage_E,
+        )
+        advantage_E = reward_E + following_E - value_E
+        advantages_ES[:, s] = advantage_E
+        next_value_E = torch.where(here_E, value_E, next_value_E)
+        next_advantage_E = torch.where(here_E, advantage_E, next_advantage_E)
+        end_value_E = torch.where(end_E, value_E, end_value_E + reward_E)
+        end_advantage_E = torch.where(end_E, advantage_E, end_advantage_E)
+    return _credit(advantages_ES, values_ES, mask_ES, whiten)
+
+
+def _credit(advantages_ES: Tensor, values_ES: Tensor, mask_ES: Tensor, whiten: bool) -> Credit:
+    """Returns are advantage + value before whitening."""
+    advantages_ES = advantages_ES.masked_fill(~mask_ES, 0)
+    returns_ES = (advantages_ES + values_ES).masked_fill(~mask_ES, 0)
+    return Credit(whiten_tokens(advantages_ES, mask_ES) if whiten else advantages_ES, returns_ES)
+
+
+def grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
+    """Group-relative advantage (arXiv:2402.03300): the same on every token of an episode.
+
+        A = (R − mean of the group) / (std of the group + 1e-6)
+
+    R is the sum of the episode's rewards, and the std divides by G − 1. A group whose rewards are
+    all equal gives exactly 0. There is no discount.
+
+    Raises:
+        ValueError: A group has one episode.
+
+    Example:
+        >>> rewards, group = torch.tensor([[0.0], [2.0]]), torch.tensor([0, 0])
+        >>> grpo(rewards_ES=rewards, mask_ES=rewards >= 0, group_E=group).advantages_ES  # ∓1 / √2
+        tensor([[-0.7071],
+                [ 0.7071]])
+    """
+    centred_E, std_E = _group_statistics(rewards_ES, group_E)
+    return Credit((centred_E / (std_E + STD_FLOOR))[:, None] * mask_ES)
+
+
+def dr_grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
+    """Group-relative advantage without the division by the group's spread (arXiv:2503.20783).
+
+        A = R − mean of the group
+
+    Dividing by the std gives a group with one success among many failures the same scale as a
+    group with as many successes as failures. Without the division it keeps its smaller spread.
+
+    Raises:
+        ValueError: A group has one episode.
+
+    Example:
+        >>> rewards, group = torch.tensor([[0.0], [2.0]]), torch.tensor([0, 0])
+        >>> dr_grpo(rewards_ES=rewards, mask_ES=rewards >= 0, group_E=group).advantages_ES
+        tensor([[-1.],
+                [ 1.]])
+    """
+    centred_E, _ = _group_statistics(rewards_ES, group_E)
+    return Credit(centred_E[:, None] * mask_ES)
+
+
+def rloo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
+    """REINFORCE with the group's other episodes as baseline (arXiv:2402.14740).
+
+        A = R − mean of the other episodes = G / (G − 1) · (R − mean of the group)
+
+    The baseline is independent of the episode itself, so the gradient is unbiased for every G. The
+    gradient of `dr_grpo` is (G − 1) / G of it.
+
+    Raises:
+        ValueError: A group has one episode.
+
+    Example:
+        >>> rewards, group = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([0, 0, 0])
+        >>> rloo(rewards_ES=rewards, mask_ES=rewards >= 0, group_E=group).advantages_ES.flatten()
+        tensor([-3.0000, -1.5000,  4.5000])
+    """
+    centred_E, _ = _group_statistics(rewards_ES, group_E)
+    _, rank_E, size_G = torch.unique(group_E, return_inverse=True, return_counts=True)
+    size_E = size_G[rank_E]
+    return Credit((centred_E * size_E / (size_E - 1))[:, None] * mask_ES)
+
+
+def reinforce_pp(*, rewards_ES: Tensor, mask_ES: Tensor, gamma: float) -> Credit:
+    """REINFORCE++ (arXiv:2501.03262): returns, whitened over all trained tokens of the batch.
+
+        G_t = r_t + γ G_{t+1}        A_t = (G_t − mean) / √(variance + 1e-8)
+
+    All prompts share one baseline, so the episodes of a hard prompt get low advantages. Rewards
+    before a token do not count in its return.
+
+    Example:
+        >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # returns 1 1 and 0 0
+        >>> reinforce_pp(rewards_ES=rewards, mask_ES=rewards >= 0, gamma=1.0).advantages_ES
+        tensor([[ 0.8660,  0.8660],
+                [-0.8660, -0.8660]])
+    """
+    returns_ES = _discounted(rewards_ES, gamma)
+    return Credit(whiten_tokens(returns_ES, mask_ES))
+
+
+def reinforce_pp_baseline(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
+    """REINFORCE++ with the group as baseline (arXiv:2501.03262).
+
+        B = R − mean of the group        A = (B − mean) / √(variance + 1e-8)
+
+    on every token of an episode, with mean and variance over all trained tokens of the batch.
+    Unlike in `grpo`, all groups share one scale, so a group of small spread keeps small advantages.
+
+    Raises:
+        ValueError: A group has one episode.
+
+    Example:
+        >>> rewards, group = torch.tensor([[0.0], [2.0], [5.0], [5.0]]), torch.tensor([0, 0, 1, 1])
+        >>> arrays = {"rewards_ES": rewards, "mask_ES": rewards >= 0, "group_E": group}
+        >>> reinforce_pp_baseline(**arrays).advantages_ES.flatten()  # ∓1 0 0 over √(2/3)
+        tensor([-1.2247,  1.2247,  0.0000,  0.0000])
+    """
+    centred_E, _ = _group_statistics(rewards_ES, group_E)
+    return Credit(whiten_tokens(centred_E[:, None] * mask_ES, mask_ES))
+
+
+def gigpo(
+    *,
+    rewards_ES: Tensor,
+    mask_ES: Tensor,
+    turn_ES: Tensor,
+    state_ES: Tensor,
+    group_E: Tensor,
+    turn_gamma: float,
+    step_weight: float,
+) -> Credit:
+    """Group-in-group advantage (arXiv:2505.10978): per episode, and per turn in its state.
+
+        A = A_episode + ω · A_turn
+        A_turn = (R_k − mean of the class) / (std of the class + 1e-6)        R_k = r_k + γ R_{k+1}
+
+    A_episode is the advantage of `grpo`. A class is all turns of a group that began in the same
+    state, in any episode and at any time. γ is `turn_gamma`, ω is `step_weight`, and r_k is the sum
+    of the rewards of turn k. Both parts divide by the std (the paper's default; it also gives a
+    form without). A turn alone in its class, or in a class of equal returns, gets A_turn = 0. Every
+    token of a turn gets the turn's advantage.
+
+    Raises:
+        ValueError: A group has one episode.
+
+    Example:
+        >>> rewards, turn = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[0, 1], [0, 1]])
+        >>> arrays = {"rewards_ES": rewards, "mask_ES": rewards >= 0, "turn_ES": turn}
+        >>> more = {"group_E": torch.tensor([0, 0]), "turn_gamma": 0.5, "step_weight": 1.0}
+        >>> state = torch.tensor([[5, 6], [5, 7]])  # both begin in state 5, then differ
+        >>> gigpo(**arrays, state_ES=state, **more).advantages_ES
+        tensor([[ 1.4142,  0.7071],
+                [-1.4142, -0.7071]])
+    """
+    centred_E, std_E = _group_statistics(rewards_ES, group_E)
+    turn_at_ES = turn_ES.clamp_min(0)
+    shape_EK = (len(mask_ES), int(turn_at_ES.max()) + 1)
+    return_EK = _discounted(
+        rewards_ES.new_zeros(shape_EK).scatter_add_(1, turn_at_ES, rewards_ES), turn_gamma
+    )
+    played_EK = torch.zeros(shape_EK, dtype=torch.bool)
+    state_EK = torch.zeros(shape_EK, dtype=torch.long)
+    episode_N = mask_ES.nonzero()[:, 0]
+    played_EK[episode_N, turn_ES[mask_ES]] = True
+    state_EK[episode_N, turn_ES[mask_ES]] = state_ES[mask_ES]
+
+    group_EK = group_E[:, None].expand(shape_EK)
+    class_N2 = torch.stack([group_EK[played_EK], state_EK[played_EK]], dim=1)
+    _, class_N = torch.unique(class_N2, dim=0, return_inverse=True)
+    centred_N, std_N = compare_within(return_EK[played_EK], class_N)
+    advantage_EK = torch.zeros_like(return_EK)
+    advantage_EK[played_EK] = centred_N / (std_N + STD_FLOOR)
+
+    episode_E = centred_E / (std_E + STD_FLOOR)
+    advantages_ES = episode_E[:, None] + step_weight * advantage_EK.gather(1, turn_at_ES)
+    return Credit(advantages_ES.masked_fill(~mask_ES, 0))
+
+
+def _group_statistics(rewards_ES: Tensor, group_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Each episode's R − group mean, and its group's unbiased std. Equal rewards give exactly 0."""
+    groups, sizes = torch.unique(group_E, return_counts=True)
+    for group, size in zip(groups.tolist(), sizes.tolist(), strict=True):
+        if size < 2:
+            raise ValueError(
+                f"group {group} has one episode, and this estimator compares episodes: use groups "
+                'of two or more, or advantage.name = "gae"'
+            )
+    return compare_within(rewards_ES.sum(dim=1), group_E)
+
+
+def _discounted(rewards_EX: Tensor, gamma: float) -> Tensor:
+    """Discounted returns, R_x = r_x + γ R_{x+1}, along the second axis."""
+    returns_EX = torch.zeros_like(rewards_EX)
+    next_E = torch.zeros_like(rewards_EX[:, 0])
+    for x in reversed(range(rewards_EX.shape[1])):
+        next_E = returns_EX[:, x] = rewards_EX[:, x] + gamma * next_E
+    return returns_EX
+
 
 ADVANTAGES: dict[str, Estimator] = {
     "gae": gae,

@@ -339,7 +339,7 @@ def _policy_metrics(
     return {
         "loss/policy": _weighted(value, tokens),
         "clip/fraction": _share(clamped_N),
-        "ratio/max": _maximum(ratio_N),
+        "ratio/max": largest(ratio_N.max().item() if len(ratio_N) else 0.0),
         "kl/old": _average(k3(tokens.old_logprobs_N, logprobs_N)),
     }
 
@@ -358,10 +358,6 @@ def _share(condition_N: Tensor) -> Metric:
     return _average(condition_N.float())
 
 
-def _maximum(field_N: Tensor) -> Metric:
-    return largest(field_N.max().item() if len(field_N) else 0.0)
-
-
 def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Metrics:
     """The difference between the learner's and the sampler's logprobs at equal weights, in nats.
 
@@ -373,7 +369,4 @@ def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Me
         return {}
     kl = k3(sampled_logprobs_N, recomputed_logprobs_N).mean().item()
     gap = (recomputed_logprobs_N - sampled_logprobs_N).abs().max().item()
-    return {
-        "mismatch/kl": mean(kl, len(sampled_logprobs_N)),
-        "mismatch/max_abs": largest(gap),
-    }
+    return {"mismatch/kl": mean(kl, len(sampled_logprobs_N)), "mismatch/max_abs": largest(gap)}

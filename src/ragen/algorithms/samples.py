@@ -20,10 +20,7 @@ def to_samples(groups: Iterable[Group]) -> tuple[list[Sample], list[Episode]]:
     """Flatten the episodes of `groups`, in order.
 
     Failed episodes and episodes that were cut before their first completion are left out.
-
-    Returns:
-        The samples, and the episodes that they come from: `Sample.episode` indexes this list,
-        `Sample.group` indexes `groups`.
+    `Sample.episode` indexes the returned episodes, `Sample.group` indexes `groups`.
 
     Raises:
         RagenError: A completion has no token ids or no logprobs, as from a chat endpoint. It can be
@@ -101,14 +98,7 @@ class _SampleBuilder:
         self.ends += [False] * (len(context) + sampled - 1) + [True]
 
     def sample(self, episode: int, group: int) -> Sample:
-        fields = (self.ids, self.mask, self.logprobs, self.turn, self.ends)
-        assert len({len(field) for field in fields}) == 1, "a sample's fields have one length"
-        return Sample(
-            tuple(self.ids),
-            tuple(self.mask),
-            tuple(self.logprobs),
-            tuple(self.turn),
-            tuple(self.ends),
-            episode,
-            group,
-        )
+        ids, mask, logprobs = tuple(self.ids), tuple(self.mask), tuple(self.logprobs)
+        turn, ends = tuple(self.turn), tuple(self.ends)
+        assert len({len(field) for field in (ids, mask, logprobs, turn, ends)}) == 1
+        return Sample(ids, mask, logprobs, turn, ends, episode, group)

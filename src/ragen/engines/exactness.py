@@ -88,7 +88,9 @@ def verify(microbatches: Sequence[Batch]) -> Metrics:
         if part.born_BK is None:
             return {}
         _check_masks(part)
-        sampled |= _sampled_fingerprints(part)
+        for episode, born_K in zip(part.episode_B.tolist(), part.born_BK.tolist(), strict=True):
+            marks = enumerate(born_K)
+            sampled |= {(episode, number): mark for number, mark in marks if mark != NO_TURN}
         for turn_id, mark in _trained_fingerprints(part):
             if turn_id in trained:
                 raise _inexact(f"{_describe(turn_id)} would be trained twice")
@@ -152,15 +154,6 @@ def _check_masks(part: Batch) -> None:
     next_BT = torch.nn.functional.pad(turn_BT[:, 1:], (0, 1), value=NO_TURN)
     if not torch.equal(part.turn_ends_BT, mask_BT & (turn_BT != next_BT)):
         raise _inexact("a turn's end is not on its last sampled token")
-
-
-def _sampled_fingerprints(part: Batch) -> Iterator[tuple[TurnId, int]]:
-    """Each turn of the rows' episodes with the fingerprint of its sampled tokens."""
-    assert part.born_BK is not None
-    for episode, born_K in zip(part.episode_B.tolist(), part.born_BK.tolist(), strict=True):
-        for number, mark in enumerate(born_K):
-            if mark != NO_TURN:
-                yield (episode, number), mark
 
 
 def _trained_fingerprints(part: Batch) -> Iterator[tuple[TurnId, int]]:

@@ -48,10 +48,6 @@ class Sampler:
     `decode` turns token ids, without the end token, into text. `slots` completions are sampled at
     once. A prompt and its completion have at most `max_length` tokens together, which the caller
     respects. `fast` uses the fast path where the architecture has one.
-
-    Attributes:
-        version: The policy version written into completions.
-        stats: Token counts since the start.
     """
 
     def __init__(

@@ -170,11 +170,7 @@ class VllmServer:
         return completion, num_cached
 
     def _model_of(self) -> str:
-        """The name of the served model, after checking that the server can be trained with.
-
-        Raises:
-            RagenError: It cannot.
-        """
+        """The name of the served model, after checking that the server can be trained with."""
         with self._reaching():
             version = self._json(self._http.get("/version")).get("version")
             models = self._json(self._http.get("/v1/models")).get("data")
@@ -209,11 +205,7 @@ class VllmServer:
         return response
 
     def _json(self, response: httpx.Response) -> dict[str, Any]:
-        """A server's answer, a JSON object.
-
-        Raises:
-            RagenError: It is an error, or not a JSON object.
-        """
+        """A server's answer; an error if it is none or not a JSON object."""
         try:
             answer = response.json()
         except ValueError as error:

@@ -39,8 +39,7 @@ class SlotTable:
     def resume(self, tokens: Tokens) -> tuple[int, int] | None:
         """Claim the idle slot that remembers the longest beginning of `tokens`, if there is one.
 
-        Returns:
-            The slot, and how many tokens it remembers.
+        Returns the slot, and how many tokens it remembers.
         """
         best: list[int] = []
         longest = 0

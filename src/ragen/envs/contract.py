@@ -102,10 +102,9 @@ class Env(gymnasium.Env[str, str], ABC):
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         """Carry out one action.
 
-        Returns:
-            Observation, reward, terminated, truncated, and an info. Its ``success`` says whether
-            this step solved the environment, its ``effective`` whether the observable state
-            changed.
+        Returns observation, reward, terminated, truncated, and an info: its ``success`` says
+        whether this step solved the environment, its ``effective`` whether the observable state
+        changed.
 
         Raises:
             ValueError: `action` is not one of `actions`.
@@ -142,8 +141,7 @@ class Env(gymnasium.Env[str, str], ABC):
     def read_thought(self, thought: str) -> Reading | None:
         """What a thought says about the present state.
 
-        Returns:
-            ``None`` where the thought cannot be read with certainty; it is then not measured.
+        It is ``None`` where the thought cannot be read with certainty; it is then not measured.
         """
         return None
 

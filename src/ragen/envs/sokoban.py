@@ -70,6 +70,10 @@ class Room:
         """The difference of cell numbers for each of `ACTIONS`."""
         return (-self.cols, self.cols, -1, 1)
 
+    def distance(self, a: int, b: int) -> int:
+        """The Manhattan distance between two cells."""
+        return abs(a // self.cols - b // self.cols) + abs(a % self.cols - b % self.cols)
+
     def push(self, board: Board, step: int) -> Board:
         """The board after a step: a push, a walk, or no change if the way is blocked."""
         player, boxes = board
@@ -154,10 +158,7 @@ def _pull_away(room: Room, player: int, search_depth: int) -> tuple[Board, int]:
     The score of a board is how often the pulled box changed on the way, the first pull included,
     times the boxes' total Manhattan distance from their targets; it is 0 where a box or the player
     covers a target. The first board with the highest score wins. Each board is visited once, in a
-    fixed order.
-
-    Returns:
-        The board and the distance, which is 0 if no board has a score.
+    fixed order. Returns the board and the distance, which is 0 if no board has a score.
     """
     homes = tuple(_to_list(room.targets))
     best_score, best_board, best_displacement = 0, Board(player, room.targets), 0
@@ -172,7 +173,7 @@ def _pull_away(room: Room, player: int, search_depth: int) -> tuple[Board, int]:
             continue
         visited.add(board)
         if not (occupied | 1 << player) & room.targets:
-            displacement = sum(map(_distance, boxes, homes, (room.cols,) * len(homes)))
+            displacement = sum(map(room.distance, boxes, homes))
             if swaps * displacement > best_score:
                 best_score, best_board = swaps * displacement, board
                 best_displacement = displacement
@@ -209,10 +210,6 @@ def _wander(level: np.random.Generator, room: Room, board: Board, chance: float)
         if level.random() >= 0.5:
             break
     return Board(player, board.boxes)
-
-
-def _distance(a: int, b: int, cols: int) -> int:
-    return abs(a // cols - b // cols) + abs(a % cols - b % cols)
 
 
 def _to_bits(cells: Iterable[int]) -> Cells:

@@ -16,7 +16,13 @@ from ragen.core.seeding import base_level, eval_level
 from ragen.envs.contract import Env
 from ragen.envs.registry import env_factory
 from ragen.finetuning.demonstrations import Lookup, Teacher, bandit_knowledge, look_up
-from ragen.finetuning.demonstrations_lake import hard_level, safe_walk, slippery_lake, still_lake
+from ragen.finetuning.demonstrations_lake import (
+    careful_turn,
+    hard_level,
+    lake_turns,
+    safe_walk,
+    slippery_turn,
+)
 from ragen.finetuning.demonstrations_sokoban import sokoban_plan, solved_in
 
 NUM_HELD_OUT = 1024
@@ -121,22 +127,22 @@ SAFE_WALKS = Lesson(safe_walk, MORE_HOLES, turns=(1,), share=1.5, held_out=False
 STILL_LAKE = tuple(
     Lesson(teacher, STILL, accept, turns=(1, 1, 2, 3, 5), share=share)
     for share, teacher, accept in (
-        (0.3, still_lake(careful=1.0), every_level),
-        (0.3, still_lake(careful=1.0), hard_level),
-        (0.3, still_lake(careful=0.75, walks_trained=False), every_level),
-        (0.1, still_lake(careful=0.0), every_level),
+        (0.3, lake_turns(careful_turn, careful=1.0), every_level),
+        (0.3, lake_turns(careful_turn, careful=1.0), hard_level),
+        (0.3, lake_turns(careful_turn, careful=0.75, walks_trained=False), every_level),
+        (0.1, lake_turns(careful_turn, careful=0.0), every_level),
     )
 )
-STILL_LAKE_MIX = (Lesson(still_lake(careful=0.2), STILL),)
+STILL_LAKE_MIX = (Lesson(lake_turns(careful_turn, careful=0.2), STILL),)
 
 # Slips reach every state of slippery ice; the optimal plan depends on the remaining turns.
 SLIPPERY = env_factory("frozen-lake", observation="named")
 SLIPPERY_LAKE = (
-    Lesson(slippery_lake(careful=1.0), SLIPPERY, share=0.6),
-    Lesson(slippery_lake(careful=0.75, walks_trained=False), SLIPPERY, share=0.3),
-    Lesson(slippery_lake(careful=0.0), SLIPPERY, share=0.1),
+    Lesson(lake_turns(slippery_turn, careful=1.0), SLIPPERY, share=0.6),
+    Lesson(lake_turns(slippery_turn, careful=0.75, walks_trained=False), SLIPPERY, share=0.3),
+    Lesson(lake_turns(slippery_turn, careful=0.0), SLIPPERY, share=0.1),
 )
-SLIPPERY_MIX = (Lesson(slippery_lake(careful=0.2), SLIPPERY),)
+SLIPPERY_MIX = (Lesson(lake_turns(slippery_turn, careful=0.2), SLIPPERY),)
 
 # Sokoban: mostly levels of more than one turn, since late turns need practice, too, and
 # boards that untrained slips have led to.

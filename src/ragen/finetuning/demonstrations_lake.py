@@ -17,7 +17,6 @@ three layers that has to find it further back names wrong directions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
@@ -29,14 +28,18 @@ from ragen.rollout.prompt import Limits
 
 LONGEST_WALK = 4
 SAFE_WALK_MOVES = 3
-
+MOVES = 2
+"""Moves of a careful turn at most; shorter turns observe slips earlier."""
 
 CarefulTurn = Callable[[FrozenLake, Limits, np.random.Generator], str]
-"""Writes a careful turn."""
+"""Writes a careful turn: `careful_turn` for ice that does not slip, else `slippery_turn`."""
 
 
-def mixed_turns(careful: float, turn: CarefulTurn, walks_trained: bool) -> Teacher:
-    """A teacher whose turns are careful with probability `careful` and random walks otherwise."""
+def lake_turns(turn: CarefulTurn, careful: float, walks_trained: bool = True) -> Teacher:
+    """A teacher whose turns are careful with probability `careful` and random walks otherwise.
+
+    Walks that are not trained only lead the player to unusual cells.
+    """
 
     def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         assert isinstance(env, FrozenLake)
@@ -48,26 +51,8 @@ def mixed_turns(careful: float, turn: CarefulTurn, walks_trained: bool) -> Teach
     return write
 
 
-def still_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Teacher:
-    """A teacher for ice that does not slip: careful turns and random walks.
-
-    A turn is careful with probability `careful` and has at most `moves` moves. Walks that are not
-    trained only lead the player to unusual cells.
-    """
-    return mixed_turns(careful, partial(careful_turn, moves=moves), walks_trained)
-
-
-def slippery_lake(careful: float, moves: int = 2, walks_trained: bool = True) -> Teacher:
-    """A teacher for ice that slips: turns of the optimal player and random walks.
-
-    A turn is the optimal player's with probability `careful` and has at most `moves` moves; shorter
-    turns observe slips earlier.
-    """
-    return mixed_turns(careful, partial(slippery_turn, moves=moves), walks_trained)
-
-
 def careful_turn(
-    env: FrozenLake, limits: Limits, generator: np.random.Generator, moves: int
+    env: FrozenLake, limits: Limits, generator: np.random.Generator, moves: int = MOVES
 ) -> str:
     """Up to `moves` moves along a shortest path.
 
@@ -92,9 +77,9 @@ def careful_turn(
     return write_plan(env, plan)
 
 
-def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator, moves: int) -> str:
-    """The optimal player's plan of up to `moves` moves."""
-    per_turn = min(moves, limits.actions_per_turn)
+def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator) -> str:
+    """The optimal player's plan of up to `MOVES` moves."""
+    per_turn = min(MOVES, limits.actions_per_turn)
     return write_plan(env, env.solve(limits.turns_left, limits.actions_left, per_turn))
 
 
@@ -156,15 +141,10 @@ def name_of(lake: Lake, cell: int) -> str:
     return cell_name(*divmod(cell, lake.size))
 
 
-def straight_line(lake: Lake, cell: int) -> int:
-    """Steps from a cell to the goal without holes."""
-    (row, col), (goal_row, goal_col) = divmod(cell, lake.size), divmod(lake.goal, lake.size)
-    return abs(row - goal_row) + abs(col - goal_col)
-
-
 def hard_level(env: Env) -> bool:
     """Whether a level takes four steps or more, or a detour around holes."""
     assert isinstance(env, FrozenLake)
     lake = env.lake
     steps = lake.distances()[lake.start]
-    return steps >= 4 or steps > straight_line(lake, lake.start)
+    (row, col), (goal_row, goal_col) = divmod(lake.start, lake.size), divmod(lake.goal, lake.size)
+    return steps >= 4 or steps > abs(row - goal_row) + abs(col - goal_col)

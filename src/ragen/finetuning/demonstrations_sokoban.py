@@ -119,7 +119,7 @@ def walk_to(room: Room, board: Board, stand: int) -> list[Move]:
     while here != stand:
         nearest = sorted(
             range(len(room.steps)),
-            key=lambda action: (distance(room, here + room.steps[action], stand), action),
+            key=lambda action: (room.distance(here + room.steps[action], stand), action),
         )
         cells: list[int] = []
         for action in nearest:
@@ -129,11 +129,6 @@ def walk_to(room: Room, board: Board, stand: int) -> list[Move]:
         walk.append(Move(action, here, tuple(cells)))
         here = cells[-1]
     return walk
-
-
-def distance(room: Room, a: int, b: int) -> int:
-    """The Manhattan distance between two cells."""
-    return abs(a // room.cols - b // room.cols) + abs(a % room.cols - b % room.cols)
 
 
 def pushes(room: Room, board: Board) -> list[list[Push]]:

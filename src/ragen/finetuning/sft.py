@@ -125,19 +125,12 @@ def sft(
 ) -> SftResult:
     """Fine-tune a model on examples and save it in Hugging Face's layout, or its adapter in PEFT's.
 
-    Args:
-        config: Environment, prompts, budgets and model; of ``update`` the keys in `KEYS`.
-        out: A folder that does not exist yet.
-        data: A file of conversations (`ragen.finetuning.transcripts`); ``None`` takes episodes of
-            the environment's optimal player.
-        episodes: Number of its episodes, on levels that neither training nor evaluation uses.
-        epochs: Epochs over the examples.
-        lr: Peak learning rate; ``None`` takes `LR_FACTOR` times ``update.lr``.
-        watch: Receives a line of progress now and then.
-
-    Returns:
-        The folder, and the loss on held-out examples before and after. With one machine and thread
-        count the same call gives the same weights.
+    Of ``update`` only the keys in `KEYS` are read. `out` is a folder that does not exist yet.
+    `data` is a file of conversations (`ragen.finetuning.transcripts`); ``None`` takes `episodes` of
+    the environment's optimal player, on levels that neither training nor evaluation uses. `lr` is
+    the peak learning rate, by default `LR_FACTOR` times ``update.lr``; `watch` receives a line of
+    progress now and then. Returns the folder, and the loss on held-out examples before and after.
+    With one machine and thread count the same call gives the same weights.
 
     Raises:
         RagenError: `out` exists, a number is out of its range, there are too few examples, the

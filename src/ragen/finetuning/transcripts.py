@@ -13,7 +13,6 @@ policy would have to sample; none is searched for in rendered text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,20 +63,14 @@ def read_transcripts(path: Path) -> list[Transcript]:
         raise RagenError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
         raise RagenError(f"{path} is not UTF-8 text; save it as UTF-8") from None
+    # `splitlines` would also split at characters that JSON allows inside a string.
+    lines = ((f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
     transcripts = [
-        Transcript(where, tuple(_messages(line, where)))
-        for where, line in _lines(text, path)
-        if line.strip()
+        Transcript(where, tuple(_messages(line, where))) for where, line in lines if line.strip()
     ]
     if not transcripts:
         raise RagenError(f'{path} holds no conversation; write one per line, {{"messages": […]}}')
     return transcripts
-
-
-def _lines(text: str, path: Path) -> Iterator[tuple[str, str]]:
-    # `splitlines` would also split at characters that JSON allows inside a string.
-    for number, line in enumerate(text.split("\n"), 1):
-        yield f"{path}, line {number}", line
 
 
 def _messages(line: str, where: str) -> list[Message]:

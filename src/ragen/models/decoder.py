@@ -1,11 +1,11 @@
-"""Key–value slots: a causal language model that reads on where each of its sequences stands.
+"""Key–value slots: a causal language model that continues reading each of its sequences.
 
-A decoder holds the keys and values of a fixed number of slots. Slots are told where to write by the
-caller and never clear anything: what lies at or beyond a sequence's length is stale and masked.
+A decoder holds the keys and values of a fixed number of slots. The caller says where in a slot new
+tokens are written. Nothing is ever cleared: entries at or beyond a sequence's length are masked.
 
-Axes: **N** rows of a call, **T** tokens, **V** vocabulary, **F** those of N × T that are real,
-**W** stored positions in use, **H** heads, **K** key-value heads, **G** heads that share one, **Q**
-queries of a key-value head (G × T), **D** width.
+Axes: **N** rows of a call, **T** tokens, **V** vocabulary, **F** real tokens among N × T, **W**
+stored positions in use, **H** heads, **K** key–value heads, **G** heads that share one, **Q**
+queries of a key–value head (G × T), **D** width.
 """
 
 # mypy: allow-untyped-calls
@@ -52,16 +52,16 @@ class Decoder(Protocol):
         ...
 
     def refresh(self) -> None:
-        """The weights have changed, and with them every stored key and value."""
+        """Read changed weights, with which every stored key and value is out of date."""
         ...
 
 
 def make_decoder(
     model: PreTrainedModel, num_slots: int, max_length: int, *, fast: bool = True
 ) -> Decoder:
-    """The fastest decoder that is exact for this model; the general one where `fast` is off.
+    """The fastest decoder that is exact for this model, or the general one if not `fast`.
 
-    The fast one keeps fused copies of all weights, which on a CPU pays off for small models.
+    The fast one keeps fused copies of all weights, which pays off for small models on a CPU.
     """
     if fast and model.device.type == "cpu" and fast_qwen2.supports(model):
         return Qwen2Decoder(model, num_slots, max_length)
@@ -83,8 +83,8 @@ class HFDecoder:
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         if "past_key_values" not in signature(model.get_decoder().forward).parameters:
             raise RagenError(
-                f"a model of the kind {model.config.model_type} keeps its past in another way than "
-                "as keys and values, which is not supported; use a transformer"
+                f"models of the type {model.config.model_type} have no cache of keys and values, "
+                "which is not supported; use a transformer"
             )
         config = model.config.get_text_config()
         window = getattr(config, "sliding_window", None)
@@ -94,6 +94,7 @@ class HFDecoder:
                 f"layers of this model attend to {window or 'their own choice of'} tokens only; "
                 f"model.max_length, here {max_length}, must not be above its sliding window"
             )
+        AttentionInterface.register(GROUPED, _grouped_attention)
         self.model = model
         self.cache = _SlotCache(num_slots, max_length)
 
@@ -161,16 +162,16 @@ def _grouped_attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in which the heads that share keys stand together, as more queries.
+    """Attention that treats the heads that share keys as more queries of one head.
 
-    With a mask, transformers' own repeats keys and values for each head instead: seven times all
-    that is stored for Qwen2.5-0.5B, in every layer, for one token.
+    With a mask, transformers' own attention repeats keys and values for each head instead. For
+    Qwen2.5-0.5B that is seven times the stored keys and values, in every layer, for each token.
     """
     if any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+        mixed: tuple[Tensor, None] = sdpa_attention_forward(
             module, query_NHTD, key_NKWD, value_NKWD, attention_mask, scaling=scaling, **more
         )
-        return found
+        return mixed
     num_rows, num_heads, num_tokens, width = query_NHTD.shape
     num_keys = key_NKWD.shape[1]
     query_NKQD = query_NHTD.reshape(num_rows, num_keys, -1, width)
@@ -183,12 +184,15 @@ def _grouped_attention(
 
 
 GROUPED = "ragen_grouped"
-AttentionInterface.register(GROUPED, _grouped_attention)
+"""The name under which transformers finds `_grouped_attention`; the first decoder registers it."""
 
 
 @contextmanager
 def _grouping_heads(decoder: PreTrainedModel) -> Iterator[None]:
-    """Attend by `_grouped_attention`, also where flash attention is chosen: it takes no masks."""
+    """Use `_grouped_attention`, except where a model needs eager attention.
+
+    It also replaces flash attention, which takes no masks.
+    """
     config: Any = decoder.config
     chosen = config._attn_implementation
     if chosen != "eager":
@@ -200,7 +204,7 @@ def _grouping_heads(decoder: PreTrainedModel) -> Iterator[None]:
 
 
 class _SlotCache(Cache):
-    """What a transformers model writes to and reads from, aimed at some slots for one forward."""
+    """The cache that a transformers model writes to and reads from: some of the slots."""
 
     def __init__(self, num_slots: int, max_length: int) -> None:
         super().__init__(layers=[])
@@ -215,13 +219,13 @@ class _SlotCache(Cache):
         width: int,
         device: torch.device,
     ) -> None:
-        """Say where the next forward's tokens go; those that are padding go nowhere.
+        """Set where the next forward stores its tokens; padding is not stored.
 
-        Done once on the CPU: a boolean index on a GPU would wait for it, layer by layer.
+        This is done once on the CPU: with a boolean index, every layer would wait for the GPU.
         """
         rows_F, columns_F = is_real_NT.nonzero(as_tuple=True)
         first, end = int(slots_N.min()), int(slots_N.max()) + 1
-        neighbours = torch.equal(slots_N, torch.arange(first, end))  # are read in place
+        neighbours = torch.equal(slots_N, torch.arange(first, end))  # read in place
         self.slots: slice | Tensor = slice(first, end) if neighbours else slots_N.to(device)
         self.width = width
         self.sources = rows_F.to(device), columns_F.to(device)
@@ -231,8 +235,8 @@ class _SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values (N, H, T, D); return all up to the used width."""
-        if layer_idx == len(self.stored):  # the first forward: shapes are known only now
+        """Store a layer's new keys and values (N, H, T, D); returns all up to the width in use."""
+        if layer_idx == len(self.stored):  # the first forward, which shows the shapes
             self.stored.append((self._room(key_states), self._room(value_states)))
         used = []
         for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):

@@ -1,10 +1,10 @@
 """Which tokens a forward computes, and which keys its queries see.
 
-Samples of one group begin with one prompt. Its keys and values are the same in all of them, since
-attention looks back only; so the first of them computes it, and the others attend to its tokens.
+The samples of a group begin with the same prompt. Attention is causal, so the prompt's keys and
+values are the same in all of them: the first sample computes them, and the others attend to them.
 
 Axes: **B** samples, **T** tokens of a sample, **F** flat tokens (those that are computed), **R**
-samples not yet placed, **W** keys of a block, **K** key-value heads, **D** width.
+samples not yet assigned, **W** keys of a block, **K** key–value heads, **D** width.
 """
 
 # mypy: allow-untyped-calls
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 QUERIES = 96
-"""Queries of a sample that attend at once."""
+"""Queries in a block."""
 SHARED = 16
-"""Tokens that a prompt must have to be computed in one sample for the others."""
+"""Shortest prompt in tokens that is computed in one sample for the others."""
 
 
 def shared_prefixes(
     token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """For each sample the one that computes its prompt, and how many tokens that is.
+    """For each sample: which sample computes its prompt, and how many tokens that saves.
 
-    The prompt are the tokens before the first wanted position. A sample without an equal before it
-    computes its own: itself, and 0 tokens.
+    The prompt is the tokens before the first wanted position. A sample whose prompt no earlier
+    sample has computes its own; its entries are its own number and 0 tokens.
     """
     origin_B, shared_B = torch.arange(len(lengths_B)), torch.zeros_like(lengths_B)
     columns_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
@@ -48,31 +48,31 @@ def shared_prefixes(
 class Block(NamedTuple):
     """Neighbouring queries of one sample, and the keys that the last of them sees.
 
-    The keys are the prefix that another sample computes (maybe empty), then the sample's own.
+    The keys are a prefix that another sample computes, which may be empty, and the sample's own.
+    All queries see the first `seen` of the keys; `mask` is −∞ where one does not see a later key.
     """
 
     queries: slice
     prefix: slice
     own: slice
     seen: int
-    """Keys that all the queries see; what of the others is out of sight is −∞ in `mask`."""
     mask: Tensor
 
     def keys(self, x_FKD: Tensor) -> Tensor:
-        """The rows of all its keys."""
+        """The rows of the block's keys."""
         if self.prefix.start == self.prefix.stop:
             return x_FKD[self.own]
         return torch.cat((x_FKD[self.prefix], x_FKD[self.own]))
 
     def add(self, total_FKD: Tensor, x_WKD: Tensor) -> None:
-        """Add to the rows of all its keys."""
+        """Add to the rows of the block's keys."""
         num_prefix = self.prefix.stop - self.prefix.start
         total_FKD[self.prefix] += x_WKD[:num_prefix]
         total_FKD[self.own] += x_WKD[num_prefix:]
 
 
 def blocks_of(origin_B: Tensor, shared_B: Tensor, own_BT: Tensor, wanted_BT: Tensor) -> list[Block]:
-    """The blocks of the wanted positions, row by row; `own_BT` are the tokens that are computed."""
+    """The blocks of the wanted positions, row by row; `own_BT` is true on computed tokens."""
     counts_B = own_BT.sum(1)
     starts = (counts_B.cumsum(0) - counts_B).tolist()
     blocks, query = [], 0

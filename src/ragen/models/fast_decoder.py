@@ -1,11 +1,11 @@
-"""Decoding with a plain float32 Qwen2: keys and values stay put, what reads one input is fused.
+"""A fast `ragen.models.decoder.Decoder` for a plain float32 Qwen2.
 
-A `ragen.models.decoder.Decoder` beside the general one. New tokens of all slots go flat through
-the linear
-layers; only attention sees slots. Behind the last keys only the tokens whose logits matter go on.
+Layers that read the same input are fused. New tokens of all slots pass the linear layers as one
+flat list; only attention distinguishes slots. After the last layer's keys, only the tokens whose
+logits are needed are computed.
 
-Axes: **F** flat tokens, **N** slots of a call, **R** stored slots that are looked at, **T** new
-tokens of a slot, **W** stored positions in use, **H** heads, **K** key-value heads, **D** width.
+Axes: **F** flat tokens, **N** slots of a call, **R** stored slots that are read, **T** new tokens
+of a slot, **W** stored positions in use, **H** heads, **K** key–value heads, **D** width.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Qwen2Decoder:
         attn = model.model.layers[0].self_attn
         self.heads, self.kv_heads = num_heads(attn)
         self.max_length = max_length
-        # Per layer the heads' keys and behind them their values, written in one go.
+        # In each layer the keys of the heads, then their values, so that both are one write.
         shape = (num_slots, 2 * self.kv_heads, max_length, attn.head_dim)
         self.cached = [_zeros(shape, model.device) for _ in model.model.layers]
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights, fused: q, k, v and gate, up in one each, norms and 1/√D folded in."""
+        """Copy the weights, with q, k, v fused, gate and up fused, and norms and 1/√D folded in."""
         self.rope_T1R = rope_table(self.model.model, self.max_length)
         self.weights = []
         for layer in self.model.model.layers:
@@ -107,7 +107,7 @@ class Qwen2Decoder:
         last: _Reach,
         last_N: Tensor | None,
     ) -> Tensor:
-        """Logits (N, V). `last_N` are the flat rows that matter after the last layer's keys."""
+        """Logits (N, V). `last_N` are the flat rows that are needed after the last layer's keys."""
         slots_F, positions_F = places
         epsilon = self.model.config.rms_norm_eps
         rope_F1R = self.rope_T1R[positions_F]
@@ -133,7 +133,7 @@ class Qwen2Decoder:
 
 
 class _Reach:
-    """Which stored keys the queries of one forward see: those up to their own position.
+    """The stored keys that the queries of one forward see: those up to their own position.
 
     `slots_N` ascend where they can be, and `starts_N` are the positions of their first queries; a
     slot has T queries at `most`. `flat` are row and column of each flat query in (N, T); it is
@@ -153,8 +153,7 @@ class _Reach:
         first, end = int(slots_N.min()), int(slots_N.max()) + 1
         self.slots: slice | Tensor = slots_N.to(device)
         self.num_rows = len(slots_N)
-        # A run of neighbouring slots is read in place, with idle ones in between; else it is
-        # copied.
+        # Neighbouring slots are read in place, with the idle ones between them; others are copied.
         ascending = bool((slots_N.diff() > 0).all())
         if ascending and end - first <= 3 * len(slots_N):
             self.slots, self.num_rows = slice(first, end), end - first
@@ -167,7 +166,7 @@ class _Reach:
             (rows_N[rows_F] if flat is not None else rows_F).to(device),
             columns_F.to(device),
         )
-        # The longest of these starts need not be that of the slot with the most queries.
+        # The slot with the latest start need not be the one with the most queries.
         places_F = starts_N if flat is None else starts_N[flat[0]] + flat[1]
         self.width = int(places_F.max()) + 1
         last_RT = starts_R[:, None] + torch.arange(most)
@@ -176,7 +175,7 @@ class _Reach:
         self.mask_R1TW = self.mask_R1TW.to(device)
 
     def attend(self, q_FHD: Tensor, stored: Tensor) -> Tensor:
-        """Attention of the flat queries (scaled already), (F, H · D)."""
+        """Attention of the flat queries, which are already scaled, (F, H · D)."""
         heads, head_dim = q_FHD.shape[1:]
         kv_heads = stored.shape[1] // 2
         if self.dense:
@@ -184,7 +183,7 @@ class _Reach:
         else:
             q_RTHD = q_FHD.new_zeros(self.num_rows, self.most, heads, head_dim)
             q_RTHD[self.flat] = q_FHD
-        # Heads that share keys stand together, as rows of one product: (R, KV, H/KV · T, D).
+        # Heads that share keys are rows of one product: (R, KV, H/KV · T, D).
         q_RKGTD = q_RTHD.view(self.num_rows, self.most, kv_heads, -1, head_dim).permute(
             0, 2, 3, 1, 4
         )
@@ -206,14 +205,14 @@ class _Reach:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Zeros; on a CPU from numpy, which asks the system for huge pages where torch does not."""
+    """Zeros; on a CPU from NumPy, which requests huge pages, unlike torch."""
     if device.type != "cpu":
         return torch.zeros(shape, device=device)
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product of small matrices: on a CPU numpy's is several times as fast as torch's."""
+    """Batched product of small matrices; NumPy's is several times as fast as torch's on a CPU."""
     if a.device.type != "cpu":
         return a @ b
     return torch.from_numpy(np.matmul(a.numpy(), b.numpy()))

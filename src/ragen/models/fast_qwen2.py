@@ -1,14 +1,13 @@
-"""Qwen2 in float32 for learning: the same function as transformers' model, with less around it.
+"""A fast float32 Qwen2 for learning on CPUs: the same function as transformers' model.
 
-The tokens of all samples stay flat, without padding, from the embedding to the last norm. A prompt
-that several samples begin with is computed in the first of them alone. Attention goes sample by
-sample in blocks of queries, each block seeing only the keys up to its own last query; rows pass
-through the wide layers in chunks that fit the processor's cache, forward and backward. In the last
-layer only the wanted positions have a query, and all that follows it. Made for CPUs and small
-models.
+The tokens of all samples are one flat list without padding, from the embedding to the last norm. A
+prompt that several samples share is computed once. Attention works on blocks of a sample's queries,
+and a block reads only the keys up to its own last query. Rows pass the wide layers in chunks that
+fit the processor's cache, forward and backward. In the last layer, queries and everything after
+them are computed at the wanted positions only.
 
-Axes: **B** samples, **T** tokens, **F** flat tokens, **N** those of them with a query, **H** heads,
-**K** key-value heads, **D** width, **E** heads times width, **R** half a head's width.
+Axes: **B** samples, **T** tokens, **F** flat tokens, **N** flat tokens with a query, **H** heads,
+**K** key–value heads, **D** width, **E** heads times width, **R** half a head's width.
 """
 
 # mypy: allow-untyped-calls
@@ -25,7 +24,7 @@ from transformers import PreTrainedModel
 from ragen.models.fast_blocks import Block, blocks_of, shared_prefixes
 
 CHUNK = 512
-"""Rows that go through a wide layer at once on a CPU (512 × 1,024 floats are 2 MB)."""
+"""Rows that pass a wide layer at once on a CPU (512 × 1,024 floats are 2 MB)."""
 
 
 def supports(model: PreTrainedModel) -> bool:
@@ -87,7 +86,7 @@ def _layer(
     rope_F1R: Tensor,
     blocks: list[Block],
 ) -> Tensor:
-    """One layer for N of the F tokens; the others give keys and values only."""
+    """One layer for N of the F tokens; the others only provide keys and values."""
     attn, norm = layer.self_attn, layer.input_layernorm
     epsilon = norm.variance_epsilon
     query, key = (paired(affine(each), attn.head_dim) for each in (attn.q_proj, attn.k_proj))
@@ -113,10 +112,10 @@ class Affine(NamedTuple):
 
 
 def affine(linear: Any) -> Affine:
-    """A linear layer as one matrix: W, or W + (α / r) B A where a LoRA adapter is active in it.
+    """A linear layer as one matrix: W, or W + (α / r) B A if it has an active LoRA adapter.
 
-    The sum costs as much as r more rows of input, and its gradient reaches A and B; so all that
-    follows need not know of adapters.
+    The sum costs as much as r more rows of input, and its gradient reaches A and B, so the code
+    that uses the matrix does not depend on adapters.
     """
     if not hasattr(linear, "base_layer"):
         return Affine(linear.weight, linear.bias)
@@ -128,10 +127,10 @@ def affine(linear: Any) -> Affine:
 
 
 def paired(linear: Affine, head_dim: int) -> Affine:
-    """A layer whose heads give what is rotated together, (i, i + D/2), side by side.
+    """A layer whose heads return numbers that are rotated together, i and i + D/2, as neighbours.
 
-    Pairs of neighbours are complex numbers in memory. Queries and keys in one and the same other
-    order have the same products.
+    In memory, pairs of neighbours are complex numbers. The same new order in queries and keys
+    leaves their products as they are.
     """
 
     def side_by_side(x: Tensor) -> Tensor:
@@ -143,7 +142,7 @@ def paired(linear: Affine, head_dim: int) -> Affine:
 
 
 def fuse(linears: Sequence[Affine], norm: Any) -> tuple[Tensor, Tensor | None]:
-    """One weight for linears that read the same normed input; the norm's gain is folded into it."""
+    """One weight for layers that read the same normed input, with the norm's gain folded in."""
     weight: Tensor = torch.cat(tuple(linear.weight for linear in linears)) * norm.weight
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     return weight, torch.cat(biases) if biases else None
@@ -185,13 +184,13 @@ def _norm_backward(grad_FD: Tensor, normed_FD: Tensor, inverse_F1: Tensor) -> Te
 
 
 def chunks(x_FD: Tensor) -> list[slice]:
-    """The rows in parts that fit the cache of a CPU; on a GPU all at once."""
+    """Slices of rows that fit the cache of a CPU; on a GPU all rows are one slice."""
     size = CHUNK if x_FD.device.type == "cpu" else max(1, len(x_FD))
     return [slice(start, start + size) for start in range(0, len(x_FD), size)]
 
 
 class _Attention(torch.autograd.Function):
-    """Rotate queries and keys, attend causally: one block of one sample at a time, no padding."""
+    """Rotary embedding and causal attention, one block at a time and without padding."""
 
     @staticmethod
     def forward(
@@ -243,13 +242,13 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_kv(x_NHD: Tensor, k_FKD: Tensor) -> Tensor:
-    """(N, H, D) to (K, N · H/K, D): the queries that read the same keys, as rows of one matrix."""
+    """(N, H, D) to (K, N · H/K, D): queries that read the same keys are rows of one matrix."""
     x_NKGD = x_NHD.view(len(x_NHD), k_FKD.shape[1], -1, x_NHD.shape[2])
     return x_NKGD.transpose(0, 1).reshape(k_FKD.shape[1], -1, x_NHD.shape[2])
 
 
 def _from_kv(x_KQD: Tensor, out_NHD: Tensor) -> None:
-    """Write what `_by_kv` made back into (N, H, D)."""
+    """The inverse of `_by_kv`, written into (N, H, D)."""
     num_kv, num_rows = len(x_KQD), len(out_NHD)
     x_KNGD = x_KQD.view(num_kv, num_rows, -1, x_KQD.shape[2])
     out_NHD.view(num_rows, num_kv, -1, x_KQD.shape[2]).copy_(x_KNGD.transpose(0, 1))

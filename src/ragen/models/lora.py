@@ -201,8 +201,7 @@ def is_adapter_weight(name: str) -> bool:
 def _inject(model: PreTrainedModel, role: Role, config: Any, base: str) -> None:
     """Let peft add its layers; the caller sets their weights.
 
-    Raises:
-        RagenError: The output layer, which is read as a matrix, or an embedding is among them.
+    The output layer, which is read as a matrix, and embeddings are refused.
     """
     # peft's linear layers begin with random weights, which are replaced: draw none of the run's.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

@@ -26,10 +26,8 @@ class Masters:
 
     As soon as a backward pass has stored a gradient at w, it is added to the master's and dropped;
     so a lower-precision gradient exists only during its own layer's backward pass. A float32 weight
-    is its own master, at no cost. Weights without `requires_grad` are left out.
-
-    Attributes:
-        trained: The float32 weights for optimisers and clipping, by name.
+    is its own master, at no cost. Weights without `requires_grad` are left out. `trained` are the
+    float32 weights for optimisers and clipping, by name.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 """Each appears exactly once in a well-formed reply, the first two only if it has a thought."""
 
+SEPARATOR = "||"
+"""Stands between the actions of one answer."""
+
 WHITESPACE = " \t\r\n"
 """The characters that are trimmed. Zero-width, control and other spaces count as text."""
 
@@ -59,7 +62,6 @@ def parse(
     *,
     think: bool,
     actions: tuple[str, ...] | None,
-    separator: str = "||",
     max_actions: int,
 ) -> Parsed:
     """Parse a whole reply: pre-filled start and sampled text together.
@@ -86,7 +88,7 @@ def parse(
         asked = tuple(text for text in (answer.strip(WHITESPACE),) if text)
         legal = list(asked)
     else:
-        pieces = (piece.strip(WHITESPACE) for piece in answer.split(separator))
+        pieces = (piece.strip(WHITESPACE) for piece in answer.split(SEPARATOR))
         asked = tuple(piece for piece in pieces if piece)
         legal, unknown = _match(asked, actions)
     problem: str | None = None

@@ -4,7 +4,7 @@ A chat model sees one flat sequence, and its template decides what comes between
 a reply, rendering the whole conversation again and encoding it gives *other* tokens than those that
 were sampled, with other logprobs. So a `Chat` renders a conversation once, at its start. Then it
 extends the running sequence by the reply's own ids and by what the template puts between the end of
-that reply and the start of the next one: the *bridge* (`ragen.rollout.bridge`).
+that reply and the start of the next one: the *bridge* (`ragen.rollout.template`).
 
 The bridge is found from the tokenizer's own template and verified when the `Chat` is made; nothing
 depends on a model's name. Templates that drop the thoughts of earlier turns have a bridge, too: the
@@ -24,8 +24,7 @@ from typing import Literal
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Message
-from ragen.rollout.bridge import THOUGHT, find_bridge
-from ragen.rollout.template import Ids, Template, Tokenizer, folded
+from ragen.rollout.template import THOUGHT, Ids, Template, Tokenizer, find_bridge, folded
 
 NO_THOUGHTS_IN_HISTORY = (
     "the thoughts of earlier turns are left out of the prompts "

@@ -35,18 +35,12 @@ class Conversation:
     running token sequence grows by the sampled ids and the template's bridge and is never rendered
     again. Otherwise a prompt is rendered from the messages in the turn's context.
 
-    Args:
-        builder: Writes the messages.
-        env_texts: The environment's rules, its goal and its action names.
-        chat: Renders messages as tokens; ``None`` for policies that take messages only.
-        window: Number of turns that a prompt shows, the present one included; 0 shows all.
-        max_length: Greatest number of tokens of a prompt.
-        prefill: The pre-filled start of a reply, such as ``"<think>"``, or ``""``.
-        drops_thoughts: Whether replies are shown without their thoughts. `chat` must be made for
-            this.
-
-    Attributes:
-        turns_dropped: Turns in the window for which the last prompt had no room.
+    `env_texts` are the environment's rules, its goal and its action names. `chat` is ``None`` for
+    policies that take messages only. A prompt shows `window` turns, the present one included (0
+    shows all), and has at most `max_length` tokens; `turns_dropped` are the turns in the window for
+    which the last one had no room. `prefill` is the pre-filled start of a reply, such as
+    ``"<think>"``, or ``""``. With `drops_thoughts` replies are shown without their thoughts, and
+    `chat` must be made for this.
     """
 
     def __init__(

@@ -63,11 +63,9 @@ MIN_KEY = 8
 class Server:
     """The address of a server, its key and its limits.
 
-    Args:
-        base_url: The address, to which ``/chat/completions`` is added; most end in ``/v1``.
-        key_env: Environment variable of the key; ``None`` reads `KEY_ENV` if it is set.
-        timeout_s: Time limit of one request.
-        requests_per_minute: Greatest rate at which requests begin; 0 sets no limit.
+    ``/chat/completions`` is added to `base_url`, which mostly ends in ``/v1``. `key_env` names the
+    environment variable of the key; ``None`` reads `KEY_ENV` if it is set. `timeout_s` is the time
+    limit of one request. At most `requests_per_minute` requests begin; 0 sets no limit.
 
     Raises:
         RagenError: The address is invalid or has a password, a number is out of range, or the named

@@ -274,11 +274,7 @@ class _Playthrough:
 def _require_same(
     rebuilt: tuple[int, ...] | None, recorded: tuple[int, ...] | None, number: int
 ) -> None:
-    """Check that a rebuilt prompt has the recorded token ids, where ids were recorded.
-
-    Raises:
-        RagenError: It has others.
-    """
+    """Check that a rebuilt prompt has the recorded token ids, where ids were recorded."""
     if recorded is None or rebuilt is None or rebuilt == recorded:
         return
     pairs = enumerate(zip(rebuilt, recorded, strict=False))

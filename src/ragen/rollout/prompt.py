@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ragen.rollout.actions import SEPARATOR
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -41,11 +43,8 @@ def prefill(think: bool) -> str:
 class PromptBuilder:
     r"""Writes the system message and the user message of each turn.
 
-    Attributes:
-        style: ``compact`` or ``paper``.
-        think: Whether the reply must have a thought before the answer.
-        separator: Stands between the actions of one answer.
-        max_tokens: Longest reply; the paper style mentions it.
+    With `think` a reply must have a thought before the answer. The paper style states `max_tokens`,
+    the longest reply.
 
     Example:
         >>> builder = PromptBuilder("compact")
@@ -64,7 +63,6 @@ class PromptBuilder:
 
     style: Literal["compact", "paper"] = "compact"
     think: bool = True
-    separator: str = "||"
     max_tokens: int | None = None
 
     def system(self) -> str | None:
@@ -127,11 +125,11 @@ class PromptBuilder:
 
     def _form(self, actions: tuple[str, ...] | None, limits: Limits) -> str:
         several = actions is not None and limits.actions_per_turn > 1
-        answer = f"action {self.separator} action" if several else "action"
+        answer = f"action {SEPARATOR} action" if several else "action"
         thought = "<think> your reasoning </think>" if self.think else ""
         lines = [f"Reply in exactly this form: {thought}<answer> {answer} </answer>"]
         if several:
-            lines.append(f"Put {self.separator} between actions; they are carried out in order.")
+            lines.append(f"Put {SEPARATOR} between actions; they are carried out in order.")
         lines.append("Write nothing before, between or after.")
         if self.max_tokens is not None:
             lines.append(f"Keep the whole reply below {self.max_tokens} tokens.")

@@ -48,11 +48,7 @@ def thought_info(reading: Reading | None, actions_asked: Sequence[str]) -> dict[
     """
     if reading is None:
         return {"thought_read": False}
-    info = {
-        "thought_read": True,
-        "facts_stated": reading.stated,
-        "facts_true": reading.true,
-    }
+    info = {"thought_read": True, "facts_stated": reading.stated, "facts_true": reading.true}
     if reading.plan is None:
         return info
     return info | {"plan_kept": reading.plan == tuple(actions_asked)}

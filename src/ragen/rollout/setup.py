@@ -130,11 +130,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
 
 
 def _require_reading(env: Env, terms: Mapping[str, float]) -> None:
-    """Refuse reward terms about facts and plans where the environment reads no thoughts.
-
-    Raises:
-        RagenError: It reads none.
-    """
+    """Refuse reward terms about facts and plans where the environment reads no thoughts."""
     for name in terms:
         if name in NEED_READING and not env.reads_thoughts:
             raise RagenError(
