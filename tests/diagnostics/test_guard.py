@@ -39,12 +39,12 @@ from ragen.diagnostics.guard import (
     GRACE_STEPS,
     MESSAGES,
     REARM_STEPS,
+    REMEDIES,
     Alarm,
     GuardState,
     raise_alarms,
     replay,
 )
-from ragen.diagnostics.remedies import REMEDIES
 
 Curve = Callable[[int], float]
 

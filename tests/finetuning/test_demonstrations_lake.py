@@ -10,13 +10,12 @@ from ragen.envs.registry import make
 from ragen.finetuning.demonstrations_lake import (
     careful_turn,
     hard_level,
+    lake_turns,
     moves_from,
     name_of,
     random_walk,
     safe_walk,
-    slippery_lake,
     slippery_turn,
-    still_lake,
     straight_line,
 )
 from ragen.rollout.actions import parse
@@ -46,7 +45,7 @@ def read(reply, max_actions=5):
 
 
 def said(env, seed, careful, **options):
-    pieces = still_lake(careful, **options)(env, LIMITS, generator(seed))
+    pieces = lake_turns(careful_turn, careful, **options)(env, LIMITS, generator(seed))
     return "".join(piece.text for piece in pieces)
 
 
@@ -93,9 +92,9 @@ def test_on_slippery_ice_the_best_player_writes():
     env = make("frozen-lake", observation="named")
     for level in range(20):
         env.reset(seed=level)
-        reply = slippery_turn(env, LIMITS, generator(0), moves=2)
+        reply = slippery_turn(env, LIMITS, generator(0))
         assert list(read(reply).actions) == env.solve(5, 10, 2)
-        assert slippery_lake(1.0)(env, LIMITS, generator(0))[0].text == reply
+        assert lake_turns(slippery_turn, 1.0)(env, LIMITS, generator(0))[0].text == reply
 
 
 def test_a_walk_goes_wherever_it_looks():
@@ -120,7 +119,7 @@ def test_budgets_are_kept():
     for left in (1, 2):
         limits = Limits(turn=3, turns_left=3, actions_left=left, actions_per_turn=5)
         for careful in (0.0, 1.0):
-            reply = still_lake(careful)(env, limits, generator(0))
+            reply = lake_turns(careful_turn, careful)(env, limits, generator(0))
             assert len(read(reply[0].text).actions) <= left
 
 
@@ -131,13 +130,13 @@ def test_the_same_seed_writes_the_same():
 
 def test_only_walks_are_kept_from_being_learnt():
     env = lake(7)
-    write = still_lake(0.5, walks_trained=False)
+    write = lake_turns(careful_turn, 0.5, walks_trained=False)
     pieces = [piece for seed in range(100) for piece in write(env, LIMITS, generator(seed))]
     assert {(" G " in piece.text.partition(":")[0], piece.trained) for piece in pieces} == {
         (True, True),
         (False, False),
     }
-    assert all(piece.trained for piece in still_lake(0.0)(env, LIMITS, generator(0)))
+    assert all(piece.trained for piece in lake_turns(careful_turn, 0.0)(env, LIMITS, generator(0)))
 
 
 def test_straight_line():

@@ -60,24 +60,13 @@ class Learner:
     copies: all three are `model`, with the policy's adapter, no adapter, or the critic's, and only
     the adapters and the value head are trained.
 
-    Args:
-        model: The policy, on its device; for LoRA with adapters, including the critic's unless it
-            is shared. Trained weights that are not float32 get a float32 master
-            (`ragen.models.precision.Masters`).
-        update: Settings of the optimiser.
-        loss: Settings of the loss.
-        critic: Whether a critic is trained.
-        shared: Whether it shares the policy's backbone. Then an update is one pass over the
-            backbone with the sum of both losses, the critic's weighted by `SHARED_VALUE_WEIGHT`.
-        reference: Whether the initial policy is kept as the reference.
-        steps: Length of the whole run, over which the learning rate decays.
-        temperature: The sampling temperature; all logprobs are computed at it.
-        longest: Most sampled tokens that an episode can have.
-        muon_lr: Learning rate of Muon for weight matrices; 0 trains everything with AdamW.
-        weight_decay: Of both optimisers.
-
-    `synced` is true while the policy still has the weights of its last publication: then its
-    logprobs must equal the sampler's, and every update reports the difference (``mismatch/…``).
+    With LoRA `model` comes with its adapters, including the critic's unless it is `shared`. Trained
+    weights that are not float32 get a float32 master (`ragen.models.precision.Masters`). An update
+    with a shared backbone is one pass over it with the sum of both losses, the critic's weighted by
+    `SHARED_VALUE_WEIGHT`. With `reference` the initial policy is kept. The learning rate decays
+    over `steps`, the whole run. All logprobs are computed at the sampling temperature. `longest` is
+    the most sampled tokens that an episode can have. With `muon_lr` above 0, Muon trains the weight
+    matrices at that rate; `weight_decay` is that of both optimisers.
     """
 
     def __init__(

@@ -7,13 +7,13 @@ So after every push one short completion is sampled and scored.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from ragen.algorithms.batch import collate
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, largest
-from ragen.core.types import Completion, Prompt, Sample
+from ragen.core.types import Prompt, Sample
 from ragen.engines.learner import Learner
+from ragen.engines.sampler_server import VllmServer
+from ragen.engines.sampler_vllm import VllmSampler
 from ragen.rollout.chat import Chat
 
 TOLERANCES = {"float32": 1e-2, "bfloat16": 0.5}
@@ -28,19 +28,8 @@ NUM_TOKENS = 16
 """Most tokens that are compared."""
 
 
-class DirectPolicy(Protocol):
-    """A policy that can sample one completion without an event loop."""
-
-    version: int
-    max_length: int
-
-    def ask(self, prompt: Prompt) -> Completion:
-        """Sample one completion."""
-        ...
-
-
 def check_parity(
-    policy: DirectPolicy, learner: Learner, chat: Chat, temperature: float, dtype: str
+    policy: VllmSampler | VllmServer, learner: Learner, chat: Chat, temperature: float, dtype: str
 ) -> Metrics:
     """Sample a completion and score it with the learner, whose weights the policy has.
 

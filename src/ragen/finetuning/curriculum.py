@@ -40,14 +40,10 @@ def every_level(env: Env) -> bool:
 class Lesson:
     """Demonstrations of one kind.
 
-    Attributes:
-        teacher: Writes the turns.
-        make: Makes the environment.
-        accept: Whether a level, to which the environment has been reset, belongs to the lesson.
-        turns: Turn budgets, of which each episode draws one.
-        actions: Action budget.
-        share: Weight of the lesson in its stage.
-        held_out: Whether boards of evaluation levels are left out.
+    `accept` says whether a level, to which the environment has been reset, belongs to the lesson.
+    Each episode draws one of the turn budgets `turns`; `actions` is the action budget. `share` is
+    the weight of the lesson in its stage. With `held_out` the boards of evaluation levels are left
+    out.
     """
 
     teacher: Teacher

@@ -28,7 +28,7 @@ from ragen.rollout.prompt import Limits
 
 LONGEST_WALK = 4
 SAFE_WALK_MOVES = 3
-MOVES = 2
+CAREFUL_MOVES = 2
 """Moves of a careful turn at most; shorter turns observe slips earlier."""
 
 CarefulTurn = Callable[[FrozenLake, Limits, np.random.Generator], str]
@@ -52,7 +52,7 @@ def lake_turns(turn: CarefulTurn, careful: float, walks_trained: bool = True) ->
 
 
 def careful_turn(
-    env: FrozenLake, limits: Limits, generator: np.random.Generator, moves: int = MOVES
+    env: FrozenLake, limits: Limits, generator: np.random.Generator, moves: int = CAREFUL_MOVES
 ) -> str:
     """Up to `moves` moves along a shortest path.
 
@@ -78,8 +78,8 @@ def careful_turn(
 
 
 def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator) -> str:
-    """The optimal player's plan of up to `MOVES` moves."""
-    per_turn = min(MOVES, limits.actions_per_turn)
+    """The optimal player's plan of up to `CAREFUL_MOVES` moves."""
+    per_turn = min(CAREFUL_MOVES, limits.actions_per_turn)
     return write_plan(env, env.solve(limits.turns_left, limits.actions_left, per_turn))
 
 
@@ -141,10 +141,15 @@ def name_of(lake: Lake, cell: int) -> str:
     return cell_name(*divmod(cell, lake.size))
 
 
+def straight_line(lake: Lake, cell: int) -> int:
+    """Steps from a cell to the goal without holes."""
+    (row, col), (goal_row, goal_col) = divmod(cell, lake.size), divmod(lake.goal, lake.size)
+    return abs(row - goal_row) + abs(col - goal_col)
+
+
 def hard_level(env: Env) -> bool:
     """Whether a level takes four steps or more, or a detour around holes."""
     assert isinstance(env, FrozenLake)
     lake = env.lake
     steps = lake.distances()[lake.start]
-    (row, col), (goal_row, goal_col) = divmod(lake.start, lake.size), divmod(lake.goal, lake.size)
-    return steps >= 4 or steps > abs(row - goal_row) + abs(col - goal_col)
+    return steps >= 4 or steps > straight_line(lake, lake.start)

@@ -22,23 +22,15 @@ from ragen.rollout.reasoning import NEED_READING
 class Setup:
     """Everything about an episode except its seeds and its policy.
 
-    Attributes:
-        env: The environment's name.
-        make: Makes the environment.
-        turns, actions_per_turn, actions: The budgets.
-        style, think, prefilled: How prompts are written: their style, whether a reply has a
-            thought, and whether its first tag is pre-filled.
-        window: Number of turns that a prompt shows; 0 shows all.
-        drops_thoughts: Whether prompts show earlier replies without their thoughts.
-        chat: The chat template; ``None`` for policies that take messages only.
-        max_tokens: Longest reply.
-        max_length: Longest sequence of prompt and reply.
-        temperature: Of sampling.
-        format_penalty: Subtracted from the reward of a turn whose reply is not valid.
-        reward_terms: Weights of the reward terms (`ragen.rollout.reasoning`).
-        timeout_s: Seconds that one call of the environment may take.
-        workers: The processes that the environments run in; ``None`` for this process.
-        env_time: The time spent in environments.
+    `turns`, `actions_per_turn` and `actions` are the budgets. Prompts have a `style`; `think` says
+    whether a reply has a thought, `prefilled` whether its first tag is pre-filled. A prompt shows
+    the last `window` turns (0 shows all), with `drops_thoughts` without the thoughts of earlier
+    replies. `chat` is ``None`` for policies that take messages only. A reply has at most
+    `max_tokens` tokens, prompt and reply together at most `max_length`. `format_penalty` is
+    subtracted from the reward of a turn whose reply is not valid; `reward_terms` are the weights of
+    the reward terms (`ragen.rollout.reasoning`). One call of the environment may take `timeout_s`
+    seconds. It runs in the processes of `workers`, or in this process; `env_time` is the time spent
+    in it.
 
     Example:
         >>> from ragen.envs.bandit import Bandit

@@ -149,13 +149,10 @@ def _template_errors() -> tuple[type[Exception], ...]:
 class Bridge:
     """The bridges of a template between replies of one kind: with thoughts, or without.
 
-    Attributes:
-        template: The template.
-        replies: Two trial replies of that kind.
-        block: The empty thought, or its start, that the template writes before a reply in the
-            history.
-        lead: The rendering of a user message and the first reply; the bridge comes after it.
-        fold: The system text must be part of the first user message.
+    `replies` are two trial replies of that kind. `block` is the empty thought, or its start, that
+    the template writes before a reply in the history. `lead` is the rendering of a user message and
+    the first reply, after which the bridge comes. With `fold` the system text must be part of the
+    first user message.
     """
 
     template: Template

@@ -15,13 +15,13 @@ from ragen.core.errors import GuardStop, RagenError
 from ragen.diagnostics.detectors import DETECTORS, METRICS, active_detectors
 from ragen.diagnostics.guard import (
     GRACE_STEPS,
+    REMEDIES,
     ROLLBACKS,
     Alarm,
     GuardState,
     raise_alarms,
     read_history,
 )
-from ragen.diagnostics.remedies import REMEDIES
 from ragen.storage.checkpoint import (
     drop_after,
     folders,

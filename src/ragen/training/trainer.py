@@ -21,9 +21,8 @@ from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import StopRequested, run_async
 from ragen.diagnostics.detectors import active_detectors
-from ragen.diagnostics.guard import GuardState
+from ragen.diagnostics.guard import REMEDIES, GuardState
 from ragen.diagnostics.information import THOUGHTS, measure_thoughts
-from ragen.diagnostics.remedies import REMEDIES
 from ragen.engines.engine import Engine
 from ragen.engines.local import LocalEngine
 from ragen.engines.memory import refuse_too_large
