@@ -207,7 +207,7 @@ def never_evaluated(run: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "no run": (lambda run: shutil.rmtree(run), "", "is not a run folder: config.toml is missing"),
+    "no run": (lambda run: shutil.rmtree(run), "", "is no run folder (config.toml is missing)"),
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "", "has no checkpoint"),
     "no such step": (
         lambda run: None,

@@ -276,7 +276,7 @@ def test_mistakes_are_one_line_and_exit_code_2(run: Path, capsys: Capture) -> No
         assert output.err.startswith("ragen: ") and output.err.count("\n") == 1
         return output.err
 
-    assert "is not a run folder: config.toml is missing" in refused(str(run.parent))
+    assert "is no run folder (config.toml is missing)" in refused(str(run.parent))
     taken = run.parent / "file"
     taken.touch()
     assert "cannot write the report into" in refused(str(run), "--out", str(taken))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragen.cli.command import Command, Overrides, Parser, terminal
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, reason_of
 
 if TYPE_CHECKING:
     from ragen.evaluation.outcomes import Outcome
@@ -214,8 +213,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        reason = os.strerror(error.errno).lower() if error.errno else str(error)
-        raise RagenError(f"cannot write {path}: {reason}") from None
+        raise RagenError(f"cannot write {path}: {reason_of(error)}") from None
 
 
 def _play_options(parser: Parser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ragen.config.config import Config
-    from ragen.evaluation.results import Evaluation
     from ragen.training.progress import Watcher
     from ragen.training.running import Result
 
@@ -75,10 +74,9 @@ def _resume_options(parser: Parser) -> None:
 
 
 def _resume(options: Namespace, _: Overrides) -> int:
-    from ragen.storage.database import CONFIG
+    from ragen.storage.database import CONFIG, must_exist
 
-    if not (options.run / CONFIG).is_file():
-        raise RagenError(f"{options.run} is no run folder ({CONFIG} is missing)")
+    must_exist(options.run, CONFIG)
     from ragen.training.trainer import resume
 
     return _watch_run(lambda watcher: resume(options.run, watcher), options)
@@ -136,33 +134,33 @@ def _show_memory(config: Config) -> None:
 
 
 def _result_record(result: Result) -> dict[str, Any]:
-    shown = result.evaluations.get("after")
-
-    def success(name: str) -> float | None:
-        return result.evaluations[name].success if name in result.evaluations else None
+    def number(name: str, field: str = "success") -> float | None:
+        return getattr(result.evaluations.get(name), field, None)
 
     return {
         "env": result.env,
-        "before": success("before"),
-        "after": success("after"),
-        "random": None if shown is None else shown.random,
-        "optimal": None if shown is None else shown.optimal,
+        "before": number("before"),
+        "after": number("after"),
+        "random": number("after", "random"),
+        "optimal": number("after", "optimal"),
         "seconds": round(result.seconds, 1),
         "run": str(result.run),
-        "before_greedy": success("before_greedy"),
-        "after_greedy": success("after_greedy"),
+        "before_greedy": number("before_greedy"),
+        "after_greedy": number("after_greedy"),
         "alarms": [str(alarm) for alarm in result.alarms],
     }
 
 
 def _show_result(console: Console, result: Result) -> None:
-    rows = [
-        (f"{name.partition('_')[0]}, {result.evaluations[name].how}", result.evaluations[name])
-        for name in ("before", "before_greedy", "after", "after_greedy")
-        if name in result.evaluations
-    ]
-    if rows:
-        _show_evaluations(console, rows)
+    from ragen.core.tables import Section, show
+
+    names = ("before", "before_greedy", "after", "after_greedy")
+    if made := {name: result.evaluations[name] for name in names if name in result.evaluations}:
+        first = next(iter(made.values()))
+        title = f"{first.env}, {first.episodes} held-out levels"
+        rows = (each.row(f"{name.partition('_')[0]}, {each.how}") for name, each in made.items())
+        columns = ("player", "success", "95 % interval", "mean return")
+        show(console, [Section(title, (), columns, first.with_baselines(rows))])
     run = shlex.quote(str(result.run))
     for line in (
         *_collapse_signs(result),
@@ -190,25 +188,6 @@ def _collapse_signs(result: Result) -> list[str]:
         f"groups without any {flat[0]:.0%} → {flat[-1]:.0%}",
         *(f"  {sign}" for sign in result.signs),
     ]
-
-
-def _show_evaluations(console: Console, rows: Sequence[tuple[str, Evaluation]]) -> None:
-    from rich.table import Table
-
-    first = rows[0][1]
-    table = Table(title=f"{first.env}, {first.episodes} held-out levels", title_justify="left")
-    table.add_column("player")
-    table.add_column("success", justify="right")
-    table.add_column("95 % interval", justify="right")
-    table.add_column("mean return", justify="right")
-    table.add_row("random play", f"{first.random:.1%}", "", f"{first.random_return:.3f}")
-    for name, e in rows:
-        interval = f"{e.success_low:.1%} – {e.success_high:.1%}"
-        table.add_row(name, f"{e.success:.1%}", interval, f"{e.mean_return:.3f}", style="bold")
-    if first.optimal is not None:
-        optimal_return = "" if first.optimal_return is None else f"{first.optimal_return:.3f}"
-        table.add_row("optimal play", f"{first.optimal:.1%}", "", optimal_return)
-    console.print(table)
 
 
 def _report_options(parser: Parser) -> None:

@@ -87,7 +87,17 @@ def measure_baselines(
     if not levels:
         raise ValueError("baselines need at least one level")
     env = make(name, **params)
-    path = _cache_path(env, name, params, budget, levels, draws)
+    key = {
+        "version": VERSION,
+        "sources": sources(type(env)),
+        "env": name,
+        "params": dict(params),
+        "budget": asdict(budget),
+        "levels": list(levels),
+        "draws": draws,
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
+    path = cache_folder() / "baselines" / f"{digest[:32]}.json"
     cached = _read(path)
     if cached is None:
         try:
@@ -155,22 +165,18 @@ def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baseli
 
 def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tuple[bool, float]:
     """One episode: success and return."""
-    with boundary("an episode of its baselines", CALL_S):
-        return _play_on(env, player, budget, level, draw)
-
-
-def _play_on(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tuple[bool, float]:
-    env.reset(seed=level, options={"noise_seed": derive(0, "reference noise", level, draw)})
     total, actions_left = 0.0, budget.actions
-    for turns_left in range(budget.turns, 0, -1):
-        for action in player.act(env, turns_left, actions_left, budget.actions_per_turn):
-            _, reward, terminated, truncated, info = env.step(action)
-            total += float(reward)
-            actions_left -= 1
-            if terminated or truncated:
-                return bool(terminated and info["success"]), total
-        if actions_left <= 0:
-            break
+    with boundary("an episode of its baselines", CALL_S):
+        env.reset(seed=level, options={"noise_seed": derive(0, "reference noise", level, draw)})
+        for turns_left in range(budget.turns, 0, -1):
+            for action in player.act(env, turns_left, actions_left, budget.actions_per_turn):
+                _, reward, terminated, truncated, info = env.step(action)
+                total += float(reward)
+                actions_left -= 1
+                if terminated or truncated:
+                    return bool(terminated and info["success"]), total
+            if actions_left <= 0:
+                break
     return False, total
 
 
@@ -182,27 +188,6 @@ def cache_folder() -> Path:
         return Path(folder) / "ragen" / "cache"
     home = Path(os.path.expanduser("~"))
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "ragen"
-
-
-def _cache_path(
-    env: Env,
-    name: str,
-    params: Mapping[str, Any],
-    budget: Budget,
-    levels: Sequence[int],
-    draws: int,
-) -> Path:
-    key = {
-        "version": VERSION,
-        "sources": sources(type(env)),
-        "env": name,
-        "params": dict(params),
-        "budget": asdict(budget),
-        "levels": list(levels),
-        "draws": draws,
-    }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
-    return cache_folder() / "baselines" / f"{digest[:32]}.json"
 
 
 def sources(cls: type[Env]) -> list[str]:

@@ -33,7 +33,7 @@ from ragen.rollout.setup import Setup, make_setup
 from ragen.rollout.specs import BranchSpec
 from ragen.storage.branches import MOST, Request, write_branches
 from ragen.storage.checkpoint import checkpoint_of, choose, folders, read_state, step_of
-from ragen.storage.database import CONFIG
+from ragen.storage.database import CONFIG, must_exist
 from ragen.storage.stored_episodes import Recorded, read_episode
 
 
@@ -121,8 +121,7 @@ def branch(
             the environment or the model is missing or has changed, or the branches cannot be
             written.
     """
-    if not (run / CONFIG).is_file():
-        raise RagenError(f"{run} is no run folder ({CONFIG} is missing)")
+    must_exist(run, CONFIG)
     recorded, config = read_episode(run, episode), read_config(run / CONFIG)
     step, model, saved = weights(run, config, checkpoint)
     config = changed(config, saved["guard"]["changes"] if saved else {})
@@ -160,11 +159,6 @@ def weights(
 
 
 def _refuse_out_of_range(request: Request, recorded: Recorded, config: Config) -> None:
-    """Refuse numbers that are out of range.
-
-    Raises:
-        RagenError: A number is out of range.
-    """
     num_turns = len(recorded.episode.turns)
     if num_turns == 0:
         raise RagenError(f"episode {recorded.id} ended before its first turn: nothing to branch")
@@ -214,9 +208,7 @@ def branch_table(branched: BranchResult) -> list[Section]:
     request, original = branched.request, branched.original
     rate = branched.success
     how = how_sampled(request.temperature)
-    rows = [_row("original", original.episode, request.turn)]
-    for number, episode in enumerate(branched.episodes):
-        rows.append(_row(str(number), episode, request.turn))
+    named = ("original", original.episode), *enumerate(branched.episodes)
     return [
         Section(
             f"Episode {original.id} from turn {request.turn} on, checkpoint {request.checkpoint}, "
@@ -228,7 +220,7 @@ def branch_table(branched: BranchResult) -> list[Section]:
                 *(() if branched.exact else ("The conversation was rebuilt from text.",)),
             ),
             ("branch", "success", "return", "turns", "ended by", "actions"),
-            tuple(rows),
+            tuple(_row(f"{name}", episode, request.turn) for name, episode in named),
         )
     ]
 

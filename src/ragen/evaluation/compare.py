@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from ragen.core.statistics import (
     paired_difference,
     smallest_detectable,
 )
-from ragen.evaluation.evaluation import evaluate_outcomes
+from ragen.evaluation.evaluation import Options, evaluate_outcomes
 from ragen.evaluation.outcomes import Outcome, describe_failures
 from ragen.evaluation.results import Evaluation
 from ragen.evaluation.targets import (
@@ -153,13 +154,8 @@ def compare(
     b: str | Sequence[str],
     overrides: Overrides | None = None,
     *,
-    episodes: int = 256,
-    seed: int = 0,
-    temperature: float = 1.0,
-    samples: int = 1,
     server: Server | None = None,
-    concurrency: int | None = None,
-    out: Path | None = None,
+    **options: Unpack[Options],
 ) -> Comparison:
     """Compare two agents, or two methods of several training seeds each, in one environment.
 
@@ -167,13 +163,8 @@ def compare(
         a: A target as for `evaluate_target`, or the runs of one method's training seeds.
         b: The same for the second arm.
         overrides: Values by config key; without an environment, both play that of the first run.
-        episodes: Number of levels.
-        seed: Seed of the environment's events and of sampling.
-        temperature: Sampling temperature; 0 is greedy.
-        samples: Episodes per level.
         server: The endpoint of targets that are not found on this machine.
-        concurrency: Number of concurrent episodes; ``None`` takes the target's default.
-        out: A folder that stores the outcomes, as for `evaluate_target`.
+        options: How each target is evaluated.
 
     Raises:
         RagenError: A target is missing or named twice, runs were trained in different
@@ -182,17 +173,8 @@ def compare(
     arm_a, arm_b = ([each] if isinstance(each, str) else list(each) for each in (a, b))
 
     def measure(target: str, settings: Overrides) -> tuple[Evaluation, list[Outcome]]:
-        return evaluate_outcomes(
-            target,
-            settings,
-            episodes=episodes,
-            seed=seed,
-            temperature=temperature,
-            samples=samples,
-            server=None if is_local(target) else server,
-            concurrency=concurrency,
-            out=out,
-        )
+        at = None if is_local(target) else server
+        return evaluate_outcomes(target, settings, server=at, **options)
 
     refuse_absent_targets(arm_a, arm_b, server)
     only_env = {"": overrides or {}}
@@ -264,15 +246,10 @@ def compare_arms(
     measure: Measure,
     is_served: bool = False,
 ) -> Comparison:
-    """Compare two arms in one environment.
+    """Compare two arms in one environment, with arguments as in `compare_in_envs`.
 
-    Args:
-        name: The environment's name in the result; an empty one takes the environment's own.
-        a: The first arm: a target, or the runs of its training seeds.
-        b: The second arm.
-        overrides: Values by config key; without an environment, both play that of the first run.
-        measure: Evaluates a target.
-        is_served: As in `compare_in_envs`.
+    `name` is the environment's in the result; an empty one takes the environment's own. Without an
+    environment in `overrides`, both arms play that of the first run.
 
     Raises:
         RagenError: There is no such environment, or runs were trained in different environments.
@@ -288,7 +265,6 @@ def compare_arms(
     difference = paired_difference(rates[0].tolist(), rates[1].tolist(), samples)
     gains = np.round(rates[0].mean(0) - rates[1].mean(0), 9)  # thirds do not add up exactly
     is_single = arm_a.num_seeds == arm_b.num_seeds == 1
-    all_outcomes = [outcomes for arm in measured for _, outcomes in arm]
     return Comparison(
         env=name or arm_a.evaluations[0].env,
         a=arm_a,
@@ -301,7 +277,7 @@ def compare_arms(
         cautions=tuple(_cautions(a, b)),
         failures=tuple(
             f"{target}: {line}"
-            for target, outcomes in zip((*a, *b), all_outcomes, strict=True)
+            for target, (_, outcomes) in zip((*a, *b), chain(*measured), strict=True)
             for line in describe_failures(outcomes)
         ),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from ragen.config.config import Config
 from ragen.config.rules import vllm_refuses
@@ -28,7 +28,6 @@ from ragen.evaluation.outcomes import (
 from ragen.evaluation.results import Evaluation, summarize
 from ragen.evaluation.targets import config_for, load_target, outcome_settings, run_of
 from ragen.rollout.endpoint import Server
-from ragen.rollout.episode import play_episode
 from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Closable, Policy
@@ -42,17 +41,34 @@ CONCURRENCY = 16
 """Default number of concurrent episodes through an endpoint."""
 
 
+class Options(TypedDict, total=False):
+    """The options of `evaluate_outcomes`, where their defaults are.
+
+    Attributes:
+        episodes: Number of levels. They are the same for every target and never used in training.
+        seed: Seed of the environment's events and of sampling; the levels do not depend on it.
+        temperature: Sampling temperature; 0 is greedy.
+        samples: Episodes per level.
+        concurrency: Number of concurrent episodes; ``None`` takes the target's default.
+        out: A folder whose database stores each outcome when its episode ends. The same call then
+            resumes after a kill, plays only new levels and samples, and repeats episodes for which
+            the server failed. ``None`` reads and writes no file.
+    """
+
+    episodes: int
+    seed: int
+    temperature: float
+    samples: int
+    concurrency: int | None
+    out: Path | None
+
+
 def evaluate_target(
     target: str,
     overrides: Mapping[str, Any] | None = None,
     *,
-    episodes: int = 256,
-    seed: int = 0,
-    temperature: float = 1.0,
-    samples: int = 1,
     server: Server | None = None,
-    concurrency: int | None = None,
-    out: Path | None = None,
+    **options: Unpack[Options],
 ) -> Evaluation:
     """Evaluate a run, a checkpoint, a model, an endpoint or a player on fixed levels.
 
@@ -60,15 +76,8 @@ def evaluate_target(
         target: A run folder (its newest checkpoint), one of its checkpoints, ``base``, ``random``,
             ``solver``, a model folder or a hub id; with `server`, the model's name there.
         overrides: Values by config key, such as ``{"env": "sokoban"}``.
-        episodes: Number of levels. They are the same for every target and never used in training.
-        seed: Seed of the environment's events and of sampling; the levels do not depend on it.
-        temperature: Sampling temperature; 0 is greedy.
-        samples: Episodes per level.
         server: The endpoint that serves the model.
-        concurrency: Number of concurrent episodes; ``None`` takes the target's default.
-        out: A folder whose database stores each outcome when its episode ends. The same call then
-            resumes after a kill, plays only new levels and samples, and repeats episodes for which
-            the server failed. ``None`` reads and writes no file.
+        options: See `Options`.
 
     Returns:
         Success, returns and counts, with random and optimal play as baselines.
@@ -77,18 +86,7 @@ def evaluate_target(
         RagenError: There is no such target or environment, the target cannot play it, a number is
             out of its range, every episode failed, or the outcomes cannot be stored.
     """
-    evaluation, _ = evaluate_outcomes(
-        target,
-        overrides,
-        episodes=episodes,
-        seed=seed,
-        temperature=temperature,
-        samples=samples,
-        server=server,
-        concurrency=concurrency,
-        out=out,
-    )
-    return evaluation
+    return evaluate_outcomes(target, overrides, server=server, **options)[0]
 
 
 def default_out(target: str, server: Server | None = None) -> Path:
@@ -100,11 +98,11 @@ def evaluate_outcomes(
     target: str,
     overrides: Mapping[str, Any] | None = None,
     *,
+    server: Server | None = None,
     episodes: int = 256,
     seed: int = 0,
     temperature: float = 1.0,
     samples: int = 1,
-    server: Server | None = None,
     concurrency: int | None = None,
     out: Path | None = None,
     on_outcome: Callable[[Outcome, int], None] | None = None,
@@ -154,7 +152,9 @@ def evaluate_outcomes(
 
         if missing:
             slots = concurrency or (CONCURRENCY if server else config.rollout.slots)
-            run_async(_play_all(target, config, server, temperature, missing, slots, on_episode))
+            run_async(
+                play_episodes(target, config, missing, server, temperature, slots, on_episode)
+            )
         outcomes = [known[at] for at in places]
         refuse_unplayable(outcomes)
         with closing(make_setup(config, None)) as setup:
@@ -182,22 +182,28 @@ def _refuse_out_of_range(
             raise RagenError(f"{name} = {number}: expected a whole number ≥ 1")
 
 
-async def _play_all(
+async def play_episodes(
     target: str,
     config: Config,
-    server: Server | None,
-    temperature: float,
-    places: Sequence[EpisodeSpec],
-    slots: int,
-    on_episode: Callable[[Episode], None],
-) -> None:
+    specs: Sequence[EpisodeSpec],
+    server: Server | None = None,
+    temperature: float | None = None,
+    slots: int = 1,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Episode]:
+    """Play a target's episodes, then release its connections and memory.
+
+    Without a temperature, the target plays at that of its own settings.
+    """
     policy, setup = load_target(target, config, server)
+    if temperature is not None:
+        setup = replace(setup, temperature=temperature)
     with closing(setup):
         try:
-            playing = replace(setup, temperature=temperature)
-            await run_episodes(policy, playing, places, slots, on_episode)
+            return await run_episodes(policy, setup, specs, slots, on_episode)
         finally:
-            await _close(policy)
+            if isinstance(policy, Closable):
+                await policy.close()
 
 
 async def evaluate_policy(
@@ -214,19 +220,9 @@ async def evaluate_policy(
 ) -> tuple[Evaluation, list[Group]]:
     """Play one episode on each of `episodes` fixed levels.
 
-    Args:
-        policy: The policy or player.
-        setup: Environment, budgets, prompts and temperature.
-        params: Parameters of the environment, for its baselines.
-        target: The agent's name in the result.
-        episodes: Number of levels, counted up from `first_level`.
-        seed: Seed of the environment's events and of sampling; the levels do not depend on it.
-        first_level: The first level seed.
-        concurrency: Number of concurrent episodes.
-        on_episode: Called as each episode ends.
-
-    Returns:
-        The result and the episodes, in groups of one.
+    The levels are counted up from the seed `first_level`; `seed` is that of the environment's
+    events and of sampling. `params` are the environment's, for its baselines, and `target` names
+    the agent in the result. The episodes are returned in groups of one.
 
     Raises:
         RagenError: Every episode failed (the message holds the first error), or had no room.
@@ -257,20 +253,5 @@ def play_target(
         RagenError: There is no such target or environment.
     """
     config = config_for(target, overrides or {})
-    policy, setup = load_target(target, config)
-    place = EpisodeSpec(eval_level(seed), 0, 0, (seed, "play"))
-
-    async def played() -> Episode:
-        with closing(setup):
-            try:
-                return await play_episode(policy, setup, place)
-            finally:
-                await _close(policy)
-
-    return run_async(played())
-
-
-async def _close(policy: Policy | PlayerPolicy) -> None:
-    """Release connections and memory: another target may follow in this process."""
-    if isinstance(policy, Closable):
-        await policy.close()
+    spec = EpisodeSpec(eval_level(seed), 0, 0, (seed, "play"))
+    return run_async(play_episodes(target, config, [spec]))[0]

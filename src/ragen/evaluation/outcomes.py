@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ragen.core.errors import RagenError
@@ -78,9 +77,8 @@ class Outcome:
 
 def _usage_of(turn: Turn) -> Usage:
     """Tokens of a turn: the server's count, or the number of ids; players have none."""
-    counted = turn.completion.usage
     ids = turn.prompt.token_ids or (), turn.completion.token_ids or ()
-    return counted or Usage(*map(len, ids))
+    return turn.completion.usage or Usage(*map(len, ids))
 
 
 def outcome_of(episode: Episode) -> Outcome:
@@ -248,12 +246,7 @@ class OutcomeStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,12 @@ class Evaluation:
         target: The name of the agent, as it was given.
         temperature: Sampling temperature; 0 is greedy.
         episodes: Number of levels.
-        success: Share of successful episodes.
-        success_low: Lower end of its interval (`statistics.success_rate`).
-        success_high: Upper end.
+        success, success_low, success_high: Share of successful episodes and the ends of its
+            interval (`statistics.success_rate`).
         random: Success of uniformly random play on the same levels and budgets.
         optimal: Success of optimal play; ``None`` if the environment has no solver.
-        mean_return: Mean return per episode.
-        mean_return_low: Lower end of its interval (`statistics.bootstrap_mean`).
-        mean_return_high: Upper end.
+        mean_return, mean_return_low, mean_return_high: Mean return per episode and the ends of its
+            interval (`statistics.bootstrap_mean`).
         random_return: Mean return of random play.
         optimal_return: Mean return of optimal play, or ``None``.
         mean_turns: Turns per episode.
@@ -47,13 +45,11 @@ class Evaluation:
         first_level: The first level seed.
         seconds: Wall-clock time.
         samples: Episodes per level.
-        pass_at_k: Chance that at least one of k = `samples` episodes of a level succeeds.
-        pass_at_k_low: Lower end of its interval.
-        pass_at_k_high: Upper end.
+        pass_at_k, pass_at_k_low, pass_at_k_high: Chance that at least one of k = `samples` episodes
+            of a level succeeds, and the ends of its interval.
         thought_words: Words of thought per turn.
         effective_fraction: Share of executed actions that changed the environment.
-        total_prompt_tokens: Tokens read, over all turns.
-        total_completion_tokens: Tokens sampled, over all turns.
+        total_prompt_tokens, total_completion_tokens: Tokens read and sampled, over all turns.
         pass_at: For k = 1, 2, 4, … and `samples`: ``[chance, low, high]`` under the key ``str(k)``;
             empty with one sample.
 
@@ -111,6 +107,19 @@ class Evaluation:
         """How tokens were chosen (`how_sampled`)."""
         return how_sampled(self.temperature)
 
+    def row(self, player: str) -> tuple[str, ...]:
+        """A row of a table: the player, success, its interval, mean return."""
+        interval = f"{self.success_low:.1%} – {self.success_high:.1%}"
+        return player, f"{self.success:.1%}", interval, f"{self.mean_return:.3f}"
+
+    def with_baselines(self, rows: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+        """Rows of players between those of random and optimal play."""
+        random = "random play", f"{self.random:.1%}", "", f"{self.random_return:.3f}"
+        if self.optimal is None:
+            return random, *rows
+        optimal_return = "" if self.optimal_return is None else f"{self.optimal_return:.3f}"
+        return random, *rows, ("optimal play", f"{self.optimal:.1%}", "", optimal_return)
+
     def record(self) -> dict[str, Any]:
         """The evaluation as JSON-ready values."""
         return asdict(self)
@@ -156,12 +165,7 @@ def summarize(
 ) -> Evaluation:
     """Compute an evaluation from the outcomes of its episodes.
 
-    Args:
-        outcomes: The same number of episodes for each level.
-        baselines: Random and optimal play on these levels.
-        target: The agent's name.
-        temperature: Of its sampling.
-        seconds: Wall-clock time.
+    There is the same number of outcomes for each level, and `baselines` are those of these levels.
     """
     levels = [outcome.level_seed for outcome in outcomes]
     samples = Counter(levels)

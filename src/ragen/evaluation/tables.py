@@ -14,6 +14,9 @@ from ragen.evaluation.compare import Arm, Comparison
 from ragen.evaluation.outcomes import Outcome, describe_failures
 from ragen.evaluation.results import Evaluation
 
+PLAYER_COLUMNS = ("player", "success", "95 %", "mean return")
+"""The columns of `Evaluation.row`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:
@@ -44,29 +47,13 @@ def evaluation_table(
 ) -> Section:
     """One target in one environment."""
     e = evaluation
-    optimal_return = "" if e.optimal_return is None else f"{e.optimal_return:.3f}"
-    rows = [
-        ("random play", f"{e.random:.1%}", "", f"{e.random_return:.3f}", "", ""),
-        (
-            f"{e.target}, {e.how}",
-            f"{e.success:.1%}",
-            f"{e.success_low:.1%} – {e.success_high:.1%}",
-            f"{e.mean_return:.3f}",
-            f"{e.pass_at_k:.1%}",
-            f"{e.pass_at_k_low:.1%} – {e.pass_at_k_high:.1%}",
-        ),
-    ]
-    if e.optimal is not None:
-        rows.append(("optimal play", f"{e.optimal:.1%}", "", optimal_return, "", ""))
-    columns = ("player", "success", "95 %", "mean return", f"pass@{e.samples}", "95 %")
-    has_samples = e.samples > 1
-    width = len(columns) if has_samples else len(columns) - 2
-    return Section(
-        f"{e.env}, {e.episodes} held-out levels" + (f" × {e.samples}" if has_samples else ""),
-        tuple(_lines(e, outcomes, prices)),
-        columns[:width],
-        tuple(row[:width] for row in rows),
-    )
+    title, columns = f"{e.env}, {e.episodes} held-out levels", PLAYER_COLUMNS
+    rows = e.with_baselines([e.row(f"{e.target}, {e.how}")])
+    if e.samples > 1:
+        title, columns = f"{title} × {e.samples}", (*columns, f"pass@{e.samples}", "95 %")
+        chance = f"{e.pass_at_k:.1%}", f"{e.pass_at_k_low:.1%} – {e.pass_at_k_high:.1%}"
+        rows = tuple((*row, *(chance if row[2] else ("", ""))) for row in rows)
+    return Section(title, tuple(_lines(e, outcomes, prices)), columns, rows)
 
 
 def _lines(e: Evaluation, outcomes: Sequence[Outcome], prices: Prices) -> list[str]:
@@ -109,13 +96,11 @@ def comparison_table(comparison: Comparison) -> Section:
     """Both arms with the baselines, below the verdict."""
     a, b = comparison.a, comparison.b
     first = a.evaluations[0]
-    rows = [("random play", f"{first.random:.1%}", "")]
+    rows = []
     for arm in (a, b):
         mean = ", interquartile mean" if arm.num_seeds > 1 else ""
         interval = f"{arm.success.low:.1%} – {arm.success.high:.1%}"
         rows.append((f"{arm.name}, {first.how}{mean}", f"{arm.success.value:.1%}", interval))
-    if first.optimal is not None:
-        rows.append(("optimal play", f"{first.optimal:.1%}", ""))
     p_value = "" if comparison.p_value is None else f"; McNemar's p = {comparison.p_value:.2g}"
     samples = f", {first.samples} episodes each" if first.samples > 1 else ""
     lines = [
@@ -129,8 +114,8 @@ def comparison_table(comparison: Comparison) -> Section:
         if arm.num_seeds > 1:
             rates = ", ".join(f"{evaluation.success:.1%}" for evaluation in arm.evaluations)
             lines.append(f"{arm.name}: {rates}.")
-    columns = ("player", "success", "95 %")
-    return Section(comparison.env, (*lines, *comparison.failures), columns, tuple(rows))
+    shown = tuple(row[:3] for row in first.with_baselines(rows))
+    return Section(comparison.env, (*lines, *comparison.failures), PLAYER_COLUMNS[:3], shown)
 
 
 def closing_sections(comparisons: Sequence[Comparison]) -> list[Section]:

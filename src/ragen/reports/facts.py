@@ -10,11 +10,10 @@ from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.reading import read_config
-from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve
-from ragen.storage.database import CONFIG
+from ragen.storage.database import CONFIG, must_exist
 from ragen.storage.reader import read_attempts, read_events, read_metrics
 
 History = Mapping[str, Series]
@@ -114,8 +113,7 @@ def read_facts(run: Path) -> Facts:
     Raises:
         RagenError: The folder holds no run, or its files are damaged.
     """
-    if not (run / CONFIG).is_file():
-        raise RagenError(f"{run} is not a run folder: {CONFIG} is missing")
+    must_exist(run, CONFIG)
     return Facts(
         run,
         read_config(run / CONFIG),
@@ -138,10 +136,7 @@ def seconds_by_phase(
     """Seconds of each phase over all attempts, the longest parts split up.
 
     Sums of other phases (a step; a rollout whose parts are known) and rates are left out.
-
-    Args:
-        attempts: The metrics of each attempt.
-        evaluating: Seconds of the evaluations.
+    `evaluating` is the seconds of the evaluations.
     """
     seconds: dict[str, float] = {}
     for history in attempts.values():

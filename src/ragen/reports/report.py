@@ -7,18 +7,17 @@ each made by one function of the `Facts`; `markdown` and `show` write them in tw
 from __future__ import annotations
 
 import math
-import os
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ragen.config.reading import differences
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, reason_of
 from ragen.core.formatting import format_duration, format_rate, sparkline
 from ragen.core.statistics import Interval, difference
 from ragen.core.tables import Section, markdown
-from ragen.evaluation.results import Evaluation, RunEvaluation
+from ragen.evaluation.results import Evaluation
 from ragen.reports.facts import EXACT, GRADIENTS, SIGNALS, TERMS, Facts, phases
 from ragen.reports.plots import draw_signals, draw_success, draw_time
 
@@ -63,7 +62,7 @@ def success(facts: Facts) -> Section:
     if not facts.evaluations:
         return Section(title, ("The run was not evaluated.",), plot="success")
     some = facts.evaluations[-1].evaluation
-    rows = [("random play", f"{some.random:.1%}", "", f"{some.random_return:.3f}")]
+    rows = []
     lines = [
         f"{some.episodes} levels that training does not use, 95 % intervals; baselines: random and "
         "optimal play."
@@ -72,21 +71,11 @@ def success(facts: Facts) -> Section:
         series = [each for each in facts.evaluations if each.evaluation.how == how]
         best = max(series, key=lambda each: each.evaluation.success)
         shown = {each.step: each for each in (series[0], best, series[-1])}
-        rows += [_evaluation_row(shown[step]) for step in sorted(shown)]
+        rows += [shown[step].evaluation.row(f"step {step}, {how}") for step in sorted(shown)]
         if len(series) > 1:
             lines.append(f"{how}: {_gain(series[0].evaluation, series[-1].evaluation)}")
-    if some.optimal is not None:
-        optimal_return = "" if some.optimal_return is None else f"{some.optimal_return:.3f}"
-        rows.append(("optimal play", f"{some.optimal:.1%}", "", optimal_return))
     columns = ("player", "success", "95 % interval", "mean return")
-    return Section(title, tuple(lines), columns, tuple(rows), "success")
-
-
-def _evaluation_row(each: RunEvaluation) -> tuple[str, str, str, str]:
-    e = each.evaluation
-    interval = f"{e.success_low:.1%} – {e.success_high:.1%}"
-    player = f"step {each.step}, {e.how}"
-    return (player, f"{e.success:.1%}", interval, f"{e.mean_return:.3f}")
+    return Section(title, tuple(lines), columns, some.with_baselines(rows), "success")
 
 
 def _gain(before: Evaluation, after: Evaluation) -> str:
@@ -250,8 +239,8 @@ def write_report(facts: Facts, out: Path) -> Path:
             figure.savefig(out / f"report-{name}.png")
         path.write_text(markdown(page(facts), figures), encoding="utf-8")
     except OSError as error:
-        reason = os.strerror(error.errno).lower() if error.errno else str(error)
         raise RagenError(
-            f"cannot write the report into {out}: {reason}; choose a writable place with --out"
+            f"cannot write the report into {out}: {reason_of(error)}; choose a writable place with "
+            "--out"
         ) from None
     return path

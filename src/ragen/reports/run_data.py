@@ -15,7 +15,7 @@ from ragen.config.config import Config
 from ragen.config.reading import read_config
 from ragen.core.errors import RagenError
 from ragen.evaluation.results import RunEvaluation, load_evaluations
-from ragen.storage.database import CONFIG
+from ragen.storage.database import CONFIG, must_exist
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.stored_episodes import Recorded, read_episodes
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class RunData:
     """A run as its folder holds it, finished or not; everything is read when it is first used.
 
-    What the guard rolled back is left out of `metrics` and `evaluations`.
+    What the guard rolled back is left out of `metrics` and `evaluations`. Reading raises a
+    `RagenError` where a file is missing, damaged, or was written by another version.
 
     Example:
         >>> run = RunData(Path("runs/bandit-1"))
@@ -39,20 +40,12 @@ class RunData:
 
     @cached_property
     def config(self) -> Config:
-        """The settings that the run began with.
-
-        Raises:
-            RagenError: The file is missing or was written by another version.
-        """
+        """The settings that the run began with."""
         return read_config(self.path / CONFIG)
 
     @cached_property
     def metrics(self) -> Mapping[str, npt.NDArray[np.float64]]:
-        """One column a metric, ``(N,)`` for N steps; ``"step"`` is the first, NaN is a gap.
-
-        Raises:
-            RagenError: The database cannot be read.
-        """
+        """One column a metric, ``(N,)`` for N steps; ``"step"`` is the first, NaN is a gap."""
         series = read_metrics(self.path)
         steps = sorted({step for values in series.values() for step in values})
         columns = {
@@ -65,7 +58,7 @@ class RunData:
         """The metrics as a pandas table with the step as its index.
 
         Raises:
-            RagenError: pandas is not installed, or the database cannot be read.
+            RagenError: pandas is not installed.
         """
         try:
             import pandas
@@ -78,41 +71,25 @@ class RunData:
 
     @cached_property
     def evaluations(self) -> tuple[RunEvaluation, ...]:
-        """The run's own evaluations in order, each with its step.
-
-        Raises:
-            RagenError: The database cannot be read.
-        """
+        """The run's own evaluations in order, each with its step."""
         return tuple(load_evaluations(self.path))
 
     @cached_property
     def events(self) -> tuple[Mapping[str, Any], ...]:
-        """Alarms, the guard's actions, resumes and errors, in order.
-
-        Raises:
-            RagenError: The database cannot be read.
-        """
+        """Alarms, the guard's actions, resumes and errors, in order."""
         return tuple(read_events(self.path))
 
     def episodes(self) -> Iterator[Recorded]:
-        """The recorded episodes in order, one at a time.
-
-        Raises:
-            RagenError: The database cannot be read.
-        """
+        """The recorded episodes in order, one at a time."""
         return read_episodes(self.path)
 
 
 def load_run(path: str | Path) -> RunData:
     """A run's folder as Python data.
 
-    Args:
-        path: The run's folder, finished or not.
-
     Raises:
         RagenError: The folder holds no run.
     """
     folder = Path(path)
-    if not (folder / CONFIG).is_file():
-        raise RagenError(f"{folder} is not a run folder: {CONFIG} is missing")
+    must_exist(folder, CONFIG)
     return RunData(folder)

@@ -20,7 +20,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, reason_of
 from ragen.storage.schema import SCHEMA, SCHEMA_VERSION
 from ragen.storage.upgrade import OLD_VERSION, upgrade
 
@@ -63,7 +63,7 @@ def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
             number += 1
     except OSError as error:
         raise RagenError(
-            f"cannot make the run folder {error.filename}: {_reason(error)}; "
+            f"cannot make the run folder {error.filename}: {reason_of(error)}; "
             "choose a writable place with --out"
         ) from None
 
@@ -366,27 +366,23 @@ def is_claimed(folder: Path) -> bool:
 
 def cannot_write(folder: Path, error: sqlite3.Error | OSError, file: str = DATABASE) -> RagenError:
     """What to tell the user of a database that takes no more."""
-    reason = _reason(error) if isinstance(error, OSError) else str(error)
+    reason = reason_of(error) if isinstance(error, OSError) else str(error)
     return RagenError(
         f"cannot write {folder / file}: {reason}; free space there or choose another place "
         "with --out"
     )
 
 
-def must_exist(folder: Path) -> None:
-    """Make sure that a folder holds a run's database.
+def must_exist(folder: Path, file: str = DATABASE) -> None:
+    """Make sure that a folder holds a run's file.
 
     Raises:
         RagenError: It does not.
     """
-    if not (folder / DATABASE).is_file():
-        raise RagenError(f"{folder} is no run folder ({DATABASE} is missing)")
+    if not (folder / file).is_file():
+        raise RagenError(f"{folder} is no run folder ({file} is missing)")
 
 
 def _version(connection: sqlite3.Connection) -> int:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     return int(version)
-
-
-def _reason(error: OSError) -> str:
-    return os.strerror(error.errno).lower() if error.errno else str(error)

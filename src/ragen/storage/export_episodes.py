@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, reason_of
 from ragen.storage.stored_episodes import Record, records
 
 ROWS_AT_ONCE = 256
@@ -106,8 +106,7 @@ def _whole_file(out: Path) -> Iterator[Path]:
         yield temporary
         temporary.rename(out)
     except OSError as error:
-        reason = os.strerror(error.errno).lower() if error.errno else str(error)
-        raise RagenError(f"cannot write {out}: {reason}") from None
+        raise RagenError(f"cannot write {out}: {reason_of(error)}") from None
     finally:
         temporary.unlink(missing_ok=True)
 

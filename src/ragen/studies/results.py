@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, reason_of
 from ragen.core.statistics import mean_interval
 from ragen.reports.plots import COLOURS, figure_of
 from ragen.studies.grid import Cell
@@ -82,10 +81,9 @@ def writing_into(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = os.strerror(error.errno).lower() if error.errno else str(error)
         raise RagenError(
-            f"cannot write {error.filename or folder}: {reason}; free space there or choose "
-            "another place with --out"
+            f"cannot write {error.filename or folder}: {reason_of(error)}; free space there or "
+            "choose another place with --out"
         ) from None
 
 

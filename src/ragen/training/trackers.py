@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -42,19 +42,23 @@ EVALUATED = ("success", "success_low", "success_high", "mean_return")
 """The numbers of an evaluation that are logged, under ``eval/`` or ``eval_greedy/``."""
 
 
-class Tracker(Protocol):
-    """Takes numbers, step by step."""
+class Tracker:
+    """Takes numbers, step by step, and appends them to the library's `_run`."""
+
+    _run: Any
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log the numbers of a step; a step that is logged again replaces it and all later ones."""
-        ...
+        """Log the numbers of a step, which may have been logged before."""
+        with _stdout_to_stderr():
+            self._run.log({**numbers, STEP: step})
 
     def close(self) -> None:
         """Write pending data."""
-        ...
+        with _stdout_to_stderr():
+            self._run.finish()
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in the run's folder, which ``tensorboard --logdir runs`` finds."""
 
     def __init__(self, run: Path, config: Config, step: int) -> None:
@@ -67,8 +71,8 @@ class TensorBoard:
 
         return SummaryWriter(self._folder, purge_step=purge_step)
 
+    @override
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
         again = step == self._last and not self._named.isdisjoint(numbers)
         if step < self._last or again:  # rolled back
             self._writer.close()
@@ -81,19 +85,19 @@ class TensorBoard:
             self._writer.add_scalar(name, number, step)
         self._writer.flush()
 
+    @override
     def close(self) -> None:
-        """See `Tracker.close`."""
         self._writer.close()
 
 
-class Wandb:
+class Wandb(Tracker):
     """A run of Weights & Biases; ``WANDB_MODE=offline`` keeps it in the run's folder."""
 
     def __init__(self, run: Path, config: Config, step: int) -> None:
         import wandb
 
         try:
-            self._run: Any = wandb.init(
+            self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
                 name=run.name,
                 id=_id(run),
@@ -110,23 +114,15 @@ class Wandb:
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
-        self._run.log({**numbers, STEP: step})
 
-    def close(self) -> None:
-        """See `Tracker.close`."""
-        self._run.finish()
-
-
-class Trackio:
+class Trackio(Tracker):
     """A run of trackio, in its folder on this machine or where its own variables say."""
 
     def __init__(self, run: Path, config: Config, step: int) -> None:
         with _stdout_to_stderr():
             import trackio
 
-            self._run: Any = trackio.init(
+            self._run = trackio.init(
                 project=PROJECT,
                 name=f"{run.name}-{_id(run)}",
                 resume="allow",
@@ -135,16 +131,6 @@ class Trackio:
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
-        with _stdout_to_stderr():
-            self._run.log({**numbers, STEP: step})
-
-    def close(self) -> None:
-        """See `Tracker.close`."""
-        with _stdout_to_stderr():
-            self._run.finish()
 
 
 TRACKERS: Mapping[str, Callable[[Path, Config, int], Tracker]] = MappingProxyType(
