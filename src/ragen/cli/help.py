@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from types import MappingProxyType
 
@@ -56,18 +57,16 @@ def train_epilog() -> str:
 
 def recipes_help() -> str:
     """Every recipe with its first comment."""
-    from ragen.config.reading import first_comment, recipes
+    from ragen.config.reading import recipes
 
-    texts = {name: first_comment(file) for name, file in recipes().items()}
-    return _listing("recipes: ragen train RECIPE", texts)
+    return _listing("recipes: ragen train RECIPE", recipes())
 
 
 def algorithms_help() -> str:
     """Every algorithm preset with its first comment."""
-    from ragen.config.reading import first_comment, presets
+    from ragen.config.reading import presets
 
-    texts = {name: first_comment(file) for name, file in presets().items()}
-    return _listing("algorithms: ragen train RECIPE --algorithm NAME", texts)
+    return _listing("algorithms: ragen train RECIPE --algorithm NAME", presets())
 
 
 def keys_help() -> str:
@@ -128,7 +127,9 @@ def _keys(names: Sequence[str], width: int) -> Iterator[str]:
         if name == key and key.rpartition(".")[0] != section and len(names) > len(FIRST_KEYS):
             section = key.rpartition(".")[0]
             yield ""
-        default = f" [{_plain(field.default)}]" if field.default_factory is None else ""
+        value = field.default
+        plain = str(value).lower() if isinstance(value, bool) else str(value)
+        default = f" [{plain}]" if field.default_factory is None else ""
         title = f"--{name}" + (f", --{full[key]}" if name == key and key in full else "")
         takes = f"{expected(field)}{default}. "
         if key in TABLES:
@@ -136,10 +137,13 @@ def _keys(names: Sequence[str], width: int) -> Iterator[str]:
         yield from _entry(title, f"{takes}{field.description or ''}", width)
 
 
-def _listing(title: str, texts: Mapping[str, str]) -> str:
-    width = _width()
-    lines = [line for name, text in texts.items() for line in _entry(name, text, width)]
-    return "\n".join([title, *lines])
+def _listing(title: str, files: Mapping[str, Traversable]) -> str:
+    from ragen.config.reading import first_comment
+
+    lines = [title]
+    for name, file in files.items():
+        lines += _entry(name, first_comment(file), _width())
+    return "\n".join(lines)
 
 
 def _entry(name: str, text: str, width: int) -> list[str]:
@@ -151,10 +155,6 @@ def _entry(name: str, text: str, width: int) -> list[str]:
         break_on_hyphens=False,
     )
     return wrapped or [f"  {name}"]
-
-
-def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _width() -> int:

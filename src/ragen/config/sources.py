@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.kinds import KINDS, load
@@ -11,24 +11,16 @@ from ragen.core.errors import RagenError
 from ragen.core.plugins import installed
 
 
-def names_of(config: Config, key: str) -> list[str]:
-    """The names under one of the keys of `KINDS`.
+def value_of(config: Config, key: str) -> str | dict[str, Any]:
+    """The name, or the table by name, under one of the keys of `KINDS`.
 
     Example:
-        >>> names_of(Config(), "loss.name"), names_of(Config(), "reward.terms")
-        (['ppo_clip'], [])
+        >>> value_of(Config(), "loss.name"), value_of(Config(), "reward.terms")
+        ('ppo_clip', {})
     """
     section, name = key.split(".")
-    value = getattr(getattr(config, section), name)
-    return [value] if isinstance(value, str) else list(value)
-
-
-def from_outside(config: Config) -> Iterator[tuple[str, str]]:
-    """The key and name of everything in a config that is not RAGEN's own."""
-    for key, kind in KINDS.items():
-        for name in names_of(config, key):
-            if ":" in name or (name not in kind.names and name in installed(kind.group)):
-                yield key, name
+    value: str | dict[str, Any] = getattr(getattr(config, section), name)
+    return value
 
 
 def sources(config: Config) -> dict[str, str]:
@@ -42,9 +34,12 @@ def sources(config: Config) -> dict[str, str]:
         {}
     """
     found = {}
-    for key, name in from_outside(config):
-        provenance = load(name, KINDS[key]).provenance
-        found[name] = provenance.get("hash") or " ".join(provenance.values())
+    for key, kind in KINDS.items():
+        value = value_of(config, key)
+        for name in [value] if isinstance(value, str) else value:
+            if ":" in name or (name not in kind.names and name in installed(kind.group)):
+                provenance = load(name, kind).provenance
+                found[name] = provenance.get("hash") or " ".join(provenance.values())
     return found
 
 

@@ -41,13 +41,7 @@ class Usage:
 
 
 def card(facts: Facts, step: int, usage: Usage) -> str:
-    """The card of a run's policy after `step` steps.
-
-    Args:
-        facts: The data of the run.
-        step: The step of the exported checkpoint.
-        usage: How to prompt the policy.
-    """
+    """The card of a run's policy after `step` steps, those of the exported checkpoint."""
     base, config = origin(facts.config.model.path), without_paths(facts.config)
     known = replace(until(facts, step), config=config)
     sections = (headline(known, base, step), *(section(known) for section in SECTIONS))

@@ -79,15 +79,12 @@ def smoothed(series: Series, window: int = SMOOTH) -> dict[int, float]:
 def draw_success(
     success: Curve, reward: Curve, evaluations: Sequence[RunEvaluation], alarms: Sequence[int]
 ) -> Figure:
-    """Success with the evaluations and their intervals, and below it the reward, by step.
+    """Success and mean reward of the training episodes by step, one above the other.
 
-    Args:
-        success: Success of the training episodes.
-        reward: Their mean reward.
-        evaluations: The run's evaluations; the baselines are those of the last one.
-        alarms: Steps to mark.
+    The evaluations are drawn with their intervals, and the last one's baselines as lines. `alarms`
+    are steps to mark.
     """
-    with _figure(2, (1.7, 1.0)) as (figure, (above, below)):
+    with _figure((1.7, 1.0)) as (figure, (above, below)):
         _draw(above, success, "training episodes")
         for how in dict.fromkeys(each.evaluation.how for each in evaluations):
             _intervals(above, [each for each in evaluations if each.evaluation.how == how])
@@ -106,13 +103,8 @@ def draw_success(
 
 
 def draw_signals(panels: Mapping[str, Curve], alarms: Sequence[int]) -> Figure:
-    """Signals one above the other over the same steps.
-
-    Args:
-        panels: The signals by title.
-        alarms: Steps to mark.
-    """
-    with _figure(len(panels), (1.0,) * len(panels)) as (figure, axes):
+    """Signals by title, one above the other over the same steps; `alarms` are steps to mark."""
+    with _figure((1.0,) * len(panels)) as (figure, axes):
         for place, (title, curve) in zip(axes, panels.items(), strict=True):
             _draw(place, curve, "mean of five steps")
             place.set_title(title)
@@ -123,12 +115,8 @@ def draw_signals(panels: Mapping[str, Curve], alarms: Sequence[int]) -> Figure:
 
 
 def draw_time(phases: Mapping[str, float]) -> Figure:
-    """Seconds by phase as bars with their shares, the longest first.
-
-    Args:
-        phases: Seconds by name.
-    """
-    with _figure(1, (0.16 * len(phases) + 0.15,)) as (figure, (place,)):
+    """Seconds by phase as bars with their shares, the longest first."""
+    with _figure((0.16 * len(phases) + 0.15,)) as (figure, (place,)):
         ordered = sorted(phases.items(), key=lambda item: item[1])
         whole = sum(phases.values()) or 1.0
         bars = place.barh([name for name, _ in ordered], [s for _, s in ordered], 0.62, color=BLUE)
@@ -144,31 +132,31 @@ def draw_time(phases: Mapping[str, float]) -> Figure:
 
 
 @contextmanager
-def _figure(rows: int, heights: Sequence[float]) -> Iterator[tuple[Figure, Sequence[Axes]]]:
+def _figure(heights: Sequence[float]) -> Iterator[tuple[Figure, Sequence[Axes]]]:
     """A figure with axes one above the other, drawn by `RULES`."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(RULES):
-        figure = Figure(figsize=(WIDTH, 1.45 * sum(heights) + 0.4), layout="constrained", dpi=150)
-        axes = figure.subplots(
-            rows, sharex=rows > 1, squeeze=False, gridspec_kw={"height_ratios": heights}
-        )
+    with _empty_figure(1.45 * sum(heights)) as figure:
+        rows, ratios = len(heights), {"height_ratios": heights}
+        axes = figure.subplots(rows, sharex=rows > 1, squeeze=False, gridspec_kw=ratios)
         yield figure, list(axes[:, 0])
 
 
 @contextmanager
 def figure_of(rows: int, columns: int) -> Iterator[tuple[Figure, Sequence[Sequence[Axes]]]]:
     """A figure of ``axes[row][column]``, drawn by `RULES`, with one legend for all."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(RULES):
-        figure = Figure(figsize=(WIDTH, 2.3 * rows + 0.4), layout="constrained", dpi=150)
+    with _empty_figure(2.3 * rows) as figure:
         axes: list[list[Axes]] = figure.subplots(rows, columns, squeeze=False).tolist()
         yield figure, axes
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+
+
+@contextmanager
+def _empty_figure(height: float) -> Iterator[Figure]:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(RULES):
+        yield Figure(figsize=(WIDTH, height + 0.4), layout="constrained", dpi=150)
 
 
 def _draw(place: Axes, curve: Curve, label: str | None = None) -> None:

@@ -41,13 +41,8 @@ async def collect_groups(
     plays another group for each of them, in at most `rollout.refill` rounds. The flat groups stay
     in the result, counted and recorded as all others; the filter leaves them out.
 
-    Args:
-        engine: Whose policy plays.
-        setup: Environment, budgets, prompts and temperature.
-        rollout: How many groups and episodes are played.
-        seed: Of the run.
-        step: Finished steps; they select the levels.
-        on_episode: Called as each episode ends.
+    The number of finished steps, `step`, selects the levels. `on_episode` is called as each episode
+    ends.
     """
     engine.forget()
     setup.env_time.seconds = 0.0
@@ -66,13 +61,11 @@ async def collect_groups(
         )
         groups += fresh
         num_flat = sum(reward_std(group) == 0 for group in fresh)
-        first = len(groups) - rollout.num_groups
-        levels = [
-            refill_level(step, index, rollout.num_groups)
-            for index in range(first, first + num_flat)
-        ]
-        if not levels:
+        if not num_flat:
             break
+        first = len(groups) - rollout.num_groups
+        indices = range(first, first + num_flat)
+        levels = [refill_level(step, index, rollout.num_groups) for index in indices]
     return groups
 
 
@@ -91,12 +84,8 @@ async def make_batch(
 ) -> Batch:
     """The samples as a batch with all that the loss needs: logprobs, values and advantages.
 
-    Args:
-        engine: Scores the tokens.
-        samples: What `to_samples` made of the kept groups.
-        episodes: Their episodes.
-        config: The run's settings.
-        group_weights: As in `credit`.
+    `samples` and `episodes` are what `to_samples` made of the kept groups, `group_weights` as in
+    `credit`.
     """
     batch = with_fingerprints(collate(samples), episodes)
     if config.one_arithmetic:
@@ -112,11 +101,9 @@ async def make_batch(
 
 async def gradient_norms(engine: Engine, groups: Sequence[Group], config: Config) -> Metrics:
     """Gradient norms by reward std, over all groups: also those that the filter leaves out."""
-    keep_all = filter_settings(config.filter, config.advantage) | {
-        "rule": "all",
-        "include_zero": True,
-    }
-    kept = [groups[index] for index in select(groups, **keep_all)]
+    settings = filter_settings(config.filter, config.advantage)
+    every = select(groups, **settings | {"rule": "all", "include_zero": True})
+    kept = [groups[index] for index in every]
     samples, episodes = to_samples(kept)
     if not samples:
         return {}

@@ -22,13 +22,8 @@ async def record_step(
 ) -> None:
     """Write what `config.record` asks for in the step that ended.
 
-    Args:
-        run: The run.
-        groups: All groups of the step.
-        kept: The indices of those that the filter kept.
-        episodes: The episodes that were trained, as `Batch.episode_B` counts them.
-        batch: The trained batch; ``None`` where nothing was trained.
-        matrices: The scores of thoughts under prompts, where they were measured.
+    `kept` indexes the `groups` that the filter kept, and `Batch.episode_B` the trained `episodes`.
+    Without a `batch`, nothing was trained. `matrices` are the scores of thoughts under prompts.
     """
     step, record, recorder = run.state.step, run.config.record, run.recorder
     if is_due(step, record.episodes_every):
@@ -49,11 +44,7 @@ def sample_record(
 ) -> dict[str, Any]:
     """One row of a batch as the recorder stores it.
 
-    Args:
-        batch: With advantages.
-        updated: The same batch, scored after the step's updates.
-        row: Which row.
-        episodes: The episodes that `Batch.episode_B` indexes.
+    `updated` is the same batch, scored after the step's updates.
     """
     assert batch.old_logprobs_BT is not None and updated.old_logprobs_BT is not None
     length = int(batch.lengths_B[row])

@@ -15,7 +15,7 @@ from ragen.algorithms.losses import find_loss
 from ragen.config.config import Config
 from ragen.config.kinds import KINDS, load
 from ragen.config.reading import changed, dump, read_config, read_config_to_resume, with_preset
-from ragen.config.sources import absolute, refuse_changed, sources
+from ragen.config.sources import absolute, refuse_changed, sources, value_of
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
@@ -101,10 +101,6 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
     Database rows later than the checkpoint are deleted first. Later checkpoints that are damaged
     are renamed.
 
-    Args:
-        folder: The run's folder.
-        watcher: Shows progress; by default nothing does.
-
     Raises:
         RagenError: There is no run or no complete checkpoint, or the model it began with is gone.
         GuardStop: As `train`.
@@ -154,9 +150,6 @@ def examine(folder: Path) -> dict[str, float]:
 
     The episodes of the next step are played, their thoughts and gradients measured. Nothing is
     written, and the run can be resumed as before.
-
-    Args:
-        folder: The run's folder.
 
     Returns:
         ``information/…`` and ``gradient_by_std/…``.
@@ -215,8 +208,7 @@ def resolve_paths(config: Config) -> Config:
     if config.model.path != "base" and Path(config.model.path).exists():
         changes["model.path"] = str(Path(config.model.path).resolve())
     for key in KINDS:
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
+        value = value_of(config, key)
         if isinstance(value, str):
             changes[key] = absolute(value)
         else:
