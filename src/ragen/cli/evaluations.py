@@ -41,8 +41,7 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     server = _server(options)
     _refuse_unwritable(options.markdown)
     prices = Prices(options.price_in, options.price_out)
-    named = [name for each in options.env or [] for name in each.split(",")]
-    asked_in = [overrides | {"env": name} for name in named] or [overrides]
+    asked_in = [overrides | {"env": name} for name in _named_envs(options)] or [overrides]
     envs = [config_for(options.target, values, server).env for values in asked_in]
     for env in envs:  # all must exist before one is played
         make(env.name, **env.params)
@@ -63,11 +62,8 @@ def _compare_options(parser: Parser) -> None:
     add = parser.add_argument
     add("one", metavar="A", help="a target of ragen eval; runs of several seeds: A1,A2,A3")
     add("other", metavar="B", help="another target, such as base")
-    add(
-        "--suite",
-        metavar="NAME",
-        help="a suite of environments for generalisation: bandit or sokoban",
-    )
+    suite = "a suite of environments for generalisation: bandit or sokoban"
+    add("--suite", metavar="NAME", help=suite)
     _playing_options(parser)
 
 
@@ -108,21 +104,12 @@ def _evaluate(
     label: str,
 ) -> tuple[Evaluation, list[Outcome]]:
     """Evaluate a target as the options say, with a progress bar."""
-    from ragen.evaluation.evaluation import default_out, evaluate_outcomes
+    from ragen.evaluation.evaluation import Options, default_out, evaluate_outcomes
 
+    given = {key: getattr(options, key) for key in Options.__annotations__}
+    given["out"] = options.out or default_out(target, server)
     with _counting(label, options.episodes * options.samples) as count:
-        return evaluate_outcomes(
-            target,
-            settings,
-            episodes=options.episodes,
-            seed=options.seed,
-            temperature=options.temperature,
-            samples=options.samples,
-            server=server,
-            concurrency=options.concurrency,
-            out=options.out or default_out(target, server),
-            on_outcome=count,
-        )
+        return evaluate_outcomes(target, settings, server=server, on_outcome=count, **given)
 
 
 def _playing_options(parser: Parser) -> None:
@@ -169,6 +156,10 @@ def _server(options: Namespace) -> Server | None:
     return None if options.base_url is None else Server(options.base_url, **asked)
 
 
+def _named_envs(options: Namespace) -> list[str]:
+    return [name for each in options.env or [] for name in each.split(",")]
+
+
 def _compared_envs(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
     """Where to compare: a suite, the named environments, or that of the first run.
 
@@ -177,7 +168,7 @@ def _compared_envs(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
     """
     from ragen.evaluation.compare import SUITES
 
-    named = [name for each in options.env or [] for name in each.split(",")]
+    named = _named_envs(options)
     if options.suite is None:
         return {name: {"env": name} for name in named} or {"": {}}
     if named:
@@ -217,15 +208,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _play_options(parser: Parser) -> None:
-    which = "an environment (ragen envs), file.py:Class, or a recipe"
-    parser.add_argument("env", metavar="ENV", help=which)
-    parser.add_argument(
-        "--player",
-        default="human",
-        metavar="WHO",
-        help="human, random, solver, base or RUN [human]",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="number of the level [0]")
+    add = parser.add_argument
+    add("env", metavar="ENV", help="an environment (ragen envs), file.py:Class, or a recipe")
+    player = "human, random, solver, base or RUN [human]"
+    add("--player", default="human", metavar="WHO", help=player)
+    add("--seed", type=int, default=0, metavar="N", help="number of the level [0]")
     parser.epilog = "Any config key (ragen help keys) may be set too."
 
 
@@ -259,12 +246,8 @@ def _branch_options(parser: Parser) -> None:
     add("episode", metavar="EPISODE", type=int, help="the episode's id, as shown by ragen view")
     add("--turn", type=int, required=True, metavar="K", help="first turn to play again, from 0")
     add("--n", type=int, default=4, metavar="N", help="number of branches [4]")
-    add(
-        "--checkpoint",
-        type=int,
-        metavar="STEP",
-        help="step of the checkpoint to play with [the newest]",
-    )
+    checkpoint = "step of the checkpoint to play with [the newest]"
+    add("--checkpoint", type=int, metavar="STEP", help=checkpoint)
     add("--temperature", type=float, metavar="T", help="0 is greedy [the run's]")
     add("--seed", type=int, default=0, metavar="S", help="seed of the branches [0]")
     add("--json", action="store_true", help="print the result as one JSON line")
@@ -279,15 +262,8 @@ def _branch(options: Namespace, _: Overrides) -> int:
     from ragen.core.tables import show
     from ragen.evaluation.branch import branch, branch_table
 
-    found = branch(
-        options.run,
-        options.episode,
-        options.turn,
-        options.n,
-        checkpoint=options.checkpoint,
-        temperature=options.temperature,
-        seed=options.seed,
-    )
+    given = {name: getattr(options, name) for name in ("checkpoint", "temperature", "seed")}
+    found = branch(options.run, options.episode, options.turn, options.n, **given)
     if options.json:
         print(json.dumps(found.record()))
     else:

@@ -30,16 +30,11 @@ if TYPE_CHECKING:
 
 
 def _train_options(parser: Parser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the run's folder; it must not exist [runs/RECIPE-N]",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and do nothing"
-    )
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
+    folder = "the run's folder; it must not exist [runs/RECIPE-N]"
+    add("--out", type=Path, metavar="DIR", help=folder)
+    add("--dry-run", action="store_true", help="print the resolved config and do nothing")
     output_options(parser)
 
 
@@ -191,10 +186,9 @@ def _collapse_signs(result: Result) -> list[str]:
 
 
 def _report_options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for report.md and its plots [RUN]"
-    )
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    add("--out", type=Path, metavar="DIR", help="folder for report.md and its plots [RUN]")
 
 
 def _report(options: Namespace, _: Overrides) -> int:
@@ -211,22 +205,14 @@ def _report(options: Namespace, _: Overrides) -> int:
 
 
 def _export_options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="a folder that does not exist [RUN/export-step-N]"
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="a checkpoint's step [the newest]")
-    which.add_argument(
-        "--best", action="store_true", help="the checkpoint with the best evaluation"
-    )
-    parser.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base")
-    parser.add_argument(
-        "--episodes",
-        type=Path,
-        metavar="FILE",
-        help="write all recorded episodes instead, one per row: FILE.jsonl or FILE.parquet",
-    )
+    add, which = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
+    add("--out", type=Path, metavar="DIR", help="a folder that does not exist [RUN/export-step-N]")
+    which("--step", type=int, metavar="N", help="a checkpoint's step [the newest]")
+    which("--best", action="store_true", help="the checkpoint with the best evaluation")
+    add("--merge", action="store_true", help="merge a LoRA adapter into its base")
+    episodes = "write all recorded episodes instead, one per row: FILE.jsonl or FILE.parquet"
+    add("--episodes", type=Path, metavar="FILE", help=episodes)
 
 
 def _export(options: Namespace, _: Overrides) -> int:
@@ -252,19 +238,15 @@ def _export_episodes(options: Namespace) -> int:
 
 
 def _study_options(parser: Parser) -> None:
-    parser.add_argument("study", nargs="?", metavar="NAME", help="a study; without one, list them")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds per arm [5]")
-    parser.add_argument(
-        "--scale", choices=("laptop", "paper"), default="laptop", help="size [laptop]"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder [runs/study-NAME-SCALE]")
-    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="parallel runs [cores]")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the claim, the predictions and the runs, and do nothing",
-    )
-    parser.add_argument("--json", action="store_true", help="end with the verdict as one JSON line")
+    add = parser.add_argument
+    add("study", nargs="?", metavar="NAME", help="a study; without one, list them")
+    add("--seeds", type=int, default=5, metavar="N", help="seeds per arm [5]")
+    add("--scale", choices=("laptop", "paper"), default="laptop", help="size [laptop]")
+    add("--out", type=Path, metavar="DIR", help="folder [runs/study-NAME-SCALE]")
+    add("--jobs", type=int, default=0, metavar="N", help="parallel runs [cores]")
+    plan = "print the claim, the predictions and the runs, and do nothing"
+    add("--dry-run", action="store_true", help=plan)
+    add("--json", action="store_true", help="end with the verdict as one JSON line")
     parser.epilog = "Finished runs are kept: the same command continues after a stop or a kill."
 
 

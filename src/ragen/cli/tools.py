@@ -14,21 +14,15 @@ from ragen.core.errors import RagenError
 
 
 def _sft_options(parser: Parser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="the model's folder; must not exist"
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help='conversations, one {"messages": […]} per line [episodes of optimal play]',
-    )
-    parser.add_argument("--episodes", type=int, metavar="N", help="episodes of optimal play [1024]")
-    parser.add_argument("--epochs", type=int, metavar="E", help="epochs over the examples [3]")
-    parser.add_argument(
-        "--lr", type=float, metavar="LR", help="learning rate [10 × the recipe's update.lr]"
-    )
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
+    folder = "the model's folder; must not exist"
+    add("--out", type=Path, required=True, metavar="DIR", help=folder)
+    data = 'conversations, one {"messages": […]} per line [episodes of optimal play]'
+    add("--data", type=Path, metavar="FILE", help=data)
+    add("--episodes", type=int, metavar="N", help="episodes of optimal play [1024]")
+    add("--epochs", type=int, metavar="E", help="epochs over the examples [3]")
+    add("--lr", type=float, metavar="LR", help="learning rate [10 × the recipe's update.lr]")
     output_options(parser)
     parser.epilog = (
         "The recipe sets environment, prompts, budgets and model. Their keys and most\n"
@@ -118,13 +112,8 @@ def _base(options: Namespace, _: Overrides) -> int:
 
 def _envs_options(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON list")
-    parser.add_argument(
-        "--episodes",
-        type=int,
-        default=256,
-        metavar="N",
-        help="levels for random and optimal play [256]",
-    )
+    levels = "levels for random and optimal play [256]"
+    parser.add_argument("--episodes", type=int, default=256, metavar="N", help=levels)
 
 
 def _envs(options: Namespace, _: Overrides) -> int:
@@ -173,15 +162,8 @@ def _envs(options: Namespace, _: Overrides) -> int:
 
 
 def _check_options(parser: Parser) -> None:
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help="environments, or classes and functions as path/to/file.py:name [all environments]",
-    )
-
-
-KIND = "environment (subclass of ragen.Env) or function"
+    names = "environments, or classes and functions as path/to/file.py:name [all environments]"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
 
 
 def _check(options: Namespace, _: Overrides) -> int:
@@ -189,8 +171,9 @@ def _check(options: Namespace, _: Overrides) -> int:
     from ragen.envs.checker import check
     from ragen.envs.registry import make, registered_envs
 
+    kind = "environment (subclass of ragen.Env) or function"
     for name in options.names or registered_envs():
-        if ":" in name and not isinstance(load_object(name, kind=KIND).object, type):
+        if ":" in name and not isinstance(load_object(name, kind=kind).object, type):
             from ragen.training.code_check import check_function
 
             print(f"{name}: passes as {check_function(name)}")

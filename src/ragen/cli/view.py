@@ -17,36 +17,17 @@ PORT = 7246
 
 
 def _view_options(parser: Parser) -> None:
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        type=Path,
-        default=Path("runs"),
-        metavar="FOLDER",
-        help="folder of the runs, or one run [runs]",
-    )
-    parser.add_argument(
-        "--port", type=int, default=PORT, metavar="N", help=f"0 takes any free port [{PORT}]"
-    )
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to serve on; for other machines the printed URL has a token [127.0.0.1]",
-    )
-    parser.add_argument(
-        "--no-browser", action="store_true", help="print the URL and open no browser"
-    )
-    parser.add_argument(
-        "--export",
-        type=Path,
-        metavar="FILE",
-        help="write the run in FOLDER to one HTML file that needs no server",
-    )
-    parser.add_argument("--episode", type=int, metavar="ID", help="export only this episode")
-    parser.add_argument(
-        "--group", type=int, metavar="ID", help="export only the group of this episode"
-    )
+    add = parser.add_argument
+    folder = "folder of the runs, or one run [runs]"
+    add("folder", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help=folder)
+    add("--port", type=int, default=PORT, metavar="N", help=f"0 takes any free port [{PORT}]")
+    host = "address to serve on; for other machines the printed URL has a token [127.0.0.1]"
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
+    add("--no-browser", action="store_true", help="print the URL and open no browser")
+    export = "write the run in FOLDER to one HTML file that needs no server"
+    add("--export", type=Path, metavar="FILE", help=export)
+    add("--episode", type=int, metavar="ID", help="export only this episode")
+    add("--group", type=int, metavar="ID", help="export only the group of this episode")
 
 
 def _view(options: Namespace, _: Overrides) -> int:

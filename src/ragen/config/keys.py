@@ -99,12 +99,8 @@ def expected(field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         choices = [str(choice) for choice in get_args(kind)]
         return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
-    words: dict[object, str] = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-    }
+    words: dict[object, str] = {int: "a whole number", float: "a number"}
+    words |= {bool: "true or false", str: "text"}
     bounds = [
         f"{sign} {getattr(rule, name)}"
         for rule in field.metadata

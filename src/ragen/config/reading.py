@@ -119,9 +119,8 @@ def with_preset(config: Config) -> Config:
         ('grpo', 0.28, 3)
     """
     explicit = dotted(config.model_dump(exclude_unset=True))
-    return _validate(
-        [(f"preset {config.algorithm}", load_preset(config.algorithm)), ("", explicit)]
-    )
+    preset = f"preset {config.algorithm}", load_preset(config.algorithm)
+    return _validate([preset, ("", explicit)])
 
 
 def unread(config: Config) -> list[str]:
@@ -194,16 +193,10 @@ def load_recipe(recipe: str | Path) -> tuple[str, Flat]:
     Raises:
         RagenError: No such recipe or file, broken TOML, or an unknown key.
     """
-    known = recipes()
     if isinstance(recipe, Path) or recipe.endswith(".toml"):
         path = Path(recipe)
         return path.stem, _read_toml(path, f"recipe {path}")
-    if recipe not in known:
-        raise RagenError(
-            f"unknown recipe {recipe!r}{nearest(recipe, known)}; "
-            f"recipes are {', '.join(known)}, or a path to a .toml"
-        )
-    return recipe, _read_toml(known[recipe], f"recipe {recipe}")
+    return recipe, _read_toml(_named(recipe, recipes(), "recipe"), f"recipe {recipe}")
 
 
 def load_preset(algorithm: str) -> Flat:
@@ -212,13 +205,16 @@ def load_preset(algorithm: str) -> Flat:
     Raises:
         RagenError: No such preset.
     """
-    known = presets()
-    if algorithm not in known:
+    return _read_toml(_named(algorithm, presets(), "algorithm"), f"preset {algorithm}")
+
+
+def _named(name: str, known: Mapping[str, Traversable], kind: str) -> Traversable:
+    if name not in known:
+        also = ", or a path to a .toml" if kind == "recipe" else ""
         raise RagenError(
-            f"unknown algorithm {algorithm!r}{nearest(algorithm, known)}; "
-            f"algorithms are {', '.join(known)}"
+            f"unknown {kind} {name!r}{nearest(name, known)}; {kind}s are {', '.join(known)}{also}"
         )
-    return _read_toml(known[algorithm], f"preset {algorithm}")
+    return known[name]
 
 
 @cache

@@ -13,11 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple, get_args
 
 from ragen.config.kinds import DETECTOR, ESTIMATOR, LOSS, TERM
-from ragen.config.sections import (
-    TRACKERS,
-    Response,
-    Sections,
-)
+from ragen.config.sections import TRACKERS, Response, Sections
 
 LARGEST_EPISODE_CLIP = 0.05
 """Largest clip that GSPO takes. An episode's mean log-ratio stays some thousandths from 0, and the

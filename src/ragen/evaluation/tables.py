@@ -47,7 +47,8 @@ def evaluation_table(
 ) -> Section:
     """One target in one environment."""
     e = evaluation
-    title, columns = f"{e.env}, {e.episodes} held-out levels", PLAYER_COLUMNS
+    title = f"{e.env}, {e.episodes} held-out levels"
+    columns: tuple[str, ...] = PLAYER_COLUMNS
     rows = e.with_baselines([e.row(f"{e.target}, {e.how}")])
     if e.samples > 1:
         title, columns = f"{title} × {e.samples}", (*columns, f"pass@{e.samples}", "95 %")

@@ -73,11 +73,7 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
 
 @contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """Report a place that cannot be written as one line.
-
-    Raises:
-        RagenError: It cannot.
-    """
+    """Report a place that cannot be written as one `RagenError`."""
     try:
         yield
     except OSError as error:

@@ -152,9 +152,8 @@ def refuse_other_settings(cell: Cell) -> None:
     Raises:
         RagenError: There is one.
     """
-    if not (cell.folder / CONFIG).exists():
-        return
-    if read_config(cell.folder / CONFIG) != resolve_paths(cell.config):
+    path = cell.folder / CONFIG
+    if path.exists() and read_config(path) != resolve_paths(cell.config):
         raise RagenError(
             f"{cell.folder} was made with other settings than the study has now; name another --out"
         )

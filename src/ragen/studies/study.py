@@ -174,11 +174,8 @@ def load_study(name: str) -> Study:
 def decide(study: Study, scale: Scale, numbers: Mapping[str, Numbers]) -> list[Decision]:
     """The decision about each prediction on each recipe.
 
-    Args:
-        study: The study with the predictions.
-        scale: The scale with the recipes.
-        numbers: For each measure its values by recipe and arm. Values that are not finite are left
-            out. A mean of fewer than two values has no interval, so it decides nothing.
+    `numbers` are each measure's values by recipe and arm. Values that are not finite are left out.
+    A mean of fewer than two values has no interval, so it decides nothing.
     """
     decisions = []
     for recipe in study.grid(scale).recipes:

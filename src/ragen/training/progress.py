@@ -208,21 +208,14 @@ class LiveTable(Watcher):
         return Group(self._headline(), signals)
 
     def _headline(self) -> Table:
-        total, budget = self._config.steps, self._config.budget
-        line = Table.grid(
-            *(Column(ratio=ratio, no_wrap=True) for ratio in (None, 1, None, None)),
-            padding=(0, 2),
-            expand=True,
-        )
+        total = self._config.steps
+        columns = (Column(ratio=ratio, no_wrap=True) for ratio in (None, 1, None, None))
+        line = Table.grid(*columns, padding=(0, 2), expand=True)
         position = f"step {self._step} of {total}"
-        if budget == "updates":
+        if self._config.budget == "updates":
             position = f"step {self._step}, {self._used:.0f} of {total} updates"
-        line.add_row(
-            Text(self._config.recipe, "bold"),
-            ProgressBar(total=total, completed=self._finished()),
-            position,
-            self._left(),
-        )
+        bar = ProgressBar(total=total, completed=self._finished())
+        line.add_row(Text(self._config.recipe, "bold"), bar, position, self._left())
         return line
 
     def _finished(self) -> float:
@@ -233,22 +226,20 @@ class LiveTable(Watcher):
         if self._config.budget == "updates":
             return self._used
         rollout = self._config.rollout
-        return self._used + 0.9 * min(
-            self._episodes / (rollout.num_groups * rollout.group_size), 1.0
-        )
+        share = self._episodes / (rollout.num_groups * rollout.group_size)
+        return self._used + 0.9 * min(share, 1.0)
 
     def _left(self) -> str:
         """The remaining time at the pace so far, evaluations included."""
         total = self._config.steps
         if self._used >= total or (self._step == 0 and not self._episodes):
             return "evaluating"
-        done = self._finished() - (
-            self._finished() if self._used_at_start is None else self._used_at_start
-        )
+        finished = self._finished()
+        done = 0.0 if self._used_at_start is None else finished - self._used_at_start
         if done < MIN_DONE:
             return ""
         pace = (time.monotonic() - self._began) / done
-        return f"{format_duration(pace * (total - self._finished()))} left"
+        return f"{format_duration(pace * (total - finished))} left"
 
 
 def watcher_for(console: Console, quiet: bool = False) -> Watcher:

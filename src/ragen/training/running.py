@@ -170,10 +170,7 @@ class Run:
 
 
 class Clock:
-    """Seconds of a step by phase.
-
-    Args:
-        beat: Called where a phase begins and ends.
+    """Seconds of a step by phase; `beat` is called where a phase begins and ends.
 
     Example:
         >>> clock = Clock(lambda: None)
@@ -204,15 +201,10 @@ class Clock:
     def metrics(self, env_s: float, num_tokens: float) -> Metrics:
         """``time/rollout_s`` and the other phases, their sum ``time/step_s``, and tokens a second.
 
-        Args:
-            env_s: Seconds of the rollout that the environments took; the rest is generation.
-            num_tokens: Tokens that were sampled.
+        `env_s` is the part of the rollout that the environments took; the rest is generation.
         """
-        phases = self._seconds | {
-            "env": env_s,
-            "generate": self._seconds["rollout"] - env_s,
-            "step": self.seconds,
-        }
+        generate_s = self._seconds["rollout"] - env_s
+        phases = self._seconds | {"env": env_s, "generate": generate_s, "step": self.seconds}
         speed = {"time/tokens_per_s": last(num_tokens / self.seconds)}
         return {f"time/{name}_s": total(seconds) for name, seconds in phases.items()} | speed
 
@@ -315,12 +307,8 @@ def result_of(run: Run) -> Result:
         (each.step, each.evaluation.temperature): each.evaluation
         for each in load_evaluations(run.folder)
     }
-    wanted = {
-        "before": (0, temperature),
-        "after": (steps, temperature),
-        "before_greedy": (0, 0.0),
-        "after_greedy": (steps, 0.0),
-    }
+    wanted = {"before": (0, temperature), "after": (steps, temperature)}
+    wanted |= {"before_greedy": (0, 0.0), "after_greedy": (steps, 0.0)}
     return Result(
         run=run.folder,
         env=run.config.env.name,
