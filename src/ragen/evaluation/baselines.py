@@ -37,21 +37,11 @@ CALL_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The budgets of an episode.
-
-    Example:
-        >>> Budget(5, 5, 10).max_executed
-        10
-    """
+    """The budgets of an episode."""
 
     turns: int
     actions_per_turn: int
     actions: int
-
-    @property
-    def max_executed(self) -> int:
-        """Maximum number of executed actions."""
-        return min(self.actions, self.turns * self.actions_per_turn)
 
 
 def measure_baselines(

@@ -8,7 +8,7 @@ common to both, and the rest is compared level by level.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -129,12 +129,8 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """One sentence: `a` is better, `a` is worse, or no difference is shown."""
-        points = "{} points [{}, {}]".format(
-            *(
-                f"{100 * share:+.1f}"
-                for share in (self.difference.value, self.difference.low, self.difference.high)
-            )
-        )
+        change, low, high = (100 * share for share in astuple(self.difference))
+        points = f"{change:+.1f} points [{low:+.1f}, {high:+.1f}]"
         if self.difference.low > 0:
             return f"{self.a.name} is better than {self.b.name}: {points}."
         if self.difference.high < 0:
@@ -296,8 +292,7 @@ def _level_rates(outcomes: Sequence[Outcome]) -> Floats:
 def _arm(targets: Sequence[str], evaluations: Sequence[Evaluation]) -> Arm:
     first = evaluations[0]
     if len(targets) == 1:
-        success = Interval(first.success, first.success_low, first.success_high)
-        return Arm(targets[0], tuple(evaluations), success)
+        return Arm(targets[0], tuple(evaluations), first.interval)
     success = interquartile_mean([[evaluation.success for evaluation in evaluations]])
     return Arm(f"{targets[0]} ({len(targets)} seeds)", tuple(evaluations), success)
 

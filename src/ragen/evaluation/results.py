@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.core.errors import RagenError
-from ragen.core.statistics import bootstrap_mean, pass_at_k, success_rate
+from ragen.core.statistics import Interval, bootstrap_mean, pass_at_k, success_rate
 from ragen.envs.contract import Baselines
 from ragen.evaluation.outcomes import Outcome, how_sampled
 from ragen.storage.reader import read_evaluations, standing
@@ -106,6 +106,11 @@ class Evaluation:
     def how(self) -> str:
         """How tokens were chosen (`how_sampled`)."""
         return how_sampled(self.temperature)
+
+    @property
+    def interval(self) -> Interval:
+        """Success with its interval."""
+        return Interval(self.success, self.success_low, self.success_high)
 
     def row(self, player: str) -> tuple[str, ...]:
         """A row of a table: the player, success, its interval, mean return."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ragen.config.reading import differences
 from ragen.core.errors import RagenError, reason_of
 from ragen.core.formatting import format_duration, format_rate, sparkline
-from ragen.core.statistics import Interval, difference
+from ragen.core.statistics import difference
 from ragen.core.tables import Section, markdown
 from ragen.evaluation.results import Evaluation
 from ragen.reports.facts import EXACT, GRADIENTS, SIGNALS, TERMS, Facts, phases
@@ -80,16 +80,12 @@ def success(facts: Facts) -> Section:
 
 def _gain(before: Evaluation, after: Evaluation) -> str:
     """The change of success in points, and whether its interval excludes 0."""
-    change = difference(_interval(after), _interval(before))
+    change = difference(after.interval, before.interval)
     unsure = (
         "; the interval contains 0: no change is shown" if change.low <= 0 <= change.high else ""
     )
     points = f"{100 * change.value:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
     return f"{before.success:.1%} → {after.success:.1%}, {points}{unsure}."
-
-
-def _interval(evaluation: Evaluation) -> Interval:
-    return Interval(evaluation.success, evaluation.success_low, evaluation.success_high)
 
 
 def signals(facts: Facts) -> Section:

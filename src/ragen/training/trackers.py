@@ -9,12 +9,12 @@ can only append: their own step counter continues, and curves are drawn against 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -43,18 +43,21 @@ EVALUATED = ("success", "success_low", "success_high", "mean_return")
 
 
 class Tracker:
-    """Takes numbers, step by step, and appends them to the library's `_run`."""
+    """Takes numbers, step by step, and appends them to the library's `_run`.
+
+    What a library prints goes to standard error: standard output is for results.
+    """
 
     _run: Any
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a step, which may have been logged before."""
-        with _stdout_to_stderr():
+        with redirect_stdout(sys.stderr):
             self._run.log({**numbers, STEP: step})
 
     def close(self) -> None:
         """Write pending data."""
-        with _stdout_to_stderr():
+        with redirect_stdout(sys.stderr):
             self._run.finish()
 
 
@@ -119,7 +122,7 @@ class Trackio(Tracker):
     """A run of trackio, in its folder on this machine or where its own variables say."""
 
     def __init__(self, run: Path, config: Config, step: int) -> None:
-        with _stdout_to_stderr():
+        with redirect_stdout(sys.stderr):
             import trackio
 
             self._run = trackio.init(
@@ -213,10 +216,3 @@ def _id(run: Path) -> str:
     if not path.exists():
         path.write_text(secrets.token_hex(4))
     return path.read_text().strip()
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Any:
-    """Send what a library prints to standard error: standard output is for results."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
