@@ -1,8 +1,8 @@
 """Keys of earlier versions: their present names, and those that were removed.
 
-A recipe or a command line that uses such a key is refused with one line (`refusal`). The config
-that was saved with a run is read with the present names (`present_values`), so that runs of the
-version before can be viewed, evaluated and resumed.
+A recipe or a command line with such a key is refused with one line (`refusal`). The saved config of
+a run is read with the present names (`present_values`), so runs of the previous version can be
+viewed, evaluated and resumed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 
 
 class Removed(NamedTuple):
-    """A key that was removed: the one value that is left of it, and the line for the user."""
+    """A removed key: the value that holds now, and the line for the user."""
 
     value: Any
     reason: str
@@ -63,12 +63,12 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
         "guard.rollbacks": Removed(2, "a run may be rolled back twice"),
         "guard.stalled_s": Removed(
             1800.0,
-            "half an hour without progress counts as stalled; guard.responses.stalled says what "
-            "follows",
+            "half an hour without progress counts as stalled; guard.responses.stalled sets the "
+            "response",
         ),
     }
 )
-"""Removed keys. A value of None says that no value of the key changed what a run computes."""
+"""Removed keys. A value of None means that the key never changed what a run computes."""
 
 
 def refusal(key: str) -> str | None:
@@ -112,14 +112,14 @@ def present_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_to_resume(values: Mapping[str, Any], where: str) -> None:
-    """Refuse to train on where a removed key had another value than the one that is left.
+    """Refuse to resume a run that set a removed key to a value other than the one that holds now.
 
     Args:
         values: The saved values by dotted key.
         where: The file that holds them.
 
     Raises:
-        RagenError: The run would go on with other settings.
+        RagenError: The resumed run would have other settings.
     """
     for key, value in values.items():
         if key in REMOVED and key != "filter.reweight":

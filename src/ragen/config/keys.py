@@ -22,23 +22,23 @@ Flat = dict[str, Any]
 """Values by dotted key; an entry of an open table is ``env.params.<name>``."""
 
 SHORT = MappingProxyType({"model": "model.path", "env": "env.name"})
-"""Sections whose bare name stands for their main key, as in ``--model base``."""
+"""Short names of keys, as in ``--model base``."""
 
 PARAMS = "env.params"
-"""A table whose keys belong to the environment, which checks them itself."""
+"""The table of the environment's own parameters, which the environment checks."""
 
 TABLES = (PARAMS, "reward.terms", "guard.responses", "sources")
-"""The open tables: keys of their own choosing, which the layers merge one by one."""
+"""The open tables, whose keys are free; layers of settings merge them key by key."""
 
 
 @cache
 def keys() -> Mapping[str, FieldInfo]:
-    """Every key a config has, with its type, default and bounds."""
+    """Every key of a config, with its type, default and bounds."""
     return MappingProxyType(dict(_leaves(Config, "")))
 
 
 def canonical_key(key: str, where: str = "") -> str:
-    """The full dotted name of a key that may be short for it.
+    """The full dotted name of a key or of its short name.
 
     Raises:
         RagenError: There is no such key; names the nearest one.
@@ -63,11 +63,11 @@ def canonical_key(key: str, where: str = "") -> str:
 
 
 def parse_value(key: str, text: str) -> Any:
-    """The value that a text from the command line stands for.
+    """Parse a value from the command line.
 
-    Keys that hold text take it as it is; for all others it is read as TOML (``3e-4``, ``true``,
-    ``[1, 2]``), and what TOML cannot read stays text, for the validation to refuse or an
-    environment to accept.
+    Keys of type text take it unchanged. For all others it is read as TOML (``3e-4``, ``true``,
+    ``[1, 2]``). A value that is not TOML stays text, which the validation may refuse or an
+    environment may accept.
 
     Example:
         >>> parse_value("update.lr", "3e-4"), parse_value("model.path", "7")
@@ -87,7 +87,7 @@ def parse_value(key: str, text: str) -> Any:
 
 
 def expected(field: FieldInfo) -> str:
-    """In words, what a key takes.
+    """Describe the values that a key accepts.
 
     Example:
         >>> expected(keys()["update.epochs"]), expected(keys()["reward.over"])
