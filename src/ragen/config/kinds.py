@@ -107,9 +107,9 @@ def short_name(name: str) -> str:
 
 @cache
 def load(name: str, kind: Kind) -> Loaded:
-    """What a name from outside stands for, loaded once.
+    """The object of a name from outside, loaded once.
 
-    A run calls ``load.cache_clear()`` when it begins, and so runs the code whose hash it records.
+    A run calls ``load.cache_clear()`` when it begins, so it runs the code whose hash it records.
 
     Raises:
         RagenError: It cannot be loaded.

@@ -54,15 +54,15 @@ def resolve(
     *,
     saved: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Settle every value of a run.
+    """Resolve every value of a run.
 
-    A value that would never be read is refused (`config.READ_WITH`). What a recipe sets for its own
-    algorithm, and the one that an override names leaves unread, falls back to the preset's value.
+    A value that would never be read is refused (`rules.READ_WITH`). If an override names another
+    algorithm, values of the recipe that this algorithm does not read fall back to its preset.
 
     Args:
         recipe: A recipe's name (`recipes`), a path to a ``.toml``, or None for the defaults.
         overrides: Values by dotted key or in nested tables; they win over everything else.
-        saved: Values of a run that is there, in the recipe's place; those left unread fall back.
+        saved: Values of an existing run, instead of a recipe; values that are not read fall back.
 
     Raises:
         RagenError: Unknown recipe, preset or key, a wrong type, values that exclude each other, a
@@ -143,7 +143,7 @@ def read_config(path: Path) -> Config:
 
 
 def read_config_to_resume(path: Path) -> Config:
-    """The same, for a run that is to be trained on.
+    """The same, for a run that is resumed.
 
     Raises:
         RagenError: As `read_config`, or a setting that the run began with exists no more.
@@ -225,12 +225,12 @@ def recipes() -> Mapping[str, Traversable]:
 
 @cache
 def presets() -> Mapping[str, Traversable]:
-    """The algorithm presets, by name: ``starpo-s/grpo`` is ``algorithms/starpo-s/grpo.toml``."""
+    """The algorithm presets, by name: ``starpo-s/grpo`` is ``presets/starpo-s/grpo.toml``."""
     return MappingProxyType(dict(_toml_files(resources.files("ragen.config") / "presets")))
 
 
 def first_comment(file: Traversable) -> str:
-    """What a recipe or preset says about itself: the comment that it begins with."""
+    """The comment at the start of a recipe or preset, which describes it."""
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.removeprefix("#").strip() for line in comment)

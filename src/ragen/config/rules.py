@@ -16,18 +16,18 @@ from ragen.config.kinds import DETECTOR, ESTIMATOR, LOSS, TERM
 from ragen.config.sections import TRACKERS, Response, Sections
 
 LARGEST_EPISODE_CLIP = 0.05
-"""Largest clip that GSPO takes. An episode's mean log-ratio stays some thousandths from 0, and the
-paper (arXiv:2507.18071) clips at 3e-4 and 4e-4: PPO's .2 would clip nothing."""
+"""Largest clip bound for GSPO. An episode's mean log-ratio stays within some thousandths of 0, and
+the paper (arXiv:2507.18071) clips at 3e-4 and 4e-4: PPO's .2 would clip nothing."""
 
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""Temperatures above 0 that vLLM takes as they are (``vllm.sampling_params``)."""
+"""Range of the temperatures above 0 that vLLM uses unchanged (``vllm.sampling_params``)."""
 
 CRITIC = ("gae", "bi_level_gae")
 """Estimators that use a critic. All others but `reinforce_pp` compare the episodes of a group."""
 
 STD_DIVIDES = ("grpo", "gigpo")
-"""Estimators that divide by a group's std. There the smallest difference makes a full-sized signal,
-even one that the KL penalty alone has made."""
+"""Estimators that divide by a group's std. The division gives any difference within a group full
+size, even a difference that only the KL penalty makes."""
 
 
 class Rule(NamedTuple):
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
 
 
 def _estimator_in(c: Sections, *names: str) -> bool:
-    """Whether the estimator is one of `names`, or from outside: then it may do as they do."""
+    """Whether the estimator is one of `names` or from outside, where it may work like them."""
     return c.advantage.name in names or not ESTIMATOR.is_own(c.advantage.name)
 
 
@@ -52,7 +52,7 @@ def _compares(c: Sections) -> bool:
 
 
 def _alone(c: Sections) -> bool:
-    """Whether a group is one episode, so that nothing can be compared within it."""
+    """Whether a group is a single episode, which cannot be compared with others."""
     return c.rollout.group_size < 2
 
 
@@ -199,7 +199,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def first_broken(config: Sections) -> str | None:
-    """The message of the first rule that a config breaks; none where its values go together.
+    """The message of the first rule that a config breaks, if there is one.
 
     Example:
         >>> first_broken(Sections()) is None
@@ -216,7 +216,7 @@ def first_broken(config: Sections) -> str | None:
 
 
 def _wrong_entries(config: Sections) -> Iterator[str]:
-    """What is wrong with the entries of the open tables, and with vLLM's temperatures."""
+    """The messages about wrong entries of the open tables and wrong temperatures for vLLM."""
     for name, weight in config.reward.terms.items():
         if complaint := TERM.complaint(name):
             yield f"reward.terms.{name}: {complaint}"
@@ -313,5 +313,5 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
         ),
     }
 )
-"""Keys that some settings leave unread; `reading.resolve` refuses them there. All others are read
-always."""
+"""Keys that are read only with certain settings; `reading.resolve` refuses them otherwise. All other
+keys are always read."""
