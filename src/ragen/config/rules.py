@@ -313,5 +313,5 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
         ),
     }
 )
-"""Keys that are read only with certain settings; `reading.resolve` refuses them otherwise. All other
-keys are always read."""
+"""Keys that are read only with certain settings; `reading.resolve` refuses them otherwise. All
+other keys are always read."""
