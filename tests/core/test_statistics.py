@@ -46,7 +46,7 @@ def test_wilson_holds_the_rate_and_is_symmetric(trials, share):
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 0), (3, 2), (-1, 2)])
 def test_no_rate(successes, trials):
-    with pytest.raises(ValueError, match="make no rate"):
+    with pytest.raises(ValueError, match="are not a rate"):
         wilson(successes, trials)
 
 
@@ -68,7 +68,7 @@ def test_copies_of_an_episode_do_not_make_it_surer():
 def test_one_cluster_has_no_spread_and_unequal_ones_count_by_size():
     assert bootstrap_mean([1.0, 2.0], [7, 7]).low == 1.5
     assert bootstrap_mean([0.0, 0.0, 3.0], [0, 0, 1]).value == 1.0
-    with pytest.raises(ValueError, match="need as many"):
+    with pytest.raises(ValueError, match="expected equally many"):
         bootstrap_mean([1.0], [])
 
 
@@ -121,7 +121,7 @@ def test_success_rate_counts_levels():
     # A single level, p = .25, n = 1: (.25 + 1.9207 ∓ 1.96·√(.1875 + .9604)) / 4.8415.
     alone = success_rate([True, False, False, False], [1] * 4)
     assert (alone.low, alone.high) == pytest.approx((0.0146, 0.8820), abs=1e-4)
-    with pytest.raises(ValueError, match="need as many"):
+    with pytest.raises(ValueError, match="expected equally many"):
         success_rate([], [])
 
 

@@ -437,7 +437,7 @@ def test_spoilt_weights_are_one_line(run: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("nowhere 1 --turn 0", "nowhere is no run folder"),
+        ("nowhere 1 --turn 0", "nowhere is not a run folder"),
         ("RUN 100000 --turn 0", "has no episode 100000 in its run.sqlite"),
         ("RUN 1 --turn 9", "turn = 9: episode 1 has turns 0 to"),
         ("RUN 1 --turn -1", "turn = -1: episode 1 has turns 0 to"),

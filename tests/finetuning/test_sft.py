@@ -245,7 +245,7 @@ def test_whatever_stops_it_leaves_nothing(tmp_path: Path) -> None:
         sft(tiny(), tmp_path / "tuned", episodes=8, lr=1e38)
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
-    with pytest.raises(RagenError, match=r"could not write .* name a folder that can be written"):
+    with pytest.raises(RagenError, match=r"cannot write .* name a folder that can be written"):
         sft(tiny(), tmp_path / "file" / "tuned", episodes=8)
 
 

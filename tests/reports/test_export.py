@@ -207,7 +207,7 @@ def never_evaluated(run: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "no run": (lambda run: shutil.rmtree(run), "", "is no run folder (config.toml is missing)"),
+    "no run": (lambda run: shutil.rmtree(run), "", "is not a run folder: config.toml is missing"),
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "", "has no checkpoint"),
     "no such step": (
         lambda run: None,
@@ -228,7 +228,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "",
         "export-step-3 exists already; name a folder that does not",
     ),
-    "out is no place": (lambda run: (run / "a").touch(), "--out RUN/a/b", "could not write"),
+    "out is no place": (lambda run: (run / "a").touch(), "--out RUN/a/b", "cannot write"),
 }
 
 

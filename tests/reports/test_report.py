@@ -276,18 +276,18 @@ def test_mistakes_are_one_line_and_exit_code_2(run: Path, capsys: Capture) -> No
         assert output.err.startswith("ragen: ") and output.err.count("\n") == 1
         return output.err
 
-    assert "is no run folder (config.toml is missing)" in refused(str(run.parent))
+    assert "is not a run folder: config.toml is missing" in refused(str(run.parent))
     taken = run.parent / "file"
     taken.touch()
-    assert "cannot write the report into" in refused(str(run), "--out", str(taken))
-    assert "choose a writable place with --out" in refused(str(run), "--out", str(taken / "x"))
+    assert f"cannot write {taken}/report.md: " in refused(str(run), "--out", str(taken))
+    assert "choose another place with --out" in refused(str(run), "--out", str(taken / "x"))
     database = (run / DATABASE).read_bytes()
     (run / DATABASE).write_bytes(b"no database" * 100)
     assert "run.sqlite cannot be read" in refused(str(run))
     (run / DATABASE).write_bytes(database[:5000])
     assert "run.sqlite cannot be read" in refused(str(run))
     (run / DATABASE).unlink()
-    assert "is no run folder (run.sqlite is missing)" in refused(str(run))
+    assert "is not a run folder: run.sqlite is missing" in refused(str(run))
 
 
 def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:

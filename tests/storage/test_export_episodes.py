@@ -141,7 +141,7 @@ def test_odd_texts_survive(tmp_path: Path) -> None:
         ("RUN --episodes out.csv", "out.csv: expected a name that ends in .jsonl or .parquet"),
         ("RUN --episodes there.jsonl", "there.jsonl exists already"),
         ("RUN --episodes no/such/folder.jsonl", "cannot write no/such/folder.jsonl: no such file"),
-        ("nowhere --episodes out.jsonl", "nowhere is no run folder"),
+        ("nowhere --episodes out.jsonl", "nowhere is not a run folder"),
         ("RUN --episodes out.jsonl --merge", "--episodes writes no policy: leave --out"),
     ],
 )

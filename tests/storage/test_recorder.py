@@ -332,9 +332,9 @@ def test_a_run_is_never_overwritten(recorder: Recorder) -> None:
 
 
 def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(RagenError, match="is no run folder"):
+    with pytest.raises(RagenError, match="is not a run folder"):
         Recorder.open(tmp_path)
-    with pytest.raises(RagenError, match="is no run folder"):
+    with pytest.raises(RagenError, match="is not a run folder"):
         read_evaluations(tmp_path)
     (tmp_path / DATABASE).write_bytes(b"not a database at all" * 100)
     with pytest.raises(RagenError, match="cannot be read"):

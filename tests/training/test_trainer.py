@@ -28,6 +28,7 @@ from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.config.keys import nest
 from ragen.config.reading import read_config, resolve
+from ragen.core import files
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Role
@@ -498,7 +499,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     result = resume(run)
     assert result.after is not None
     same(run, uninterrupted(asked, tmp_path))
-    assert rows(run, "SELECT kind FROM events") == [("resume",)]
+    ((kind, data),) = rows(run, "SELECT kind, data FROM events")
+    assert (kind, json.loads(data)) == ("resume", {"checkpoint": f"step-{steps}"})
 
 
 _WHOLE: dict[str, dict[str, Any]] = {}
@@ -605,12 +607,12 @@ def test_killed_in_the_first_evaluation(tmp_path: Path, number: int, more: dict[
 
 
 @CRITIC
-@pytest.mark.parametrize("moment", ["write_state", "save_model", "_flush", "rename", "drop_old"])
+@pytest.mark.parametrize("moment", ["write_state", "save_model", "flush", "rename", "drop_old"])
 def test_killed_while_a_checkpoint_is_written(
     tmp_path: Path, moment: str, more: dict[str, Any]
 ) -> None:
     asked, run = config(**more), tmp_path / "run"
-    owners = {"write_state": running, "save_model": factory, "rename": Path}
+    owners = {"write_state": running, "save_model": factory, "flush": files, "rename": Path}
     killed(asked, run, (owners.get(moment, checkpoint), moment), 1)
     for folder in checkpoint.folders(run):  # each is whole
         checkpoint.verified_state(folder)
@@ -679,6 +681,13 @@ def goes_on_from_the_one_before(run: Path, finished: Path, name: str) -> None:
     assert rows(run, "SELECT kind, text FROM events WHERE kind != 'resume'") == [
         ("damaged checkpoint", line)
     ]
+    ((data,),) = rows(run, "SELECT data FROM events WHERE kind = 'damaged checkpoint'")
+    assert json.loads(data) == {
+        "checkpoint": "step-0",
+        "damaged": "step-1",
+        "set_aside": "damaged-step-1",
+        "reason": line.partition(f"{aside}, ")[2],
+    }
     assert [path.name for path in checkpoint.folders(run)] == ["step-0", "step-1"]
     resume(run, hears)
     assert len(hears.alarms) == 1, "what was set aside is not met again"

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragen.cli.command import Command, Overrides, Parser, terminal
-from ragen.core.errors import RagenError, reason_of
+from ragen.core.errors import RagenError
+from ragen.core.files import file_errors, whole_file
 
 if TYPE_CHECKING:
     from ragen.evaluation.outcomes import Outcome
@@ -201,10 +202,8 @@ def _refuse_unwritable(path: Path | None) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RagenError(f"cannot write {path}: {reason_of(error)}") from None
+    with file_errors("write", path), whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _play_options(parser: Parser) -> None:

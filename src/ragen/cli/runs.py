@@ -69,9 +69,9 @@ def _resume_options(parser: Parser) -> None:
 
 
 def _resume(options: Namespace, _: Overrides) -> int:
-    from ragen.storage.database import CONFIG, must_exist
+    from ragen.storage.database import check_run_folder
 
-    must_exist(options.run, CONFIG)
+    check_run_folder(options.run)
     from ragen.training.trainer import resume
 
     return _watch_run(lambda watcher: resume(options.run, watcher), options)

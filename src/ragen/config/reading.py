@@ -37,6 +37,7 @@ from ragen.config.keys import (
 )
 from ragen.config.rules import READ_WITH
 from ragen.core.errors import RagenError
+from ragen.core.files import file_errors
 from ragen.core.names import nearest
 
 
@@ -275,9 +276,8 @@ def _read_toml(file: Traversable, where: str) -> Flat:
 
 def _read_tree(file: Traversable, where: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RagenError(f"cannot read {file}: {(error.strerror or str(error)).lower()}") from None
+        with file_errors("read", file):
+            return tomllib.loads(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise RagenError(f"{file} is not UTF-8 text, so it is no TOML file") from None
     except tomllib.TOMLDecodeError as error:

@@ -1,7 +1,5 @@
 """The one error a user may see: a sentence that says what is wrong and what to do."""
 
-import os
-
 
 class RagenError(ValueError):
     """A user's mistake or a machine's limit, in one line with the remedy; commands exit with 2.
@@ -18,8 +16,3 @@ class GuardStop(RagenError):
     """The guard stopped a run, saved as it was; commands exit with 3."""
 
     exit_code = 3
-
-
-def reason_of(error: OSError) -> str:
-    """Why the system refused, for the line of a `RagenError`."""
-    return os.strerror(error.errno).lower() if error.errno else str(error)

@@ -1,8 +1,7 @@
-"""Metrics know their name and how they add up.
+"""Metrics and how they are combined.
 
-A metric is a path (``reward/mean``, ``time/rollout_s``) and a `Metric` that carries its own rule of
-combination, so the parts of a step (microbatches, minibatches, learners) merge into one number
-without a table of special cases.
+A metric has a path (``reward/mean``, ``time/rollout_s``) and a `Metric` with its own rule of
+combination. So the parts of a step (microbatches, minibatches, learners) merge into one number.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Kind = Literal["mean", "sum", "max", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number with its weight and its rule: weighted mean, sum, maximum, or last written.
+    """A number with its weight and its rule: weighted mean, sum, maximum, or last value.
 
     Example:
         >>> merge([{"loss": mean(1.0, 2)}, {"loss": mean(4.0, 1)}])["loss"].value
@@ -40,7 +39,7 @@ def mean(value: float, weight: float = 1.0) -> Metric:
 
 
 def total(value: float) -> Metric:
-    """A sum: tokens, seconds, counts."""
+    """A sum, such as of tokens or seconds."""
     return Metric(float(value), 1.0, "sum")
 
 
@@ -50,15 +49,15 @@ def largest(value: float) -> Metric:
 
 
 def last(value: float) -> Metric:
-    """A state: of several, the last one counts."""
+    """A state, of which the last value counts."""
     return Metric(float(value), 1.0, "last")
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Combine metrics of the same names by their own rules.
+    """Combine metrics of the same name by their rules.
 
     Raises:
-        ValueError: A name comes with two different kinds.
+        ValueError: Metrics of one name have different kinds.
     """
     merged: Metrics = {}
     for part in parts:
@@ -69,7 +68,7 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 def _combine(name: str, a: Metric, b: Metric) -> Metric:
     if a.kind != b.kind:
-        raise ValueError(f"metric {name} is a {a.kind} here and a {b.kind} there")
+        raise ValueError(f"metric {name} has two kinds: {a.kind} and {b.kind}")
     if a.kind == "mean":
         weight = a.weight + b.weight
         value = (a.value * a.weight + b.value * b.weight) / weight if weight else a.value
@@ -80,5 +79,5 @@ def _combine(name: str, a: Metric, b: Metric) -> Metric:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The plain numbers."""
+    """The values by name, as plain numbers."""
     return {name: metric.value for name, metric in metrics.items()}

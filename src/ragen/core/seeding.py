@@ -1,4 +1,4 @@
-"""Randomness is derived, never ambient: a seed follows from the run's seed and a path."""
+"""Seeds: each is derived from the run's seed and a path; nothing uses global random state."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ BASE_LEVELS = 2**31
 SFT_LEVELS = 2**31 + 2**30
 
 MAX_REFILLS = 3
-"""Rounds of refilling that a step may have (`rollout.refill`)."""
+"""Most rounds of refilling per step (`rollout.refill`)."""
 
 
 def derive(run_seed: int, *path: int | str) -> int:
@@ -17,10 +17,10 @@ def derive(run_seed: int, *path: int | str) -> int:
 
     Args:
         run_seed: The run's seed.
-        *path: What the seed is for, such as ``"noise", step, group, member``.
+        *path: The purpose, such as ``"noise", step, group, member``.
 
     Returns:
-        An integer in [0, 2⁶³), from BLAKE2b of the path. Different paths give independent seeds.
+        An integer in [0, 2⁶³): BLAKE2b of seed and path. Different paths give independent seeds.
 
     Example:
         >>> derive(0, "noise", 1, 2, 3) == derive(0, "noise", 1, 2, 3)
@@ -32,31 +32,31 @@ def derive(run_seed: int, *path: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def train_level(step: int, group: int, num_prompts: int) -> int:
-    """Level seed of a training group; `step` and `group` count from 0, so no level comes twice.
+def train_level(step: int, group: int, num_groups: int) -> int:
+    """Level seed of a training group; `step` and `group` count from 0, and no level repeats.
 
     Example:
         >>> train_level(2, 3, 8)
         10019
     """
-    return TRAIN_LEVELS + step * num_prompts + group
+    return TRAIN_LEVELS + step * num_groups + group
 
 
-def refill_level(step: int, index: int, num_prompts: int) -> int:
+def refill_level(step: int, index: int, num_groups: int) -> int:
     """Level seed of the `index`-th group that replaces another in a step (`rollout.refill`).
 
-    In a range of its own, so that a run plays the same first groups whether it refills or not. A
-    step replaces `MAX_REFILLS` times its prompts at most.
+    These levels have their own range, so a step's first groups are the same with and without
+    refilling. A step replaces at most `MAX_REFILLS` times its number of groups.
 
     Example:
         >>> refill_level(2, 3, 8) - 2**30  # 2 · 3 · 8 + 3
         51
     """
-    return REFILL_LEVELS + step * MAX_REFILLS * num_prompts + index
+    return REFILL_LEVELS + step * MAX_REFILLS * num_groups + index
 
 
 def eval_level(index: int, first: int = EVAL_LEVELS) -> int:
-    """Level seed of an evaluation episode: a fixed set that counts up from 123.
+    """Level seed of an evaluation episode; the fixed set counts up from 123.
 
     Example:
         >>> eval_level(0), eval_level(255)
@@ -66,7 +66,7 @@ def eval_level(index: int, first: int = EVAL_LEVELS) -> int:
 
 
 def base_level(index: int) -> int:
-    """Level seed of a demonstration for base preparation: far above any training level.
+    """Level seed of a demonstration for base preparation, above all training levels.
 
     Example:
         >>> base_level(5) - 2**31
@@ -76,7 +76,7 @@ def base_level(index: int) -> int:
 
 
 def sft_level(index: int) -> int:
-    """Level seed of a demonstration for supervised fine-tuning: above those of base preparation.
+    """Level seed of a demonstration for supervised fine-tuning, above those of `base_level`.
 
     Example:
         >>> sft_level(5) - 2**31 - 2**30

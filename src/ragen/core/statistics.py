@@ -1,8 +1,8 @@
-"""How sure a number is: intervals for rates, means and differences, and tests of two agents.
+"""Confidence intervals for rates, means and differences, and tests of two agents.
 
-Each docstring says from which size on its interval holds the truth in 95 ± 1.5 of 100 samples, and
-what it does below; `tests/core/test_coverage.py` measures that. Letters: **L** levels, **K**
-episodes of a level, **S** training seeds.
+Each docstring states the sample size from which the interval covers the true value in 93.5–96.5 %
+of samples, and its coverage below that size; `tests/core/test_coverage.py` measures both. Letters:
+**L** levels, **K** episodes of a level, **S** training seeds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from scipy.special import ndtr, ndtri, stdtrit
 Floats = NDArray[np.float64]
 
 TRIMMED = 0.25
-"""Share of the scores that an interquartile mean leaves out at each end."""
+"""Share of the scores that an interquartile mean omits at each end."""
 
 POWER = 0.8
-"""Chance of showing the smallest detectable effect, as is usual."""
+"""The usual power: the probability of detecting the smallest detectable effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +40,25 @@ class Interval:
 
 
 def wilson(successes: int, trials: int, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval of a success rate; honest near 0 and 1, where ±1.96·σ is not.
+    """Wilson's score interval of a success rate; valid near 0 and 1, where ±1.96·σ is not.
 
     (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n), z the normal quantile (Wilson 1927). Coverage
-    93.5–96.5 % for every rate from 1 to 99 % from 128 trials on; 92–99 % with 16.
+    is 93.5–96.5 % from 128 trials on for every rate from 1 to 99 %, and 92–99 % with 16 trials.
 
     Args:
-        successes: How many of the trials succeeded.
-        trials: Independent trials; one episode a level, or nearly so.
-        confidence: Share of such intervals that hold the true rate.
+        successes: Number of successful trials.
+        trials: Number of independent trials: about one episode per level.
+        confidence: Share of such intervals that contain the true rate.
 
     Raises:
-        ValueError: Not 0 ≤ successes ≤ trials, or no trial.
+        ValueError: `trials` is 0, or not 0 ≤ successes ≤ trials.
 
     Example:
         >>> wilson(8, 10)  # doctest: +ELLIPSIS
         Interval(value=0.8, low=0.490..., high=0.943...)
     """
     if not 0 <= successes <= trials or trials == 0:
-        raise ValueError(f"{successes} successes of {trials} trials make no rate")
+        raise ValueError(f"{successes} successes of {trials} trials are not a rate")
     return _wilson(successes / trials, trials, confidence)
 
 
@@ -67,7 +67,7 @@ def _wilson(rate: float, trials: int, confidence: float) -> Interval:
     centre = rate + z * z / (2 * trials)
     spread = z * math.sqrt(rate * (1 - rate) / trials + (z / (2 * trials)) ** 2)
     scale = 1 + z * z / trials
-    # Rounding may push the bounds of 0 and of n successes past the rate itself.
+    # Rounding may push the bounds of a rate of 0 or 1 past the rate.
     low, high = (centre - spread) / scale, (centre + spread) / scale
     return Interval(rate, min(max(low, 0.0), rate), max(min(high, 1.0), rate))
 
@@ -76,10 +76,10 @@ def difference(one: Interval, other: Interval) -> Interval:
     """Interval of the difference of two independent rates, ``one`` − ``other``.
 
     With rates p₁, p₂ and their Wilson bounds l, u: (p₁ − p₂) − √((p₁ − l₁)² + (u₂ − p₂)²) to
-    (p₁ − p₂) + √((u₁ − p₁)² + (p₂ − l₂)²) (Newcombe 1998, method 10). For two evaluations on the
-    same levels, whose outcomes go together, it is wider than it need be: `paired_difference` is for
-    them. Coverage 93.5–96.5 % from 32 trials each on, where about five of each succeed and fail;
-    with rarer outcomes it holds the truth more often than it says, with 8 trials each 92–99 %.
+    (p₁ − p₂) + √((u₁ − p₁)² + (p₂ − l₂)²) (Newcombe 1998, method 10). Two evaluations on the
+    same levels have correlated outcomes; use `paired_difference` for them, which is narrower.
+    Coverage is 93.5–96.5 % from 32 trials each on, if about five of each succeed and fail. It is
+    higher with rarer outcomes, and 92–99 % with 8 trials each.
 
     Example:
         >>> difference(wilson(30, 100), wilson(60, 100))  # doctest: +ELLIPSIS
@@ -99,34 +99,36 @@ def bootstrap_mean(
     draws: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Mean with a bootstrap interval that draws whole clusters.
+    """Mean with a bootstrap interval that resamples whole clusters.
 
-    Episodes of one level are alike; drawing levels instead of episodes keeps the interval from
-    being too narrow (Efron and Tibshirani 1993, chapter 8). So does the expanded percentile
+    Episodes of one level are correlated. Resampling levels instead of episodes keeps the interval
+    from being too narrow (Efron and Tibshirani 1993, chapter 8). So does the expanded percentile
     (Hesterberg 2015, doi:10.1080/00031305.2015.1089789): with n clusters the bounds are the
-    quantiles Φ(∓t·√(n/(n−1))) of the drawn means, t Student's with n−1 degrees of freedom.
-    The plain percentile covers 89 % with 8 normal values, where this one covers 94–95 %.
+    quantiles Φ(∓t·√(n/(n−1))) of the resampled means, t Student's with n−1 degrees of freedom.
+    With 8 normal values the plain percentile covers 89 %, the expanded one 94–95 %.
 
-    Coverage 93.5–96.5 % from 8 clusters on for values without a long tail, from 32 on for returns
-    of which a fifth or more are of the rarer kind, from 64 on where a tenth are; where an eighth
-    are, 87 % with 16 and 92 % with 32.
+    Coverage is 93.5–96.5 % from 8 clusters on for values without a long tail. For returns of two
+    kinds it needs 32 clusters if the rarer kind is a fifth or more, and 64 if it is a tenth; if it
+    is an eighth, coverage is 87 % with 16 clusters and 92 % with 32.
 
     Args:
-        values: One number an episode.
-        clusters: The level each belongs to, same length.
-        confidence: Share of such intervals that hold the true mean.
-        draws: Bootstrap samples.
-        seed: Of the draws; the interval is a function of its arguments.
+        values: One number per episode.
+        clusters: The level of each episode.
+        confidence: Share of such intervals that contain the true mean.
+        draws: Number of bootstrap samples.
+        seed: Seed of the draws.
 
     Raises:
-        ValueError: No values, or lengths that differ.
+        ValueError: There are no values, or the lengths differ.
 
     Example:
         >>> bootstrap_mean([1.0, 1.0, 3.0, 3.0], [0, 0, 1, 1])
         Interval(value=2.0, low=1.0, high=3.0)
     """
     if len(values) == 0 or len(values) != len(clusters):
-        raise ValueError(f"{len(values)} values and {len(clusters)} clusters: need as many, not 0")
+        raise ValueError(
+            f"{len(values)} values and {len(clusters)} clusters: expected equally many, ≥ 1"
+        )
     _, index = np.unique(np.asarray(clusters), return_inverse=True)
     totals = np.bincount(index, weights=np.asarray(values, dtype=np.float64))
     counts = np.bincount(index)
@@ -138,7 +140,7 @@ def bootstrap_mean(
 
 @lru_cache(maxsize=4)
 def _times_drawn(num_clusters: int, draws: int, seed: int) -> Floats:
-    """How often each cluster is in each bootstrap sample, (draws, clusters)."""
+    """The count of each cluster in each bootstrap sample, (draws, clusters)."""
     generator = np.random.Generator(np.random.PCG64(seed))
     even = np.full(num_clusters, 1 / num_clusters)
     return generator.multinomial(num_clusters, even, size=draws).astype(np.float64)
@@ -147,10 +149,10 @@ def _times_drawn(num_clusters: int, draws: int, seed: int) -> Floats:
 def _expanded_tail(confidence: float, size: int, freedom: int) -> float:
     """The quantile at which an expanded percentile interval begins.
 
-    A bootstrap's spread falls short by √((n−1)/n), and it knows nothing of Student's t.
+    It corrects a bootstrap's spread, which is too small by √((n−1)/n), and uses Student's t.
     """
     if size < 2:
-        return 0.5  # one value has no spread to draw from
+        return 0.5  # one value has no spread
     quantile = float(stdtrit(freedom, (1 + confidence) / 2))
     return float(ndtr(-quantile * math.sqrt(size / (size - 1))))
 
@@ -163,32 +165,32 @@ def paired_difference(
 ) -> Interval:
     """Difference of two arms' success on the same levels, ``ones`` − ``others``.
 
-    An arm is S_a training seeds, or one agent as it is. With d_l the difference of the arms' means
-    on level l, the variance of the mean difference has two parts: that of the seeds, Σ_a s²_a/S_a
-    (s²_a that of the arm's S_a rates; none where S_a = 1), and that of the levels, s²_d/L less what
-    of it is the seeds' own disagreement about single levels, Σ_a m_a/(S_a·L), which is in the first
-    part already (m_a the residual mean square of arm a's seeds × levels). The interval is
-    Student's, with Satterthwaite's degrees of freedom. It speaks of other levels and, with several
-    seeds, of other seeds.
+    An arm is S_a training seeds, or a single agent. With d_l the difference of the arms' means on
+    level l, the variance of the mean difference has two parts. That of the seeds is Σ_a s²_a/S_a
+    (s²_a the variance of the arm's S_a rates; 0 if S_a = 1). That of the levels is s²_d/L minus
+    Σ_a m_a/(S_a·L), the interaction of seeds and levels, which the first part already contains
+    (m_a the residual mean square of arm a's seeds × levels). The interval is Student's, with
+    Satterthwaite's degrees of freedom. It generalizes to other levels and, with several seeds, to
+    other seeds.
 
-    Two levels are added, on which one episode more succeeds in the one arm and in the other, so
-    that agents that differ nowhere are not taken for equal; with S = K = 1 this is the interval of
-    Bonett and Price 2012 (doi:10.3102/1076998611411915) but for t in place of z.
+    Two levels are added: on each, one arm succeeds in one episode more. So the interval of agents
+    that differ nowhere has a width. With S = K = 1 this is the interval of Bonett and Price 2012
+    (doi:10.3102/1076998611411915) with t instead of z.
 
-    Coverage 93.5–96.5 %, with one agent an arm from 64 levels on if they disagree on ten or more
-    (with less disagreement it holds the truth more often than it says: 97–99 %), and with 3 seeds
-    an arm and 64 levels. With 8 episodes of each of 16 levels it may be 92 %. Where three of ten
-    seeds of the one method collapse, which few seeds may not show: 68 % with 3, 83 % with 5, 93 %
-    with 8. A bootstrap over 3 seeds covers 71–89 % also where none does.
+    Coverage is 93.5–96.5 % with 3 seeds per arm and 64 levels, and with one agent per arm from 64
+    levels on if they disagree on ten or more (97–99 % with less disagreement). With 8 episodes of
+    each of 16 levels it may be 92 %. If three of ten seeds of one method collapse, which few seeds
+    may not show, it is 68 % with 3 seeds, 83 % with 5 and 93 % with 8. A bootstrap over 3 seeds
+    covers 71–89 % even if no seed collapses.
 
     Args:
-        ones: Share of the K episodes that succeeded, for each seed (rows) and level (columns).
-        others: The same of the other arm; as many levels, in the same order.
-        samples: K, the episodes behind each share.
-        confidence: Share of such intervals that hold the true difference.
+        ones: Success rate of the K episodes for each seed (rows) and level (columns).
+        others: The same for the other arm, with the same levels in the same order.
+        samples: K, the number of episodes behind each rate.
+        confidence: Share of such intervals that contain the true difference.
 
     Raises:
-        ValueError: Rows of different lengths, or none.
+        ValueError: There are no rows, or their lengths differ.
 
     Example:
         >>> alone, both = [0.0, 1.0, 1.0, 0.0] * 8, [0.0, 1.0, 1.0, 1.0] * 8
@@ -220,7 +222,7 @@ def paired_difference(
 
 
 def _disagreement(arm: Floats) -> float:
-    """Residual mean square of seeds × levels: what neither the seed nor the level explains."""
+    """Residual mean square of seeds × levels: the interaction of seed and level."""
     residual = arm - arm.mean(1, keepdims=True) - arm.mean(0) + arm.mean()
     num_seeds, num_levels = arm.shape
     return float((residual**2).sum() / ((num_seeds - 1) * max(1, num_levels - 1)))
@@ -229,17 +231,17 @@ def _disagreement(arm: Floats) -> float:
 def smallest_detectable(
     interval: Interval, confidence: float = 0.95, power: float = POWER
 ) -> float:
-    """The true difference that a sample of this size would show with the given power.
+    """The smallest true difference that a sample of this size detects with the given power.
 
     (1 + z_power / z_confidence) times half the interval's width, which is z_confidence standard
     errors: 2.80 standard errors for 80 % and 5 % two-sided (Bloom 1995,
-    doi:10.1177/0193841X9501900504). Shown means that the interval leaves out 0. With few seeds,
-    where t stands in the interval for z, it is up to a seventh larger than need be.
+    doi:10.1177/0193841X9501900504). Detected means that the interval excludes 0. With few seeds the
+    interval uses t instead of z, and the result is too large by up to a seventh.
 
     Args:
-        interval: Of a difference, as of `paired_difference`.
-        confidence: The interval's.
-        power: The chance of showing a difference of the size that is returned.
+        interval: The interval of a difference, such as that of `paired_difference`.
+        confidence: The interval's confidence.
+        power: The probability of detecting the returned difference.
 
     Example:
         >>> smallest_detectable(Interval(0.0, -0.07, 0.07))  # doctest: +ELLIPSIS
@@ -250,16 +252,16 @@ def smallest_detectable(
 
 
 def mcnemar(gains: Sequence[int]) -> float:
-    """Exact two-sided p-value of two agents being the same on every level.
+    """Exact two-sided p-value for two agents that are equal on every level.
 
-    If they are, a level's gain g_l (successes of the one less those of the other) is as likely
-    −g_l. p is the chance that |Σ ±g_l| reaches |Σ g_l|, over all signs. With one episode a level
-    this is McNemar's exact test (McNemar 1947): a two-sided binomial test of the levels that only
-    the one solved against those that only the other did. Equal agents get 0.05 or less in 5 % of
-    samples at most, with few differing levels in far fewer.
+    If they are equal, a level's gain g_l (successes of one minus those of the other) and −g_l are
+    equally likely. p is the probability, over all signs, that |Σ ±g_l| reaches |Σ g_l|. With one
+    episode per level this is McNemar's exact test (McNemar 1947): a two-sided binomial test of the
+    levels that only one agent solved. Equal agents get p ≤ 0.05 in at most 5 % of samples, and in
+    far fewer if few levels differ.
 
     Args:
-        gains: Of each level, in episodes.
+        gains: The gain of each level, in episodes.
 
     Example:
         >>> mcnemar([1, 1, 1, 1, 1, 0, 0])  # 2 · ½⁵
@@ -284,27 +286,27 @@ def interquartile_mean(
 ) -> Interval:
     """Mean of the middle half of all scores, with a stratified bootstrap interval.
 
-    A quarter of the scores, rounded down, is left out at each end, so that one lucky or collapsed
-    training seed does not decide; the bootstrap draws seeds within each environment (Agarwal et
-    al. 2021,
-    arXiv:2108.13264). A score is a seed's success over levels: of single episodes, zeros and ones,
-    a middle half means nothing. The interval speaks of other seeds on the same levels. Its bounds
-    are expanded as those of `bootstrap_mean`, n the seeds of the smallest stratum.
+    A quarter of the scores, rounded down, is omitted at each end, so that one lucky or collapsed
+    training seed does not decide. The bootstrap resamples seeds within each environment (Agarwal et
+    al. 2021, arXiv:2108.13264). A score is a seed's success rate over levels; single episodes,
+    which are 0 or 1, have no useful middle half. The interval generalizes to other seeds on the
+    same levels. Its bounds are expanded as in `bootstrap_mean`, n the seeds of the smallest
+    stratum.
 
-    Coverage with normal scores, in per cent by seeds a stratum: one stratum 75 (3 seeds), 88 (4),
-    93 (5), 95 (6), 97 (8 to 12), 96 (16, 20); three strata 90–94 (3), 94–95 (5 to 10). No draw
-    leaves the range of the scores, and of one stratum the range itself holds the median in 1 − 2¹⁻ⁿ
-    of samples only: 75 % of 3 seeds, whatever the bootstrap. Plain percentiles cover 75, 89, 89, 91
-    with 3 to 6 seeds. Where three of ten seeds collapse, 63 (3), 83 (5), 93 (8), 96 (10).
+    Coverage with normal scores, in per cent by seeds per stratum: one stratum 75 (3 seeds), 88 (4),
+    93 (5), 95 (6), 97 (8 to 12), 96 (16, 20); three strata 90–94 (3), 94–95 (5 to 10). Bootstrap
+    means stay within the range of the scores, and the range of n scores contains the median in only
+    1 − 2¹⁻ⁿ of samples: 75 % with 3 seeds, for any bootstrap. Plain percentiles cover 75, 89, 89,
+    91 with 3 to 6 seeds. If three of ten seeds collapse: 63 (3), 83 (5), 93 (8), 96 (10).
 
     Args:
         strata: Scores of each environment's seeds.
-        confidence: Share of such intervals that hold the true interquartile mean.
-        draws: Bootstrap samples.
-        seed: Of the draws.
+        confidence: Share of such intervals that contain the true interquartile mean.
+        draws: Number of bootstrap samples.
+        seed: Seed of the draws.
 
     Raises:
-        ValueError: A stratum of fewer than two scores, or none.
+        ValueError: There is no stratum, or one has fewer than two scores.
 
     Example:
         >>> interquartile_mean([[0.0, 0.5, 0.6, 0.7, 1.0]]).value  # (0.5 + 0.6 + 0.7) / 3
@@ -313,7 +315,7 @@ def interquartile_mean(
     scores = [np.asarray(stratum, dtype=np.float64) for stratum in strata]
     smallest = min((len(stratum) for stratum in scores), default=0)
     if smallest < 2:
-        raise ValueError("an interquartile mean over seeds needs two or more of each stratum")
+        raise ValueError("an interquartile mean needs two or more seeds in each stratum")
     generator = np.random.Generator(np.random.PCG64(seed))
     drawn = [s[generator.integers(len(s), size=(draws, len(s)))] for s in scores]
     freedom = sum(len(stratum) - 1 for stratum in scores)
@@ -334,18 +336,18 @@ def _middle_mean(scores: Floats) -> Floats:
 def success_rate(
     successes: Sequence[bool], levels: Sequence[int], confidence: float = 0.95
 ) -> Interval:
-    """A success rate with the interval that its levels allow.
+    """A success rate with its interval over levels.
 
-    Wilson's, where each level was played once; else levels are drawn (`bootstrap_mean`), two more
-    among them: one that is always solved and one that never is. Without these a sample that shows
-    no hard level would rule out that there are any. Where all levels agree (a single one does),
-    each counts as one trial, in Wilson's.
+    If each level was played once, the interval is Wilson's. Otherwise levels are resampled
+    (`bootstrap_mean`) together with two more: one that is always solved and one that never is.
+    Without these, a sample without a hard level would imply that there are none. If all levels have
+    the same rate (or there is only one level), each level is one trial of Wilson's interval.
 
-    Coverage with several episodes a level 93.5–97 % from 128 levels on, at any rate; with fewer it
-    holds the truth more often than it says, 94–99.5 %. Without the two levels 80–96 % with 32.
+    With several episodes per level, coverage is 93.5–97 % from 128 levels on, at any rate, and
+    94–99.5 % with fewer. Without the two levels it is 80–96 % with 32.
 
     Raises:
-        ValueError: No episodes, or lengths that differ.
+        ValueError: There are no episodes, or the lengths differ.
 
     Example:
         >>> success_rate([True, True, True, True], [1, 1, 2, 2]) == wilson(2, 2)
@@ -355,7 +357,7 @@ def success_rate(
     """
     if len(successes) == 0 or len(successes) != len(levels):
         raise ValueError(
-            f"{len(successes)} successes and {len(levels)} levels: need as many, not 0"
+            f"{len(successes)} successes and {len(levels)} levels: expected equally many, ≥ 1"
         )
     _, index = np.unique(np.asarray(levels), return_inverse=True)
     won, played = np.bincount(index, weights=successes), np.bincount(index)
@@ -372,22 +374,23 @@ def success_rate(
 
 
 def pass_at_k(solved: Sequence[int], samples: int, k: int, confidence: float = 0.95) -> Interval:
-    """Chance that at least one of k samples of a level succeeds, over levels.
+    """Probability that at least one of k samples of a level succeeds, averaged over levels.
 
-    1 − C(n−c, k) / C(n, k) of a level with c successes in n samples, averaged: unbiased, where
+    1 − C(n−c, k) / C(n, k) for a level with c successes in n samples, which is unbiased;
     1 − (1 − c/n)ᵏ is not (Chen et al. 2021, arXiv:2107.03374, eq. 1). With k = 1 it is the success
-    rate. With k = n it is the share of levels that were solved at all, a rate of one trial a level,
-    and has Wilson's interval; else levels are drawn, with the two more of `success_rate`, whose
-    coverage it has. Without these, 66–96 % with 32 levels: near 1 too few of them show a spread.
+    rate. With k = n it is the share of levels with a success, a rate of one trial per level, and
+    the interval is Wilson's. Otherwise levels are resampled with the two additional levels of
+    `success_rate`, and coverage is the same. Without these it is 66–96 % with 32 levels, because
+    near 1 too few levels show a spread.
 
     Args:
         solved: Successes of each level, c.
         samples: Episodes of each level, n.
-        k: How many of them count, at most n.
-        confidence: Share of such intervals that hold the true chance.
+        k: Number of samples, at most n.
+        confidence: Share of such intervals that contain the true probability.
 
     Raises:
-        ValueError: No level, not 1 ≤ k ≤ n, or not 0 ≤ c ≤ n.
+        ValueError: There is no level, not 1 ≤ k ≤ n, or not 0 ≤ c ≤ n.
 
     Example:
         >>> pass_at_k([1, 0], samples=4, k=2).value  # (1 − C(3, 2) / C(4, 2) + 0) / 2
@@ -407,12 +410,12 @@ def pass_at_k(solved: Sequence[int], samples: int, k: int, confidence: float = 0
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Mean of independent numbers, such as one a training seed, with Student's t interval.
+    """Mean of independent numbers, such as one per training seed, with Student's t interval.
 
-    mean ± t(n − 1) · s/√n, s with n − 1. One value has no interval: it reaches from −∞ to ∞.
+    mean ± t(n − 1) · s/√n, s with n − 1. For one value the interval is −∞ to ∞.
 
     Raises:
-        ValueError: No values.
+        ValueError: There are no values.
 
     Example:
         >>> mean_interval([0.0, 1.0, 2.0])  # doctest: +ELLIPSIS
@@ -424,13 +427,13 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
 def mean_difference(
     one: Sequence[float], other: Sequence[float], confidence: float = 0.95
 ) -> Interval:
-    """Interval of the difference of two means, ``one`` − ``other``, of unequal spread.
+    """Interval of the difference of two means, ``one`` − ``other``, with unequal variances.
 
     With standard errors a, b the degrees of freedom are
     (a² + b²)² / (a⁴/(n₁ − 1) + b⁴/(n₂ − 1)) (Welch 1947).
 
     Raises:
-        ValueError: No values on a side.
+        ValueError: One side has no values.
 
     Example:
         >>> mean_difference([0.0, 1.0, 2.0], [2.0, 3.0, 4.0])  # doctest: +ELLIPSIS
@@ -444,9 +447,9 @@ def mean_difference(
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, which one value leaves unbounded."""
+    """Mean and its standard error, which is infinite for one value."""
     if len(values) == 0:
-        raise ValueError("no values have no mean")
+        raise ValueError("a mean needs at least one value")
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return mean, math.inf
@@ -462,7 +465,7 @@ def _t_interval(mean: float, error: float, degrees: float, confidence: float) ->
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether rewards differ by rounding alone.
+    """Whether rewards differ by no more than rounding (`ROUNDING`).
 
     Example:
         >>> all_equal([-0.3 - 0.3 - 0.4, -0.5 - 0.5, sum([-0.1] * 10)])
@@ -473,6 +476,6 @@ def all_equal(rewards: Sequence[float]) -> bool:
 
 
 ROUNDING = 1e-6
-"""Rewards that differ by less, measured by 1 or by their size, are equal. Ten actions at −0.1 sum
-to −1 or to its neighbours, depending on how turns and tokens share them out; without this, a group
-in which all lost alike would have a spread, and dividing by it would make a signal of rounding."""
+"""Tolerance, relative to 1 or to the largest reward, within which rewards are equal. Ten actions at
+−0.1 sum to −1 or to its neighbours, depending on the order of the sums. Without a tolerance, equal
+failures would have a standard deviation, and dividing by it would amplify rounding."""

@@ -1,4 +1,4 @@
-"""Stopping when asked: signals set a flag; only work that changes nothing is cut short by it."""
+"""Graceful stops: a signal sets a flag, and only work that changes no weights is cancelled."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ Answer = TypeVar("Answer")
 
 
 class StopRequested(Exception):
-    """The user asked to stop, by the signal of this number."""
+    """The user requested a stop by the signal of this number."""
 
     def __init__(self, signal_number: int, text: str = "stopped") -> None:
         super().__init__(text)
         self.signal_number = signal_number
 
     def with_text(self, text: str) -> StopRequested:
-        """The same request with what the user should be told."""
+        """The same request with another message for the user."""
         return StopRequested(self.signal_number, text)
 
 
 class Stop:
-    """A request to stop that is heard where it does no harm.
+    """A request to stop, which takes effect where nothing is lost.
 
-    Episodes and evaluations may be dropped at any moment: they change no weights. An update, once
-    begun, is finished. A second request is the operating system's plain one.
+    Episodes and evaluations are cancelled at once: they change no weights. An update that has begun
+    is finished. A second signal has its default effect.
     """
 
     def __init__(self) -> None:
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._signal_number = 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM while inside (in the main thread of a POSIX process)."""
+        """Handle SIGINT and SIGTERM in the body (in the main thread of a POSIX process)."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -46,7 +46,7 @@ class Stop:
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.getsignal(number) for number in numbers}
         for number in numbers:
-            loop.add_signal_handler(number, self._ask, number)
+            loop.add_signal_handler(number, self._request, number)
         try:
             yield
         finally:
@@ -54,45 +54,45 @@ class Stop:
                 loop.remove_signal_handler(number)
                 signal.signal(number, before[number])
 
-    def _ask(self, number: int) -> None:
+    def _request(self, number: int) -> None:
         self._signal_number = number
-        self._asked.set()
+        self._requested.set()
         asyncio.get_running_loop().remove_signal_handler(number)
 
     def check(self) -> None:
-        """Raise if a stop was asked for.
+        """Raise if a stop was requested.
 
         Raises:
-            StopRequested: It was.
+            StopRequested: A stop was requested.
         """
-        if self._asked.is_set():
+        if self._requested.is_set():
             raise StopRequested(self._signal_number)
 
     async def or_finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """The result of `work`, which is cancelled where a stop is asked for first.
+        """The result of `work`, which is cancelled if a stop is requested first.
 
         Raises:
-            StopRequested: It was.
+            StopRequested: A stop was requested.
         """
         task = asyncio.ensure_future(work)
-        asked = asyncio.ensure_future(self._asked.wait())
+        request = asyncio.ensure_future(self._requested.wait())
         try:
-            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, request}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
         finally:
-            asked.cancel()
+            request.cancel()
             task.cancel()
-            await asyncio.gather(task, asked, return_exceptions=True)
+            await asyncio.gather(task, request, return_exceptions=True)
         self.check()
         raise asyncio.CancelledError
 
 
 def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """The result of `work`; inside a running event loop (a notebook), from a thread of its own.
+    """Run `work` to its end; inside a running event loop (a notebook), in a thread of its own.
 
     Raises:
-        KeyboardInterrupt: It was interrupted.
+        KeyboardInterrupt: The work was cancelled by Ctrl-C.
     """
     if not in_event_loop():
         try:
@@ -104,7 +104,7 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def in_event_loop() -> bool:
-    """Whether this thread runs an event loop already."""
+    """Whether an event loop is running in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -113,10 +113,12 @@ def in_event_loop() -> bool:
 
 
 def cancel_running() -> bool:
-    """From a signal's handler: end the event loop that runs in this thread; whether there is one.
+    """Cancel all tasks of this thread's event loop, from a signal handler.
 
-    An exception that is raised in a handler would end whichever task happens to run, and the others
-    would complain of it.
+    An exception raised in the handler would end only the task that happens to be running.
+
+    Returns:
+        Whether there is an event loop.
     """
     try:
         loop = asyncio.get_running_loop()

@@ -1,22 +1,18 @@
-"""Tables of a page: sections with lines and rows, as Markdown and in a terminal."""
+"""Sections of text and tables, rendered as Markdown or in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the page: a title, some sentences, a table, and the name of the plot beside it.
+    """A part of a page: a title, lines of text, a table, and the name of its plot.
 
     Example:
         >>> print(markdown([Section("Time", ("All of it.",), ("phase", "s"), (("update", "3"),))]))
@@ -37,12 +33,12 @@ class Section:
     plot: str | None = None
 
     def holds_numbers(self, column: int) -> bool:
-        """Whether a column is to be aligned to the right."""
+        """Whether a column holds numbers, which are aligned to the right."""
         return all(not row[column] or row[column][0] in "+-0123456789" for row in self.rows)
 
 
 def markdown(sections: Iterable[Section], figures: Collection[str] = ()) -> str:
-    """The page as Markdown; `figures` are the plots that exist."""
+    """Render a page as Markdown with those of its plots that are in `figures`."""
     blocks: list[str] = []
     for section in sections:
         blocks.append(f"{'##' if blocks else '#'} {section.title}")
@@ -64,7 +60,7 @@ def _escaped(text: str) -> str:
 
 
 def show(console: Console, sections: Iterable[Section]) -> None:
-    """The page in a terminal."""
+    """Print a page to a terminal."""
     for section in sections:
         console.print(Text(f"\n{section.title}", "bold"))
         for line in section.lines:

@@ -1,9 +1,9 @@
-"""The records: what flows from a prompt to a training sample.
+"""The records, from a prompt to a training sample.
 
 A policy reads a `Prompt` and returns a `Completion`. The parsed completion and the environment's
 answer are a `Turn`; the turns of one playthrough are an `Episode`; the episodes of one prompt are a
-`Group`. Episodes become `Sample`s, flat token sequences that the learner trains on. All are frozen;
-a field is written once, at the moment it becomes known, and never inferred later.
+`Group`. Episodes become `Sample`s, flat token sequences for the learner. All records are frozen: a
+field is written when its value becomes known, and never inferred later.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ FinishReason = Literal["stop", "length"]
 StopReason = Literal[
     "solved", "failed", "max_turns", "max_actions", "context", "error", "timeout", "request"
 ]
-"""Why an episode ended: the first two are the environment's own end, the next two the task's
-budgets (a
-limit of the environment's own counts as the second), the others cuts from outside: no room for a
-prompt, an environment that raised or hung, a server that gave no completion."""
+"""Why an episode ended. ``solved`` and ``failed``: the environment ended it. ``max_turns`` and
+``max_actions``: a budget of the task ran out (the latter also for a limit of the environment's
+own). ``context``: no room for a prompt. ``error`` and ``timeout``: the environment raised or hung.
+``request``: a server gave no completion."""
 
 FAILED: tuple[StopReason, ...] = ("error", "timeout", "request")
 """Stop reasons of episodes in which an environment or a server failed."""
 
 Role = Literal["policy", "reference", "critic"]
-"""What a model is asked as: who acts, what it is measured from, who says what a state is worth."""
+"""The role of a model: the policy acts, the reference is the origin of the KL divergence, and the
+critic estimates values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Everything the policy conditions on for one completion, and how to sample it.
 
-    `token_ids` is the whole sequence, `num_prefill` of its last tokens being the pre-filled start
-    of the reply (``<think>``): part of the prompt, never sampled, never trained. It is ``None`` for
-    policies that take messages only (chat endpoints). `seed` decides this completion's random
-    numbers. `turns_dropped` earlier turns, which the context window would show, are left out
-    because there was no room for them.
+    `token_ids` is the whole sequence, or ``None`` for policies that take only messages (chat
+    endpoints). Its last `num_prefill` tokens are the pre-filled start of the reply (``<think>``),
+    which is never sampled or trained. `seed` determines the completion's random numbers.
+    `turns_dropped` is the number of earlier turns that the prompt omits for lack of room, although
+    the context window includes them.
 
     Example:
         >>> question = {"role": "user", "content": "a0 P a1 G"}
@@ -61,9 +62,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a server counted for one completion: tokens of the prompt, and tokens it wrote.
-
-    The latter include those of a thought that the server does not show.
+    """A server's token counts for one completion, including tokens of a hidden thought.
 
     Example:
         >>> Usage(120, 30).prompt_tokens
@@ -76,16 +75,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the policy said: its tokens with their logprobs, and the same as text.
+    """A policy's reply: its tokens with their logprobs, and its text.
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from
-    (after temperature). The end-of-turn token, if drawn, is the last of `token_ids`, no part of
-    `text`. Both are ``None`` where the server gives none; such completions can be read, not trained
-    on. `fingerprint` is the hash of ids and logprobs that whoever sampled them took there and then
-    (`ragen.rollout.policies.fingerprint`); the learner takes it again from the batch it is about
-    to train on
-    (`ragen.engines.exactness`). ``None`` where there are no ids. `usage` is what a server counted
-    where there are none.
+    (after temperature). The end-of-turn token, if drawn, is the last of `token_ids` and not part of
+    `text`. If a server gives no tokens, both are ``None``, and the completion cannot be trained on.
+    `fingerprint` is the hash of ids and logprobs at sampling
+    (`ragen.rollout.policies.fingerprint`), ``None`` without ids. The learner compares it with the
+    hash of its batch (`ragen.engines.exactness`). `usage` is the count of a server that gives no
+    ids.
 
     Example:
         >>> Completion((8, 9, 2), (-0.1, -0.7, -0.01), "Right</think>", "stop", 3).finish_reason
@@ -103,17 +101,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange: observation and prompt, completion, what it says, and the environment's answer.
+    """One exchange: observation, prompt, parsed completion, and the environment's answer.
 
     `thought_span` is the half-open range of `completion.token_ids` that spells the thought.
-    `well_formed` says that the whole reply was valid; otherwise the format penalty is due. It and
-    the reward terms are the `penalty`, which is kept apart from the environment's `reward`.
-    `state_key`
-    is the observable state before the turn. `info` holds the environment's last info, in
-    ``effective``
-    how many actions changed the state, and what `ragen.rollout.reasoning` notes of the thought.
-    `snapshot` is the environment before the turn, from which it can be played on, and `picture`
-    the rows of what it draws of itself (`Env.picture`), ``None`` where it draws nothing.
+    `well_formed` means that the whole reply was valid; otherwise the format penalty applies. The
+    `penalty` is the sum of the format penalty and the reward terms, apart from the environment's
+    `reward`. `state_key` is the observable state before the turn. `info` holds the environment's
+    last info, the number of actions that changed the state (``effective``), and facts about the
+    thought (`ragen.rollout.reasoning`). `snapshot` is the environment's state before the turn, from
+    which a branch can start. `picture` is the environment's drawing by rows (`Env.picture`), if it
+    has one.
 
     Example:
         >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
@@ -143,11 +140,10 @@ class Turn:
 class Episode:
     """One environment played once.
 
-    Running out of turns or actions ends the return without a bootstrap value: both are budgets of
-    the task. A failed environment's episode is not trained on.
-    `error` is the traceback of an environment that failed, or the last complaint of a server.
-    `final_observation` and `final_picture` are what the environment showed after the last action,
-    and ``None`` where the environment failed.
+    Turns and actions are budgets of the task, so an episode that exhausts them gets no bootstrap
+    value. Failed episodes are not trained on. `error` is the traceback of a failed environment, or
+    the last error of a server. `final_observation` and `final_picture` follow the last action, and
+    are ``None`` if the environment failed.
 
     Example:
         >>> ends = {"terminated": False, "truncated": True, "success": False}
@@ -172,18 +168,18 @@ class Episode:
 
     @property
     def total_reward(self) -> float:
-        """Sum of the environment's rewards, format penalties left out."""
+        """Sum of the environment's rewards, without penalties."""
         return sum((turn.reward for turn in self.turns), 0.0)
 
     @property
     def failed(self) -> bool:
-        """True where the environment raised or hung, or a server failed: nothing to learn from."""
+        """Whether the environment raised or hung, or a server failed."""
         return self.stop_reason in FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The episodes of one prompt: same environment, same level, different members.
+    """The episodes of one prompt: the same environment and level, sampled several times.
 
     Example:
         >>> e = Episode("bandit", 10000, 17, 0, 0, (), "failed", True, False, False)
@@ -196,11 +192,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One flat token sequence to train on, all fields of one length.
+    """One flat token sequence to train on; its sequences have equal length.
 
-    `loss_mask` is true exactly on sampled tokens; `sampled_logprobs` is 0 elsewhere; `turn_index`
-    is the episode's turn that a token belongs to as completion, −1 elsewhere; `turn_ends` marks the
-    last sampled token of each turn. `episode` and `group` index the step's episodes and groups.
+    `loss_mask` is true exactly on sampled tokens; `sampled_logprobs` is 0 elsewhere. `turn_index`
+    is the turn of a sampled token, and −1 elsewhere. `turn_ends` marks the last sampled token of
+    each turn. `episode` and `group` are indices into the step's episodes and groups.
 
     Example:
         >>> mask, ends = (False, False, True, True), (False, False, False, True)

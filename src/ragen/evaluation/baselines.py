@@ -14,15 +14,15 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError
+from ragen.core.files import whole_file
 from ragen.core.seeding import derive
 from ragen.envs.contract import Baselines, Env
 from ragen.envs.registry import make
@@ -194,12 +194,7 @@ def _read(path: Path) -> Baselines | None:
 
 
 def _write(path: Path, baselines: Baselines) -> None:
-    try:
+    with suppress(OSError):  # without a cache the baselines are computed every time
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(asdict(baselines), file)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # without a cache the baselines are computed every time
+        with whole_file(path) as temporary:
+            temporary.write_text(json.dumps(asdict(baselines)), encoding="utf-8")

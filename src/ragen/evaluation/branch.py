@@ -33,7 +33,7 @@ from ragen.rollout.setup import Setup, make_setup
 from ragen.rollout.specs import BranchSpec
 from ragen.storage.branches import MOST, Request, write_branches
 from ragen.storage.checkpoint import checkpoint_of, choose, folders, read_state, step_of
-from ragen.storage.database import CONFIG, must_exist
+from ragen.storage.database import CONFIG, check_run_folder
 from ragen.storage.stored_episodes import Recorded, read_episode
 
 
@@ -121,7 +121,7 @@ def branch(
             the environment or the model is missing or has changed, or the branches cannot be
             written.
     """
-    must_exist(run, CONFIG)
+    check_run_folder(run)
     recorded, config = read_episode(run, episode), read_config(run / CONFIG)
     step, model, saved = weights(run, config, checkpoint)
     config = changed(config, saved["guard"]["changes"] if saved else {})

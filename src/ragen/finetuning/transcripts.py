@@ -19,6 +19,7 @@ from typing import Any
 
 from ragen.algorithms.samples import Exchange
 from ragen.core.errors import RagenError
+from ragen.core.files import file_errors
 from ragen.core.types import Message, Prompt
 from ragen.rollout.chat import Chat, without_thought
 from ragen.rollout.policies import written_completion
@@ -58,9 +59,8 @@ def read_transcripts(path: Path) -> list[Transcript]:
         ragen.core.errors.RagenError: .../chats.jsonl, line 1: it has no assistant message
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
-    except OSError as error:
-        raise RagenError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+        with file_errors("read", path):
+            text = path.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
     except UnicodeDecodeError:
         raise RagenError(f"{path} is not UTF-8 text; save it as UTF-8") from None
     # `splitlines` would also split at characters that JSON allows inside a string.

@@ -13,7 +13,7 @@ from ragen.config.reading import read_config
 from ragen.core.metrics import Series
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve
-from ragen.storage.database import CONFIG, must_exist
+from ragen.storage.database import CONFIG, check_run_folder
 from ragen.storage.reader import read_attempts, read_events, read_metrics
 
 History = Mapping[str, Series]
@@ -113,7 +113,7 @@ def read_facts(run: Path) -> Facts:
     Raises:
         RagenError: The folder holds no run, or its files are damaged.
     """
-    must_exist(run, CONFIG)
+    check_run_folder(run)
     return Facts(
         run,
         read_config(run / CONFIG),

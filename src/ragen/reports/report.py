@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ragen.config.reading import differences
-from ragen.core.errors import RagenError, reason_of
+from ragen.core.files import OTHER_OUT, file_errors, whole_file
 from ragen.core.formatting import format_duration, format_rate, sparkline
 from ragen.core.statistics import difference
 from ragen.core.tables import Section, markdown
@@ -227,16 +227,12 @@ def write_report(facts: Facts, out: Path) -> Path:
     Raises:
         RagenError: The folder cannot be written.
     """
-    path = out / "report.md"
-    try:
+    path, figures = out / "report.md", plots(facts)
+    with file_errors("write", path, OTHER_OUT):
         out.mkdir(parents=True, exist_ok=True)
-        figures = plots(facts)
         for name, figure in figures.items():
-            figure.savefig(out / f"report-{name}.png")
-        path.write_text(markdown(page(facts), figures), encoding="utf-8")
-    except OSError as error:
-        raise RagenError(
-            f"cannot write the report into {out}: {reason_of(error)}; choose a writable place with "
-            "--out"
-        ) from None
+            with whole_file(out / f"report-{name}.png") as temporary:
+                figure.savefig(temporary)
+        with whole_file(path) as temporary:
+            temporary.write_text(markdown(page(facts), figures), encoding="utf-8")
     return path

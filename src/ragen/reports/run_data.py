@@ -15,7 +15,7 @@ from ragen.config.config import Config
 from ragen.config.reading import read_config
 from ragen.core.errors import RagenError
 from ragen.evaluation.results import RunEvaluation, load_evaluations
-from ragen.storage.database import CONFIG, must_exist
+from ragen.storage.database import CONFIG, check_run_folder
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.stored_episodes import Recorded, read_episodes
 
@@ -91,5 +91,5 @@ def load_run(path: str | Path) -> RunData:
         RagenError: The folder holds no run.
     """
     folder = Path(path)
-    must_exist(folder, CONFIG)
+    check_run_folder(folder)
     return RunData(folder)

@@ -22,6 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ragen.core.errors import RagenError
+from ragen.core.files import cannot, file_errors, whole_file, whole_folder
 
 STATE = "state.json"
 """The loop's state inside a checkpoint; written last."""
@@ -190,16 +191,11 @@ def replace_state(folder: Path, state: dict[str, Any]) -> None:
     Raises:
         RagenError: The disk is full or cannot be written; the old state stays.
     """
-    temporary = folder / f".{STATE}.{os.getpid()}"
     try:
-        temporary.write_text(_sealed(state))
-        _flush(temporary)
-        temporary.replace(folder / STATE)
-        _flush(folder)
+        with whole_file(folder / STATE) as temporary:
+            temporary.write_text(_sealed(state))
     except OSError as error:
         raise _unwritten(folder, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def hash_file(path: Path) -> str:
@@ -246,19 +242,13 @@ def writing(
         >>> newest(run).name
         'step-7'
     """
-    parent = run / "checkpoints"
-    target, temporary = parent / f"step-{step}", parent / f".step-{step}.{os.getpid()}"
+    target = run / "checkpoints" / f"step-{step}"
+    shutil.rmtree(target, ignore_errors=True)  # at most an incomplete one
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _flush_tree(temporary)
-        shutil.rmtree(target, ignore_errors=True)  # at most an incomplete one
-        temporary.rename(target)
-        _flush(parent)
+        with whole_folder(target) as folder:
+            yield folder
     except (OSError, SafetensorError) as error:
         raise _unwritten(target, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     drop_old(run, keep, best, every)
 
 
@@ -279,21 +269,14 @@ def new_folder(target: Path) -> Iterator[Path]:
         >>> (target / "config.json").exists()
         True
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    remedy = "free space there or name a folder that can be written"
     try:
         if target.exists():  # renaming would replace an empty folder
             raise RagenError(f"{target} exists already; name a folder that does not")
-        temporary.mkdir(parents=True)
-        yield temporary
-        _flush_tree(temporary)
-        temporary.rename(target)
-        _flush(target.parent)
+        with whole_folder(target) as folder:
+            yield folder
     except (OSError, SafetensorError) as error:
-        raise RagenError(
-            f"could not write {target} ({error}); make room, or name a folder that can be written"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        raise cannot("write", target, error, remedy) from error
 
 
 def _unwritten(folder: Path, error: Exception) -> RagenError:
@@ -303,23 +286,8 @@ def _unwritten(folder: Path, error: Exception) -> RagenError:
         if folders(run)
         else f"remove {run}, which holds no step yet, and start again"
     )
-    return RagenError(
-        f"could not write the checkpoint {folder.name} ({error}); make room or make "
-        f"{folder.parent} writable, then {then}"
-    )
-
-
-def _flush_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _flush(path)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    remedy = f"free space there or make {folder.parent} writable, then {then}"
+    return cannot("write", f"the checkpoint {folder.name}", error, remedy)
 
 
 # Dropping checkpoints.
@@ -359,9 +327,7 @@ def set_aside(folder: Path) -> Path:
         RagenError: The run's folder cannot be written.
     """
     aside = folder.with_name(f"damaged-{folder.name}")
-    try:
+    with file_errors("rename", folder, f"make {folder.parent} writable"):
         if aside.exists():
             shutil.rmtree(aside)
         return folder.rename(aside)
-    except OSError as error:
-        raise RagenError(f"could not set {folder} aside ({error}); make it writable") from error

@@ -1,7 +1,7 @@
-"""A run's folder and the database in it: made, opened, claimed, read and closed.
+"""Run folders and their databases: creation, opening, locking, reading and closing.
 
-``run.sqlite`` is in WAL mode while somebody writes it, so that a viewer may read at any time, and a
-plain single file once it is closed.
+``run.sqlite`` is in WAL mode while a process writes it, so that a viewer can read at any time. Once
+closed it is a single file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ragen.core.errors import RagenError, reason_of
+from ragen.core.errors import RagenError
+from ragen.core.files import OTHER_OUT, cannot
 from ragen.storage.schema import SCHEMA, SCHEMA_VERSION
 from ragen.storage.upgrade import OLD_VERSION, upgrade
 
@@ -28,20 +29,19 @@ DATABASE = "run.sqlite"
 CONFIG = "config.toml"
 
 WRITERS_S = 10.0
-"""How long a writer waits for another one."""
+"""Seconds that a writer waits for another one."""
 
 READERS_S = 0.5
-"""How long a writer that ends waits for readers; an answer of the viewer takes a tenth of it."""
+"""Seconds that a closing writer waits for readers; the viewer's queries take a tenth of it."""
 
-ASKED_S = 0.1
-"""How long a claim is tried for: who only asks whether a run is claimed (`is_claimed`) holds the
-lock for some microseconds."""
+CLAIM_S = 0.1
+"""Seconds that `claim` waits for the lock, which `is_claimed` holds for some microseconds."""
 
 
 def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
     """Make the folder of a new run: `out`, or the next number under `root`.
 
-    Runs lie side by side: the third of ``paper/bandit`` is ``runs/paper-bandit-3``.
+    For example, the third run of ``paper/bandit`` is ``runs/paper-bandit-3``.
 
     Raises:
         RagenError: `out` exists already, or the folder cannot be made.
@@ -54,25 +54,23 @@ def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         name = name.replace("/", "-")
         numbered = re.compile(re.escape(name) + r"-(\d+)")
-        found = [numbered.fullmatch(entry.name) for entry in root.iterdir()]
-        number = 1 + max((int(match[1]) for match in found if match), default=0)
+        matches = [numbered.fullmatch(entry.name) for entry in root.iterdir()]
+        number = 1 + max((int(match[1]) for match in matches if match), default=0)
         while True:
             with contextlib.suppress(FileExistsError):  # Another run may have just taken it.
                 (root / f"{name}-{number}").mkdir()
                 return root / f"{name}-{number}"
             number += 1
     except OSError as error:
-        raise RagenError(
-            f"cannot make the run folder {error.filename}: {reason_of(error)}; "
-            "choose a writable place with --out"
-        ) from None
+        place = f"the run folder {error.filename}"
+        raise cannot("make", place, error, "choose a writable place with --out") from None
 
 
 def refuse_existing(out: Path | None) -> None:
-    """Make sure that a new run's folder is new; worth knowing before a model is loaded for it.
+    """Check that a new run's folder does not exist, before a model is loaded.
 
     Raises:
-        RagenError: It exists.
+        RagenError: The folder exists.
     """
     if out is not None and out.exists():
         run = (out / CONFIG).is_file()
@@ -83,10 +81,10 @@ def refuse_existing(out: Path | None) -> None:
 
 
 def create_database(folder: Path, config_text: str) -> sqlite3.Connection:
-    """Begin a run in `folder`: its config and an empty database, opened to write.
+    """Create a run's config and its empty database in `folder`, and open it for writing.
 
     Raises:
-        RagenError: A run is there already, or the folder cannot be written; nothing is left.
+        RagenError: The folder holds a run, or cannot be written; nothing is left.
     """
     database, config = folder / DATABASE, folder / CONFIG
     if database.exists() or config.exists():
@@ -102,7 +100,7 @@ def create_database(folder: Path, config_text: str) -> sqlite3.Connection:
         for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", CONFIG):
             with contextlib.suppress(OSError):
                 (folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # It stays where it holds something else.
+        with contextlib.suppress(OSError):  # A folder with other files stays.
             folder.rmdir()
         raise cannot_write(folder, error) from None
     return connection
@@ -111,20 +109,20 @@ def create_database(folder: Path, config_text: str) -> sqlite3.Connection:
 def open_database(
     folder: Path, make: bool = False, file: str = DATABASE, schema: str = SCHEMA
 ) -> sqlite3.Connection:
-    """Open a database to write it; who writes a run's metrics has to `claim` it, too.
+    """Open a database for writing; the writer of a run's metrics must `claim` it, too.
 
     Args:
-        folder: Where it lies.
-        make: Make an empty one where there is none.
-        file: Its name there.
-        schema: What an empty one is filled with.
+        folder: The run's folder.
+        make: Whether to create the database if it is missing.
+        file: The database's name.
+        schema: The tables of a new database.
 
     Raises:
-        RagenError: There is none, it is damaged, of another version, or cannot be made.
+        RagenError: The database is missing, damaged, has another schema, or cannot be created.
     """
     database = folder / file
     if not make:
-        must_exist(folder)
+        check_run_folder(folder, DATABASE)
     connection: sqlite3.Connection | None = None
     try:
         if make:
@@ -147,17 +145,18 @@ def open_database(
 
 
 def close_database(connection: sqlite3.Connection) -> None:
-    """Leave one plain file, unless others are still at it."""
-    # A reader keeps the log alive and cannot fold it back itself: who writes waits until it has
-    # seen what it came for. Another writer may stay for long; the last one to leave folds it.
+    """Close a database; it is a single file afterwards, unless other processes have it open."""
+    # A reader keeps the log alive and cannot merge it into the database, so the writer waits for
+    # readers. Other writers may stay open for long; the last one to close merges the log.
     with contextlib.suppress(sqlite3.OperationalError):
         _journal(connection, "DELETE", READERS_S)
     connection.close()
 
 
 def connect(database: Path) -> sqlite3.Connection:
-    """A connection that writes, in WAL mode; transactions are begun and ended by hand."""
-    # Made in the caller's thread and used in the loop's (a notebook's run has one), never at once.
+    """A connection for writing, in WAL mode, with explicit transactions."""
+    # Created in the caller's thread and used in the event loop's (in a notebook), never in both at
+    # once.
     connection = sqlite3.connect(
         database, isolation_level=None, timeout=WRITERS_S, check_same_thread=False
     )
@@ -167,9 +166,9 @@ def connect(database: Path) -> sqlite3.Connection:
 
 
 def _journal(connection: sqlite3.Connection, mode: str, seconds: float) -> None:
-    """Set a database's journal mode, which others that are at it may hold up for some seconds.
+    """Set a database's journal mode, and wait for other connections up to `seconds`.
 
-    SQLite's own time-out does not cover this: it refuses at once.
+    SQLite's own time-out does not apply here.
     """
     end = time.monotonic() + seconds
     while True:
@@ -184,14 +183,14 @@ def _journal(connection: sqlite3.Connection, mode: str, seconds: float) -> None:
 
 
 def connect_to_read(database: Path) -> sqlite3.Connection:
-    """A connection that can change nothing, also while a run writes the database.
+    """A read-only connection, which can be opened while a run writes the database.
 
-    It leaves no file behind, either. A database that nobody writes may still announce a log (a copy
-    of a living run's does): SQLite would make the log's files only to find it empty.
+    It leaves no files. The header of a database that nobody writes may still announce a log, as in
+    a copy of a run in progress; SQLite would create the log's files only to find it empty.
 
     Raises:
-        sqlite3.OperationalError: There is no such file.
-        RagenError: It has the schema before this one and cannot be brought up to date.
+        sqlite3.OperationalError: The file does not exist.
+        RagenError: The database has the previous schema and cannot be upgraded.
     """
     _bring_up_to_date(database)
     return _connect_to_read(database)
@@ -204,7 +203,7 @@ def _connect_to_read(database: Path) -> sqlite3.Connection:
 
 
 def _announces_log(database: Path) -> bool:
-    """Whether the header says so: bytes 18 and 19 of SQLite's file format are 2."""
+    """Whether the header announces a log: bytes 18 and 19 of SQLite's file format are 2."""
     try:
         with database.open("rb") as file:
             return file.read(20)[18:] == b"\x02\x02"
@@ -213,7 +212,7 @@ def _announces_log(database: Path) -> bool:
 
 
 def read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-    """The rows of one query.
+    """The rows of a query on a run's database.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
@@ -224,12 +223,12 @@ def read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple
 
 @contextlib.contextmanager
 def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that reads a run's database.
+    """A read-only connection to a run's database.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
-    must_exist(folder)
+    check_run_folder(folder, DATABASE)
     try:
         with contextlib.closing(connect_to_read(folder / DATABASE)) as connection:
             yield connection
@@ -238,11 +237,11 @@ def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _bring_up_to_date(database: Path) -> None:
-    """Upgrade a database of the schema before this one, which no process may be writing.
+    """Upgrade a database of the previous schema.
 
     Raises:
-        sqlite3.OperationalError: There is no such file.
-        RagenError: It is being written, or cannot be.
+        sqlite3.OperationalError: The file does not exist.
+        RagenError: A process is writing the database, or it cannot be written.
     """
     with contextlib.closing(_connect_to_read(database)) as connection:
         if _version(connection) != OLD_VERSION:
@@ -259,21 +258,21 @@ def _bring_up_to_date(database: Path) -> None:
     except sqlite3.OperationalError as error:
         raise RagenError(
             f"{database} has schema {OLD_VERSION} and cannot be brought to {SCHEMA_VERSION}: "
-            f"{error}; make it writable, or copy the run to where it is"
+            f"{error}; make it writable, or copy the run to a writable folder"
         ) from None
     except ValueError as error:
         raise RagenError(f"{database} is damaged and cannot be upgraded: {error}") from None
 
 
 def check_schema(connection: sqlite3.Connection, database: Path | str) -> None:
-    """Refuse a database that another version of RAGEN wrote.
+    """Check that a database has the present schema.
 
     Args:
-        connection: To the database.
+        connection: A connection to the database.
         database: Its name in the message.
 
     Raises:
-        RagenError: It has another schema.
+        RagenError: The database has another schema.
     """
     version = _version(connection)
     if version != SCHEMA_VERSION:
@@ -284,7 +283,7 @@ def check_schema(connection: sqlite3.Connection, database: Path | str) -> None:
 
 
 def fill(connection: sqlite3.Connection, schema: str = SCHEMA) -> None:
-    """Make the tables, unless another process was quicker."""
+    """Create the tables, unless another process has just created them."""
     try:
         connection.executescript(f"BEGIN IMMEDIATE;{schema}COMMIT;")
     except sqlite3.OperationalError:
@@ -298,7 +297,7 @@ def fill(connection: sqlite3.Connection, schema: str = SCHEMA) -> None:
 def transaction(
     connection: sqlite3.Connection, folder: Path, file: str = DATABASE
 ) -> Iterator[None]:
-    """All that is written inside, or nothing of it.
+    """A transaction: everything that the body writes is committed, or nothing.
 
     Raises:
         RagenError: The database cannot be written.
@@ -316,15 +315,15 @@ def transaction(
 
 
 def claim(folder: Path) -> int | None:
-    """Keep other writers away while this handle is open; a process that dies gives it back.
+    """Lock a run against other writers until the returned handle is closed or the process ends.
 
     Raises:
-        RagenError: Another process writes this run.
+        RagenError: Another process is writing this run.
     """
     if fcntl is None:
         return None
     handle = os.open(folder, os.O_RDONLY)
-    end = time.monotonic() + ASKED_S
+    end = time.monotonic() + CLAIM_S
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -342,10 +341,10 @@ def claim(folder: Path) -> int | None:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether a process writes this run; asking takes its claim from nobody.
+    """Whether a process is writing this run.
 
-    The lock that is tried is a shared one, given back at once: two that ask do not take each other
-    for a writer.
+    The test takes a shared lock and releases it at once, so that two tests at the same time do not
+    mistake each other for a writer.
     """
     if fcntl is None:
         return (folder / f"{DATABASE}-wal").exists()
@@ -365,22 +364,18 @@ def is_claimed(folder: Path) -> bool:
 
 
 def cannot_write(folder: Path, error: sqlite3.Error | OSError, file: str = DATABASE) -> RagenError:
-    """What to tell the user of a database that takes no more."""
-    reason = reason_of(error) if isinstance(error, OSError) else str(error)
-    return RagenError(
-        f"cannot write {folder / file}: {reason}; free space there or choose another place "
-        "with --out"
-    )
+    """The error for a database that cannot be written."""
+    return cannot("write", folder / file, error, OTHER_OUT)
 
 
-def must_exist(folder: Path, file: str = DATABASE) -> None:
-    """Make sure that a folder holds a run's file.
+def check_run_folder(folder: Path, file: str = CONFIG) -> None:
+    """Check that a folder holds a run, by its config or its database.
 
     Raises:
-        RagenError: It does not.
+        RagenError: The file is missing.
     """
     if not (folder / file).is_file():
-        raise RagenError(f"{folder} is no run folder ({file} is missing)")
+        raise RagenError(f"{folder} is not a run folder: {file} is missing")
 
 
 def _version(connection: sqlite3.Connection) -> int:

@@ -7,14 +7,13 @@ trains can be exported as it stands.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ragen.core.errors import RagenError, reason_of
+from ragen.core.errors import RagenError
+from ragen.core.files import file_errors, whole_file
 from ragen.storage.stored_episodes import Record, records
 
 ROWS_AT_ONCE = 256
@@ -88,7 +87,7 @@ def export_episodes(run: Path, out: Path) -> int:
         raise RagenError(f"{out}: expected a name that ends in {' or '.join(_WRITERS)}")
     if out.exists():
         raise RagenError(f"{out} exists already; name a file that does not")
-    with _whole_file(out) as temporary:
+    with file_errors("write", out), whole_file(out) as temporary:
         return _WRITERS[out.suffix](_rows(run), temporary)
 
 
@@ -96,19 +95,6 @@ def _rows(run: Path) -> Iterator[Record]:
     for record in records(run):
         turns = [{name: turn[name] for name in TURN} for turn in record["turns"]]
         yield {name: record[name] for name in EPISODE} | {"turns": turns}
-
-
-@contextmanager
-def _whole_file(out: Path) -> Iterator[Path]:
-    """A name to write under; the file gets its own when it is whole."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        yield temporary
-        temporary.rename(out)
-    except OSError as error:
-        raise RagenError(f"cannot write {out}: {reason_of(error)}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _write_json_lines(rows: Iterator[Record], path: Path) -> int:

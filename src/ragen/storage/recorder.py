@@ -1,7 +1,7 @@
-"""Writing a run's database: everything a run did, in one SQLite file.
+"""Writing a run's database.
 
-A step is gathered in memory and written in one transaction: a run that is killed, or whose disk is
-full, leaves whole steps behind and never half of one.
+The rows of a step are collected in memory and written in one transaction, so a database never holds
+half a step, even if the run is killed or the disk is full.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from ragen.storage.schema import SAMPLE_ARRAYS, compress
 class Recorder:
     """Writes one run's database.
 
-    What is logged belongs to `attempt`, which the guard raises when it rolls back. Rows of a step
-    are gathered until `commit`, until the first row of another step, or until `close`; `discard`
-    drops them. Events alone are written at once and stay.
+    Rows belong to `attempt`, which the guard increases when it rolls back. Rows of a step are
+    collected until `commit`, until the first row of another step, or until `close`; `discard` drops
+    them. Only events are written at once, and they are never deleted.
 
     Args:
         folder: The run's folder.
-        connection: Its database, opened to write.
-        attempt: The attempt that is logged first.
+        connection: Its database, opened for writing.
+        attempt: The first attempt.
         text_of: The text of one token, for readers without a tokenizer; ``None`` writes none.
 
     Example:
@@ -91,10 +91,10 @@ class Recorder:
     def create(
         cls, folder: Path, config_text: str, text_of: Callable[[int], str] | None = None
     ) -> Self:
-        """Begin a run in `folder` (made by `new_run_folder`): its config and an empty database.
+        """Start a run in `folder` (from `new_run_folder`) with its config and an empty database.
 
         Raises:
-            RagenError: A run is there already, or the folder cannot be written; nothing is left.
+            RagenError: The folder holds a run, or cannot be written; nothing is left.
         """
         return cls(folder, create_database(folder, config_text), text_of=text_of)
 
@@ -105,11 +105,11 @@ class Recorder:
         attempt: int | None = None,
         text_of: Callable[[int], str] | None = None,
     ) -> Self:
-        """Go on writing the run in `folder`, by default in its latest attempt.
+        """Continue to write the run in `folder`, by default in its latest attempt.
 
         Raises:
-            RagenError: There is no run, its database is damaged or of another version, or another
-                process writes it.
+            RagenError: There is no run, its database is damaged or has another schema, or another
+                process is writing it.
         """
         connection = open_database(folder)
         try:
@@ -120,11 +120,11 @@ class Recorder:
         return cls(folder, connection, (latest or 0) if attempt is None else attempt, text_of)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Metrics of a step; those of the same name are combined by their own rule."""
+        """Record metrics of a step; those of the same name are combined by their rule."""
         self._step(step).metrics.append(metrics)
 
     def event(self, step: int, kind: str, text: str, data: Mapping[str, Any] | None = None) -> None:
-        """Something worth a sentence, written at once: an alarm, a guard's action, a resume.
+        """Write an event at once: an alarm, an action of the guard, a resume.
 
         Raises:
             RagenError: The database cannot be written.
@@ -141,33 +141,33 @@ class Recorder:
         phase: str = "train",
         scores: Sequence[float | None] | None = None,
     ) -> None:
-        """All episodes of a step with their turns.
+        """Record episodes of a step with their turns.
 
         Args:
-            step: The step they were collected in.
-            groups: The groups; their episodes carry group and member.
-            kept: For each group, whether the filter kept it; None means all.
+            step: The step.
+            groups: The groups of episodes.
+            kept: For each group, whether the filter kept it; ``None`` means all.
             phase: ``train``, ``eval`` or ``eval greedy``.
-            scores: For each group, the filter's score; None means that none was taken.
+            scores: For each group, the filter's score, if there is one.
         """
         pending = self._step(step)
         flags = [True] * len(groups) if kept is None else kept
-        found = [None] * len(groups) if scores is None else scores
-        for group, keep, score in zip(groups, flags, found, strict=True):
+        scores = [None] * len(groups) if scores is None else scores
+        for group, keep, score in zip(groups, flags, scores, strict=True):
             for episode in group.episodes:
                 rows = episode_rows(episode, phase, keep, score)
                 pending.episodes.append(rows)
                 pending.token_ids |= rows.token_ids
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Token sequences with what the learner made of them.
+        """Record training samples with the learner's arrays.
 
         Args:
-            step: The step they were trained in.
+            step: The step.
             samples: For each sample its ``group`` and ``member`` and any of `SAMPLE_ARRAYS`.
 
         Raises:
-            ValueError: An array has an unknown name or not the sample's length.
+            ValueError: An array has an unknown name or another length than the sample.
         """
         for sample in samples:
             unknown = sample.keys() - SAMPLE_ARRAYS.keys() - {"group", "member"}
@@ -193,15 +193,17 @@ class Recorder:
         thoughts: Sequence[str],
         prompts: Sequence[str],
     ) -> None:
-        """How likely thoughts are under each other's prompts: what information metrics go by.
+        """Record the log-probabilities of thoughts under each other's prompts.
+
+        The metrics of information are computed from these.
 
         Args:
-            step: The step whose episodes were measured.
+            step: The step.
             path: The metrics' path: ``first`` or ``any``.
             scores: log p(thought i | prompt j), (N, M).
-            own: Each thought's own prompt, (N,).
+            own: The index of each thought's own prompt, (N,).
             thoughts: The N thoughts as text.
-            prompts: What the M prompts' last message shows of the environment.
+            prompts: The observations in the last messages of the M prompts.
         """
         assert np.shape(scores) == (len(thoughts), len(prompts)), "a score for each pair"
         self._step(step).cross_scores.append(
@@ -217,12 +219,12 @@ class Recorder:
         )
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
-        """The result of an evaluation: what ``ragen eval --json`` prints."""
+        """Record an evaluation, as ``ragen eval --json`` prints it."""
         columns = (record.get(name) for name in ("env", "temperature", "episodes", "success"))
         self._step(step).evaluations.append((time.time(), *columns, as_json(record)))
 
     def commit(self) -> None:
-        """Write the gathered step in one transaction; a checkpoint belongs after this, not before.
+        """Write the collected step in one transaction; a checkpoint must follow, not precede it.
 
         Raises:
             RagenError: The disk is full or read-only; nothing of the step is written.
@@ -238,13 +240,13 @@ class Recorder:
         self._known_tokens |= new
 
     def discard(self) -> None:
-        """Drop what was gathered since the last commit: a step that was not finished."""
+        """Drop the rows since the last commit: an unfinished step."""
         self._pending = _Step(self.attempt, self._pending.step)
 
     def forget_after(self, attempt: int, step: int) -> None:
-        """Delete what a killed run did after its checkpoint: the attempt's rows later than `step`.
+        """Delete rows later than a checkpoint: those of `attempt` after `step`.
 
-        Rows of later attempts go too: they began after it.
+        Rows of later attempts are deleted, too. Events stay.
 
         Raises:
             RagenError: The database cannot be written; nothing is deleted.
@@ -254,7 +256,7 @@ class Recorder:
         of_later = f"SELECT id FROM episodes WHERE {later}"
         with transaction(self._connection, self.folder):
             for statement in (
-                # The index keeps no copy of the text: it must be told what it is to forget.
+                # The index has no copy of the text and needs it for a deletion.
                 "INSERT INTO thoughts_fts (thoughts_fts, rowid, thought)"
                 " SELECT 'delete', id, thought FROM turns"
                 f" WHERE thought IS NOT NULL AND episode_id IN ({of_later})",
@@ -267,7 +269,7 @@ class Recorder:
                 self._connection.execute(statement, (attempt, step))
 
     def close(self) -> None:
-        """Write what is gathered and leave one plain file.
+        """Write the collected rows and close the database.
 
         Raises:
             RagenError: The last step could not be written.
@@ -288,7 +290,7 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close; a step that an exception interrupted is dropped."""
+        """Close; if an exception is raised, the unfinished step is dropped."""
         if kind is not None:
             self.discard()
         self.close()
@@ -301,7 +303,7 @@ class Recorder:
 
 
 class _Step:
-    """What is known of a step that is not written yet, as rows."""
+    """The collected rows of a step."""
 
     def __init__(self, attempt: int, step: int) -> None:
         self.attempt = attempt
@@ -322,7 +324,7 @@ class _Step:
         when = (self.attempt, self.step)
         connection.executemany(
             "INSERT OR REPLACE INTO metrics VALUES (?,?,?,?)",
-            # SQLite has no NaN: a number that is not one is stored as NULL.
+            # SQLite has no NaN; it is stored as NULL.
             [(*when, name, _number(m.value)) for name, m in merge(self.metrics).items()],
         )
         write_episodes(connection, *when, self.episodes)
@@ -335,10 +337,10 @@ class _Step:
 def append_event(
     folder: Path, attempt: int, step: int, kind: str, text: str, data: Mapping[str, Any]
 ) -> None:
-    """An event written past the run's recorder: by the watchdog, when the run itself hangs.
+    """Write an event without the run's recorder: for the watchdog, when the run hangs.
 
     Raises:
-        RagenError: The database cannot be written, or the run hangs while it writes there.
+        RagenError: The database cannot be written, or the run hangs during a write.
     """
     try:
         with contextlib.closing(sqlite3.connect(folder / DATABASE, timeout=2.0)) as connection:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragen.core.errors import RagenError, reason_of
+from ragen.core.files import OTHER_OUT, file_errors, whole_file
 from ragen.core.statistics import mean_interval
 from ragen.reports.plots import COLOURS, figure_of
 from ragen.studies.grid import Cell
@@ -61,26 +61,21 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
             numbers[name].setdefault((cell.recipe, cell.arm), []).append(value)
     decisions = decide(study, scale, numbers)
     findings = Findings(study, scale, seeds, numbers, decisions, verdict(decisions))
-    with writing_into(out):
-        with (out / "runs.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["recipe", "arm", "seed", *names])
-            writer.writerows(rows)
-        draw(findings, curves).savefig(out / "study.svg")
-        (out / "study.md").write_text("\n".join(page(findings)) + "\n", encoding="utf-8")
+    with _result(out / "runs.csv") as path, path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["recipe", "arm", "seed", *names])
+        writer.writerows(rows)
+    with _result(out / "study.svg") as path:
+        draw(findings, curves).savefig(path)
+    with _result(out / "study.md") as path:
+        path.write_text("\n".join(page(findings)) + "\n", encoding="utf-8")
     return findings
 
 
 @contextmanager
-def writing_into(folder: Path) -> Iterator[None]:
-    """Report a place that cannot be written as one `RagenError`."""
-    try:
-        yield
-    except OSError as error:
-        raise RagenError(
-            f"cannot write {error.filename or folder}: {reason_of(error)}; free space there or "
-            "choose another place with --out"
-        ) from None
+def _result(path: Path) -> Iterator[Path]:
+    with file_errors("write", path, OTHER_OUT), whole_file(path) as temporary:
+        yield temporary
 
 
 def page(findings: Findings) -> Iterator[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ragen.config.reading import read_config
 from ragen.core.errors import GuardStop, RagenError
+from ragen.core.files import OTHER_OUT, file_errors
 from ragen.core.stopping import StopRequested
 from ragen.engines.threads import usable_cpus
 from ragen.evaluation.results import load_evaluations
@@ -24,7 +25,7 @@ from ragen.finetuning.sft import sft
 from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_events
 from ragen.studies.grid import Cell, grid, tuned_model
-from ragen.studies.results import Findings, conclude, writing_into
+from ragen.studies.results import Findings, conclude
 from ragen.studies.study import Scale, Study
 from ragen.training.trainer import resolve_paths, resume, train
 
@@ -57,7 +58,7 @@ def run_study(
     cells = grid(study, scale, seeds, out)
     for cell in cells:
         refuse_other_settings(cell)
-    with writing_into(out):
+    with file_errors("write", out, OTHER_OUT):
         out.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell in cells if not is_finished(cell)]
     report(f"{study.name}: {len(cells)} runs, {len(cells) - len(missing)} of them done")
@@ -115,7 +116,7 @@ def make_run(cell: Cell) -> None:
             resume(cell.folder)
             return
         shutil.rmtree(cell.folder, ignore_errors=True)  # killed before its first checkpoint
-        with writing_into(cell.folder.parent):
+        with file_errors("write", cell.folder.parent, OTHER_OUT):
             cell.folder.parent.mkdir(parents=True, exist_ok=True)
         train(cell.config, cell.folder)
     except GuardStop:

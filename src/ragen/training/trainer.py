@@ -129,10 +129,13 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
             recorder = Recorder.open(folder, state.attempt, engine.chat.text_of)
             stack.callback(recorder.close)
             recorder.forget_after(state.attempt, state.step)
-            recorder.event(state.step, "resume", f"resumed after step {state.step}")
+            about = {"checkpoint": checkpoint.name}
+            recorder.event(state.step, "resume", f"resumed after step {state.step}", about)
             for later, reason in damaged.items():
-                text = f"resuming from {checkpoint.name}: in {set_aside(later)}, {reason}"
-                recorder.event(state.step, "damaged checkpoint", text)
+                aside = set_aside(later)
+                text = f"resuming from {checkpoint.name}: in {aside}, {reason}"
+                data = about | {"damaged": later.name, "set_aside": aside.name, "reason": reason}
+                recorder.event(state.step, "damaged checkpoint", text, data)
                 watcher.alarm(state.step, text)
         return await run_to_the_end(
             Run(

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ragen.core.errors import RagenError
+from ragen.core.files import cannot
 from ragen.viewer.bundle import page
 from ragen.viewer.phrases import spread
 from ragen.viewer.routes import answer
@@ -89,7 +90,7 @@ def share(run: Path, out: Path, *, episode: int | None = None, group: int | None
     except OSError as error:
         with suppress(OSError):
             out.unlink(missing_ok=True)  # half of it, if anything
-        raise RagenError(f"cannot write {out}: {error.strerror}; choose another place") from None
+        raise cannot("write", out, error, "choose another place") from None
     return out
 
 
