@@ -1,7 +1,7 @@
 """Attempts of a run, and which of their steps still count.
 
-The guard rolls a run back by starting a new attempt at an earlier step. What older attempts did
-from that step on stays in the database and no longer counts.
+The guard rolls a run back by starting a new attempt at an earlier step. Rows of older attempts
+from that step on stay in the database and no longer count.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Counts = Callable[[int, int], bool]
-"""Whether what an attempt did at a step still counts: a function of the attempt and the step."""
+"""A function of an attempt and a step: whether the step still counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """An attempt's steps from `first` to `last`; those before `end` still count.
 
-    `end` is the first step of the later attempts, or infinity.
+    `end` is the earliest first step of later attempts, or infinity.
     """
 
     number: int
@@ -28,12 +28,12 @@ class Attempt:
     end: float
 
     def counts(self, step: int) -> bool:
-        """Whether what the attempt did at a step still counts."""
+        """Whether a step of this attempt still counts."""
         return step < self.end
 
 
 def attempts_of(connection: sqlite3.Connection) -> list[Attempt]:
-    """A run's attempts in order; each lookup is one descent into the order of the table."""
+    """A run's attempts in order; each query is one descent into the table's index."""
     found: list[tuple[int, int, int]] = []
     number = -1
     while True:
@@ -58,6 +58,6 @@ def attempts_of(connection: sqlite3.Connection) -> list[Attempt]:
 
 
 def still_counts(connection: sqlite3.Connection) -> Counts:
-    """What of a run still counts: the steps before the first one of every later attempt."""
+    """Whether a step still counts: it precedes the first step of every later attempt."""
     firsts = [(attempt.number, attempt.first) for attempt in attempts_of(connection)]
     return lambda attempt, step: all(step < first for number, first in firsts if number > attempt)

@@ -1,9 +1,8 @@
-"""What is branched from a run's episodes, kept in `branches.sqlite`.
+"""Storage of branches, in `branches.sqlite`.
 
-A branch begins where a recorded episode stood at one of its turns and is played to its end by a
-checkpoint of the run. Those of one request are a group: the same prompt, several members. They lie
-in a database of their own beside the run's, in the same tables, so that a run that still trains is
-never written to by anybody else.
+A branch starts at a turn of a recorded episode and is played to its end by a checkpoint of the run.
+The branches of one request are a group: one prompt, several episodes. They have a database of their
+own with the same tables, so that only the run itself writes the run's database.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ FILE = "branches.sqlite"
 """The branches' database in a run's folder."""
 
 PHASE = "branch"
-"""The phase of their episodes, whose ``group`` is the request's `number` and ``step`` the
+"""The phase of branches. Their ``group`` is the request's `number`, their ``step`` the
 checkpoint's."""
 
 MOST = 64
-"""Branches of one request: what one screen can show, and a small model plays in a minute."""
+"""Most branches of one request: they fit on a screen, and a small model plays them in a minute."""
 
 _SCHEMA = f"""
 {PLAYED}
@@ -45,10 +44,10 @@ PRAGMA user_version = {SCHEMA_VERSION};
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is branched: an episode of a run's database from a turn on, by a checkpoint, `n` times.
+    """A request for `n` branches of an episode from a turn on, played by a checkpoint.
 
-    `checkpoint` is a step; 0 may stand for the model that the run began with. Everything about the
-    branches follows from these and from the run's seed.
+    `checkpoint` is a step; 0 may be the model that the run started from. The fields and the run's
+    seed determine the branches.
 
     Example:
         >>> Request(7, turn=1, checkpoint=40, n=4, temperature=1.0, seed=0).id
@@ -64,23 +63,23 @@ class Request:
 
     @property
     def id(self) -> str:
-        """The same for the same request, so that what is asked again is not kept twice."""
-        asked = (self.episode, self.turn, self.checkpoint, self.n, float(self.temperature))
-        return hashlib.blake2b(repr((*asked, self.seed)).encode(), digest_size=6).hexdigest()
+        """A hash of the fields; a repeated request replaces the branches of the first."""
+        numbers = (self.episode, self.turn, self.checkpoint, self.n, float(self.temperature))
+        return hashlib.blake2b(repr((*numbers, self.seed)).encode(), digest_size=6).hexdigest()
 
     @property
     def path(self) -> tuple[int | str, ...]:
-        """What the branches' sampling seeds are derived from, behind the run's seed."""
+        """The path from which, with the run's seed, the branches' sampling seeds are derived."""
         return ("branch", self.seed, self.episode, self.turn, self.checkpoint)
 
 
 def has_branches(run: Path) -> bool:
-    """Whether there is a database of branches to read; one that is just being made is none yet."""
+    """Whether there is a database of branches; one that is being created does not count."""
     if not (run / FILE).exists():
         return False
     with suppress(sqlite3.Error), closing(connect_to_read(run / FILE)) as connection:
         return bool(connection.execute("PRAGMA user_version").fetchone() != (0,))
-    return True  # who reads it will say what is wrong with it
+    return True  # reading it reports what is wrong
 
 
 def write_branches(
@@ -90,19 +89,17 @@ def write_branches(
     exact: bool,
     text_of: Callable[[int], str],
 ) -> None:
-    """Keep what was branched, in the place of what the same request gave before.
-
-    Several processes may write at once; each of them all of its own or nothing.
+    """Store branches in one transaction; earlier branches of the same request are replaced.
 
     Args:
         run: The run's folder.
-        request: What was asked.
-        episodes: The branches in their order.
-        exact: Whether the model saw the very tokens that it saw in the original.
+        request: The request.
+        episodes: The branches in order.
+        exact: Whether the prompts have the same tokens as the original's.
         text_of: The text of one token.
 
     Raises:
-        RagenError: The database cannot be written, or is of another version.
+        RagenError: The database cannot be written, or has another schema.
     """
     connection = open_database(run, make=True, file=FILE, schema=_SCHEMA)
     try:
@@ -120,8 +117,8 @@ def _insert(
     text_of: Callable[[int], str],
 ) -> None:
     _forget(connection, request.id)
-    asked = (request.episode, request.turn, request.checkpoint, request.n)
-    row = (request.id, *asked, request.temperature, request.seed, time.time(), exact)
+    numbers = (request.episode, request.turn, request.checkpoint, request.n)
+    row = (request.id, *numbers, request.temperature, request.seed, time.time(), exact)
     number = connection.execute(
         "INSERT INTO branches VALUES (NULL,?,?,?,?,?,?,?,?,?)", row
     ).lastrowid
@@ -135,7 +132,7 @@ def _insert(
 
 
 def _forget(connection: sqlite3.Connection, request: str) -> None:
-    """Delete what an earlier request of this id left."""
+    """Delete the branches of an earlier request of this id."""
     known = connection.execute("SELECT number FROM branches WHERE id = ?", (request,)).fetchone()
     if known is None:
         return

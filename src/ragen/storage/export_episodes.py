@@ -1,7 +1,7 @@
 """`ragen export --episodes`: all episodes of a run as JSON lines or Parquet, one row each.
 
-Rows are written as they are read, so a run of any size takes the same memory, and one that still
-trains can be exported as it stands.
+Rows are written as they are read, so memory use does not grow with the run. A run in progress can
+be exported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TURN: dict[str, str] = {
     "thought_start": "int32",
     "thought_end": "int32",
 }
-"""The columns of a turn; what they hold, `docs/episodes.md` says."""
+"""The columns of a turn; `docs/episodes.md` describes them."""
 
 EPISODE: dict[str, str] = {
     "id": "int64",
@@ -69,19 +69,19 @@ EPISODE: dict[str, str] = {
     "final_observation": "text",
     "final_picture": "texts",
 }
-"""The columns of an episode, besides its ``turns``."""
+"""The columns of an episode, apart from ``turns``."""
 
 
 def export_episodes(run: Path, out: Path) -> int:
-    """Write all episodes of a run; returns how many there are.
+    """Write all episodes of a run to a file; returns their number.
 
     Args:
         run: The run's folder, finished or not.
-        out: A file that does not exist, ``….jsonl`` or ``….parquet``.
+        out: A new file, ``….jsonl`` or ``….parquet``.
 
     Raises:
-        RagenError: There is no run, the file's name ends otherwise, it exists, it cannot be
-            written, or pyarrow is missing.
+        RagenError: There is no run, the file exists, has another suffix or cannot be written, or
+            pyarrow is missing.
     """
     if out.suffix not in _WRITERS:
         raise RagenError(f"{out}: expected a name that ends in {' or '.join(_WRITERS)}")

@@ -1,7 +1,7 @@
-"""What a run's database says: metrics, evaluations, events. Reading changes nothing in it.
+"""Reading a run's metrics, evaluations and events.
 
-An attempt is what the guard begins when it rolls a run back; what it replaced stays in the
-database, and these functions know what still counts.
+A rollback of the guard starts a new attempt. The replaced steps stay in the database; these
+functions return only rows that still count.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ragen.storage.database import read, reading_database
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     """A run's own evaluation records in order, each with its ``step`` and ``attempt``.
 
-    Those that somebody asked for (``ragen eval``) belong to no step: `ragen.evaluation.outcomes`
-    keeps them.
+    Evaluations of ``ragen eval`` belong to no step; `ragen.evaluation.outcomes` stores them.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
@@ -36,36 +35,36 @@ def read_metrics(
 ) -> dict[str, dict[int, float]]:
     """A run's metrics: name, then step, to value, in the order of the steps.
 
-    Each attempt replaces what the ones before it did from its first step on.
+    Each attempt replaces earlier ones from its first step on.
 
     Args:
-        folder: The run.
-        names: The metrics that are wanted; ``None`` means all.
-        after: An attempt and a step of it, after which rows are wanted; ``None`` means all.
+        folder: The run's folder.
+        names: The metrics to read; ``None`` means all.
+        after: An attempt and a step, after which rows are read; ``None`` means all.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
     first = (-1, 0) if after is None else after
-    query, wanted = "SELECT attempt, step, name, value FROM metrics", tuple(names or ())
+    query, chosen = "SELECT attempt, step, name, value FROM metrics", tuple(names or ())
     query += " WHERE (attempt, step) > (?, ?)"
     if names is not None:
-        query += f" AND name IN ({','.join('?' * len(wanted))})"
-    found: dict[str, dict[int, float]] = {}
-    stands = standing(folder, after)
-    rows = read(folder, f"{query} ORDER BY attempt, step", (*first, *wanted))
+        query += f" AND name IN ({','.join('?' * len(chosen))})"
+    metrics: dict[str, dict[int, float]] = {}
+    counts = standing(folder, after)
+    rows = read(folder, f"{query} ORDER BY attempt, step", (*first, *chosen))
     for attempt, step, name, value in rows:
-        if value is not None and stands(attempt, step):
-            found.setdefault(name, {})[step] = value
-    return found
+        if value is not None and counts(attempt, step):
+            metrics.setdefault(name, {})[step] = value
+    return metrics
 
 
 def standing(folder: Path, after: tuple[int, int] | None = None) -> Counts:
-    """Whether what an attempt did at a step still counts: no later attempt began at or before it.
+    """Whether a step of an attempt still counts: no later attempt began at or before it.
 
     Args:
-        folder: The run.
-        after: A step of the last attempt: then whether it counts and came later.
+        folder: The run's folder.
+        after: A step of the last attempt; then only later steps count.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
@@ -93,7 +92,7 @@ def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def read_attempts(folder: Path) -> dict[int, dict[str, dict[int, float]]]:
-    """A run's metrics with what it rolled back: attempt, then name, then step, to value.
+    """A run's metrics including rolled-back steps: attempt, then name, then step, to value.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.

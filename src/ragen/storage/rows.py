@@ -1,7 +1,7 @@
-"""Episodes as the rows of a database: what is kept of them, and how it is written.
+"""Conversion of episodes to database rows, and their insertion.
 
-A row is a tuple in the order of its table's columns (`ragen.storage.schema`), without the ids that
-are only known when it is written.
+A row is a tuple in the order of its table's columns (`ragen.storage.schema`), without the ids,
+which are assigned on insertion.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Row = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRows:
-    """An episode's row, those of its turns, and the ids of the tokens in them."""
+    """The row of an episode, the rows of its turns, and the token ids in them."""
 
     episode: Row
     turns: tuple[Row, ...]
@@ -34,15 +34,15 @@ def episode_rows(
     kept: bool = True,
     group_score: float | None = None,
 ) -> EpisodeRows:
-    """All that is kept of an episode.
+    """The rows of an episode.
 
     Its ``entropy`` is the mean of −logprob over its sampled tokens, in nats. Given the tokens
-    before it, −logprob of a sampled token has the entropy as its mean, so this estimate needs no
-    other logprobs.
+    before it, −logprob of a sampled token has the entropy as its expectation, so this estimate
+    needs no other logprobs.
 
     Args:
         episode: The episode.
-        phase: What it was played for: ``train``, ``eval`` or ``eval greedy``.
+        phase: ``train``, ``eval`` or ``eval greedy``.
         kept: Whether the filter kept its group.
         group_score: The filter's score of its group, if there is one.
     """
@@ -121,7 +121,7 @@ def _turn_rows(turns: Sequence[Turn]) -> list[Row]:
 def write_episodes(
     connection: sqlite3.Connection, attempt: int, step: int, episodes: Sequence[EpisodeRows]
 ) -> None:
-    """Insert episodes with their turns, and make the turns' thoughts findable."""
+    """Insert episodes with their turns, and index the turns' thoughts for search."""
     (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM episodes").fetchone()
     numbered = list(enumerate(episodes, last + 1))
     insert(connection, "episodes", [(key, attempt, step, *e.episode) for key, e in numbered])
@@ -137,28 +137,28 @@ def write_episodes(
 def write_tokens(
     connection: sqlite3.Connection, token_ids: Iterable[int], text_of: Callable[[int], str]
 ) -> None:
-    """Insert the texts of tokens; those that are known stay as they are."""
+    """Insert the texts of tokens; existing rows stay as they are."""
     rows = [(token, storable(text_of(token))) for token in token_ids]
     connection.executemany("INSERT OR IGNORE INTO tokens VALUES (?,?)", rows)
 
 
 def insert(connection: sqlite3.Connection, table: str, rows: Sequence[Row]) -> None:
-    """Insert whole rows."""
+    """Insert rows with a value for every column."""
     if rows:
         marks = ",".join("?" * len(rows[0]))
         connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
 
 
 def as_json(value: Any) -> str:
-    """ASCII with escapes, so that half a surrogate pair in a snapshot comes back whole."""
+    """JSON in ASCII with escapes, which preserves a lone surrogate in a snapshot."""
     return json.dumps(value, separators=(",", ":"))
 
 
 def storable(text: str) -> str:
-    """The text as UTF-8 can hold it; an environment may send half a surrogate pair."""
+    """The text in valid UTF-8; a lone surrogate, which an environment may send, becomes ``?``."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def optional_text(text: str | None) -> str | None:
-    """The same of a text that may be missing."""
+    """`storable` for a text that may be missing."""
     return None if text is None else storable(text)

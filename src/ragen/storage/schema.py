@@ -1,7 +1,7 @@
-"""The tables of a run's database, and how arrays are kept in them.
+"""The tables of a run's database, and the encoding of arrays in them.
 
-Every row of a step carries the `attempt` it belongs to and the `step`, but for events alone: they
-are a log. Texts are UTF-8, lists and objects JSON, arrays the blobs that `compress` makes.
+Every row of a step has its `attempt` and `step`. Events are a log and are never deleted. Texts are
+UTF-8, lists and objects are JSON, and arrays are the blobs of `compress`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 SCHEMA_VERSION = 4
-"""`PRAGMA user_version` of the database; a reader refuses versions it does not know."""
+"""`PRAGMA user_version` of the database; other versions are refused or upgraded."""
 
 SAMPLE_ARRAYS: Mapping[str, str] = MappingProxyType(
     {
@@ -31,12 +31,12 @@ SAMPLE_ARRAYS: Mapping[str, str] = MappingProxyType(
         "ratios": "<f4",
     }
 )
-"""The arrays of a recorded sample and their types. All have the sample's length; a column is
-the zlib-compressed little-endian bytes, or NULL where a run has no such array (without a critic no
-values)."""
+"""The arrays of a recorded sample and their types. All have the sample's length. A column holds
+zlib-compressed little-endian bytes, or NULL if the run has no such array (no values without a
+critic)."""
 
 TURNS_AN_EPISODE = 65536
-"""Ids that each episode keeps for its turns; no context holds so many."""
+"""Turn ids reserved for each episode; no context holds as many turns."""
 
 ARRAYS: Mapping[str, str] = MappingProxyType(
     {
@@ -48,7 +48,7 @@ ARRAYS: Mapping[str, str] = MappingProxyType(
         "own": "<i4",
     }
 )
-"""The type of every column that holds an array, those of turns and cross-scores among them."""
+"""The type of every array column, including those of turns and cross-scores."""
 
 LISTED = (
     *("phase", "env", "stop_reason", "step", "attempt", "success", "kept", "reward"),
@@ -56,11 +56,10 @@ LISTED = (
 )
 """The columns by which lists of episodes are filtered and sorted, all in one index.
 
-A list is one pass over it, whatever is asked: about 25 ms for 100,000 episodes. An index for each
-order would be quicker for most lists and many times slower where a filter leaves little of them. So
-a query says ``INDEXED BY episodes_for_lists``, names no other column, and fetches the rows of the
-few ids that it finds afterwards. What there is to choose from (its first columns) takes a descent
-each."""
+A list is one pass over this index: about 25 ms for 100,000 episodes. An index for each order would
+be faster for most lists and many times slower for filters that match few episodes. So a query says
+``INDEXED BY episodes_for_lists``, names no other column, and afterwards fetches the rows of the few
+matching ids. Each distinct value of the first columns takes one descent."""
 
 PLAYED = f"""
 CREATE TABLE episodes (
@@ -89,11 +88,10 @@ CREATE INDEX turns_by_episode ON turns (episode_id);
 CREATE TABLE tokens (id INTEGER PRIMARY KEY, text TEXT NOT NULL);
 CREATE VIRTUAL TABLE thoughts_fts USING fts5 (thought, content='turns', content_rowid='id');
 """
-"""What was played: episodes, their turns, the text of each token in them, a search in thoughts.
+"""The tables of episodes, turns, token texts, and the search index of thoughts.
 
-A turn's id is `turn_id`. Its `prompt_ids` are all of its prompt where `prompt_joins` is 0; where it
-is 1, the prompt goes on from the prompt and completion of the turn before, and only what follows
-those is kept."""
+A turn's id is `turn_id`. If `prompt_joins` is 0, `prompt_ids` are the whole prompt. If it is 1, the
+prompt starts with the prompt and completion of the previous turn, and `prompt_ids` are the rest."""
 
 SCHEMA = f"""
 CREATE TABLE metrics (
@@ -136,15 +134,14 @@ CREATE TABLE outcomes (
 ) WITHOUT ROWID;
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-"""The whole database, empty.
+"""All tables of a run's database.
 
-Of `cross_scores`, `scores` are num_thoughts × num_prompts, row by row, and `own` says which prompt
-is each thought's own. Thoughts, and what prompts show of the environment, are JSON lists of
-texts."""
+In `cross_scores`, `scores` is num_thoughts × num_prompts, row by row, and `own` is the index of
+each thought's own prompt. `thoughts`, and `prompts` (the observations in them), are JSON lists."""
 
 
 def turn_id(episode: int, turn: int) -> int:
-    """The id of an episode's turn, from which both follow: a hit of the search knows its episode.
+    """The id of a turn, which encodes its episode: a search hit needs no lookup.
 
     Example:
         >>> divmod(turn_id(7, 2), TURNS_AN_EPISODE)
@@ -155,7 +152,7 @@ def turn_id(episode: int, turn: int) -> int:
 
 
 def compress(name: str, array: npt.ArrayLike) -> bytes:
-    """An array as the bytes of its column, of the type that `ARRAYS` states.
+    """Compress an array to the bytes of its column, with the type in `ARRAYS`.
 
     Example:
         >>> decompress("token_ids", compress("token_ids", [3, 10, 11])).tolist()
@@ -165,5 +162,5 @@ def compress(name: str, array: npt.ArrayLike) -> bytes:
 
 
 def decompress(name: str, data: bytes) -> npt.NDArray[Any]:
-    """The array that `compress` stored, flat."""
+    """The array of a column, as one dimension."""
     return np.frombuffer(zlib.decompress(data), ARRAYS[name])

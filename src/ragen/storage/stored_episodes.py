@@ -1,7 +1,7 @@
-"""Episodes read back from a run's database, one or all, whether the run still goes on or not.
+"""Reading episodes from the database of a finished or unfinished run.
 
-The database keeps a prompt that goes on from the turn before without what came there, arrays as
-blobs and lists as JSON; here they are whole again.
+Prompts that extend the previous turn are stored without that part, arrays as blobs and lists as
+JSON; reading restores all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragen.storage.rows import storable
 from ragen.storage.schema import decompress
 
 Record = dict[str, Any]
-"""A row by the names of its columns, as Python's values."""
+"""A row: column name to Python value."""
 
 _STATEMENTS = ("kept", "terminated", "truncated", "success", "well_formed")
 _LISTS = ("picture", "actions_asked", "actions_executed", "final_picture")
@@ -29,9 +29,9 @@ _ARRAYS = ("prompt_ids", "completion_ids", "logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An episode as a run's database keeps it, and what it was played for.
+    """An episode from a run's database, with its attempt, step and phase.
 
-    Of its prompts only the ids are known, and where a policy gives no ids not even those.
+    Its prompts have only token ids, and none if the policy gave no ids.
     """
 
     id: int
@@ -42,17 +42,17 @@ class Recorded:
 
     @property
     def path(self) -> tuple[int | str, ...]:
-        """What its own sampling seeds were derived from, behind the run's seed."""
-        # A training episode is recorded when its step is finished, and played before.
+        """The path from which, with the run's seed, its sampling seeds were derived."""
+        # A training episode's `step` counts finished steps; it was played one step earlier.
         return ("train", self.step - 1) if self.phase == "train" else ("eval",)
 
     def exact(self, turn: int) -> bool:
-        """Whether the tokens of its prompts up to a turn are known."""
+        """Whether the token ids of its prompts up to a turn are known."""
         return all(each.prompt.token_ids is not None for each in self.episode.turns[: turn + 1])
 
 
 def read_episode(run: Path, episode: int) -> Recorded:
-    """One episode.
+    """Read one episode.
 
     Raises:
         RagenError: There is no run or no such episode, or the database cannot be read.
@@ -64,7 +64,7 @@ def read_episode(run: Path, episode: int) -> Recorded:
 
 
 def read_episodes(run: Path) -> Iterator[Recorded]:
-    """All episodes in order, one at a time.
+    """Read all episodes in order, one at a time.
 
     Raises:
         RagenError: There is no run, or the database cannot be read.
@@ -87,11 +87,13 @@ def _recorded(record: Record) -> Recorded:
 
 
 def records(run: Path, episode: int | None = None) -> Iterator[Record]:
-    """A run's episodes as they stand at the first look, each with its ``turns``, one after another.
+    """Read the rows of a run's episodes, each with its ``turns``, one at a time.
+
+    Episodes that are written meanwhile are left out.
 
     Args:
         run: The run's folder.
-        episode: The id of the only one that is wanted.
+        episode: The id of a single episode; ``None`` reads all.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
