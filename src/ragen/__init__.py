@@ -107,7 +107,7 @@ def resume(run: str | Path, *code: Any, watcher: Watcher | None = None) -> Resul
 
     Args:
         run: The run's folder.
-        code: The classes and functions that the run was given in Python and that lie in no file.
+        code: Classes and functions that were passed to the run in Python and are in no file.
         watcher: Receives the progress; by default nothing does.
 
     Raises:
