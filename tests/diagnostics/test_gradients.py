@@ -22,9 +22,8 @@ from ragen.config.reading import resolve
 from ragen.core.metrics import largest, last, mean, total, values
 from ragen.diagnostics.collapse import REGIMES
 from ragen.diagnostics.detectors import METRICS
-from ragen.diagnostics.gradients import gradients_by_std, std_buckets
 from ragen.diagnostics.information import measure
-from ragen.diagnostics.signals import averaged, smooth
+from ragen.diagnostics.signals import averaged, gradients_by_std, smooth, std_buckets
 from ragen.engines.learner import Learner
 from ragen.engines.tensors import optimizer_tensors
 from ragen.storage import checkpoint

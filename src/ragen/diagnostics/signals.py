@@ -1,6 +1,11 @@
 """The signals of every step: rewards, format, text, entropy of outcomes, and moving averages.
 
 Names of metrics are paths. A metric that cannot be computed (no thought, no token ids) is left out.
+
+`gradients_by_std` shows where the learning signal comes from: RAGEN-2 (arXiv:2604.06268) expects of
+a healthy signal that the task's gradient norm grows with the reward std of the groups, and that the
+norms of the regularisers do not. Measuring changes no weight, no stored gradient, no optimiser and
+no random generator.
 """
 
 from __future__ import annotations
@@ -10,12 +15,15 @@ from itertools import groupby
 from math import isfinite
 from statistics import fmean
 
+import numpy as np
 from torch import Tensor
 
+from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import reward_std
 from ragen.algorithms.losses import k3
 from ragen.core.metrics import Metrics, largest, last, mean, total
 from ragen.core.types import Episode, Group, Turn
+from ragen.engines.engine import Engine
 from ragen.rollout.reasoning import repeated_ngrams, reward_term_metrics, thought_metrics
 
 EMA_WEIGHT = 0.1
@@ -165,3 +173,41 @@ def smooth(averages: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
 def averaged(averages: Mapping[str, float], metrics: Metrics) -> Metrics:
     """The moving averages of a step's metrics, as ``ema/<name>``."""
     return {f"ema/{name}": last(averages[name]) for name in metrics if name in averages}
+
+
+NUM_BUCKETS = 4
+"""Quartiles of the in-group reward std, as arXiv:2604.06268 compares them."""
+
+
+async def gradients_by_std(engine: Engine, batch: Batch, groups: Sequence[Group]) -> Metrics:
+    """Gradient norms of task, entropy and KL by quartile of the in-group reward std.
+
+    The engine has the weights that played the groups, which `Batch.group_B` indexes; the batch has
+    advantages. For each bucket that holds a row, from 0 for the lowest:
+    ``gradient_by_std/<bucket>/<term>_per_token``, ``…_per_sample``, the mean ``reward_std`` of its
+    groups, and the number of its ``groups``.
+    """
+    present = sorted(set(batch.group_B.tolist()))
+    stds = [reward_std(groups[index]) for index in present]
+    bucket_of = dict(zip(present, std_buckets(stds), strict=True))
+    bucket_B = batch.group_B.new_tensor([bucket_of[index] for index in batch.group_B.tolist()])
+    metrics = await engine.gradient_norms(batch, bucket_B)
+    for bucket in sorted(set(bucket_of.values())):
+        inside = [
+            std for index, std in zip(present, stds, strict=True) if bucket_of[index] == bucket
+        ]
+        metrics[f"{bucket}/reward_std"] = last(fmean(inside))
+        metrics[f"{bucket}/groups"] = last(len(inside))
+    return {f"gradient_by_std/{name}": metric for name, metric in metrics.items()}
+
+
+def std_buckets(stds: Sequence[float]) -> list[int]:
+    """The quartile of each group's reward std, from 0. Equal stds share the lowest quartile.
+
+    Example:
+        >>> std_buckets([0.0, 0.0, 0.5, 0.2]), std_buckets([0.5, 0.5])
+        ([0, 0, 3, 2], [0, 0])
+    """
+    edges = np.quantile(stds, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS)
+    buckets: list[int] = np.searchsorted(edges, stds, side="left").tolist()
+    return buckets

@@ -76,10 +76,9 @@ def verify(microbatches: Sequence[Batch]) -> Metrics:
         >>> good, bad = torch.tensor([[fingerprint([8], [-0.5])]]), torch.tensor([[7]])
         >>> verify([replace(batch, born_BK=good)])["exactness/completions_checked"].value
         1.0
-        >>> verify([replace(batch, born_BK=bad)])
+        >>> verify([replace(batch, born_BK=bad)])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ragen.core.errors.RagenError: stopped before an update: the tokens or logprobs of turn 1 of
-        ...
+        ragen.core.errors.RagenError: stopped before an update: the tokens or logprobs of turn 1 ...
     """
     sampled: dict[TurnId, int] = {}
     trained: dict[TurnId, int] = {}
@@ -125,9 +124,9 @@ def verify_split(batch: Batch, minibatches: Sequence[Batch], epochs: int) -> Non
         >>> mask = (False, True)
         >>> row = Sample((1, 8), mask, (0.0, -0.5), (-1, 0), mask, 0, 0)
         >>> batch = replace(collate([row] * 5), episode_B=torch.arange(5))
-        >>> parts = minibatches(batch, minibatch_episodes=3, passes=2, seed=0)
+        >>> parts = minibatches(batch, minibatch_episodes=3, epochs=2, seed=0)
         >>> verify_split(batch, parts, epochs=2)
-        >>> verify_split(batch, parts[1:], epochs=2)
+        >>> verify_split(batch, parts[1:], epochs=2)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ragen.core.errors.RagenError: stopped before an update: the step's episode 0 was sampled ...
     """

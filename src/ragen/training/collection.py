@@ -20,7 +20,7 @@ from ragen.config.sections import AdvantageConfig, FilterConfig, RolloutConfig, 
 from ragen.core.metrics import Metrics, total
 from ragen.core.seeding import refill_level, train_level
 from ragen.core.types import Episode, Group, Sample
-from ragen.diagnostics.gradients import gradients_by_std
+from ragen.diagnostics.signals import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.engines.exactness import verify_split, with_fingerprints
 from ragen.rollout.groups import run_groups
