@@ -204,10 +204,8 @@ class Learner:
         return tuple(fields)
 
     def _microbatches(self, batch: Batch) -> list[Tensor]:
-        by_group, whole = (
-            shares_prompts(self.model),
-            needs_whole_episodes(find_loss(self._loss.name)),
-        )
+        by_group = shares_prompts(self.model)
+        whole = needs_whole_episodes(find_loss(self._loss.name))
         return row_splits(batch, self._update.microbatch_tokens, by_group, whole)
 
     def update(self, batch: Batch, step: int) -> Metrics:
