@@ -81,7 +81,7 @@ def test_a_run_is_running_while_somebody_writes_it(tmp_path: Path) -> None:
         log_step(recorder, 1, 0.5)
         recorder.commit()
         assert (run_of(tmp_path, "a")["step"], run_of(tmp_path, "a")["state"]) == (1, "running")
-        recorder.event(1, "guard", "stopped: reward_drop")
+        recorder.event(1, "guard", "stopped: reward_drop", {"action": "stop"})
     assert run_of(tmp_path, "a")["state"] == "stopped"
 
 

@@ -39,9 +39,6 @@ from ragen.viewer.run_metrics import current, histories
 SPARK = 40
 """Points of a run's small curve."""
 
-STOPPED = "stopped: "
-"""How the text of the guard's event begins when it stopped the run (`ragen.training.recovery`)."""
-
 _SUMMARIES: dict[Path, tuple[Signature, Answer]] = {}
 
 
@@ -133,7 +130,8 @@ def _facts(connection: sqlite3.Connection, config: Mapping[str, Any]) -> Answer:
     step = attempts[-1].last if attempts else 0
     alarms = connection.execute("SELECT count(*) FROM events WHERE kind = ?", (ALARM,)).fetchone()
     last = connection.execute(
-        "SELECT step, kind, text FROM events ORDER BY id DESC LIMIT 1"
+        "SELECT step, kind, text, json_extract(data, '$.action') AS action FROM events"
+        " ORDER BY id DESC LIMIT 1"
     ).fetchone()
     shown = trained[-1] if trained else evaluated[-1] if evaluated else {}
     return {
@@ -161,11 +159,11 @@ def _end(
 ) -> str:
     """The state of a run without a process: finished (and evaluated), stopped or interrupted."""
     spent = updates.get(step, 0.0) if config.get("budget") == "updates" else step
-    wanted = _inside(config, "eval", "episodes") != 0
-    judged = not wanted or any(each["step"] == step for each in evaluated)
-    if spent >= config.get("steps", Config.model_fields["steps"].default) and judged:
+    evaluates = _inside(config, "eval", "episodes") != 0
+    complete = not evaluates or any(each["step"] == step for each in evaluated)
+    if spent >= config.get("steps", Config.model_fields["steps"].default) and complete:
         return "finished"
-    stopped = last is not None and last["kind"] == "guard" and last["text"].startswith(STOPPED)
+    stopped = last is not None and last["kind"] == "guard" and last["action"] == "stop"
     return "stopped" if stopped else "interrupted"
 
 
