@@ -399,7 +399,7 @@ def test_existing_folder_is_refused(tmp_path: Path) -> None:
     (out / "config.toml").write_text("")
     with pytest.raises(RagenError) as caught:
         new_run_folder(tmp_path, "bandit", out)
-    resume = f", or go on with that run: ragen resume {out}"
+    resume = f", or continue that run: ragen resume {out}"
     assert str(caught.value) == refused.format("a run") + resume
 
 

@@ -34,7 +34,7 @@ class Attempt:
 
 def attempts_of(connection: sqlite3.Connection) -> list[Attempt]:
     """A run's attempts in order; each query is one descent into the table's index."""
-    found: list[tuple[int, int, int]] = []
+    bounds: list[tuple[int, int, int]] = []
     number = -1
     while True:
         (following,) = connection.execute(
@@ -49,11 +49,11 @@ def attempts_of(connection: sqlite3.Connection) -> list[Attempt]:
             ).fetchone()[0]
             for bound in ("min", "max")
         )
-        found.append((number, first, last))
-    firsts = [first for _, first, _ in found]
+        bounds.append((number, first, last))
+    firsts = [first for _, first, _ in bounds]
     return [
         Attempt(number, first, last, min(firsts[place + 1 :], default=math.inf))
-        for place, (number, first, last) in enumerate(found)
+        for place, (number, first, last) in enumerate(bounds)
     ]
 
 

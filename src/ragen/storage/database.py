@@ -76,7 +76,7 @@ def refuse_existing(out: Path | None) -> None:
         run = (out / CONFIG).is_file()
         raise RagenError(
             f"{out} exists already and {'a run' if run else 'what is there'} is never overwritten; "
-            f"give another --out{f', or go on with that run: ragen resume {out}' if run else ''}"
+            f"give another --out{f', or continue that run: ragen resume {out}' if run else ''}"
         )
 
 

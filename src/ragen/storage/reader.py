@@ -97,10 +97,10 @@ def read_attempts(folder: Path) -> dict[int, dict[str, dict[int, float]]]:
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
-    found: dict[int, dict[str, dict[int, float]]] = {}
+    metrics: dict[int, dict[str, dict[int, float]]] = {}
     for attempt, step, name, value in read(
         folder, "SELECT attempt, step, name, value FROM metrics ORDER BY attempt, step"
     ):
         if value is not None:
-            found.setdefault(attempt, {}).setdefault(name, {})[step] = value
-    return found
+            metrics.setdefault(attempt, {}).setdefault(name, {})[step] = value
+    return metrics

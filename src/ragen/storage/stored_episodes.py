@@ -107,7 +107,7 @@ def records(run: Path, episode: int | None = None) -> Iterator[Record]:
 
 
 def _turns(connection: sqlite3.Connection, episode: int) -> list[Record]:
-    found: list[Record] = []
+    turns: list[Record] = []
     before: list[int] = []
     query = "SELECT * FROM turns WHERE episode_id = ? ORDER BY turn"
     for row in connection.execute(query, (episode,)):
@@ -116,8 +116,8 @@ def _turns(connection: sqlite3.Connection, episode: int) -> list[Record]:
         if turn.pop("prompt_joins"):
             turn["prompt_ids"] = before + turn["prompt_ids"]
         before = (turn["prompt_ids"] or []) + (turn["completion_ids"] or [])
-        found.append(turn)
-    return found
+        turns.append(turn)
+    return turns
 
 
 def _values(row: sqlite3.Row) -> Record:
@@ -135,19 +135,19 @@ def _values(row: sqlite3.Row) -> Record:
 
 
 def _turn(record: Record) -> Turn:
-    found = {**record, **{n: _tuple(record[n]) for n in (*_LISTS, *_ARRAYS) if n in record}}
-    start, end, snapshot = found["thought_start"], found["thought_end"], found["snapshot"]
+    fields = {**record, **{n: _tuple(record[n]) for n in (*_LISTS, *_ARRAYS) if n in record}}
+    start, end, snapshot = fields["thought_start"], fields["thought_end"], fields["snapshot"]
     names = ("observation", "thought", "actions_asked", "actions_executed", "reward", "penalty")
     others = ("well_formed", "state_key", "picture")
     return Turn(
-        **{name: found[name] for name in names + others},
-        prompt=Prompt((), found["prompt_ids"], 0, 0, 0.0, 0),
+        **{name: fields[name] for name in names + others},
+        prompt=Prompt((), fields["prompt_ids"], 0, 0, 0.0, 0),
         completion=Completion(
-            found["completion_ids"],
-            found["logprobs"],
-            found["reply"],
-            found["finish_reason"],
-            found["policy_version"],
+            fields["completion_ids"],
+            fields["logprobs"],
+            fields["reply"],
+            fields["finish_reason"],
+            fields["policy_version"],
         ),
         thought_span=None if start is None else (start, end),
         snapshot=None if snapshot is None else json.loads(snapshot),
