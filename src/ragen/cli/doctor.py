@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import sqlite3
 import tempfile
@@ -37,7 +36,6 @@ def examine() -> Iterator[Finding]:
     for package in PACKAGES:
         yield _package(package)
     yield _full_text_search()
-    yield Finding("cpus", str(_usable_cpus()), True)
     yield from _torch()
     yield end_to_end()
 
@@ -60,18 +58,15 @@ def _full_text_search() -> Finding:
     return Finding("sqlite", f"{sqlite3.sqlite_version} with full-text search", True)
 
 
-def _usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _torch() -> Iterator[Finding]:
     try:
         import torch
+
+        from ragen.engines.threads import usable_cpus
     except ImportError as error:
         yield Finding("torch loads", str(error).splitlines()[0], False)
         return
+    yield Finding("cpus", str(usable_cpus()), True)
     found = torch.cuda.is_available()
     name = torch.cuda.get_device_name(0) if found else "none found, the CPU is used"
     yield Finding("cuda", name, True)

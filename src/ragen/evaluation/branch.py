@@ -206,8 +206,7 @@ async def _played(
 def branch_table(branched: BranchResult) -> list[Section]:
     """The result as a table."""
     request, original = branched.request, branched.original
-    rate = branched.success
-    how = how_sampled(request.temperature)
+    rate, how = branched.success, how_sampled(request.temperature)
     named = ("original", original.episode), *enumerate(branched.episodes)
     return [
         Section(
@@ -226,12 +225,6 @@ def branch_table(branched: BranchResult) -> list[Section]:
 
 
 def _row(name: str, episode: Episode, first: int) -> tuple[str, ...]:
-    executed = [" ".join(turn.actions_executed) or "–" for turn in episode.turns[first:]]
-    return (
-        name,
-        "yes" if episode.success else "no",
-        f"{episode.total_reward:.3g}",
-        str(len(episode.turns)),
-        episode.stop_reason,
-        " | ".join(executed),
-    )
+    actions = " | ".join(" ".join(t.actions_executed) or "–" for t in episode.turns[first:])
+    success, turns = "yes" if episode.success else "no", str(len(episode.turns))
+    return name, success, f"{episode.total_reward:.3g}", turns, episode.stop_reason, actions

@@ -97,15 +97,11 @@ class Comparison:
 
     Attributes:
         env: The environment, or the name of a suite's entry.
-        a: The first arm.
-        b: The second arm.
         difference: Mean success of `a` minus that of `b`, from −1 to 1, with a 95 % interval.
         detectable: The smallest true difference that this sample shows in four of five cases.
-        won: Number of levels on which `a` did better.
-        lost: Number of levels on which `b` did better.
+        won, lost: Number of levels on which `a` or `b` did better.
         p_value: McNemar's exact p for two single agents; ``None`` for arms of several seeds.
-        cautions: Sentences that limit the verdict.
-        failures: Sentences about failed episodes.
+        cautions, failures: Sentences that limit the verdict, and about failed episodes.
 
     Example:
         >>> comparison = compare("solver", "random", {"env": "bandit"}, episodes=64)
@@ -203,13 +199,9 @@ def compare_in_envs(
     first run was trained, or else of the first environment. So an agent that was trained on Sokoban
     meets the model that it started from on the lake, too, not one that has seen lakes.
 
-    Args:
-        a: The first arm: a target, or the runs of its training seeds.
-        b: The second arm.
-        envs: Settings by the environment's name in the result, such as an entry of `SUITES`.
-        overrides: Values by config key for all environments.
-        measure: Evaluates a target.
-        is_served: Whether targets that are not found on this machine are models of a server.
+    An arm is a target, or the runs of its training seeds. `envs` are settings by the environment's
+    name in the result, such as an entry of `SUITES`; `overrides` hold for all environments. If
+    `is_served`, targets that are not found on this machine are models of a server.
 
     Raises:
         RagenError: As `compare`; an arm names a target twice; the environment has no embedded

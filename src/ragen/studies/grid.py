@@ -17,14 +17,8 @@ from ragen.studies.study import FineTuning, Scale, Study
 class Cell:
     """One run of a study's grid.
 
-    Attributes:
-        recipe: The recipe's name.
-        arm: The arm's name.
-        seed: The training seed.
-        config: The settings of the run.
-        folder: Where the run goes.
-        base: The model before `fine_tuning`.
-        fine_tuning: What makes of `base` the model that the run begins with.
+    `seed` is the training seed. `fine_tuning` makes of the model `base` the one that the run begins
+    with.
     """
 
     recipe: str

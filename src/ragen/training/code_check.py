@@ -139,29 +139,29 @@ def _check_loss(name: str) -> str | None:
     return None
 
 
-def _episode(success: bool) -> Episode:
-    turn = replace(TURN, reward=float(success))
-    return Episode(
+def _check_score(name: str) -> str | None:
+    lost = Episode(
         env="example",
         level_seed=0,
         noise_seed=0,
         group=0,
-        member=int(success),
-        turns=(turn,),
-        stop_reason="solved" if success else "failed",
+        member=0,
+        turns=(replace(TURN, reward=0.0),),
+        stop_reason="failed",
         terminated=True,
         truncated=False,
-        success=success,
+        success=False,
     )
-
-
-def _check_score(name: str) -> str | None:
-    score = float(find_score(name)(Group((_episode(False), _episode(True)))))
-    return None if math.isfinite(score) else f"returned {score}: a finite number is expected"
+    won = replace(lost, member=1, turns=(TURN,), stop_reason="solved", success=True)
+    return _refuse_infinite(find_score(name)(Group((lost, won))))
 
 
 def _check_term(name: str) -> str | None:
-    value = float(find_term(name)(TURN))
+    return _refuse_infinite(find_term(name)(TURN))
+
+
+def _refuse_infinite(number: float) -> str | None:
+    value = float(number)
     return None if math.isfinite(value) else f"returned {value}: a finite number is expected"
 
 

@@ -120,16 +120,9 @@ class Run:
     """All that a run holds while it is in progress.
 
     Attributes:
-        folder: Where it is written.
         original: The config that the run began with.
         config: The config in force; it differs from `original` by what the guard changed.
         build: Makes the engine of a config.
-        engine: Samples, scores and updates.
-        setup: Environment, budgets, prompts and temperature.
-        recorder: Writes the database.
-        state: Where the loop stands.
-        watcher: Shows progress.
-        guard: What the guard remembers.
         history: The metrics that the guard has read so far, by name and step.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
