@@ -146,12 +146,9 @@ def _server(options: Namespace) -> Server | None:
     """The endpoint that the options describe."""
     from ragen.rollout.endpoint import Server
 
-    asked = {
-        "key_env": options.key_env,
-        "timeout_s": options.timeout,
-        "requests_per_minute": options.rpm,
-    }
-    asked = {name: value for name, value in asked.items() if value is not None}
+    names = {"key_env": "key_env", "timeout_s": "timeout", "requests_per_minute": "rpm"}
+    given = {key: getattr(options, name) for key, name in names.items()}
+    asked = {key: value for key, value in given.items() if value is not None}
     if asked and options.base_url is None:
         raise RagenError("--key-env, --timeout and --rpm configure an endpoint: add --base-url URL")
     return None if options.base_url is None else Server(options.base_url, **asked)

@@ -20,11 +20,7 @@ from ragen.rollout.players import Player
 def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> bool:
     """Let a player (a human, the solver, random play) play a level; returns whether it solved it.
 
-    Args:
-        console: Where the environment is shown.
-        env: The environment and its budgets.
-        player: Chooses the actions; a human types them in the terminal.
-        seed: Counts evaluation levels, so that ``--seed 0`` is the first level of ``ragen eval``.
+    The level `seed` counts evaluation levels, so that ``--seed 0`` is the first of ``ragen eval``.
 
     Raises:
         RagenError: The environment or its solver fails.

@@ -114,10 +114,6 @@ def present_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_to_resume(values: Mapping[str, Any], where: str) -> None:
     """Refuse to resume a run that set a removed key to a value other than the one that holds now.
 
-    Args:
-        values: The saved values by dotted key.
-        where: The file that holds them.
-
     Raises:
         RagenError: The resumed run would have other settings.
     """

@@ -58,12 +58,9 @@ class Kind:
         return f"there is no such {self.noun}{hint}"
 
     def find(self, name: str, own: Mapping[str, T], check: Callable[[T], object]) -> T:
-        """The function of a name: RAGEN's own, or one from outside.
+        """The function of a name: one of RAGEN's `own`, or one from outside.
 
-        Args:
-            name: As the config has it.
-            own: RAGEN's own functions of this kind.
-            check: Raises `ValueError` where a function has the wrong signature.
+        `check` raises `ValueError` where a function has the wrong signature.
 
         Raises:
             RagenError: It cannot be loaded, or its signature is wrong.

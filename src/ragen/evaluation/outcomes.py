@@ -152,6 +152,8 @@ class OutcomeStore:
 
     Several processes may write at once, including the run itself. On closing, the store deletes a
     database that it created if no episode was played, so that a mistake leaves no file behind.
+    Every method raises a `RagenError` if the database is damaged, has another version, or cannot be
+    read or written.
 
     Example:
         >>> import tempfile
@@ -163,11 +165,7 @@ class OutcomeStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder's database, or create one.
-
-        Raises:
-            RagenError: It is damaged, has another version, or cannot be written.
-        """
+        """Open the folder's database, or create one."""
         self.folder = folder
         self._made = not (folder / DATABASE).exists()
         self._made_folder = not folder.exists()
@@ -179,11 +177,7 @@ class OutcomeStore:
         self._connection.execute("PRAGMA synchronous = NORMAL")
 
     def outcomes(self, key: str) -> list[Outcome]:
-        """The outcomes under a key, in the order of (level, sample).
-
-        Raises:
-            RagenError: The database cannot be read.
-        """
+        """The outcomes under a key, in the order of (level, sample)."""
         names = ", ".join(field.name for field in fields(Outcome))
         query = f"SELECT {names} FROM outcomes WHERE key = ? ORDER BY level_seed, sample"
         with self._errors():
@@ -192,11 +186,7 @@ class OutcomeStore:
         return [Outcome(**{**each, "success": bool(each["success"])}) for each in records]
 
     def add(self, key: str, outcome: Outcome) -> None:
-        """Store an outcome; it replaces one of the same level and sample.
-
-        Raises:
-            RagenError: The database cannot be written.
-        """
+        """Store an outcome; it replaces one of the same level and sample."""
         error = None if outcome.error is None else storable(outcome.error)
         row = (key, *astuple(replace(outcome, error=error)))
         names = ", ".join(("key", *(field.name for field in fields(Outcome))))
@@ -207,11 +197,7 @@ class OutcomeStore:
             )
 
     def finish(self, key: str, settings: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Store the result of a whole evaluation.
-
-        Raises:
-            RagenError: The database cannot be written.
-        """
+        """Store the result of a whole evaluation."""
         columns = ("env", "temperature", "episodes", "success")
         names = ", ".join(("time", *columns, "record", "key", "settings"))
         shown = (record[name] for name in columns)

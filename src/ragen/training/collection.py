@@ -1,4 +1,4 @@
-"""One step's collection: the groups that are played, their batch, and its minibatches.
+"""One step's collection: its groups, their batch, its minibatches, and what the database keeps.
 
 Here the config's settings meet the functions that need them; the loop only sees the results.
 """
@@ -13,18 +13,20 @@ from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, collate, minibatches
 from ragen.algorithms.credit import credit
 from ragen.algorithms.estimator import compares_group, needs_values
-from ragen.algorithms.filters import reward_std, select
+from ragen.algorithms.filters import reward_std, scores_of, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.sections import AdvantageConfig, FilterConfig, RolloutConfig, UpdateConfig
 from ragen.core.metrics import Metrics, total
 from ragen.core.seeding import refill_level, train_level
 from ragen.core.types import Episode, Group, Sample
+from ragen.diagnostics.information import CrossScores
 from ragen.diagnostics.signals import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.engines.exactness import verify_split, with_fingerprints
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
+from ragen.training.running import Run, is_due
 
 
 async def collect_groups(
@@ -127,3 +129,56 @@ def refill_metrics(groups: Sequence[Group], rollout: RolloutConfig) -> Metrics:
     if not rollout.refill:
         return {}
     return {"rollout/refilled_groups": total(len(groups) - rollout.num_groups)}
+
+
+async def record_step(
+    run: Run,
+    groups: Sequence[Group],
+    kept: Sequence[int],
+    episodes: Sequence[Episode],
+    batch: Batch | None,
+    matrices: Sequence[CrossScores],
+) -> None:
+    """Write what `config.record` asks for in the step that ended.
+
+    `kept` indexes the `groups` that the filter kept, and `Batch.episode_B` the trained `episodes`.
+    Without a `batch`, nothing was trained. `matrices` are the scores of thoughts under prompts.
+    """
+    step, record, recorder = run.state.step, run.config.record, run.recorder
+    if is_due(step, record.episodes_every):
+        kept_set = set(kept)
+        flags = [index in kept_set for index in range(len(groups))]
+        recorder.episodes(step, groups, flags, scores=scores_of(groups, run.config.filter.score))
+    if batch is not None and is_due(step, record.tokens_every):
+        updated = await run.engine.score(batch, "policy")
+        rows = [sample_record(batch, updated, row, episodes) for row in range(batch.num_rows)]
+        recorder.samples(step, rows)
+    for each in matrices:
+        scores, own = each.scores_NM.numpy(), each.own_N
+        recorder.cross_scores(step, each.sampling, scores, own, each.thoughts, each.prompts)
+
+
+def sample_record(
+    batch: Batch, updated: Batch, row: int, episodes: Sequence[Episode]
+) -> dict[str, Any]:
+    """One row of a batch as the recorder stores it.
+
+    `updated` is the same batch, scored after the step's updates.
+    """
+    assert batch.old_logprobs_BT is not None and updated.old_logprobs_BT is not None
+    length = int(batch.lengths_B[row])
+    episode = episodes[int(batch.episode_B[row])]
+    arrays = {
+        "token_ids": batch.token_ids_BT,
+        "loss_mask": batch.mask_BT,
+        "turn_index": batch.turn_BT,
+        "sampled_logprobs": batch.sampled_logprobs_BT,
+        "old_logprobs": batch.old_logprobs_BT,
+        "ratios": (updated.old_logprobs_BT - batch.old_logprobs_BT).exp(),
+        "entropies": updated.entropies_BT,
+        "values": batch.values_BT,
+        "advantages": batch.advantages_BT,
+        "returns": batch.returns_BT,
+    }
+    stored = {k: v[row, :length].numpy() for k, v in arrays.items() if v is not None}
+    return {"group": episode.group, "member": episode.member} | stored

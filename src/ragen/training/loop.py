@@ -21,10 +21,10 @@ from ragen.training.collection import (
     filter_settings,
     gradient_norms,
     make_batch,
+    record_step,
     refill_metrics,
     split_batch,
 )
-from ragen.training.recording import record_step
 from ragen.training.recovery import run_guard
 from ragen.training.running import Clock, LoopState, Run, evaluate, is_due, save
 

@@ -144,9 +144,7 @@ class Watchdog:
     interpreter's lock. It counts its own waking time, not the clock: a process that was suspended
     has not stalled.
 
-    Args:
-        limit: Seconds without a beat; 0 turns the watchdog off.
-        on_stall: Called with the seconds.
+    A `limit` of 0 turns the watchdog off. `on_stall` is called with the seconds.
 
     Example:
         >>> import time
