@@ -46,13 +46,9 @@ class Kind:
     group: str
     names: tuple[str, ...]
 
-    def is_own(self, name: str) -> bool:
-        """Whether a name is one of RAGEN's own."""
-        return name in self.names
-
     def complaint(self, name: str) -> str | None:
         """Why a name cannot stand for a function of this kind, if so."""
-        if self.is_own(name) or ":" in name or name in installed(self.group):
+        if name in self.names or ":" in name or name in installed(self.group):
             return None
         hint = nearest(name, self.names) or f"; expected {self.expected}"
         return f"there is no such {self.noun}{hint}"

@@ -42,12 +42,12 @@ class Rule(NamedTuple):
 
 def _estimator_in(c: Sections, *names: str) -> bool:
     """Whether the estimator is one of `names` or from outside, where it may work like them."""
-    return c.advantage.name in names or not ESTIMATOR.is_own(c.advantage.name)
+    return c.advantage.name in names or c.advantage.name not in ESTIMATOR.names
 
 
 def _compares(c: Sections) -> bool:
     """Whether the estimator is one of RAGEN's that compare the episodes of a group."""
-    own = ESTIMATOR.is_own(c.advantage.name)
+    own = c.advantage.name in ESTIMATOR.names
     return own and c.advantage.name not in (*CRITIC, "reinforce_pp")
 
 
@@ -162,7 +162,7 @@ RULES: tuple[Rule, ...] = (
         "loss.dual_clip = {c.loss.dual_clip:g}: expected a bound above 1, or 0 for none",
     ),
     Rule(
-        lambda c: any(map(TERM.is_own, c.reward.terms)) and not c.prompt.think,
+        lambda c: not c.reward.terms.keys().isdisjoint(TERM.names) and not c.prompt.think,
         "reward.terms are about thoughts: set prompt.think = true",
     ),
     Rule(
@@ -300,7 +300,7 @@ READ_WITH: Mapping[str, Use] = MappingProxyType(
             'advantage.name = "bi_level_gae" or "gigpo"',
         ),
         "loss.dual_clip": Use(
-            lambda c: c.loss.name == "ppo_clip" or not LOSS.is_own(c.loss.name),
+            lambda c: c.loss.name == "ppo_clip" or c.loss.name not in LOSS.names,
             'loss.name = "ppo_clip"',
         ),
         "loss.kl_kind": Use(lambda c: c.loss.kl > 0, "loss.kl above 0"),

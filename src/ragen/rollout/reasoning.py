@@ -185,7 +185,7 @@ def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
 
 def _value(name: str, turn: Turn) -> float:
     term = find_term(name)
-    if TERM.is_own(name):
+    if name in TERM.names:
         return term(turn)
     with boundary(f"the reward term {name}", TERM_S):
         value = float(term(turn))
