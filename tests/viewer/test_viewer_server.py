@@ -21,7 +21,7 @@ import pytest
 from starlette.testclient import TestClient
 from viewed import log_step, make_run
 
-from ragen.cli import view as cli_viewer
+from ragen.cli import tools
 from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
 from ragen.storage.recorder import Recorder
@@ -354,14 +354,14 @@ def test_a_browser_is_opened_where_somebody_sees_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "platform", "linux")
     for name in ("CI", "SSH_CONNECTION", "DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
-    assert not cli_viewer._has_browser()
+    assert not tools._has_browser()
     monkeypatch.setenv("DISPLAY", ":0")
-    assert cli_viewer._has_browser()
+    assert tools._has_browser()
     monkeypatch.setenv("SSH_CONNECTION", "1.2.3.4 5 6.7.8.9 22")
-    assert not cli_viewer._has_browser()
+    assert not tools._has_browser()
     monkeypatch.delenv("SSH_CONNECTION")
     monkeypatch.setenv("CI", "true")
-    assert not cli_viewer._has_browser()
+    assert not tools._has_browser()
 
 
 def test_an_address_of_the_newer_kind() -> None:

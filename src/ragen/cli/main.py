@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ragen.cli import evaluations, runs, tools, view
+from ragen.cli import evaluations, runs, tools
 from ragen.cli.command import Command, Overrides, Parser, complain, parse
 from ragen.cli.help import SHELLS, TOPICS, completion, overview
 from ragen.core.errors import RagenError
@@ -22,7 +22,7 @@ from ragen.core.errors import RagenError
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes: 128 + the signal's number, as in shells; an error has its own."""
 
-COMMANDS = runs.COMMANDS | evaluations.COMMANDS | view.COMMANDS | tools.COMMANDS
+COMMANDS = runs.COMMANDS | evaluations.COMMANDS | tools.COMMANDS
 """All commands except ``help`` and ``completion``, by name."""
 
 
