@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -59,7 +59,7 @@ def check_function(name: str) -> str:
     kind = _kind_of(name)
     try:
         with boundary(f"the {kind.noun} {name}", CHECK_S):
-            complaint = _CHECKS[kind](name)
+            complaint = _CHECKS[kind][1](name)
     except UserCodeError as failure:
         raise RagenError(f"{name}, a {kind.noun}, failed on an example: {failure.reason}") from None
     if complaint:
@@ -69,13 +69,7 @@ def check_function(name: str) -> str:
 
 def _kind_of(name: str) -> Kind:
     function = load(name, TERM).object
-    for kind, parameters in (
-        (LOSS, ("logprobs_N",)),
-        (ESTIMATOR, tuple(INPUTS)),
-        (SCORE, ("group",)),
-        (TERM, ("turn",)),
-        (DETECTOR, ("history",)),
-    ):
+    for kind, (parameters, _) in _CHECKS.items():
         if any(names_input(function, parameter) for parameter in parameters):
             return kind
     raise RagenError(
@@ -174,12 +168,13 @@ def _check_detector(name: str) -> str | None:
     return None
 
 
-_CHECKS: Mapping[Kind, Callable[[str], str | None]] = MappingProxyType(
+_CHECKS: Mapping[Kind, tuple[Iterable[str], Callable[[str], str | None]]] = MappingProxyType(
     {
-        ESTIMATOR: _check_estimator,
-        LOSS: _check_loss,
-        SCORE: _check_score,
-        TERM: _check_term,
-        DETECTOR: _check_detector,
+        LOSS: (("logprobs_N",), _check_loss),
+        ESTIMATOR: (INPUTS, _check_estimator),
+        SCORE: (("group",), _check_score),
+        TERM: (("turn",), _check_term),
+        DETECTOR: (("history",), _check_detector),
     }
 )
+"""The parameters that a kind is known by, any one of them, and its check."""
