@@ -353,7 +353,7 @@ def success_rate(
         >>> success_rate([True, True, True, True], [1, 1, 2, 2]) == wilson(2, 2)
         True
         >>> success_rate([True, False, False, False], [1] * 4)  # doctest: +ELLIPSIS
-        Interval(value=0.25, low=0.019..., high=0.852...)
+        Interval(value=0.25, low=0.0146..., high=0.882...)
     """
     if len(successes) == 0 or len(successes) != len(levels):
         raise ValueError(

@@ -51,7 +51,7 @@ class Request:
 
     Example:
         >>> Request(7, turn=1, checkpoint=40, n=4, temperature=1.0, seed=0).id
-        '2eaa3dc5b2b5'
+        '2cd444fa8ea1'
     """
 
     episode: int
