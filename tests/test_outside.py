@@ -35,52 +35,9 @@ def blocks(page: str, language: str) -> list[str]:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of somebody else's project with the files of the pages."""
     (tmp_path / "mine.py").write_text(blocks("extend.md", "python")[0], "utf-8")
-    page = (DOCS / "environments.md").read_text("utf-8")
-    (tmp_path / "corridor.py").write_text(CORRIDOR, "utf-8")
-    assert "class " in page
+    (tmp_path / "my_env.py").write_text(blocks("environments.md", "python")[0], "utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-CORRIDOR = '''
-from typing import Any
-
-from ragen import Env
-
-
-class Corridor(Env):
-    """Walk to the end of a corridor."""
-
-    goal = "Corridor"
-    rules = "Walk to the end of the corridor: Left or Right."
-    actions = ("Left", "Right")
-
-    def __init__(self, length: int = 3) -> None:
-        self.length, self.place = length, 0
-
-    def reset(self, *, seed: int, options: Any = None) -> tuple[str, dict[str, Any]]:
-        self.place = 0
-        return self.show(), {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        if action not in self.actions:
-            raise ValueError(action)
-        self.place = max(0, self.place + (1 if action == "Right" else -1))
-        done = self.place >= self.length
-        return self.show(), float(done), done, False, {"success": done}
-
-    def show(self) -> str:
-        return f"cell {self.place} of {self.length}"
-
-    def get_state(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def set_state(self, state: Any) -> None:
-        self.place = state["place"]
-
-    def state_key(self) -> str:
-        return str(self.place)
-'''
 
 
 def console(project: Path, command: str) -> subprocess.CompletedProcess[str]:

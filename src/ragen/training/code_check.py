@@ -61,9 +61,9 @@ def check_function(name: str) -> str:
         with boundary(f"the {kind.noun} {name}", CHECK_S):
             complaint = _CHECKS[kind][1](name)
     except UserCodeError as failure:
-        raise RagenError(f"{name}, a {kind.noun}, failed on an example: {failure.reason}") from None
+        raise RagenError(f"{name} ({kind.noun}) failed on an example: {failure.reason}") from None
     if complaint:
-        raise RagenError(f"{name}, a {kind.noun}, {complaint}")
+        raise RagenError(f"{name} ({kind.noun}) {complaint}")
     return kind.noun
 
 
