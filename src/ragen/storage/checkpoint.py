@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 from ragen.core.errors import RagenError
 from ragen.core.files import cannot, file_errors, whole_file, whole_folder
+from ragen.storage.upgrade import upgrade_state
 
 STATE = "state.json"
 """The loop's state inside a checkpoint; written last."""
@@ -156,7 +157,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise Damaged(folder / STATE, "not an object")
     if state.pop(SEAL, None) != _seal(json.dumps(state)):
         raise Damaged(folder / STATE, "it is not what was written, or by an older RAGEN")
-    return state
+    return upgrade_state(state)
 
 
 def verified_state(folder: Path) -> dict[str, Any]:

@@ -23,6 +23,25 @@ RECORD_KEYS: Mapping[str, str] = MappingProxyType(
 """Keys of an evaluation's record in schema 3, and their names in schema 4."""
 
 
+GUARD_KEYS: Mapping[str, str] = MappingProxyType(
+    {"looked": "checked_step", "troubled": "last_held"}
+)
+"""Keys of the guard's state in a checkpoint of that time, and their present names."""
+
+
+def upgrade_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a checkpoint with the present names of its keys.
+
+    Example:
+        >>> upgrade_state({"guard": {"looked": 3, "grace": 0}})
+        {'guard': {'checked_step': 3, 'grace': 0}}
+    """
+    guard = state.get("guard")
+    if not isinstance(guard, dict):
+        return state
+    return state | {"guard": {GUARD_KEYS.get(key, key): value for key, value in guard.items()}}
+
+
 def upgrade(connection: sqlite3.Connection) -> None:
     """Bring a database of schema 3 to schema 4; one that another process has brought there stays.
 
