@@ -72,6 +72,10 @@ def test_the_page_of_extensions_works_as_written(project: Path) -> None:
         *("mine.py:leave_one_out", "mine.py:undecided", "mine.py:long_thoughts", "mine.py:brevity")
     }
     assert np.nanmin(saved.metrics["reward_terms/brevity"]) > 0
+    export = console(project, f"ragen export {run} --out policy")
+    assert export.returncode == 0, export.stderr
+    card = (project / "policy" / "README.md").read_text("utf-8")
+    assert "mine.py:leave_one_out (blake2b:" in card and str(project) not in card
     for toml in blocks("extend.md", "toml")[:1]:
         recipe = project / "own.toml"
         recipe.write_text(f'algorithm = "starpo/grpo"\nenv.name = "bandit"\n{toml}', "utf-8")

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ragen.config.config import Config
+from ragen.config.kinds import KINDS
 from ragen.config.reading import read_config
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
@@ -63,14 +64,17 @@ def until(facts: Facts, step: int) -> Facts:
 
 def without_paths(config: Config) -> Config:
     """The config with each path of this machine shortened to its last part."""
-    env, model = config.env, config.model
-    path = hub_id(model.path) or Path(model.path).name
-    return config.model_copy(
-        update={
-            "env": env.model_copy(update={"name": Path(env.name).name}),
-            "model": model.model_copy(update={"path": path}),
-        }
-    )
+    tree = config.model_dump()
+    tree["model"]["path"] = hub_id(config.model.path) or Path(config.model.path).name
+    tree["sources"] = {Path(name).name: each for name, each in config.sources.items()}
+    for key in KINDS:
+        section, name = key.split(".")
+        value = tree[section][name]
+        if isinstance(value, str):
+            tree[section][name] = Path(value).name
+        else:
+            tree[section][name] = {Path(entry).name: each for entry, each in value.items()}
+    return Config.model_validate(tree)
 
 
 def origin(model: str) -> str:
@@ -108,6 +112,9 @@ def headline(facts: Facts, base: str, step: int) -> Section:
         f"Base model: {hub_id(base) or local}. Training: {step} steps of {config.algorithm}, "
         f"recipe {config.recipe}, seed {config.seed}.",
     ]
+    if config.sources:
+        code = ", ".join(f"{name} ({each})" for name, each in config.sources.items())
+        lines.append(f"Code from outside RAGEN: {code}.")
     last = max((each.step for each in facts.evaluations), default=step)
     if last != step:
         lines.append(f"Weights: those of step {step}. The last evaluation is that of step {last}.")
