@@ -92,7 +92,8 @@ def make_model(folder: Path, size: Size) -> None:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     package = Path(ragen.__file__).parent
-    texts = [path.read_text() for path in (package / "rollout" / "prompt.py", *package.glob("envs/*.py"))]
+    sources = [package / "rollout" / "prompt.py", *package.glob("envs/*.py")]
+    texts = [path.read_text() for path in sources]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=2048,
