@@ -220,3 +220,11 @@ def test_an_object_of_another_process_has_to_be_passed_again() -> None:
     assert reference.startswith("python:") and load_object(reference).object is Local
     with pytest.raises(RagenError, match="was passed in Python by another process"):
         load_object("python:Nobody")
+
+
+def test_two_functions_of_one_name_are_refused() -> None:
+    """Both would be ``python:<lambda>``, and one of them would be dropped."""
+    rewards = {lambda turn: 1.0: 0.1, lambda turn: 2.0: 0.1}
+    with pytest.raises(RagenError, match="two functions have this name; rename one of them"):
+        ragen.train("bandit", SMALL, rewards=rewards, out="run")
+    assert not Path("run").exists()

@@ -124,6 +124,8 @@ def dotted(tree: Mapping[Any, Any], where: str = "", prefix: str = "") -> Flat:
     for entry, value in tree.items():
         name = reference_to(entry) if callable(entry) else entry
         key = f"{prefix}{name}"
+        if callable(entry) and key in values:
+            raise RagenError(f"{prefix}{name}: two functions have this name; rename one of them")
         if callable(value):
             value = reference_to(value)
         if isinstance(value, Mapping) and not table_of(key):

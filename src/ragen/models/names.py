@@ -29,7 +29,7 @@ POLICY_FILES = (
     *("model*.safetensors", "adapter*.safetensors", "pytorch_model*.bin"),
     *("*.json", "*.jinja", "*.txt", "*.model"),
 )
-"""Files of a model folder that decide what the policy says; a checkpoint has others besides."""
+"""Files of a model folder that decide what the policy says; a checkpoint has more files."""
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The config file of an adapter's folder in PEFT's layout."""
@@ -86,7 +86,7 @@ def _may_be_hub_id(path: Path, name: str) -> bool:
 
 def is_available_offline(name: str | Path) -> bool:
     """Whether a model is a folder here, or an id whose config is in the Hub's local cache."""
-    from huggingface_hub import try_to_load_from_cache  # not needed by whoever imports this module
+    from huggingface_hub import try_to_load_from_cache  # importing it takes time
     from huggingface_hub.errors import HFValidationError
 
     try:
