@@ -1,8 +1,8 @@
 #!/bin/sh
-# Run the tests. Does its own set-up; options are pytest's (./test.sh -m slow, ./test.sh tests/test_chat.py).
+# Run the tests, up to four at a time. Does its own set-up; options are pytest's (./test.sh -m slow, ./test.sh -n 0 tests/rollout).
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 . "$root/scripts/setup.sh"
 set_up dev
 cd -- "$root"
-exec "$python" -m pytest "$@"
+exec "$python" -m pytest -n logical --maxprocesses 4 --dist worksteal "$@"

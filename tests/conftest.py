@@ -1,6 +1,11 @@
 """How the whole suite runs: the same examples each time, no deadline, one thread."""
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +20,25 @@ def one_thread() -> Iterator[None]:
     """One thread, and no probe for more.
 
     Some tests run commands in forks of this process, and OpenMP's threads do not survive a fork: a
-    child that asks for several would wait for ever.
+    child that asks for several would wait for ever. ``RAGEN_TEST_THREADS`` sets another number.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("RAGEN_TEST_THREADS", "1")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ragen.engines.threads._probe", lambda: 1)
         yield
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for ``PYTHONPATH`` into which RAGEN was installed from its wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignore = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(Path(__file__).parents[1], folder / "source", ignore=ignore)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = [*pip, "wheel", "./source", "--no-deps", "--no-build-isolation", "-w", "."]
+    subprocess.run(build, cwd=folder, check=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", "site", wheel], cwd=folder, check=True
+    )
+    return folder / "site"

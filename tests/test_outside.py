@@ -40,12 +40,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def console(project: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """A command of the page, as a shell runs it in the project's folder."""
+def console(project: Path, installed: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """A command of the page, as a shell runs it in a project where RAGEN's wheel is installed."""
     words = command.replace("\\\n", " ").split()
     assert words.pop(0) == "ragen"
-    source = Path(ragen.__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": str(source)}
+    environment = os.environ | {"PYTHONPATH": str(installed)}
     return subprocess.run(
         [sys.executable, "-m", "ragen", *words],
         capture_output=True,
@@ -60,10 +59,10 @@ def test_the_page_stays_small() -> None:
     assert len(blocks("extend.md", "python")[0].splitlines()) < 60
 
 
-def test_the_page_of_extensions_works_as_written(project: Path) -> None:
+def test_the_page_of_extensions_works_as_written(project: Path, installed: Path) -> None:
     for block in blocks("extend.md", "console"):
         command, _, shown = block.removeprefix("$ ").replace("\\\n", " ").partition("\n")
-        done = console(project, command)
+        done = console(project, installed, command)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(shown)
     (run,) = (project / "runs").iterdir()
@@ -72,7 +71,7 @@ def test_the_page_of_extensions_works_as_written(project: Path) -> None:
         *("mine.py:leave_one_out", "mine.py:undecided", "mine.py:long_thoughts", "mine.py:brevity")
     }
     assert np.nanmin(saved.metrics["reward_terms/brevity"]) > 0
-    export = console(project, f"ragen export {run} --out policy")
+    export = console(project, installed, f"ragen export {run} --out policy")
     assert export.returncode == 0, export.stderr
     card = (project / "policy" / "README.md").read_text("utf-8")
     assert "mine.py:leave_one_out (blake2b:" in card and str(project) not in card

@@ -175,28 +175,18 @@ def test_scripts_are_plain_sh() -> None:
     assert "./test.sh 2>&1" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_wheel_has_recipes_presets_and_weights(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    ignore = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, source, ignore=ignore)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run(
-        [*pip, "wheel", source, "--no-deps", "--no-build-isolation", "-w", tmp_path], check=True
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
-    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
+def test_wheel_has_recipes_presets_and_weights(installed: Path, tmp_path: Path) -> None:
     code = (
         "import ragen; from importlib import resources; "
         "from ragen.config import reading as settings; "
-        f"assert ragen.__file__.startswith({str(site)!r}), ragen.__file__; "
+        f"assert ragen.__file__.startswith({str(installed)!r}), ragen.__file__; "
         "[settings.resolve(name) for name in settings.recipes()]; "
         "[settings.resolve(None, {'algorithm': name}) for name in settings.presets()]; "
         "print(sorted(settings.recipes()), sorted(settings.presets())); "
         "print(sorted(str(p.name) for p in (resources.files('ragen.models') / 'bases').iterdir()) "
         "if (resources.files('ragen.models') / 'bases').is_dir() else [])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(site)}
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
