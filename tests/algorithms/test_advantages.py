@@ -24,6 +24,7 @@ from ragen.algorithms.advantages import (
     rloo,
 )
 from ragen.algorithms.batch import collate, episode_index, to_episodes
+from ragen.algorithms.credit import token_rewards
 from ragen.algorithms.estimator import (
     INPUTS,
     Credit,
@@ -32,7 +33,6 @@ from ragen.algorithms.estimator import (
     needs_values,
     whiten_tokens,
 )
-from ragen.algorithms.rewards import token_rewards
 from ragen.algorithms.samples import to_samples
 from ragen.config.kinds import ESTIMATOR
 from ragen.config.reading import resolve

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from ragen.algorithms.advantages import gae
 from ragen.algorithms.batch import collate, episode_index
-from ragen.algorithms.rewards import token_rewards
+from ragen.algorithms.credit import token_rewards
 from ragen.algorithms.samples import to_samples
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Sample

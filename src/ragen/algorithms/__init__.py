@@ -1,5 +1,5 @@
 """The mathematics from episodes to a gradient.
 
-Samples, batches, rewards, advantages, credit, losses and filters, as pure functions. It may import
+Samples, batches, credit, advantages, losses and filters, as pure functions. It may import
 `models` and the folders below.
 """

@@ -12,8 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ragen.algorithms.estimator import INPUTS, Credit, Estimator, whiten_tokens
-from ragen.algorithms.rewards import STD_FLOOR, compare_within
+from ragen.algorithms.estimator import (
+    INPUTS,
+    STD_FLOOR,
+    Credit,
+    Estimator,
+    compare_within,
+    whiten_tokens,
+)
 from ragen.config.kinds import ESTIMATOR
 from ragen.core.inputs import inputs_of
 

@@ -1,4 +1,13 @@
-"""Credit assignment: from a scored batch to advantages, by rewards, KL penalty and estimator."""
+"""Credit assignment: from the rewards of turns to the advantages of sampled tokens.
+
+Axes: **E** episodes, **S** an episode's sampled tokens in time order.
+
+There are three kinds of rewards. **Raw** rewards come from the environment
+(`Episode.total_reward`); filters and reports read them. **Penalised** rewards include format
+penalties and reward terms, which are a separate field of a `Turn` and are added only in
+`token_rewards`. **Normalised** rewards are penalised rewards compared with those of other episodes
+(`normalise`); estimators read them.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +19,13 @@ from torch import Tensor
 
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, EpisodeIndex, episode_index, scatter_to_rows, to_episodes
-from ragen.algorithms.estimator import estimate
-from ragen.algorithms.rewards import comparison_classes, kl_penalty, normalise, token_rewards
+from ragen.algorithms.estimator import STD_FLOOR, compare_within, estimate
 from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
 from ragen.core.types import Episode
+
+ASYMMETRIC_CLIP = (-1.0, 3.0)
+"""Bounds of ``"asym_clip"`` in stds: a rare success counts for more than any failure (code of
+arXiv:2504.20073)."""
 
 STEP_WEIGHT = 1.0
 """Weight ω of a turn's advantage relative to its episode's in GiGPO, as published
@@ -40,7 +52,7 @@ def credit(
     """
     index = episode_index(batch)
     penalised_ES = token_rewards(episodes, index, reward.placement)
-    class_E = comparison_classes(index, reward.over)
+    class_E = index.group_E if reward.over == "group" else torch.zeros_like(index.group_E)
     rewards_ES = normalise(penalised_ES, index.mask_ES, class_E, reward.normalise)
     if loss.kl > 0 and loss.kl_kind == "k1":
         assert batch.old_logprobs_BT is not None and batch.reference_logprobs_BT is not None
@@ -85,3 +97,79 @@ def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
         mask_S = index.mask_ES[e]
         state_ES[e, mask_S] = torch.tensor(states)[index.turn_ES[e, mask_S]]
     return state_ES
+
+
+def token_rewards(episodes: Sequence[Episode], index: EpisodeIndex, placement: str) -> Tensor:
+    """Rewards on the tokens that earned them, ``(E, S)``, 0 on all other tokens.
+
+    With the placement ``"turn"`` each turn's reward is at its last sampled token, with
+    ``"episode"`` their sum at the episode's last one; so the sum over an episode is its reward in
+    either, penalties included.
+    """
+    present = [episodes[e] for e in index.episode_E.tolist()]
+    paid = [[turn.reward + turn.penalty for turn in episode.turns] for episode in present]
+    num_ends_E = index.turn_ends_ES.sum(dim=1).tolist()
+    assert [len(turns) for turns in paid] == num_ends_E, "every turn has sampled tokens and an end"
+
+    rewards_ES = torch.zeros(index.mask_ES.shape)
+    # In row-major order the turn ends come episode by episode, turn by turn, as in `paid`.
+    rewards_ES[index.turn_ends_ES] = torch.tensor([reward for turns in paid for reward in turns])
+    if placement == "turn":
+        return rewards_ES
+    return _at_episode_end(rewards_ES.sum(dim=1), index.mask_ES)
+
+
+def normalise(rewards_ES: Tensor, mask_ES: Tensor, class_E: Tensor, method: str) -> Tensor:
+    """Rewards whose sum over each episode is the episode's normalised total.
+
+    With R the episode's total, and m and s mean and unbiased std of the totals in its class:
+
+        identity R        mean R − m        mean_std (R − m) / (s + 1e-6)
+        asym_clip: mean_std, clipped to [−1, 3]
+
+    A class of one episode, or of equal totals, gives 0 (except for identity). On the tokens,
+    rewards stay in place, divided by s + 1e-6 where the method divides (and the class has any
+    spread), and the episode's last token gets the difference to the normalised total. So the order
+    of the turns' rewards is kept, and the shift changes the return of every token equally (γ = 1).
+    `rewards_ES` are penalised rewards in either placement, 0 off the mask; episodes of one class in
+    `class_E` share a mean and a std.
+
+    Example:
+        >>> paid = torch.tensor([[1.0, 3.0], [0.0, 2.0]])  # totals 4 and 2: m = 3, s = √2
+        >>> normalise(paid, paid >= 0, torch.tensor([0, 0]), "mean")
+        tensor([[ 1.,  0.],
+                [ 0., -1.]])
+        >>> normalise(paid, paid >= 0, torch.tensor([0, 0]), "mean_std")  # sums ±1 / √2
+        tensor([[ 0.7071,  0.0000],
+                [ 0.0000, -0.7071]])
+    """
+    if method == "identity":
+        return rewards_ES
+    total_E, std_E = compare_within(rewards_ES.sum(dim=1), class_E)
+    if method != "mean":
+        scale_E = torch.where(std_E > 0, std_E + STD_FLOOR, torch.ones_like(std_E))
+        total_E, rewards_ES = total_E / scale_E, rewards_ES / scale_E[:, None]
+    if method == "asym_clip":
+        total_E = total_E.clamp(*ASYMMETRIC_CLIP)
+    return rewards_ES + _at_episode_end(total_E - rewards_ES.sum(dim=1), mask_ES)
+
+
+def _at_episode_end(reward_E: Tensor, mask_ES: Tensor) -> Tensor:
+    """One reward per episode, at its last sampled token."""
+    last_E1 = mask_ES.sum(dim=1, keepdim=True) - 1
+    return torch.zeros(mask_ES.shape, dtype=reward_E.dtype).scatter_(1, last_E1, reward_E[:, None])
+
+
+def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, coefficient: float) -> Tensor:
+    """The penalty for the KL divergence from the reference, to add to each token's reward.
+
+    −β · k1 with k1 = logprob − reference logprob, whose mean over sampled tokens is KL(policy ‖
+    reference). It is negative on tokens that are more likely under the policy than under the
+    reference. The logprobs, in nats and of any shape, are those of the policy that sampled (the old
+    ones); β ≥ 0 is the `coefficient`.
+
+    Example:
+        >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-3.0]), 0.5)  # −.5 · (−1 + 3)
+        tensor([-1.])
+    """
+    return coefficient * (reference_logprobs - logprobs)

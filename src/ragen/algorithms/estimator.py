@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from ragen.core.inputs import call, names_input
+from ragen.core.statistics import all_equal
+
+STD_FLOOR = 1e-6
+"""Added to a std before dividing by it, as in GRPO's published code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +96,22 @@ def whiten_tokens(field_ES: Tensor, mask_ES: Tensor) -> Tensor:
         return torch.zeros_like(field_ES)
     scaled_ES = (field_ES - tokens_N.mean()) * torch.rsqrt(tokens_N.var() + 1e-8)
     return scaled_ES.masked_fill(~mask_ES, 0)
+
+
+def compare_within(values_N: Tensor, class_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Each value minus the mean of its class, and the unbiased std of its class.
+
+    Both are exactly 0 in a class of one, and in a class of equal values (`all_equal`).
+
+    Example:
+        >>> compare_within(torch.tensor([0.0, 2.0, 7.0]), torch.tensor([0, 0, 1]))
+        (tensor([-1.,  1.,  0.]), tensor([1.4142, 1.4142, 0.0000]))
+    """
+    centred_N, std_N = torch.zeros_like(values_N), torch.zeros_like(values_N)
+    for each in torch.unique(class_N).tolist():
+        here_N = class_N == each
+        values = values_N[here_N]
+        if not all_equal(values.tolist()):
+            centred_N[here_N] = values - values.mean()
+            std_N[here_N] = values.std()
+    return centred_N, std_N

@@ -108,9 +108,9 @@ class Turn:
     `penalty` is the sum of the format penalty and the reward terms, apart from the environment's
     `reward`. `state_key` is the observable state before the turn. `info` holds the environment's
     last info, the number of actions that changed the state (``effective``), and facts about the
-    thought (`ragen.rollout.reasoning`). `snapshot` is the environment's state before the turn, from
-    which a branch can start. `picture` is the environment's drawing by rows (`Env.picture`), if it
-    has one.
+    thought (`ragen.rollout.reward_terms`). `snapshot` is the environment's state before the turn,
+    from which a branch can start. `picture` is the environment's drawing by rows (`Env.picture`),
+    if it has one.
 
     Example:
         >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)

@@ -24,7 +24,7 @@ from ragen.algorithms.losses import k3
 from ragen.core.metrics import Metrics, largest, last, mean, total
 from ragen.core.types import Episode, Group, Turn
 from ragen.engines.engine import Engine
-from ragen.rollout.reasoning import repeated_ngrams, reward_term_metrics, thought_metrics
+from ragen.rollout.reward_terms import repeated_ngrams, reward_term_metrics, thought_metrics
 
 EMA_WEIGHT = 0.1
 """Weight of the newest value in a moving average: the last ten values make up two thirds."""

@@ -1,5 +1,5 @@
 """How episodes are produced.
 
-Chat templates, prompts, the parser, policies, players and the play of one episode. It may import
-`algorithms` and the folders below and loads no torch.
+Chat templates, prompts, the parser, policies, players, reward terms, and the play of one episode.
+It may import `algorithms` and the folders below and loads no torch.
 """

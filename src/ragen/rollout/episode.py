@@ -21,7 +21,7 @@ from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import NoCompletion, Policy, written_completion
 from ragen.rollout.prompt import Limits, PromptBuilder
-from ragen.rollout.reasoning import apply_reward_terms, thought_info
+from ragen.rollout.reward_terms import apply_reward_terms, thought_info
 from ragen.rollout.setup import Setup
 from ragen.rollout.specs import BranchSpec, EpisodeSpec
 

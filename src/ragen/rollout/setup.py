@@ -15,7 +15,7 @@ from ragen.envs.registry import build_env, env_factory
 from ragen.rollout.chat import Chat
 from ragen.rollout.guarded import GuardedEnv, Stopwatch
 from ragen.rollout.prompt import prefill
-from ragen.rollout.reasoning import NEED_READING
+from ragen.rollout.reward_terms import NEED_READING
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Setup:
     replies. `chat` is ``None`` for policies that take messages only. A reply has at most
     `max_tokens` tokens, prompt and reply together at most `max_length`. `format_penalty` is
     subtracted from the reward of a turn whose reply is not valid; `reward_terms` are the weights of
-    the reward terms (`ragen.rollout.reasoning`). One call of the environment may take `timeout_s`
-    seconds. It runs in the processes of `workers`, or in this process; `env_time` is the time spent
-    in it.
+    the reward terms (`ragen.rollout.reward_terms`). One call of the environment may take
+    `timeout_s` seconds. It runs in the processes of `workers`, or in this process; `env_time` is
+    the time spent in it.
 
     Example:
         >>> from ragen.envs.bandit import Bandit

@@ -20,7 +20,7 @@ from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn
 from ragen.diagnostics.detectors import Detection, find_detector
-from ragen.rollout.reasoning import find_term
+from ragen.rollout.reward_terms import find_term
 
 CHECK_S = 30.0
 """Seconds that a function may take for an example."""

@@ -29,7 +29,7 @@ from ragen.engines.memory import refuse_too_large
 from ragen.engines.threads import use_threads
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_room
-from ragen.rollout.reasoning import find_term
+from ragen.rollout.reward_terms import find_term
 from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.checkpoint import newest, newest_intact, read_state, set_aside
 from ragen.storage.database import CONFIG, new_run_folder, refuse_existing

@@ -28,7 +28,7 @@ from ragen.rollout.actions import parse
 from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.prompt import Limits
-from ragen.rollout.reasoning import (
+from ragen.rollout.reward_terms import (
     TERMS,
     apply_reward_terms,
     consistency,

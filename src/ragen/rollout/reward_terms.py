@@ -1,4 +1,4 @@
-"""Checks of thoughts: are their facts true, are their plans kept, and what do faults cost.
+"""Reward terms: what a run may add to the reward of each turn, and the thoughts that they judge.
 
 The papers train on the reward alone and leave open how reasoning itself could be rewarded
 (arXiv:2504.20073, arXiv:2604.06268). Here thoughts are always measured where the environment can
@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
 from ragen.config.kinds import TERM, short_name
@@ -29,12 +28,136 @@ from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Episode, Turn
 from ragen.envs.contract import Reading
 
+Term = Callable[[Turn], float]
+"""The signature of every reward term: a finite number for a finished turn.
+
+    def brevity(turn: Turn) -> float: ...
+
+It is added to the turn's reward, times the weight of the term.
+"""
+
+TERM_S = 30.0
+"""Seconds that a reward term from outside may take for one turn."""
+
+NEED_READING = frozenset({"grounding", "consistency"})
+"""Terms that need an environment that reads thoughts."""
+
 NGRAM = 4
 """Length, in words, of the n-grams that `repeated_ngrams` compares."""
 
 BAND = (1 / 20, 3 / 4)
 """Shortest and longest thought without a fault, as shares of the tokens that a reply may have. A
 shorter one has hardly a word, a longer one leaves hardly room for the answer."""
+
+
+# Faults, each from 0 (none) to 1. A reward term costs its weight times the fault and never pays: a
+# term that paid in each turn would pay for more turns. A fault that cannot be determined is 0.
+
+
+def grounding(turn: Turn) -> float:
+    """Share of the thought's facts that are false."""
+    stated = turn.info.get("facts_stated", 0)
+    return 1 - turn.info["facts_true"] / stated if stated else 0.0
+
+
+def consistency(turn: Turn) -> float:
+    """1 where the answer does something else than the thought planned."""
+    return float(turn.info.get("plan_kept") is False)
+
+
+def length(turn: Turn) -> float:
+    """How far the thought's n tokens are outside of the `BAND` from low to high.
+
+    (low − n) / low below it, (n − high) / (longest − high) above it, where longest is the greatest
+    number of tokens of a reply. So it is 1 for an empty thought, and where no room is left for the
+    answer.
+    """
+    if turn.thought_span is None:
+        return 0.0
+    start, stop = turn.thought_span
+    longest = turn.prompt.max_tokens
+    low, high = (share * longest for share in BAND)
+    number = stop - start
+    return min(1.0, max((low - number) / low, (number - high) / (longest - high), 0.0))
+
+
+def repetition(turn: Turn) -> float:
+    """Share of the thought's n-grams that repeat an earlier one."""
+    return repeated_ngrams(turn.thought or "") or 0.0
+
+
+def repeated_ngrams(thought: str) -> float | None:
+    """Share of a thought's n-grams of `NGRAM` words that repeat an earlier one; ``None`` if none.
+
+    Example:
+        >>> repeated_ngrams("a b c d e a b c d")  # of six, the last repeats the first
+        ... # doctest: +ELLIPSIS
+        0.1666...
+    """
+    words = thought.split()
+    ngrams = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None
+
+
+TERMS: dict[str, Term] = {
+    "grounding": lambda turn: 0.0 - grounding(turn),  # not −x, which turns 0.0 into −0.0
+    "consistency": lambda turn: 0.0 - consistency(turn),
+    "length": lambda turn: 0.0 - length(turn),
+    "repetition": lambda turn: 0.0 - repetition(turn),
+}
+"""RAGEN's own reward terms by their name in the config: each costs its fault. The form of a reply
+has a key of its own, ``reward.format_penalty``."""
+
+
+def find_term(name: str) -> Term:
+    """The reward term of a name in the config, RAGEN's own or from outside.
+
+    Raises:
+        RagenError: It cannot be loaded, or it cannot be called with a turn.
+    """
+    return TERM.find(name, TERMS, lambda function: check_positional(function, "turn"))
+
+
+def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
+    """The turn with its reward terms added to `Turn.penalty`, and listed in its info.
+
+    `Turn.reward` stays the environment's own, which filters, reports and evaluations read.
+    `weights` are what a value of 1 adds, by the name of the term.
+
+    Raises:
+        UserCodeError: A term from outside raised, took too long, or gave no finite number.
+    """
+    if not weights:
+        return turn
+    terms = {short_name(n): weight * _value(n, turn) for n, weight in weights.items()}
+    info = {**turn.info, "reward_terms": terms}
+    return replace(turn, penalty=turn.penalty + sum(terms.values()), info=info)
+
+
+def _value(name: str, turn: Turn) -> float:
+    term = find_term(name)
+    if name in TERMS:
+        return term(turn)
+    with boundary(f"the reward term {name}", TERM_S):
+        value = float(term(turn))
+    if not math.isfinite(value):
+        raise UserCodeError(f"the reward term {name} returned {value}: a finite number is expected")
+    return value
+
+
+def reward_term_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """``reward_terms/<name>``: the mean of what each term added to an episode's reward."""
+    terms = [
+        turn.info["reward_terms"]
+        for episode in episodes
+        for turn in episode.turns
+        if "reward_terms" in turn.info
+    ]
+    count = len(episodes)
+    return {
+        f"reward_terms/{name}": mean(sum(each[name] for each in terms) / count, count)
+        for name in dict.fromkeys(name for each in terms for name in each)
+    }
 
 
 def thought_info(reading: Reading | None, actions_asked: Sequence[str]) -> dict[str, Any]:
@@ -74,136 +197,3 @@ def thought_metrics(turns: Sequence[Turn]) -> Metrics:
     if kept:
         metrics["thought/consistent_fraction"] = mean(fmean(kept), len(kept))
     return metrics
-
-
-def repeated_ngrams(thought: str) -> float | None:
-    """Share of a thought's n-grams of `NGRAM` words that repeat an earlier one; ``None`` if none.
-
-    Example:
-        >>> repeated_ngrams("a b c d e a b c d")  # of six, the last repeats the first
-        ... # doctest: +ELLIPSIS
-        0.1666...
-    """
-    words = thought.split()
-    ngrams = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
-    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None
-
-
-# Faults, each from 0 (none) to 1. A reward term costs its weight times the fault and never pays: a
-# term that paid in each turn would pay for more turns. A fault that cannot be determined is 0.
-
-
-def grounding(turn: Turn) -> float:
-    """Share of the thought's facts that are false."""
-    stated = turn.info.get("facts_stated", 0)
-    return 1 - turn.info["facts_true"] / stated if stated else 0.0
-
-
-def consistency(turn: Turn) -> float:
-    """1 where the answer does something else than the thought planned."""
-    return float(turn.info.get("plan_kept") is False)
-
-
-def length(turn: Turn) -> float:
-    """How far the thought's n tokens are outside of the `BAND` from low to high.
-
-    (low − n) / low below it, (n − high) / (longest − high) above it, where longest is the greatest
-    number of tokens of a reply. So it is 1 for an empty thought, and where no room is left for the
-    answer.
-    """
-    if turn.thought_span is None:
-        return 0.0
-    start, stop = turn.thought_span
-    longest = turn.prompt.max_tokens
-    low, high = (share * longest for share in BAND)
-    number = stop - start
-    return min(1.0, max((low - number) / low, (number - high) / (longest - high), 0.0))
-
-
-def repetition(turn: Turn) -> float:
-    """Share of the thought's n-grams that repeat an earlier one."""
-    return repeated_ngrams(turn.thought or "") or 0.0
-
-
-Term = Callable[[Turn], float]
-"""The signature of every reward term: a finite number for a finished turn.
-
-    def brevity(turn: Turn) -> float: ...
-
-It is added to the turn's reward, times the weight of the term.
-"""
-
-
-def _cost(fault: Term) -> Term:
-    # 0 − x, because −x would turn 0.0 into −0.0.
-    return lambda turn: 0.0 - fault(turn)
-
-
-TERMS: Mapping[str, Term] = MappingProxyType(
-    {
-        "grounding": _cost(grounding),
-        "consistency": _cost(consistency),
-        "length": _cost(length),
-        "repetition": _cost(repetition),
-    }
-)
-"""RAGEN's own reward terms by their name in the config: each costs its fault. The form of a reply
-has a key of its own, ``reward.format_penalty``."""
-
-TERM_S = 30.0
-"""Seconds that a reward term from outside may take for one turn."""
-
-
-def find_term(name: str) -> Term:
-    """The reward term of a name in the config, RAGEN's own or from outside.
-
-    Raises:
-        RagenError: It cannot be loaded, or it cannot be called with a turn.
-    """
-    return TERM.find(name, TERMS, lambda function: check_positional(function, "turn"))
-
-
-NEED_READING = frozenset({"grounding", "consistency"})
-"""Terms that need an environment that reads thoughts."""
-
-
-def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
-    """The turn with its reward terms added to `Turn.penalty`, and listed in its info.
-
-    `Turn.reward` stays the environment's own, which filters, reports and evaluations read.
-    `weights` are what a value of 1 adds, by the name of the term.
-
-    Raises:
-        UserCodeError: A term from outside raised, took too long, or gave no finite number.
-    """
-    if not weights:
-        return turn
-    terms = {short_name(n): weight * _value(n, turn) for n, weight in weights.items()}
-    info = {**turn.info, "reward_terms": terms}
-    return replace(turn, penalty=turn.penalty + sum(terms.values()), info=info)
-
-
-def _value(name: str, turn: Turn) -> float:
-    term = find_term(name)
-    if name in TERM.names:
-        return term(turn)
-    with boundary(f"the reward term {name}", TERM_S):
-        value = float(term(turn))
-    if not math.isfinite(value):
-        raise UserCodeError(f"the reward term {name} returned {value}: a finite number is expected")
-    return value
-
-
-def reward_term_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """``reward_terms/<name>``: the mean of what each term added to an episode's reward."""
-    terms = [
-        turn.info["reward_terms"]
-        for episode in episodes
-        for turn in episode.turns
-        if "reward_terms" in turn.info
-    ]
-    count = len(episodes)
-    return {
-        f"reward_terms/{name}": mean(sum(each[name] for each in terms) / count, count)
-        for name in dict.fromkeys(name for each in terms for name in each)
-    }
