@@ -29,7 +29,7 @@ import numpy as np
 import ragen
 from ragen.core.statistics import wilson
 from ragen.diagnostics.detectors import DETECTORS, EVALUATED, History
-from ragen.diagnostics.guard import read_history, replay
+from ragen.diagnostics.guard import Alarm, GuardState, raise_alarms, read_history
 
 BLOCK = 10
 HEALTHY = {"bandit": 0.9, "frozen-lake-still": 0.7}
@@ -94,6 +94,19 @@ def bootstrap(histories: Sequence[History], draws: int) -> list[History]:
             }
         )
     return drawn
+
+
+def replay(history: History) -> list[Alarm]:
+    """The alarms that a run's metrics raise, step by step."""
+    state, alarms = GuardState(), []
+    past: dict[str, dict[int, float]] = {name: {} for name in history}
+    last = max((step for series in history.values() for step in series), default=0)
+    for now in range(last + 1):
+        for name, series in history.items():
+            if now in series:
+                past[name][now] = series[now]
+        alarms += raise_alarms(past, now, state)
+    return alarms
 
 
 def alarms_in(histories: Sequence[History]) -> dict[str, int]:

@@ -34,7 +34,7 @@ from ragen.training.progress import Watcher
 EVERY = 5
 SIGNALS: tuple[tuple[Any, str], ...] = (
     (loop, "summarize"),
-    (loop, "critic_metrics"),
+    (loop, "batch_metrics"),
     (loop, "progress_metrics"),
     (loop, "smooth"),
     (loop, "averaged"),

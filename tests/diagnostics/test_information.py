@@ -328,7 +328,7 @@ def test_constructed_policies_through_the_groups(copies: float) -> None:
         for prompt in range(4)
     ]
     engine: Any = Scorer(lambda x, z: log(probability(copies, z[0], x[1])))
-    metrics, matrices = asyncio.run(measure_thoughts(engine, groups, 64, (0, 3)))
+    metrics, matrices = asyncio.run(measure_thoughts(engine, groups, 0, 3))
     found = values(metrics)
     assert found["information/first/mi"] == pytest.approx(expected_mi(copies), abs=1e-6)
     assert found["information/first/left_out"] == 0
@@ -356,8 +356,6 @@ def test_a_model_without_context_has_no_information() -> None:
 
 def test_without_thoughts_nothing_is_measured() -> None:
     engine: Any = Scorer(lambda x, z: 0.0)
-    metrics, matrices = asyncio.run(
-        measure_thoughts(engine, [Group((episode(turn()),))], 64, (0, 0))
-    )
+    metrics, matrices = asyncio.run(measure_thoughts(engine, [Group((episode(turn()),))], 0, 0))
     assert values(metrics) == {"information/first/left_out": 1, "information/any/left_out": 1}
     assert matrices == []

@@ -16,7 +16,7 @@ from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import values
 from ragen.core.types import Episode, Group, Turn
-from ragen.diagnostics.signals import summarize
+from ragen.diagnostics.step_metrics import summarize
 from ragen.envs.checker import check
 from ragen.envs.contract import Env, Reading
 from ragen.envs.frozen_lake import FrozenLake

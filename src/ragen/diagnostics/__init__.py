@@ -1,5 +1,5 @@
 """Why training works or collapses.
 
-Signals of every step, information in thoughts, and the guard that acts on alarms. It may import
-`engines` and the folders below.
+The metrics of every step (a new one goes into `step_metrics`), information in thoughts, and the
+guard that acts on alarms. It may import `engines` and the folders below.
 """

@@ -12,25 +12,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Literal
+from typing import Literal, get_args
+
+from ragen.core.metrics import Series
 
 # Regimes.
 
 Sampling = Literal["first", "any"]
 
-SAMPLINGS: tuple[Sampling, ...] = ("first", "any")
+SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
 """Which turn's thought is measured: the first (then prompts are levels), or one drawn uniformly."""
 
 Regime = Literal[
     "undecidable", "diverse", "template collapse", "compressed", "low-entropy collapse"
 ]
-REGIMES: tuple[Regime, ...] = (
-    "undecidable",
-    "diverse",
-    "template collapse",
-    "compressed",
-    "low-entropy collapse",
-)
+REGIMES: tuple[Regime, ...] = get_args(Regime)
 """The regimes by name. A metric holds the position of a name in this tuple."""
 
 MIN_PROMPTS = 4
@@ -75,9 +71,6 @@ def regime_of(
 
 # Windows over a run's metrics.
 
-StepValues = Mapping[int, float]
-"""One metric over a run: step to value, in the order of the steps."""
-
 WINDOW = 5
 """Steps of the baseline at the start of a run, and of the trailing mean compared with it."""
 
@@ -89,12 +82,12 @@ OUTLIER = 3.5
 absolute deviation."""
 
 
-def baseline_of(series: StepValues) -> float:
+def baseline_of(series: Series) -> float:
     """Mean of the first `WINDOW` steps."""
     return fmean(list(series.values())[:WINDOW])
 
 
-def trailing_means(series: StepValues) -> list[tuple[int, float]]:
+def trailing_means(series: Series) -> list[tuple[int, float]]:
     """Step and trailing mean wherever the window no longer overlaps the baseline's window."""
     steps, numbers = list(series), list(series.values())
     ends = range(2 * WINDOW, len(numbers) + 1)
@@ -125,9 +118,7 @@ def detect_spike(norms: Sequence[float]) -> float | None:
 
 # The Echo Trap: an early gain, then one rewarded template instead of varied thoughts.
 
-SignName = Literal["early_gain", "thoughts_repeat", "std_before_reward", "gradient_spike"]
-
-SIGNS: dict[SignName, str] = {
+SIGNS = {
     "early_gain": "an early gain that is lost again",
     "thoughts_repeat": "thoughts repeat each other",
     "std_before_reward": "reward std falls before the reward does",
@@ -145,17 +136,16 @@ class Sign:
         thoughts repeat each other, step 21: 0.11 (was 0.64)
     """
 
-    name: SignName
+    name: str
     step: int
     value: float
     baseline: float
 
     def __str__(self) -> str:
-        """In words."""
         return f"{SIGNS[self.name]}, step {self.step}: {self.value:.3g} (was {self.baseline:.3g})"
 
 
-def echo_trap_signs(history: Mapping[str, StepValues]) -> list[Sign]:
+def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:
     """The signs of the Echo Trap that a run shows, in the order in which they appeared.
 
     A baseline is the mean of the first `WINDOW` steps. It is compared with the mean of the last
@@ -173,16 +163,17 @@ def echo_trap_signs(history: Mapping[str, StepValues]) -> list[Sign]:
     A metric that is missing or shorter than two windows shows no sign.
     """
     reward = history.get("reward/mean", {})
+    std_sign = _halved("std_before_reward", history.get("reward/std_in_group", {}))
     signs = (
         _early_gain(reward),
         _halved("thoughts_repeat", history.get("thought/unique_fraction", {})),
-        _std_before_reward(history.get("reward/std_in_group", {}), reward),
+        std_sign if std_sign is not None and std_sign.step < _reward_fall(reward) else None,
         _gradient_spike(history.get("gradient/policy_norm", {})),
     )
     return sorted((sign for sign in signs if sign is not None), key=lambda sign: sign.step)
 
 
-def _early_gain(reward: StepValues) -> Sign | None:
+def _early_gain(reward: Series) -> Sign | None:
     trailing = trailing_means(reward)
     if not trailing:
         return None
@@ -194,31 +185,24 @@ def _early_gain(reward: StepValues) -> Sign | None:
     return Sign("early_gain", step, peak, baseline) if peak > mark and lost else None
 
 
-def _halved(name: SignName, series: StepValues) -> Sign | None:
+def _halved(name: str, series: Series) -> Sign | None:
     for step, value in trailing_means(series):
         if value < (baseline := baseline_of(series)) / 2:
             return Sign(name, step, value, baseline)
     return None
 
 
-def _std_before_reward(std: StepValues, reward: StepValues) -> Sign | None:
-    sign = _halved("std_before_reward", std)
-    fall = _reward_fall(reward)
-    return sign if sign is not None and fall is not None and sign.step < fall else None
-
-
-def _reward_fall(reward: StepValues) -> int | None:
-    if len(reward) < 2 * WINDOW:
-        return None
-    highest = baseline_of(reward)
+def _reward_fall(reward: Series) -> float:
+    """The first step whose trailing mean is 10 % below the highest one; −∞ if none is."""
+    highest = -math.inf
     for step, value in trailing_means(reward):
-        highest = max(highest, value)
+        highest = max(highest, value, baseline_of(reward))
         if value < highest - 0.1 * abs(highest):
             return step
-    return None
+    return -math.inf
 
 
-def _gradient_spike(norm: StepValues) -> Sign | None:
+def _gradient_spike(norm: Series) -> Sign | None:
     steps, numbers = list(norm), list(norm.values())
     for i in range(WINDOW, len(numbers)):
         if (usual := detect_spike(numbers[: i + 1])) is not None:

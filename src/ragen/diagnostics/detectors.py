@@ -1,26 +1,15 @@
 """Detectors: functions of a run's metrics that say whether the run is in trouble.
 
-| detector | reads | holds where | onset |
-|---|---|---|---|
-| ``reward_std_cliff`` | in-group reward std | trailing mean below ½ of the baseline, not explained by fewer failures | window's first step |
-| ``entropy_cliff`` | entropy | trailing mean below ¼ of the baseline, not explained by fewer failures | window's first step |
-| ``entropy_blowup`` | entropy | trailing mean above 4 × the baseline and above 1 nat | window's first step |
-| ``grad_spike`` | gradient norm | one step above 5 × the median of all before, and an outlier among their logarithms | that step |
-| ``reward_drop`` | evaluations | the last two both below the median of the three best before them, with the intervals of both differences below 0 | after the last evaluation that was not |
-| ``mi_drop`` | z-score of MI, EMA, of 4 distinct prompts or more | below ½ of its highest value, and that above 1 | after the last value that was not |
-| ``format_loss`` | valid replies | trailing mean 0.2 below its highest | window's first step |
-| ``degenerate_text`` | completions of one repeated token | more than half of the last five steps' | window's first step |
-| ``non_finite`` | skipped updates | one in the step | that step |
-| ``empty_filter`` | kept groups | none for 5 steps | the first of them |
-
 A baseline is the mean of the first five steps, a trailing mean that of the last five (`collapse`).
+Where a trailing mean is read, trouble began at the first step of its window.
+
 Fewer failures explain a fall of spread or entropy if an agent whose failures shrank to a fraction f
-of those at the start has kept at least that fraction of it: in an environment that is nearly solved,
-there is less left to be uncertain about. ``stalled``, the eleventh, is the watchdog's.
+of those at the start has kept at least that fraction of it: where an environment is nearly solved,
+there is less left to be uncertain about. The detector ``stalled`` is the watchdog's.
 
 Sources: the kind and order of the signs, arXiv:2504.20073; MI, arXiv:2604.06268. The published hard
 stops come later: reward std below a tenth of its start for ten steps, five empty filters.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -31,17 +20,17 @@ from statistics import fmean, median
 from ragen.config.kinds import DETECTOR
 from ragen.config.sections import GuardConfig
 from ragen.core.inputs import check_positional
+from ragen.core.metrics import Series
 from ragen.core.statistics import difference, wilson
 from ragen.diagnostics.collapse import (
     MIN_PROMPTS,
     WINDOW,
-    StepValues,
     baseline_of,
     detect_spike,
     trailing_means,
 )
 
-History = Mapping[str, StepValues]
+History = Mapping[str, Series]
 """Metrics by name, then by step, up to the step that is checked."""
 
 
@@ -67,38 +56,30 @@ REWARD_STD, SUCCESS = "reward/std_in_group", "success/mean"
 ENTROPY, GRADIENT, VALID = "entropy/mean", "gradient/policy_norm", "format/valid_fraction"
 DEGENERATE, KEPT = "text/degenerate_fraction", "filter/kept_fraction"
 SKIPPED = ("update/skipped_policy", "update/skipped_critic")
-MI = "ema/information/first/mi_zscore"
-"""The mutual information that ``mi_drop`` watches: of first turns, smoothed."""
-PROMPTS = "information/first/prompts"
-METRICS = (REWARD_STD, SUCCESS, ENTROPY, GRADIENT, VALID, DEGENERATE, KEPT, *SKIPPED, MI, PROMPTS)
-"""The metrics that detectors read."""
+MI, PROMPTS = "ema/information/first/mi_zscore", "information/first/prompts"
 EVALUATED, LEVELS = "evaluation/success", "evaluation/episodes"
 """Evaluations by step: success, and the number of episodes."""
 
-STD_CLIFF, ENTROPY_CLIFF, ENTROPY_BLOWUP = 1 / 2, 1 / 4, 4.0
-"""Shares of the baseline. Reward std is steady in a healthy run, so half is much. Entropy falls to
-a third in healthy runs, and rises for a few steps while an agent changes its behaviour."""
-MIN_BLOWUP_NATS = 1.0
-"""Entropy below it is no blow-up: nearly three equally likely tokens at every position."""
-MI_SHARE, MIN_MI_ZSCORE = 1 / 2, 1.0
-"""Half of the highest z-score, if that was at least one standard deviation."""
-FORMAT_LOSS = 0.2
-"""Five standard errors of a share of 128 replies, and more in larger steps."""
-DEGENERATE_SHARE = 0.5
-"""Of the replies of a window: a policy that explores may repeat tokens for a step or two and then
-recover."""
 EMPTY_STEPS = 5
 """Steps in a row without a kept group."""
 
 
 def reward_std_cliff(history: History) -> Detection | None:
-    """The episodes of a group begin to end alike: published as the first sign."""
-    return _cliff(history, REWARD_STD, STD_CLIFF)
+    """The episodes of a group begin to end alike: published as the first sign.
+
+    The trailing mean is below half of the baseline, which fewer failures do not explain. Reward std
+    is steady in a healthy run, so half is much.
+    """
+    return _cliff(history, REWARD_STD, 1 / 2)
 
 
 def entropy_cliff(history: History) -> Detection | None:
-    """The policy stops choosing, although it does not succeed."""
-    return _cliff(history, ENTROPY, ENTROPY_CLIFF)
+    """The policy stops choosing, although it does not succeed.
+
+    The trailing mean is below a quarter of the baseline, which fewer failures do not explain.
+    Entropy falls to a third in healthy runs.
+    """
+    return _cliff(history, ENTROPY, 1 / 4)
 
 
 def _cliff(history: History, name: str, share: float) -> Detection | None:
@@ -123,16 +104,19 @@ def _failures_left(history: History) -> float:
 
 
 def entropy_blowup(history: History) -> Detection | None:
-    """The policy falls apart: the sign of a learning rate that is too high."""
+    """The policy falls apart: the sign of a learning rate that is too high.
+
+    The trailing mean is above four times the baseline (entropy rises for a few steps while an agent
+    changes its behaviour), and above 1 nat: nearly three equally likely tokens at every position.
+    """
     detection = _windowed(history.get(ENTROPY, {}))
-    if detection is None:
+    if detection is None or detection.value <= max(1.0, 4 * detection.baseline):
         return None
-    mark = max(MIN_BLOWUP_NATS, ENTROPY_BLOWUP * detection.baseline)
-    return None if detection.value <= mark else detection
+    return detection
 
 
 def grad_spike(history: History) -> Detection | None:
-    """One gradient norm is far above all before: published as the point of no return."""
+    """One gradient norm is a spike (`detect_spike`): published as the point of no return."""
     norms = history.get(GRADIENT, {})
     usual = detect_spike(list(norms.values()))
     return None if usual is None else Detection(*list(norms.items())[-1], usual)
@@ -147,10 +131,9 @@ def reward_drop(history: History) -> Detection | None:
     """
     success, levels = history.get(EVALUATED, {}), history.get(LEVELS, {})
     steps = list(success)
-    best = sorted(steps[:-2], key=lambda step: success[step])[-3:]
-    if len(best) < 3:
+    if len(steps) < 5:
         return None
-    mark = median(success[step] for step in best)
+    mark = median(sorted(success[step] for step in steps[:-2])[-3:])
 
     def below(step: int) -> bool:
         episodes = int(levels[step])
@@ -165,7 +148,9 @@ def reward_drop(history: History) -> Detection | None:
 def mi_drop(history: History) -> Detection | None:
     """Template collapse: thoughts no longer depend on the prompt.
 
-    Where nearly all prompts are equal, as in Bandit, equal thoughts are no sign of collapse.
+    The z-score of MI (of first turns, smoothed) is below half of its highest value, and that was at
+    least one standard deviation. Steps with fewer than `MIN_PROMPTS` prompts do not count: where
+    nearly all prompts are equal, as in Bandit, equal thoughts are no sign of collapse.
     """
     prompts = history.get(PROMPTS, {})
     scores = {
@@ -176,8 +161,8 @@ def mi_drop(history: History) -> Detection | None:
     if not scores:
         return None
     highest, now = max(scores.values()), list(scores.values())[-1]
-    mark = MI_SHARE * highest
-    if highest < MIN_MI_ZSCORE or now >= mark:
+    mark = highest / 2
+    if highest < 1 or now >= mark:
         return None
     return Detection(_onset(list(scores), lambda step: scores[step] < mark), now, highest)
 
@@ -193,21 +178,27 @@ def _onset(steps: list[int], holds: Callable[[int], bool]) -> int:
 
 
 def format_loss(history: History) -> Detection | None:
-    """Replies that were valid no longer are."""
+    """Replies that were valid no longer are: the trailing mean is 0.2 below its highest value.
+
+    These are five standard errors of a share of 128 replies, and more in larger steps.
+    """
     series = history.get(VALID, {})
     detection = _windowed(series)
     if detection is None:
         return None
     highest = max(baseline_of(series), *(value for _, value in trailing_means(series)))
-    if detection.value >= highest - FORMAT_LOSS:
+    if detection.value >= highest - 0.2:
         return None
     return Detection(detection.onset, detection.value, highest)
 
 
 def degenerate_text(history: History) -> Detection | None:
-    """Replies such as "!!!!!!!!", known from broken weights and kernels."""
+    """More than half of a window's replies are such as "!!!!!!!!", known from broken weights.
+
+    A policy that explores may repeat tokens for a step or two and then recover.
+    """
     last = list(history.get(DEGENERATE, {}).items())[-WINDOW:]
-    if len(last) < WINDOW or (value := fmean(share for _, share in last)) <= DEGENERATE_SHARE:
+    if len(last) < WINDOW or (value := fmean(share for _, share in last)) <= 0.5:
         return None
     return Detection(last[0][0], value, 0.0)
 
@@ -220,14 +211,14 @@ def non_finite(history: History) -> Detection | None:
 
 
 def empty_filter(history: History) -> Detection | None:
-    """The filter keeps nothing: the rewards of no group differ."""
+    """The filter kept nothing for `EMPTY_STEPS` steps: the rewards of no group differ."""
     kept = list(history.get(KEPT, {}).items())[-EMPTY_STEPS:]
     if len(kept) < EMPTY_STEPS or any(share for _, share in kept):
         return None
     return Detection(kept[0][0], EMPTY_STEPS, 0.0)
 
 
-def _windowed(series: StepValues) -> Detection | None:
+def _windowed(series: Series) -> Detection | None:
     """The trailing mean at the last step and the baseline; ``None`` before two windows are full."""
     if len(series) < 2 * WINDOW:
         return None

@@ -7,7 +7,7 @@ before the onset, with one setting changed (`REMEDIES`). `training.recovery` car
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from ragen.config.config import Config
 from ragen.config.kinds import short_name
 from ragen.core.seeding import derive
 from ragen.diagnostics.collapse import WINDOW
-from ragen.diagnostics.detectors import DETECTORS, EVALUATED, LEVELS, METRICS, Detector, History
+from ragen.diagnostics.detectors import DETECTORS, EVALUATED, LEVELS, Detector, History
 from ragen.storage.reader import read_evaluations, read_events, read_metrics, standing
 
 REARM_STEPS = WINDOW
@@ -124,30 +124,12 @@ def raise_alarms(
     return alarms
 
 
-def replay(history: History) -> list[Alarm]:
-    """The alarms that a finished run's metrics would have raised, step by step."""
-    state, alarms = GuardState(), []
-    last = max((step for series in history.values() for step in series), default=0)
-    for now in range(1, last + 1):
-        past = {
-            name: {step: value for step, value in series.items() if step <= now}
-            for name, series in history.items()
-        }
-        alarms += raise_alarms(past, now, state)
-    return alarms
-
-
 def read_history(
-    folder: Path,
-    temperature: float,
-    after: tuple[int, int] | None = None,
-    metrics: Collection[str] | None = METRICS,
+    folder: Path, temperature: float, after: tuple[int, int] | None = None
 ) -> dict[str, dict[int, float]]:
-    """The metrics that detectors read, from a run's database.
+    """The metrics of a run, with its evaluations at `temperature`.
 
-    Evaluations are those at `temperature`. After an attempt and a step that were read before
-    (`after`), only what is newer is read. `metrics` of ``None`` reads all, for detectors from
-    outside.
+    After an attempt and a step that were read before (`after`), only what is newer is read.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
@@ -158,7 +140,7 @@ def read_history(
         for each in read_evaluations(folder)
         if each["temperature"] == temperature and stands(each["attempt"], each["step"])
     ]
-    return read_metrics(folder, metrics, after) | {
+    return read_metrics(folder, after=after) | {
         EVALUATED: {each["step"]: each["success"] for each in evaluations},
         LEVELS: {each["step"]: each["episodes"] for each in evaluations},
     }
@@ -177,20 +159,15 @@ def read_alarms(folder: Path) -> list[Alarm]:
     return [Alarm(**data) for data in events.values()]
 
 
-LR_FACTOR = 1 / 3
-"""Two rollbacks lower a learning rate by about an order of magnitude."""
-
-
 Remedy = Callable[[Config, int], dict[str, Any]]
 """The signature of every remedy: from the run's config and the number of the attempt that begins,
 to new values by config key."""
 
 
 def lower_learning_rate(config: Config, attempt: int) -> dict[str, Any]:
-    """A third of every learning rate."""
-    update = config.update
-    rates = {"lr": update.lr, "critic_lr": update.critic_lr}
-    return {f"update.{name}": rate * LR_FACTOR for name, rate in rates.items() if rate}
+    """A third of every learning rate: two rollbacks lower it by about an order of magnitude."""
+    rates = {"update.lr": config.update.lr, "update.critic_lr": config.update.critic_lr}
+    return {key: rate * (1 / 3) for key, rate in rates.items() if rate}
 
 
 def tighten_filter(config: Config, attempt: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,9 +62,8 @@ class Thoughts:
     texts: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CrossScores:
-    """The input of `measure` with the thoughts and prompts as text, for the record.
+class CrossScores(NamedTuple):
+    """The input of `measure` with the thoughts and prompts as text, as `Recorder` stores it.
 
     `scores_NM` is the matrix of cross-scores, and `own_N` is the prompt of each thought.
     """
@@ -232,21 +232,20 @@ def retrieval(scores_NM: Tensor, own_N: Tensor, k: int) -> float:
 
 
 async def measure_thoughts(
-    engine: Engine, groups: Sequence[Group], count: int, path: tuple[int, int]
+    engine: Engine, groups: Sequence[Group], seed: int, step: int
 ) -> tuple[Metrics, list[CrossScores]]:
     """The information that a step's thoughts hold about their prompts.
 
-    At most `count` thoughts are scored; their choice is derived from `path`, the run's seed and the
-    step. The engine has the weights that played the groups. Metrics are
-    ``information/<sampling>/…`` for each of `SAMPLINGS`: ``left_out`` (turns without a valid
-    thought) and, if there are thoughts, the fields of `Information` and the regime. The
-    cross-scores behind them come with them.
+    The choice of `THOUGHTS` thoughts is derived from the run's seed and the step. The engine has
+    the weights that played the groups. Metrics are ``information/<sampling>/…`` for each of
+    `SAMPLINGS`: ``left_out`` (turns without a valid thought) and, if there are thoughts, the fields
+    of `Information` and the regime. The cross-scores behind them come with them.
     """
     metrics: Metrics = {}
     matrices: list[CrossScores] = []
-    seed, step = path
     for sampling in SAMPLINGS:
-        drawn = draw_thoughts(groups, sampling, count, derive(seed, "information", step, sampling))
+        path = (seed, "information", step, sampling)
+        drawn = draw_thoughts(groups, sampling, THOUGHTS, derive(*path))
         metrics[f"information/{sampling}/left_out"] = total(drawn.left_out)
         if drawn.thoughts:
             scores = await engine.cross_scores(drawn.prompts, drawn.thoughts)
@@ -255,7 +254,6 @@ async def measure_thoughts(
             information = measure(scores_NM, drawn.prompt_N, lengths)
             metrics |= information.metrics(f"information/{sampling}")
             texts = tuple(drawn.texts[index] for index in drawn.thought_N)
-            matrices.append(
-                CrossScores(sampling, scores_NM, drawn.prompt_N, texts, drawn.observations)
-            )
+            matrix = CrossScores(sampling, scores_NM, drawn.prompt_N, texts, drawn.observations)
+            matrices.append(matrix)
     return metrics, matrices

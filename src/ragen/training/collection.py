@@ -21,7 +21,7 @@ from ragen.core.metrics import Metrics, total
 from ragen.core.seeding import refill_level, train_level
 from ragen.core.types import Episode, Group, Sample
 from ragen.diagnostics.information import CrossScores
-from ragen.diagnostics.signals import gradients_by_std
+from ragen.diagnostics.step_metrics import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.engines.exactness import verify_split, with_fingerprints
 from ragen.rollout.groups import run_groups
@@ -153,9 +153,8 @@ async def record_step(
         updated = await run.engine.score(batch, "policy")
         rows = [sample_record(batch, updated, row, episodes) for row in range(batch.num_rows)]
         recorder.samples(step, rows)
-    for each in matrices:
-        scores, own = each.scores_NM.numpy(), each.own_N
-        recorder.cross_scores(step, each.sampling, scores, own, each.thoughts, each.prompts)
+    for scores in matrices:
+        recorder.cross_scores(step, *scores)
 
 
 def sample_record(

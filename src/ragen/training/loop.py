@@ -13,8 +13,8 @@ from ragen.algorithms.samples import to_samples
 from ragen.core.metrics import Metrics, last, merge, values
 from ragen.core.seeding import derive
 from ragen.core.types import Episode, Group
-from ragen.diagnostics.information import THOUGHTS, CrossScores, measure_thoughts
-from ragen.diagnostics.signals import averaged, explained_variance, reference_kl, smooth, summarize
+from ragen.diagnostics.information import CrossScores, measure_thoughts
+from ragen.diagnostics.step_metrics import averaged, batch_metrics, smooth, summarize
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.training.collection import (
     collect_groups,
@@ -61,7 +61,7 @@ async def loop(run: Run) -> None:
             await record_step(run, groups, kept, episodes, batch, matrices)
         counters = progress_metrics(state) | refill_metrics(groups, config.rollout)
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counters, engine.metrics()])
-        metrics |= critic_metrics(batch) if batch else {}
+        metrics |= batch_metrics(batch) if batch else {}
         metrics |= clock.metrics(run.setup.env_time.seconds, metrics["tokens/sampled"].value)
         state.averages = smooth(state.averages, metrics)
         run.recorder.log(state.step, metrics | averaged(state.averages, metrics))
@@ -102,8 +102,7 @@ async def diagnose(
     metrics, matrices = Metrics(), list[CrossScores]()
     if config.prompt.think and is_due(step, config.diagnose.information_every):
         with clock("information"):
-            count, path = THOUGHTS, (config.seed, step)
-            metrics, matrices = await measure_thoughts(run.engine, groups, count, path)
+            metrics, matrices = await measure_thoughts(run.engine, groups, config.seed, step)
     if is_due(step, config.diagnose.gradients_every):
         with clock("gradients"):
             metrics |= await gradient_norms(run.engine, groups, config)
@@ -124,13 +123,3 @@ def progress_metrics(state: LoopState) -> Metrics:
     """Updates, episodes and tokens so far: the other units that a curve may be drawn against."""
     counts = {"updates": state.updates, "episodes": state.episodes, "tokens": state.tokens}
     return {f"progress/{name}": last(count) for name, count in counts.items()}
-
-
-def critic_metrics(batch: Batch) -> Metrics:
-    """Explained variance of the critic and KL to the reference, where the run has them."""
-    mask, metrics = batch.mask_BT, Metrics()
-    if batch.values_BT is not None and batch.returns_BT is not None:
-        metrics |= explained_variance(batch.values_BT[mask], batch.returns_BT[mask])
-    if batch.reference_logprobs_BT is not None and batch.old_logprobs_BT is not None:
-        metrics |= reference_kl(batch.old_logprobs_BT[mask], batch.reference_logprobs_BT[mask])
-    return metrics

@@ -11,7 +11,7 @@ from typing import NoReturn, Self
 
 from ragen.config.reading import changed
 from ragen.core.errors import GuardStop, RagenError
-from ragen.diagnostics.detectors import DETECTORS, METRICS, active_detectors
+from ragen.diagnostics.detectors import active_detectors
 from ragen.diagnostics.guard import (
     GRACE_STEPS,
     REMEDIES,
@@ -54,12 +54,9 @@ async def run_guard(run: Run) -> bool:
     # The first time read everything, then only what is new: reading it all at every step would
     # take longer and longer.
     after = (state.attempt, run.guard.checked_step) if run.history else None
-    detectors = active_detectors(config.guard)
-    metrics = METRICS if detectors.keys() <= DETECTORS.keys() else None
-    history = read_history(run.folder, config.eval.temperature, after, metrics)
-    for name, series in history.items():
+    for name, series in read_history(run.folder, config.eval.temperature, after).items():
         run.history.setdefault(name, {}).update(series)
-    alarms = raise_alarms(run.history, state.step, run.guard, detectors)
+    alarms = raise_alarms(run.history, state.step, run.guard, active_detectors(config.guard))
     for alarm in alarms:
         run.recorder.event(alarm.step, "alarm", str(alarm), asdict(alarm))
         run.watcher.alarm(alarm.step, str(alarm))

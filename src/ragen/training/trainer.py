@@ -22,7 +22,7 @@ from ragen.core.seeding import train_level
 from ragen.core.stopping import StopRequested, run_async
 from ragen.diagnostics.detectors import active_detectors
 from ragen.diagnostics.guard import REMEDIES, GuardState
-from ragen.diagnostics.information import THOUGHTS, measure_thoughts
+from ragen.diagnostics.information import measure_thoughts
 from ragen.engines.engine import Engine
 from ragen.engines.local import LocalEngine
 from ragen.engines.memory import refuse_too_large
@@ -173,8 +173,7 @@ def examine(folder: Path) -> dict[str, float]:
         async with opened(engine, config) as (setup, stack):
             await engine.load(checkpoint, saved["engine"])
             groups = await collect_groups(engine, setup, config.rollout, config.seed, step)
-            path = (config.seed, step)
-            metrics, _ = await measure_thoughts(engine, groups, THOUGHTS, path)
+            metrics, _ = await measure_thoughts(engine, groups, config.seed, step)
             metrics |= await gradient_norms(engine, groups, config)
             await stack.aclose()  # nothing follows that would close it
         return metrics

@@ -13,7 +13,7 @@ from ragen.algorithms.losses import mismatch_kl
 from ragen.core.metrics import values
 from ragen.core.types import Group
 from ragen.diagnostics.collapse import echo_trap_signs
-from ragen.diagnostics.signals import explained_variance, summarize
+from ragen.diagnostics.step_metrics import explained_variance, summarize
 from tests.tolerance import rounding
 
 

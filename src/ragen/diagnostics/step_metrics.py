@@ -1,5 +1,6 @@
-"""The signals of every step: rewards, format, text, entropy of outcomes, and moving averages.
+"""The metrics of every step: rewards, format, text, and moving averages.
 
+A new metric of the episodes is a line in `summarize`, one of the trained batch in `batch_metrics`.
 Names of metrics are paths. A metric that cannot be computed (no thought, no token ids) is left out.
 
 `gradients_by_std` shows where the learning signal comes from: RAGEN-2 (arXiv:2604.06268) expects of
@@ -22,7 +23,7 @@ from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import reward_std
 from ragen.algorithms.losses import k3
 from ragen.core.metrics import Metrics, largest, last, mean, total
-from ragen.core.types import Episode, Group, Turn
+from ragen.core.types import Group
 from ragen.engines.engine import Engine
 from ragen.rollout.reward_terms import repeated_ngrams, reward_term_metrics, thought_metrics
 
@@ -33,70 +34,54 @@ REPEATS = 8
 
 
 def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
-    """All signals of a step that need no learner.
+    """All metrics of a step's episodes, for which no learner is needed.
 
-    Failed episodes are counted and enter no other signal. `kept` are the indices of the groups that
-    the filter kept.
+    Failed episodes are counted and enter no other metric. The in-group std is that of groups in
+    which at least two episodes did not fail. `kept` are the indices of the groups that the filter
+    kept.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     played = [episode for episode in episodes if not episode.failed]
     turns = [turn for episode in played for turn in episode.turns]
-    return {
-        "episodes/failed": total(len(episodes) - len(played)),
-        "episodes/played": total(len(played)),
-        **_mean("filter/kept_fraction", [index in set(kept) for index in range(len(groups))]),
-        **_outcomes(played),
-        **reward_term_metrics(played),
-        **_spread(groups),
-        **_turns(turns),
-        **_thoughts(turns),
-        **thought_metrics(turns),
-    }
-
-
-def _outcomes(played: Sequence[Episode]) -> Metrics:
-    return {
-        **_mean("reward/mean", [episode.total_reward for episode in played]),
-        **_mean("success/mean", [episode.success for episode in played]),
-        **_mean("episodes/truncated_fraction", [episode.truncated for episode in played]),
-        **_mean("turns/mean", [len(episode.turns) for episode in played]),
-    }
-
-
-def _spread(groups: Sequence[Group]) -> Metrics:
-    """In-group reward std of the groups in which at least two episodes did not fail."""
     comparable = [g for g in groups if sum(not episode.failed for episode in g.episodes) > 1]
     stds = [reward_std(group) for group in comparable]
-    if not stds:
-        return {}
-    return {
-        "reward/std_in_group": mean(fmean(stds), len(stds)),
-        "reward/std_in_group_max": largest(max(stds)),
-        **_mean("reward/flat_group_fraction", [std == 0 for std in stds]),
+    replies = [t.completion.token_ids for t in turns if t.completion.token_ids is not None]
+    spans = [turn.thought_span for turn in turns if turn.thought_span is not None]
+    thoughts = [turn.thought for turn in turns if turn.thought is not None]
+    repeated = [repeated_ngrams(thought) for thought in thoughts]
+    means: dict[str, Sequence[float]] = {
+        "filter/kept_fraction": [index in kept for index in range(len(groups))],
+        "reward/mean": [episode.total_reward for episode in played],
+        "success/mean": [episode.success for episode in played],
+        "episodes/truncated_fraction": [episode.truncated for episode in played],
+        "turns/mean": [len(episode.turns) for episode in played],
+        "reward/std_in_group": stds,
+        "reward/flat_group_fraction": [std == 0 for std in stds],
+        "actions/per_turn": [len(turn.actions_executed) for turn in turns],
+        "format/valid_fraction": [turn.well_formed for turn in turns],
+        "length/completion_tokens": [len(token_ids) for token_ids in replies],
+        "length/cut_fraction": [turn.completion.finish_reason == "length" for turn in turns],
+        "length/thought_tokens": [stop - start for start, stop in spans],
+        "text/degenerate_fraction": [is_degenerate(token_ids) for token_ids in replies],
+        "prompt/turns_dropped": [turn.prompt.turns_dropped for turn in turns],
+        "thought/repeated_ngram_fraction": [share for share in repeated if share is not None],
     }
-
-
-def _turns(turns: Sequence[Turn]) -> Metrics:
+    metrics = {name: mean(fmean(items), len(items)) for name, items in means.items() if items}
+    if stds:
+        metrics["reward/std_in_group_max"] = largest(max(stds))
+    if thoughts:
+        unique = len(set(thoughts)) / len(thoughts)
+        metrics["thought/unique_fraction"] = mean(unique, len(thoughts))
     reporting = [turn for turn in turns if "effective" in turn.info]
-    executed = sum(len(turn.actions_executed) for turn in reporting)
-    lengths = [len(ids) for ids in _token_ids(turns)]
-    metrics = {
-        **_mean("actions/per_turn", [len(turn.actions_executed) for turn in turns]),
-        **_mean("format/valid_fraction", [turn.well_formed for turn in turns]),
-        **_mean("length/completion_tokens", lengths),
-        **_mean("text/degenerate_fraction", [is_degenerate(ids) for ids in _token_ids(turns)]),
-        **_mean("length/cut_fraction", [t.completion.finish_reason == "length" for t in turns]),
-        **_mean("prompt/turns_dropped", [turn.prompt.turns_dropped for turn in turns]),
-        "tokens/sampled": total(sum(lengths)),
-    }
-    if executed:
+    if executed := sum(len(turn.actions_executed) for turn in reporting):
         changed = sum(turn.info["effective"] for turn in reporting)
         metrics["actions/effective_fraction"] = mean(changed / executed, executed)
-    return metrics
-
-
-def _token_ids(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
-    return [t.completion.token_ids for t in turns if t.completion.token_ids is not None]
+    counts = {
+        "episodes/failed": total(len(episodes) - len(played)),
+        "episodes/played": total(len(played)),
+        "tokens/sampled": total(sum(map(len, replies))),
+    }
+    return {**metrics, **counts, **reward_term_metrics(played), **thought_metrics(turns)}
 
 
 def is_degenerate(token_ids: Sequence[int]) -> bool:
@@ -110,22 +95,19 @@ def is_degenerate(token_ids: Sequence[int]) -> bool:
     return longest >= REPEATS and 2 * longest >= len(token_ids)
 
 
-def _thoughts(turns: Sequence[Turn]) -> Metrics:
-    spans = [turn.thought_span for turn in turns if turn.thought_span is not None]
-    thoughts = [turn.thought for turn in turns if turn.thought is not None]
-    repeated = [repeated_ngrams(thought) for thought in thoughts]
-    metrics = {
-        **_mean("length/thought_tokens", [stop - start for start, stop in spans]),
-        **_mean("thought/repeated_ngram_fraction", [x for x in repeated if x is not None]),
-    }
-    if thoughts:
-        unique = len(set(thoughts)) / len(thoughts)
-        metrics["thought/unique_fraction"] = mean(unique, len(thoughts))
+def batch_metrics(batch: Batch) -> Metrics:
+    """Explained variance of the critic and KL to the reference, where the run has them.
+
+    The KL is KL(policy ‖ reference) in nats by k3, whether it is penalised in the reward or the
+    loss.
+    """
+    mask, metrics = batch.mask_BT, Metrics()
+    if batch.values_BT is not None and batch.returns_BT is not None:
+        metrics |= explained_variance(batch.values_BT[mask], batch.returns_BT[mask])
+    if batch.reference_logprobs_BT is not None and batch.old_logprobs_BT is not None:
+        kl_N = k3(batch.old_logprobs_BT[mask], batch.reference_logprobs_BT[mask])
+        metrics["kl/reference"] = mean(kl_N.mean().item(), len(kl_N))
     return metrics
-
-
-def _mean(name: str, items: Sequence[float]) -> Metrics:
-    return {name: mean(fmean(items), len(items))} if items else {}
 
 
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> Metrics:
@@ -144,14 +126,6 @@ def explained_variance(values_N: Tensor, returns_N: Tensor) -> Metrics:
         return {}
     unexplained = float((returns_N - values_N).var() / returns_N.var())
     return {"critic/explained_variance": mean(1 - unexplained, len(returns_N))}
-
-
-def reference_kl(old_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Metrics:
-    """KL(policy ‖ reference) in nats by k3, whether it is penalised in the reward or the loss."""
-    if not len(old_logprobs_N):
-        return {}
-    kl = k3(old_logprobs_N, reference_logprobs_N).mean().item()
-    return {"kl/reference": mean(kl, len(old_logprobs_N))}
 
 
 def smooth(averages: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
