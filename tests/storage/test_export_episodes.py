@@ -17,7 +17,7 @@ from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Group
 from ragen.storage.database import DATABASE
-from ragen.storage.export_episodes import EPISODE, TURN, export_episodes
+from ragen.storage.export_episodes import COLUMNS, TURN_COLUMNS, export_episodes
 from ragen.storage.recorder import Recorder
 from ragen.storage.stored_episodes import read_episode
 from ragen.training.trainer import train
@@ -54,8 +54,8 @@ def test_every_episode_is_a_line(run: Path, tmp_path: Path, capsys: Capture) -> 
     assert len(found) == count
     assert sum(each["reward"] for each in found) == pytest.approx(reward)
     assert sum(len(each["turns"]) for each in found) == turns
-    assert all(list(each) == [*EPISODE, "turns"] for each in found)
-    assert all(list(each["turns"][0]) == list(TURN) for each in found)
+    assert all(list(each) == [*COLUMNS, "turns"] for each in found)
+    assert all(list(each["turns"][0]) == list(TURN_COLUMNS) for each in found)
     assert all(isinstance(each["kept"], bool) for each in found)
     first, recorded = found[0]["turns"][0], read_episode(run, 1).episode.turns[0]
     assert tuple(first["prompt_ids"]) == recorded.prompt.token_ids
@@ -90,7 +90,7 @@ def test_parquet_says_the_same(run: Path, tmp_path: Path) -> None:
     assert main(["export", str(run), "--episodes", str(out)]) == 0
     export_episodes(run, other)
     table = parquet.read_table(out)
-    assert table.column_names == [*EPISODE, "turns"]
+    assert table.column_names == [*COLUMNS, "turns"]
     assert table.to_pylist() == lines(other)
     assert str(table.schema.field("turns").type.value_type.field("prompt_ids").type) in (
         "list<element: int32>",
@@ -173,6 +173,6 @@ def test_what_is_missing_for_parquet_is_said(
 
 def test_every_column_is_documented() -> None:
     _, of_episodes, of_turns = DOCUMENTED.read_text("utf-8").split("| column |")
-    for table, columns in ((of_episodes, {*EPISODE, "turns"}), (of_turns, set(TURN))):
+    for table, columns in ((of_episodes, {*COLUMNS, "turns"}), (of_turns, set(TURN_COLUMNS))):
         first = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
         assert set(re.findall(r"`(\w+)`", " ".join(first))) == columns

@@ -20,7 +20,7 @@ from typing import Any, Self
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, StopReason, Turn, Usage
 from ragen.storage.database import DATABASE, cannot_write, close_database, open_database
-from ragen.storage.rows import storable
+from ragen.storage.schema import storable
 
 
 def how_sampled(temperature: float) -> str:

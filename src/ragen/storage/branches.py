@@ -12,13 +12,18 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from ragen.core.types import Episode
 from ragen.storage.database import close_database, connect_to_read, open_database, transaction
-from ragen.storage.rows import episode_rows, write_episodes, write_tokens
-from ragen.storage.schema import PLAYED, SCHEMA_VERSION
+from ragen.storage.schema import PLAYED, SCHEMA_VERSION, insert
+from ragen.storage.stored_episodes import (
+    delete_episodes,
+    episode_rows,
+    write_episodes,
+    write_tokens,
+)
 
 FILE = "branches.sqlite"
 """The branches' database in a run's folder."""
@@ -64,8 +69,8 @@ class Request:
     @property
     def id(self) -> str:
         """A hash of the fields; a repeated request replaces the branches of the first."""
-        numbers = (self.episode, self.turn, self.checkpoint, self.n, float(self.temperature))
-        return hashlib.blake2b(repr((*numbers, self.seed)).encode(), digest_size=6).hexdigest()
+        numbers = astuple(replace(self, temperature=float(self.temperature)))
+        return hashlib.blake2b(repr(numbers).encode(), digest_size=6).hexdigest()
 
     @property
     def path(self) -> tuple[int | str, ...]:
@@ -104,44 +109,22 @@ def write_branches(
     connection = open_database(run, make=True, file=FILE, schema=_SCHEMA)
     try:
         with transaction(connection, run, FILE):
-            _insert(connection, request, episodes, exact, text_of)
+            _forget(connection, request.id)
+            row = {"id": request.id, **asdict(request), "time": time.time(), "exact": exact}
+            insert(connection, "branches", [row])
+            (number,) = connection.execute("SELECT last_insert_rowid()").fetchone()
+            rows = [
+                episode_rows(replace(episode, group=number, member=member), PHASE)
+                for member, episode in enumerate(episodes)
+            ]
+            write_episodes(connection, 0, request.checkpoint, rows)
+            write_tokens(connection, frozenset().union(*(e.token_ids for e in rows)), text_of)
     finally:
         close_database(connection)
 
 
-def _insert(
-    connection: sqlite3.Connection,
-    request: Request,
-    episodes: Sequence[Episode],
-    exact: bool,
-    text_of: Callable[[int], str],
-) -> None:
-    _forget(connection, request.id)
-    numbers = (request.episode, request.turn, request.checkpoint, request.n)
-    row = (request.id, *numbers, request.temperature, request.seed, time.time(), exact)
-    number = connection.execute(
-        "INSERT INTO branches VALUES (NULL,?,?,?,?,?,?,?,?,?)", row
-    ).lastrowid
-    assert number is not None
-    rows = [
-        episode_rows(replace(episode, group=number, member=member), PHASE)
-        for member, episode in enumerate(episodes)
-    ]
-    write_episodes(connection, 0, request.checkpoint, rows)
-    write_tokens(connection, sorted(frozenset().union(*(e.token_ids for e in rows))), text_of)
-
-
 def _forget(connection: sqlite3.Connection, request: str) -> None:
     """Delete the branches of an earlier request of this id."""
-    known = connection.execute("SELECT number FROM branches WHERE id = ?", (request,)).fetchone()
-    if known is None:
-        return
-    of_it = 'SELECT id FROM episodes WHERE "group" = ?'
-    for statement in (
-        "INSERT INTO thoughts_fts (thoughts_fts, rowid, thought) SELECT 'delete', id, thought"
-        f" FROM turns WHERE thought IS NOT NULL AND episode_id IN ({of_it})",
-        f"DELETE FROM turns WHERE episode_id IN ({of_it})",
-        'DELETE FROM episodes WHERE "group" = ?',
-        "DELETE FROM branches WHERE number = ?",
-    ):
-        connection.execute(statement, known)
+    for known in connection.execute("SELECT number FROM branches WHERE id = ?", (request,)):
+        delete_episodes(connection, '"group" = ?', known)
+    connection.execute("DELETE FROM branches WHERE id = ?", (request,))

@@ -14,62 +14,17 @@ from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
-from ragen.storage.stored_episodes import Record, records
+from ragen.storage.schema import EPISODE, TURN, Row
+from ragen.storage.stored_episodes import records
 
 ROWS_AT_ONCE = 256
 """Episodes of one Parquet row group: a few megabytes, and enough to compress well."""
 
-TURN: dict[str, str] = {
-    "turn": "int32",
-    "observation": "text",
-    "picture": "texts",
-    "reply": "text",
-    "thought": "text",
-    "actions_asked": "texts",
-    "actions_executed": "texts",
-    "reward": "float64",
-    "penalty": "float64",
-    "well_formed": "bool",
-    "num_tokens": "int32",
-    "finish_reason": "text",
-    "policy_version": "int32",
-    "state_key": "text",
-    "snapshot": "text",
-    "prompt_ids": "int32s",
-    "completion_ids": "int32s",
-    "logprobs": "float32s",
-    "thought_start": "int32",
-    "thought_end": "int32",
-}
-"""The columns of a turn; `docs/episodes.md` describes them."""
-
-EPISODE: dict[str, str] = {
-    "id": "int64",
-    "attempt": "int32",
-    "step": "int32",
-    "phase": "text",
-    "group": "int32",
-    "member": "int32",
-    "kept": "bool",
-    "group_score": "float64",
-    "env": "text",
-    "level_seed": "int64",
-    "noise_seed": "int64",
-    "stop_reason": "text",
-    "terminated": "bool",
-    "truncated": "bool",
-    "success": "bool",
-    "reward": "float64",
-    "penalty": "float64",
-    "num_turns": "int32",
-    "num_tokens": "int32",
-    "thought_tokens": "int32",
-    "entropy": "float64",
-    "error": "text",
-    "final_observation": "text",
-    "final_picture": "texts",
-}
+COLUMNS = {"id": "int64", **EPISODE}
 """The columns of an episode, apart from ``turns``."""
+
+TURN_COLUMNS = {name: kind for name, kind in TURN.items() if name != "prompt_joins"}
+"""The columns of a turn; its prompt is whole."""
 
 
 def export_episodes(run: Path, out: Path) -> int:
@@ -88,16 +43,10 @@ def export_episodes(run: Path, out: Path) -> int:
     if out.exists():
         raise RagenError(f"{out} exists already; name a file that does not")
     with file_errors("write", out), whole_file(out) as temporary:
-        return _WRITERS[out.suffix](_rows(run), temporary)
+        return _WRITERS[out.suffix](records(run), temporary)
 
 
-def _rows(run: Path) -> Iterator[Record]:
-    for record in records(run):
-        turns = [{name: turn[name] for name in TURN} for turn in record["turns"]]
-        yield {name: record[name] for name in EPISODE} | {"turns": turns}
-
-
-def _write_json_lines(rows: Iterator[Record], path: Path) -> int:
+def _write_json_lines(rows: Iterator[Row], path: Path) -> int:
     count = 0
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for row in rows:
@@ -106,7 +55,7 @@ def _write_json_lines(rows: Iterator[Record], path: Path) -> int:
     return count
 
 
-def _write_parquet(rows: Iterator[Record], path: Path) -> int:
+def _write_parquet(rows: Iterator[Row], path: Path) -> int:
     try:
         import pyarrow as arrow
         from pyarrow.parquet import ParquetWriter
@@ -115,22 +64,16 @@ def _write_parquet(rows: Iterator[Record], path: Path) -> int:
             "writing Parquet needs pyarrow: pip install 'ragen-rl[parquet]', or name a .jsonl file"
         ) from None
 
-    kinds = {
-        "text": arrow.string(),
-        "texts": arrow.list_(arrow.string()),
-        "bool": arrow.bool_(),
-        "int32": arrow.int32(),
-        "int32s": arrow.list_(arrow.int32()),
-        "int64": arrow.int64(),
-        "float64": arrow.float64(),
-        "float32s": arrow.list_(arrow.float32()),
-    }
+    def type_of(kind: str) -> Any:
+        if kind.endswith("s"):
+            return arrow.list_(type_of(kind.removesuffix("s")))
+        return arrow.type_for_alias({"text": "string", "json": "string"}.get(kind, kind))
 
     def fields(columns: dict[str, str]) -> list[Any]:
-        return [arrow.field(name, kinds[kind]) for name, kind in columns.items()]
+        return [arrow.field(name, type_of(kind.rstrip("?"))) for name, kind in columns.items()]
 
-    turns = arrow.field("turns", arrow.list_(arrow.struct(fields(TURN))))
-    schema = arrow.schema([*fields(EPISODE), turns])
+    turns = arrow.field("turns", arrow.list_(arrow.struct(fields(TURN_COLUMNS))))
+    schema = arrow.schema([*fields(COLUMNS), turns])
     count = 0
     with ParquetWriter(path, schema, compression="zstd") as writer:
         while part := list(islice(rows, ROWS_AT_ONCE)):
@@ -139,7 +82,7 @@ def _write_parquet(rows: Iterator[Record], path: Path) -> int:
     return count
 
 
-_WRITERS: dict[str, Callable[[Iterator[Record], Path], int]] = {
+_WRITERS: dict[str, Callable[[Iterator[Row], Path], int]] = {
     ".jsonl": _write_json_lines,
     ".parquet": _write_parquet,
 }

@@ -7,7 +7,6 @@ half a step, even if the run is killed or the disk is full.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sqlite3
 import time
@@ -29,19 +28,16 @@ from ragen.storage.database import (
     close_database,
     create_database,
     open_database,
-    read,
     transaction,
 )
-from ragen.storage.rows import (
+from ragen.storage.schema import SAMPLE_ARRAYS, Row, as_json, compress, insert
+from ragen.storage.stored_episodes import (
     EpisodeRows,
-    Row,
-    as_json,
+    delete_episodes,
     episode_rows,
-    insert,
     write_episodes,
     write_tokens,
 )
-from ragen.storage.schema import SAMPLE_ARRAYS, compress
 
 
 class Recorder:
@@ -100,24 +96,15 @@ class Recorder:
 
     @classmethod
     def open(
-        cls,
-        folder: Path,
-        attempt: int | None = None,
-        text_of: Callable[[int], str] | None = None,
+        cls, folder: Path, attempt: int = 0, text_of: Callable[[int], str] | None = None
     ) -> Self:
-        """Continue to write the run in `folder`, by default in its latest attempt.
+        """Continue to write the run in `folder`.
 
         Raises:
             RagenError: There is no run, its database is damaged or has another schema, or another
                 process is writing it.
         """
-        connection = open_database(folder)
-        try:
-            ((latest,),) = read(folder, "SELECT max(attempt) FROM metrics")
-        except RagenError:
-            connection.close()
-            raise
-        return cls(folder, connection, (latest or 0) if attempt is None else attempt, text_of)
+        return cls(folder, open_database(folder), attempt, text_of)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Record metrics of a step; those of the same name are combined by their rule."""
@@ -129,9 +116,8 @@ class Recorder:
         Raises:
             RagenError: The database cannot be written.
         """
-        row = (self.attempt, step, time.time(), kind, text, None if data is None else as_json(data))
         with transaction(self._connection, self.folder):
-            _insert_event(self._connection, row)
+            _insert_event(self._connection, self.attempt, step, kind, text, data)
 
     def episodes(
         self,
@@ -174,14 +160,14 @@ class Recorder:
             if unknown:
                 raise ValueError(f"unknown sample arrays: {', '.join(sorted(unknown))}")
             length = len(sample["token_ids"])
-            row: list[Any] = [sample["group"], sample["member"], length]
+            row = {name: sample[name] for name in ("group", "member")} | {"num_tokens": length}
             for name in SAMPLE_ARRAYS:
                 array = sample.get(name)
                 if array is not None and np.shape(array) != (length,):
                     raise ValueError(f"{name} has shape {np.shape(array)}, not ({length},)")
-                row.append(None if array is None else compress(name, array))
+                row[name] = None if array is None else compress(name, array)
             pending = self._step(step)
-            pending.samples.append(tuple(row))
+            pending.rows["samples"].append(row)
             pending.token_ids.update(map(int, sample["token_ids"]))
 
     def cross_scores(
@@ -206,22 +192,22 @@ class Recorder:
             prompts: The observations in the last messages of the M prompts.
         """
         assert np.shape(scores) == (len(thoughts), len(prompts)), "a score for each pair"
-        self._step(step).cross_scores.append(
-            (
-                path,
-                compress("scores", scores),
-                compress("own", own),
-                len(thoughts),
-                len(prompts),
-                as_json(thoughts),
-                as_json(prompts),
-            )
-        )
+        row = {
+            "path": path,
+            "scores": compress("scores", scores),
+            "own": compress("own", own),
+            "num_thoughts": len(thoughts),
+            "num_prompts": len(prompts),
+            "thoughts": as_json(thoughts),
+            "prompts": as_json(prompts),
+        }
+        self._step(step).rows["cross_scores"].append(row)
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """Record an evaluation, as ``ragen eval --json`` prints it."""
-        columns = (record.get(name) for name in ("env", "temperature", "episodes", "success"))
-        self._step(step).evaluations.append((time.time(), *columns, as_json(record)))
+        row = {name: record.get(name) for name in ("env", "temperature", "episodes", "success")}
+        row |= {"time": time.time(), "record": as_json(record)}
+        self._step(step).rows["evaluations"].append(row)
 
     def commit(self) -> None:
         """Write the collected step in one transaction; a checkpoint must follow, not precede it.
@@ -236,7 +222,7 @@ class Recorder:
         with transaction(self._connection, self.folder):
             pending.write(self._connection)
             if self._text_of is not None:
-                write_tokens(self._connection, sorted(new), self._text_of)
+                write_tokens(self._connection, new, self._text_of)
         self._known_tokens |= new
 
     def discard(self) -> None:
@@ -253,20 +239,10 @@ class Recorder:
         """
         self.discard()
         later = "(attempt, step) > (?, ?)"
-        of_later = f"SELECT id FROM episodes WHERE {later}"
         with transaction(self._connection, self.folder):
-            for statement in (
-                # The index has no copy of the text and needs it for a deletion.
-                "INSERT INTO thoughts_fts (thoughts_fts, rowid, thought)"
-                " SELECT 'delete', id, thought FROM turns"
-                f" WHERE thought IS NOT NULL AND episode_id IN ({of_later})",
-                f"DELETE FROM turns WHERE episode_id IN ({of_later})",
-                *(
-                    f"DELETE FROM {table} WHERE {later}"
-                    for table in ("episodes", "metrics", "samples", "cross_scores", "evaluations")
-                ),
-            ):
-                self._connection.execute(statement, (attempt, step))
+            delete_episodes(self._connection, later, (attempt, step))
+            for table in ("metrics", "samples", "cross_scores", "evaluations"):
+                self._connection.execute(f"DELETE FROM {table} WHERE {later}", (attempt, step))
 
     def close(self) -> None:
         """Write the collected rows and close the database.
@@ -310,28 +286,24 @@ class _Step:
         self.step = step
         self.metrics: list[Mapping[str, Metric]] = []
         self.episodes: list[EpisodeRows] = []
-        self.samples: list[Row] = []
-        self.cross_scores: list[Row] = []
-        self.evaluations: list[Row] = []
+        self.rows: dict[str, list[Row]] = {"samples": [], "cross_scores": [], "evaluations": []}
         self.token_ids: set[int] = set()
 
     @property
     def empty(self) -> bool:
-        tables = (self.metrics, self.episodes, self.samples, self.cross_scores, self.evaluations)
-        return not any(tables)
+        return not any((self.metrics, self.episodes, *self.rows.values()))
 
     def write(self, connection: sqlite3.Connection) -> None:
-        when = (self.attempt, self.step)
-        connection.executemany(
-            "INSERT OR REPLACE INTO metrics VALUES (?,?,?,?)",
-            # SQLite has no NaN; it is stored as NULL.
-            [(*when, name, _number(m.value)) for name, m in merge(self.metrics).items()],
-        )
-        write_episodes(connection, *when, self.episodes)
-        insert(connection, "samples", [(None, *when, *row) for row in self.samples])
-        insert(connection, "cross_scores", [(*when, *row) for row in self.cross_scores])
-        rows_of_run = [(None, *when, *row, None, None) for row in self.evaluations]
-        insert(connection, "evaluations", rows_of_run)
+        when = {"attempt": self.attempt, "step": self.step}
+        # SQLite has no NaN and stores it as NULL.
+        metrics = [
+            {**when, "name": name, "value": metric.value}
+            for name, metric in merge(self.metrics).items()
+        ]
+        insert(connection, "metrics", metrics, "INSERT OR REPLACE")
+        write_episodes(connection, self.attempt, self.step, self.episodes)
+        for table, rows in self.rows.items():
+            insert(connection, table, [when | row for row in rows])
 
 
 def append_event(
@@ -344,17 +316,19 @@ def append_event(
     """
     try:
         with contextlib.closing(sqlite3.connect(folder / DATABASE, timeout=2.0)) as connection:
-            _insert_event(connection, (attempt, step, time.time(), kind, text, as_json(data)))
+            _insert_event(connection, attempt, step, kind, text, data)
             connection.commit()
     except sqlite3.Error as error:
         raise cannot_write(folder, error) from None
 
 
-def _insert_event(connection: sqlite3.Connection, row: tuple[Any, ...]) -> None:
-    connection.execute(
-        "INSERT INTO events (attempt, step, time, kind, text, data) VALUES (?,?,?,?,?,?)", row
-    )
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def _insert_event(
+    connection: sqlite3.Connection,
+    attempt: int,
+    step: int,
+    kind: str,
+    text: str,
+    data: Mapping[str, Any] | None,
+) -> None:
+    row = {"attempt": attempt, "step": step, "time": time.time(), "kind": kind, "text": text}
+    insert(connection, "events", [row | {"data": None if data is None else as_json(data)}])

@@ -1,4 +1,4 @@
-"""The tables of a run's database, and the encoding of arrays in them.
+"""The tables of a run's database, and the encoding of values in them.
 
 Every row of a step has its `attempt` and `step`. Events are a log and are never deleted. Texts are
 UTF-8, lists and objects are JSON, and arrays are the blobs of `compress`.
@@ -6,29 +6,30 @@ UTF-8, lists and objects are JSON, and arrays are the blobs of `compress`.
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+Row = dict[str, Any]
+"""A row: column name to value."""
+
 SCHEMA_VERSION = 4
 """`PRAGMA user_version` of the database; other versions are refused or upgraded."""
+
+_FLOATS = ("sampled_logprobs", "old_logprobs", "entropies", "values", "advantages", "returns")
 
 SAMPLE_ARRAYS: Mapping[str, str] = MappingProxyType(
     {
         "token_ids": "<i4",
         "loss_mask": "|b1",
         "turn_index": "<i2",
-        "sampled_logprobs": "<f4",
-        "old_logprobs": "<f4",
-        "entropies": "<f4",
-        "values": "<f4",
-        "advantages": "<f4",
-        "returns": "<f4",
-        "ratios": "<f4",
+        **dict.fromkeys((*_FLOATS, "ratios"), "<f4"),
     }
 )
 """The arrays of a recorded sample and their types. All have the sample's length. A column holds
@@ -41,11 +42,8 @@ TURNS_AN_EPISODE = 65536
 ARRAYS: Mapping[str, str] = MappingProxyType(
     {
         **SAMPLE_ARRAYS,
-        "prompt_ids": "<i4",
-        "completion_ids": "<i4",
-        "logprobs": "<f4",
-        "scores": "<f4",
-        "own": "<i4",
+        **dict.fromkeys(("prompt_ids", "completion_ids", "own"), "<i4"),
+        **dict.fromkeys(("logprobs", "scores"), "<f4"),
     }
 )
 """The type of every array column, including those of turns and cross-scores."""
@@ -61,37 +59,117 @@ be faster for most lists and many times slower for filters that match few episod
 ``INDEXED BY episodes_for_lists``, names no other column, and afterwards fetches the rows of the few
 matching ids. Each distinct value of the first columns takes one descent."""
 
+
+class Kind(NamedTuple):
+    """A kind of value: its type in SQLite, and the functions that convert it there and back."""
+
+    sql: str
+    encode: Callable[[Any], Any] = lambda value: value
+    decode: Callable[[Any], Any] = lambda value: value
+
+
+def as_json(value: Any) -> str:
+    """JSON in ASCII with escapes, which preserves a lone surrogate in a snapshot."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def storable(text: str) -> str:
+    """The text in valid UTF-8; a lone surrogate, which an environment may send, becomes ``?``."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _array_like(column: str) -> Kind:
+    """Arrays of the type that `ARRAYS` gives a column, as lists in a row."""
+    return Kind(
+        "BLOB",
+        lambda array: compress(column, array),
+        lambda data: decompress(column, data).tolist(),
+    )
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "bool": Kind("INTEGER", decode=bool),
+        "int32": Kind("INTEGER"),
+        "int64": Kind("INTEGER"),
+        "float64": Kind("REAL", encode=float),
+        "text": Kind("TEXT", encode=storable),
+        "texts": Kind("TEXT", as_json, lambda text: [storable(each) for each in json.loads(text)]),
+        "json": Kind("TEXT", encode=as_json),
+        "int32s": _array_like("token_ids"),
+        "float32s": _array_like("logprobs"),
+    }
+)
+
+
+def _table(columns: str) -> Mapping[str, str]:
+    """Column name to kind; a kind with a question mark may be NULL."""
+    return MappingProxyType(dict(column.split() for column in columns.split(",")))
+
+
+EPISODE = _table("""
+    attempt int32, step int32, phase text, group int32, member int32, kept bool,
+    env text, level_seed int64, noise_seed int64, stop_reason text,
+    terminated bool, truncated bool, success bool,
+    reward float64, penalty float64, num_turns int32, num_tokens int32?, thought_tokens int32?,
+    entropy float64?, group_score float64?,
+    error text?, final_observation text?, final_picture texts?
+""")
+"""The columns of an episode, apart from its id; `docs/episodes.md` describes them."""
+
+TURN = _table("""
+    turn int32, observation text, picture texts?, reply text, thought text?,
+    actions_asked texts, actions_executed texts, reward float64, penalty float64, well_formed bool,
+    num_tokens int32?, finish_reason text, policy_version int32, state_key text, snapshot json?,
+    prompt_ids int32s?, prompt_joins bool?, completion_ids int32s?, logprobs float32s?,
+    thought_start int32?, thought_end int32?
+""")
+"""The columns of a turn, apart from its ids.
+
+If `prompt_joins` is false, `prompt_ids` are the whole prompt. If it is true, the prompt starts with
+the prompt and completion of the previous turn, and `prompt_ids` are the rest."""
+
+
+def kind_of(column: str) -> Kind:
+    """The kind in a table's column, which may have a question mark."""
+    return KINDS[column.removesuffix("?")]
+
+
+def _columns(table: Mapping[str, str]) -> str:
+    return ", ".join(
+        f'"{name}" {kind_of(column).sql}{"" if column.endswith("?") else " NOT NULL"}'
+        for name, column in table.items()
+    )
+
+
+def encode(table: Mapping[str, str], row: Row) -> Row:
+    """The values of a row as SQLite stores them."""
+    return {
+        name: None if value is None else kind_of(table[name]).encode(value)
+        for name, value in row.items()
+    }
+
+
+def decode(table: Mapping[str, str], values: Iterable[Any]) -> Row:
+    """The row of a table's stored values; objects stay JSON text."""
+    return {
+        name: None if value is None else kind_of(column).decode(value)
+        for (name, column), value in zip(table.items(), values, strict=True)
+    }
+
+
 PLAYED = f"""
-CREATE TABLE episodes (
-    id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL, phase TEXT NOT NULL,
-    "group" INTEGER NOT NULL, member INTEGER NOT NULL, kept INTEGER NOT NULL,
-    env TEXT NOT NULL, level_seed INTEGER NOT NULL, noise_seed INTEGER NOT NULL,
-    stop_reason TEXT NOT NULL, terminated INTEGER NOT NULL, truncated INTEGER NOT NULL,
-    success INTEGER NOT NULL,
-    reward REAL NOT NULL, penalty REAL NOT NULL, num_turns INTEGER NOT NULL,
-    num_tokens INTEGER, thought_tokens INTEGER, entropy REAL, group_score REAL,
-    error TEXT, final_observation TEXT, final_picture TEXT
-);
+CREATE TABLE episodes (id INTEGER PRIMARY KEY, {_columns(EPISODE)});
 CREATE INDEX episodes_by_step ON episodes (attempt, step, phase, "group");
 CREATE INDEX episodes_for_lists ON episodes ({", ".join(LISTED)});
 CREATE TABLE turns (
-    id INTEGER PRIMARY KEY, episode_id INTEGER NOT NULL, turn INTEGER NOT NULL,
-    observation TEXT NOT NULL, picture TEXT, reply TEXT NOT NULL, thought TEXT,
-    actions_asked TEXT NOT NULL, actions_executed TEXT NOT NULL,
-    reward REAL NOT NULL, penalty REAL NOT NULL, well_formed INTEGER NOT NULL,
-    num_tokens INTEGER, finish_reason TEXT NOT NULL, policy_version INTEGER NOT NULL,
-    state_key TEXT NOT NULL, snapshot TEXT,
-    prompt_ids BLOB, prompt_joins INTEGER, completion_ids BLOB, logprobs BLOB,
-    thought_start INTEGER, thought_end INTEGER
+    id INTEGER PRIMARY KEY, episode_id INTEGER NOT NULL, {_columns(TURN)}
 );
 CREATE INDEX turns_by_episode ON turns (episode_id);
 CREATE TABLE tokens (id INTEGER PRIMARY KEY, text TEXT NOT NULL);
 CREATE VIRTUAL TABLE thoughts_fts USING fts5 (thought, content='turns', content_rowid='id');
 """
-"""The tables of episodes, turns, token texts, and the search index of thoughts.
-
-A turn's id is `turn_id`. If `prompt_joins` is 0, `prompt_ids` are the whole prompt. If it is 1, the
-prompt starts with the prompt and completion of the previous turn, and `prompt_ids` are the rest."""
+"""The tables of episodes, turns, token texts, and the search index of thoughts."""
 
 SCHEMA = f"""
 CREATE TABLE metrics (
@@ -149,6 +227,16 @@ def turn_id(episode: int, turn: int) -> int:
     """
     assert 0 <= turn < TURNS_AN_EPISODE
     return episode * TURNS_AN_EPISODE + turn
+
+
+def insert(
+    connection: sqlite3.Connection, table: str, rows: Sequence[Row], verb: str = "INSERT"
+) -> None:
+    """Insert rows with the same columns; those that are left out are NULL."""
+    if rows:
+        names = ", ".join(f'"{name}"' for name in rows[0])
+        values = ", ".join(f":{name}" for name in rows[0])
+        connection.executemany(f"{verb} INTO {table} ({names}) VALUES ({values})", rows)
 
 
 def compress(name: str, array: npt.ArrayLike) -> bytes:

@@ -1,30 +1,145 @@
-"""Reading episodes from the database of a finished or unfinished run.
+"""Episodes as rows of a database, in both directions.
 
-Prompts that extend the previous turn are stored without that part, arrays as blobs and lists as
-JSON; reading restores all of them.
+Prompts that extend the previous turn are stored without that part. The columns of a row and their
+encoding are in `ragen.storage.schema`.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt, Turn
 from ragen.storage.database import DATABASE, check_schema, reading_database
-from ragen.storage.rows import storable
-from ragen.storage.schema import decompress
+from ragen.storage.schema import EPISODE, TURN, Row, decode, encode, insert, storable, turn_id
 
-Record = dict[str, Any]
-"""A row: column name to Python value."""
+_OF_EPISODE = [field.name for field in fields(Episode) if field.name in EPISODE]
+_OF_TURN = [field.name for field in fields(Turn) if field.name in TURN]
+"""The fields of the records that are columns of the same name."""
 
-_STATEMENTS = ("kept", "terminated", "truncated", "success", "well_formed")
-_LISTS = ("picture", "actions_asked", "actions_executed", "final_picture")
-_ARRAYS = ("prompt_ids", "completion_ids", "logprobs")
+
+# Writing.
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRows:
+    """The row of an episode, the rows of its turns, and the token ids in them."""
+
+    episode: Row
+    turns: tuple[Row, ...]
+    token_ids: frozenset[int]
+
+
+def episode_rows(
+    episode: Episode, phase: str, kept: bool = True, group_score: float | None = None
+) -> EpisodeRows:
+    """The rows of an episode, without its id, attempt and step.
+
+    Its ``entropy`` is the mean of −logprob over its sampled tokens, in nats. Given the tokens
+    before it, −logprob of a sampled token has the entropy as its expectation, so this estimate
+    needs no other logprobs.
+
+    Args:
+        episode: The episode.
+        phase: ``train``, ``eval``, ``eval greedy`` or ``branch``.
+        kept: Whether the filter kept its group.
+        group_score: The filter's score of its group, if there is one.
+    """
+    turns = episode.turns
+    sampled = [turn.completion.token_ids for turn in turns]
+    logprobs = [each for turn in turns for each in turn.completion.logprobs or ()]
+    countable = None not in sampled
+    spans = [turn.thought_span or (0, 0) for turn in turns]
+    row = {name: getattr(episode, name) for name in _OF_EPISODE} | {
+        "phase": phase,
+        "kept": kept,
+        "reward": episode.total_reward,
+        "penalty": sum(turn.penalty for turn in turns),
+        "num_turns": len(turns),
+        "num_tokens": sum(len(ids or ()) for ids in sampled) if countable else None,
+        "thought_tokens": sum(end - start for start, end in spans) if countable else None,
+        "entropy": -fmean(logprobs) if logprobs else None,
+        "group_score": group_score,
+    }
+    ids = {token for turn in turns for token in turn.prompt.token_ids or ()}
+    ids.update(token for each in sampled for token in each or ())
+    return EpisodeRows(encode(EPISODE, row), tuple(_turn_rows(turns)), frozenset(ids))
+
+
+def _turn_rows(turns: Sequence[Turn]) -> Iterator[Row]:
+    before: tuple[int, ...] = ()
+    for index, turn in enumerate(turns):
+        prompt_ids, completion = turn.prompt.token_ids, turn.completion
+        ids, joins = completion.token_ids, None
+        if prompt_ids is not None:
+            joins = bool(before) and prompt_ids[: len(before)] == before
+            before, prompt_ids = prompt_ids + (ids or ()), prompt_ids[joins * len(before) :]
+        start, end = turn.thought_span or (None, None)
+        row = {name: getattr(turn, name) for name in _OF_TURN} | {
+            "turn": index,
+            "reply": completion.text,
+            "num_tokens": None if ids is None else len(ids),
+            "finish_reason": completion.finish_reason,
+            "policy_version": completion.policy_version,
+            "prompt_ids": prompt_ids,
+            "prompt_joins": joins,
+            "completion_ids": ids,
+            "logprobs": completion.logprobs,
+            "thought_start": start,
+            "thought_end": end,
+        }
+        yield encode(TURN, row)
+
+
+def write_episodes(
+    connection: sqlite3.Connection, attempt: int, step: int, episodes: Sequence[EpisodeRows]
+) -> None:
+    """Insert episodes with their turns, and index the turns' thoughts for search."""
+    (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM episodes").fetchone()
+    numbered = list(enumerate(episodes, last + 1))
+    when = {"attempt": attempt, "step": step}
+    insert(connection, "episodes", [{"id": key, **when, **e.episode} for key, e in numbered])
+    turns = [
+        {"id": turn_id(key, turn["turn"]), "episode_id": key, **turn}
+        for key, rows in numbered
+        for turn in rows.turns
+    ]
+    insert(connection, "turns", turns)
+    connection.execute(
+        "INSERT INTO thoughts_fts (rowid, thought) SELECT id, thought FROM turns"
+        " WHERE episode_id > ? AND thought IS NOT NULL",
+        (last,),
+    )
+
+
+def delete_episodes(connection: sqlite3.Connection, where: str, values: Sequence[int]) -> None:
+    """Delete the episodes that meet a condition, their turns, and the index of their thoughts."""
+    theirs = f"episode_id IN (SELECT id FROM episodes WHERE {where})"
+    for statement in (
+        # The index has no copy of the text and needs it for a deletion.
+        "INSERT INTO thoughts_fts (thoughts_fts, rowid, thought)"
+        f" SELECT 'delete', id, thought FROM turns WHERE thought IS NOT NULL AND {theirs}",
+        f"DELETE FROM turns WHERE {theirs}",
+        f"DELETE FROM episodes WHERE {where}",
+    ):
+        connection.execute(statement, values)
+
+
+def write_tokens(
+    connection: sqlite3.Connection, token_ids: Iterable[int], text_of: Callable[[int], str]
+) -> None:
+    """Insert the texts of tokens; existing rows stay as they are."""
+    rows = [{"id": token, "text": storable(text_of(token))} for token in sorted(token_ids)]
+    insert(connection, "tokens", rows, "INSERT OR IGNORE")
+
+
+# Reading.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +172,7 @@ def read_episode(run: Path, episode: int) -> Recorded:
     Raises:
         RagenError: There is no run or no such episode, or the database cannot be read.
     """
-    recorded = next((_recorded(record) for record in records(run, episode)), None)
+    recorded = next(map(_recorded, records(run, episode)), None)
     if recorded is None:
         raise RagenError(f"{run} has no episode {episode} in its {DATABASE}")
     return recorded
@@ -72,21 +187,7 @@ def read_episodes(run: Path) -> Iterator[Recorded]:
     return map(_recorded, records(run))
 
 
-def _recorded(record: Record) -> Recorded:
-    names = ("group", "member", "env", "level_seed", "noise_seed", "stop_reason", "error")
-    ends = ("terminated", "truncated", "success", "final_observation")
-    picture = record["final_picture"]
-    return Recorded(
-        **{name: record[name] for name in ("id", "attempt", "step", "phase")},
-        episode=Episode(
-            **{name: record[name] for name in names + ends},
-            turns=tuple(_turn(each) for each in record["turns"]),
-            final_picture=None if picture is None else tuple(picture),
-        ),
-    )
-
-
-def records(run: Path, episode: int | None = None) -> Iterator[Record]:
+def records(run: Path, episode: int | None = None) -> Iterator[Row]:
     """Read the rows of a run's episodes, each with its ``turns``, one at a time.
 
     Episodes that are written meanwhile are left out.
@@ -99,20 +200,21 @@ def records(run: Path, episode: int | None = None) -> Iterator[Record]:
         RagenError: There is no run, or its database cannot be read.
     """
     with reading_database(run) as connection:
-        connection.row_factory = sqlite3.Row
         check_schema(connection, run / DATABASE)
         chosen = "" if episode is None else f" WHERE id = {episode:d}"
-        for row in connection.execute(f"SELECT * FROM episodes{chosen} ORDER BY id"):
-            yield _values(row) | {"turns": _turns(connection, row["id"])}
+        columns = ", ".join(f'"{name}"' for name in EPISODE)
+        for key, *row in connection.execute(
+            f"SELECT id, {columns} FROM episodes{chosen} ORDER BY id"
+        ):
+            yield {"id": key, **decode(EPISODE, row), "turns": _turns(connection, key)}
 
 
-def _turns(connection: sqlite3.Connection, episode: int) -> list[Record]:
-    turns: list[Record] = []
+def _turns(connection: sqlite3.Connection, episode: int) -> list[Row]:
+    turns: list[Row] = []
     before: list[int] = []
-    query = "SELECT * FROM turns WHERE episode_id = ? ORDER BY turn"
+    query = f"SELECT {', '.join(TURN)} FROM turns WHERE episode_id = ? ORDER BY turn"
     for row in connection.execute(query, (episode,)):
-        turn = _values(row)
-        del turn["id"], turn["episode_id"]
+        turn = decode(TURN, row)
         if turn.pop("prompt_joins"):
             turn["prompt_ids"] = before + turn["prompt_ids"]
         before = (turn["prompt_ids"] or []) + (turn["completion_ids"] or [])
@@ -120,39 +222,29 @@ def _turns(connection: sqlite3.Connection, episode: int) -> list[Record]:
     return turns
 
 
-def _values(row: sqlite3.Row) -> Record:
-    record = dict(row)
-    for name, value in record.items():
-        if value is None:
-            continue
-        if name in _STATEMENTS:
-            record[name] = bool(value)
-        elif name in _LISTS:
-            record[name] = [storable(each) for each in json.loads(value)]
-        elif name in _ARRAYS:
-            record[name] = decompress(name, value).tolist()
-    return record
-
-
-def _turn(record: Record) -> Turn:
-    fields = {**record, **{n: _tuple(record[n]) for n in (*_LISTS, *_ARRAYS) if n in record}}
-    start, end, snapshot = fields["thought_start"], fields["thought_end"], fields["snapshot"]
-    names = ("observation", "thought", "actions_asked", "actions_executed", "reward", "penalty")
-    others = ("well_formed", "state_key", "picture")
-    return Turn(
-        **{name: fields[name] for name in names + others},
-        prompt=Prompt((), fields["prompt_ids"], 0, 0, 0.0, 0),
-        completion=Completion(
-            fields["completion_ids"],
-            fields["logprobs"],
-            fields["reply"],
-            fields["finish_reason"],
-            fields["policy_version"],
-        ),
-        thought_span=None if start is None else (start, end),
-        snapshot=None if snapshot is None else json.loads(snapshot),
+def _recorded(record: Row) -> Recorded:
+    played = {name: _frozen(record[name]) for name in _OF_EPISODE}
+    return Recorded(
+        **{name: record[name] for name in ("id", "attempt", "step", "phase")},
+        episode=Episode(**played, turns=tuple(map(_turn, record["turns"]))),
     )
 
 
-def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
+def _turn(record: Row) -> Turn:
+    values = {name: _frozen(value) for name, value in record.items()}
+    ids, logprobs = values["completion_ids"], values["logprobs"]
+    end, version = values["finish_reason"], values["policy_version"]
+    span, snapshot = (values["thought_start"], values["thought_end"]), values["snapshot"]
+    return Turn(
+        **{name: values[name] for name in _OF_TURN}
+        | {
+            "prompt": Prompt((), values["prompt_ids"], 0, 0, 0.0, 0),
+            "completion": Completion(ids, logprobs, values["reply"], end, version),
+            "thought_span": None if None in span else span,
+            "snapshot": None if snapshot is None else json.loads(snapshot),
+        }
+    )
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

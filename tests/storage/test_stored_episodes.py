@@ -16,8 +16,8 @@ from ragen.algorithms.filters import SCORES, scores_of
 from ragen.core.types import Completion, Episode, Group
 from ragen.storage.database import connect_to_read, fill, read
 from ragen.storage.recorder import Recorder
-from ragen.storage.rows import episode_rows, write_episodes, write_tokens
 from ragen.storage.schema import PLAYED, decompress
+from ragen.storage.stored_episodes import episode_rows, write_episodes, write_tokens
 from tests.made import episode, groups, turn
 
 
