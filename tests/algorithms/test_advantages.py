@@ -26,7 +26,6 @@ from ragen.algorithms.advantages import (
 from ragen.algorithms.batch import collate, episode_index, to_episodes
 from ragen.algorithms.credit import token_rewards
 from ragen.algorithms.estimator import (
-    INPUTS,
     Credit,
     compares_group,
     estimate,
@@ -34,7 +33,7 @@ from ragen.algorithms.estimator import (
     whiten_tokens,
 )
 from ragen.algorithms.samples import to_samples
-from ragen.config.kinds import ESTIMATOR
+from ragen.config.kinds import ESTIMATOR, ESTIMATOR_INPUTS
 from ragen.config.reading import resolve
 from ragen.config.sections import AdvantageConfig
 from ragen.core.errors import RagenError
@@ -63,7 +62,9 @@ def test_config_names_the_estimators() -> None:
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_an_estimator_names_inputs_only(name: str) -> None:
-    assert set(inputs_of(ADVANTAGES[name], INPUTS)) == set(signature(ADVANTAGES[name]).parameters)
+    assert set(inputs_of(ADVANTAGES[name], ESTIMATOR_INPUTS)) == set(
+        signature(ADVANTAGES[name]).parameters
+    )
 
 
 def test_an_unknown_input_is_refused_by_name() -> None:

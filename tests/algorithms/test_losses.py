@@ -17,7 +17,6 @@ from torch import Tensor
 from ragen.algorithms.batch import Batch, TokenFields, collate, flatten, row_splits, take
 from ragen.algorithms.losses import (
     KL_ESTIMATES,
-    LOSS_INPUTS,
     LOSSES,
     Aggregation,
     PolicyLoss,
@@ -36,7 +35,7 @@ from ragen.algorithms.losses import (
     token_weights,
     value_loss,
 )
-from ragen.config.kinds import LOSS
+from ragen.config.kinds import LOSS, LOSS_INPUTS
 from ragen.config.sections import LossConfig
 from ragen.core.inputs import inputs_of
 from ragen.core.metrics import merge

@@ -430,6 +430,25 @@ def test_help_is_quick_and_light() -> None:
     assert time.perf_counter() - start < 2.0
 
 
+def test_mistakes_come_before_torch(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "wrong.py").write_text("def f(rewards): ...")
+    lines = (
+        *("eval empty", "compare empty base", "play bandit --player empty"),
+        *("train bandit --model solver", "train bandit --advantage.name wrong.py:f"),
+    )
+    code = (
+        "import sys; from ragen.cli.main import main\n"
+        f"for line in {lines}: print(main(line.split()), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines() == ["2 False"] * len(lines), done.stderr
+    messages = done.stderr.splitlines()
+    assert "a parameter 'rewards'" in messages[4] and "random" not in messages[3]
+    assert all("no model" in message for message in messages[:4])
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     line = f'"{sys.executable}" -m ragen.cli.main train --help | head -n 1'
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)

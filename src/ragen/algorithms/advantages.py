@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ragen.algorithms.estimator import (
-    INPUTS,
     STD_FLOOR,
     Credit,
     Estimator,
@@ -21,7 +20,6 @@ from ragen.algorithms.estimator import (
     whiten_tokens,
 )
 from ragen.config.kinds import ESTIMATOR
-from ragen.core.inputs import inputs_of
 
 
 def gae(
@@ -327,4 +325,4 @@ def find_estimator(name: str) -> Estimator:
         >>> find_estimator("rloo") is rloo
         True
     """
-    return ESTIMATOR.find(name, ADVANTAGES, lambda function: inputs_of(function, INPUTS))
+    return ESTIMATOR.find(name, ADVANTAGES)

@@ -32,7 +32,7 @@ class Credit:
 
 
 Estimator = Callable[..., Credit]
-"""The signature of every estimator: a function from the `INPUTS` that it names to a `Credit`.
+"""The signature of every estimator: from the `ESTIMATOR_INPUTS` that it names to a `Credit`.
 
     def leave_one_out(rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit: ...
 
@@ -40,22 +40,6 @@ Estimator = Callable[..., Credit]
 an estimator that names ``values_ES`` gets a critic, and one that names ``group_E`` gets groups of
 at least two episodes.
 """
-
-INPUTS = {
-    "rewards_ES": "the reward at each token, penalties included, 0 off the mask",
-    "mask_ES": "true on the episode's tokens, which come first in each row",
-    "values_ES": "the critic's estimate of the state before each token",
-    "turn_ES": "the turn of each token, −1 off the mask",
-    "turn_ends_ES": "true on the last token of each turn",
-    "state_ES": "a number for the state in which the token's turn began, equal for equal states",
-    "group_E": "the group of each episode: episodes of one group share their prompt",
-    "gamma": "the discount γ per token, in [0, 1]",
-    "gae_lambda": "the λ of GAE, in [0, 1]",
-    "turn_gamma": "the discount γ per turn, in [0, 1]",
-    "step_weight": "the weight ω of a turn's own advantage relative to its episode's",
-    "whiten": "whether to give the advantages mean 0 and standard deviation 1",
-}
-"""What an estimator may name as a parameter."""
 
 
 def needs_values(estimator: Estimator) -> bool:
@@ -69,7 +53,7 @@ def compares_group(estimator: Estimator) -> bool:
 
 
 def estimate(estimator: Estimator, **inputs: object) -> Credit:
-    """Call an estimator with those of the `INPUTS` that it names.
+    """Call an estimator with those of the `ESTIMATOR_INPUTS` that it names.
 
     Raises:
         ValueError: It names something else, it needs values and there are none, or it compares the

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from ragen.config.kinds import SCORE
 from ragen.core.errors import RagenError
-from ragen.core.inputs import check_positional
 from ragen.core.statistics import all_equal
 from ragen.core.types import Episode, Group
 
@@ -67,7 +66,7 @@ def find_score(name: str) -> Score:
     Raises:
         RagenError: It cannot be loaded, or it cannot be called with a group.
     """
-    return SCORE.find(name, SCORES, lambda function: check_positional(function, "group"))
+    return SCORE.find(name, SCORES)
 
 
 def _score(group: Group, name: str) -> float:

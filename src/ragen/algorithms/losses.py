@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ragen.algorithms.batch import Batch, TokenFields
 from ragen.config.kinds import LOSS
-from ragen.core.inputs import call, inputs_of, names_input
+from ragen.core.inputs import call, names_input
 from ragen.core.metrics import Metric, Metrics, largest, mean
 
 Aggregation = Literal["token_mean", "episode_mean", "constant"]
@@ -41,11 +41,8 @@ PolicyLoss = Callable[..., Loss]
 
 The gradient flows through `logprobs_N`, the logprobs under the weights being trained. The value is
 Σ w_t ℓ_t with `TokenFields.weights_N`, and proportional to the advantages. The inputs that a loss
-may name are `LOSS_INPUTS`; naming ``episode_N`` keeps each episode in one microbatch.
+may name are `config.kinds.LOSS_INPUTS`; naming ``episode_N`` keeps each episode in one microbatch.
 """
-
-LOSS_INPUTS = ("clip_low", "clip_high", "dual_clip", "episode_N")
-"""What a policy loss may name as a keyword parameter: ε₋, ε₊, c, and the episode of each token."""
 
 
 def token_weights(batch: Batch, aggregation: Aggregation, longest: int = 1) -> Tensor:
@@ -208,7 +205,7 @@ def find_loss(name: str) -> PolicyLoss:
     Raises:
         RagenError: It cannot be loaded, or it names an input that does not exist.
     """
-    return LOSS.find(name, LOSSES, lambda function: inputs_of(function, LOSS_INPUTS, 2))
+    return LOSS.find(name, LOSSES)
 
 
 def policy_loss(loss: PolicyLoss, logprobs_N: Tensor, tokens: TokenFields, **inputs: float) -> Loss:

@@ -40,10 +40,12 @@ def _train_options(parser: Parser) -> None:
 
 def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.config.reading import resolve
+    from ragen.config.sources import sources
     from ragen.envs.registry import make
 
     config = resolve(options.recipe, overrides)
     make(config.env.name, **config.env.params)
+    sources(config)  # loads and checks code from outside
     if options.dry_run:
         from ragen.training.progress import hint
 
@@ -51,9 +53,12 @@ def _train(options: Namespace, overrides: Overrides) -> int:
             complain(advice)
         _show_config(config)
         return 0
+    from ragen.models.names import resolve_model
     from ragen.storage.database import refuse_existing
 
     refuse_existing(options.out)
+    resolve_model(config.model.path, config.env.name)
+    # Mistakes come before this line, which loads torch.
     from ragen.training.trainer import train
 
     return _watch_run(lambda watcher: train(config, options.out, watcher=watcher), options)

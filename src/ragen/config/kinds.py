@@ -1,8 +1,7 @@
 """The kinds of functions that a config names, each from RAGEN or from outside.
 
 A name is one of RAGEN's own, an entry point of an installed package, or a reference
-``path/to/file.py:name``. This module checks the form of a name; the folder that calls the function
-loads it.
+``path/to/file.py:name``. The folder that calls the function holds RAGEN's own.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from ragen.core.errors import RagenError
+from ragen.core.inputs import check_positional, inputs_of
 from ragen.core.names import nearest
 from ragen.core.plugins import Loaded, installed, load_object
 
@@ -34,6 +34,7 @@ class Kind:
         noun: The kind in messages, such as ``"loss"``.
         group: The entry-point group of installed packages.
         names: RAGEN's own.
+        check: Raises `ValueError` if a function has the wrong signature.
 
     Example:
         >>> LOSS.complaint("ppo_clipp")
@@ -45,6 +46,7 @@ class Kind:
     noun: str
     group: str
     names: tuple[str, ...]
+    check: Callable[[Any], object] = callable
 
     def complaint(self, name: str) -> str | None:
         """Why a name cannot stand for a function of this kind, if so."""
@@ -53,21 +55,15 @@ class Kind:
         hint = nearest(name, self.names) or f"; expected {self.expected}"
         return f"there is no such {self.noun}{hint}"
 
-    def find(self, name: str, own: Mapping[str, T], check: Callable[[T], object]) -> T:
+    def find(self, name: str, own: Mapping[str, T]) -> T:
         """The function of a name: one of RAGEN's `own`, or one from outside.
 
-        `check` raises `ValueError` where a function has the wrong signature.
-
         Raises:
-            RagenError: It cannot be loaded, or its signature is wrong.
+            RagenError: As `load`.
         """
         if name in own:
             return own[name]
         function: T = load(name, self).object
-        try:
-            check(function)
-        except ValueError as error:
-            raise RagenError(f"{name} is no {self.noun}: {error}") from None
         return function
 
     @property
@@ -105,9 +101,34 @@ def load(name: str, kind: Kind) -> Loaded:
     A run calls ``load.cache_clear()`` when it begins, so it runs the code whose hash it records.
 
     Raises:
-        RagenError: It cannot be loaded.
+        RagenError: It cannot be loaded, or its signature is wrong.
     """
-    return load_object(name, kind.group, kind=kind.noun, accepts=callable)
+    found = load_object(name, kind.group, kind=kind.noun, accepts=callable)
+    try:
+        kind.check(found.object)
+    except ValueError as error:
+        raise RagenError(f"{name} is no {kind.noun}: {error}") from None
+    return found
+
+
+ESTIMATOR_INPUTS = {
+    "rewards_ES": "the reward at each token, penalties included, 0 off the mask",
+    "mask_ES": "true on the episode's tokens, which come first in each row",
+    "values_ES": "the critic's estimate of the state before each token",
+    "turn_ES": "the turn of each token, −1 off the mask",
+    "turn_ends_ES": "true on the last token of each turn",
+    "state_ES": "a number for the state in which the token's turn began, equal for equal states",
+    "group_E": "the group of each episode: episodes of one group share their prompt",
+    "gamma": "the discount γ per token, in [0, 1]",
+    "gae_lambda": "the λ of GAE, in [0, 1]",
+    "turn_gamma": "the discount γ per turn, in [0, 1]",
+    "step_weight": "the weight ω of a turn's own advantage relative to its episode's",
+    "whiten": "whether to give the advantages mean 0 and standard deviation 1",
+}
+"""What an advantage estimator may name as a parameter."""
+
+LOSS_INPUTS = ("clip_low", "clip_high", "dual_clip", "episode_N")
+"""What a policy loss may name as a keyword parameter: ε₋, ε₊, c, and the episode of each token."""
 
 
 ESTIMATOR = Kind(
@@ -117,10 +138,26 @@ ESTIMATOR = Kind(
         *("gae", "bi_level_gae", "grpo", "dr_grpo", "rloo", "reinforce_pp"),
         *("reinforce_pp_baseline", "gigpo"),
     ),
+    lambda function: inputs_of(function, ESTIMATOR_INPUTS),
 )
-LOSS = Kind("loss", "ragen.losses", ("ppo_clip", "gspo", "cispo", "nll"))
-SCORE = Kind("filter score", "ragen.filters", ("reward_std", "variance"))
-TERM = Kind("reward term", "ragen.rewards", ("grounding", "consistency", "length", "repetition"))
+LOSS = Kind(
+    "loss",
+    "ragen.losses",
+    ("ppo_clip", "gspo", "cispo", "nll"),
+    lambda function: inputs_of(function, LOSS_INPUTS, 2),
+)
+SCORE = Kind(
+    "filter score",
+    "ragen.filters",
+    ("reward_std", "variance"),
+    lambda function: check_positional(function, "group"),
+)
+TERM = Kind(
+    "reward term",
+    "ragen.rewards",
+    ("grounding", "consistency", "length", "repetition"),
+    lambda function: check_positional(function, "turn"),
+)
 DETECTOR = Kind(
     "detector",
     "ragen.detectors",
@@ -128,6 +165,7 @@ DETECTOR = Kind(
         *("reward_std_cliff", "entropy_cliff", "entropy_blowup", "grad_spike", "reward_drop"),
         *("mi_drop", "format_loss", "degenerate_text", "non_finite", "empty_filter", "stalled"),
     ),
+    lambda function: check_positional(function, "history"),
 )
 ENV = Kind("environment", "ragen.envs", ())
 """The registry knows RAGEN's own environments, and checks their names."""

@@ -19,7 +19,6 @@ from statistics import fmean, median
 
 from ragen.config.kinds import DETECTOR
 from ragen.config.sections import GuardConfig
-from ragen.core.inputs import check_positional
 from ragen.core.metrics import Series
 from ragen.core.statistics import difference, wilson
 from ragen.diagnostics.collapse import (
@@ -246,7 +245,7 @@ def find_detector(name: str) -> Detector:
     Raises:
         RagenError: It cannot be loaded, or it cannot be called with a history.
     """
-    return DETECTOR.find(name, DETECTORS, lambda function: check_positional(function, "history"))
+    return DETECTOR.find(name, DETECTORS)
 
 
 def active_detectors(guard: GuardConfig) -> dict[str, Detector]:

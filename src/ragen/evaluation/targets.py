@@ -13,7 +13,7 @@ from ragen.config.reading import flatten, read_config, recipes, resolve
 from ragen.core.errors import RagenError
 from ragen.envs.registry import make, parameter_names
 from ragen.evaluation.baselines import sources
-from ragen.models.names import hash_model_folder, resolve_model
+from ragen.models.names import base_of, hash_model_folder, resolve_model
 from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.players import PLAYERS, PlayerPolicy
 from ragen.rollout.policies import Policy
@@ -22,6 +22,9 @@ from ragen.storage.database import CONFIG
 
 Overrides = Mapping[str, Any]
 """Values by config key."""
+
+TARGETS = "base, random, solver"
+"""The targets that are no run and no model folder, as messages offer them."""
 
 VERSION = 1
 """Incremented when equal settings begin to give other episodes; environment sources are hashed."""
@@ -82,10 +85,9 @@ def refuse_absent(target: str, server: Server | None = None) -> None:
         raise RagenError("a person plays with `ragen play ENV`; evaluate random or solver")
     if target == "base" or target in PLAYERS or (server is not None and not is_local(target)):
         return
-    from ragen.models.names import base_of
+    model = base_of(resolve_model(target, "", TARGETS))
     from ragen.models.pretrained import model_config, model_folder
 
-    model = base_of(resolve_model(target, ""))
     model_config(model_folder(model, weights=False), target)
 
 
@@ -199,11 +201,12 @@ def load_target(
         refuse_absent(target)
         setup = make_setup(config, None)
         return PlayerPolicy(PLAYERS[target], setup.think, setup.prefill), setup
+    path = resolve_model(target, config.env.name, TARGETS)
     from ragen.engines.factory import make_policy
     from ragen.engines.threads import use_threads
 
     use_threads(config.threads)
-    policy, chat = make_policy(config, resolve_model(target, config.env.name))
+    policy, chat = make_policy(config, path)
     return policy, make_setup(config, chat)
 
 
@@ -237,5 +240,5 @@ def _identity(target: str, env: str, server: Server | None) -> str:
         return f"{target} at {server.url}"
     if target in PLAYERS:
         return target
-    model = resolve_model(target, env)
+    model = resolve_model(target, env, TARGETS)
     return hash_model_folder(Path(model)) if Path(model).is_dir() else model

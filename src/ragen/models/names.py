@@ -34,6 +34,9 @@ POLICY_FILES = (
 ADAPTER_CONFIG = "adapter_config.json"
 """The config file of an adapter's folder in PEFT's layout."""
 
+CONFIGS = ("config.json", ADAPTER_CONFIG)
+"""The files of which a model folder has one."""
+
 
 def base_folder(env: str) -> Path:
     """The embedded model that was prepared for `env`.
@@ -55,14 +58,14 @@ def embedded_folder(name: str) -> Path:
     return Path(str(resources.files("ragen.models") / "bases" / name))
 
 
-def resolve_model(name: str, env: str) -> str:
+def resolve_model(name: str, env: str, words: str = "base") -> str:
     """The folder or hub id that a model's name refers to.
 
     A name is ``base`` (for the environment `env`), a run folder (its newest checkpoint), a model
-    folder, or a hub id.
+    folder, or a hub id. `words` are the names that a message offers.
 
     Raises:
-        RagenError: A run folder has no checkpoint, or a path does not exist.
+        RagenError: A run folder has no checkpoint, or a path does not exist or holds no model.
     """
     if name == "base":
         return str(base_folder(env))
@@ -71,9 +74,11 @@ def resolve_model(name: str, env: str) -> str:
         return str(newest(path))
     if not path.exists() and not _may_be_hub_id(path, name):
         raise RagenError(
-            f"there is no model or run {name!r}: name a run or model folder that exists, base, "
-            "random, solver, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+            f"there is no model or run {name!r}: name a run or model folder that exists, {words}, "
+            "or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
         )
+    if path.is_dir() and not any((path / config).exists() for config in CONFIGS):
+        raise RagenError(f"{name}: this folder holds no model and no run (config.json is missing)")
     return name
 
 

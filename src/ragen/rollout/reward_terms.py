@@ -23,7 +23,6 @@ from typing import Any
 
 from ragen.config.kinds import TERM, short_name
 from ragen.core.boundary import UserCodeError, boundary
-from ragen.core.inputs import check_positional
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Episode, Turn
 from ragen.envs.contract import Reading
@@ -115,7 +114,7 @@ def find_term(name: str) -> Term:
     Raises:
         RagenError: It cannot be loaded, or it cannot be called with a turn.
     """
-    return TERM.find(name, TERMS, lambda function: check_positional(function, "turn"))
+    return TERM.find(name, TERMS)
 
 
 def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:

@@ -11,13 +11,14 @@ import torch
 
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import TokenFields
-from ragen.algorithms.estimator import INPUTS, Credit, estimate
+from ragen.algorithms.estimator import Credit, estimate
 from ragen.algorithms.filters import find_score
 from ragen.algorithms.losses import find_loss, policy_loss
-from ragen.config.kinds import DETECTOR, ESTIMATOR, LOSS, SCORE, TERM, Kind, load
+from ragen.config.kinds import DETECTOR, ESTIMATOR, ESTIMATOR_INPUTS, LOSS, SCORE, TERM, Kind, load
 from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
+from ragen.core.plugins import load_object
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn
 from ragen.diagnostics.detectors import Detection, find_detector
 from ragen.rollout.reward_terms import find_term
@@ -45,7 +46,7 @@ TURN = Turn(
 def check_function(name: str) -> str:
     """Check a function that a config may name, such as ``path/to/file.py:name``.
 
-    Its kind follows from its parameters: an estimator names some of `estimator.INPUTS`, a loss
+    Its kind follows from its parameters: an estimator names some of `ESTIMATOR_INPUTS`, a loss
     takes ``(logprobs_N, tokens)``, a filter score ``(group)``, a reward term ``(turn)``, a detector
     ``(history)``. It is then called with an example.
 
@@ -68,7 +69,7 @@ def check_function(name: str) -> str:
 
 
 def _kind_of(name: str) -> Kind:
-    function = load(name, TERM).object
+    function = load_object(name, kind="function", accepts=callable).object
     for kind, (parameters, _) in _CHECKS.items():
         if any(names_input(function, parameter) for parameter in parameters):
             return kind
@@ -171,7 +172,7 @@ def _check_detector(name: str) -> str | None:
 _CHECKS: Mapping[Kind, tuple[Iterable[str], Callable[[str], str | None]]] = MappingProxyType(
     {
         LOSS: (("logprobs_N",), _check_loss),
-        ESTIMATOR: (INPUTS, _check_estimator),
+        ESTIMATOR: (ESTIMATOR_INPUTS, _check_estimator),
         SCORE: (("group",), _check_score),
         TERM: (("turn",), _check_term),
         DETECTOR: (("history",), _check_detector),

@@ -10,8 +10,6 @@ from typing import Any
 
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.estimator import compares_group
-from ragen.algorithms.filters import find_score
-from ragen.algorithms.losses import find_loss
 from ragen.config.config import Config
 from ragen.config.kinds import KINDS, load
 from ragen.config.reading import changed, dump, read_config, read_config_to_resume, with_preset
@@ -20,7 +18,6 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import StopRequested, run_async
-from ragen.diagnostics.detectors import active_detectors
 from ragen.diagnostics.guard import REMEDIES, GuardState
 from ragen.diagnostics.information import measure_thoughts
 from ragen.engines.engine import Engine
@@ -29,7 +26,6 @@ from ragen.engines.memory import refuse_too_large
 from ragen.engines.threads import use_threads
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_room
-from ragen.rollout.reward_terms import find_term
 from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.checkpoint import newest, newest_intact, read_state, set_aside
 from ragen.storage.database import CONFIG, new_run_folder, refuse_existing
@@ -233,11 +229,6 @@ def load_code(config: Config) -> Config:
             f"advantage.name = {config.advantage.name!r} compares the episodes of a group "
             "(group_E): set rollout.group_size to 2 or more"
         )
-    find_loss(config.loss.name)
-    find_score(config.filter.score)
-    for term in config.reward.terms:
-        find_term(term)
-    active_detectors(config.guard)
     return found
 
 
