@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean, variance
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,14 @@ Floats = NDArray[np.float64]
 TRIMMED = 0.25
 """Share of the scores that an interquartile mean omits at each end."""
 
+TAIL = 0.975
+"""The quantile at which an interval ends on each side: its confidence is 95 %."""
+
 POWER = 0.8
 """The usual power: the probability of detecting the smallest detectable effect."""
+
+DRAWS = 2000
+"""Number of bootstrap samples, which are the same in every call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,7 @@ class Interval:
     high: float
 
 
-def wilson(successes: int, trials: int, confidence: float = 0.95) -> Interval:
+def wilson(successes: int, trials: int) -> Interval:
     """Wilson's score interval of a success rate; valid near 0 and 1, where ±1.96·σ is not.
 
     (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n), z the normal quantile (Wilson 1927). Coverage
@@ -48,7 +55,6 @@ def wilson(successes: int, trials: int, confidence: float = 0.95) -> Interval:
     Args:
         successes: Number of successful trials.
         trials: Number of independent trials: about one episode per level.
-        confidence: Share of such intervals that contain the true rate.
 
     Raises:
         ValueError: `trials` is 0, or not 0 ≤ successes ≤ trials.
@@ -59,11 +65,11 @@ def wilson(successes: int, trials: int, confidence: float = 0.95) -> Interval:
     """
     if not 0 <= successes <= trials or trials == 0:
         raise ValueError(f"{successes} successes of {trials} trials are not a rate")
-    return _wilson(successes / trials, trials, confidence)
+    return _wilson(successes / trials, trials)
 
 
-def _wilson(rate: float, trials: int, confidence: float) -> Interval:
-    z = float(ndtri((1 + confidence) / 2))
+def _wilson(rate: float, trials: int) -> Interval:
+    z = float(ndtri(TAIL))
     centre = rate + z * z / (2 * trials)
     spread = z * math.sqrt(rate * (1 - rate) / trials + (z / (2 * trials)) ** 2)
     scale = 1 + z * z / trials
@@ -91,14 +97,7 @@ def difference(one: Interval, other: Interval) -> Interval:
     return Interval(value, value - below, value + above)
 
 
-def bootstrap_mean(
-    values: Sequence[float],
-    clusters: Sequence[int],
-    *,
-    confidence: float = 0.95,
-    draws: int = 2000,
-    seed: int = 0,
-) -> Interval:
+def bootstrap_mean(values: Sequence[float], clusters: Sequence[int]) -> Interval:
     """Mean with a bootstrap interval that resamples whole clusters.
 
     Episodes of one level are correlated. Resampling levels instead of episodes keeps the interval
@@ -114,9 +113,6 @@ def bootstrap_mean(
     Args:
         values: One number per episode.
         clusters: The level of each episode.
-        confidence: Share of such intervals that contain the true mean.
-        draws: Number of bootstrap samples.
-        seed: Seed of the draws.
 
     Raises:
         ValueError: There are no values, or the lengths differ.
@@ -125,43 +121,48 @@ def bootstrap_mean(
         >>> bootstrap_mean([1.0, 1.0, 3.0, 3.0], [0, 0, 1, 1])
         Interval(value=2.0, low=1.0, high=3.0)
     """
+    return _resampled(*_by_cluster(values, clusters))
+
+
+def _by_cluster(values: Sequence[float], clusters: Sequence[int]) -> tuple[Floats, Floats]:
+    """The sum and the number of the values of each cluster."""
     if len(values) == 0 or len(values) != len(clusters):
         raise ValueError(
             f"{len(values)} values and {len(clusters)} clusters: expected equally many, ≥ 1"
         )
     _, index = np.unique(np.asarray(clusters), return_inverse=True)
-    totals = np.bincount(index, weights=np.asarray(values, dtype=np.float64))
-    counts = np.bincount(index)
-    times = _times_drawn(len(totals), draws, seed)
-    tail = _expanded_tail(confidence, len(totals), len(totals) - 1)
+    totals = np.bincount(index, np.asarray(values, dtype=np.float64))
+    return totals.astype(np.float64), np.bincount(index).astype(np.float64)
+
+
+def _resampled(totals: Floats, counts: Floats) -> Interval:
+    times = _times_drawn(len(totals))
+    tail = _expanded_tail(len(totals), len(totals) - 1)
     low, high = np.quantile(times @ totals / (times @ counts), [tail, 1 - tail])
     return Interval(float(totals.sum() / counts.sum()), float(low), float(high))
 
 
 @lru_cache(maxsize=4)
-def _times_drawn(num_clusters: int, draws: int, seed: int) -> Floats:
+def _times_drawn(num_clusters: int) -> Floats:
     """The count of each cluster in each bootstrap sample, (draws, clusters)."""
-    generator = np.random.Generator(np.random.PCG64(seed))
+    generator = np.random.Generator(np.random.PCG64(0))
     even = np.full(num_clusters, 1 / num_clusters)
-    return generator.multinomial(num_clusters, even, size=draws).astype(np.float64)
+    return generator.multinomial(num_clusters, even, size=DRAWS).astype(np.float64)
 
 
-def _expanded_tail(confidence: float, size: int, freedom: int) -> float:
+def _expanded_tail(size: int, freedom: int) -> float:
     """The quantile at which an expanded percentile interval begins.
 
     It corrects a bootstrap's spread, which is too small by √((n−1)/n), and uses Student's t.
     """
     if size < 2:
         return 0.5  # one value has no spread
-    quantile = float(stdtrit(freedom, (1 + confidence) / 2))
+    quantile = float(stdtrit(freedom, TAIL))
     return float(ndtr(-quantile * math.sqrt(size / (size - 1))))
 
 
 def paired_difference(
-    ones: Sequence[Sequence[float]],
-    others: Sequence[Sequence[float]],
-    samples: int = 1,
-    confidence: float = 0.95,
+    ones: Sequence[Sequence[float]], others: Sequence[Sequence[float]], samples: int = 1
 ) -> Interval:
     """Difference of two arms' success on the same levels, ``ones`` − ``others``.
 
@@ -187,7 +188,6 @@ def paired_difference(
         ones: Success rate of the K episodes for each seed (rows) and level (columns).
         others: The same for the other arm, with the same levels in the same order.
         samples: K, the number of episodes behind each rate.
-        confidence: Share of such intervals that contain the true difference.
 
     Raises:
         ValueError: There are no rows, or their lengths differ.
@@ -204,21 +204,15 @@ def paired_difference(
     one_episode = 1 / (samples * max(len(arm) for arm in arms))
     on_level = arms[0].mean(0) - arms[1].mean(0)
     smoothed = np.append(on_level, [one_episode, -one_episode])
-    parts, freedoms, disagreed = list[float](), list[int](), 0.0
+    parts, disagreed = list[_Part](), 0.0
     for arm in arms:
         if len(arm) > 1:
-            own = _disagreement(arm)
-            parts.append(float(arm.mean(1).var(ddof=1)) / len(arm))
-            freedoms.append(len(arm) - 1)
-            disagreed += own / len(arm)
-    freedoms.append(len(smoothed) - 1)
-    least = 2 * one_episode**2 / freedoms[-1]
-    parts.append(max(least, float(smoothed.var(ddof=1)) - disagreed) / len(smoothed))
-    variance = sum(parts)
-    freedom = variance**2 / sum(p**2 / f for p, f in zip(parts, freedoms, strict=True))
-    half = float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(variance)
-    value, centre = float(on_level.mean()), float(smoothed.mean())
-    return Interval(value, max(-1.0, centre - half), min(1.0, centre + half))
+            parts.append((arm.mean(1).var(ddof=1) / len(arm), len(arm) - 1))
+            disagreed += _disagreement(arm) / len(arm)
+    freedom = len(smoothed) - 1
+    of_levels = max(2 * one_episode**2 / freedom, smoothed.var(ddof=1) - disagreed)
+    found = _student(float(smoothed.mean()), *parts, (of_levels / len(smoothed), freedom))
+    return Interval(float(on_level.mean()), max(-1.0, found.low), min(1.0, found.high))
 
 
 def _disagreement(arm: Floats) -> float:
@@ -228,10 +222,8 @@ def _disagreement(arm: Floats) -> float:
     return float((residual**2).sum() / ((num_seeds - 1) * max(1, num_levels - 1)))
 
 
-def smallest_detectable(
-    interval: Interval, confidence: float = 0.95, power: float = POWER
-) -> float:
-    """The smallest true difference that a sample of this size detects with the given power.
+def smallest_detectable(interval: Interval) -> float:
+    """The smallest true difference that a sample of this size detects in 80 % of cases (`POWER`).
 
     (1 + z_power / z_confidence) times half the interval's width, which is z_confidence standard
     errors: 2.80 standard errors for 80 % and 5 % two-sided (Bloom 1995,
@@ -240,15 +232,13 @@ def smallest_detectable(
 
     Args:
         interval: The interval of a difference, such as that of `paired_difference`.
-        confidence: The interval's confidence.
-        power: The probability of detecting the returned difference.
 
     Example:
         >>> smallest_detectable(Interval(0.0, -0.07, 0.07))  # doctest: +ELLIPSIS
         0.100...
     """
     half = (interval.high - interval.low) / 2
-    return half * float(1 + ndtri(power) / ndtri((1 + confidence) / 2))
+    return half * float(1 + ndtri(POWER) / ndtri(TAIL))
 
 
 def mcnemar(gains: Sequence[int]) -> float:
@@ -277,13 +267,7 @@ def mcnemar(gains: Sequence[int]) -> float:
     return min(1.0, float(chances[sums >= abs(sum(gains))].sum()))
 
 
-def interquartile_mean(
-    strata: Sequence[Sequence[float]],
-    *,
-    confidence: float = 0.95,
-    draws: int = 2000,
-    seed: int = 0,
-) -> Interval:
+def interquartile_mean(strata: Sequence[Sequence[float]]) -> Interval:
     """Mean of the middle half of all scores, with a stratified bootstrap interval.
 
     A quarter of the scores, rounded down, is omitted at each end, so that one lucky or collapsed
@@ -301,9 +285,6 @@ def interquartile_mean(
 
     Args:
         strata: Scores of each environment's seeds.
-        confidence: Share of such intervals that contain the true interquartile mean.
-        draws: Number of bootstrap samples.
-        seed: Seed of the draws.
 
     Raises:
         ValueError: There is no stratum, or one has fewer than two scores.
@@ -316,10 +297,9 @@ def interquartile_mean(
     smallest = min((len(stratum) for stratum in scores), default=0)
     if smallest < 2:
         raise ValueError("an interquartile mean needs two or more seeds in each stratum")
-    generator = np.random.Generator(np.random.PCG64(seed))
-    drawn = [s[generator.integers(len(s), size=(draws, len(s)))] for s in scores]
-    freedom = sum(len(stratum) - 1 for stratum in scores)
-    tail = _expanded_tail(confidence, smallest, freedom)
+    generator = np.random.Generator(np.random.PCG64(0))
+    drawn = [s[generator.integers(len(s), size=(DRAWS, len(s)))] for s in scores]
+    tail = _expanded_tail(smallest, sum(len(stratum) - 1 for stratum in scores))
     low, high = np.quantile(_middle_mean(np.concatenate(drawn, 1)), [tail, 1 - tail])
     value = _middle_mean(np.concatenate(scores))
     return Interval(float(value), float(low), float(high))
@@ -333,9 +313,7 @@ def _middle_mean(scores: Floats) -> Floats:
     return middle
 
 
-def success_rate(
-    successes: Sequence[bool], levels: Sequence[int], confidence: float = 0.95
-) -> Interval:
+def success_rate(successes: Sequence[bool], levels: Sequence[int]) -> Interval:
     """A success rate with its interval over levels.
 
     If each level was played once, the interval is Wilson's. Otherwise levels are resampled
@@ -355,25 +333,20 @@ def success_rate(
         >>> success_rate([True, False, False, False], [1] * 4)  # doctest: +ELLIPSIS
         Interval(value=0.25, low=0.0146..., high=0.882...)
     """
-    if len(successes) == 0 or len(successes) != len(levels):
-        raise ValueError(
-            f"{len(successes)} successes and {len(levels)} levels: expected equally many, ≥ 1"
-        )
-    _, index = np.unique(np.asarray(levels), return_inverse=True)
-    won, played = np.bincount(index, weights=successes), np.bincount(index)
-    rate = sum(successes) / len(successes)
-    if len(won) == len(successes) or len(set(won / played)) == 1:
-        return _wilson(rate, len(won), confidence)
-    most = int(played.max())
-    drawn = bootstrap_mean(
-        [*map(float, successes), *[0.0] * most, *[1.0] * most],
-        [*index, *[len(won)] * most, *[len(won) + 1] * most],
-        confidence=confidence,
-    )
+    return _over_levels(*_by_cluster(successes, levels), once=len(set(levels)) == len(levels))
+
+
+def _over_levels(totals: Floats, counts: Floats, once: bool) -> Interval:
+    """The interval of a rate; `once` if each level is a single trial."""
+    rate = math.fsum(totals) / math.fsum(counts)
+    if once or len(set(totals / counts)) == 1:
+        return _wilson(rate, len(totals))
+    most = counts.max()
+    drawn = _resampled(np.append(totals, [0.0, most]), np.append(counts, [most, most]))
     return Interval(rate, min(drawn.low, rate), max(drawn.high, rate))
 
 
-def pass_at_k(solved: Sequence[int], samples: int, k: int, confidence: float = 0.95) -> Interval:
+def pass_at_k(solved: Sequence[int], samples: int, k: int) -> Interval:
     """Probability that at least one of k samples of a level succeeds, averaged over levels.
 
     1 − C(n−c, k) / C(n, k) for a level with c successes in n samples, which is unbiased;
@@ -387,7 +360,6 @@ def pass_at_k(solved: Sequence[int], samples: int, k: int, confidence: float = 0
         solved: Successes of each level, c.
         samples: Episodes of each level, n.
         k: Number of samples, at most n.
-        confidence: Share of such intervals that contain the true probability.
 
     Raises:
         ValueError: There is no level, not 1 ≤ k ≤ n, or not 0 ≤ c ≤ n.
@@ -402,14 +374,10 @@ def pass_at_k(solved: Sequence[int], samples: int, k: int, confidence: float = 0
             "or more, and 0 ≤ c ≤ n"
         )
     chances = [1 - math.comb(samples - c, k) / math.comb(samples, k) for c in solved]
-    mean = math.fsum(chances) / len(chances)
-    if k == samples or len(set(chances)) == 1:
-        return _wilson(mean, len(chances), confidence)
-    drawn = bootstrap_mean([*chances, 0.0, 1.0], range(len(chances) + 2), confidence=confidence)
-    return Interval(mean, min(drawn.low, mean), max(drawn.high, mean))
+    return _over_levels(np.asarray(chances), np.ones(len(chances)), once=k == samples)
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """Mean of independent numbers, such as one per training seed, with Student's t interval.
 
     mean ± t(n − 1) · s/√n, s with n − 1. For one value the interval is −∞ to ∞.
@@ -421,12 +389,10 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
         >>> mean_interval([0.0, 1.0, 2.0])  # doctest: +ELLIPSIS
         Interval(value=1.0, low=-1.484..., high=3.484...)
     """
-    return _t_interval(*_mean_and_error(values), len(values) - 1, confidence)
+    return _student(fmean(values), _part(values))
 
 
-def mean_difference(
-    one: Sequence[float], other: Sequence[float], confidence: float = 0.95
-) -> Interval:
+def mean_difference(one: Sequence[float], other: Sequence[float]) -> Interval:
     """Interval of the difference of two means, ``one`` − ``other``, with unequal variances.
 
     With standard errors a, b the degrees of freedom are
@@ -439,29 +405,30 @@ def mean_difference(
         >>> mean_difference([0.0, 1.0, 2.0], [2.0, 3.0, 4.0])  # doctest: +ELLIPSIS
         Interval(value=-2.0, low=-4.266..., high=0.266...)
     """
-    (mean_1, a), (mean_2, b) = _mean_and_error(one), _mean_and_error(other)
-    error, degrees = math.hypot(a, b), 1.0
-    if 0 < error < math.inf:
-        degrees = error**4 / (a**4 / (len(one) - 1) + b**4 / (len(other) - 1))
-    return _t_interval(mean_1 - mean_2, error, degrees, confidence)
+    return _student(fmean(one) - fmean(other), _part(one), _part(other))
 
 
-def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, which is infinite for one value."""
-    if len(values) == 0:
-        raise ValueError("a mean needs at least one value")
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return mean, math.inf
-    squares = math.fsum((value - mean) ** 2 for value in values)
-    return mean, math.sqrt(squares / (len(values) - 1) / len(values))
+_Part = tuple[float, float]
+"""A part of an estimate's variance, and its degrees of freedom."""
 
 
-def _t_interval(mean: float, error: float, degrees: float, confidence: float) -> Interval:
-    if math.isinf(error):
-        return Interval(mean, -math.inf, math.inf)
-    half = float(stdtrit(degrees, (1 + confidence) / 2)) * error
-    return Interval(mean, mean - half, mean + half)
+def _part(values: Sequence[float]) -> _Part:
+    """The variance of a mean, which is infinite for one value."""
+    freedom = len(values) - 1
+    return variance(values) / len(values) if freedom else math.inf, freedom
+
+
+def _student(estimate: float, *parts: _Part) -> Interval:
+    """Student's interval, with the degrees of freedom of Welch and Satterthwaite.
+
+    With parts v of the variance and f of the degrees of freedom, these are (Σ v)² / Σ v²/f.
+    """
+    total = sum(part for part, _ in parts)
+    if total in (0, math.inf):
+        return Interval(estimate, estimate - total, estimate + total)
+    freedom = total**2 / sum(part**2 / degrees for part, degrees in parts)
+    half = float(stdtrit(freedom, TAIL)) * math.sqrt(total)
+    return Interval(estimate, estimate - half, estimate + half)
 
 
 def all_equal(rewards: Sequence[float]) -> bool:

@@ -32,24 +32,21 @@ class Attempt:
         return step < self.end
 
 
+_BOUNDS = """
+WITH RECURSIVE attempts(number) AS (
+    SELECT min(attempt) FROM metrics UNION ALL
+    SELECT (SELECT min(attempt) FROM metrics WHERE attempt > number) FROM attempts WHERE number >= 0
+)
+SELECT number, (SELECT min(step) FROM metrics WHERE attempt = number),
+    (SELECT max(step) FROM metrics WHERE attempt = number)
+FROM attempts WHERE number >= 0
+"""
+"""Each attempt with its first and last step; each part is one descent into the table's index."""
+
+
 def attempts_of(connection: sqlite3.Connection) -> list[Attempt]:
-    """A run's attempts in order; each query is one descent into the table's index."""
-    bounds: list[tuple[int, int, int]] = []
-    number = -1
-    while True:
-        (following,) = connection.execute(
-            "SELECT min(attempt) FROM metrics WHERE attempt > ?", (number,)
-        ).fetchone()
-        if following is None:
-            break
-        number = following
-        first, last = (
-            connection.execute(
-                f"SELECT {bound}(step) FROM metrics WHERE attempt = ?", (number,)
-            ).fetchone()[0]
-            for bound in ("min", "max")
-        )
-        bounds.append((number, first, last))
+    """A run's attempts in order."""
+    bounds = [tuple(row) for row in connection.execute(_BOUNDS)]
     firsts = [first for _, first, _ in bounds]
     return [
         Attempt(number, first, last, min(firsts[place + 1 :], default=math.inf))

@@ -51,15 +51,11 @@ class Damaged(RagenError):
 # Finding checkpoints.
 
 
-def folders(run: Path) -> list[Path]:
-    """The run's complete checkpoints, oldest first."""
-    return [path for path in _step_folders(run) if (path / STATE).exists()]
-
-
-def _step_folders(run: Path) -> list[Path]:
-    """All folders with the name of a checkpoint, complete or not, oldest first."""
+def folders(run: Path, complete: bool = True) -> list[Path]:
+    """The run's checkpoints, oldest first; without `complete` also those without a state."""
     paths = (run / "checkpoints").glob("step-*")
-    return sorted((path for path in paths if re.fullmatch(r"step-\d+", path.name)), key=step_of)
+    named = [path for path in paths if re.fullmatch(r"step-\d+", path.name)]
+    return sorted([path for path in named if not complete or (path / STATE).exists()], key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -78,10 +74,9 @@ def newest(run: Path) -> Path:
     Raises:
         RagenError: There is none.
     """
-    complete = folders(run)
-    if not complete:
-        raise _no_checkpoint(run)
-    return complete[-1]
+    if complete := folders(run):
+        return complete[-1]
+    raise _no_checkpoint(run)
 
 
 def _no_checkpoint(run: Path) -> RagenError:
@@ -92,7 +87,7 @@ def _no_checkpoint(run: Path) -> RagenError:
 
 def checkpoint_of(run: Path, step: int) -> Path | None:
     """The run's complete checkpoint of a step, if it exists."""
-    return next((path for path in folders(run) if path.name == f"step-{step}"), None)
+    return next((path for path in folders(run) if step_of(path) == step), None)
 
 
 def choose(run: Path, step: int | None = None, best: bool = False) -> Path:
@@ -126,7 +121,7 @@ def newest_intact(run: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
         RagenError: There is no checkpoint, or none is intact.
     """
     wrong: dict[Path, str] = {}
-    for folder in reversed(_step_folders(run)):
+    for folder in reversed(folders(run, complete=False)):
         try:
             return folder, verified_state(folder), wrong
         except Damaged as error:

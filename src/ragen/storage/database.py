@@ -97,10 +97,9 @@ def create_database(folder: Path, config_text: str) -> sqlite3.Connection:
     except (sqlite3.Error, OSError) as error:
         if connection is not None:
             connection.close()
-        for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", CONFIG):
-            with contextlib.suppress(OSError):
-                (folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # A folder with other files stays.
+            for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", CONFIG):
+                (folder / name).unlink(missing_ok=True)
             folder.rmdir()
         raise cannot_write(folder, error) from None
     return connection
@@ -197,18 +196,12 @@ def connect_to_read(database: Path) -> sqlite3.Connection:
 
 
 def _connect_to_read(database: Path) -> sqlite3.Connection:
+    announces_log = False
+    with contextlib.suppress(OSError), database.open("rb") as file:
+        announces_log = file.read(20)[18:] == b"\x02\x02"  # by SQLite's file format
     log = database.with_name(f"{database.name}-wal")
-    how = "immutable=1" if _announces_log(database) and not log.exists() else "mode=ro"
+    how = "immutable=1" if announces_log and not log.exists() else "mode=ro"
     return sqlite3.connect(f"{database.absolute().as_uri()}?{how}", uri=True)
-
-
-def _announces_log(database: Path) -> bool:
-    """Whether the header announces a log: bytes 18 and 19 of SQLite's file format are 2."""
-    try:
-        with database.open("rb") as file:
-            return file.read(20)[18:] == b"\x02\x02"
-    except OSError:
-        return False
 
 
 def read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -226,14 +219,16 @@ def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
     """A read-only connection to a run's database.
 
     Raises:
-        RagenError: There is no run, or its database cannot be read.
+        RagenError: There is no run, or its database cannot be read or has another schema.
     """
     check_run_folder(folder, DATABASE)
+    database = folder / DATABASE
     try:
-        with contextlib.closing(connect_to_read(folder / DATABASE)) as connection:
+        with contextlib.closing(connect_to_read(database)) as connection:
+            check_schema(connection, database)
             yield connection
     except sqlite3.DatabaseError as error:
-        raise RagenError(f"{folder / DATABASE} cannot be read: {error}") from None
+        raise RagenError(f"{database} cannot be read: {error}") from None
 
 
 def _bring_up_to_date(database: Path) -> None:
@@ -265,11 +260,7 @@ def _bring_up_to_date(database: Path) -> None:
 
 
 def check_schema(connection: sqlite3.Connection, database: Path | str) -> None:
-    """Check that a database has the present schema.
-
-    Args:
-        connection: A connection to the database.
-        database: Its name in the message.
+    """Check that a database has the present schema; `database` is its name in the message.
 
     Raises:
         RagenError: The database has another schema.
@@ -303,15 +294,11 @@ def transaction(
         RagenError: The database cannot be written.
     """
     try:
-        connection.execute("BEGIN IMMEDIATE")
-        yield
-        connection.execute("COMMIT")
-    except BaseException as error:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        if isinstance(error, sqlite3.OperationalError):
-            raise cannot_write(folder, error, file) from None
-        raise
+        with connection:  # commits, or rolls back
+            connection.execute("BEGIN IMMEDIATE")
+            yield
+    except sqlite3.OperationalError as error:
+        raise cannot_write(folder, error, file) from None
 
 
 def claim(folder: Path) -> int | None:
@@ -324,20 +311,14 @@ def claim(folder: Path) -> int | None:
         return None
     handle = os.open(folder, os.O_RDONLY)
     end = time.monotonic() + CLAIM_S
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except BlockingIOError:
-            if time.monotonic() > end:
-                os.close(handle)
-                raise RagenError(
-                    f"{folder} is being written by another process; stop that run first, or let "
-                    "it end"
-                ) from None
-            time.sleep(0.005)
-        except OSError:  # a file system without locks
-            return handle
+    while not _lock(handle, fcntl.LOCK_EX):
+        if time.monotonic() > end:
+            os.close(handle)
+            raise RagenError(
+                f"{folder} is being written by another process; stop that run first, or let it end"
+            )
+        time.sleep(0.005)
+    return handle
 
 
 def is_claimed(folder: Path) -> bool:
@@ -353,14 +334,20 @@ def is_claimed(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
+        return not _lock(handle, fcntl.LOCK_SH)
     finally:
         os.close(handle)
-    return False
+
+
+def _lock(handle: int, kind: int) -> bool:
+    """Try to lock a folder; a file system without locks refuses nobody."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def cannot_write(folder: Path, error: sqlite3.Error | OSError, file: str = DATABASE) -> RagenError:

@@ -14,6 +14,11 @@ from typing import Any
 from ragen.storage.attempts import Counts, still_counts
 from ragen.storage.database import read, reading_database
 
+_METRICS = (
+    "SELECT attempt, step, name, value FROM metrics WHERE value IS NOT NULL AND {}"
+    " ORDER BY attempt, step"
+)
+
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     """A run's own evaluation records in order, each with its ``step`` and ``attempt``.
@@ -45,16 +50,13 @@ def read_metrics(
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
-    first = (-1, 0) if after is None else after
-    query, chosen = "SELECT attempt, step, name, value FROM metrics", tuple(names or ())
-    query += " WHERE (attempt, step) > (?, ?)"
+    condition, values = "(attempt, step) > (?, ?)", [*(after or (-1, 0)), *(names or ())]
     if names is not None:
-        query += f" AND name IN ({','.join('?' * len(chosen))})"
+        condition += f" AND name IN ({','.join('?' * len(names))})"
     metrics: dict[str, dict[int, float]] = {}
     counts = standing(folder, after)
-    rows = read(folder, f"{query} ORDER BY attempt, step", (*first, *chosen))
-    for attempt, step, name, value in rows:
-        if value is not None and counts(attempt, step):
+    for attempt, step, name, value in read(folder, _METRICS.format(condition), values):
+        if counts(attempt, step):
             metrics.setdefault(name, {})[step] = value
     return metrics
 
@@ -82,13 +84,9 @@ def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
         RagenError: There is no run, or its database cannot be read.
     """
     columns = ("attempt", "step", "time", "kind", "text", "data")
-    rows = read(folder, f"SELECT {', '.join(columns)} FROM events ORDER BY id")
-    events = [dict(zip(columns, row, strict=True)) for row in rows]
-    return [
-        {**event, "data": event["data"] and json.loads(event["data"])}
-        for event in events
-        if kind in (None, event["kind"])
-    ]
+    query = f"SELECT {', '.join(columns)} FROM events WHERE kind = ? OR ? IS NULL ORDER BY id"
+    events = [dict(zip(columns, row, strict=True)) for row in read(folder, query, (kind, kind))]
+    return [{**event, "data": event["data"] and json.loads(event["data"])} for event in events]
 
 
 def read_attempts(folder: Path) -> dict[int, dict[str, dict[int, float]]]:
@@ -98,9 +96,6 @@ def read_attempts(folder: Path) -> dict[int, dict[str, dict[int, float]]]:
         RagenError: There is no run, or its database cannot be read.
     """
     metrics: dict[int, dict[str, dict[int, float]]] = {}
-    for attempt, step, name, value in read(
-        folder, "SELECT attempt, step, name, value FROM metrics ORDER BY attempt, step"
-    ):
-        if value is not None:
-            metrics.setdefault(attempt, {}).setdefault(name, {})[step] = value
+    for attempt, step, name, value in read(folder, _METRICS.format("true")):
+        metrics.setdefault(attempt, {}).setdefault(name, {})[step] = value
     return metrics

@@ -16,7 +16,7 @@ from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt, Turn
-from ragen.storage.database import DATABASE, check_schema, reading_database
+from ragen.storage.database import DATABASE, reading_database
 from ragen.storage.schema import EPISODE, TURN, Row, decode, encode, insert, storable, turn_id
 
 _OF_EPISODE = [field.name for field in fields(Episode) if field.name in EPISODE]
@@ -200,7 +200,6 @@ def records(run: Path, episode: int | None = None) -> Iterator[Row]:
         RagenError: There is no run, or its database cannot be read.
     """
     with reading_database(run) as connection:
-        check_schema(connection, run / DATABASE)
         chosen = "" if episode is None else f" WHERE id = {episode:d}"
         columns = ", ".join(f'"{name}"' for name in EPISODE)
         for key, *row in connection.execute(

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ragen.config.earlier import present_values
+from ragen.storage.schema import as_json
 
 OLD_VERSION, NEW_VERSION = 3, 4
 
@@ -21,7 +22,6 @@ RECORD_KEYS: Mapping[str, str] = MappingProxyType(
     {"world": "env", "best": "optimal", "best_return": "optimal_return"}
 )
 """Keys of an evaluation's record in schema 3, and their names in schema 4."""
-
 
 GUARD_KEYS: Mapping[str, str] = MappingProxyType(
     {"looked": "checked_step", "troubled": "last_held"}
@@ -36,10 +36,7 @@ def upgrade_state(state: dict[str, Any]) -> dict[str, Any]:
         >>> upgrade_state({"guard": {"looked": 3, "grace": 0}})
         {'guard': {'checked_step': 3, 'grace': 0}}
     """
-    guard = state.get("guard")
-    if not isinstance(guard, dict):
-        return state
-    return state | {"guard": {GUARD_KEYS.get(key, key): value for key, value in guard.items()}}
+    return state | {"guard": _renamed(state["guard"], GUARD_KEYS)} if "guard" in state else state
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
@@ -51,16 +48,12 @@ def upgrade(connection: sqlite3.Connection) -> None:
     Raises:
         sqlite3.Error: It cannot be written; nothing is changed.
     """
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    with connection:  # commits, or rolls back
+        connection.execute("BEGIN IMMEDIATE")
         ((version,),) = connection.execute("PRAGMA user_version")
         if version == OLD_VERSION:
             _upgrade_tables(connection)
             connection.execute(f"PRAGMA user_version = {NEW_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
 
 
 def _upgrade_tables(connection: sqlite3.Connection) -> None:
@@ -77,15 +70,11 @@ def _upgrade_tables(connection: sqlite3.Connection) -> None:
         connection.execute("UPDATE events SET data = ? WHERE id = ?", (json.dumps(details), key))
     rows = connection.execute("SELECT id, record, settings FROM evaluations").fetchall()
     for key, record, settings in rows:
-        connection.execute(
-            "UPDATE evaluations SET record = ?, settings = ? WHERE id = ?",
-            (
-                json.dumps(_present_record(json.loads(record)), separators=(",", ":")),
-                settings and json.dumps(present_values(json.loads(settings))),
-                key,
-            ),
-        )
+        present = as_json(_renamed(json.loads(record), RECORD_KEYS))
+        chosen = settings and json.dumps(present_values(json.loads(settings)))
+        query = "UPDATE evaluations SET record = ?, settings = ? WHERE id = ?"
+        connection.execute(query, (present, chosen, key))
 
 
-def _present_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {RECORD_KEYS.get(key, key): value for key, value in record.items()}
+def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in values.items()}
