@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,11 @@ import numpy as np
 from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Env, Reading, is_picture, pick
+
+Result = tuple[Any, ...]
+"""What a step returned, with the state key and the picture after it."""
+Played = tuple[str, Result]
+"""An action and its result."""
 
 
 def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
@@ -28,48 +35,57 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
         >>> from ragen.envs.registry import make
         >>> check(make("bandit"))
     """
+    name = getattr(env, "name", type(env).__name__)
     try:
         with boundary("check"):
-            _check_texts(env)
+            for attribute in ("name", "goal", "rules"):
+                text = getattr(env, attribute, None)
+                _require(isinstance(text, str) and text != "", f"{attribute} must be a text")
             for level in range(levels):
                 _check_level(env, level, steps)
             _check_unknown_action(env)
             _check_reading(env)
     except UserCodeError as failure:
         if isinstance(failure.__cause__, RagenError):
-            raise failure.__cause__ from None
-        raise RagenError(f"{_name(env)} raised while it was checked: {failure.reason}") from failure
+            raise RagenError(f"{name}: {failure.__cause__}") from None
+        raise RagenError(f"{name} raised while it was checked: {failure.reason}") from failure
 
 
-def _name(env: Env) -> str:
-    return getattr(env, "name", type(env).__name__)
-
-
-def _require(env: Env, holds: bool, rule: str) -> None:
+def _require(holds: bool, rule: str) -> None:
     if not holds:
-        raise RagenError(f"{_name(env)}: {rule}")
+        raise RagenError(rule)
 
 
-def _check_texts(env: Env) -> None:
-    for attribute in ("name", "goal", "rules"):
-        text = getattr(env, attribute, None)
-        _require(env, isinstance(text, str) and text != "", f"{attribute} must be a text")
+@contextmanager
+def _unchanged(env: Env, cause: str) -> Iterator[None]:
+    """Require that the body leaves the environment as it is."""
+    before = _snapshot(env)
+    yield
+    _require(_snapshot(env) == before, f"{cause} must not change the environment")
 
 
 def _check_level(env: Env, level: int, steps: int) -> None:
     """The same seeds give the same episode, and the level does not depend on the noise seed."""
-    first = _play(env, level, 1, steps)
-    _require(env, first == _play(env, level, 1, steps), "the same seeds must give the same episode")
-    other = _play(env, level, 2, steps)
+    first = _play_level(env, level, 1, steps)
+    again = _play_level(env, level, 1, steps)
+    _require(first == again, "the same seeds must give the same episode")
     _require(
-        env,
-        first[0] == other[0],
+        first[0] == _play_level(env, level, 2, steps)[0],
         "the level must follow from the seed alone, not from noise_seed (observation and state_key "
         "after reset differ)",
     )
-    _check_twins(env, level, steps)
+    _check_twins(env, level, first[1])
     _check_snapshot(env, level, steps)
     _check_baselines(env, level)
+
+
+def _play_level(env: Env, level: int, noise_seed: int, steps: int) -> tuple[Result, list[Played]]:
+    """What a level shows at its start, and an episode of random actions that follow from it."""
+    observation, info = env.reset(seed=level, options={"noise_seed": noise_seed})
+    _require(isinstance(observation, str), "reset must return its observation as a text")
+    _require(isinstance(info, dict), "reset must return (observation, info), info a dict")
+    start = observation, _key(env), env.actions, _picture(env)
+    return start, _play(env, _chooser(level), steps)
 
 
 def _chooser(level: int) -> np.random.Generator:
@@ -77,78 +93,56 @@ def _chooser(level: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64([2, level]))
 
 
-def _play(env: Env, level: int, noise_seed: int, steps: int) -> list[tuple[Any, ...]]:
-    """All results of an episode of random actions, which follow from the level."""
-    observation, info = env.reset(seed=level, options={"noise_seed": noise_seed})
-    _require(env, isinstance(observation, str), "reset must return its observation as a text")
-    _require(env, isinstance(info, dict), "reset must return (observation, info), info a dict")
-    history: list[tuple[Any, ...]] = [(observation, _key(env), env.actions, _picture(env))]
-    chooser = _chooser(level)
-    for _ in range(steps):
-        history.append(_step(env, _choose(env, chooser)))
-        if history[-1][2] or history[-1][3]:
-            break
-    return history
+def _play(env: Env, chooser: np.random.Generator, steps: int) -> list[Played]:
+    """Play random actions until the episode ends, at most so many."""
+    played: list[Played] = []
+    while len(played) < steps and not (played and _ended(played[-1])):
+        action = _choose(env, chooser)
+        played.append((action, _step(env, action)))
+    return played
+
+
+def _ended(played: Played) -> bool:
+    _, (_, _, terminated, truncated, *_) = played
+    return bool(terminated or truncated)
 
 
 def _choose(env: Env, chooser: np.random.Generator) -> str:
     names = env.actions
     if names is None:
         return pick(chooser, ("", "1", "yes", "look", "a b c"))
-    ok = isinstance(names, tuple) and names and all(isinstance(n, str) and n for n in names)
-    _require(env, bool(ok), "actions must be a tuple of names, or None for free text")
-    _require(
-        env,
-        len({n.strip().lower() for n in names}) == len(names),
-        "action names must differ by more than case and spaces",
-    )
-    _require(
-        env,
-        not any("||" in n or "<" in n or "\n" in n for n in names),
-        "action names must not contain '||', '<' or line breaks",
-    )
+    texts = isinstance(names, tuple) and all(isinstance(n, str) and n for n in names)
+    _require(bool(texts and names), "actions must be a tuple of names, or None for free text")
+    distinct = len({n.strip().lower() for n in names}) == len(names)
+    _require(distinct, "action names must differ by more than case and spaces")
+    plain = not any(mark in n for n in names for mark in ("||", "<", "\n"))
+    _require(plain, "action names must not contain '||', '<' or line breaks")
     return pick(chooser, names)
 
 
-def _step(env: Env, action: str) -> tuple[Any, ...]:
+def _step(env: Env, action: str) -> Result:
     """One step with checked results; returns them with the state key and the picture."""
     before = _key(env)
     result = env.step(action)
-    _require(
-        env,
-        isinstance(result, tuple) and len(result) == 5,
-        "step must return (observation, reward, terminated, truncated, info)",
-    )
+    whole = isinstance(result, tuple) and len(result) == 5
+    _require(whole, "step must return (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, truncated, info = result
-    _require(env, isinstance(observation, str), "step must return its observation as a text")
-    _require(
-        env,
-        isinstance(reward, int | float) and bool(np.isfinite(reward)),
-        f"rewards must be finite numbers, not {reward!r}",
-    )
-    _require(
-        env,
-        isinstance(terminated, bool) and isinstance(truncated, bool),
-        "terminated and truncated must be bool",
-    )
+    _require(isinstance(observation, str), "step must return its observation as a text")
+    finite = isinstance(reward, int | float) and bool(np.isfinite(reward))
+    _require(finite, f"rewards must be finite numbers, not {reward!r}")
+    ends = isinstance(terminated, bool) and isinstance(truncated, bool)
+    _require(ends, "terminated and truncated must be bool")
     for flag in ("success", "effective"):
-        _require(
-            env,
-            isinstance(info, dict) and isinstance(info.get(flag), bool),
-            f"step must put a bool info[{flag!r}] into its info",
-        )
-    _dump(env, info, "info must hold JSON values only")
+        flagged = isinstance(info, dict) and isinstance(info.get(flag), bool)
+        _require(flagged, f"step must put a bool info[{flag!r}] into its info")
+    _dump(info, "info must hold JSON values only")
     _require(
-        env,
         terminated or not info["success"],
         "info['success'] may be true only in the step that terminates the episode",
     )
     after = _key(env)
-    _require(
-        env,
-        after == before or info["effective"],
-        "info['effective'] must be true where state_key changed",
-    )
+    known = after == before or info["effective"]
+    _require(known, "info['effective'] must be true where state_key changed")
     return observation, reward, terminated, truncated, info, after, _picture(env)
 
 
@@ -156,52 +150,44 @@ def _picture(env: Env) -> Any:
     """The picture, if it is a valid one and drawing it changes nothing."""
     if not env.draws:
         return None
-    state, picture = _json(env), env.picture()
+    with _unchanged(env, "picture"):
+        picture = env.picture()
     rule = "picture must return None or a list of rows: texts of one length, printable characters"
-    _require(env, is_picture(picture), rule)
-    _require(env, state == _json(env), "picture must not change the environment")
+    _require(is_picture(picture), rule)
     return picture
 
 
 def _key(env: Env) -> str:
     """The state key, if it is a text and computing it changes nothing."""
-    state = _json(env)
-    key = env.state_key()
-    _require(env, isinstance(key, str), "state_key must return a text")
-    _require(
-        env,
-        key == env.state_key() and state == _json(env),
-        "state_key must not change the environment",
-    )
+    with _unchanged(env, "state_key"):
+        key = env.state_key()
+    _require(isinstance(key, str), "state_key must return a text")
+    _require(key == env.state_key(), "state_key must not change the environment")
     return key
 
 
-def _json(env: Env) -> str:
+def _snapshot(env: Env) -> str:
     """The snapshot as JSON text."""
-    return _dump(env, env.get_state(), "get_state must return JSON values only")
+    return _dump(env.get_state(), "get_state must return JSON values only")
 
 
-def _dump(env: Env, value: Any, rule: str) -> str:
+def _dump(value: Any, rule: str) -> str:
     try:
         return json.dumps(value, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise RagenError(f"{env.name}: {rule}: {error}") from error
+        raise RagenError(f"{rule}: {error}") from error
 
 
-def _check_twins(env: Env, level: int, steps: int) -> None:
+def _check_twins(env: Env, level: int, played: list[Played]) -> None:
     """Two copies played in turn do not disturb each other: a training step has hundreds of them."""
     try:
         twin = copy.deepcopy(env)
     except TypeError:
         return  # it holds something that cannot be copied, such as a connection
-    alone = _play(env, level, 1, steps)
-    env.reset(seed=level, options={"noise_seed": 1})
-    twin.reset(seed=level, options={"noise_seed": 1})
-    chooser = _chooser(level)
-    for expected in alone[1:]:
-        action = _choose(env, chooser)
+    for each in (env, twin):
+        each.reset(seed=level, options={"noise_seed": 1})
+    for action, expected in played:
         _require(
-            env,
             _step(env, action) == expected == _step(twin, action),
             "two instances must not share anything that changes (a class attribute? a global?)",
         )
@@ -210,67 +196,56 @@ def _check_twins(env: Env, level: int, steps: int) -> None:
 def _check_baselines(env: Env, level: int) -> None:
     """`solve` and `baselines` give possible answers and change nothing."""
     env.reset(seed=level, options={"noise_seed": 1})
-    before = _json(env)
-    plan, known = env.solve(3, 4, 2), env.baselines(3, 2, 4)
-    _require(env, _json(env) == before, "solve and baselines must not change the environment")
+    with _unchanged(env, "solve and baselines"):
+        plan, known = env.solve(3, 4, 2), env.baselines(3, 2, 4)
     if plan is not None:
         legal = all(action in (env.actions or plan) for action in plan)
-        _require(env, 1 <= len(plan) <= 2 and legal, "solve must return 1 to 2 legal actions of 2")
+        _require(1 <= len(plan) <= 2 and legal, "solve must return 1 to 2 legal actions of 2")
     if known is not None:
         optimal = known.random if known.optimal is None else known.optimal
-        holds = all(0 <= chance <= 1 + 1e-9 for chance in (known.random, optimal))
-        _require(env, holds, "baselines must give chances from 0 to 1")
-        holds = known.random <= optimal + 1e-9
-        _require(env, holds, "baselines: random play cannot beat optimal play")
+        possible = all(0 <= chance <= 1 + 1e-9 for chance in (known.random, optimal))
+        _require(possible, "baselines must give chances from 0 to 1")
+        best = known.random <= optimal + 1e-9
+        _require(best, "baselines: random play cannot beat optimal play")
 
 
 def _check_snapshot(env: Env, level: int, steps: int) -> None:
     """Leave an episode, play another level, restore the snapshot: the rest must be the same."""
     env.reset(seed=level, options={"noise_seed": level})
     chooser = _chooser(level)
-    for _ in range(int(chooser.integers(3))):
-        if _step(env, _choose(env, chooser))[2]:
-            return
-    saved, actions = _json(env), env.actions
-    script: list[str] = []
-    first: list[tuple[Any, ...]] = []
-    for _ in range(steps):
-        script.append(_choose(env, chooser))
-        first.append(_step(env, script[-1]))
-        if first[-1][2] or first[-1][3]:
-            break
+    begun = _play(env, chooser, int(chooser.integers(3)))
+    if begun and _ended(begun[-1]):
+        return
+    saved, actions = _snapshot(env), env.actions
+    rest = _play(env, chooser, steps)
     env.reset(seed=level + 1, options={"noise_seed": level + 1})
     env.set_state(json.loads(saved))
-    _require(env, _json(env) == saved, "get_state after set_state must give the same snapshot")
-    _require(env, env.actions == actions, "set_state must bring the level's actions back")
+    _require(_snapshot(env) == saved, "get_state after set_state must give the same snapshot")
+    _require(env.actions == actions, "set_state must bring the level's actions back")
     _require(
-        env,
-        all(_step(env, action) == result for action, result in zip(script, first, strict=True)),
+        all(_step(env, action) == result for action, result in rest),
         "set_state must restore everything: after it the same actions went another way",
     )
 
 
 def _check_reading(env: Env) -> None:
     env.reset(seed=0, options={"noise_seed": 0})
-    before = _json(env)
-    for thought in ("", "no such thing", "P a0 : a0 a1 _"):
-        reading = env.read_thought(thought)
+    with _unchanged(env, "read_thought"):
+        readings = [env.read_thought(text) for text in ("", "no such thing", "P a0 : a0 a1 _")]
+    for reading in readings:
         if reading is not None:
-            ok = isinstance(reading, Reading) and 0 <= reading.true <= reading.stated
-            _require(env, ok, "read_thought must return None or a Reading, true ≤ stated")
-    _require(env, _json(env) == before, "read_thought must leave the environment as it was")
+            possible = isinstance(reading, Reading) and 0 <= reading.true <= reading.stated
+            _require(possible, "read_thought must return None or a Reading, true ≤ stated")
 
 
 def _check_unknown_action(env: Env) -> None:
     env.reset(seed=0, options={"noise_seed": 0})
     if env.actions is None:
         return
-    before = _json(env)
+    before = _snapshot(env)
     try:
         env.step("no such action")
     except ValueError:
-        _require(
-            env, _json(env) == before, "an unknown action must leave the environment as it was"
-        )
-        return
-    raise RagenError(f"{env.name}: step must raise ValueError for an unknown action")
+        _require(_snapshot(env) == before, "an unknown action must not change the environment")
+    else:
+        raise RagenError("step must raise ValueError for an unknown action")

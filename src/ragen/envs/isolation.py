@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,6 +24,8 @@ START_S = 60.0
 """Seconds that a worker may take to start; the time limit of calls does not apply."""
 EPISODES = 500
 """Episodes after which a worker is replaced, which frees what an environment leaked."""
+TEXTS = ("name", "goal", "rules", "actions", "reads_thoughts", "draws")
+"""The attributes of an environment that its proxy keeps."""
 
 
 class Workers:
@@ -60,7 +62,8 @@ class Workers:
         Raises:
             UserCodeError: The environment cannot be made.
         """
-        worker = self._idle.pop() if self._idle else self._start()
+        worker = self._idle.pop() if self._idle else _Worker(self._context, self._job)
+        self._all.add(worker)
         try:
             return IsolatedEnv(self, worker)
         except UserCodeError:
@@ -82,11 +85,6 @@ class Workers:
             worker.stop()
         self._all.clear()
         self._idle.clear()
-
-    def _start(self) -> _Worker:
-        worker = _Worker(self._context, self._job)
-        self._all.add(worker)
-        return worker
 
 
 class _Worker:
@@ -144,98 +142,63 @@ class _Worker:
             self._pipe.close()
 
 
+def _forward(call: str, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
+    """A method of `IsolatedEnv`: one call over the pipe."""
+
+    def method(env: IsolatedEnv, *arguments: Any) -> Any:
+        return read(env._worker.ask(call, *arguments))
+
+    return method
+
+
+def _reading(answer: Any) -> Reading | None:
+    if answer is None:
+        return None
+    stated, true, plan = answer
+    return Reading(stated, true, None if plan is None else tuple(plan))
+
+
 class IsolatedEnv(Env):
     """A proxy of an environment in a worker: each method is one call over the pipe.
 
-    Every method raises `UserCodeError` where the environment raises, takes too long, or its process
-    dies.
+    Its texts are the environment's own after it was made, reset or restored. Every method raises
+    `UserCodeError` where the environment raises, takes too long, or its process dies.
     """
+
+    rules: str = ""
+    actions: tuple[str, ...] | None = None
+    reads_thoughts: bool = False
+    draws: bool = False
 
     def __init__(self, workers: Workers, worker: _Worker) -> None:
         self._workers, self._worker = workers, worker
         self._closed = False
-        self._picture: list[str] | None = None
-        self._keep_texts(worker.ask("make"))
+        self._keep_texts("make")
 
-    def _keep_texts(self, texts: dict[str, Any]) -> None:
-        self.name, self.goal = texts["name"], texts["goal"]
-        self._rules: str = texts["rules"]
-        self._actions = None if texts["actions"] is None else tuple(texts["actions"])
-        self._reads_thoughts: bool = texts["reads_thoughts"]
-        self._draws: bool = texts["draws"]
-
-    @property
-    def rules(self) -> str:
-        """The environment's own after it was made, reset or restored."""
-        return self._rules
-
-    @property
-    def actions(self) -> tuple[str, ...] | None:
-        """The environment's own after it was made, reset or restored."""
-        return self._actions
+    def _keep_texts(self, call: str = "texts") -> None:
+        vars(self).update(self._worker.ask(call))
+        self.actions = None if self.actions is None else tuple(self.actions)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
         """See `Env.reset`."""
-        answer, texts, self._picture = self._worker.ask("reset", seed, options)
-        self._keep_texts(texts)
-        observation, info = answer
+        observation, info = self._worker.ask("reset", seed, options)
+        self._keep_texts()
         return observation, info
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """See `Env.step`."""
-        answer, self._picture = self._worker.ask("step", action)
-        observation, reward, terminated, truncated, info = answer
-        return observation, reward, terminated, truncated, info
-
-    def get_state(self) -> State:
-        """See `Env.get_state`."""
-        state: State = self._worker.ask("get_state")
-        return state
 
     def set_state(self, state: State) -> None:
         """See `Env.set_state`."""
-        texts, self._picture = self._worker.ask("set_state", state)
-        self._keep_texts(texts)
+        self._worker.ask("set_state", state)
+        self._keep_texts()
 
-    def state_key(self) -> str:
-        """See `Env.state_key`."""
-        return str(self._worker.ask("state_key"))
-
-    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
-        """See `Env.solve`."""
-        plan: list[str] | None = self._worker.ask(
-            "solve", turns_left, actions_left, actions_per_turn
-        )
-        return plan
-
-    def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines | None:
-        """See `Env.baselines`."""
-        known = self._worker.ask("baselines", turns, actions_per_turn, actions)
-        return None if known is None else Baselines(*known)
-
-    def read_thought(self, thought: str) -> Reading | None:
-        """See `Env.read_thought`."""
-        reading = self._worker.ask("read_thought", thought)
-        if reading is None:
-            return None
-        stated, true, plan = reading
-        return Reading(stated, true, None if plan is None else tuple(plan))
-
-    @property
-    def reads_thoughts(self) -> bool:
-        """See `Env.reads_thoughts`."""
-        return self._reads_thoughts
-
-    def picture(self) -> list[str] | None:
-        """See `Env.picture`; it is part of each answer, which saves a message."""
-        return self._picture
-
-    @property
-    def draws(self) -> bool:
-        """See `Env.draws`."""
-        return self._draws
+    step = _forward("step", tuple)
+    get_state = _forward("get_state")
+    state_key = _forward("state_key")
+    solve = _forward("solve")
+    baselines = _forward("baselines", lambda known: None if known is None else Baselines(*known))
+    read_thought = _forward("read_thought", _reading)
+    picture = _forward("picture")
 
     def __deepcopy__(self, _: dict[int, Any]) -> IsolatedEnv:
         raise TypeError("an environment in a worker process cannot be copied; use get_state")
@@ -252,67 +215,44 @@ class IsolatedEnv(Env):
             self._workers.give_back(self._worker)
 
 
-def _serve(pipe: Connection, env: str, params: dict[str, Any], timeout_s: float) -> None:
+def _serve(pipe: Connection, name: str, params: dict[str, Any], timeout_s: float) -> None:
     """Answer calls until the pipe closes; the main function of a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C and stops its workers
     pipe.send_bytes(b'["answer", null]')
-    served = _Served(env, params)
+    env: Any = None
     while True:
         try:
             call, arguments = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
         # The caller ends a call that takes too long; if the caller is gone, the timer does.
-        if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, timeout_s + 5.0)
-        answer = served.answer(call, arguments)
-        if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        _end_after(timeout_s + 5.0)
+        try:
+            with boundary(call):
+                if call == "make":
+                    env = build_env(env_factory(name, **params), name)
+                    call = "texts"
+                answer = json.dumps(["answer", _call(env, call, arguments)])
+        except UserCodeError as failure:
+            cause = failure.__cause__
+            refused = isinstance(cause, RagenError)
+            answer = json.dumps(["refusal", str(cause)] if refused else ["failure", str(failure)])
+        _end_after(0)
         pipe.send_bytes(answer.encode())
 
 
-class _Served:
-    """The environment inside a worker, and the calls that it answers."""
+def _end_after(seconds: float) -> None:
+    """End this process after so many seconds, where the platform has a timer; 0 stops the timer."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
-    def __init__(self, name: str, params: dict[str, Any]) -> None:
-        self._name, self._params = name, params
-        self._env: Env | None = None
 
-    def answer(self, call: str, arguments: list[Any]) -> str:
-        try:
-            with boundary(call):
-                return json.dumps(["answer", self._call(call, arguments)])
-        except UserCodeError as failure:
-            cause = failure.__cause__
-            if isinstance(cause, RagenError):
-                return json.dumps(["refusal", str(cause)])
-            return json.dumps(["failure", str(failure)])
-
-    def _call(self, call: str, arguments: list[Any]) -> Any:
-        if call == "make":
-            self._env = build_env(env_factory(self._name, **self._params), self._name)
-            return self._texts()
-        env = self._env
-        assert env is not None
-        if call == "reset":
-            seed, options = arguments
-            return env.reset(seed=seed, options=options), self._texts(), env.picture()
-        if call == "set_state":
-            env.set_state(*arguments)
-            return self._texts(), env.picture()
-        if call == "step":
-            return env.step(*arguments), env.picture()
-        result = getattr(env, call)(*arguments)
-        return astuple(result) if isinstance(result, Reading | Baselines) else result
-
-    def _texts(self) -> dict[str, Any]:
-        env = self._env
-        assert env is not None
-        return {
-            "name": env.name,
-            "goal": env.goal,
-            "rules": env.rules,
-            "actions": env.actions,
-            "reads_thoughts": env.reads_thoughts,
-            "draws": env.draws,
-        }
+def _call(env: Env, call: str, arguments: list[Any]) -> Any:
+    """What one call returns, as JSON values."""
+    if call == "texts":
+        return {name: getattr(env, name) for name in TEXTS}
+    if call == "reset":
+        seed, options = arguments
+        return env.reset(seed=seed, options=options)
+    result = getattr(env, call)(*arguments)
+    return astuple(result) if isinstance(result, Reading | Baselines) else result
