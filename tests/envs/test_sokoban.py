@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +38,7 @@ def read(*rows):
 
 def env_at(*rows, **params):
     env = make("sokoban", rows=len(rows), cols=len(rows[0]), **params)
-    env._room, env._board = read(*rows)
+    env.room, env.board = read(*rows)
     return env
 
 
@@ -98,7 +97,7 @@ def test_coordinates():
 )
 @settings(max_examples=40, deadline=None)
 def test_every_level_is_solvable_and_begins_unsolved(seed, rows, cols, boxes, depth):
-    room, board = generate(np.random.Generator(np.random.PCG64(seed)), rows, cols, boxes, depth)
+    room, board = generate(seed, rows, cols, boxes, depth)
     assert room.targets.bit_count() == board.boxes.bit_count() == boxes
     assert board.boxes & room.targets == 0 and not board.boxes >> board.player & 1
     assert (board.boxes | room.targets | 1 << board.player) & ~room.floor == 0
@@ -113,16 +112,16 @@ def test_every_level_is_solvable_and_begins_unsolved(seed, rows, cols, boxes, de
 def test_no_shorter_sequence_solves_a_level(level):
     env = make("sokoban")
     env.reset(seed=level)
-    solution = shortest_solution(env._room, env._board)
-    boards = {env._board}
+    solution = shortest_solution(env.room, env.board)
+    boards = {env.board}
     for _ in range(len(solution) - 1):
-        boards = {env._room.push(board, step) for board in boards for step in env._room.steps}
-        assert all(board.boxes != env._room.targets for board in boards)
+        boards = {env.room.push(board, step) for board in boards for step in env.room.steps}
+        assert all(board.boxes != env.room.targets for board in boards)
 
 
 def test_an_unsolvable_board_has_no_solution_but_a_move():
     env = env_at("#####", "#X__#", "#P_O#", "#####")
-    assert shortest_solution(env._room, env._board) is None
+    assert shortest_solution(env.room, env.board) is None
     assert env.solve(5, 10, 5) == ["Up"]
 
 

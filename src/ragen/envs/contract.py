@@ -206,13 +206,17 @@ def generators(
         >>> a.random() == b.random()
         True
     """
-    if seed is None:
-        seed = int(np.random.SeedSequence().generate_state(1)[0])
+    seed = fresh_seed() if seed is None else seed
     noise_seed = (options or {}).get("noise_seed", seed)
     return (
         np.random.Generator(np.random.PCG64([0, seed])),
         np.random.Generator(np.random.PCG64([1, noise_seed])),
     )
+
+
+def fresh_seed() -> int:
+    """A seed that is different each time."""
+    return int(np.random.SeedSequence().generate_state(1)[0])
 
 
 def pick(generator: np.random.Generator, items: Sequence[Item]) -> Item:

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ragen.core.errors import RagenError
-from ragen.envs.contract import Baselines, Env, Info, Reading, State, generators, pick
-from ragen.envs.grid import Cell, Observation, format_note, observe, read_notes
+from ragen.envs.contract import Baselines, Info, State, fresh_seed, generators, pick
+from ragen.envs.grid import GridEnv, Observation, format_note
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 """Row and column change; neighbours in this order are perpendicular, so a slip adds ±1."""
@@ -53,28 +54,22 @@ class Lake:
                     frontier.append(beside)
         return steps
 
-    def connected(self) -> bool:
-        """Whether a path from start to goal avoids the holes."""
-        return self.distances()[self.start] < math.inf
 
+@lru_cache(maxsize=1024)
+def generate(seed: int, size: int, p_frozen: float) -> Lake:
+    """The level of a seed, drawn once for all episodes of a group.
 
-def generate(level: np.random.Generator, size: int, p_frozen: float) -> Lake:
-    """Draw cells, start and goal, and draw all of them again until they are connected."""
+    Cells, start and goal are drawn again until they are connected.
+    """
+    level, _ = generators(seed, None)
     while True:
         frozen = level.random(size * size) < p_frozen
         start = pick(level, range(size * size))
         goal = pick(level, [cell for cell in range(size * size) if cell != start])
         holes = frozenset(int(cell) for cell in np.flatnonzero(~frozen)) - {start, goal}
         lake = Lake(size, holes, start, goal)
-        if lake.connected():
+        if lake.distances()[start] < math.inf:
             return lake
-
-
-@lru_cache(maxsize=1024)
-def lake_of(seed: int, size: int, p_frozen: float) -> Lake:
-    """The lake of a level seed, drawn once for all episodes of a group."""
-    level, _ = generators(seed, None)
-    return generate(level, size, p_frozen)
 
 
 class Plans(NamedTuple):
@@ -189,7 +184,7 @@ def transition_matrices(lake: Lake, success_probability: float) -> Floats:
     return matrices
 
 
-class FrozenLake(Env):
+class FrozenLake(GridEnv):
     """Walk from the start to the goal around the holes; a move may slip sideways.
 
     Observation:
@@ -225,6 +220,8 @@ class FrozenLake(Env):
     """
 
     goal = "FrozenLake"
+    marks = MappingProxyType({"Player": "PX√", "Goal": "G√", "Holes": "OX"})
+    letters = "PGO"
 
     def __init__(
         self,
@@ -244,7 +241,7 @@ class FrozenLake(Env):
         self.name = "frozen-lake"
         self._size, self._p_frozen = size, p_frozen
         self._success_probability = success_probability
-        self._format = observation
+        self.observation = observation
         self.reset(seed=0)
 
     @property
@@ -258,7 +255,7 @@ class FrozenLake(Env):
             "You are solving the FrozenLake puzzle. Walk over the frozen cells to the goal and "
             f"avoid the holes.\n{slip}"
             "The meaning of each symbol in the state is: P player, _ frozen, O hole, G goal, "
-            f"X player in hole, √ player on goal. {format_note(self._format)}"
+            f"X player in hole, √ player on goal. {format_note(self.observation)}"
         )
 
     @property
@@ -268,13 +265,11 @@ class FrozenLake(Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
-        level, self._noise = generators(seed, options)
-        if seed is None:
-            self._set_lake(generate(level, self._size, self._p_frozen))
-        else:
-            self._set_lake(lake_of(seed, self._size, self._p_frozen))
-        self._player = self._lake.start
-        return self._observation(), {}
+        seed = fresh_seed() if seed is None else seed
+        _, self._noise = generators(seed, options)
+        self._set_lake(generate(seed, self._size, self._p_frozen))
+        self.player = self.lake.start
+        return self.observe(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         intended = self.action_index(action)
@@ -282,89 +277,57 @@ class FrozenLake(Env):
         draw = self._noise.random()
         slip = (1 - self._success_probability) / 2
         turn = -1 if draw < slip else 1 if draw < 2 * slip else 0
-        before = self._player
+        before = self.player
         if not self._ended:
-            self._player = self._lake.neighbour(before, (intended + turn) % 4)
-        success = self._player == self._lake.goal
-        info = {"success": success, "effective": self._player != before}
-        return self._observation(), float(success), self._ended, False, info
+            self.player = self.lake.neighbour(before, (intended + turn) % 4)
+        success = self.player == self.lake.goal
+        info = {"success": success, "effective": self.player != before}
+        return self.observe(), float(success), self._ended, False, info
 
     def get_state(self) -> State:
         return {
-            "holes": sorted(self._lake.holes),
-            "start": self._lake.start,
-            "goal": self._lake.goal,
-            "player": self._player,
+            "holes": sorted(self.lake.holes),
+            "start": self.lake.start,
+            "goal": self.lake.goal,
+            "player": self.player,
             "noise": self._noise.bit_generator.state,
         }
 
     def set_state(self, state: State) -> None:
         lake = Lake(self._size, frozenset(state["holes"]), state["start"], state["goal"])
-        if lake != self._lake:
+        if lake != self.lake:
             self._set_lake(lake)
-        self._player = state["player"]
+        self.player = state["player"]
         self._noise.bit_generator.state = state["noise"]
 
-    def state_key(self) -> str:
-        return "\n".join(self._rows())
-
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        plan = self._planner.best(self._player, turns_left, actions_left, actions_per_turn)
+        plan = self._planner.best(self.player, turns_left, actions_left, actions_per_turn)
         return [self.actions[index] for index in plan]
 
     def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines:
-        planner = Planner(self._lake, self._success_probability)
-        best = float(planner.values(turns, actions, actions_per_turn)[self._player])
+        planner = Planner(self.lake, self._success_probability)
+        best = float(planner.values(turns, actions, actions_per_turn)[self.player])
         chances = np.zeros(self._size**2)
-        chances[self._player] = 1.0
+        chances[self.player] = 1.0
         for _ in range(min(actions, turns * actions_per_turn)):
             chances = chances @ planner.moves.mean(0)
-        random = float(chances[self._lake.goal])
+        random = float(chances[self.lake.goal])
         return Baselines(random, best, random, best)
 
-    def read_thought(self, thought: str) -> Reading | None:
-        places = self._places()
-        named = {"P": places["Player"], "G": places["Goal"], "O": places["Holes"]}
-        return read_notes(thought, self._rows(), named, self.actions)
-
     def picture(self) -> list[str]:
-        return [row.translate(DRAWN) for row in self._rows()]
-
-    @property
-    def lake(self) -> Lake:
-        """The level."""
-        return self._lake
-
-    @property
-    def player(self) -> int:
-        """The player's cell."""
-        return self._player
-
-    def symbol(self, cell: int) -> str:
-        """The symbol of a cell on the map."""
-        return "".join(self._rows())[cell]
+        return [row.translate(DRAWN) for row in self.rows()]
 
     @property
     def _ended(self) -> bool:
-        return self._player == self._lake.goal or self._player in self._lake.holes
+        return self.player == self.lake.goal or self.player in self.lake.holes
 
     def _set_lake(self, lake: Lake) -> None:
-        self._lake = lake
+        self.lake = lake
         self._planner = Planner(lake, self._success_probability, discount=1 - 1e-6)
 
-    def _rows(self) -> list[str]:
-        lake = self._lake
+    def rows(self) -> list[str]:
+        lake = self.lake
         symbols = ["O" if cell in lake.holes else "_" for cell in range(self._size**2)]
         symbols[lake.goal] = "G"
-        symbols[self._player] = {"_": "P", "O": "X", "G": "√"}[symbols[self._player]]
+        symbols[self.player] = {"_": "P", "O": "X", "G": "√"}[symbols[self.player]]
         return ["".join(symbols[i : i + self._size]) for i in range(0, len(symbols), self._size)]
-
-    def _observation(self) -> str:
-        return observe(self._rows(), self._places(), self._format)
-
-    def _places(self) -> dict[str, list[Cell]]:
-        return {
-            "Player": [divmod(self._player, self._size)],
-            "Goal": [divmod(self._lake.goal, self._size)],
-            "Holes": [divmod(cell, self._size) for cell in sorted(self._lake.holes)],
-        }

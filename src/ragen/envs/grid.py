@@ -1,13 +1,18 @@
-"""Environments on a grid: observations as a map, as coordinates, as both, or cell by cell."""
+"""Environments on a grid: observations as a map, as coordinates, as both, or cell by cell.
+
+A map is a list of rows, with one symbol for each cell. Marks say what the symbols stand for, such
+as ``{"Player": "PX√", "Goal": "G√"}``.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from ragen.envs.contract import Reading
+from ragen.envs.contract import Env, Reading
 
 Observation: TypeAlias = Literal["grid", "coord", "grid_coord", "named"]
 """A map of symbols; sizes and (row, column) positions; both; every cell with its name."""
@@ -15,40 +20,75 @@ Cell: TypeAlias = tuple[int, int]
 """Row and column, from 0 at the top left."""
 
 
-def observe(
-    rows: Sequence[str],
-    places: Mapping[str, Sequence[Cell]],
-    observation: Observation,
-    border: int = 0,
-) -> str:
-    r"""The observation of a grid in one of the formats.
+class GridEnv(Env):
+    """An environment whose state is a map.
 
-    `rows` is the map, one string for each row and one symbol for each cell. `places` are the
-    positions of `coord`, such as ``{"Player": [(0, 0)]}``. `named` leaves out the outer wall,
-    `border` cells wide, because it never changes; the other cells keep the names that they have on
-    the whole map.
+    `marks` has three entries, and `letters` their names in thoughts, in the same order. `named`
+    observations leave out the outer wall, `border` cells wide, because it never changes.
+    """
+
+    marks: Mapping[str, str]
+    letters: str
+    observation: Observation
+    border = 0
+
+    @abstractmethod
+    def rows(self) -> list[str]:
+        """The map."""
+
+    def symbol(self, cell: int) -> str:
+        """The symbol of a cell; cells are numbered row by row."""
+        return "".join(self.rows())[cell]
+
+    def state_key(self) -> str:
+        """The map as text."""
+        return "\n".join(self.rows())
+
+    def observe(self) -> str:
+        """The observation of the present state."""
+        return observe(self.rows(), self.marks, self.observation, self.border)
+
+    def read_thought(self, thought: str) -> Reading | None:
+        """See `Env.read_thought`."""
+        marks = dict(zip(self.letters, self.marks.values(), strict=True))
+        return read_notes(thought, self.rows(), marks, self.actions or ())
+
+
+def observe(
+    rows: Sequence[str], marks: Mapping[str, str], observation: Observation, border: int = 0
+) -> str:
+    r"""The observation of a map in one of the formats.
+
+    `coord` has the positions of each mark. `named` leaves out a border; the other cells keep the
+    names that they have on the whole map.
 
     Example:
-        >>> observe(["P_", "OG"], {"Player": [(0, 0)], "Goal": [(1, 1)]}, "named")
+        >>> observe(["P_", "OG"], {"Player": "P", "Goal": "G"}, "named")
         'a0 P a1 _\nb0 O b1 G'
-        >>> observe(["P_", "OG"], {"Player": [(0, 0)], "Goal": [(1, 1)]}, "coord")
+        >>> observe(["P_", "OG"], {"Player": "P", "Goal": "G"}, "coord")
         'Size: 2 x 2\nPlayer: (0, 0)\nGoal: (1, 1)'
     """
     grid = "\n".join(rows)
     if observation == "grid":
         return grid
     if observation == "named":
-        return "\n".join(
-            " ".join(
-                f"{cell_name(r, c)} {rows[r][c]}" for c in range(border, len(rows[0]) - border)
-            )
+        cols = range(border, len(rows[0]) - border)
+        lines = [
+            " ".join(f"{cell_name(r, c)} {rows[r][c]}" for c in cols)
             for r in range(border, len(rows) - border)
-        )
+        ]
+        return "\n".join(lines)
     lines = [f"Size: {len(rows)} x {len(rows[0])}"]
-    for what, cells in places.items():
-        lines.append(f"{what}: {', '.join(f'({r}, {c})' for r, c in cells) or 'none'}")
+    for what, symbols in marks.items():
+        found = [f"({r}, {c})" for (r, c), symbol in cells_of(rows).items() if symbol in symbols]
+        lines.append(f"{what}: {', '.join(found) or 'none'}")
     coordinates = "\n".join(lines)
     return coordinates if observation == "coord" else f"{grid}\n{coordinates}"
+
+
+def cells_of(rows: Sequence[str]) -> dict[Cell, str]:
+    """The symbol of each cell, row by row."""
+    return {(r, c): symbol for r, row in enumerate(rows) for c, symbol in enumerate(row)}
 
 
 def cell_name(row: int, col: int) -> str:
@@ -74,35 +114,31 @@ def cell_named(word: str) -> Cell | None:
 
 
 def read_notes(
-    thought: str,
-    rows: Sequence[str],
-    places: Mapping[str, Collection[Cell]],
-    actions: Sequence[str],
+    thought: str, rows: Sequence[str], marks: Mapping[str, str], actions: Sequence[str]
 ) -> Reading | None:
     """The facts and the plan of a thought in the embedded models' notation.
 
     The thought begins with positions (``P b0 G c1``). After a colon come looks and the actions of
     the plan. The last two words of a look are a fact (``b0 c0 O``: from b0, there is a hole at c0).
     Other words in between, such as Sokoban's ``push Right c1 c4``, state no fact. All facts are
-    about the map before the turn. A thought that does not begin with a symbol and a cell is prose,
-    and gives ``None``. `places` are the cells of each symbol that may come before the colon.
+    about the map before the turn. A thought that does not begin with a letter of `marks` and a cell
+    is prose, and gives ``None``.
 
     Example:
-        >>> places = {"P": [(0, 0)], "G": [(1, 1)]}  # and the hole is at b0, not a1
-        >>> read_notes("P a0 G b1 : a0 a1 O a0 b0 O Down", ["P_", "OG"], places, ["Down", "Right"])
+        >>> marks = {"P": "P", "G": "G"}  # and the hole is at b0, not a1
+        >>> read_notes("P a0 G b1 : a0 a1 O a0 b0 O Down", ["P_", "OG"], marks, ["Down", "Right"])
         Reading(stated=4, true=3, plan=('Down',))
-        >>> read_notes("I am at a0 and go Down", ["P_", "OG"], places, ["Down", "Right"])
+        >>> read_notes("I am at a0 and go Down", ["P_", "OG"], marks, ["Down", "Right"])
     """
-    words = thought.split()
+    words, at = thought.split(), cells_of(rows)
     facts = []
-    for symbol, word in zip(words[::2], words[1::2], strict=False):
-        if symbol not in places or (cell := cell_named(word)) is None:
+    for letter, word in zip(words[::2], words[1::2], strict=False):
+        if letter not in marks or (cell := cell_named(word)) is None:
             break
-        facts.append(cell in places[symbol])
+        facts.append(cell in at and at[cell] in marks[letter])
     if not facts:
         return None
     looks = words[words.index(":") + 1 :] if ":" in words else []
-    at = {(r, c): symbol for r, row in enumerate(rows) for c, symbol in enumerate(row)}
     facts += [
         at.get(cell) == symbol
         for word, symbol in pairwise(looks)

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from ragen.core.errors import RagenError
-from ragen.envs.contract import Baselines, Env, Info, Reading, State, generators, pick
-from ragen.envs.grid import Cell, Observation, format_note, observe, read_notes
+from ragen.envs.contract import Baselines, Info, State, fresh_seed, generators, pick
+from ragen.envs.grid import GridEnv, Observation, format_note
 
 ACTIONS = ("Up", "Down", "Left", "Right")
 Cells: TypeAlias = int
@@ -95,16 +95,17 @@ class Room:
         return gained - 0.1 + (10.0 if after.boxes == self.targets else 0.0)
 
 
-def generate(
-    level: np.random.Generator, rows: int, cols: int, boxes: int, search_depth: int
-) -> tuple[Room, Board]:
-    """A solvable level by reverse play: boxes are pulled away from the solved board.
+@lru_cache(maxsize=1024)
+def generate(seed: int, rows: int, cols: int, boxes: int, search_depth: int) -> tuple[Room, Board]:
+    """The level of a seed, generated once for all episodes of a group.
 
-    It is drawn again from the same generator until a box can be pulled off its target.
+    It is solvable by reverse play: boxes are pulled away from the solved board. It is drawn again
+    until a box can be pulled off its target.
 
     Raises:
         RagenError: A thousand attempts found no level.
     """
+    level, _ = generators(seed, None)
     for _ in range(1000):
         floor = _floor(level, rows, cols)
         cells = _to_list(floor)
@@ -125,13 +126,6 @@ def generate(
         f"no Sokoban level of {rows} × {cols} cells with {boxes} boxes was found: "
         "give it more cells, fewer boxes or a larger search_depth"
     )
-
-
-@lru_cache(maxsize=1024)
-def board_of(seed: int, rows: int, cols: int, boxes: int, search_depth: int) -> tuple[Room, Board]:
-    """The level of a seed, generated once for all episodes of a group."""
-    level, _ = generators(seed, None)
-    return generate(level, rows, cols, boxes, search_depth)
 
 
 def _floor(level: np.random.Generator, rows: int, cols: int) -> Cells:
@@ -241,7 +235,7 @@ def shortest_solution(room: Room, board: Board) -> tuple[int, ...] | None:
     return None
 
 
-class Sokoban(Env):
+class Sokoban(GridEnv):
     """Push all boxes onto targets. Boxes cannot be pulled, so a wrong push may be final.
 
     Observation:
@@ -274,6 +268,8 @@ class Sokoban(Env):
     """
 
     goal = "Sokoban"
+    letters = "PXO"  # demonstrations use these, whatever the symbols of the map are
+    border = 1
 
     def __init__(
         self,
@@ -292,8 +288,13 @@ class Sokoban(Env):
             raise RagenError(f"search_depth = {search_depth} must be at least 3 to move a box")
         self.name = "sokoban"
         self._size = (rows, cols, boxes, search_depth)
-        self._symbols = SYMBOLS[symbols]
-        self._format = observation
+        self._symbols = s = SYMBOLS[symbols]
+        self.observation = observation
+        self.marks = {
+            "Player": s.player + s.player_on_target,
+            "Boxes": s.box + s.box_on_target,
+            "Targets": s.target + s.box_on_target + s.player_on_target,
+        }
         self.reset(seed=0)
 
     @property
@@ -305,7 +306,7 @@ class Sokoban(Env):
             "cannot be pushed into a wall or another box, and it cannot be pulled.\n"
             f"The meaning of each symbol in the state is: {s.wall} wall, {s.floor} empty, "
             f"{s.target} target, {s.box_on_target} box on target, {s.box} box, {s.player} player, "
-            f"{s.player_on_target} player on target. {format_note(self._format)}"
+            f"{s.player_on_target} player on target. {format_note(self.observation)}"
         )
 
     @property
@@ -315,78 +316,60 @@ class Sokoban(Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, Info]:
-        if seed is None:
-            level, _ = generators(seed, options)
-            self._room, self._board = generate(level, *self._size)
-        else:
-            self._room, self._board = board_of(seed, *self._size)
-        return self._observation(), {}
+        seed = fresh_seed() if seed is None else seed
+        self.room, self.board = generate(seed, *self._size)
+        return self.observe(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        before = self._board
-        self._board = self._room.push(before, self._room.steps[self.action_index(action)])
-        reward = self._room.reward(before, self._board)
-        solved = self._board.boxes == self._room.targets
-        info = {"success": solved, "effective": self._board != before}
-        return self._observation(), reward, solved, False, info
+        before = self.board
+        self.board = self.room.push(before, self.room.steps[self.action_index(action)])
+        reward = self.room.reward(before, self.board)
+        solved = self.board.boxes == self.room.targets
+        info = {"success": solved, "effective": self.board != before}
+        return self.observe(), reward, solved, False, info
 
     def get_state(self) -> State:
         return {
-            "floor": _to_list(self._room.floor),
-            "targets": _to_list(self._room.targets),
-            "player": self._board.player,
-            "boxes": _to_list(self._board.boxes),
+            "floor": _to_list(self.room.floor),
+            "targets": _to_list(self.room.targets),
+            "player": self.board.player,
+            "boxes": _to_list(self.board.boxes),
         }
 
     def set_state(self, state: State) -> None:
         rows, cols, _, _ = self._size
-        self._room = Room(rows, cols, _to_bits(state["floor"]), _to_bits(state["targets"]))
-        self._board = Board(state["player"], _to_bits(state["boxes"]))
-
-    def state_key(self) -> str:
-        return "\n".join(self._rows())
+        self.room = Room(rows, cols, _to_bits(state["floor"]), _to_bits(state["targets"]))
+        self.board = Board(state["player"], _to_bits(state["boxes"]))
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        plan = shortest_solution(self._room, self._board)
+        plan = shortest_solution(self.room, self.board)
         if not plan:  # unsolvable or solved: every action is as good
             return [ACTIONS[0]]
         return [ACTIONS[index] for index in plan[: min(actions_left, actions_per_turn)]]
 
     def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines:
         budget = min(actions, turns * actions_per_turn)
-        random, random_return = random_play(self._room, self._board, budget)
-        board, optimal_return = self._board, 0.0
-        plan = shortest_solution(self._room, board)
+        random, random_return = random_play(self.room, self.board, budget)
+        board, optimal_return = self.board, 0.0
+        plan = shortest_solution(self.room, board)
         assert plan is not None
         for index in plan[:budget]:
-            after = self._room.push(board, self._room.steps[index])
-            optimal_return += self._room.reward(board, after)
+            after = self.room.push(board, self.room.steps[index])
+            optimal_return += self.room.reward(board, after)
             board = after
         return Baselines(random, float(len(plan) <= budget), random_return, optimal_return)
 
-    def read_thought(self, thought: str) -> Reading | None:
-        # Demonstrations use these letters whatever the symbols of the map are.
-        places = self._places()
-        named = {"P": places["Player"], "X": places["Boxes"], "O": places["Targets"]}
-        return read_notes(thought, self._rows(), named, ACTIONS)
-
     def picture(self) -> list[str]:
         drawn = str.maketrans(dict(zip(self._symbols, SYMBOLS["standard"], strict=True)))
-        return [row.translate(drawn) for row in self._rows()]
+        return [row.translate(drawn) for row in self.rows()]
 
-    @property
-    def room(self) -> Room:
-        """The fixed parts of the level."""
-        return self._room
+    def rows(self) -> list[str]:
+        """The map."""
+        rows, cols = range(self.room.rows), self.room.cols
+        return ["".join(map(self._symbol, range(r * cols, (r + 1) * cols))) for r in rows]
 
-    @property
-    def board(self) -> Board:
-        """The present board."""
-        return self._board
-
-    def symbol(self, cell: int) -> str:
-        """The symbol of a cell on the map."""
-        room, (player, boxes), s = self._room, self._board, self._symbols
+    def _symbol(self, cell: int) -> str:
+        room, (player, boxes), s = self.room, self.board, self._symbols
         on_target = room.targets >> cell & 1
         if cell == player:
             return s.player_on_target if on_target else s.player
@@ -395,24 +378,6 @@ class Sokoban(Env):
         if on_target:
             return s.target
         return s.floor if room.floor >> cell & 1 else s.wall
-
-    def _rows(self) -> list[str]:
-        room = self._room
-        return [
-            "".join(self.symbol(r * room.cols + c) for c in range(room.cols))
-            for r in range(room.rows)
-        ]
-
-    def _observation(self) -> str:
-        return observe(self._rows(), self._places(), self._format, border=1)
-
-    def _places(self) -> dict[str, list[Cell]]:
-        cols = self._room.cols
-        return {
-            "Player": [divmod(self._board.player, cols)],
-            "Boxes": [divmod(cell, cols) for cell in _to_list(self._board.boxes)],
-            "Targets": [divmod(cell, cols) for cell in _to_list(self._room.targets)],
-        }
 
 
 def random_play(room: Room, board: Board, actions: int) -> tuple[float, float]:
