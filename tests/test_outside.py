@@ -90,7 +90,7 @@ def test_a_run_refuses_code_that_has_changed(
         file.write("\n# edited\n")
     assert main(["resume", str(run)]) == 2
     error = capsys.readouterr().err
-    assert "mine.py:leave_one_out has changed since the run began (blake2b:" in error
+    assert "mine.py has changed since the run began (blake2b:" in error
     assert error.count("\n") == 1
 
 

@@ -70,8 +70,8 @@ def _dispatch(arguments: list[str]) -> int:
     if command is None:
         from ragen.core.names import nearest
 
-        hint = nearest(name, [*COMMANDS, *ABOUT, *TOPICS])
-        raise RagenError(f"unknown command {name!r}{hint}; ragen --help lists them all")
+        hint = nearest(name, [*COMMANDS, *ABOUT, *TOPICS], "ragen --help lists them all")
+        raise RagenError(f"unknown command {name!r}{hint}")
     asks_help = any(argument in ("-h", "--help") for argument in rest)
     parser = Parser(f"ragen {name}", command.summary)
     if asks_help and command.epilog is not None:

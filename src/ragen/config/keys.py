@@ -58,7 +58,7 @@ def canonical_key(key: str, where: str = "") -> str:
     inside = [name for name in keys() if name.startswith(key + ".")]
     if inside:
         raise RagenError(f"{key!r} is a section{in_place(where)}: set one of {', '.join(inside)}")
-    hint = nearest(key, keys()) or "; ragen help keys lists them all"
+    hint = nearest(key, keys(), "ragen help keys lists them all")
     raise RagenError(f"unknown key {key!r}{in_place(where)}{hint}")
 
 

@@ -52,7 +52,7 @@ class Kind:
         """Why a name cannot stand for a function of this kind, if so."""
         if name in self.names or ":" in name or name in installed(self.group):
             return None
-        hint = nearest(name, self.names) or f"; expected {self.expected}"
+        hint = nearest(name, self.names, f"expected {self.expected}")
         return f"there is no such {self.noun}{hint}"
 
     def find(self, name: str, own: Mapping[str, T]) -> T:

@@ -212,9 +212,8 @@ def load_preset(algorithm: str) -> Flat:
 def _named(name: str, known: Mapping[str, Traversable], kind: str) -> Traversable:
     if name not in known:
         also = ", or a path to a .toml" if kind == "recipe" else ""
-        raise RagenError(
-            f"unknown {kind} {name!r}{nearest(name, known)}; {kind}s are {', '.join(known)}{also}"
-        )
+        hint = nearest(name, known, f"{kind}s are {', '.join(known)}{also}")
+        raise RagenError(f"unknown {kind} {name!r}{hint}")
     return known[name]
 
 

@@ -38,8 +38,7 @@ def sources(config: Config) -> dict[str, str]:
         value = value_of(config, key)
         for name in [value] if isinstance(value, str) else value:
             if ":" in name or (name not in kind.names and name in installed(kind.group)):
-                provenance = load(name, kind).provenance
-                found[name] = provenance.get("hash") or " ".join(provenance.values())
+                found[name] = load(name, kind).source
     return found
 
 
@@ -52,8 +51,9 @@ def refuse_changed(config: Config) -> None:
     for name, now in sources(config).items():
         before = config.sources.get(name)
         if before != now:
+            code = name if name.startswith("python:") else name.rpartition(":")[0] or name
             raise RagenError(
-                f"{name} has changed since the run began ({before} then, {now} now): restore it, "
+                f"{code} has changed since the run began ({before} then, {now} now): restore it, "
                 "or start a new run"
             )
 

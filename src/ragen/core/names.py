@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A suggestion to append to an error message, or nothing.
+def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of an error message: a suggestion, or `otherwise` if no known name is near.
 
     A name is near as a whole, or in its last part (``lr`` of ``update.lr``, ``ppo`` of
     ``starpo/ppo``).
@@ -15,8 +15,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     Example:
         >>> nearest("banditt", ["bandit", "sokoban"]), nearest("lr", ["seed", "update.lr"])
         ("; did you mean 'bandit'?", "; did you mean 'update.lr'?")
-        >>> nearest("xyz", ["bandit"])
-        ''
+        >>> nearest("xyz", ["bandit"], "it may be bandit")
+        '; it may be bandit'
     """
     names = list(known)
     by_last_part = {_last_part(full): full for full in reversed(names)}
@@ -28,7 +28,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     ):
         if matches:
             return f"; did you mean {matches[0]!r}?"
-    return ""
+    return otherwise and f"; {otherwise}"
 
 
 def _last_part(name: str) -> str:

@@ -18,10 +18,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -35,23 +36,17 @@ LOAD_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An object that was loaded, and where it came from.
+    """An object that was loaded, and what identifies its code, for the record of a run.
 
-    Attributes:
-        object: The object itself.
-        name: The reference as it was given.
-        provenance: What identifies the code, for the record of a run: ``file`` and ``hash`` of a
-            file, ``module`` and ``hash`` of a module, or ``distribution`` and ``version`` of an
-            entry point. A hash is that of the file's bytes.
+    `source` is the hash of the file's bytes, or the distribution and version of an entry point.
 
     Example:
-        >>> sorted(load_object("ragen.core.errors:RagenError").provenance)
-        ['hash', 'module']
+        >>> load_object("ragen.core.errors:RagenError").source.partition(":")[0]
+        'blake2b'
     """
 
     object: Any
-    name: str
-    provenance: Mapping[str, str]
+    source: str
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
@@ -99,14 +94,6 @@ def reference_to(value: Any) -> str:
     return reference
 
 
-def _source_hash(value: Any) -> str:
-    """A hash of an object's source text, or of nothing where Python does not know it."""
-    try:
-        return _hash(inspect.getsource(value).encode())
-    except (OSError, TypeError):
-        return _hash(b"")
-
-
 def load_object(
     reference: str,
     group: str | None = None,
@@ -132,10 +119,7 @@ def load_object(
         'RagenError'
     """
     if reference in _PASSED:
-        value, (where, _, _) = _PASSED[reference], reference.rpartition(":")
-        in_file = where.endswith(".py")
-        source = _hash(Path(where).read_bytes()) if in_file else _source_hash(value)
-        return Loaded(value, reference, {"file" if in_file else "python": where, "hash": source})
+        return Loaded(_PASSED[reference], _source_of_passed(reference))
     if reference.startswith("python:"):
         raise RagenError(
             f"{reference} was passed in Python by another process: pass it again with ragen.resume "
@@ -145,24 +129,33 @@ def load_object(
     if ":" not in reference:
         points = installed(group) if group is not None else {}
         if reference not in points:
-            raise RagenError(
-                f"unknown {kind} {reference!r}{nearest(reference, points)}; "
-                "path/to/file.py:name names your own"
-            )
+            hint = nearest(reference, points, "path/to/file.py:name names your own")
+            raise RagenError(f"unknown {kind} {reference!r}{hint}")
         point = points[reference]
     where, _, name = (point.value if point else reference).rpartition(":")
-    module, provenance = _load_module(where.strip())
+    module, source = _load_module(where.strip())
     if point is not None and point.dist is not None:
-        provenance = {"distribution": point.dist.name, "version": point.dist.version}
+        source = f"{point.dist.name} {point.dist.version}"
     value = getattr(module, name.strip(), None)
     if value is None or not accepts(value):
         names = [key for key, each in vars(module).items() if key[0] != "_" and accepts(each)]
         raise RagenError(f"{where} has no {kind} named {name!r}{nearest(name, names)}")
-    return Loaded(value, reference, provenance)
+    return Loaded(value, source)
 
 
-def _load_module(where: str) -> tuple[ModuleType, dict[str, str]]:
-    """A file or module by its path or dotted name, and its provenance."""
+def _source_of_passed(reference: str) -> str:
+    """The hash of the file, or of the text, or of nothing where Python does not know the text."""
+    file = reference.rpartition(":")[0]
+    if file.endswith(".py"):
+        return _hash(Path(file).read_bytes())
+    try:
+        return _hash(inspect.getsource(_PASSED[reference]).encode())
+    except (OSError, TypeError):
+        return _hash(b"")
+
+
+def _load_module(where: str) -> tuple[ModuleType, str]:
+    """A file or module by its path or dotted name, and the hash of its bytes."""
     try:
         with boundary("being loaded", LOAD_S):
             if where.endswith(".py"):
@@ -170,15 +163,26 @@ def _load_module(where: str) -> tuple[ModuleType, dict[str, str]]:
                 if not path.is_file():
                     raise RagenError(f"no file {path}; your own is named path/to/file.py:name")
                 content = path.read_bytes()
-                return _load_file(path, content), {"file": where, "hash": _hash(content)}
+                return _load_file(path, content), _hash(content)
             module = importlib.import_module(where)
-            source = Path(module.__file__ or "")
-            content = source.read_bytes() if source.is_file() else b""
-            return module, {"module": where, "hash": _hash(content)}
+            file = Path(module.__file__ or "")
+            return module, _hash(file.read_bytes() if file.is_file() else b"")
     except UserCodeError as failure:
-        if isinstance(failure.__cause__, RagenError):
-            raise failure.__cause__ from None
-        raise RagenError(f"{where} cannot be loaded: {failure.reason}") from failure
+        cause = failure.__cause__
+        if isinstance(cause, RagenError):
+            raise cause from None
+        line = _failing_line(cause, where) if cause else ""
+        raise RagenError(f"{where} cannot be loaded: {failure.reason}{line}") from failure
+
+
+def _failing_line(error: BaseException, where: str) -> str:
+    """The line of the user's file at which it failed, as ``(line 3)``, if there is one."""
+    file = where if where.endswith(".py") else f"{where.replace('.', '/')}.py"
+    lines = [(frame.filename, frame.lineno) for frame in extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        lines.append((error.filename or "", error.lineno))
+    own = [line for name, line in lines if Path(name).as_posix().endswith(Path(file).as_posix())]
+    return f" (line {own[-1]})" if own else ""
 
 
 def _load_file(path: Path, content: bytes) -> ModuleType:

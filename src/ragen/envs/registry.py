@@ -142,10 +142,8 @@ def load_env(name: str) -> Loaded:
             method of the contract.
     """
     if ":" not in name and name not in (known := registered_envs()):
-        raise RagenError(
-            f"unknown environment {name!r}{nearest(name, known)}; "
-            "`ragen envs` lists them, and path/to/file.py:Class names your own"
-        )
+        otherwise = "`ragen envs` lists them, and path/to/file.py:Class names your own"
+        raise RagenError(f"unknown environment {name!r}{nearest(name, known, otherwise)}")
     reference = ENVS[name].entry if name in ENVS else name
     loaded = load_object(
         reference, GROUP, kind="environment (subclass of ragen.Env)", accepts=_is_env_class
@@ -185,9 +183,8 @@ def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
     for key, value in params.items():
         if key not in known and not open_ended:
             has = f"it has {', '.join(known)}" if known else "it has none"
-            raise RagenError(
-                f"environment {name} has no parameter {key!r}{nearest(key, known)}; {has}"
-            )
+            hint = nearest(key, known, has)
+            raise RagenError(f"environment {name} has no parameter {key!r}{hint}")
         try:
             TypeAdapter(hints.get(key, Any)).validate_python(value, strict=True)
         except ValidationError as error:

@@ -159,9 +159,8 @@ def load_study(name: str) -> Study:
     """
     known = study_names()
     if name not in known:
-        raise RagenError(
-            f"unknown study {name!r}{nearest(name, known)}; studies are {', '.join(known)}"
-        )
+        hint = nearest(name, known, f"studies are {', '.join(known)}")
+        raise RagenError(f"unknown study {name!r}{hint}")
     text = (resources.files("ragen.studies") / "findings" / f"{name}.toml").read_text(
         encoding="utf-8"
     )
