@@ -254,7 +254,7 @@ def test_differences_name_the_preset_value() -> None:
             "there is no such reward term; expected grounding, consistency, ",
         ),
         ({"reward.terms.length": -1}, "reward.terms.length = -1: expected a number ≥ 0"),
-        ({"reward.terms.length": True}, "reward.terms.length = True: expected a number ≥ 0"),
+        ({"reward.terms.length": True}, "reward.terms.length = true: expected a number ≥ 0"),
         (
             {"reward.terms.length": 1, "prompt.think": False},
             "reward.terms are about thoughts: set prompt.think = true",

@@ -280,7 +280,7 @@ def test_responses_override_the_defaults() -> None:
     ("overrides", "words"),
     [
         ({"guard.responses.grad_spik": "log"}, "no such detector; did you mean 'grad_spike'?"),
-        ({"guard.responses.grad_spike": "halt"}, "'halt': expected off, log, stop or rollback"),
+        ({"guard.responses.grad_spike": "halt"}, '= "halt": expected off, log, stop or rollback'),
         ({"guard.responses.reward_drop": "log"}, "compares evaluations: set eval.every"),
         ({"guard.responses.mi_drop": "stop", "prompt.think": False}, "and prompt.think = true"),
         ({"guard.responses.empty_filter": "log", "budget": "updates"}, "has no end"),

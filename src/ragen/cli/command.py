@@ -103,7 +103,7 @@ def parse(
         if not equals:
             value = next(remaining, "--")
             if value.startswith("--"):
-                takes = f": {expected(keys()[key])}" if key in keys() else ""
+                takes = f": {expected(key)}" if key in keys() else ""
                 raise RagenError(f"{name} needs a value{takes}")
         overrides[key] = parse_value(key, value)
     return parser.parse_args(own), overrides

@@ -129,9 +129,8 @@ def _keys(names: Sequence[str], width: int) -> Iterator[str]:
             yield ""
         value = field.default
         plain = str(value).lower() if isinstance(value, bool) else str(value)
-        default = f" [{plain}]" if field.default_factory is None else ""
         title = f"--{name}" + (f", --{full[key]}" if name == key and key in full else "")
-        takes = f"{expected(field)}{default}. "
+        takes = f"{expected(key)} [{plain}]. "
         if key in TABLES:
             title, takes = f"--{key}.NAME", ""
         yield from _entry(title, f"{takes}{field.description or ''}", width)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from ragen.config.rules import first_broken
+from ragen.config.rules import RULES
 from ragen.config.sections import Sections
 
 
@@ -24,6 +24,7 @@ class Config(Sections):
 
     @model_validator(mode="after")
     def _go_together(self) -> Config:
-        if message := first_broken(self):
-            raise ValueError(message)
+        for rule in RULES:
+            if rule.broken(self):
+                raise ValueError(rule.message.format(c=self))
         return self

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ragen.config.config import Config
-from ragen.config.earlier import present_values, refusal
+from ragen.config.earlier import refusal
 from ragen.config.kinds import Kind
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError
@@ -29,6 +29,9 @@ PARAMS = "env.params"
 
 TABLES = (PARAMS, "reward.terms", "guard.responses", "sources")
 """The open tables, whose keys are free; layers of settings merge them key by key."""
+
+_INSIDE = tuple(f"{table}." for table in (*TABLES, "world.params"))
+"""How the keys of entries begin, those of the previous version's table included."""
 
 
 @cache
@@ -86,13 +89,16 @@ def parse_value(key: str, text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def expected(field: FieldInfo) -> str:
+def expected(key: str) -> str:
     """Describe the values that a key accepts.
 
     Example:
-        >>> expected(keys()["update.epochs"]), expected(keys()["reward.over"])
-        ('a whole number ≥ 1', 'group or batch')
+        >>> expected("update.epochs"), expected("reward.over"), expected("reward.terms.length")
+        ('a whole number ≥ 1', 'group or batch', 'a number ≥ 0')
     """
+    field = keys()[table_of(key) or key]
+    if table_of(key):
+        field = FieldInfo.from_annotation(get_args(field.annotation)[1])
     kind = field.annotation
     if named := next((each for each in field.metadata if isinstance(each, Kind)), None):
         return named.expected
@@ -110,7 +116,7 @@ def expected(field: FieldInfo) -> str:
     return " ".join([words.get(kind, "a table"), " and ".join(bounds)]).strip()
 
 
-def dotted(tree: Mapping[Any, Any], where: str = "", prefix: str = "") -> Flat:
+def dotted(tree: Mapping[Any, Any], where: str = "") -> Flat:
     """Nested tables as values by dotted key; a class or function becomes its reference.
 
     Raises:
@@ -120,19 +126,7 @@ def dotted(tree: Mapping[Any, Any], where: str = "", prefix: str = "") -> Flat:
         >>> dotted({"update": {"lr": 0.5}, "seed": 3})
         {'update.lr': 0.5, 'seed': 3}
     """
-    values: Flat = {}
-    for entry, value in tree.items():
-        name = reference_to(entry) if callable(entry) else entry
-        key = f"{prefix}{name}"
-        if callable(entry) and key in values:
-            raise RagenError(f"{prefix}{name}: two functions have this name; rename one of them")
-        if callable(value):
-            value = reference_to(value)
-        if isinstance(value, Mapping) and not table_of(key):
-            values |= dotted(value, where, f"{key}.")
-        else:
-            values[canonical_key(key, where)] = value
-    return values
+    return {canonical_key(key, where): value for key, value in raw_values(tree).items()}
 
 
 def table_of(key: str) -> str | None:
@@ -145,26 +139,21 @@ def table_of(key: str) -> str | None:
     return next((table for table in TABLES if key.startswith(f"{table}.")), None)
 
 
-def dotted_saved(tree: Mapping[str, Any], where: str) -> Flat:
-    """The same of a saved config, which a run of an earlier version may have written.
+def raw_values(tree: Mapping[Any, Any], prefix: str = "") -> Flat:
+    """The same with the keys as they are, which may be those of an earlier version.
 
     Raises:
-        RagenError: There is no such key in any version.
+        RagenError: Two functions have the same name.
     """
-    present = present_values(raw_values(tree))
-    return {canonical_key(key, where): value for key, value in present.items()}
-
-
-def raw_values(tree: Mapping[str, Any], prefix: str = "") -> Flat:
-    """Nested tables as values by dotted key, the keys as they are."""
     values: Flat = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        inside = table_of(key) is not None or key.startswith("world.params.")
-        if isinstance(value, Mapping) and not inside:
+    for entry, value in tree.items():
+        key = f"{prefix}{reference_to(entry) if callable(entry) else entry}"
+        if key in values:
+            raise RagenError(f"{key}: two functions have this name; rename one of them")
+        if isinstance(value, Mapping) and not key.startswith(_INSIDE):
             values |= raw_values(value, f"{key}.")
         else:
-            values[key] = value
+            values[key] = reference_to(value) if callable(value) else value
     return values
 
 

@@ -27,10 +27,8 @@ from ragen.config.keys import (
     TABLES,
     Flat,
     dotted,
-    dotted_saved,
     expected,
     in_place,
-    keys,
     nest,
     raw_values,
     show,
@@ -134,23 +132,17 @@ def unread(config: Config) -> list[str]:
     return [key for key, use in READ_WITH.items() if not use.holds(config)]
 
 
-def read_config(path: Path) -> Config:
+def read_config(path: Path, to_resume: bool = False) -> Config:
     """A config that was saved with a run; the preset is not consulted again.
 
     Raises:
-        RagenError: The file is missing, no TOML, or no valid config.
+        RagenError: The file is missing, no TOML, or no valid config; or a run is resumed that began
+            with a setting which exists no more.
     """
-    return _validate([(str(path), dotted_saved(_read_tree(path, str(path)), str(path)))])
-
-
-def read_config_to_resume(path: Path) -> Config:
-    """The same, for a run that is resumed.
-
-    Raises:
-        RagenError: As `read_config`, or a setting that the run began with exists no more.
-    """
-    refuse_to_resume(raw_values(_read_tree(path, str(path))), str(path))
-    return read_config(path)
+    values = raw_values(_read_tree(path, str(path)))
+    if to_resume:
+        refuse_to_resume(values, str(path))
+    return _validate([(str(path), dotted(present_values(values), str(path)))])
 
 
 def dump(config: Config) -> str:
@@ -251,14 +243,14 @@ def _validate(layers: Iterable[tuple[str, Flat]]) -> Config:
 def _one_line(error: ValidationError, source: Mapping[str, str]) -> str:
     """The first complaint in the house's words; pydantic's own name neither file nor bounds."""
     first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if key not in keys():  # A rule about several keys, stated in config.py as a sentence.
-        return str(first["ctx"]["error"]) if "ctx" in first else f"{key}: {first['msg']}"
-    where = in_place(source.get(key, ""))
-    if "error" in first.get("ctx", {}):
-        return f"{key} = {show(first['input'])}{where}: {first['ctx']['error']}"
+    reason = first.get("ctx", {}).get("error")
+    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    if not key:  # A rule about several keys: a sentence of its own.
+        return str(reason)
+    wrong = key if "[key]" in first["loc"] else f"{key} = {show(first['input'])}"
     entries = f"; set {key}.NAME" if key in TABLES else ""
-    return f"{key} = {show(first['input'])}{where}: expected {expected(keys()[key])}{entries}"
+    reason = reason or f"expected {expected(key)}{entries}"
+    return f"{wrong}{in_place(source.get(key, ''))}: {reason}"
 
 
 def _toml_files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragen.config.kinds import ESTIMATOR, LOSS, SCORE
+from ragen.config.kinds import DETECTOR, ESTIMATOR, LOSS, SCORE, TERM
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """The names that `RecordConfig.trackers` accepts; `trackers.TRACKERS` defines them."""
@@ -22,17 +22,8 @@ Response = Literal["off", "log", "stop", "rollback"]
 
 RESPONSES: Mapping[str, Response] = MappingProxyType(
     {
-        "reward_std_cliff": "log",
-        "entropy_cliff": "log",
-        "entropy_blowup": "log",
-        "grad_spike": "log",
-        "reward_drop": "log",
-        "mi_drop": "log",
-        "format_loss": "log",
-        "degenerate_text": "stop",
-        "non_finite": "log",
-        "empty_filter": "stop",
-        "stalled": "stop",
+        name: "stop" if name in ("degenerate_text", "empty_filter", "stalled") else "log"
+        for name in DETECTOR.names
     }
 )
 """Default responses of the guard. They stop a run only if it can learn nothing more."""
@@ -55,7 +46,7 @@ class EnvConfig(Section):
 
     name: str = "frozen-lake-still"
     """A registered environment (`ragen envs`), or path/to/file.py:Class."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: dict[str, Any] = {}
     """Parameters of the environment, such as observation."""
     max_turns: int = Field(5, ge=1)
     """Maximum number of turns in an episode."""
@@ -143,7 +134,7 @@ class RewardConfig(Section):
     [-1, 3]."""
     over: Literal["group", "batch"] = "group"
     """The episodes over which reward.normalise takes its mean and std."""
-    terms: dict[str, Any] = Field(default_factory=dict)
+    terms: dict[Annotated[str, TERM], Annotated[float, Field(ge=0)]] = {}
     """Reward terms and their weights. RAGEN's own are grounding, consistency, length and
     repetition: each is the highest cost of a fault in one turn, such as grounding = 0.1."""
 
@@ -260,7 +251,7 @@ class DiagnoseConfig(Section):
 class GuardConfig(Section):
     """How the guard responds to its detectors."""
 
-    responses: dict[str, Any] = Field(default_factory=dict)
+    responses: dict[Annotated[str, DETECTOR], Response] = {}
     """A detector's response, off, log, stop or rollback, such as reward_drop = "rollback"."""
     remedy: Literal["lr", "filter", "kl", "seeds"] = "lr"
     """What a rollback changes: lr (a third of the learning rates), filter (fewer groups), kl (a
@@ -268,8 +259,7 @@ class GuardConfig(Section):
 
     def response(self, detector: str) -> Response:
         """The response to an alarm of `detector`."""
-        chosen: Response = self.responses.get(detector) or RESPONSES[detector]
-        return chosen
+        return self.responses.get(detector) or RESPONSES[detector]
 
 
 class Sections(Section):
@@ -302,7 +292,7 @@ class Sections(Section):
     record: RecordConfig = RecordConfig()
     diagnose: DiagnoseConfig = DiagnoseConfig()
     guard: GuardConfig = GuardConfig()
-    sources: dict[str, str] = Field(default_factory=dict)
+    sources: dict[str, str] = {}
     """Hash or version of each name from outside; RAGEN fills it in when a run begins."""
 
     @property

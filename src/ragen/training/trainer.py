@@ -12,7 +12,7 @@ from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.estimator import compares_group
 from ragen.config.config import Config
 from ragen.config.kinds import KINDS, load
-from ragen.config.reading import changed, dump, read_config, read_config_to_resume, with_preset
+from ragen.config.reading import changed, dump, read_config, with_preset
 from ragen.config.sources import absolute, refuse_changed, sources, value_of
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
@@ -102,7 +102,7 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
         GuardStop: As `train`.
         StopRequested: As `train`.
     """
-    original = read_config_to_resume(folder / CONFIG)
+    original = read_config(folder / CONFIG, to_resume=True)
     load.cache_clear()
     refuse_changed(original)
     checkpoint, saved, damaged = newest_intact(folder)
