@@ -10,7 +10,7 @@ from torch import tensor
 from ragen.algorithms.filters import FILTERS, SCORES
 from ragen.core.types import StopReason
 from ragen.diagnostics.information import retrieval
-from ragen.viewer.tokens import TRAINED
+from ragen.viewer.episode_page import TRAINED
 from tests.browser.visitor import Visitor
 
 ALIKE = {"state_key": "a", "actions_executed": ["Up"]}

@@ -1,6 +1,7 @@
 """The report: what it says of a run that was made up, in words, tables and plots."""
 
 import io
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from ragen.core.tables import markdown, show
 from ragen.reports.facts import Facts, phases, read_facts
 from ragen.reports.plots import Curve, draw_signals, draw_success, draw_time, smoothed
 from ragen.reports.report import page, plots, write_report
+from ragen.storage.attempts import Attempt
 from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
 from tests.cli.test_cli import evaluation
 
 Capture = pytest.CaptureFixture[str]
+ONLY = Attempt(0, 1, 3, math.inf)
 
 
 @pytest.fixture
@@ -72,14 +75,14 @@ def test_a_rollback_counts_what_stands(run: Path) -> None:
     assert facts.alarms == [4]
 
 
-def test_a_second_rollback_reaches_behind_the_first() -> None:
-    attempts = {
-        0: {"x": {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}},
-        1: {"x": {4: 1.0, 5: 1.0}},
-        2: {"x": {2: 2.0}},
-    }
-    course = {"x": {1: 0.0, 2: 2.0}}
-    curve = Facts(Path(), resolve(None), course, (), (), attempts).curve("x")
+def test_a_second_rollback_reaches_behind_the_first(tmp_path: Path) -> None:
+    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+        for attempt, steps in enumerate(([1, 2, 3, 4], [4, 5], [2])):
+            recorder.attempt = attempt
+            for step in steps:
+                recorder.log(step, {"x": last(float(attempt))})
+    curve = read_facts(tmp_path).curve("x")
+    assert curve.standing == {1: 0.0, 2: 2.0}
     assert curve.rolled_back == ({1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}, {4: 1.0, 5: 1.0})
 
 
@@ -130,7 +133,7 @@ def test_gradients_by_reward_std_stand_where_they_were_taken(run: Path) -> None:
         "gradient_by_std/3/groups": {3: 4.0},
         "gradient_by_std/3/task_per_token": {3: 0.5},
     }
-    found = Facts(Path(), resolve(None), course, (), (), {0: course})
+    found = Facts(Path(), resolve(None), course, (), (), {ONLY: course})
     assert cells(found, "Gradients") == {"0": ("12", "0"), "3": ("4", "0.5")}
 
 
@@ -157,7 +160,7 @@ def test_no_second_is_counted_twice() -> None:
     parts = {"generate": 2.0, "env": 1.0, "rollout": 3.0, "update": 4.0, "step": 7.0}
     seconds = {f"time/{name}_s": {1: value} for name, value in parts.items()}
     history = seconds | {"time/tokens_per_s": {1: 900.0}}
-    found = phases(Facts(Path(), resolve(None), history, (), (), {0: history}))
+    found = phases(Facts(Path(), resolve(None), history, (), (), {ONLY: history}))
     assert found == {"generate": 2.0, "env": 1.0, "update": 4.0}
 
 

@@ -21,9 +21,9 @@ from ragen.storage.branches import FILE
 from ragen.storage.database import CONFIG, DATABASE, is_claimed
 from ragen.storage.recorder import Recorder
 from ragen.viewer import reading as viewer_reading
-from ragen.viewer.reading import NotFound, Unanswered, Unreadable
-from ragen.viewer.routes import ROUTES, answer
-from ragen.viewer.server import Json
+from ragen.viewer.reading import NotFound, Request, Runs, Unanswered, Unreadable
+from ragen.viewer.run_list import run_summary
+from ragen.viewer.server import ROUTES, Json
 from tests.cli.test_cli import evaluation
 
 
@@ -37,7 +37,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(root: Path, path: str, /, **query: Any) -> dict[str, Any]:
     """An answer as it arrives: through JSON, in which every number is finite or null."""
-    found = answer(root, f"/api/{path}", {name: str(value) for name, value in query.items()})
+    asked = Request(Runs(root), {name: str(value) for name, value in query.items()})
+    found = ROUTES[f"/api/{path}"](asked)
     loaded: dict[str, Any] = json.loads(Json(found).body, parse_constant=pytest.fail)
     return loaded
 
@@ -146,10 +147,14 @@ def test_a_run_that_could_not_be_read_is_tried_again(
     def locked(path: Path) -> sqlite3.Connection:
         raise sqlite3.OperationalError("database is locked")
 
+    runs = Runs(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(viewer_reading, "connect_to_read", locked)
-        assert run_of(tmp_path, "a")["state"] == "unreadable"
-    assert run_of(tmp_path, "a")["state"] == "finished"
+        assert run_summary(runs, "a")["state"] == "unreadable"
+    assert run_summary(runs, "a")["state"] == "finished"
+    with monkeypatch.context() as patch:
+        patch.setattr(viewer_reading, "connect_to_read", locked)
+        assert run_summary(runs, "a")["state"] == "finished", "it is not read again"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +20,8 @@ from ragen.diagnostics.collapse import HIGH_ENTROPY, HIGH_MI, MIN_PROMPTS
 from ragen.storage.database import new_run_folder
 from ragen.storage.recorder import Recorder
 from ragen.viewer.phrases import MOST_PHRASES, MOST_STEPS, spread
-from ragen.viewer.reading import NotFound, Unanswered
-from ragen.viewer.routes import answer
+from ragen.viewer.reading import NotFound, Request, Runs, Unanswered
+from ragen.viewer.server import ROUTES, Json
 
 
 @pytest.fixture
@@ -29,11 +30,12 @@ def recorder(tmp_path: Path) -> Recorder:
 
 
 def ask(recorder: Recorder, question: str, **params: Any) -> Any:
-    """The answer about a run that is still being written."""
+    """The answer about a run that is still being written, as it arrives."""
     recorder.commit()
     folder = recorder.folder
     query = {name: str(value) for name, value in params.items()}
-    return answer(folder.parent, question, {"run": folder.name} | query)
+    asked = Request(Runs(folder.parent), {"run": folder.name} | query)
+    return json.loads(Json(ROUTES[question](asked)).body)
 
 
 def information(path: str, regime: int, mi: float) -> Metrics:

@@ -15,9 +15,8 @@ from viewed import THOUGHTS, make_run
 
 from ragen.storage.database import DATABASE
 from ragen.viewer import episode_list, search
-from ragen.viewer.episode_list import SORTS, facets, filter_of
-from ragen.viewer.reading import Unanswered, reading
-from ragen.viewer.routes import answer
+from ragen.viewer.episode_list import SORTS, RowPosition, episodes, facets, selection_of
+from ragen.viewer.reading import Request, Runs, Unanswered, reading
 from ragen.viewer.search import match_of
 
 
@@ -28,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def listed(root: Path, **query: Any) -> dict[str, Any]:
     said = {name: str(value) for name, value in query.items()}
-    return answer(root, "/api/episodes", {"run": "lake", **said})
+    return episodes(Request(Runs(root), {"run": "lake", **said}))
 
 
 def ids(root: Path, **query: Any) -> list[int]:
@@ -114,29 +113,12 @@ def test_the_search_finds_words_their_beginnings_and_phrases(root: Path) -> None
     assert snippet == THOUGHTS[2]
 
 
-def test_a_beginning_is_spelled_out_where_it_goes_on_to_few_words(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with reading(root / "lake") as connection:
-        assert search.spelled_out(connection, '"SAI"*') == '"said"'
-        assert search.spelled_out(connection, '"l"*') == '"left"'
-        assert search.spelled_out(connection, '"und"*') == '"under"'  # as the index folds it
-        for as_it_is in ('"the"', '"she" "sai"*', '"zebra"*', '"ünd"*', '"a-wal"*'):
-            assert search.spelled_out(connection, as_it_is) == as_it_is
-        with pytest.raises(sqlite3.OperationalError, match="readonly"):
-            connection.execute("DELETE FROM turns")
-        monkeypatch.setattr(search, "MOST_ENDINGS", 0)
-        assert search.spelled_out(connection, '"und"*') == '"und"*'
-
-
-@pytest.mark.parametrize("endings", [0, 50])
-@pytest.mark.parametrize("words", ["she said", "the"])
+@pytest.mark.parametrize("words", ["she said", "the", "she sai"])
 @pytest.mark.parametrize("following", [1, 3, 500])
 @pytest.mark.parametrize("filters", [{}, {"phase": "eval"}, {"sort": "reward", "order": "desc"}])
 def test_what_is_common_is_found_as_what_is_rare_is(
     root: Path,
     monkeypatch: pytest.MonkeyPatch,
-    endings: int,
     words: str,
     following: int,
     filters: dict[str, Any],
@@ -154,7 +136,6 @@ def test_what_is_common_is_found_as_what_is_rare_is(
     rare, total = pages()
     assert len(rare) == total >= 3
     monkeypatch.setattr(search, "COMMON", 2)
-    monkeypatch.setattr(search, "MOST_ENDINGS", endings)
     monkeypatch.setattr(episode_list, "FOLLOWING", following)
     assert pages() == (rare, None)
 
@@ -200,22 +181,24 @@ def test_lists_read_the_index_alone(root: Path) -> None:
         if "episodes" in query and "turns" not in query:
             plans.append(query)
 
-    with reading(root / "lake") as connection:
+    with reading(root / "lake") as run:
+        connection = run.connection
         connection.set_trace_callback(explained)
-        facets(connection)
+        facets(run)
         connection.set_trace_callback(None)
         for query in plans:
             steps = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
             assert any("COVERING INDEX" in step for step in steps)
             assert not any(")>(" in step for step in steps)  # which seeks by the first alone
             assert not any(step.startswith("SCAN episodes") for step in steps[1:])
-        wanted = filter_of({"success": "1", "alarm": "1", "reward_min": "0"})
-        for column in SORTS.values():
-            (step, *_) = connection.execute(
-                f"EXPLAIN QUERY PLAN SELECT id FROM episodes INDEXED BY episodes_for_lists"
-                f" WHERE {' AND '.join(wanted.where)} ORDER BY {column}, id",
-                wanted.values,
-            )
+        filters = {"success": "1", "alarm": "1", "reward_min": "0"}
+        for sort in SORTS:
+            wanted = selection_of(Request(Runs(root), {"sort": sort, **filters}))
+            pages: list[str] = []
+            connection.set_trace_callback(pages.append)
+            wanted.page(run, RowPosition(0.0, 1), 10)
+            connection.set_trace_callback(None)
+            (step, *_) = connection.execute(f"EXPLAIN QUERY PLAN {pages[0]}")
             assert "COVERING INDEX episodes_for_lists" in step[3]
 
 

@@ -26,6 +26,7 @@ from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
 from ragen.storage.recorder import Recorder
 from ragen.viewer import live
+from ragen.viewer.reading import Runs
 from ragen.viewer.security import POLICY
 from ragen.viewer.server import application, listen
 from tests.cli.test_cli import evaluation
@@ -99,7 +100,7 @@ def test_a_bug_is_no_stack_trace(client: TestClient, monkeypatch: pytest.MonkeyP
     def broken(*_: object) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr("ragen.viewer.run_list.find_runs", broken)
+    monkeypatch.setattr("ragen.viewer.reading.Runs.ids", broken)
     found = client.get("/api/runs")
     assert found.status_code == 500 and "secret" not in found.text
     assert found.headers["content-security-policy"] == POLICY
@@ -297,7 +298,7 @@ def test_nobody_is_watched_for_pages_that_have_gone(tmp_path: Path) -> None:
     import asyncio
 
     make_run(tmp_path / "a")
-    watching = live.Live(tmp_path)
+    watching = live.Live(Runs(tmp_path))
 
     async def look() -> None:
         stream = watching.stream(tmp_path / "a")

@@ -13,18 +13,19 @@ from ragen.config.reading import read_config
 from ragen.core.metrics import Series
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve
-from ragen.storage.database import CONFIG, check_run_folder
-from ragen.storage.reader import read_attempts, read_events, read_metrics
+from ragen.storage.attempts import Attempt, attempts_of
+from ragen.storage.database import CONFIG, check_run_folder, reading_database
+from ragen.storage.reader import read_attempts, read_events
 
-History = Mapping[str, Series]
-"""Metrics by name."""
+Histories = Mapping[Attempt, Mapping[str, Series]]
+"""Metrics by attempt and name, with what was rolled back."""
 
 
 ALARM = "alarm"
 """The kind of the events that the plots mark."""
 
 
-SIGNALS: Mapping[str, str] = {
+SIGNALS = {
     "success/mean": "success",
     "reward/mean": "reward",
     "reward/std_in_group": "reward std",
@@ -77,10 +78,10 @@ class Facts:
 
     run: Path
     config: Config
-    metrics: History
+    metrics: Mapping[str, Series]
     evaluations: tuple[RunEvaluation, ...]
     events: tuple[Mapping[str, Any], ...]
-    attempts: Mapping[int, History]
+    attempts: Histories
 
     @property
     def steps(self) -> int:
@@ -94,17 +95,8 @@ class Facts:
 
     def curve(self, name: str) -> Curve:
         """One metric as a curve, with the stretches that were rolled back."""
-        begins = {
-            attempt: min(min(series) for series in history.values())
-            for attempt, history in self.attempts.items()
-        }
-        left = []
-        for attempt, history in self.attempts.items():
-            end = min((begins[other] for other in begins if other > attempt), default=math.inf)
-            stretch = {step: x for step, x in history.get(name, {}).items() if step >= end - 1}
-            if len(stretch) > 1:
-                left.append(stretch)
-        return Curve(self.metrics.get(name, {}), tuple(left))
+        left = rolled_back(self.attempts, name)
+        return Curve(self.metrics.get(name, {}), tuple(left.values()))
 
 
 def read_facts(run: Path) -> Facts:
@@ -114,14 +106,32 @@ def read_facts(run: Path) -> Facts:
         RagenError: The folder holds no run, or its files are damaged.
     """
     check_run_folder(run)
-    return Facts(
-        run,
-        read_config(run / CONFIG),
-        read_metrics(run),
-        tuple(load_evaluations(run)),
-        tuple(read_events(run)),
-        read_attempts(run),
-    )
+    config, found = read_config(run / CONFIG), read_attempts(run)
+    with reading_database(run) as connection:
+        attempts = {each: found.get(each.number, {}) for each in attempts_of(connection)}
+    evaluations, events = tuple(load_evaluations(run)), tuple(read_events(run))
+    return Facts(run, config, current(attempts), evaluations, events, attempts)
+
+
+def current(histories: Histories) -> dict[str, Series]:
+    """The metrics that still count, by name."""
+    course: dict[str, dict[int, float]] = {}
+    for attempt, history in histories.items():
+        for name, series in history.items():
+            kept = {step: value for step, value in series.items() if attempt.counts(step)}
+            course.setdefault(name, {}).update(kept)
+    return {name: series for name, series in course.items() if series}
+
+
+def rolled_back(histories: Histories, name: str) -> dict[Attempt, Series]:
+    """The rolled-back parts of a metric, each from the last point that still counts on."""
+    found: dict[Attempt, Series] = {}
+    for attempt, history in histories.items():
+        series = history.get(name, {})
+        stretch = {step: value for step, value in series.items() if step >= attempt.end - 1}
+        if len(stretch) > 1:
+            found[attempt] = stretch
+    return found
 
 
 def phases(facts: Facts) -> dict[str, float]:
@@ -130,9 +140,7 @@ def phases(facts: Facts) -> dict[str, float]:
     return seconds_by_phase(facts.attempts, evaluating)
 
 
-def seconds_by_phase(
-    attempts: Mapping[int, Mapping[str, Series]], evaluating: float
-) -> dict[str, float]:
+def seconds_by_phase(attempts: Histories, evaluating: float) -> dict[str, float]:
     """Seconds of each phase over all attempts, the longest parts split up.
 
     Sums of other phases (a step; a rollout whose parts are known) and rates are left out.

@@ -7,15 +7,14 @@ reads what the processes write into ``branches.sqlite``.
 from __future__ import annotations
 
 import math
-import sqlite3
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ragen.config.config import Config
 from ragen.config.reading import read_config
 from ragen.core.errors import RagenError
 from ragen.core.statistics import wilson
@@ -24,7 +23,7 @@ from ragen.models.names import is_available_offline
 from ragen.storage.branches import FILE, MOST, Request, has_branches
 from ragen.storage.checkpoint import folders, step_of
 from ragen.storage.database import CONFIG
-from ragen.viewer.episode_page import detail, episode_row
+from ragen.viewer.episode_page import detail
 from ragen.viewer.job_queue import Job, JobQueue
 from ragen.viewer.reading import Answer, NotFound, Unanswered, reading
 
@@ -48,10 +47,6 @@ class Branching:
     def branches(self, folder: Path, episode: int) -> Answer:
         """An episode's branches, finished and under way, and whether more can be played.
 
-        Args:
-            folder: The run's folder.
-            episode: The episode's id.
-
         Raises:
             Unanswered: There is no such episode, or a database cannot be read.
         """
@@ -59,8 +54,10 @@ class Branching:
         queued = self._queue.of_episode(folder, episode)
         finished = _finished(folder, episode)
         known = {job["id"] for job in finished}
+        reason = _obstacle(folder, _num_turns(folder, episode))
         return {
-            **possible(folder, episode),
+            "possible": reason is None,
+            "reason": reason,
             "checkpoints": _checkpoints(folder),
             "jobs": [*finished, *(job.answer() for job in queued if job.request.id not in known)],
         }
@@ -123,16 +120,6 @@ def _temperature(folder: Path, value: Any) -> float:
     return float(value)
 
 
-def possible(folder: Path, episode: int) -> Answer:
-    """Whether an episode can be branched and, if not, why; as far as known without a model.
-
-    Raises:
-        Unanswered: There is no such episode, or the run cannot be read.
-    """
-    reason = _obstacle(folder, _num_turns(folder, episode))
-    return {"possible": reason is None, "reason": reason}
-
-
 def _whole_number(request: Mapping[str, Any], name: str, least: int, most: int) -> int:
     number = request.get(name)
     if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
@@ -145,15 +132,13 @@ def _num_turns(folder: Path, episode: int) -> int:
 
     Raises:
         NotFound: There is no such episode.
-        Unanswered: The run cannot be read.
+        Unreadable: The run cannot be read.
     """
-    with reading(folder) as connection:
-        if not connection.execute("SELECT 1 FROM episodes WHERE id = ?", (episode,)).fetchone():
+    with reading(folder) as run:
+        if not run.value("SELECT 1 FROM episodes WHERE id = ?", episode):
             raise NotFound(f"there is no episode {episode} in this run")
-        (turns,) = connection.execute(
-            "SELECT count(snapshot) FROM turns WHERE episode_id = ?", (episode,)
-        ).fetchone()
-    return int(turns)
+        query = "SELECT count(snapshot) FROM turns WHERE episode_id = ?"
+        return int(run.value(query, episode))
 
 
 def _obstacle(folder: Path, turns: int) -> str | None:
@@ -164,9 +149,7 @@ def _obstacle(folder: Path, turns: int) -> str | None:
         return str(error)
     env, model = config.env.name, config.model.path
     if turns == 0:
-        return (
-            "the episode ended before its first turn, or no snapshots of its environment are kept"
-        )
+        return "the episode ended before its first turn, or its snapshots are not kept"
     if not _env_is_there(env):
         return f"the environment {env!r} is not installed here"
     if not folders(folder) and not _model_is_there(model):
@@ -191,38 +174,32 @@ def _model_is_there(path: str) -> bool:
 def _checkpoints(folder: Path) -> list[int]:
     """The steps whose weights can play; 0 is the initial model, if it is still there."""
     steps = {step_of(path) for path in folders(folder)}
-    try:
-        config: Config | None = read_config(folder / CONFIG)
-    except RagenError:
-        config = None
-    initial = config is not None and _model_is_there(config.model.path)
-    return sorted({*steps, 0} if initial else steps)
+    with suppress(RagenError):
+        if _model_is_there(read_config(folder / CONFIG).model.path):
+            steps.add(0)
+    return sorted(steps)
 
 
 def _finished(folder: Path, episode: int) -> list[Answer]:
-    """The finished requests of an episode, with all their branches."""
+    """The finished requests of an episode, with all their branches and the success rate."""
     if not has_branches(folder):
         return []
-    with reading(folder, FILE) as connection:
-        jobs = connection.execute(
-            "SELECT * FROM branches WHERE episode = ? ORDER BY time", (episode,)
-        ).fetchall()
-        return [_finished_job(connection, job) for job in jobs]
-
-
-def _finished_job(connection: sqlite3.Connection, job: sqlite3.Row) -> Answer:
-    """A finished request with its branches and their success rate."""
-    ids = connection.execute(
-        'SELECT id FROM episodes WHERE "group" = ? ORDER BY member', (job["number"],)
-    ).fetchall()
-    episodes = [detail(connection, episode_row(connection, id_)) for (id_,) in ids]
-    num_solved = sum(bool(episode["success"]) for episode in episodes)
-    return {
-        **{name: job[name] for name in job.keys() if name != "number"},  # noqa: SIM118
-        "exact": bool(job["exact"]),
-        "state": "done",
-        "problem": None,
-        "num_solved": num_solved,
-        "success": asdict(wilson(num_solved, len(episodes))) if episodes else None,
-        "episodes": episodes,
-    }
+    found = []
+    with reading(folder, FILE) as branches:
+        for job in branches.rows("SELECT * FROM branches WHERE episode = ? ORDER BY time", episode):
+            query = 'SELECT id FROM episodes WHERE "group" = ? ORDER BY member'
+            ids = branches.rows(query, job["number"])
+            episodes = [detail(branches, number) for (number,) in ids]
+            num_solved = sum(each["success"] for each in episodes)
+            about: Answer = {
+                **dict(job),
+                "exact": bool(job["exact"]),
+                "state": "done",
+                "problem": None,
+                "num_solved": num_solved,
+                "success": asdict(wilson(num_solved, len(episodes))) if episodes else None,
+                "episodes": episodes,
+            }
+            del about["number"]
+            found.append(about)
+    return found

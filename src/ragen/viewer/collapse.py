@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import sqlite3
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+from ragen.core.metrics import Series
 from ragen.diagnostics.collapse import HIGH_ENTROPY, HIGH_MI, MIN_PROMPTS, REGIMES
-from ragen.reports.facts import GRADIENTS
-from ragen.storage.attempts import attempts_of, still_counts
-from ragen.viewer.reading import (
-    Answer,
-    NotFound,
-    Query,
-    array_of,
-    folder_of,
-    loaded,
-    reading,
-    text_of,
-    whole_number,
-)
-from ragen.viewer.run_metrics import Series, current, histories
+from ragen.reports.facts import GRADIENTS, current
+from ragen.viewer.reading import Answer, NotFound, Request, RunReader, array_of, loaded
 
 INFORMATION = "information/"
 """Prefix of the information metrics; the path of the sampling follows."""
@@ -42,21 +28,16 @@ DIGITS = 4
 """Decimals of a score, in nats: more than the drawing of the matrix needs."""
 
 
-def collapse(root: Path, query: Query) -> Answer:
+def collapse(asked: Request) -> Answer:
     """``/api/collapse``: information metrics over steps, the recorded matrices, gradient norms.
 
     Raises:
         Unanswered: There is no such run, or it cannot be read.
     """
-    with reading(folder_of(root, query)) as connection:
-        attempts = attempts_of(connection)
-        names = [
-            name
-            for (name,) in connection.execute("SELECT DISTINCT name FROM metrics")
-            if name.startswith((INFORMATION, GRADIENTS))
-        ]
-        course = current(attempts, histories(connection, attempts, names))
-        matrices = _matrices(connection)
+    with asked.reading() as run:
+        names = [name for name in run.metric_names if name.startswith((INFORMATION, GRADIENTS))]
+        course = current(run.histories(names))
+        matrices = _matrices(run)
     paths = sorted({name.split("/")[1] for name in names if name.startswith(INFORMATION)})
     return {
         "paths": {path: _path(course, path) for path in sorted(paths, key="first".__ne__)},
@@ -89,7 +70,8 @@ def _gradients(course: Mapping[str, Series]) -> Answer:
         if name.startswith(GRADIENTS):
             _, bucket, measure = name.split("/")
             buckets.setdefault(bucket, {})[measure] = series
-    steps = _steps(series for measures in buckets.values() for series in measures.values())
+    every = [series for measures in buckets.values() for series in measures.values()]
+    steps = sorted(set().union(*every))
     return {
         "steps": steps,
         "buckets": [
@@ -100,11 +82,7 @@ def _gradients(course: Mapping[str, Series]) -> Answer:
     }
 
 
-def _steps(found: Iterable[Series]) -> list[int]:
-    return sorted({step for series in found for step in series})
-
-
-def matrix(root: Path, query: Query) -> Answer:
+def matrix(asked: Request) -> Answer:
     """``/api/matrix``: the cross-scores of a step, with its thoughts and prompts.
 
     A score of −∞ is null.
@@ -112,30 +90,26 @@ def matrix(root: Path, query: Query) -> Answer:
     Raises:
         Unanswered: There is no such run or step, or the run cannot be read.
     """
-    step, path = whole_number(query, "step"), text_of(query, "path")
-    with reading(folder_of(root, query)) as connection:
-        attempt = _matrices(connection).get((step, path))
-        row = connection.execute(
+    step, path = asked.whole_number("step"), asked.text("path")
+    with asked.reading() as run:
+        rows = run.rows(
             "SELECT scores, own, num_prompts, thoughts, prompts FROM cross_scores"
             " WHERE attempt = ? AND step = ? AND path = ?",
-            (attempt, step, path),
-        ).fetchone()
-    if row is None:
+            *(_matrices(run).get((step, path)), step, path),
+        )
+    if not rows:
         raise NotFound(f"no cross-scores of step {step}, path {path!r}, are recorded")
-    scores = array_of("scores", row["scores"]).reshape(-1, row["num_prompts"])
+    (row,) = rows
+    scores = array_of("scores", row["scores"]).astype(float).reshape(-1, row["num_prompts"])
     return {
-        "scores": [
-            [round(score, DIGITS) if math.isfinite(score) else None for score in line]
-            for line in scores.tolist()
-        ],
+        "scores": scores.round(DIGITS).tolist(),
         "own": array_of("own", row["own"]).tolist(),
         "thoughts": loaded(row["thoughts"]),
         "prompts": loaded(row["prompts"]),
     }
 
 
-def _matrices(connection: sqlite3.Connection) -> dict[tuple[int, str], int]:
+def _matrices(run: RunReader) -> dict[tuple[int, str], int]:
     """The attempt whose matrix still counts, by step and path."""
-    counts = still_counts(connection)
-    rows = connection.execute("SELECT attempt, step, path FROM cross_scores ORDER BY attempt")
-    return {(step, path): number for number, step, path in rows if counts(number, step)}
+    rows = run.rows("SELECT attempt, step, path FROM cross_scores ORDER BY attempt")
+    return {(step, path): number for number, step, path in rows if run.counts(number, step)}

@@ -9,46 +9,29 @@ side by side.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from ragen.core.statistics import (
     Interval,
     difference,
     mcnemar,
     paired_difference,
+    pass_at_k,
     smallest_detectable,
-    success_rate,
 )
 from ragen.evaluation.outcomes import how_sampled
 from ragen.evaluation.targets import DISPLAY_KEYS
-from ragen.storage.attempts import Counts, still_counts
-from ragen.viewer.episode_page import detail, episode_row
-from ragen.viewer.reading import (
-    Answer,
-    Query,
-    folder_of,
-    loaded,
-    reading,
-    run_folder,
-    text_of,
-    whole_number,
-)
-from ragen.viewer.run_list import evaluations
-from ragen.viewer.run_page import flat_settings
-
-PHASES = ("eval", "eval greedy")
-"""The phases of a run's own evaluations, which play the same levels each time."""
+from ragen.viewer.episode_page import detail
+from ragen.viewer.reading import Answer, Request, RunReader, loaded
+from ragen.viewer.run_list import evaluations, read_settings
 
 MOST_OF_LEVEL = 400
 """Episodes of one level that are sent at once: more than a run evaluates it."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeSet:
+class EpisodeSet(NamedTuple):
     """The recorded episodes of one evaluation.
 
     Attributes:
@@ -59,14 +42,14 @@ class EpisodeSet:
 
     env: str
     step: int | None
-    levels: Mapping[int, tuple[float, int]]
+    levels: dict[int, tuple[float, int]]
 
 
-Recorded = Mapping[tuple[str, str], Mapping[int, EpisodeSet]]
-"""A run's own evaluations that count, by phase and environment, then by step."""
+Recorded = Mapping[tuple[str, str], list[EpisodeSet]]
+"""A run's own evaluations that count, by phase and environment, in the order of the steps."""
 
 
-def compare(root: Path, query: Query) -> Answer:
+def compare(asked: Request) -> Answer:
     """``/api/compare``: how much better the second of two sets of episodes does than the first.
 
     Without ``other``, these are the first and the last evaluation of a run. With it, they are the
@@ -75,16 +58,21 @@ def compare(root: Path, query: Query) -> Answer:
     Raises:
         Unanswered: There is no such run, or it cannot be read.
     """
-    run = _Evaluated(folder_of(root, query))
-    if "other" not in query:
+    with asked.reading() as reader:
+        run = _evaluated(reader)
+    if "other" not in asked.query:
         found = list(_first_and_last(run))
     else:
-        found = list(_two_runs(run, _Evaluated(run_folder(root, query["other"]))))
+        with asked.reading("other") as reader:
+            found = list(_two_runs(run, _evaluated(reader)))
         found.sort(key=lambda each: (each["env"], each["how"]))
-    return {"comparisons": [each | run.baselines(each) for each in found]}
+    for each in found:  # random and optimal play, where they are of the same levels
+        rate = run.rates.get((each["env"], each["how"]), {}) if each["won"] is not None else {}
+        each |= {"random": rate.get("random"), "optimal": rate.get("optimal")}
+    return {"comparisons": found}
 
 
-def levels(root: Path, query: Query) -> Answer:
+def levels(asked: Request) -> Answer:
     """``/api/levels``: the levels that were evaluated at more than one step.
 
     ``successes`` are the shares of the episodes of each step that succeeded.
@@ -92,67 +80,66 @@ def levels(root: Path, query: Query) -> Answer:
     Raises:
         Unanswered: There is no such run, or it cannot be read.
     """
-    with reading(folder_of(root, query)) as connection:
-        recorded = _recorded(connection, still_counts(connection))
+    with asked.reading() as run:
+        recorded = _recorded(run)
     found: list[Answer] = []
-    for (phase, env), by_step in recorded.items():
-        for seed in sorted({seed for each in by_step.values() for seed in each.levels}):
-            steps = [step for step, each in by_step.items() if seed in each.levels]
-            if len(steps) > 1:
-                successes = [by_step[step].levels[seed][0] for step in steps]
+    for (phase, env), sets in recorded.items():
+        for seed in sorted({seed for each in sets for seed in each.levels}):
+            played = [each for each in sets if seed in each.levels]
+            if len(played) > 1:
                 known = {"phase": phase, "env": env, "level_seed": seed}
+                steps = [each.step for each in played]
+                successes = [each.levels[seed][0] for each in played]
                 found.append(known | {"steps": steps, "successes": successes})
     return {"levels": found}
 
 
-def level(root: Path, query: Query) -> Answer:
+def level(asked: Request) -> Answer:
     """``/api/level``: the episodes of one level that count, by step.
 
     Raises:
         Unanswered: There is no such run, or it cannot be read.
     """
-    with reading(folder_of(root, query)) as connection:
-        counts = still_counts(connection)
-        rows = connection.execute(
-            "SELECT id, attempt, step FROM episodes WHERE phase = ? AND level_seed = ?"
-            " ORDER BY step, id",
-            (text_of(query, "phase"), whole_number(query, "level_seed")),
-        ).fetchall()
-        ids = [number for number, attempt, step in rows if counts(attempt, step)][:MOST_OF_LEVEL]
-        return {"episodes": [detail(connection, episode_row(connection, each)) for each in ids]}
+    query = "SELECT id, attempt, step FROM episodes WHERE phase = ? AND level_seed = ?"
+    with asked.reading() as run:
+        place = asked.text("phase"), asked.whole_number("level_seed")
+        rows = run.rows(f"{query} ORDER BY step, id", *place)
+        ids = [number for number, attempt, step in rows if run.counts(attempt, step)]
+        return {"episodes": [detail(run, number) for number in ids[:MOST_OF_LEVEL]]}
 
 
-class _Evaluated:
+class _Evaluated(NamedTuple):
     """What one run has evaluated.
 
     Attributes:
         game: Settings that decide what is played: levels, events, budgets.
+        temperature: That of the run's own evaluations.
         rates: The last evaluation by environment and way of sampling, with its interval.
         recorded: The run's own evaluations whose episodes are recorded.
         stored: Evaluations by ``ragen eval``, by game and way of sampling. Of several agents in one
             game, the last counts.
     """
 
-    def __init__(self, folder: Path) -> None:
-        settings = flat_settings(folder)
-        self.game = _game(settings)
-        self._temperature = settings.get("eval.temperature", 1.0)
-        with reading(folder) as connection:
-            counts = still_counts(connection)
-            made = (each for each in evaluations(connection, counts) if _has_interval(each))
-            self.rates = {(str(each["env"]), str(each["how"])): each for each in made}
-            self.recorded = _recorded(connection, counts)
-            self.stored = dict(_stored(connection))
-
-    def baselines(self, comparison: Answer) -> Answer:
-        """Success of random and optimal play where a comparison was made on the same levels."""
-        rate = self.rates.get((comparison["env"], comparison["how"]), {})
-        paired = comparison["won"] is not None
-        return {name: rate.get(name) if paired else None for name in ("random", "optimal")}
+    game: Mapping[str, Any]
+    temperature: float
+    rates: Mapping[tuple[str, str], Answer]
+    recorded: Recorded
+    stored: Mapping[tuple[str, str], EpisodeSet]
 
     def how(self, phase: str) -> str:
         """How an evaluation of this phase chose its tokens."""
-        return how_sampled(0.0 if phase == "eval greedy" else self._temperature)
+        return how_sampled(0.0 if phase == "eval greedy" else self.temperature)
+
+
+def _evaluated(run: RunReader) -> _Evaluated:
+    settings = read_settings(run.folder)
+    return _Evaluated(
+        _game(settings),
+        settings.get("eval.temperature", 1.0),
+        {(each["env"], each["how"]): each for each in evaluations(run) if _has_interval(each)},
+        _recorded(run),
+        dict(_stored(run)),
+    )
 
 
 def _game(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,47 +156,43 @@ def _has_interval(evaluation: Answer) -> bool:
     return all(isinstance(each, int | float) for each in known)
 
 
-def _recorded(connection: sqlite3.Connection, counts: Counts) -> Recorded:
-    found: dict[tuple[str, str], dict[int, dict[int, tuple[float, int]]]] = {}
-    rows = connection.execute(
+def _recorded(run: RunReader) -> Recorded:
+    """The phases of a run's own evaluations play the same levels each time."""
+    found: dict[tuple[str, str], list[EpisodeSet]] = {}
+    for phase, env, step, attempt, seed, share, count in run.rows(
         "SELECT phase, env, step, attempt, level_seed, avg(success), count(*) FROM episodes"
-        f" WHERE phase IN ({','.join('?' * len(PHASES))})"
-        " GROUP BY phase, env, step, attempt, level_seed ORDER BY phase, env, step",
-        PHASES,
-    )
-    for phase, env, step, attempt, seed, share, count in rows:
-        if counts(attempt, step):
-            by_step = found.setdefault((phase, env), {})
-            by_step.setdefault(step, {})[seed] = (share, count)
-    return {
-        key: {step: EpisodeSet(key[1], step, played) for step, played in by_step.items()}
-        for key, by_step in found.items()
-    }
+        " WHERE phase IN ('eval', 'eval greedy')"
+        " GROUP BY phase, env, step, attempt, level_seed ORDER BY phase, env, step"
+    ):
+        if run.counts(attempt, step):
+            sets = found.setdefault((phase, env), [])
+            if not sets or sets[-1].step != step:
+                sets.append(EpisodeSet(env, step, {}))
+            sets[-1].levels[seed] = share, count
+    return found
 
 
-def _stored(connection: sqlite3.Connection) -> Iterator[tuple[tuple[str, str], EpisodeSet]]:
+def _stored(run: RunReader) -> Iterator[tuple[tuple[str, str], EpisodeSet]]:
     """Evaluations by ``ragen eval`` in order, by game and way of sampling."""
-    for key, env, settings in connection.execute(
+    for key, env, settings in run.rows(
         "SELECT key, env, settings FROM evaluations WHERE key IS NOT NULL"
         " AND id IN (SELECT max(id) FROM evaluations GROUP BY key) ORDER BY id"
     ):
         every = loaded(settings)
-        game = _game(every) | {
-            name: every[name] for name in ("seed", "temperature", "sources") if name in every
-        }
-        rows = connection.execute(
+        more = {name: every[name] for name in ("seed", "temperature", "sources") if name in every}
+        game = json.dumps(_game(every) | more, sort_keys=True)
+        how = how_sampled(every.get("temperature", 1.0))
+        played = run.rows(
             "SELECT level_seed, avg(success), count(*) FROM outcomes WHERE key = ?"
             " GROUP BY level_seed",
-            (key,),
-        ).fetchall()
-        played = {seed: (share, count) for seed, share, count in rows}
-        how = how_sampled(game.get("temperature", 1.0))
-        yield (json.dumps(game, sort_keys=True), how), EpisodeSet(env, None, played)
+            key,
+        )
+        levels = {seed: (share, count) for seed, share, count in played}
+        yield (game, how), EpisodeSet(env, None, levels)
 
 
 def _first_and_last(run: _Evaluated) -> Iterator[Answer]:
-    for (phase, _), by_step in run.recorded.items():
-        sets = list(by_step.values())
+    for (phase, _), sets in run.recorded.items():
         if len(sets) > 1:
             yield from _paired(sets[0], sets[-1], run.how(phase), "first and last evaluation")
 
@@ -235,10 +218,10 @@ def _two_runs_paired(run: _Evaluated, other: _Evaluated) -> Iterator[Answer]:
     if run.game != other.game:
         return
     for key in run.recorded.keys() & other.recorded.keys():
-        phase, _ = key
-        if run.how(phase) == other.how(phase):
-            last, others = (list(each.recorded[key].values())[-1] for each in (run, other))
-            yield from _paired(last, others, run.how(phase), "last evaluation of each")
+        how = run.how(key[0])
+        if how == other.how(key[0]):
+            last, others = run.recorded[key][-1], other.recorded[key][-1]
+            yield from _paired(last, others, how, "last evaluation of each")
 
 
 def _paired(one: EpisodeSet, other: EpisodeSet, how: str, note: str) -> Iterator[Answer]:
@@ -249,13 +232,15 @@ def _paired(one: EpisodeSet, other: EpisodeSet, how: str, note: str) -> Iterator
         return
     (samples,) = counts
     before, after = ([each.levels[seed][0] for seed in both] for each in (one, other))
+    solved = [[round(share * samples) for share in shares] for shares in (before, after)]
+    gains = [late - early for early, late in zip(*solved, strict=True)]
+    a, b = (asdict(pass_at_k(each, samples, 1)) for each in solved)
     found = paired_difference([after], [before], samples)
-    gains = [round((y - x) * samples) for x, y in zip(before, after, strict=True)]
     yield {
         "env": one.env,
         "how": how,
-        "a": asdict(_rate(before, samples)) | {"step": one.step},
-        "b": asdict(_rate(after, samples)) | {"step": other.step},
+        "a": a | {"step": one.step},
+        "b": b | {"step": other.step},
         "difference": asdict(found),
         "levels": len(both),
         "won": sum(gain > 0 for gain in gains),
@@ -264,15 +249,6 @@ def _paired(one: EpisodeSet, other: EpisodeSet, how: str, note: str) -> Iterator
         "smallest_detectable": smallest_detectable(found),
         "note": f"{note}, level by level",
     }
-
-
-def _rate(shares: list[float], samples: int) -> Interval:
-    successes, seeds = list[bool](), list[int]()
-    for seed, share in enumerate(shares):
-        won = round(share * samples)
-        successes += [True] * won + [False] * (samples - won)
-        seeds += [seed] * samples
-    return success_rate(successes, seeds)
 
 
 def _unpaired(one: Answer, other: Answer, why: str) -> Answer:
@@ -284,9 +260,7 @@ def _unpaired(one: Answer, other: Answer, why: str) -> Answer:
         "b": other["success"] | {"step": other["step"]},
         "difference": asdict(found),
         "levels": min(one["episodes"], other["episodes"]),
-        "won": None,
-        "lost": None,
-        "mcnemar_p": None,
+        **dict.fromkeys(("won", "lost", "mcnemar_p")),
         "smallest_detectable": smallest_detectable(found),
         "note": f"two rates, not level by level: {why}",
     }

@@ -7,29 +7,15 @@ after the last row of the previous one (its value and id): an offset would walk 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
-import math
 import sqlite3
-from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ragen.reports.facts import ALARM
-from ragen.storage.attempts import still_counts
-from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, reading, whole_number
-from ragen.viewer.search import (
-    FOUND,
-    ONE_WORD,
-    found_among,
-    found_by,
-    is_found,
-    match_of,
-    snippet,
-    spelled_out,
-)
+from ragen.viewer.reading import Answer, Request, RunReader, Unanswered
+from ragen.viewer.search import HITS, found_among, found_by, match_of, snippet
 
 SORTS = {
     "step": "step",
@@ -60,201 +46,139 @@ BOOLEANS = ("kept", "terminated", "truncated", "success", "well_formed")
 
 NAMED = ", ".join(f'"{column}"' for column in COLUMNS)
 
-LISTS = "INDEXED BY episodes_for_lists"
+FROM = "FROM episodes INDEXED BY episodes_for_lists"
 """A list uses only the columns of this index (`schema.LISTED`)."""
 
 FACETS = ("phase", "env", "stop_reason")
 """Columns with a choice of values; they are the first ones of the index."""
 
-_WHOLE = {
-    "step_from": "step >= ?",
-    "step_to": "step <= ?",
-    "group": '"group" = ?',
-    "level_seed": "level_seed = ?",
-    "success": "success = ?",
-    "kept": "kept = ?",
+FILTERS: Mapping[str, tuple[str, Callable[[Request, str], Any]]] = {
+    **{name: (f"{name} = ?", Request.text) for name in FACETS},
+    "step_from": ("step >= ?", Request.whole_number),
+    "step_to": ("step <= ?", Request.whole_number),
+    "group": ('"group" = ?', Request.whole_number),
+    "level_seed": ("level_seed = ?", Request.whole_number),
+    "success": ("success = ?", Request.whole_number),
+    "kept": ("kept = ?", Request.whole_number),
+    "reward_min": ("reward >= ?", Request.number),
+    "reward_max": ("reward <= ?", Request.number),
 }
-_REAL = {"reward_min": "reward >= ?", "reward_max": "reward <= ?"}
+"""By parameter, a condition on the rows of a list and how its value is read."""
 
 
 class RowPosition(NamedTuple):
-    """The position of a row in an order: its value and id."""
+    """The position of a row in an order: its value (infinite if it has none) and id."""
 
-    value: float | None
+    value: float
     id: int
 
 
-class Filter(NamedTuple):
-    """Conditions on the rows of a list, as SQL."""
+class Selection(NamedTuple):
+    """Rows of a list in an order, as SQL."""
 
-    where: list[str]
+    conditions: list[str]
     values: list[Any]
+    column: str = "step"
+    order: str = "asc"
 
-    def also(self, condition: str, value: Any) -> Filter:
-        """The filter with one more condition."""
-        return Filter([*self.where, condition], [*self.values, value])
+    def also(self, condition: str, *values: Any) -> Selection:
+        """The selection with one more condition."""
+        return self._replace(
+            conditions=[*self.conditions, condition], values=[*self.values, *values]
+        )
+
+    def page(self, run: RunReader, start: RowPosition | None, count: int) -> list[RowPosition]:
+        """The next rows; those without a value come last."""
+        last, beyond = ("9e999", ">") if self.order == "asc" else ("-9e999", "<")
+        key = f"coalesce({self.column}, {last})"
+        rest = self if start is None else self.also(f"({key}, id) {beyond} (?, ?)", *start)
+        rows = run.rows(
+            f"SELECT {key}, id {rest.source} ORDER BY {key} {self.order}, id {self.order} LIMIT ?",
+            *(*rest.values, count),
+        )
+        return [RowPosition(*row) for row in rows]
+
+    @property
+    def source(self) -> str:
+        """The index with the conditions."""
+        return f"{FROM} WHERE {' AND '.join(('TRUE', *self.conditions))}"
 
 
-def episodes(root: Path, query: Query) -> Answer:
+def episodes(asked: Request) -> Answer:
     """``/api/episodes``: one page of the list.
 
     Raises:
         Unanswered: There is no such run, it cannot be read, or a parameter is invalid.
     """
-    folder = folder_of(root, query)
-    sort, order = query.get("sort", "step"), query.get("order", "asc")
-    if sort not in SORTS or order not in ("asc", "desc"):
-        raise Unanswered(f"sort by {', '.join(SORTS)}, in the order asc or desc")
-    limit = min(MOST, max(1, whole_number(query, "limit"))) if "limit" in query else USUAL
-    start = _position(query["cursor"]) if query.get("cursor") else None
-    wanted, words = filter_of(query), match_of(query.get("q", ""))
-    asked = SORTS[sort], order, start, limit + 1
-    with reading(folder) as connection:
-        search = None if words is None else spelled_out(connection, words)
-        hits = None if search is None else found_by(connection, search)
-        if search is not None and hits is None:
-            page, total = _page_of_many(connection, wanted, search, *asked), None
+    limit = min(MOST, max(1, asked.whole_number("limit", USUAL)))
+    start = _position(asked.query["cursor"]) if asked.query.get("cursor") else None
+    wanted, words = selection_of(asked), match_of(asked.query.get("q", ""))
+    with asked.reading() as run:
+        hits = None if words is None else found_by(run, words)
+        if words is not None and hits is None:
+            page, total = _page_of_many(run, wanted, words, start, limit + 1), None
         else:
             if hits is not None:
                 wanted = wanted.also("id IN (SELECT value FROM json_each(?))", json.dumps(hits))
-            page, total = list(_page(connection, wanted, *asked)), _total(connection, wanted)
-        rows = [
-            as_json(row) for row in rows_of(connection, [position.id for position in page[:limit]])
-        ]
-        counts = still_counts(connection)
+            page = wanted.page(run, start, limit + 1)
+            total = run.value(f"SELECT count(*) {wanted.source}", *wanted.values)
+        rows = _rows_of(run, [position.id for position in page[:limit]])
         for row in rows:
-            row["still_counts"] = counts(row["attempt"], row["step"])
-            row["snippet"] = snippet(connection, row["id"], words)
-        found = facets(connection)
-    following = _cursor(page[limit - 1]) if len(page) > limit else None
-    return {"episodes": rows, "next": following, "total": total, "facets": found}
+            row["still_counts"] = run.counts(row["attempt"], row["step"])
+            row["snippet"] = snippet(run, row["id"], words)
+        choices = facets(run)
+    following = "{!r} {}".format(*page[limit - 1]) if len(page) > limit else None
+    return {"episodes": rows, "next": following, "total": total, "facets": choices}
 
 
-def filter_of(query: Query) -> Filter:
-    """The conditions in a request.
+def selection_of(asked: Request) -> Selection:
+    """The conditions and the order in a request.
 
     Raises:
-        Unanswered: A value is not a number.
+        Unanswered: There is no such order, or a value is not a number.
     """
-    found = Filter([], [])
-    for name in FACETS:
-        if query.get(name):
-            found.where.append(f"{name} = ?")
-            found.values.append(query[name])
-    for name, condition in _WHOLE.items():
-        if query.get(name):
-            found.where.append(condition)
-            found.values.append(whole_number(query, name))
-    for name, condition in _REAL.items():
-        if query.get(name):
-            found.where.append(condition)
-            found.values.append(_real(query[name], name))
-    if query.get("alarm") == "1":
-        found.where.append("(attempt, step) IN (SELECT attempt, step FROM events WHERE kind = ?)")
-        found.values.append(ALARM)
+    sort, order = asked.query.get("sort", "step"), asked.query.get("order", "asc")
+    if sort not in SORTS or order not in ("asc", "desc"):
+        raise Unanswered(f"sort by {', '.join(SORTS)}, in the order asc or desc")
+    found = Selection([], [], SORTS[sort], order)
+    for name, (condition, read) in FILTERS.items():
+        if asked.query.get(name):
+            found = found.also(condition, read(asked, name))
+    if asked.query.get("alarm") == "1":
+        alarms = "(attempt, step) IN (SELECT attempt, step FROM events WHERE kind = ?)"
+        found = found.also(alarms, ALARM)
     return found
 
 
-def _real(text: str, name: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise Unanswered(f"{name} = {text[:40]!r}: expected a number")
-    return number
-
-
-def _page(
-    connection: sqlite3.Connection,
-    wanted: Filter,
-    column: str,
-    order: str,
-    start: RowPosition | None,
-    count: int,
-) -> Iterator[RowPosition]:
-    """The next rows in order: those with a value, then those without."""
-    beyond = ">" if order == "asc" else "<"
-    if start is None or start.value is not None:
-        where, values = [*wanted.where, f"{column} IS NOT NULL"], list(wanted.values)
-        if start is not None:
-            where.append(f"({column}, id) {beyond} (?, ?)")
-            values += [start.value, start.id]
-        for row in connection.execute(
-            f"SELECT {column}, id FROM episodes {LISTS} WHERE {' AND '.join(where)}"
-            f" ORDER BY {column} {order}, id {order} LIMIT ?",
-            (*values, count),
-        ):
-            count -= 1
-            yield RowPosition(*row)
-        start = None
-    if count and column in ("num_tokens", "entropy", "group_score"):
-        where, values = [*wanted.where, f"{column} IS NULL"], list(wanted.values)
-        if start is not None:
-            where.append(f"id {beyond} ?")
-            values.append(start.id)
-        for row in connection.execute(
-            f"SELECT NULL, id FROM episodes {LISTS} WHERE {' AND '.join(where)}"
-            f" ORDER BY id {order} LIMIT ?",
-            (*values, count),
-        ):
-            yield RowPosition(*row)
-
-
 def _page_of_many(
-    connection: sqlite3.Connection,
-    wanted: Filter,
-    words: str,
-    column: str,
-    order: str,
-    start: RowPosition | None,
-    count: int,
+    run: RunReader, wanted: Selection, words: str, start: RowPosition | None, count: int
 ) -> list[RowPosition]:
     """A page for a search with many hits: those among the next rows.
 
     Going through all hits takes too long. Usually the next rows contain enough of them. They do not
     if the filters exclude most hits; only then are all hits used.
     """
-    following = list(_page(connection, wanted, column, order, start, FOLLOWING))
-    if ONE_WORD.fullmatch(words):
-        found = (position for position in following if is_found(connection, words, position.id))
-    else:
-        among = found_among(connection, words, [position.id for position in following])
-        found = (position for position in following if position.id in among)
-    page = list(islice(found, count))
+    following = wanted.page(run, start, FOLLOWING)
+    found = found_among(run, words, [position.id for position in following])
+    page = [position for position in following if position.id in found]
     if len(page) < count and len(following) == FOLLOWING:
-        return list(_page(connection, wanted.also(FOUND, words), column, order, start, count))
-    return page
-
-
-def _cursor(position: RowPosition) -> str:
-    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode().rstrip("=")
+        return wanted.also(f"id IN (SELECT {HITS})", words).page(run, start, count)
+    return page[:count]
 
 
 def _position(cursor: str) -> RowPosition:
-    try:
-        value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-        value = None if value is None else float(value)
-    except (ValueError, TypeError, OverflowError, RecursionError, binascii.Error):
-        raise Unanswered("the cursor is not valid for this list") from None
-    if not (isinstance(number, int) and 0 <= number < 2**63):
-        raise Unanswered("the cursor is not valid for this list")
-    return RowPosition(value, number)
+    """The row that a cursor names: its value and id, separated by a blank."""
+    value, _, number = cursor.partition(" ")
+    with suppress(ValueError):
+        if 0 <= int(number) < 2**63:
+            return RowPosition(float(value), int(number))
+    raise Unanswered("the cursor is not valid for this list")
 
 
-def _total(connection: sqlite3.Connection, wanted: Filter) -> int:
-    condition = f" WHERE {' AND '.join(wanted.where)}" if wanted.where else ""
-    query = f"SELECT count(*) FROM episodes {LISTS}{condition}"
-    return int(connection.execute(query, wanted.values).fetchone()[0])
-
-
-def rows_of(connection: sqlite3.Connection, ids: list[int]) -> list[sqlite3.Row]:
+def _rows_of(run: RunReader, ids: list[int]) -> list[Answer]:
     """Episodes by their ids, in that order."""
-    rows = connection.execute(
-        f"SELECT {NAMED} FROM episodes WHERE id IN (SELECT value FROM json_each(?))",
-        (json.dumps(ids),),
-    )
-    found = {row["id"]: row for row in rows}
+    query = f"SELECT {NAMED} FROM episodes WHERE id IN (SELECT value FROM json_each(?))"
+    found = {row["id"]: as_json(row) for row in run.rows(query, json.dumps(ids))}
     return [found[number] for number in ids if number in found]
 
 
@@ -267,39 +191,13 @@ def as_json(row: sqlite3.Row) -> Answer:
     return found | ({"noise_seed": str(found["noise_seed"])} if "noise_seed" in found else {})
 
 
-def facets(connection: sqlite3.Connection) -> Answer:
-    """The values of the filters, by one index lookup for each combination instead of a scan."""
-    found = list(_combinations(connection))
-    steps: list[int] = []
-    for each in found:
-        for bound in ("min", "max"):
-            same = " AND ".join(f"{name} = ?" for name in FACETS)
-            steps += connection.execute(
-                f"SELECT {bound}(step) FROM episodes WHERE {same}", each
-            ).fetchone()
-    return {
-        "phases": sorted({phase for phase, _, _ in found}),
-        "envs": sorted({env for _, env, _ in found}),
-        "stop_reasons": sorted({reason for _, _, reason in found}),
-        "steps": [min(steps), max(steps)] if steps else None,
-    }
-
-
-def _combinations(
-    connection: sqlite3.Connection, before: tuple[str, ...] = ()
-) -> Iterator[tuple[str, ...]]:
-    """The combinations of values in the columns of `FACETS`.
-
-    They are found column by column, because a comparison of all three at once would use the index
-    only for the first and scan the rest.
-    """
-    if len(before) == len(FACETS):
-        yield before
-        return
-    column = FACETS[len(before)]
-    same = "".join(f"{name} = ? AND " for name in FACETS[: len(before)])
-    query = f"SELECT min({column}) FROM episodes WHERE {same}{column} > ?"
-    last = ""
-    while (following := connection.execute(query, (*before, last)).fetchone()[0]) is not None:
-        last = following
-        yield from _combinations(connection, (*before, last))
+def facets(run: RunReader) -> Answer:
+    """The values of the filters with a choice, and the first and the last step."""
+    rows = run.rows(
+        f"SELECT {', '.join(FACETS)}, min(step) AS first, max(step) AS last {FROM}"
+        f" GROUP BY {', '.join(FACETS)}"
+    )
+    choices: Answer = {f"{name}s": sorted({row[name] for row in rows}) for name in FACETS}
+    first = min((row["first"] for row in rows), default=None)
+    last = max((row["last"] for row in rows), default=None)
+    return choices | {"steps": [first, last] if rows else None}

@@ -1,163 +1,189 @@
-"""Whole episodes: one with all its turns, and the episodes of a group side by side."""
+"""Whole episodes: one with all its turns, the episodes of a group side by side, and the tokens."""
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from pathlib import Path
 from statistics import stdev
 from typing import Any
 
 from ragen.core.types import FAILED
-from ragen.storage.attempts import still_counts
-from ragen.storage.schema import TURNS_AN_EPISODE
 from ragen.viewer.episode_list import NAMED, as_json
-from ragen.viewer.reading import (
-    Answer,
-    NotFound,
-    Query,
-    folder_of,
-    loaded,
-    reading,
-    text_of,
-    whole_number,
-)
+from ragen.viewer.reading import Answer, NotFound, Request, RunReader, array_of, loaded
 from ragen.viewer.run_list import read_settings
 
-_FULL = f"{NAMED}, final_observation, final_picture"
+FULL = f"{NAMED}, final_observation, final_picture"
+"""The columns of a whole episode."""
+
+TURN = (
+    "turn, observation, picture, reply, thought, actions_asked, actions_executed, reward, penalty,"
+    " well_formed, num_tokens, finish_reason, policy_version, state_key"
+)
+"""The columns of a turn without its tokens."""
+
+TRAINED = {
+    "logprob": "old_logprobs",
+    "entropy": "entropies",
+    "advantage": "advantages",
+    "return": "returns",
+    "ratio": "ratios",
+    "value": "values",
+}
+"""The numbers of a trained token, and their columns."""
 
 
-def episode(root: Path, query: Query) -> Answer:
+def episode(asked: Request) -> Answer:
     """``/api/episode``: one episode, turn by turn.
 
     Raises:
         Unanswered: There is no such run or episode, or the run cannot be read.
     """
-    folder, number = folder_of(root, query), whole_number(query, "episode")
-    with reading(folder) as connection:
-        row = episode_row(connection, number)
-        return detail(connection, row) | {"still_counts": _still_counts(connection, row)}
+    with asked.reading() as run:
+        found = detail(run, asked.whole_number("episode"))
+        return found | {"still_counts": run.counts(found["attempt"], found["step"])}
 
 
-def episode_row(connection: sqlite3.Connection, number: int) -> sqlite3.Row:
-    """An episode's row.
+def detail(run: RunReader, number: int) -> Answer:
+    """An episode with its turns, its neighbours, and whether its tokens are recorded.
 
     Raises:
         NotFound: There is no episode of that id.
     """
-    row = connection.execute(f"SELECT {_FULL} FROM episodes WHERE id = ?", (number,)).fetchone()
-    if row is None:
-        raise NotFound(f"there is no episode {number} in this run")
-    assert isinstance(row, sqlite3.Row)
-    return row
-
-
-def detail(connection: sqlite3.Connection, row: sqlite3.Row) -> Answer:
-    """An episode with its turns, its neighbours, and whether its tokens are recorded."""
-    found = as_json(row)
-    number = found["id"]
-    around = [
-        connection.execute(f"SELECT {which}(id) FROM episodes WHERE id {sign} ?", (number,))
-        for which, sign in (("max", "<"), ("min", ">"))
-    ]
-    turns = [as_json(turn) for turn in turn_rows(connection, number)]
-    return found | {
-        "final_picture": loaded(found["final_picture"]),
+    row = _row(run, number)
+    turns = run.turns(f"{TURN}, completion_ids IS NOT NULL AS has_ids", number)
+    has_ids = any(turn["has_ids"] for turn in turns)
+    return as_json(row) | {
+        "final_picture": loaded(row["final_picture"]),
         "turns": [_turn(turn) for turn in turns],
-        "previous": around[0].fetchone()[0],
-        "next": around[1].fetchone()[0],
-        "has_tokens": has_samples(connection, row) or any(turn["has_ids"] for turn in turns),
+        "previous": run.value("SELECT max(id) FROM episodes WHERE id < ?", number),
+        "next": run.value("SELECT min(id) FROM episodes WHERE id > ?", number),
+        "has_tokens": has_ids or bool(_samples(run, row, "1")),
     }
 
 
-def turn_rows(connection: sqlite3.Connection, episode: int) -> list[sqlite3.Row]:
-    """An episode's turns in order, without their tokens."""
-    return connection.execute(
-        "SELECT turn, observation, picture, reply, thought, actions_asked, actions_executed,"
-        " reward, penalty, well_formed, num_tokens, finish_reason, policy_version, state_key,"
-        " completion_ids IS NOT NULL AS has_ids FROM turns WHERE id BETWEEN ? AND ? ORDER BY id",
-        (episode * TURNS_AN_EPISODE, (episode + 1) * TURNS_AN_EPISODE - 1),
-    ).fetchall()
+def _row(run: RunReader, number: int) -> sqlite3.Row:
+    rows = run.rows(f"SELECT {FULL} FROM episodes WHERE id = ?", number)
+    if not rows:
+        raise NotFound(f"there is no episode {number} in this run")
+    return rows[0]
 
 
-def has_samples(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
-    """Whether the trained tokens of an episode are recorded."""
+def _turn(row: sqlite3.Row) -> Answer:
+    turn = as_json(row)
+    del turn["has_ids"]
+    lists = ("picture", "actions_asked", "actions_executed")
+    return turn | {name: loaded(turn[name]) for name in lists}
+
+
+def _samples(run: RunReader, row: sqlite3.Row, columns: str) -> list[sqlite3.Row]:
+    """The recorded samples of an episode; only training has some."""
     if row["phase"] != "train":
-        return False
-    (found,) = connection.execute(
-        "SELECT EXISTS (SELECT 1 FROM samples WHERE attempt = ? AND step = ?"
-        ' AND "group" = ? AND member = ?)',
-        [row[name] for name in ("attempt", "step", "group", "member")],
-    ).fetchone()
-    return bool(found)
+        return []
+    where = 'attempt = ? AND step = ? AND "group" = ? AND member = ?'
+    place = (row[name] for name in ("attempt", "step", "group", "member"))
+    return run.rows(f"SELECT {columns} FROM samples WHERE {where} ORDER BY id", *place)
 
 
-def _still_counts(connection: sqlite3.Connection, row: sqlite3.Row) -> bool:
-    """Whether an episode still counts, or was rolled back."""
-    return still_counts(connection)(row["attempt"], row["step"])
-
-
-def _turn(turn: dict[str, Any]) -> Answer:
-    return {
-        **{name: value for name, value in turn.items() if name != "has_ids"},
-        "picture": loaded(turn["picture"]),
-        "actions_asked": loaded(turn["actions_asked"]),
-        "actions_executed": loaded(turn["actions_executed"]),
-    }
-
-
-def group(root: Path, query: Query) -> Answer:
+def group(asked: Request) -> Answer:
     """``/api/group``: the episodes of one prompt, and how the filter treated them.
 
     Raises:
         Unanswered: There is no such run or group, or the run cannot be read.
     """
-    folder = folder_of(root, query)
-    where = [whole_number(query, name) for name in ("attempt", "step")]
-    phase, number = text_of(query, "phase"), whole_number(query, "group")
-    with reading(folder) as connection:
-        rows = connection.execute(
-            f"SELECT {_FULL} FROM episodes WHERE attempt = ? AND step = ? AND phase = ?"
-            ' AND "group" = ? ORDER BY member, id',
-            (*where, phase, number),
-        ).fetchall()
-        if not rows:
+    attempt, step, number = (asked.whole_number(name) for name in ("attempt", "step", "group"))
+    where = "FROM episodes WHERE attempt = ? AND step = ? AND phase = ?"
+    place = attempt, step, asked.text("phase")
+    with asked.reading() as run:
+        query = f'SELECT id {where} AND "group" = ? ORDER BY member, id'
+        episodes = [detail(run, row["id"]) for row in run.rows(query, *place, number)]
+        if not episodes:
             raise NotFound("there is no such group in this run")
-        around = [
-            connection.execute(
-                f'SELECT {which}("group") FROM episodes WHERE attempt = ? AND step = ?'
-                f' AND phase = ? AND "group" {sign} ?',
-                (*where, phase, number),
-            ).fetchone()[0]
-            for which, sign in (("max", "<"), ("min", ">"))
-        ]
-        episodes = [detail(connection, row) for row in rows]
-        counts = _still_counts(connection, rows[0])
-        chosen = read_settings(folder).get("filter", {}) | _filter_changes(connection, where[0])
-    rewards = [row["reward"] for row in rows if row["stop_reason"] not in FAILED]
+        before = run.value(f'SELECT max("group") {where} AND "group" < ?', *place, number)
+        after = run.value(f'SELECT min("group") {where} AND "group" > ?', *place, number)
+        settings = read_settings(run.folder) | _changes(run, attempt)
+        counts = run.counts(attempt, step)
+    rewards = [each["reward"] for each in episodes if each["stop_reason"] not in FAILED]
+    shared = ("attempt", "step", "phase", "group", "level_seed", "kept", "group_score")
     return {
-        **{name: rows[0][name] for name in ("attempt", "step", "phase", "group", "level_seed")},
+        **{name: episodes[0][name] for name in shared},
         "still_counts": counts,
-        "kept": bool(rows[0]["kept"]),
-        "group_score": rows[0]["group_score"],
-        "rule": chosen.get("rule"),
-        "score_name": chosen.get("score"),
-        "value": chosen.get("value"),
-        "include_zero": chosen.get("include_zero"),
+        "rule": settings.get("filter.rule"),
+        "score_name": settings.get("filter.score"),
+        "value": settings.get("filter.value"),
+        "include_zero": settings.get("filter.include_zero"),
         "num_played": len(rewards),
         "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
-        "previous": around[0],
-        "next": around[1],
+        "previous": before,
+        "next": after,
         "episodes": episodes,
     }
 
 
-def _filter_changes(connection: sqlite3.Connection, attempt: int) -> dict[str, Any]:
-    """The filter's settings that rollbacks changed, up to the start of an attempt."""
+def _changes(run: RunReader, attempt: int) -> dict[str, Any]:
+    """The settings that rollbacks changed, up to the start of an attempt."""
     changes: dict[str, Any] = {}
-    for (data,) in connection.execute(
+    for (data,) in run.rows(
         "SELECT data FROM events WHERE kind = 'guard' AND data ->> 'attempt' <= ? ORDER BY id",
-        (attempt,),
+        attempt,
     ):
         changes |= loaded(data)["changes"]
-    section = "filter."
-    return {k.removeprefix(section): v for k, v in changes.items() if k.startswith(section)}
+    return changes
+
+
+def tokens(asked: Request) -> Answer:
+    """``/api/tokens``: flat token sequences, in the order of the turns.
+
+    The ``source`` is ``trained`` for the samples of the optimiser, with its numbers for each token.
+    If those of a step are not recorded, it is ``turns``: the tokens that each turn recorded.
+
+    Raises:
+        Unanswered: There is no such run or episode, or the run cannot be read.
+    """
+    number = asked.whole_number("episode")
+    with asked.reading() as run:
+        samples = [_trained(sample) for sample in _samples(run, _row(run, number), "*")]
+        source = "trained" if samples else "turns"
+        samples = samples or _of_turns(run, number)
+        ids = sorted({each for sample in samples for each in sample["ids"]})
+        query = "SELECT id, text FROM tokens WHERE id IN (SELECT value FROM json_each(?))"
+        texts = {row["id"]: row["text"] for row in run.rows(query, json.dumps(ids))}
+    for sample in samples:
+        sample["texts"] = [texts.get(each, "") for each in sample["ids"]]
+    return {"samples": samples, "source": source}
+
+
+def _trained(sample: sqlite3.Row) -> Answer:
+    """A sample of the optimiser, with the numbers of its trained tokens."""
+    ids, mask, turn = (
+        array_of(name, sample[name]).tolist() for name in ("token_ids", "loss_mask", "turn_index")
+    )
+    found: Answer = {"ids": ids, "mask": [int(on) for on in mask], "turn": turn}
+    for name, column in {"sampled_logprob": "sampled_logprobs", **TRAINED}.items():
+        found[name] = None
+        if sample[column] is not None:
+            values = zip(array_of(column, sample[column]).tolist(), mask, strict=True)
+            found[name] = [value if on else None for value, on in values]
+    return found
+
+
+def _of_turns(run: RunReader, episode: int) -> list[Answer]:
+    """Sequences from the turns; a turn whose prompt extends the tokens so far joins them."""
+    found: list[Answer] = []
+    columns = "turn, prompt_ids, prompt_joins, completion_ids, logprobs"
+    for row in run.turns(columns, episode):
+        if row["prompt_ids"] is None or row["completion_ids"] is None:
+            continue
+        prompt = array_of("prompt_ids", row["prompt_ids"]).tolist()
+        completion = array_of("completion_ids", row["completion_ids"]).tolist()
+        known: list[float | None] = [None] * len(completion)
+        if row["logprobs"] is not None:
+            known = array_of("logprobs", row["logprobs"]).tolist()
+        if not (row["prompt_joins"] and found):
+            untrained = dict.fromkeys(TRAINED)
+            found.append({"ids": [], "mask": [], "turn": [], "sampled_logprob": [], **untrained})
+        last = found[-1]
+        last["ids"] += prompt + completion
+        last["mask"] += [0] * len(prompt) + [1] * len(completion)
+        last["turn"] += [-1] * len(prompt) + [row["turn"]] * len(completion)
+        last["sampled_logprob"] += [None] * len(prompt) + known
+    return found

@@ -35,7 +35,6 @@ class Job:
     time: float = field(default_factory=time.time)
     problem: str | None = None
     process: subprocess.Popen[str] | None = None
-    dropped: bool = False
 
     def arguments(self) -> list[str]:
         """The command line: numbers, and a folder that begins with a slash or a drive."""
@@ -92,8 +91,6 @@ class JobQueue:
         """End the processes and drop the jobs that wait."""
         with self._lock:
             jobs, self._jobs = self._jobs, []
-            for job in jobs:
-                job.dropped = True
             running = [job.process for job in jobs if job.process is not None]
         for process in running:
             process.terminate()
@@ -106,10 +103,17 @@ class JobQueue:
     def _work(self, job: Job) -> None:
         with self._slots:
             with self._lock:
-                if job.dropped:
+                if job not in self._jobs:  # it was dropped
                     return
                 try:
-                    job.process = _started(job.arguments())
+                    job.process = subprocess.Popen(
+                        job.arguments(),
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        errors="replace",
+                    )
                 except OSError as error:
                     job.problem = f"the process could not be started: {error}"
                     return
@@ -119,17 +123,6 @@ class JobQueue:
             if code == 0 and job in self._jobs:
                 self._jobs.remove(job)  # from now on it is read from the database
             job.problem = _problem(output, code) if code else None
-
-
-def _started(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        arguments,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
 
 
 def _problem(output: str, code: int) -> str:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
 from ragen.storage.database import is_claimed
-from ragen.viewer.reading import Answer, Unreadable, find_runs, reading, signature
+from ragen.viewer.reading import Answer, RunReader, Runs, Unreadable, reading, signature
 from ragen.viewer.run_page import events
 
 Event = tuple[str, Answer]
@@ -31,14 +30,6 @@ HEARTBEAT_S = 10.0
 
 ALARM_KINDS = ("alarm", "guard")
 """Kinds of events that are sent as ``alarm``."""
-
-
-class Watcher(Protocol):
-    """A source of news."""
-
-    def news(self) -> list[Event]:
-        """What happened since the last call."""
-        ...
 
 
 class _Progress(NamedTuple):
@@ -58,11 +49,11 @@ class RunWatcher:
         self._written = is_claimed(folder)
         self._stamps = signature(folder)
         self._progress = _Progress()
-        with contextlib.suppress(Unreadable), reading(folder) as connection:
-            self._progress = _progress(connection)
+        with contextlib.suppress(Unreadable), reading(folder) as run:
+            self._progress = _progress(run)
 
     def news(self) -> list[Event]:
-        """See `Watcher.news`."""
+        """What happened since the last call."""
         written = is_claimed(self._folder)  # first, so that what was written before the end is seen
         stamps, found = signature(self._folder), list[Event]()
         if stamps != self._stamps:
@@ -75,12 +66,10 @@ class RunWatcher:
 
     def _since(self) -> list[Event]:
         before, found = self._progress, list[Event]()
-        with contextlib.suppress(Unreadable), reading(self._folder) as connection:
-            self._progress = _progress(connection)
-            told = [
-                event for event in events(connection, before.event) if event["kind"] in ALARM_KINDS
-            ]
-            found = [("alarm", event) for event in told]
+        with contextlib.suppress(Unreadable), reading(self._folder) as run:
+            self._progress = _progress(run)
+            told = events(run, before.event)
+            found = [("alarm", event) for event in told if event["kind"] in ALARM_KINDS]
         now = self._progress
         # An evaluation ends after its step was written: it is news of the same step.
         if (now.attempt, now.step, now.evaluation) != before[:3]:
@@ -90,41 +79,39 @@ class RunWatcher:
         return found
 
 
-def _progress(connection: sqlite3.Connection) -> _Progress:
-    """The progress of a run."""
-    step = connection.execute(
-        "SELECT attempt, step FROM metrics ORDER BY attempt DESC, step DESC LIMIT 1"
-    ).fetchone()
-    ids = (
-        connection.execute(f"SELECT coalesce(max(id), 0) FROM {table}").fetchone()[0]
-        for table in ("evaluations", "events")
+def _progress(run: RunReader) -> _Progress:
+    query = "SELECT attempt, step FROM metrics ORDER BY attempt DESC, step DESC LIMIT 1"
+    last = run.rows(query)
+    attempt, step = last[0] if last else (0, 0)
+    evaluation, event = (
+        run.value(f"SELECT max(id) FROM {table}") or 0 for table in ("evaluations", "events")
     )
-    return _Progress(*(step or (0, 0)), *ids)
+    return _Progress(attempt, step, evaluation, event)
 
 
 class FolderWatcher:
     """News of all runs below a folder: one was added, changed or removed."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
         self._before = self._all()
 
     def news(self) -> list[Event]:
-        """See `Watcher.news`."""
+        """Whether anything changed since the last call."""
         now = self._all()
         changed, self._before = now != self._before, now
         return [("runs", {})] if changed else []
 
     def _all(self) -> dict[str, object]:
-        folders = {run: self._root / run for run in find_runs(self._root)}
+        folders = {run: self._runs.root / run for run in self._runs.ids()}
         return {run: (signature(each), is_claimed(each)) for run, each in folders.items()}
 
 
 class Live:
     """Streams of news, with one watcher for all pages that show the same run."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
         self._listeners: dict[Path | None, set[asyncio.Queue[Event | None]]] = {}
         self._tasks: dict[Path | None, asyncio.Task[None]] = {}
         self.ending = False
@@ -154,8 +141,8 @@ class Live:
     async def _watch(self, folder: Path | None) -> None:
         """Check for news while there are listeners."""
         try:
-            watched: Watcher = await run_in_threadpool(
-                lambda: FolderWatcher(self._root) if folder is None else RunWatcher(folder)
+            watched = await run_in_threadpool(
+                lambda: FolderWatcher(self._runs) if folder is None else RunWatcher(folder)
             )
             while self._listeners[folder] and not self.ending:
                 found = await run_in_threadpool(watched.news)

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import TypeVar
 
-from ragen.storage.attempts import still_counts
-from ragen.storage.schema import TURNS_AN_EPISODE
-from ragen.viewer.reading import (
-    Answer,
-    Query,
-    Signature,
-    Unanswered,
-    folder_of,
-    reading,
-    signature,
-    whole_number,
-)
+from ragen.viewer.reading import Answer, Request, RunReader, Unanswered
 
 MOST_STEPS, MOST_EPISODES = 40, 128
 """Steps that are counted, evenly over the run, and episodes of each: more would take long and
@@ -34,45 +21,22 @@ LONGEST = 12
 
 Item = TypeVar("Item")
 
-_COUNTED: dict[tuple[Path, int, str], tuple[Signature, Answer]] = {}
 
-
-def phrases(root: Path, query: Query) -> Answer:
+def phrases(asked: Request) -> Answer:
     """``/api/phrases``: the most frequent phrases, and the share of thoughts with them by step.
-
-    Counting a large run takes a second, so that an answer is cached until the run changes.
 
     Raises:
         Unanswered: There is no such run, it cannot be read, or `words` is out of range.
     """
-    folder = folder_of(root, query)
-    words = whole_number(query, "words") if "words" in query else 5
+    words, phase = asked.whole_number("words", 5), asked.query.get("phase", "train")
     if not 2 <= words <= LONGEST:
         raise Unanswered(f"words = {words}: a phrase has 2 to {LONGEST} words")
-    phase, now = query.get("phase", "train"), signature(folder)
-    before, answer = _COUNTED.get((folder, words, phase), (None, {}))
-    if before != now:
-        with reading(folder) as connection:
-            thoughts = {
-                step: list(_thoughts(connection, phase, attempt, step))
-                for step, attempt in _steps(connection, phase)
-            }
-        answer = _table({step: found for step, found in thoughts.items() if found}, words)
-        _COUNTED[folder, words, phase] = now, answer
-    return answer
-
-
-def _steps(connection: sqlite3.Connection, phase: str) -> list[tuple[int, int]]:
-    """The steps that are counted, each with its current attempt."""
-    counts = still_counts(connection)
-    found = {
-        step: attempt
-        for step, attempt in connection.execute(
-            "SELECT DISTINCT step, attempt FROM episodes WHERE phase = ?", (phase,)
-        )
-        if counts(attempt, step)
-    }
-    return [(step, found[step]) for step in spread(sorted(found), MOST_STEPS)]
+    with asked.reading() as run:
+        rows = run.rows("SELECT DISTINCT step, attempt FROM episodes WHERE phase = ?", phase)
+        attempts = {step: attempt for step, attempt in rows if run.counts(attempt, step)}
+        steps = spread(sorted(attempts), MOST_STEPS)
+        thoughts = {step: list(_thoughts(run, phase, attempts[step], step)) for step in steps}
+    return _table({step: found for step, found in thoughts.items() if found}, words)
 
 
 def spread(items: Sequence[Item], most: int) -> list[Item]:
@@ -87,23 +51,13 @@ def spread(items: Sequence[Item], most: int) -> list[Item]:
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
-def _thoughts(
-    connection: sqlite3.Connection, phase: str, attempt: int, step: int
-) -> Iterator[list[str]]:
+def _thoughts(run: RunReader, phase: str, attempt: int, step: int) -> Iterator[list[str]]:
     """The words of a step's thoughts."""
-    episodes = [
-        number
-        for (number,) in connection.execute(
-            "SELECT id FROM episodes WHERE attempt = ? AND step = ? AND phase = ? ORDER BY id",
-            (attempt, step, phase),
-        )
-    ]
-    for number in spread(episodes, MOST_EPISODES):
-        for (thought,) in connection.execute(
-            "SELECT thought FROM turns WHERE id BETWEEN ? AND ? AND thought IS NOT NULL",
-            (number * TURNS_AN_EPISODE, (number + 1) * TURNS_AN_EPISODE - 1),
-        ):
-            yield thought.split()
+    query = "SELECT id FROM episodes WHERE attempt = ? AND step = ? AND phase = ? ORDER BY id"
+    for row in spread(run.rows(query, attempt, step, phase), MOST_EPISODES):
+        for (thought,) in run.turns("thought", row["id"]):
+            if thought is not None:
+                yield thought.split()
 
 
 def _table(thoughts: dict[int, list[list[str]]], words: int) -> Answer:

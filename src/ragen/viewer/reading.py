@@ -1,4 +1,4 @@
-"""Access to the run folders below one root and to their databases, read-only.
+"""Requests, the run folders below one root, and their databases, which are only read.
 
 Each answer opens its own connection. A permanent reader would keep the run from folding its
 write-ahead log back into one file, and opening takes a fraction of a millisecond.
@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from ragen.core.errors import RagenError
+from ragen.reports.facts import Histories
+from ragen.storage.attempts import Attempt, Counts, attempts_of, still_counts
 from ragen.storage.branches import FILE as BRANCHES
 from ragen.storage.database import CONFIG, DATABASE, check_schema, connect_to_read
-from ragen.storage.schema import decompress
-
-Query = Mapping[str, str]
-"""The parameters of a request, as text."""
+from ragen.storage.schema import TURNS_AN_EPISODE, decompress
 
 Answer = dict[str, Any]
 """The answer to a request: JSON values."""
@@ -49,6 +52,9 @@ database that was made to keep readers busy."""
 BETWEEN_LOOKS = 100_000
 """Steps of SQLite's virtual machine between two checks of the clock: about a millisecond."""
 
+Signature = tuple[tuple[int, int, int] | None, ...]
+"""The identity, size and time of last change of a run's files."""
+
 
 class Unanswered(RagenError):
     """A request without an answer: one line, and its HTTP status."""
@@ -68,8 +74,195 @@ class Unreadable(Unanswered):
     status = 409
 
 
-Signature = tuple[tuple[int, int, int] | None, ...]
-"""The identity, size and time of last change of a run's files."""
+@dataclass(frozen=True)
+class Runs:
+    """The runs below a folder, which may be one run itself.
+
+    Attributes:
+        root: The folder.
+        summaries: The rows of `run_list`, each with the signature of the files that it is of.
+    """
+
+    root: Path
+    summaries: dict[Path, tuple[Signature, Answer]] = field(default_factory=dict)
+
+    def ids(self) -> list[str]:
+        """The runs' paths below the folder, ``.`` for itself; links are not followed."""
+        found, folders = [], [self.root]
+        for folder in folders:  # the list grows: level by level
+            path = folder.relative_to(self.root)
+            if _is_run(folder):
+                found.append(path.as_posix())
+            elif len(path.parts) < DEEPEST and len(folders) < MOST_FOLDERS:
+                folders += _folders(folder)
+        return found
+
+    def folder(self, run: str) -> Path:
+        """The folder of a run, by its id.
+
+        Raises:
+            NotFound: There is no such run, or it lies outside the root.
+        """
+        absent = NotFound(f"there is no run {run!r} here")
+        parts = run.split("/")
+        if run != "." and any(part in ("", ".", "..") for part in parts):
+            raise absent
+        if "\0" in run or "\\" in run:
+            raise absent
+        try:
+            folder, home = (self.root / run).resolve(), self.root.resolve()
+            if not folder.is_relative_to(home) or not _is_run(folder):
+                raise absent
+        except (OSError, RuntimeError, ValueError):  # too long a name, links in a circle
+            raise absent from None
+        return folder
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request: the runs that it is about, and its parameters as text."""
+
+    runs: Runs
+    query: Mapping[str, str]
+
+    def text(self, name: str) -> str:
+        """A required parameter.
+
+        Raises:
+            Unanswered: It is missing.
+        """
+        if name not in self.query:
+            raise Unanswered(f"the parameter {name!r} is missing")
+        return self.query[name]
+
+    def whole_number(self, name: str, default: int | None = None) -> int:
+        """A parameter that is a whole number of at most 64 bits.
+
+        Raises:
+            Unanswered: It is missing without a default, or invalid.
+        """
+        if default is not None and name not in self.query:
+            return default
+        text = self.text(name)
+        try:
+            number = int(text)
+        except ValueError:
+            raise Unanswered(f"{name} = {text[:40]!r}: expected a whole number") from None
+        if not -(2**63) <= number < 2**63:
+            raise Unanswered(f"{name} = {text[:40]!r}: too large")
+        return number
+
+    def number(self, name: str) -> float:
+        """A required parameter that is a finite number.
+
+        Raises:
+            Unanswered: It is missing or invalid.
+        """
+        text = self.text(name)
+        with contextlib.suppress(ValueError):
+            if math.isfinite(number := float(text)):
+                return number
+        raise Unanswered(f"{name} = {text[:40]!r}: expected a number")
+
+    def folder(self, name: str = "run") -> Path:
+        """The folder of the run that a parameter names.
+
+        Raises:
+            Unanswered: It names none, or there is no such run.
+        """
+        return self.runs.folder(self.text(name))
+
+    def reading(self, name: str = "run") -> AbstractContextManager[RunReader]:
+        """The database of the run that a parameter names; raises as `folder` and `reading`."""
+        return reading(self.folder(name))
+
+
+class RunReader:
+    """One of a run's databases during one answer."""
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
+        self.folder = folder
+        self.connection = connection
+
+    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """The rows of a query."""
+        return self.connection.execute(query, values).fetchall()
+
+    def value(self, query: str, *values: Any) -> Any:
+        """The first column of a query's first row; ``None`` without rows."""
+        row = self.connection.execute(query, values).fetchone()
+        return None if row is None else row[0]
+
+    def turns(self, columns: str, episode: int) -> list[sqlite3.Row]:
+        """Columns of an episode's turns, in order."""
+        first = episode * TURNS_AN_EPISODE
+        query = f"SELECT {columns} FROM turns WHERE id BETWEEN ? AND ? ORDER BY id"
+        return self.rows(query, first, first + TURNS_AN_EPISODE - 1)
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Whether a step of an attempt still counts."""
+        return still_counts(self.connection)
+
+    @cached_property
+    def metric_names(self) -> list[str]:
+        """The names of the recorded metrics."""
+        return [name for (name,) in self.rows("SELECT DISTINCT name FROM metrics ORDER BY name")]
+
+    def histories(self, names: Collection[str]) -> Histories:
+        """Metrics by attempt and name; values that are not finite are left out.
+
+        The table is ordered by attempt, step and name, so that each value is one lookup: in a long
+        run with a hundred metrics, a few names cost a few hundredths of a scan.
+        """
+        found: dict[Attempt, dict[str, dict[int, float]]] = {}
+        for attempt in attempts_of(self.connection):
+            rows = self.rows(
+                "WITH RECURSIVE steps (step) AS"
+                " (SELECT ? UNION ALL SELECT step + 1 FROM steps WHERE step < ?)"
+                " SELECT m.step, m.name, m.value FROM steps CROSS JOIN json_each(?) AS wanted"
+                " CROSS JOIN metrics AS m ON m.attempt = ? AND m.step = steps.step"
+                " AND m.name = wanted.value WHERE abs(m.value) < 9e999",  # finite, and not NULL
+                *(attempt.first, attempt.last, json.dumps(list(names)), attempt.number),
+            )
+            found[attempt] = {}
+            for step, name, value in rows:
+                found[attempt].setdefault(name, {})[step] = value
+        return found
+
+
+@contextlib.contextmanager
+def reading(folder: Path, name: str = DATABASE) -> Iterator[RunReader]:
+    """A database of a run; nothing is written, and no file is created.
+
+    Args:
+        folder: The run.
+        name: Which of its databases.
+
+    Raises:
+        Unreadable: It is damaged, locked, gone, of another schema, or takes too long.
+    """
+    path = folder / name
+    try:
+        with contextlib.closing(_connect(path)) as connection:
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA query_only = ON")
+            end = time.monotonic() + LONGEST_S
+            connection.set_progress_handler(lambda: time.monotonic() > end, BETWEEN_LOOKS)
+            yield RunReader(folder, connection)
+    except sqlite3.Error as error:
+        late = str(error) == "interrupted"
+        reason = f"it takes longer than {LONGEST_S:g} s" if late else error
+        raise Unreadable(f"{name} cannot be read: {reason}") from None
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    try:
+        connection = connect_to_read(path)
+        check_schema(connection, path.name)
+    except RagenError as error:
+        raise Unreadable(str(error)) from None
+    return connection
 
 
 def signature(folder: Path) -> Signature:
@@ -83,20 +276,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def find_runs(root: Path) -> list[str]:
-    """The runs below a folder by their ids, ``.`` if it is one itself; links are not followed."""
-    found: list[str] = []
-    if _is_run(root):
-        return ["."]
-    level, left = [root], MOST_FOLDERS
-    for _ in range(DEEPEST):
-        inside = [path for folder in level[:left] for path in _folders(folder)]
-        left = max(0, left - len(level))
-        found += [path.relative_to(root).as_posix() for path in inside if _is_run(path)]
-        level = [path for path in inside if not _is_run(path)]
-    return found
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -118,61 +297,6 @@ def _is_run(folder: Path) -> bool:
     files = [os.path.join(folder, name) for name in FILES]
     # Not Path.is_file, which raises if the folder is not readable.
     return all(map(os.path.isfile, files[:2])) and not any(map(os.path.islink, files))
-
-
-def run_folder(root: Path, run: str) -> Path:
-    """The folder of a run, by its id.
-
-    Raises:
-        NotFound: There is no such run, or it lies outside the root.
-    """
-    absent = NotFound(f"there is no run {run!r} here")
-    parts = run.split("/")
-    if run != "." and any(part in ("", ".", "..") for part in parts):
-        raise absent
-    if "\0" in run or "\\" in run:
-        raise absent
-    try:
-        folder, home = (root / run).resolve(), root.resolve()
-        if not folder.is_relative_to(home) or not _is_run(folder):
-            raise absent
-    except (OSError, RuntimeError, ValueError):  # too long a name, links in a circle
-        raise absent from None
-    return folder
-
-
-@contextlib.contextmanager
-def reading(folder: Path, name: str = DATABASE) -> Iterator[sqlite3.Connection]:
-    """A connection that can only read and creates no file.
-
-    Args:
-        folder: The run.
-        name: Which of its databases.
-
-    Raises:
-        Unreadable: It is damaged, locked, gone, of another schema, or takes too long.
-    """
-    path = folder / name
-    try:
-        with contextlib.closing(_connect(path)) as connection:
-            connection.row_factory = sqlite3.Row
-            connection.execute("PRAGMA query_only = ON")
-            end = time.monotonic() + LONGEST_S
-            connection.set_progress_handler(lambda: time.monotonic() > end, BETWEEN_LOOKS)
-            yield connection
-    except sqlite3.Error as error:
-        late = str(error) == "interrupted"
-        reason = f"it takes longer than {LONGEST_S:g} s" if late else error
-        raise Unreadable(f"{name} cannot be read: {reason}") from None
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    try:
-        connection = connect_to_read(path)
-        check_schema(connection, path.name)
-    except RagenError as error:
-        raise Unreadable(str(error)) from None
-    return connection
 
 
 def loaded(text: str | None) -> Any:
@@ -197,40 +321,3 @@ def array_of(column: str, data: bytes) -> NDArray[Any]:
         return decompress(column, data)
     except (ValueError, TypeError, zlib.error) as error:
         raise Unreadable(f"{DATABASE} is damaged: {column} cannot be unpacked: {error}") from None
-
-
-def text_of(query: Query, name: str) -> str:
-    """A required parameter.
-
-    Raises:
-        Unanswered: It is missing.
-    """
-    if name not in query:
-        raise Unanswered(f"the parameter {name!r} is missing")
-    return query[name]
-
-
-def whole_number(query: Query, name: str) -> int:
-    """A required parameter that is a whole number of at most 64 bits.
-
-    Raises:
-        Unanswered: It is missing or invalid.
-    """
-    text = text_of(query, name)
-    try:
-        number = int(text)
-    except ValueError:
-        raise Unanswered(f"{name} = {text[:40]!r}: expected a whole number") from None
-    if not -(2**63) <= number < 2**63:
-        raise Unanswered(f"{name} = {text[:40]!r}: too large")
-    return number
-
-
-def folder_of(root: Path, query: Query) -> Path:
-    """The folder of the run that a request names.
-
-    Raises:
-        Unanswered: It names none.
-        NotFound: There is no such run.
-    """
-    return run_folder(root, text_of(query, "run"))

@@ -7,87 +7,93 @@ changes no time stamp.
 
 from __future__ import annotations
 
-import sqlite3
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.earlier import present_values
-from ragen.config.keys import nest, raw_values
+from ragen.config.keys import Flat, raw_values
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, difference
 from ragen.evaluation.outcomes import how_sampled
-from ragen.reports.facts import ALARM
-from ragen.storage.attempts import Counts, attempts_of, still_counts
+from ragen.reports.facts import ALARM, current
+from ragen.storage.attempts import attempts_of
 from ragen.storage.database import CONFIG, is_claimed
 from ragen.viewer.reading import (
     Answer,
-    Query,
-    Signature,
+    Request,
+    RunReader,
+    Runs,
     Unreadable,
-    find_runs,
     loaded,
     reading,
     signature,
 )
-from ragen.viewer.run_metrics import current, histories
 
 SPARK = 40
 """Points of a run's small curve."""
 
-_SUMMARIES: dict[Path, tuple[Signature, Answer]] = {}
+SETTINGS = {
+    **{"env": "env.name", "model": "model.path"},
+    **{name: name for name in ("algorithm", "recipe", "seed", "budget", "steps")},
+}
+"""The settings that a row shows, and their keys."""
 
-
-def runs(root: Path, query: Query) -> Answer:
-    """``/api/runs``: the runs of the folder, latest start first."""
-    found = [run_summary(root, run) for run in find_runs(root)]
-    found.sort(key=lambda run: (run["started"], run["run"]), reverse=True)
-    return {"folder": root.resolve().name, "runs": found}
-
-
-def run_summary(root: Path, run: str) -> Answer:
-    """One run's row in the list; if it cannot be read, ``problem`` says why."""
-    folder = (root / run).resolve()
-    now = signature(folder)
-    before, summary = _SUMMARIES.get(folder, (None, {}))
-    if before != now:
-        summary = _summarise(folder, now)
-        if summary["state"] != "unreadable":
-            _SUMMARIES[folder] = now, summary
-    if summary["state"] != "unreadable" and is_claimed(folder):
-        summary = summary | {"state": "running"}
-    return {"run": run, "name": folder.name} | summary
-
-
-def _summarise(folder: Path, stamps: Signature) -> Answer:
-    changed = [stamp[2] / 1e9 for stamp in stamps[:2] if stamp]
-    started = stamps[2][2] / 1e9 if stamps[2] else 0.0
-    times = {"updated": max(changed, default=None), "started": started}
-    try:
-        config = read_settings(folder)
-        with reading(folder) as connection:
-            return _NOTHING | times | config_facts(config) | _facts(connection, config)
-    except RagenError as error:
-        problem = str(error)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # SQLite checks no types
-        problem = f"the run holds a value that RAGEN does not write: {error}"
-    return _NOTHING | times | {"state": "unreadable", "problem": problem}
-
-
-_NOTHING: Answer = {
-    **dict.fromkeys(("env", "model", "algorithm", "recipe", "seed", "budget", "steps", "step")),
-    **dict.fromkeys(("attempts", "num_episodes", "success", "before", "gain", "random", "optimal")),
-    **{"spark": [], "alarms": 0, "last_event": None, "problem": None},
+UNKNOWN: Answer = {
+    **dict.fromkeys((*SETTINGS, "step", "attempts", "num_episodes", "success", "before", "gain")),
+    **dict.fromkeys(("random", "optimal", "last_event", "problem")),
+    **{"spark": [], "alarms": 0},
 }
 """The values of a run that cannot be read."""
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """The tables of a run's config, as in the file.
+def runs(asked: Request) -> Answer:
+    """``/api/runs``: the runs of the folder, latest start first."""
+    found = [run_summary(asked.runs, run) for run in asked.runs.ids()]
+    found.sort(key=lambda run: (run["started"], run["run"]), reverse=True)
+    return {"folder": asked.runs.root.resolve().name, "runs": found}
+
+
+def run_summary(runs: Runs, run: str) -> Answer:
+    """One run's row in the list; if it cannot be read, ``problem`` says why."""
+    folder = (runs.root / run).resolve()
+    now = signature(folder)
+    written, config = [stamp[2] / 1e9 for stamp in now[:2] if stamp], now[2]
+    times = {
+        "updated": max(written, default=None),
+        "started": config[2] / 1e9 if config else 0.0,
+    }
+    about = {"run": run, "name": folder.name} | UNKNOWN | times
+    before, summary = runs.summaries.get(folder, (None, {}))
+    if before != now:
+        try:
+            summary = _summary(folder)
+        except RagenError as error:
+            return about | {"state": "unreadable", "problem": str(error)}
+        runs.summaries[folder] = now, summary
+    return about | summary | ({"state": "running"} if is_claimed(folder) else {})
+
+
+def _summary(folder: Path) -> Answer:
+    """The part of a row that is cached.
+
+    Raises:
+        Unreadable: The run cannot be read.
+    """
+    config = read_settings(folder)
+    try:
+        with reading(folder) as run:
+            shown = {name: config.get(key) for name, key in SETTINGS.items()}
+            return shown | _progress(run, config)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # SQLite checks no types
+        raise Unreadable(f"the run holds a value that RAGEN does not write: {error}") from None
+
+
+def read_settings(folder: Path) -> Flat:
+    """The values of a run's config by dotted key, as in the file.
 
     They are not validated, so that an outdated value hides no run.
 
@@ -95,71 +101,54 @@ def read_settings(folder: Path) -> dict[str, Any]:
         Unreadable: There is no such file, or it is not TOML.
     """
     try:
-        tree = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        return nest(present_values(raw_values(tree)))
+        return present_values(raw_values(tomllib.loads((folder / CONFIG).read_text("utf-8"))))
     except OSError as error:
         raise Unreadable(f"config.toml cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Unreadable(f"config.toml is damaged: {error}") from None
 
 
-def config_facts(config: Mapping[str, Any]) -> Answer:
-    """The settings that a row shows."""
-    return {
-        "env": _inside(config, "env", "name"),
-        "model": _inside(config, "model", "path"),
-        **{key: config.get(key) for key in ("algorithm", "recipe", "seed", "budget", "steps")},
-    }
-
-
-def _inside(config: Mapping[str, Any], section: str, key: str) -> Any:
-    table = config.get(section)
-    return table.get(key) if isinstance(table, Mapping) else None
-
-
-def _facts(connection: sqlite3.Connection, config: Mapping[str, Any]) -> Answer:
-    attempts = attempts_of(connection)
-    course = current(
-        attempts, histories(connection, attempts, ("success/mean", "progress/updates"))
-    )
+def _progress(run: RunReader, config: Flat) -> Answer:
+    """How far a run got, and how successful it is."""
+    attempts = attempts_of(run.connection)
+    course = current(run.histories(("success/mean", "progress/updates")))
     # Evaluations by `ragen eval` have no step and may be of any environment: they are left out.
-    counting = evaluations(connection, still_counts(connection))
-    evaluated = [each for each in counting if each["step"] is not None]
-    temperature = _inside(config, "eval", "temperature")
+    evaluated = [each for each in evaluations(run) if each["step"] is not None]
+    temperature = config.get("eval.temperature")
     trained = [each for each in evaluated if each.get("temperature") == temperature]
     step = attempts[-1].last if attempts else 0
-    alarms = connection.execute("SELECT count(*) FROM events WHERE kind = ?", (ALARM,)).fetchone()
-    last = connection.execute(
+    last = run.rows(
         "SELECT step, kind, text, json_extract(data, '$.action') AS action FROM events"
         " ORDER BY id DESC LIMIT 1"
-    ).fetchone()
+    )
+    last_event = dict(last[0]) if last else None
     shown = trained[-1] if trained else evaluated[-1] if evaluated else {}
     return {
-        "state": _end(config, step, course.get("progress/updates", {}), trained, last),
+        "state": _end(config, step, course.get("progress/updates", {}), trained, last_event),
         "step": step,
         "attempts": len(attempts),
-        "num_episodes": connection.execute("SELECT count(*) FROM episodes").fetchone()[0],
+        "num_episodes": run.value("SELECT count(*) FROM episodes"),
         "success": _success(trained[-1]) if trained else None,
         "before": _success(trained[0]) if trained else None,
         "gain": _gain(trained),
         "random": shown.get("random"),
         "optimal": shown.get("optimal"),
         "spark": thinned(list(course.get("success/mean", {}).values()), SPARK),
-        "alarms": alarms[0],
-        "last_event": dict(last) if last else None,
+        "alarms": run.value("SELECT count(*) FROM events WHERE kind = ?", ALARM),
+        "last_event": last_event,
     }
 
 
 def _end(
-    config: Mapping[str, Any],
+    config: Flat,
     step: int,
     updates: Mapping[int, float],
     evaluated: list[Answer],
-    last: sqlite3.Row | None,
+    last: Answer | None,
 ) -> str:
     """The state of a run without a process: finished (and evaluated), stopped or interrupted."""
     spent = updates.get(step, 0.0) if config.get("budget") == "updates" else step
-    evaluates = _inside(config, "eval", "episodes") != 0
+    evaluates = config.get("eval.episodes") != 0
     complete = not evaluates or any(each["step"] == step for each in evaluated)
     if spent >= config.get("steps", Config.model_fields["steps"].default) and complete:
         return "finished"
@@ -167,29 +156,21 @@ def _end(
     return "stopped" if stopped else "interrupted"
 
 
-def evaluations(connection: sqlite3.Connection, counts: Counts) -> list[Answer]:
+def evaluations(run: RunReader) -> list[Answer]:
     """The evaluations of a run that still count, in order; those of ``ragen eval`` have no step.
 
     Each is its record, with time, step and way of sampling, and success as an interval.
     """
     found = []
-    for attempt, step, time, record in connection.execute(
-        "SELECT attempt, step, time, record FROM evaluations ORDER BY id"
-    ):
-        if step is not None and not counts(attempt, step):
-            continue
-        said = loaded(record)
-        success = interval(said, "success")
-        how = how_sampled(said.get("temperature", 1.0))
-        when = {"attempt": attempt, "step": step, "time": time, "how": how}
-        found.append(said | when | {"success": success})
+    for row in run.rows("SELECT attempt, step, time, record FROM evaluations ORDER BY id"):
+        if row["step"] is None or run.counts(row["attempt"], row["step"]):
+            said = loaded(row["record"])
+            low, high = said.get("success_low"), said.get("success_high")
+            success = {"value": said.get("success"), "low": low, "high": high}
+            how = how_sampled(said.get("temperature", 1.0))
+            when = {name: row[name] for name in ("attempt", "step", "time")}
+            found.append(said | when | {"how": how, "success": success})
     return found
-
-
-def interval(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A value of an evaluation's record with its confidence interval."""
-    low, high = record.get(f"{name}_low"), record.get(f"{name}_high")
-    return {"value": record.get(name), "low": low, "high": high}
 
 
 def _success(evaluation: Answer) -> Answer:

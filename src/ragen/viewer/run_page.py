@@ -1,61 +1,54 @@
-"""The page of one run: its settings, events, evaluations and recorded metrics."""
+"""The page of one run: its settings, events, evaluations and curves."""
 
 from __future__ import annotations
 
 import math
-import sqlite3
+from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from ragen.config.reading import flatten, read_config, resolve
 from ragen.core.errors import RagenError
-from ragen.reports.facts import EXACT, SIGNALS, TERMS, seconds_by_phase
-from ragen.storage.attempts import attempts_of, still_counts
+from ragen.core.metrics import Series
+from ragen.reports.facts import EXACT, SIGNALS, TERMS, current, rolled_back, seconds_by_phase
 from ragen.storage.database import CONFIG
-from ragen.viewer.reading import (
-    Answer,
-    Query,
-    Unreadable,
-    folder_of,
-    loaded,
-    reading,
-    run_folder,
-    text_of,
-)
+from ragen.viewer.reading import Answer, Request, RunReader, Unreadable, loaded
 from ragen.viewer.run_list import evaluations, read_settings, run_summary
-from ragen.viewer.run_metrics import current, histories
+
+COUNTED = {
+    "updates": "progress/updates",
+    "episodes": "progress/episodes",
+    "tokens": "progress/tokens",
+}
+"""The horizontal axes besides the step, and their metrics."""
 
 
-def run(root: Path, query: Query) -> Answer:
+def about(asked: Request) -> Answer:
     """``/api/run``: one run, without its curves and episodes.
 
     Raises:
         Unanswered: There is no such run, or it cannot be read.
     """
-    folder = folder_of(root, query)
-    summary = run_summary(root, query["run"])
+    folder = asked.folder()
+    summary = run_summary(asked.runs, asked.text("run"))
     if summary["state"] == "unreadable":
         raise Unreadable(summary["problem"])
-    with reading(folder) as connection:
-        attempts = attempts_of(connection)
-        names = [name for (name,) in connection.execute("SELECT DISTINCT name FROM metrics")]
-        measured = [name for name in names if name.startswith(("time/", *EXACT))]
-        found = histories(connection, attempts, measured)
-        course = current(attempts, found)
-        evaluated = evaluations(connection, still_counts(connection))
-        evaluating = math.fsum(
-            each.get("seconds", 0) for each in evaluated if each["step"] is not None
-        )
-        episode_steps = steps_of_episodes(connection)
-        found_events = events(connection)
+    with asked.reading() as run:
+        names = run.metric_names
+        found = run.histories([name for name in names if name.startswith(("time/", *EXACT))])
+        evaluated = evaluations(run)
+        steps = run.rows("SELECT DISTINCT attempt, step FROM episodes")
+        told = events(run)
+    own = [each.get("seconds", 0) for each in evaluated if each["step"] is not None]
     return summary | {
-        "config": flat_settings(folder),
-        "differences": differences(folder),
-        "events": found_events,
+        "config": read_settings(folder),
+        "differences": _differences(folder),
+        "events": told,
         "evaluations": evaluated,
-        "names": sorted(names),
-        "labels": {**SIGNALS, **{name: name for name in sorted(names) if name.startswith(TERMS)}},
-        "phases": seconds_by_phase(found, evaluating),
+        "names": names,
+        "labels": SIGNALS | {name: name for name in names if name.startswith(TERMS)},
+        "phases": seconds_by_phase(found, math.fsum(own)),
         "exactness": [
             {
                 "name": name,
@@ -63,59 +56,21 @@ def run(root: Path, query: Query) -> Answer:
                 "largest": max(series.values()),
                 "total": math.fsum(series.values()),
             }
-            for name, series in sorted(course.items())
-            if name.startswith(EXACT) and series
+            for name, series in sorted(current(found).items())
+            if name.startswith(EXACT)
         ],
-        "episode_steps": episode_steps,
+        "episode_steps": sorted({step for _, step in steps}),
     }
 
 
-def events(connection: sqlite3.Connection, after: int = 0) -> list[Answer]:
+def events(run: RunReader, after: int = 0) -> list[Answer]:
     """A run's events after the one with id `after`, in order."""
-    rows = connection.execute(
-        "SELECT id, attempt, step, time, kind, text, data FROM events WHERE id > ? ORDER BY id",
-        (after,),
-    )
+    columns = "id, attempt, step, time, kind, text, data"
+    rows = run.rows(f"SELECT {columns} FROM events WHERE id > ? ORDER BY id", after)
     return [dict(row) | {"data": loaded(row["data"])} for row in rows]
 
 
-def steps_of_episodes(connection: sqlite3.Connection) -> list[int]:
-    """The steps with recorded episodes, by one index lookup each; DISTINCT would scan the index."""
-    found: set[int] = set()
-    attempt = -1
-    while True:
-        (following,) = connection.execute(
-            "SELECT min(attempt) FROM episodes WHERE attempt > ?", (attempt,)
-        ).fetchone()
-        if following is None:
-            return sorted(found)
-        attempt = following
-        rows = connection.execute(
-            "WITH RECURSIVE steps (step) AS ("
-            "SELECT min(step) FROM episodes WHERE attempt = ?1 UNION ALL"
-            " SELECT (SELECT min(step) FROM episodes WHERE attempt = ?1 AND step > steps.step)"
-            " FROM steps WHERE step IS NOT NULL) SELECT step FROM steps WHERE step IS NOT NULL",
-            (attempt,),
-        )
-        found.update(step for (step,) in rows)
-
-
-def flat_settings(folder: Path) -> dict[str, Any]:
-    """A run's config by dotted key, as in the file."""
-    flat: dict[str, Any] = {}
-
-    def flatten_into(table: dict[str, Any], prefix: str) -> None:
-        for name, value in table.items():
-            if isinstance(value, dict):
-                flatten_into(value, f"{prefix}{name}.")
-            else:
-                flat[f"{prefix}{name}"] = value
-
-    flatten_into(read_settings(folder), "")
-    return flat
-
-
-def differences(folder: Path) -> list[Answer] | None:
+def _differences(folder: Path) -> list[Answer] | None:
     """The settings in which a run differs from its recipe, or from its preset without that recipe.
 
     ``None`` if the config is of another version, which cannot be compared. If the run has another
@@ -140,19 +95,58 @@ def differences(folder: Path) -> list[Answer] | None:
     ]
 
 
-def difference(root: Path, query: Query) -> Answer:
+def difference(asked: Request) -> Answer:
     """``/api/difference``: the keys in which two runs' configs differ.
 
     Raises:
         Unanswered: There is no such run, or its config cannot be read.
     """
-    a = flat_settings(folder_of(root, query))
-    b = flat_settings(run_folder(root, text_of(query, "other")))
-    keys = [*a, *(key for key in b if key not in a)]
+    a, b = (read_settings(asked.folder(name)) for name in ("run", "other"))
     return {
         "differences": [
             {"key": key, "a": a.get(key), "b": b.get(key)}
-            for key in keys
+            for key in a | b
             if a.get(key) != b.get(key)
         ]
     }
+
+
+def metrics(asked: Request) -> Answer:
+    """``/api/metrics``: curves over any axis, with the rolled-back parts.
+
+    Raises:
+        Unanswered: No run or no names are given, or the run cannot be read.
+    """
+    names = [name for name in asked.text("names").split(",") if name]
+    with asked.reading() as run:
+        found = run.histories({*names, *COUNTED.values(), "time/step_s"})
+    course = current(found)
+    axes = _axes(course)
+    place = {step: index for index, step in enumerate(axes["step"])}
+    return {
+        "run": asked.text("run"),
+        "axes": axes,
+        "names": {
+            name: {
+                "at": [place[step] for step in course.get(name, {})],
+                "values": list(course.get(name, {}).values()),
+                "left": [
+                    {"attempt": each.number, "steps": list(part), "values": list(part.values())}
+                    for each, part in rolled_back(found, name).items()
+                ],
+            }
+            for name in names
+        },
+    }
+
+
+def _axes(course: Mapping[str, Series]) -> dict[str, list[Any]]:
+    """The value of each axis at each step."""
+    steps = sorted({step for series in course.values() for step in series})
+    axes: dict[str, list[Any]] = {"step": steps}
+    for axis, name in COUNTED.items():
+        # Counts never fall: a step without one has that of the previous step.
+        axes[axis] = list(accumulate((course.get(name, {}).get(step, 0.0) for step in steps), max))
+    seconds = course.get("time/step_s", {})
+    axes["seconds"] = list(accumulate(seconds.get(step, 0.0) for step in steps))
+    return axes

@@ -1,34 +1,66 @@
-"""The web server of the viewer: a static front end, the JSON API and a stream of news."""
+"""The web server of the viewer: a static front end, the JSON API and a stream of news.
+
+The export (`ragen.viewer.share`) gets the API's answers from `ROUTES`, too.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import uvicorn
+from pydantic_core import to_jsonable_python
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ragen.core.errors import RagenError
+from ragen.viewer import (
+    collapse,
+    comparison,
+    episode_list,
+    episode_page,
+    phrases,
+    run_list,
+    run_page,
+)
 from ragen.viewer.branching import Branching
 from ragen.viewer.live import Live
-from ragen.viewer.reading import Answer, Query, Unanswered, folder_of, run_folder, whole_number
-from ragen.viewer.routes import ROUTES
+from ragen.viewer.reading import Answer, Request, Runs, Unanswered
 from ragen.viewer.security import AccessControl, is_loopback, refusal
+
+ROUTES: Mapping[str, Callable[[Request], Answer]] = MappingProxyType(
+    {
+        "/api/runs": run_list.runs,
+        "/api/run": run_page.about,
+        "/api/metrics": run_page.metrics,
+        "/api/difference": run_page.difference,
+        "/api/episodes": episode_list.episodes,
+        "/api/episode": episode_page.episode,
+        "/api/group": episode_page.group,
+        "/api/tokens": episode_page.tokens,
+        "/api/compare": comparison.compare,
+        "/api/levels": comparison.levels,
+        "/api/level": comparison.level,
+        "/api/phrases": phrases.phrases,
+        "/api/collapse": collapse.collapse,
+        "/api/matrix": collapse.matrix,
+    }
+)
+"""The paths of the API, and the functions that answer them."""
 
 STATIC = Path(__file__).parent / "static"
 
@@ -41,18 +73,15 @@ COMPRESSED = 2000
 LARGEST_BODY = 10_000
 """Largest body of a POST request, in bytes; it holds a few numbers."""
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class Json(JSONResponse):
-    """JSON in which numbers that are not finite are null, because JSON has none."""
+    """An answer as JSON; a lone surrogate, which UTF-8 cannot encode, is written as its escape."""
 
     def render(self, content: Any) -> bytes:
-        """The bytes; a lone surrogate, which UTF-8 cannot encode, is written as its escape."""
-        try:
-            return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
-        except (ValueError, TypeError):
-            return json.dumps(finite(content), allow_nan=False, separators=(",", ":")).encode()
+        """The bytes of the answer."""
+        return json.dumps(finite(content), separators=(",", ":")).encode()
 
 
 def finite(value: Any) -> Any:
@@ -61,16 +90,10 @@ def finite(value: Any) -> Any:
     SQLite does not check types: a database that another program wrote may have them in any column.
 
     Example:
-        >>> finite({"a": [1.0, math.nan], "b": math.inf})
+        >>> finite({"a": [1.0, float("nan")], "b": float("inf")})
         {'a': [1.0, None], 'b': None}
     """
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
-    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+    return to_jsonable_python(value, inf_nan_mode="null", bytes_mode="base64")
 
 
 def application(root: Path, port: int, token: str | None = None) -> Viewer:
@@ -81,13 +104,18 @@ def application(root: Path, port: int, token: str | None = None) -> Viewer:
         port: The server's port; a Host header has to name it.
         token: What every request has to present; ``None`` if only this machine has access.
     """
-    live, branching = Live(root), Branching()
+    runs, branching = Runs(root), Branching()
+    live = Live(runs)
+
+    def branches(asked: Request) -> Answer:
+        return branching.branches(asked.folder(), asked.whole_number("episode"))
+
     routes = [
         Route("/", _front_page),
-        *(Route(path, _endpoint(root, answer)) for path, answer in ROUTES.items()),
-        Route("/api/events", _events(root, live)),
-        Route("/api/branches", _endpoint(root, _branches(branching))),
-        Route("/api/branch", _branch(root, branching), methods=["POST"]),
+        *(Route(path, _endpoint(runs, answer)) for path, answer in ROUTES.items()),
+        Route("/api/branches", _endpoint(runs, branches)),
+        Route("/api/branch", _branch(runs, branching), methods=["POST"]),
+        Route("/api/events", _events(runs, live)),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     handlers = {HTTPException: _http_error, RagenError: _unanswered, Exception: _bug}
@@ -108,22 +136,22 @@ class Viewer(NamedTuple):
     branching: Branching
 
 
-async def _front_page(request: Request) -> Response:
+async def _front_page(request: HttpRequest) -> Response:
     return FileResponse(STATIC / "index.html")
 
 
-def _endpoint(root: Path, answer: Callable[[Path, Query], Answer]) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
+def _endpoint(runs: Runs, answer: Callable[[Request], Answer]) -> Endpoint:
+    async def endpoint(request: HttpRequest) -> Response:
         # Reading and building JSON take time, and must not block the event loop.
-        return await run_in_threadpool(lambda: Json(answer(root, dict(request.query_params))))
+        return await run_in_threadpool(lambda: Json(answer(Request(runs, request.query_params))))
 
     return endpoint
 
 
-def _events(root: Path, live: Live) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
+def _events(runs: Runs, live: Live) -> Endpoint:
+    async def endpoint(request: HttpRequest) -> Response:
         run = request.query_params.get("run")
-        folder = None if run is None else await run_in_threadpool(run_folder, root, run)
+        folder = None if run is None else await run_in_threadpool(runs.folder, run)
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         return StreamingResponse(live.stream(folder), media_type="text/event-stream")
@@ -131,27 +159,19 @@ def _events(root: Path, live: Live) -> Endpoint:
     return endpoint
 
 
-def _branches(branching: Branching) -> Callable[[Path, Query], Answer]:
-    return lambda root, query: branching.branches(
-        folder_of(root, query), whole_number(query, "episode")
-    )
-
-
-def _branch(root: Path, branching: Branching) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
+def _branch(runs: Runs, branching: Branching) -> Endpoint:
+    async def endpoint(request: HttpRequest) -> Response:
         body = await _body(request)
         if not isinstance(body.get("run"), str):
             raise Unanswered("the key 'run' is missing")
-
-        def start() -> Response:
-            return Json({"id": branching.start(run_folder(root, body["run"]), body)})
-
-        return await run_in_threadpool(start)
+        return await run_in_threadpool(
+            lambda: Json({"id": branching.start(runs.folder(body["run"]), body)})
+        )
 
     return endpoint
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _body(request: HttpRequest) -> dict[str, Any]:
     """The JSON object in the body of a request.
 
     Raises:
@@ -178,16 +198,16 @@ async def _body(request: Request) -> dict[str, Any]:
     return asked
 
 
-async def _http_error(request: Request, error: HTTPException) -> Response:
+async def _http_error(request: HttpRequest, error: HTTPException) -> Response:
     return refusal(error.status_code, error.detail)
 
 
-async def _unanswered(request: Request, error: RagenError) -> Response:
+async def _unanswered(request: HttpRequest, error: RagenError) -> Response:
     status = error.status if isinstance(error, Unanswered) else 409
     return refusal(status, " ".join(str(error).split()))
 
 
-async def _bug(request: Request, error: Exception) -> Response:
+async def _bug(request: HttpRequest, error: Exception) -> Response:
     return refusal(500, "a bug in the viewer; see its terminal for details")
 
 

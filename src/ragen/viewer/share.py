@@ -20,8 +20,8 @@ from ragen.core.errors import RagenError
 from ragen.core.files import cannot
 from ragen.viewer.bundle import page
 from ragen.viewer.phrases import spread
-from ragen.viewer.routes import answer
-from ragen.viewer.server import finite
+from ragen.viewer.reading import Request, Runs
+from ragen.viewer.server import ROUTES, finite
 
 MOST_MATRICES, MOST_LEVELS = 8, 12
 """Steps of cross-scores (by path) and levels (by phase) in a run's file, evenly over all."""
@@ -101,7 +101,7 @@ class _Held:
     """
 
     def __init__(self, folder: Path, start: str) -> None:
-        self.root, self.run, self.start = folder.parent, folder.name, start
+        self.runs, self.run, self.start = Runs(folder.parent), folder.name, start
         self.pages = [start.partition("?")[0]]
         self.answers: Answers = {}
         self._anonymizer = Anonymizer(folder)
@@ -110,7 +110,8 @@ class _Held:
     def ask(self, question: str, /, **params: Any) -> Any:
         """The answer to a request about the run, which is added to the file."""
         query = {"run": self.run} | {name: str(value) for name, value in params.items()}
-        found = self._anonymizer.anonymized(finite(answer(self.root, question, query)))
+        answer = ROUTES[question](Request(self.runs, query))
+        found = self._anonymizer.anonymized(finite(answer))
         # All curves are one answer, whichever of them a page requests (`static/api.js`).
         held = {"run": self.run} if question == "/api/metrics" else query
         self.answers[key_of(question, held)] = found
