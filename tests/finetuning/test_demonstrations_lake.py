@@ -37,7 +37,7 @@ def lake(level):
 
 
 def cells(env):
-    return dict(re.findall(r"(\w\d) (\S)", env._observation()))
+    return dict(re.findall(r"(\w\d) (\S)", env.observe()))
 
 
 def read(reply, max_actions=5):

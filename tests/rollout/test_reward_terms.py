@@ -229,7 +229,7 @@ class Misreader(FrozenLake):
 
     def read_thought(self, thought: str) -> Reading | None:
         if self.says == "moves":
-            self._player = (self._player + 1) % 16
+            self.player = (self.player + 1) % 16
             return None
         return self.says  # type: ignore[return-value]
 
@@ -243,7 +243,7 @@ def test_a_reading_of_another_kind_fails_the_episode() -> None:
 @pytest.mark.parametrize(
     ("says", "words"),
     [
-        ("moves", "must leave the environment as it was"),
+        ("moves", "must not change the environment"),
         ("much", "must return None or a Reading"),
         (Reading(1, 2, None), "true ≤ stated"),
     ],
