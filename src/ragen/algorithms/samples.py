@@ -49,56 +49,30 @@ def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample
         >>> [sample.token_ids for sample in join([(first, reply), (second, reply)], 0, 0)]
         [(1, 8, 2, 3, 8, 2)]
     """
-    parts: list[_SampleBuilder] = []
-    for number, exchange in enumerate(exchanges):
-        prompt, completion, logprobs = _tokens(*exchange)
-        if not parts or not parts[-1].extends_to(prompt):
-            parts.append(_SampleBuilder())
-        parts[-1].add(prompt, completion, logprobs, number)
-    return [part.sample(episode, group) for part in parts]
-
-
-def _tokens(
-    prompt: Prompt, completion: Completion
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    if prompt.token_ids is None or completion.token_ids is None or completion.logprobs is None:
-        raise RagenError(
-            "this policy returns text without token ids and logprobs, which cannot be trained on "
-            "exactly: train with a local model and keep the endpoint for evaluation"
+    samples, empty = list[Sample](), Sample((), (), (), (), (), episode, group)
+    for number, (prompt, completion) in enumerate(exchanges):
+        ids, sampled, logprobs = prompt.token_ids, completion.token_ids, completion.logprobs
+        if ids is None or sampled is None or logprobs is None:
+            raise RagenError(
+                "this policy returns text without token ids and logprobs, which cannot be trained "
+                "on exactly: train with a local model and keep the endpoint for evaluation"
+            )
+        assert sampled, "a completion has at least its end-of-turn token"
+        assert len(sampled) == len(logprobs)
+        last = samples.pop() if samples and _extends(ids, samples[-1].token_ids) else empty
+        context, spoken = len(ids) - len(last.token_ids), len(sampled)
+        longer = Sample(
+            ids + sampled,
+            last.loss_mask + (False,) * context + (True,) * spoken,
+            last.sampled_logprobs + (0.0,) * context + logprobs,
+            last.turn_index + (-1,) * context + (number,) * spoken,
+            last.turn_ends + (False,) * (context + spoken - 1) + (True,),
+            episode,
+            group,
         )
-    return prompt.token_ids, completion.token_ids, completion.logprobs
+        samples.append(longer)
+    return samples
 
 
-class _SampleBuilder:
-    """A sample to which turns are appended."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.mask: list[bool] = []
-        self.logprobs: list[float] = []
-        self.turn: list[int] = []
-        self.ends: list[bool] = []
-
-    def extends_to(self, prompt: tuple[int, ...]) -> bool:
-        return len(prompt) > len(self.ids) and list(prompt[: len(self.ids)]) == self.ids
-
-    def add(
-        self,
-        prompt: tuple[int, ...],
-        completion: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        number: int,
-    ) -> None:
-        assert completion, "a completion has at least its end-of-turn token"
-        context, sampled = prompt[len(self.ids) :], len(completion)
-        self.ids += context + completion
-        self.mask += [False] * len(context) + [True] * sampled
-        self.logprobs += (0.0,) * len(context) + logprobs
-        self.turn += [-1] * len(context) + [number] * sampled
-        self.ends += [False] * (len(context) + sampled - 1) + [True]
-
-    def sample(self, episode: int, group: int) -> Sample:
-        ids, mask, logprobs = tuple(self.ids), tuple(self.mask), tuple(self.logprobs)
-        turn, ends = tuple(self.turn), tuple(self.ends)
-        assert len({len(field) for field in (ids, mask, logprobs, turn, ends)}) == 1
-        return Sample(ids, mask, logprobs, turn, ends, episode, group)
+def _extends(ids: tuple[int, ...], earlier: tuple[int, ...]) -> bool:
+    return len(ids) > len(earlier) and ids[: len(earlier)] == earlier
