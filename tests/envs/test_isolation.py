@@ -21,7 +21,7 @@ from ragen.envs.registry import make
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.rollout.episode import play_episode
 from ragen.rollout.groups import run_groups
-from ragen.rollout.players import RandomPlayer
+from ragen.rollout.players import random_player
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup, make_setup
 from ragen.rollout.specs import EpisodeSpec
@@ -60,9 +60,9 @@ def test_the_proxy_is_the_environment(opened: Any, name: str) -> None:
     assert proxy.baselines(3, 2, 6) == plain.baselines(3, 2, 6)
     start = proxy.get_state()
     assert start == plain.get_state()
-    player = RandomPlayer(0)
+    player = random_player(0)
     for _ in range(2):
-        for action in player.act(plain, 1, 5, 5):
+        for action in player(plain, 1, 5, 5):
             shown = plain.step(action)
             assert (proxy.step(action), proxy.state_key()) == (shown, plain.state_key())
             assert proxy.picture() == plain.picture()

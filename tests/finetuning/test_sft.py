@@ -36,7 +36,7 @@ from ragen.finetuning.tokenizer import build
 from ragen.models.loading import load_policy
 from ragen.models.names import is_adapter
 from ragen.rollout.chat import Chat
-from ragen.rollout.players import SolverPlayer
+from ragen.rollout.players import solver
 from ragen.rollout.prompt import Limits
 from tests.cli.test_bad_input import ROGUE, mistake
 from tests.speaker import SETTINGS, settings, speaker
@@ -175,15 +175,13 @@ def test_the_plan_is_the_thought_and_the_answer() -> None:
     lake.reset(seed=123)
     prompt, limits = Prompt((), None, 0, 64, 1.0, 0), Limits(1, 5, 10, 5)
     for start, rest in (("", "<think>try "), ("<think>", "try "), ("<think>\n", "try ")):
-        said = Planner(lambda _: SolverPlayer(), prefill=start).act(
-            lake, Limits(1, 5, 10, 5), prompt
-        )
+        said = Planner(lambda _: solver, prefill=start).act(lake, Limits(1, 5, 10, 5), prompt)
         plan = lake.solve(5, 10, 5)
         assert len(plan) > 2
         assert said.text == (
             f"{rest}{' then '.join(plan)}</think><answer>{' || '.join(plan)}</answer>"
         )
-    spoken = Planner(lambda _: SolverPlayer(), think=False).act(lake, limits, prompt).text
+    spoken = Planner(lambda _: solver, think=False).act(lake, limits, prompt).text
     assert spoken == f"<answer>{' || '.join(plan)}</answer>"
 
 
@@ -198,7 +196,7 @@ def test_the_best_player_is_understood_in_every_chat(template: str, prefill: boo
 
 def test_the_embedded_tokenizer_knows_the_words_of_a_plan() -> None:
     plan = ["Left", "Down", "Dragon", "Phoenix", "Up"]
-    said = Planner(lambda _: SolverPlayer()).thought(plan)
+    said = Planner(lambda _: solver).thought(plan)
     assert len(build().encode(said, add_special_tokens=False)) == len(said.split()) == 10
 
 

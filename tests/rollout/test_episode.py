@@ -21,7 +21,7 @@ from ragen.envs.registry import make
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.groups import run_groups
-from ragen.rollout.players import PlayerPolicy, RandomPlayer, SolverPlayer
+from ragen.rollout.players import PlayerPolicy, random_player, solver
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup, make_setup
 from ragen.rollout.specs import EpisodeSpec
@@ -325,7 +325,7 @@ def test_a_player_that_cannot_play_is_the_users_mistake() -> None:
         def solve(self, *_: int) -> None:  # type: ignore[override]
             return None
 
-    for player in (RandomPlayer(0), SolverPlayer()):
+    for player in (random_player(0), solver):
         with pytest.raises(RagenError, match=r"free text|no solver"):
             asyncio.run(
                 run_groups(
@@ -337,7 +337,7 @@ def test_a_player_that_cannot_play_is_the_users_mistake() -> None:
 def test_a_solver_that_raises_fails_the_episode() -> None:
     how = setup(make=rogue("raise in solve"))
     found = asyncio.run(
-        play_episode(PlayerPolicy(lambda _: SolverPlayer()), how, EpisodeSpec(0, 0, 0, (0, "eval")))
+        play_episode(PlayerPolicy(lambda _: solver), how, EpisodeSpec(0, 0, 0, (0, "eval")))
     )
     assert found.stop_reason == "error" and "no plan" in (found.error or "")
 
@@ -345,7 +345,7 @@ def test_a_solver_that_raises_fails_the_episode() -> None:
 def test_players_play_without_tokens() -> None:
     found = asyncio.run(
         play_episode(
-            PlayerPolicy(lambda _: SolverPlayer(), prefill="<think>"),
+            PlayerPolicy(lambda _: solver, prefill="<think>"),
             setup(),
             EpisodeSpec(0, 0, 0, (0, "eval")),
         )

@@ -6,13 +6,13 @@ import pytest
 
 from ragen.core.errors import RagenError
 from ragen.envs.registry import make
-from ragen.rollout.players import PLAYERS, HumanPlayer, RandomPlayer, SolverPlayer, read_actions
+from ragen.rollout.players import PLAYERS, human, random_player, read_actions, solver
 
 
 def test_random_play_is_uniform_and_uses_the_whole_budget():
-    env, player = make("sokoban"), RandomPlayer(0)
-    assert [len(player.act(env, 5, left, 5)) for left in (10, 5, 3)] == [5, 5, 3]
-    counts = Counter(action for _ in range(400) for action in player.act(env, 5, 10, 10))
+    env, player = make("sokoban"), random_player(0)
+    assert [len(player(env, 5, left, 5)) for left in (10, 5, 3)] == [5, 5, 3]
+    counts = Counter(action for _ in range(400) for action in player(env, 5, 10, 10))
     assert set(counts) == set(env.actions)
     # Standard deviation √(4000·¼·¾) = 27.4; four of them.
     assert all(abs(count - 1000) < 110 for count in counts.values())
@@ -20,14 +20,14 @@ def test_random_play_is_uniform_and_uses_the_whole_budget():
 
 def test_random_play_follows_from_its_seed():
     env = make("sokoban")
-    assert RandomPlayer(3).act(env, 5, 10, 10) == RandomPlayer(3).act(env, 5, 10, 10)
-    assert RandomPlayer(3).act(env, 5, 10, 10) != RandomPlayer(4).act(env, 5, 10, 10)
+    assert random_player(3)(env, 5, 10, 10) == random_player(3)(env, 5, 10, 10)
+    assert random_player(3)(env, 5, 10, 10) != random_player(4)(env, 5, 10, 10)
 
 
 def test_the_solver_solves():
     env = make("frozen-lake-still")
     env.reset(seed=123)
-    for action in SolverPlayer().act(env, 1, 6, 6):
+    for action in solver(env, 1, 6, 6):
         *_, info = env.step(action)
     assert info["success"]
 
@@ -41,16 +41,20 @@ class Unknown:
 
 def test_environments_without_actions_or_solver_are_refused():
     with pytest.raises(RagenError, match="no solver"):
-        SolverPlayer().act(Unknown(), 1, 1, 1)
+        solver(Unknown(), 1, 1, 1)
     with pytest.raises(RagenError, match="free text"):
-        RandomPlayer(0).act(Unknown(), 1, 1, 1)
-    assert HumanPlayer(lambda text: "any words").act(Unknown(), 1, 1, 1) == ["any words"]
+        random_player(0)(Unknown(), 1, 1, 1)
+    assert human(Unknown(), 1, 1, 1, lambda text: "any words") == ["any words"]
 
 
 def test_a_person_is_asked_again_with_the_reason():
     lines, questions = iter(["", "fly", "u u u", "u d"]), []
-    player = HumanPlayer(lambda question: (questions.append(question), next(lines))[1])
-    assert player.act(make("sokoban"), 5, 10, 2) == ["Up", "Down"]
+
+    def answer(question):
+        questions.append(question)
+        return next(lines)
+
+    assert human(make("sokoban"), 5, 10, 2, answer) == ["Up", "Down"]
     assert questions == [
         "Up Down Left Right (up to 2) > ",
         "type 1 to 2 of: Up Down Left Right > ",
@@ -74,4 +78,4 @@ def test_names_of_several_words_and_ambiguous_prefixes():
 
 def test_players_by_name():
     assert set(PLAYERS) == {"random", "solver", "human"}
-    assert PLAYERS["random"](7).act(make("bandit"), 1, 1, 1)[0] in ("Dragon", "Phoenix")
+    assert PLAYERS["random"](7)(make("bandit"), 1, 1, 1)[0] in ("Dragon", "Phoenix")

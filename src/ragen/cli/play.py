@@ -47,7 +47,7 @@ def _play(
             f"turn {turn + 1} of {settings.max_turns}, {actions_left} actions left", align="left"
         )
         console.print(Text(env.observation))
-        for action in player.act(env.env, turns_left, actions_left, settings.actions_per_turn):
+        for action in player(env.env, turns_left, actions_left, settings.actions_per_turn):
             reward = env.step(action)
             total += reward
             actions_left -= 1

@@ -26,7 +26,7 @@ from ragen.core.files import whole_file
 from ragen.core.seeding import derive
 from ragen.envs.contract import Baselines, Env
 from ragen.envs.registry import make
-from ragen.rollout.players import Player, RandomPlayer, SolverPlayer
+from ragen.rollout.players import Player, random_player, solver
 
 VERSION = 1
 """Part of the cache key, with the sources of the environment. Raise it when results change here."""
@@ -136,14 +136,14 @@ def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baseli
     env.reset(seed=level, options={"noise_seed": 0})
     random = [(False, 0.0)]
     if env.actions is not None:
-        player = RandomPlayer(derive(0, "reference", level))
+        player = random_player(derive(0, "reference", level))
         random = [_play(env, player, budget, level, draw) for draw in range(draws)]
     with boundary("solve", CALL_S):
         env.reset(seed=level, options={"noise_seed": 0})
         plan = env.solve(budget.turns, budget.actions, budget.actions_per_turn)
     optimal: list[tuple[bool, float]] = []
     if plan is not None:
-        optimal = [_play(env, SolverPlayer(), budget, level, draw) for draw in range(draws)]
+        optimal = [_play(env, solver, budget, level, draw) for draw in range(draws)]
     return Baselines(
         random=statistics.fmean(success for success, _ in random),
         optimal=statistics.fmean(success for success, _ in optimal) if optimal else None,
@@ -159,7 +159,7 @@ def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tu
     with boundary("an episode of its baselines", CALL_S):
         env.reset(seed=level, options={"noise_seed": derive(0, "reference noise", level, draw)})
         for turns_left in range(budget.turns, 0, -1):
-            for action in player.act(env, turns_left, actions_left, budget.actions_per_turn):
+            for action in player(env, turns_left, actions_left, budget.actions_per_turn):
                 _, reward, terminated, truncated, info = env.step(action)
                 total += float(reward)
                 actions_left -= 1

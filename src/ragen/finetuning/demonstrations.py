@@ -81,8 +81,8 @@ class Planner(PlayerPolicy):
     learning. The embedded models' tokenizer knows the words.
 
     Example:
-        >>> from ragen.rollout.players import SolverPlayer
-        >>> Planner(lambda _: SolverPlayer()).thought(["Right", "Down"])
+        >>> from ragen.rollout.players import solver
+        >>> Planner(lambda _: solver).thought(["Right", "Down"])
         'try Right then Down'
     """
 

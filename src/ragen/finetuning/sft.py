@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchan
 from ragen.models.names import resolve_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
-from ragen.rollout.players import SolverPlayer
+from ragen.rollout.players import solver
 from ragen.rollout.prompt import prefill
 from ragen.rollout.setup import make_setup
 from ragen.storage.checkpoint import new_folder
@@ -221,7 +222,8 @@ def solver_examples(config: Config, chat: Chat, episodes: int) -> Examples:
         RagenError: The environment has no solver, fails in every episode, or too few are solved.
     """
     setup = make_setup(config, chat)
-    player = SolverPlayer("give conversations to learn from with --data FILE.jsonl")
+    remedy = "give conversations to learn from with --data FILE.jsonl"
+    player = partial(solver, instead=remedy)
     policy = Planner(
         lambda _: player, setup.think, setup.prefill, lambda text: (*chat.encode(text), chat.end)
     )

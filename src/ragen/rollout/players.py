@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -14,97 +13,86 @@ from ragen.envs.contract import Env, pick
 from ragen.rollout.policies import written_completion
 from ragen.rollout.prompt import Limits
 
+Player = Callable[[Env, int, int, int], list[str]]
+"""Chooses the actions of a turn, in order: at least one, and as many as the budgets allow.
 
-class Player(Protocol):
-    """Chooses the actions of one turn."""
-
-    def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        """Actions for this turn, in order: at least one, at most the smaller of the last two.
-
-        The budgets are those left, this turn included. A player must not change the environment.
-        """
-        ...
+The numbers are the turns left (this one included), the actions left, and the actions per turn. A
+player must not change the environment.
+"""
 
 
-class RandomPlayer:
+def random_player(seed: int) -> Player:
     """Random play: uniformly random valid actions, as many as the budgets allow.
+
+    The player raises `RagenError` where the environment takes free text.
 
     Example:
         >>> from ragen.envs.registry import make
-        >>> len(RandomPlayer(0).act(make("sokoban"), 5, 10, 5))
+        >>> len(random_player(0)(make("sokoban"), 5, 10, 5))
         5
     """
+    generator = np.random.Generator(np.random.PCG64(seed))
 
-    def __init__(self, seed: int) -> None:
-        self._generator = np.random.Generator(np.random.PCG64(seed))
-
-    def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        """As many actions as the budgets allow.
-
-        Raises:
-            RagenError: The environment takes free text, so there is nothing to choose from.
-        """
+    def play(env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
         if env.actions is None:
             raise RagenError(f"{env.name} takes free text: there is no random player for it")
         count = min(actions_left, actions_per_turn)
-        return [pick(self._generator, env.actions) for _ in range(count)]
+        return [pick(generator, env.actions) for _ in range(count)]
+
+    return play
 
 
-class SolverPlayer:
+def solver(
+    env: Env,
+    turns_left: int,
+    actions_left: int,
+    actions_per_turn: int,
+    instead: str = "play it with random, human or a model",
+) -> list[str]:
     """Optimal play, by the environment's own solver (`Env.solve`).
 
-    `instead` is the remedy in the message where the environment has no solver.
+    Raises:
+        RagenError: The environment has no solver; `instead` is the remedy in the message.
+        UserCodeError: Its solver fails.
 
     Example:
         >>> from ragen.envs.registry import make
-        >>> SolverPlayer().act(make("bandit"), 1, 1, 1)
+        >>> solver(make("bandit"), 1, 1, 1)
         ['Dragon']
     """
-
-    def __init__(self, instead: str = "play it with random, human or a model") -> None:
-        self._instead = instead
-
-    def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        """The actions of `Env.solve`.
-
-        Raises:
-            RagenError: The environment has no solver.
-            UserCodeError: Its solver fails.
-        """
-        with boundary("solve"):
-            actions = env.solve(turns_left, actions_left, actions_per_turn)
-        if actions is None:
-            raise RagenError(f"{env.name} has no solver; {self._instead}")
-        return actions
+    with boundary("solve"):
+        actions = env.solve(turns_left, actions_left, actions_per_turn)
+    if actions is None:
+        raise RagenError(f"{env.name} has no solver; {instead}")
+    return actions
 
 
-class HumanPlayer:
+def human(
+    env: Env,
+    turns_left: int,
+    actions_left: int,
+    actions_per_turn: int,
+    ask: Callable[[str], str] = input,
+) -> list[str]:
     """A person who types action names or prefixes, separated by spaces, commas or ``||``.
 
-    `ask` shows a text and returns the typed line, like `input`.
+    `ask` shows a text and returns the typed line; the person is asked until the line is valid.
 
     Example:
         >>> from ragen.envs.registry import make
         >>> lines = iter(["fly", "r, d", "right d"])
-        >>> HumanPlayer(lambda text: next(lines)).act(make("sokoban"), 5, 10, 5)
+        >>> human(make("sokoban"), 5, 10, 5, lambda text: next(lines))
         ['Right', 'Down']
     """
-
-    def __init__(self, ask: Callable[[str], str] = input) -> None:
-        self._ask = ask
-
-    def act(self, env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        """Ask until the line is valid. Exceptions of `ask`, such as the end of input, propagate."""
-        limit = min(actions_left, actions_per_turn)
-        if env.actions is None:
-            return [self._ask("> ")]
-        question = f"{' '.join(env.actions)} (up to {limit}) > "
-        while True:
-            line = self._ask(question)
-            try:
-                return read_actions(line, env.actions, limit)
-            except ValueError as problem:
-                question = f"{problem} > "
+    if env.actions is None:
+        return [ask("> ")]
+    limit = min(actions_left, actions_per_turn)
+    question = f"{' '.join(env.actions)} (up to {limit}) > "
+    while True:
+        try:
+            return read_actions(ask(question), env.actions, limit)
+        except ValueError as problem:
+            question = f"{problem} > "
 
 
 def read_actions(line: str, names: tuple[str, ...], limit: int) -> list[str]:
@@ -158,9 +146,8 @@ class PlayerPolicy:
 
     def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
         """The player's turn as a completion."""
-        actions = self._make(prompt.seed).act(
-            env, limits.turns_left, limits.actions_left, limits.actions_per_turn
-        )
+        play = self._make(prompt.seed)
+        actions = play(env, limits.turns_left, limits.actions_left, limits.actions_per_turn)
         thought = f"<think>{self.thought(actions)}</think>" if self._think else ""
         reply = f"{thought}<answer>{' || '.join(actions)}</answer>"
         # A template may open the thought with white space behind the tag.
@@ -172,8 +159,8 @@ class PlayerPolicy:
 
 
 PLAYERS: dict[str, Callable[[int], Player]] = {
-    "random": RandomPlayer,
-    "solver": lambda seed: SolverPlayer(),
-    "human": lambda seed: HumanPlayer(),
+    "random": random_player,
+    "solver": lambda seed: solver,
+    "human": lambda seed: human,
 }
 """Players by name; the function makes one from a seed."""
