@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,14 @@ def test_the_matrix_tells_its_cells(visitor: Visitor) -> None:
     page.mouse.move(0, 0)
     said = page.locator(".matrix-said")
     expect(said).to_contain_text("log p(thought | prompt)")
-    steps = [each["step"] for each in visitor.api("/api/collapse?run=lake")["matrix_steps"]]
+    found = visitor.api("/api/collapse?run=lake")
+    steps = [each["step"] for each in found["matrix_steps"]]
     matrix = visitor.api(f"/api/matrix?run=lake&step={steps[-1]}&path=first")
     thought = next(each for each in matrix["thoughts"] if each.strip())
     assert box["height"] > 100 and len(matrix["scores"][0]) == len(matrix["prompts"])
     assert len(matrix["thoughts"]) == len(matrix["own"]) and thought
+    retrieval = math.floor(100 * found["paths"]["first"]["retrieval"][-1] + 0.5)
+    expect(page.get_by_role("main")).to_contain_text(f"For {retrieval} % of the thoughts")
 
 
 def test_gradients_by_bucket_of_reward_std(visitor: Visitor) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from torch import tensor
 
 from ragen.algorithms.filters import FILTERS, SCORES
 from ragen.core.types import StopReason
-from ragen.diagnostics.information import retrieval
 from ragen.viewer.episode_page import TRAINED
 from tests.browser.visitor import Visitor
 
@@ -42,15 +40,6 @@ def test_every_end_has_its_words(said: Any) -> None:
 def test_tokens_are_coloured_by_what_the_api_tells(said: Any) -> None:
     series = said("tokens.js", "return Object.values(m.COLOURS).map((each) => each.series)")
     assert {*filter(None, series), "return"} == TRAINED.keys()
-
-
-def test_the_matrix_counts_what_the_metric_beside_it_counts(said: Any) -> None:
-    scores = [[-1.0, -2.0, -9.0], [-1.0, -1.5, -9.0], [-3.0, -3.0, -3.0], [-2.0, -1.0, -1.0]]
-    own = [0, 1, 2, 1]  # found, missed, one of three alike, one of two alike
-    shown = said("matrix.js", "return m.retrieved(given)", {"scores": scores, "own": own})
-    assert shown == pytest.approx(retrieval(tensor(scores), tensor(own), k=1))
-    never = {"scores": [[None, -5.0], [-5.0, None]], "own": [0, 0]}  # null is −∞
-    assert said("matrix.js", "return m.retrieved(given)", never) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,16 @@
 // The addresses of pages, and lists of runs in one parameter.
 
-import { reachable } from "./api.js";
+import { given, reachable } from "./api.js";
+import { known } from "./numbers.js";
 
 /**
  * The address of a page: `link("episode", {run, id}, {turn: 2})`. Absent values are left out. It is
  * undefined for a page that a shared file does not hold: an `<a>` without href is plain text.
  */
 export function link(page, params = {}, query = {}) {
-  const path = page === "runs" ? [] : [page, params.run, params.id];
-  const there = path.filter((part) => part !== undefined && part !== null);
-  const pairs = Object.entries(query)
-    .filter(([, value]) => value !== null && value !== undefined && value !== "")
-    .map(([name, value]) => `${name}=${readable(value)}`);
-  const address = `#/${there.map(encodeURIComponent).join("/")}`;
+  const path = page === "runs" ? [] : [page, params.run, params.id].filter(known);
+  const pairs = given(query).map(([name, value]) => `${name}=${readable(value)}`);
+  const address = `#/${path.map(encodeURIComponent).join("/")}`;
   if (!reachable(page, address, params, query)) return undefined;
   return pairs.length ? `${address}?${pairs.join("&")}` : address;
 }

@@ -1,6 +1,7 @@
 // Communication with the server: requests (`get`, `useApi`), one command (`post`) and news
 // (`useEvents`). A shared file has no server: the answers are in the page.
 
+import { known } from "./numbers.js";
 import { useCallback, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const RETRY_MS = 2000; // A server that is gone is usually being restarted.
@@ -24,33 +25,30 @@ export function reachable(page, address, { run }, { attempt, step, phase, group 
 }
 
 /** An error with one line for users; `status` is 0 if the server did not answer. */
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(message, status) {
     super(message);
     this.status = status;
   }
 }
 
+/** The parameters that are not absent, as pairs. */
+export function given(params) {
+  return Object.entries(params).filter(([, value]) => known(value) && value !== "");
+}
+
 /**
  * The address of a request: the path and its parameters, sorted by name, without absent ones. It is
  * the key of an answer in a shared file (`ragen/viewer/share.py` makes the same keys).
  */
-export function keyOf(path, params = {}) {
-  const pairs = Object.keys(params)
-    .filter((name) => params[name] !== null && params[name] !== undefined && params[name] !== "")
-    .sort()
-    .map((name) => `${encodeURIComponent(name)}=${encodeURIComponent(params[name])}`);
+function keyOf(path, params = {}) {
+  const pairs = given(params).sort().map((pair) => pair.map(encodeURIComponent).join("="));
   return pairs.length ? `${path}?${pairs.join("&")}` : path;
 }
 
-/** The answer to a request; throws an `ApiError`, or an `AbortError` after `signal`. */
+/** The answer to a request; throws an `ApiError`. A shared file holds all curves under one key. */
 export async function get(path, params, signal) {
-  if (shared) return held(path, params);
-  return answer(keyOf(path, params), { signal });
-}
-
-/** An answer in the shared file; it holds all curves under one key. */
-function held(path, params) {
+  if (!shared) return answer(keyOf(path, params), { signal });
   const key = keyOf(path, path === "/api/metrics" ? { run: params.run } : params);
   if (Object.hasOwn(snapshot, key)) return snapshot[key];
   throw new ApiError("This is not part of the shared file.", 404);
@@ -63,20 +61,15 @@ export async function post(path, body) {
 }
 
 async function answer(url, options) {
-  let response;
-  try {
-    response = await fetch(url, options);
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
+  const response = await fetch(url, options).catch(() => {
     throw new ApiError("The server does not answer. Is `ragen view` still running?", 0);
-  }
-  const data = await response.json().catch((error) => {
-    if (error.name === "AbortError") throw error;
-    const { status } = response;
+  });
+  const { ok, status } = response;
+  const data = await response.json().catch(() => {
     throw new ApiError(`The server's answer cannot be read (status ${status}).`, status);
   });
   // Only the status is decisive: a failed episode has an `error`, too.
-  if (!response.ok) throw new ApiError(data.error, response.status);
+  if (!ok) throw new ApiError(data.error, status);
   return data;
 }
 
@@ -100,16 +93,14 @@ export function useApis(questions) {
   return { data, error: errors.find(Boolean) ?? null, reload };
 }
 
-const NOTHING = { key: null, keys: [], answers: [], errors: [] };
-
 /**
  * Several requests in parallel: `{answers, errors, reload}` in their order, with null for missing
  * ones. An answer stays while its request is repeated; a server that is gone is retried.
  */
 export function useAnswers(questions) {
-  const keys = questions.map(([path, params]) => keyOf(path, params));
+  const keys = questions.map((question) => keyOf(...question));
   const key = JSON.stringify(keys);
-  const [state, setState] = useState(NOTHING);
+  const [state, setState] = useState({ key: null, found: {}, errors: [] });
   const asking = useRef({ controller: null, again: false });
   const ask = useCallback(async () => {
     const controller = (asking.current.controller = new AbortController());
@@ -118,11 +109,9 @@ export function useAnswers(questions) {
     if (controller.signal.aborted) return;
     asking.current.controller = null;
     const errors = results.map(({ reason }) => reason ?? null);
-    const defect = errors.find((error) => error && !(error instanceof ApiError));
-    if (defect) throw defect;
     setState((old) => {
-      const before = known(old, keys);
-      return { key, keys, answers: results.map(({ value }, i) => value ?? before[i]), errors };
+      const pairs = results.map(({ value }, i) => [keys[i], value ?? old.found[keys[i]]]);
+      return { key, found: Object.fromEntries(pairs), errors };
     });
     if (asking.current.again) reload();
   }, [key]);
@@ -138,16 +127,10 @@ export function useAnswers(questions) {
       asking.current = { controller: null, again: false };
     };
   }, [ask]);
-  const same = state.key === key;
-  const answers = useMemo(() => (same ? state.answers : known(state, keys)), [state, key]);
-  const errors = same ? state.errors : keys.map(() => null);
+  const answers = useMemo(() => keys.map((each) => state.found[each] ?? null), [state, key]);
+  const errors = state.key === key ? state.errors : keys.map(() => null);
   useRetry(errors.find((error) => error?.status === 0) ?? null, reload);
   return { answers, errors, reload };
-}
-
-/** The answers of a state for the requests `keys`, with null for missing ones. */
-function known(state, keys) {
-  return keys.map((key) => state.answers[state.keys.indexOf(key)] ?? null);
 }
 
 /** Retry after a while if `error` says that the server did not answer. */
@@ -161,20 +144,35 @@ export function useRetry(error, reload) {
 
 /**
  * Listen to news: with `{run}` to its `step` and `alarm`, to the `end` of its process and to the `begin`
- * of one that resumes it; with `{}` to `runs`; with null to nothing. `again` is called when a lost
- * connection is back, because news may have been missed.
+ * of one that resumes it; with `{}` to `runs`. `again` is called when a lost connection is back,
+ * because news may have been missed.
  */
 export function useEvents(params, handlers) {
   const latest = useRef(handlers);
   latest.current = handlers;
-  const key = params && keyOf("/api/events", params);
+  const key = keyOf("/api/events", params);
   useEffect(() => {
-    if (shared || key === null) return undefined;
-    const hear = (name, said) => latest.current[name]?.(said);
+    if (shared) return undefined;
+    const hear = (name) => latest.current[name]?.();
     if (!streams.has(key)) streams.set(key, streamOf(key));
-    streams.get(key).add(hear);
-    return () => streams.get(key).leave(hear) && streams.delete(key);
+    const { hearers, end } = streams.get(key);
+    hearers.add(hear);
+    return () => {
+      hearers.delete(hear);
+      if (hearers.size) return;
+      end();
+      streams.delete(key);
+    };
   }, [key]);
+}
+
+/** A request that is repeated whenever its run, or any if it names another, has news. */
+export function useLive(path, params) {
+  const answer = useApi(path, params);
+  const { reload } = answer;
+  const run = params.other ? undefined : params.run;
+  useEvents({ run }, { step: reload, end: reload, runs: reload, again: reload });
+  return answer;
 }
 
 const streams = new Map(); // By address: one connection for all parts of a page.
@@ -185,7 +183,7 @@ const streams = new Map(); // By address: one connection for all parts of a page
  */
 function streamOf(address) {
   const hearers = new Set();
-  const tell = (name, said = null) => hearers.forEach((hear) => hear(name, said));
+  const tell = (name) => hearers.forEach((hear) => hear(name));
   let source = null;
   let missed = false;
   const close = () => {
@@ -201,21 +199,15 @@ function streamOf(address) {
       missed = false;
     };
     for (const name of ["begin", "step", "alarm", "end", "runs"]) {
-      source.addEventListener(name, ({ data }) => tell(name, JSON.parse(data)));
+      source.addEventListener(name, () => tell(name));
     }
   };
   const turn = () => (document.hidden ? close() : source || open());
   document.addEventListener("visibilitychange", turn);
   turn();
-  return {
-    add: (hear) => hearers.add(hear),
-    /** Remove a listener. Returns whether it was the last one, which closes the connection. */
-    leave(hear) {
-      hearers.delete(hear);
-      if (hearers.size) return false;
-      document.removeEventListener("visibilitychange", turn);
-      close();
-      return true;
-    },
+  const end = () => {
+    document.removeEventListener("visibilitychange", turn);
+    close();
   };
+  return { hearers, end };
 }

@@ -1,9 +1,9 @@
 // The frame around all pages: it reads the address, loads the page and draws the header.
 
-import { link } from "./addresses.js";
-import { shared, start } from "./api.js";
+import { link, visit } from "./addresses.js";
+import { start } from "./api.js";
 import { activeKeys, useKeys } from "./keys.js";
-import { Loading, Problem, Text, useReady, useStored } from "./parts.js";
+import { Problem, Status, Text, useReady } from "./parts.js";
 import {
   html, render, useEffect, useErrorBoundary, useLayoutEffect, useRef, useState,
 } from "./vendor/preact-htm.js";
@@ -22,11 +22,11 @@ const PAGES = {
 
 // The pages of a run in the header, each with the second key of `g …`.
 const PLACES = [
-  ["run", "Run", "r"],
-  ["episodes", "Episodes", "e"],
-  ["levels", "Then and now", "t"],
-  ["collapse", "Collapse", "c"],
-  ["evaluations", "Evaluations", "v"],
+  { name: "run", title: "Run", key: "r" },
+  { name: "episodes", title: "Episodes", key: "e" },
+  { name: "levels", title: "Then and now", key: "t" },
+  { name: "collapse", title: "Collapse", key: "c" },
+  { name: "evaluations", title: "Evaluations", key: "v" },
 ];
 
 /** The parts of the address `#/PAGE/RUN/ID?name=value`. */
@@ -66,36 +66,29 @@ function App() {
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);
   }, []);
-  const go = (name) => () => {
-    if (name !== "runs" && !params.run) return false;
-    const address = link(name, name === "runs" ? {} : { run: params.run });
-    if (address) location.hash = address;
-    return Boolean(address);
-  };
-  const jumps = Object.fromEntries(PLACES.map(([name, , key]) => [`g ${key}`, go(name)]));
-  const there = params.run ? PLACES.filter(([name]) => link(name, params)) : [];
-  const lines = there.map(([, title, key]) => [`g ${key}`, title]);
+  const { run } = params;
+  const list = { name: "runs", title: "List of runs", key: "l", href: link("runs") };
+  const places = PLACES.map((place) => ({ ...place, href: run && link(place.name, { run }) }));
+  const there = [list, ...places].filter(({ href }) => href);
+  const jumps = there.map(({ key, href }) => [`g ${key}`, () => visit(href)]);
+  const lines = there.map(({ key, title }) => [`g ${key}`, title]);
   useKeys(
-    { "?": () => setHelp(true), "g l": go("runs"), ...jumps },
-    { "?": "these keys", ...(!shared && { "g l": "List of runs" }), ...Object.fromEntries(lines) },
+    { "?": () => setHelp(true), ...Object.fromEntries(jumps) },
+    { "?": "these keys", ...Object.fromEntries(lines) },
   );
-  return html`<${Head} page=${page} run=${params.run} onHelp=${() => setHelp(true)} />
-    <${Place} key=${[page, params.run, params.id].join("\n")} ...${{ page, params, query }} />
+  return html`<${Head} places=${there} ...${{ page, run }} onHelp=${() => setHelp(true)} />
+    <${Place} key=${[page, run, params.id].join("\n")} ...${{ page, params, query }} />
     ${help && html`<${Help} onClose=${() => setHelp(false)} />`}`;
 }
 
-function Head({ page, run, onHelp }) {
+function Head({ places, page, run, onHelp }) {
   const current = (name) => (name === page ? "page" : undefined);
-  const places = run ? PLACES.filter(([name]) => link(name, { run })) : [];
+  const ofRun = places.filter(({ name }) => name !== "runs");
   return html`<header class="head">
     <a class="brand" href=${link("runs")} aria-current=${current("runs")}>RAGEN</a>
     ${run && html`<span class="crumb" title=${run}><${Text} text=${run} /></span>`}
-    ${places.length > 0 &&
-    html`<nav aria-label="Pages of the run">
-      ${places.map(
-        ([name, title]) =>
-          html`<a href=${link(name, { run })} aria-current=${current(name)}>${title}</a>`,
-      )}
+    ${ofRun.length > 0 && html`<nav aria-label="Pages of the run">${ofRun.map(
+      ({ name, title, href }) => html`<a href=${href} aria-current=${current(name)}>${title}</a>`)}
     </nav>`}
     <span class="grow"></span>
     <${Theme} />
@@ -105,21 +98,28 @@ function Head({ page, run, onHelp }) {
 
 const THEMES = { auto: "◐", light: "☀", dark: "☾" };
 
+/** The browser's storage; undefined if it is not allowed, as in the frame of a mail program. */
+const memory = (() => {
+  try {
+    return window.localStorage;
+  } catch {
+    return undefined; // Even the access is forbidden.
+  }
+})();
+
+/** The choice of colours, which is kept between visits if the browser has storage. */
 function Theme() {
-  const [theme, setTheme] = useStored("theme", "auto");
+  const [theme, setTheme] = useState(memory?.getItem("theme") ?? "auto");
   useEffect(() => {
     if (theme === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
+    memory?.setItem("theme", theme);
     dispatchEvent(new Event("theme"));
   }, [theme]);
   const names = Object.keys(THEMES);
   const next = names[(names.indexOf(theme) + 1) % names.length];
-  return html`<button
-    class="quiet" title="Colours: ${theme}" aria-label="Colours: ${theme}; change to ${next}"
-    onClick=${() => setTheme(next)}
-  >
-    ${THEMES[theme]}
-  </button>`;
+  return html`<button class="quiet" title="Colours: ${theme}" onClick=${() => setTheme(next)}
+    aria-label="Colours: ${theme}; change to ${next}">${THEMES[theme]}</button>`;
 }
 
 /** A page, which is loaded on first use; an error in it does not affect the frame. */
@@ -130,11 +130,10 @@ function Place({ page, params, query }) {
   useEffect(() => {
     delete document.body.dataset.ready;
     scrollTo(0, 0);
-    const place = PLACES.find(([name]) => name === page);
-    const what = params.id ? `${page} ${params.id}` : (place?.[1] ?? page);
-    document.title = [page === "runs" ? null : what, params.run, "RAGEN"]
-      .filter(Boolean)
-      .join(" · ");
+    const place = PLACES.find(({ name }) => name === page);
+    const what = params.id ? `${page} ${params.id}` : (place?.title ?? page);
+    const title = [page === "runs" ? null : what, params.run, "RAGEN"];
+    document.title = title.filter(Boolean).join(" · ");
     if (!Object.hasOwn(PAGES, page)) return setProblem(`There is no page “${page}”.`);
     PAGES[page]().then(
       (module) => setPage(() => module.default),
@@ -143,15 +142,14 @@ function Place({ page, params, query }) {
     return undefined;
   }, []);
   useReady(broken || problem);
-  const trouble = broken ? `This page has a defect: ${broken.message}` : problem;
-  if (trouble) {
+  const message = broken ? `This page has a defect: ${broken.message}` : problem;
+  if (message) {
     return html`<main class="page page-problem">
       <h1>Problem</h1>
-      <${Problem} error=${trouble} reload=${() => location.reload()} />
-      ${!shared && html`<p><a href=${link("runs")}>All runs</a></p>`}
+      <${Problem} error=${{ message }} reload=${() => location.reload()} home />
     </main>`;
   }
-  if (!Page) return html`<main class="page"><${Loading} /></main>`;
+  if (!Page) return html`<main class="page"><${Status} /></main>`;
   return html`<${Page} params=${params} query=${query} setQuery=${setQuery} />`;
 }
 
@@ -171,13 +169,8 @@ function Help({ onClose }) {
     onClose=${onClose}>
     <section>
       <h2>Keys</h2>
-      <dl>
-        ${activeKeys().map(
-          ([key, line]) =>
-            html`<dt><kbd>${NAMES[key] ?? key}</kbd></dt>
-              <dd>${line}</dd>`,
-        )}
-      </dl>
+      <dl>${activeKeys().map(([key, line]) =>
+        html`<dt><kbd>${NAMES[key] ?? key}</kbd></dt><dd>${line}</dd>`)}</dl>
       <button onClick=${onClose}>Close</button>
     </section>
   </dialog>`;

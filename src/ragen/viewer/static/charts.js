@@ -13,7 +13,7 @@ const LEFT = 0.5; // Opacity of values that were rolled back.
 const MOST_VALUES = 4; // Values in a title line; more would not fit.
 
 /** The exponential moving average with weight `w` on the past, bias-corrected; gaps stay. */
-export function smooth(values, w) {
+function smooth(values, w) {
   let [sum, weight] = [0, 0];
   return values.map((y) => {
     if (y === null) return null;
@@ -38,18 +38,14 @@ function nearest(x, at) {
 function layersOf(series, smoothing) {
   const behind = [];
   const front = [];
-  series.forEach((one, index) => {
-    const shade = one.colour ?? index;
-    for (const part of one.left ?? []) {
-      behind.push({ ...part, colour: shade, alpha: LEFT, dash: [3, 3], alone: part.x.length < 2 });
-    }
-    const { x, y, points } = one;
-    const plain = { x, y, points, colour: shade, alpha: 1, alone: x.length < 2 };
+  for (const { x, y, colour, points, left = [] } of series) {
+    behind.push(...left.map((part) => ({ ...part, colour, alpha: LEFT, dash: [3, 3] })));
+    const plain = { x, y, points, colour, alpha: 1 };
     if (smoothing > 0 && !points) {
       behind.push({ ...plain, alpha: FAINT });
-      front.push({ ...plain, y: smooth(one.y, smoothing) });
+      front.push({ ...plain, y: smooth(y, smoothing) });
     } else front.push(plain);
-  });
+  }
   return [...behind, ...front];
 }
 
@@ -64,7 +60,7 @@ function layersOf(series, smoothing) {
  * makes the chart `large` or small again; `wide` takes two columns.
  */
 export function Curves({
-  title, label = title, series, marks = [], lines = [], xLabel, height = 130, sync, smoothing = 0,
+  title, label = title, series, marks = [], lines = [], xLabel, height, sync, smoothing = 0,
   range, most, domain, format = number, formatX = number, onPick, onMark, onTitle, wide, large,
 }) {
   const host = useRef(null);
@@ -79,7 +75,7 @@ export function Curves({
     return uPlot.join([...layers.map(({ x, y }) => [x, y]), ...ends]);
   }, [layers, domain?.join()]);
   const shape = JSON.stringify([
-    layers.map(({ colour, alpha, points, alone }) => [colour, alpha, points, alone]),
+    layers.map(({ x, colour, alpha, points }) => [x.length < 2, colour, alpha, points]),
     range, most, xLabel, height, sync, domain !== undefined,
   ]);
 
@@ -112,9 +108,11 @@ export function Curves({
       data,
       host.current,
     ));
-    const stop = [follow(u, host.current), clicks(u, now)];
+    const end = new AbortController();
+    follow(u, host.current, end.signal);
+    clicks(u, now, end.signal);
     return () => {
-      stop.forEach((end) => end());
+      end.abort();
       u.destroy();
       chart.current = null;
     };
@@ -134,20 +132,14 @@ export function Curves({
   const said = series.map((one) => spoken(one, format)).join("; ");
   return html`<figure class=${kinds} data-testid="curve">
     <figcaption>
-      ${!onTitle && html`<span class="curve-title" title=${title}>${label}</span>`}
-      ${onTitle &&
-      html`<button
-        class="curve-title" title=${title} aria-expanded=${large ? "true" : "false"}
-        onClick=${onTitle}
-      >
-        ${label}
-      </button>`}
+      ${onTitle
+        ? html`<button class="curve-title" title=${title} aria-expanded=${large ? "true" : "false"}
+            onClick=${onTitle}>${label}</button>`
+        : html`<span class="curve-title">${label}</span>`}
       <${Readout} ...${{ series, at, format, formatX }} />
     </figcaption>
-    <div
-      class="curve-host ${onPick ? "pick" : ""}" ref=${host} style=${{ height: `${height}px` }}
-      role="img" aria-label="${label}: ${said}"
-    >
+    <div class="curve-host ${onPick ? "pick" : ""}" ref=${host} style=${{ height: `${height}px` }}
+      role="img" aria-label="${label}: ${said}">
       ${data[0].length === 0 && html`<p class="muted">nothing recorded yet</p>`}
       ${at?.marks.length > 0 && html`<${Tip} ...${at} />`}
     </div>
@@ -181,26 +173,21 @@ function cursorOf(u, { marks }) {
   };
 }
 
-/** Keep a chart as wide as its container and in the theme's colours. */
-function follow(u, place) {
+/** Keep a chart as wide as its container and in the theme's colours, until `signal`. */
+function follow(u, place, signal) {
   const size = new ResizeObserver(() => {
     const width = place.clientWidth;
     if (width && width !== u.width) u.setSize({ width, height: u.height });
   });
-  const dark = matchMedia("(prefers-color-scheme: dark)");
   const redraw = () => u.redraw(false);
   size.observe(place);
-  dark.addEventListener("change", redraw);
-  addEventListener("theme", redraw);
-  return () => {
-    size.disconnect();
-    dark.removeEventListener("change", redraw);
-    removeEventListener("theme", redraw);
-  };
+  signal.addEventListener("abort", () => size.disconnect());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw, { signal });
+  addEventListener("theme", redraw, { signal });
 }
 
-/** Clicks on events and steps. A drag zooms and is no click; a double click ends the zoom. */
-function clicks(u, now) {
+/** Clicks on events and steps, until `signal`. A drag zooms, a double click ends the zoom. */
+function clicks(u, now, signal) {
   let down = null;
   let waiting = null;
   const press = (event) => (down = event.clientX);
@@ -219,28 +206,23 @@ function clicks(u, now) {
     const step = x[nearest(x, u.posToVal(left, "x"))];
     waiting = setTimeout(() => onPick(step), DOUBLE_MS);
   };
-  u.over.addEventListener("pointerdown", press);
-  u.over.addEventListener("click", click);
-  return () => {
-    clearTimeout(waiting);
-    u.over.removeEventListener("pointerdown", press);
-    u.over.removeEventListener("click", click);
-  };
+  signal.addEventListener("abort", () => clearTimeout(waiting));
+  u.over.addEventListener("pointerdown", press, { signal });
+  u.over.addEventListener("click", click, { signal });
 }
 
 /** The values under the cursor, or the last ones. */
 function Readout({ series, at, format, formatX }) {
   const known = series.filter(({ x }) => x.length);
-  const shown = known.map(({ name, colour, x, y, points }, index) => {
+  const shown = known.map(({ name, colour, x, y, points }) => {
     const i = at ? nearest(x, at.x) : x.length - 1;
     const text = `${points ? "● " : ""}${format(y[i])}`;
-    return { name, text, x: x[i], ink: `ink-${(colour ?? index) % COLOURS}` };
+    return { name, text, x: x[i], ink: `ink-${colour % COLOURS}` };
   });
   return html`<span class="curve-readout">
     ${at && shown.length > 0 && html`<span class="muted">${formatX(shown[0].x)}</span>`}
-    ${shown.slice(0, MOST_VALUES).map(
-      ({ name, text, ink }) => html`<b class=${ink} title=${name}>${text}</b>`,
-    )}
+    ${shown.slice(0, MOST_VALUES).map(({ name, text, ink }) =>
+      html`<b class=${ink} title=${name}>${text}</b>`)}
   </span>`;
 }
 

@@ -1,26 +1,17 @@
 // The comparison of two sets of episodes: a run at its first and last evaluation, or two runs.
 
-import { useApi, useEvents } from "./api.js";
-import { percent, plural, points } from "./numbers.js";
-import { Interval, Loading, Problem, Text } from "./parts.js";
+import { plural, points } from "./numbers.js";
+import { Interval, Status, Text } from "./parts.js";
 import { html } from "./vendor/preact-htm.js";
 
-/** The answer of `/api/compare`, kept up to date; without `other` of one run, first and last. */
-export function useComparisons(run, other) {
-  const answer = useApi(run ? "/api/compare" : null, { run, other });
-  const { reload } = answer;
-  const single = { step: reload, end: reload, again: reload };
-  useEvents(other ? {} : { run }, other ? { runs: reload, again: reload } : single);
-  return answer;
-}
-
 /**
- * All comparisons of an answer of `useComparisons`. `names` are what the two sets are called, or
- * null for their steps; `none` is shown where nothing can be compared.
+ * All comparisons of an `answer` of `/api/compare`; without another run, of its first and its last
+ * evaluation. `names` are what the two sets are called, or null for their steps; `none` is shown where
+ * nothing can be compared.
  */
-export function Comparisons({ answer: { data, error, reload }, names = null, none }) {
-  if (error) return html`<${Problem} error=${error} reload=${reload} />`;
-  if (!data) return html`<${Loading} />`;
+export function Comparisons({ answer, names = null, none }) {
+  const { data, error } = answer;
+  if (!data || error) return html`<${Status} ...${answer} />`;
   if (data.comparisons.length === 0) return html`<p class="muted">${none}</p>`;
   return html`<div class="comparisons">
     ${data.comparisons.map((one) => html`<${Comparison} key=${`${one.env} ${one.how}`} ...${one}

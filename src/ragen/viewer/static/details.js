@@ -13,29 +13,18 @@ export function Events({ run, picked }) {
   useEffect(() => {
     if (picked) list.current?.querySelector(".picked")?.scrollIntoView({ block: "center" });
   }, [picked]);
+  const stepLink = (step) => link("episodes", { run: run.run }, { step_from: step, step_to: step });
   return html`<section class="panel events" aria-label="Alarms and actions">
     <h2>Alarms and actions</h2>
     ${run.events.length === 0 && html`<p class="muted">None.</p>`}
-    <ol ref=${list}>
-      ${run.events.map(
-        ({ id, step, kind, text, time, attempt }) => html`<li
-          key=${id}
-          class=${String(id) === picked ? "picked" : ""}
-        >
-          <span class="number"><${Step} run=${run.run} step=${step} /></span>
-          <span><${Chip} kind=${KINDS[kind] ?? ""}>${kind}<//></span>
-          <span><${Text} text=${text} /></span>
-          <time class="muted number" title="attempt ${attempt}">${moment(time)}</time>
-        </li>`,
-      )}
-    </ol>
+    <ol ref=${list}>${run.events.map(({ id, step, kind, text, time, attempt }) => html`<li key=${id}
+      class=${String(id) === picked ? "picked" : ""}>
+      <span class="number"><a href=${stepLink(step)}>${number(step)}</a></span>
+      <span><${Chip} kind=${KINDS[kind] ?? ""}>${kind}<//></span>
+      <span><${Text} text=${text} /></span>
+      <time class="muted number" title="attempt ${attempt}">${moment(time)}</time>
+    </li>`)}</ol>
   </section>`;
-}
-
-/** A step as a link to its episodes. */
-function Step({ run, step }) {
-  const address = link("episodes", { run }, { step_from: step, step_to: step });
-  return html`<a href=${address}>${number(step)}</a>`;
 }
 
 /** Time by phase, as one bar and as numbers. */
@@ -47,27 +36,14 @@ export function Phases({ phases }) {
   return html`<section class="panel" aria-label="Time by phase">
     <h2>Time by phase <span class="muted">${clock(whole)} in all</span></h2>
     ${whole === 0 && html`<p class="muted">No step is finished.</p>`}
-    <div class="stack" role="img" aria-label=${said}>
-      ${parts.map(
-        ([name, seconds], i) =>
-          html`<i
-            class=${fill(i)}
-            title="${name} ${clock(seconds)}"
-            style=${{ flexGrow: seconds }}
-          ></i>`,
-      )}
+    <div class="stack" role="img" aria-label=${said}>${parts.map(([name, seconds], i) =>
+      html`<i class=${fill(i)} title="${name} ${clock(seconds)}" style=${{ flexGrow: seconds }}></i>`)}
     </div>
-    <table>
-      <tbody>
-        ${parts.map(
-          ([name, seconds], i) => html`<tr key=${name}>
-            <td><i class="swatch ${fill(i)}"></i>${name}</td>
-            <td class="right">${clock(seconds)}</td>
-            <td class="right muted">${percent(seconds / whole)}</td>
-          </tr>`,
-        )}
-      </tbody>
-    </table>
+    <table><tbody>${parts.map(([name, seconds], i) => html`<tr key=${name}>
+      <td><i class="swatch ${fill(i)}"></i>${name}</td>
+      <td class="right">${clock(seconds)}</td>
+      <td class="right muted">${percent(seconds / whole)}</td>
+    </tr>`)}</tbody></table>
   </section>`;
 }
 
@@ -78,21 +54,16 @@ export function Exactness({ rows }) {
     { key: "name", title: "Measure" },
     { key: "last", title: "Last step", align: "right", render: ({ last }) => number(last) },
     {
-      key: "whole",
-      title: "Whole run",
-      align: "right",
+      key: "whole", title: "Whole run", align: "right",
       hint: "checks: their number; differences: the largest of any step",
       render: (row) => html`<b>${number(isCount(row) ? row.total : row.largest)}</b>`,
     },
   ];
   return html`<section class="panel" aria-label="Exactness">
     <h2>Exactness</h2>
-    <p class="muted">
-      ${rows.length
-        ? "The number of checks over the run, and the largest difference of any step."
-        : "Nothing was measured."}
-    </p>
-    ${rows.length > 0 &&
-    html`<${Table} label="Exactness" ...${{ columns, rows }} rowKey=${(row) => row.name} />`}
+    <p class="muted">${rows.length
+      ? "The number of checks over the run, and the largest difference of any step."
+      : "Nothing was measured."}</p>
+    ${rows.length > 0 && html`<${Table} label="Exactness" ...${{ columns, rows }} rowKey="name" />`}
   </section>`;
 }

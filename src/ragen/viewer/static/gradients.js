@@ -1,7 +1,7 @@
 // Gradient norms of task, entropy and KL by bucket of in-group reward std (arXiv:2604.06268): the norm
 // of the task should grow with the reward std, those of the regularisers should not.
 
-import { number } from "./numbers.js";
+import { known, number } from "./numbers.js";
 import { html } from "./vendor/preact-htm.js";
 
 const ALIKE = 1.2; // Below this factor of the reward std, buckets are not compared.
@@ -13,8 +13,6 @@ const TERMS = [
   { key: "entropy_per_token", title: "entropy bonus", colour: 1 },
   { key: "kl_per_token", title: "KL to reference", colour: 3 },
 ];
-
-const known = (x) => x !== null && x !== undefined;
 
 /** `gradients` as `/api/collapse` has them; `step` is the chosen one, or not a number. */
 export function Gradients({ gradients, step, onStep }) {

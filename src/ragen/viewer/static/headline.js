@@ -18,8 +18,8 @@ export function Headline({ run }) {
     <h1><${Text} text=${run.run === "." ? run.name : run.run} /></h1>
     <${State} state=${run.state} problem=${run.problem} />
     <span class="muted facts"><${Text} text=${facts.filter(Boolean).join(" · ")} /></span>
-    ${run.updated &&
-    html`<span class="muted" title=${moment(run.updated)}>changed ${ago(run.updated)}</span>`}
+    ${run.updated && html`<span class="muted" title=${moment(run.updated)}>changed ${
+      ago(run.updated)}</span>`}
   </div>`;
 }
 
@@ -43,9 +43,7 @@ function Tile({ title, note, kind = "", children }) {
 const range = ({ low, high }, format) => `[${format(low, 0)}, ${format(high, 0)}]`;
 
 function Success({ success, random, optimal }) {
-  if (!success) {
-    return html`<${Tile} title="Success"><p class="muted">Not evaluated yet.</p><//>`;
-  }
+  if (!success) return html`<${Tile} title="Success"><p class="muted">Not evaluated yet.</p><//>`;
   return html`<${Tile} title="Success" note="step ${success.step}, ${success.how}">
     <p class="big">${percent(success.value)} <small>${range(success, percent)}</small></p>
     <${Interval} ...${success} ...${{ random, optimal }} text=${false} />
@@ -57,9 +55,7 @@ function Success({ success, random, optimal }) {
 }
 
 function Gain({ run, gain, before }) {
-  if (!gain) {
-    return html`<${Tile} title="Gain"><p class="muted">No two evaluations yet.</p><//>`;
-  }
+  if (!gain) return html`<${Tile} title="Gain"><p class="muted">No two evaluations yet.</p><//>`;
   let [kind, words] = ["muted", "no change is shown: the interval contains 0"];
   if (gain.low > 0) [kind, words] = ["good", "better than before training"];
   if (gain.high < 0) [kind, words] = ["bad", "worse than before training"];
@@ -78,25 +74,14 @@ function Collapse({ run, answer, signs }) {
   const action = run.events.findLast(({ kind }) => kind === "guard");
   const more = link("collapse", { run: run.run });
   return html`<${Tile} title="Collapse" kind="broad" note=${more && html`<a href=${more}>more</a>`}>
-    ${alarms.length === 0 && html`<p class="good"><b>✓ No alarm</b></p>`}
-    ${alarms.length > 0 &&
-    html`<p class="bad">
-      <b>▲ ${plural(alarms.length, "alarm")}</b>, first at step ${alarms[0].step}:${" "}
-      ${detector(alarms[0])}
-    </p>`}
+    ${alarms.length === 0
+      ? html`<p class="good"><b>✓ No alarm</b></p>`
+      : html`<p class="bad"><b>▲ ${plural(alarms.length, "alarm")}</b>, first at step
+          ${` ${alarms[0].step}: ${alarms[0].data.detector.replaceAll("_", " ")}`}</p>`}
     ${action && html`<p class="warn">■ <${Text} text=${action.text} /></p>`}
-    <div class="signs">
-      ${signs.map(
-        (name) =>
-          html`<${Sign} label=${run.labels[name]} values=${answer?.names[name]?.values ?? []} />`,
-      )}
-    </div>
+    <div class="signs">${signs.map((name) => html`<${Sign} label=${run.labels[name]}
+      values=${answer?.names[name]?.values ?? []} />`)}</div>
   <//>`;
-}
-
-/** The name of an alarm's detector, in words. */
-function detector({ data, text }) {
-  return (data?.detector ?? text.split(":")[0]).replaceAll("_", " ");
 }
 
 function Sign({ label, values }) {
@@ -114,10 +99,8 @@ function Progress({ run }) {
   const last = run.episode_steps.at(-1);
   const now = link("episodes", { run: run.run }, { step_from: last, step_to: last });
   return html`<${Tile} title="Progress">
-    <p class="big">
-      ${number(run.step)}${of ? " " : " steps "}
-      <small>of ${number(run.steps)} ${run.budget}</small>
-    </p>
+    <p class="big">${number(run.step)}${of ? " " : " steps "}
+      <small>of ${number(run.steps)} ${run.budget}</small></p>
     ${of && html`<progress max=${of} value=${run.step} aria-label="steps done"></progress>`}
     <p class="muted">${clock(seconds)} · ${plural(run.num_episodes, "episode")} recorded</p>
     ${last !== undefined && now && html`<p><a href=${now}>Episodes of step ${last}</a></p>`}

@@ -4,38 +4,39 @@
 // the policy observes. Rows of one even colour: the thoughts would fit any prompt.
 
 import { useApi } from "./api.js";
-import { Heat } from "./heat.js";
-import { number, percent } from "./numbers.js";
-import { Loading, Problem, Tabs, Text } from "./parts.js";
-import { PATHS, pathsIn } from "./plane.js";
+import { Shades, shadeOf } from "./heat.js";
+import { clamp, number, percent } from "./numbers.js";
+import { Status, Tabs, Text, picked } from "./parts.js";
+import { PATHS } from "./plane.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
 
 /**
- * `steps`: `[{step, path}]`; `query` has `step` and `path`. A shared file holds only some steps;
- * `all` then counts those of each path.
+ * `steps`: `[{step, path}]`; `courses` are the measures over steps by path; `query` has `step` and
+ * `path`. A shared file holds only some steps; `all` then counts those of each path.
  */
-export function Matrix({ run, steps, all, query, setQuery }) {
-  const paths = pathsIn(steps.map(({ path }) => path));
-  const path = paths.includes(query.path) ? query.path : paths[0];
+export function Matrix({ run, steps, courses, all, query, setQuery }) {
+  const recorded = ([name]) => steps.some((one) => one.path === name);
+  const paths = Object.fromEntries(Object.entries(PATHS).filter(recorded));
+  const path = picked(paths, query.path);
   const chosen = steps.filter((one) => one.path === path);
   const here = chosen.map(({ step }) => step).sort((a, b) => a - b);
   const at = nearestBefore(here, query.step);
-  const asked = { run, step: here[at], path };
-  const { data, error, reload } = useApi("/api/matrix", asked, { keep: true });
+  const step = here[at];
+  const answer = useApi("/api/matrix", { run, step, path }, { keep: true });
+  const course = courses[path];
   return html`<div class="row choices">
-      ${paths.length > 1 && html`<${Tabs} label="Turns" value=${path}
-        tabs=${paths.map((key) => ({ key, title: PATHS[key] ?? key }))}
+      ${Object.keys(paths).length > 1 && html`<${Tabs} label="Turns" value=${path} options=${paths}
         onChange=${(key) => setQuery({ path: key })} />`}
       <label class="step-slider">step
         <input type="range" min="0" max=${here.length - 1} value=${at} disabled=${here.length < 2}
           onInput=${(event) => setQuery({ step: here[event.target.value], path })} />
-        <b>${here[at]}</b></label>
+        <b>${step}</b></label>
       ${all?.[path] > here.length && html`<span class="muted">This file holds ${here.length} of
         ${all[path]} steps.</span>`}
     </div>
-    ${error && html`<${Problem} error=${error} reload=${reload} />`}
-    ${!data && !error && html`<${Loading} />`}
-    ${data && html`<${Picture} key=${`${path} ${here[at]}`} data=${data} />`}`;
+    <${Status} ...${answer} />
+    ${answer.data && html`<${Picture} key=${`${path} ${step}`} data=${answer.data}
+      retrieval=${course?.retrieval[course.steps.indexOf(step)]} />`}`;
 }
 
 /** The index of the last step that is not after `wanted`; without `wanted`, of the last one. */
@@ -44,36 +45,68 @@ function nearestBefore(steps, wanted) {
   return later < 0 ? steps.length - 1 : Math.max(0, later - 1);
 }
 
-function Picture({ data }) {
+/** `retrieval` is the share of the thoughts under which their own prompt scores highest. */
+function Picture({ data, retrieval }) {
   const { rows, columns, shares } = useMemo(() => sorted(data), [data]);
   const [over, setOver] = useState(null);
-  const [picked, setPicked] = useState(null);
-  const own = useMemo(() => rows.map((row) => columns.indexOf(data.own[row])), [rows, columns]);
-  const outlined = useMemo(() => blocks(own), [own]);
-  const cell = over ?? picked;
+  const [pinned, setPinned] = useState(null);
+  const cell = over ?? pinned;
   return html`<p>${number(rows.length)} thoughts, ${number(columns.length)} prompts.
-      For ${percent(retrieved(data), 0)} of the thoughts, their own prompt scores highest (chance:
+      For ${percent(retrieval, 0)} of the thoughts, their own prompt scores highest (chance:
       ${` ${percent(1 / columns.length, 0)}`}).</p>
     <div class="matrix">
       <div class="matrix-map">
-        <${Heat} matrix=${shares} low=${0} high=${1} outlined=${outlined}
-          label="Rows are thoughts, columns are prompts; the own prompt of each thought is framed"
-          height=${Math.min(520, Math.max(160, rows.length * 7))}
-          onHover=${(i, j) => setOver(i === null ? null : [i, j])}
-          onPick=${(i, j) => setPicked([i, j])} />
-        <p class="muted scale"><span>p(prompt | thought): 0</span>
-          ${Array.from({ length: 9 }, (_, i) => html`<i key=${i} class=${`heat-${i}`}></i>`)}
-          <span>1</span>
+        <${HeatMap} shares=${shares} own=${rows.map((row) => columns.indexOf(data.own[row]))}
+          over=${over} onHover=${setOver} onPick=${setPinned} />
+        <p class="muted scale"><span>p(prompt | thought): 0</span> <${Shades} /> <span>1</span>
           <span class="own-sign"></span><span>own prompt</span></p>
       </div>
       <div class="matrix-said">
         ${cell
           ? html`<${Cell} data=${data} row=${rows[cell[0]]} column=${columns[cell[1]]}
-              share=${shares[cell[0]][cell[1]]} pinned=${!over && picked} />`
+              share=${shares[cell[0]][cell[1]]} />`
           : html`<p class="muted">Point at a cell to read its thought and its prompt; click to keep
               it. Rows are thoughts, sorted by their own prompt (framed). Columns are prompts.</p>`}
       </div>
     </div>`;
+}
+
+const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+
+/**
+ * The heat map. `own` is the column of each row's own prompt. `onHover([row, column])` follows the
+ * pointer or the arrow keys (null on leaving); `onPick` is a click or Enter.
+ */
+function HeatMap({ shares, own, over, onHover, onPick }) {
+  const [numRows, numColumns] = [shares.length, shares[0].length];
+  const cells = useMemo(() => shares.map((row, i) => row.map((share, j) => html`<rect
+    x=${j} y=${i} width="1" height="1" fill=${`var(--s${shadeOf(share)})`} />`)), [shares]);
+  const frame = (colour, [row, column, height = 1]) => html`<rect x=${column} y=${row} width="1"
+    height=${height} fill="none" stroke=${`var(${colour})`} stroke-width="1.5"
+    vector-effect="non-scaling-stroke" />`;
+  const under = (event) => {
+    const box = event.currentTarget.getBoundingClientRect();
+    const row = Math.floor(((event.clientY - box.top) / box.height) * numRows);
+    const column = Math.floor(((event.clientX - box.left) / box.width) * numColumns);
+    return [clamp(row, 0, numRows - 1), clamp(column, 0, numColumns - 1)];
+  };
+  const press = (event) => {
+    const [row, column] = over ?? [0, 0];
+    const [down, right] = MOVES[event.key] ?? [];
+    if (event.key === "Enter") onPick([row, column]);
+    else if (down === undefined) return;
+    else onHover([clamp(row + down, 0, numRows - 1), clamp(column + right, 0, numColumns - 1)]);
+    event.preventDefault();
+    event.stopPropagation();
+  };
+  return html`<svg class="heat" viewBox="0 0 ${numColumns} ${numRows}" preserveAspectRatio="none"
+    shape-rendering="crispEdges" tabindex="0" role="img" data-testid="matrix"
+    aria-label="Rows are thoughts, columns are prompts; the own prompt of each thought is framed"
+    style=${{ height: `${clamp(numRows * 7, 160, 520)}px` }} onKeyDown=${press}
+    onPointerMove=${(event) => onHover(under(event))} onPointerLeave=${() => onHover(null)}
+    onClick=${(event) => onPick(under(event))}>
+    ${cells} ${blocks(own).map((block) => frame("--c1", block))} ${over && frame("--ink", over)}
+  </svg>`;
 }
 
 function Cell({ data, row, column, share }) {
@@ -94,21 +127,8 @@ function Cell({ data, row, column, share }) {
     <p class="quoted"><${Text} text=${data.prompts[own]} limit=${1500} /></p>`}`;
 }
 
-/**
- * The share of thoughts that score highest under their own prompt, with ties broken at random: the
- * measure `ragen.diagnostics.information.retrieval`, which ignores the frequencies of the prompts.
- */
-export function retrieved({ scores, own }) {
-  const found = scores.map((row, i) => {
-    const [least, ...all] = [row[own[i]], ...row].map((score) => score ?? -Infinity);
-    if (all.some((score) => score > least)) return 0;
-    return 1 / all.filter((score) => score === least).length;
-  });
-  return found.reduce((a, b) => a + b, 0) / found.length;
-}
-
 /** Prompts by their number of thoughts, thoughts by their own prompt, and p(prompt | thought). */
-export function sorted({ scores, own, prompts }) {
+function sorted({ scores, own, prompts }) {
   const counts = prompts.map((_, j) => own.filter((one) => one === j).length);
   const columns = prompts.map((_, j) => j).sort((a, b) => counts[b] - counts[a] || a - b);
   const place = columns.reduce((all, j, at) => Object.assign(all, { [j]: at }), {});
@@ -118,10 +138,10 @@ export function sorted({ scores, own, prompts }) {
   return { rows, columns, shares };
 }
 
-/** The frames `[row, column, rows, 1]` around the thoughts of each prompt, which are adjacent. */
+/** The frames `[row, column, height]` around the thoughts of each prompt, which are adjacent. */
 function blocks(own) {
   const count = (column) => own.filter((one) => one === column).length;
-  return [...new Set(own)].map((column) => [own.indexOf(column), column, count(column), 1]);
+  return [...new Set(own)].map((column) => [own.indexOf(column), column, count(column)]);
 }
 
 /** Bayes' rule over the prompts: w_j e^S_j, summed to 1; a score of null is −∞. */

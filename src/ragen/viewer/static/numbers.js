@@ -1,13 +1,19 @@
 // The formats of numbers, shares and times.
 
+/** Whether a value is there: neither null nor undefined. */
+export const known = (x) => x !== null && x !== undefined;
+
+/** The number between `low` and `high` that is nearest to `x`. */
+export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
+
 /** A share in per cent: 0.5 → "50.0 %". */
 export function percent(x, digits = 1) {
-  return x === null || x === undefined ? "–" : `${(100 * x).toFixed(digits)} %`;
+  return known(x) ? `${(100 * x).toFixed(digits)} %` : "–";
 }
 
 /** A number with three significant digits, large ones grouped: 0.01234 → "0.0123". */
 export function number(x) {
-  if (x === null || x === undefined) return "–";
+  if (!known(x)) return "–";
   if (Number.isInteger(x)) return x.toLocaleString("en-GB").replace("-", "−");
   const size = Math.abs(x);
   if (size >= 1e5 || size < 1e-3) return x.toExponential(1).replace("e+", "e").replace("-", "−");
@@ -17,7 +23,7 @@ export function number(x) {
 
 /** Seconds as a duration: 75 → "1 min 15 s". */
 export function clock(seconds) {
-  if (seconds === null || seconds === undefined) return "–";
+  if (!known(seconds)) return "–";
   if (seconds < 10) return `${Number(seconds.toPrecision(2))} s`;
   if (seconds < 59.5) return `${Math.round(seconds)} s`;
   const whole = Math.round(seconds);
@@ -28,12 +34,12 @@ export function clock(seconds) {
 
 /** A share in per cent with three digits: 0.00021 → "0.021 %". */
 export function share(x) {
-  return x === null || x === undefined ? "–" : `${number(100 * x)} %`;
+  return known(x) ? `${number(100 * x)} %` : "–";
 }
 
 /** A difference of shares in percentage points, with its sign: 0.1 → "+10.0". */
 export function points(x, digits = 1) {
-  if (x === null || x === undefined) return "–";
+  if (!known(x)) return "–";
   return `${x > 0 ? "+" : x < 0 ? "−" : "±"}${Math.abs(100 * x).toFixed(digits)}`;
 }
 
@@ -48,10 +54,7 @@ export function ago(time) {
 
 /** A time (unix seconds) in the local time zone: "2026-11-21 18:05:09". */
 export function moment(time) {
-  const date = new Date(1000 * time);
-  const two = (n) => String(n).padStart(2, "0");
-  const day = [date.getFullYear(), two(date.getMonth() + 1), two(date.getDate())].join("-");
-  return `${day} ${[date.getHours(), date.getMinutes(), date.getSeconds()].map(two).join(":")}`;
+  return new Date(1000 * time).toLocaleString("sv-SE"); // Sweden writes it in this order.
 }
 
 /** A count and its noun: (1, "alarm") → "1 alarm". */

@@ -12,13 +12,13 @@ const probe = document.body.appendChild(document.createElement("i"));
 probe.hidden = true;
 
 /** A colour of the style sheet, as the theme has it: `css("--c0")`. */
-export function css(name) {
+function css(name) {
   probe.style.color = `var(${name})`;
   return getComputedStyle(probe).color;
 }
 
 /** One of the eight colours, by any number. */
-export const colour = (index) => css(`--c${index % COLOURS}`);
+const colour = (index) => css(`--c${index % COLOURS}`);
 
 /** How uPlot draws a layer of `charts.js`. */
 export function seriesOf(layer) {
@@ -29,7 +29,7 @@ export function seriesOf(layer) {
     dash: layer.dash,
     spanGaps: true,
     points: {
-      show: Boolean(layer.points || layer.alone),
+      show: layer.points || layer.x.length < 2, // One value alone is no line.
       size: layer.points ? 6 : 4,
       fill: () => colour(layer.colour),
       stroke: () => colour(layer.colour),
@@ -67,21 +67,25 @@ export function axis(side, label, format) {
   };
 }
 
+/** A straight line between two points of the canvas. */
+function line(ctx, x1, y1, x2, y2) {
+  ctx.beginPath();
+  ctx.moveTo(x1, y1);
+  ctx.lineTo(x2, y2);
+  ctx.stroke();
+}
+
 /** The intervals of dots. */
 export function bars(u, series) {
-  series.forEach((one, index) => {
-    if (!one.low) return;
-    u.ctx.strokeStyle = colour(one.colour ?? index);
+  for (const { x, low, high, colour: index } of series.filter((one) => one.points)) {
+    u.ctx.strokeStyle = colour(index);
     u.ctx.lineWidth = 1.5 * devicePixelRatio;
-    one.x.forEach((x, i) => {
-      if (one.low[i] === null) return;
-      const at = u.valToPos(x, "x", true);
-      u.ctx.beginPath();
-      u.ctx.moveTo(at, u.valToPos(one.low[i], "y", true));
-      u.ctx.lineTo(at, u.valToPos(one.high[i], "y", true));
-      u.ctx.stroke();
+    x.forEach((each, i) => {
+      if (low[i] === null) return;
+      const at = u.valToPos(each, "x", true);
+      line(u.ctx, at, u.valToPos(low[i], "y", true), at, u.valToPos(high[i], "y", true));
     });
-  });
+  }
 }
 
 /** Random and optimal play. A curve starts low and ends high, so that the upper label is left. */
@@ -94,10 +98,7 @@ export function levels(u, lines) {
     if (at < bbox.top - 1 || at > bbox.top + bbox.height + 1) continue;
     ctx.strokeStyle = ctx.fillStyle = css("--muted");
     ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
-    ctx.beginPath();
-    ctx.moveTo(bbox.left, at);
-    ctx.lineTo(bbox.left + bbox.width, at);
-    ctx.stroke();
+    line(ctx, bbox.left, at, bbox.left + bbox.width, at);
     const high = at < bbox.top + bbox.height / 2;
     ctx.textAlign = high ? "left" : "right";
     const beside = high ? bbox.left + 4 : bbox.left + bbox.width - 4;
@@ -117,10 +118,7 @@ export function flags(u, marks) {
     ctx.strokeStyle = ctx.fillStyle = mark.colour === undefined ? kind : colour(mark.colour);
     ctx.lineWidth = devicePixelRatio;
     ctx.globalAlpha = 0.55;
-    ctx.beginPath();
-    ctx.moveTo(at, bbox.top);
-    ctx.lineTo(at, bbox.top + bbox.height);
-    ctx.stroke();
+    line(ctx, at, bbox.top, at, bbox.top + bbox.height);
     ctx.globalAlpha = 1;
     ctx.beginPath(); // An alarm is a triangle at the top, an action of the guard a square at the bottom.
     if (mark.kind === "alarm") {

@@ -1,66 +1,33 @@
 // The components that all pages share.
 
-import { number, percent } from "./numbers.js";
-import { Component, html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+import { link } from "./addresses.js";
+import { clamp, known, number, percent } from "./numbers.js";
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const CUT = 20000; // Characters of a text that are shown at once; a megabyte would block the page.
 
-const SPARK = 100; // Points of a small curve, which is about as many pixels wide.
-
-/** Mark the page as completely drawn; tests and screenshots wait for this. */
-export function ready() {
-  document.body.dataset.ready = "1";
-}
-
-/** Call `ready` once `done` is true. */
+/** Mark the page as completely drawn once `done` is true; tests and screenshots wait for this. */
 export function useReady(done) {
   useEffect(() => {
-    if (done) ready();
+    if (done) document.body.dataset.ready = "1";
   }, [done]);
 }
 
-/** The browser's storage; null if it is not allowed, as in the frame of a mail program. */
-const memory = (() => {
-  try {
-    return window.localStorage;
-  } catch {
-    return null; // Even the access is forbidden.
-  }
-})();
-
-/** A value, such as the theme, that is kept between visits if the browser has storage. */
-export function useStored(name, initial) {
-  const [value, setValue] = useState(() => memory?.getItem(name) ?? initial);
-  const set = (next) => {
-    setValue(next);
-    memory?.setItem(name, next);
-  };
-  return [value, set];
+/** The option that the address names, or the first one. */
+export function picked(options, wanted) {
+  return Object.hasOwn(options, wanted ?? "") ? wanted : Object.keys(options)[0];
 }
 
 // ---- text of models
 
-// Characters that are invisible or change the order of visible text: control characters except tab and
-// newline, soft hyphen, zero-width and bidi marks, invisible operators, tags.
-const HIDDEN = new RegExp(
-  [
-    "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u115f\\u1160\\u180e\\u200b-\\u200f",
-    "\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]",
-  ].join(""),
-  "gu",
-);
+// Characters that are invisible or change the order of visible text: control and format characters
+// (zero-width and bidi marks, tags), separators of lines, and Hangul fillers.
+const HIDDEN = /((?![\t\n])[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\u115f\u1160\u3164])/u;
 
 /** A text in pieces `{text, hidden}`; a hidden piece is one character to be made visible. */
 export function pieces(text) {
-  const found = [];
-  let end = 0;
-  for (const match of text.matchAll(HIDDEN)) {
-    if (match.index > end) found.push({ text: text.slice(end, match.index), hidden: false });
-    found.push({ text: match[0], hidden: true });
-    end = match.index + match[0].length;
-  }
-  if (end < text.length) found.push({ text: text.slice(end), hidden: false });
-  return found;
+  const parts = text.split(HIDDEN); // What is split at stands at odd places.
+  return parts.map((part, i) => ({ text: part, hidden: i % 2 === 1 })).filter((part) => part.text);
 }
 
 /** The visible form of a hidden character: ␛ for a control character, the code for others. */
@@ -76,21 +43,13 @@ export function Text({ text, limit = CUT }) {
   const whole = String(text ?? "");
   const part = useMemo(() => pieces(whole.slice(0, shown)), [whole, shown]);
   const rest = whole.length - shown;
-  return html`<span class="text"
-    >${part.map((piece) =>
-      piece.hidden ? html`<span class="mark">${mark(piece.text)}</span>` : piece.text,
-    )}${rest > 0 &&
-    html`… <button class="quiet" onClick=${() => setShown(shown + CUT)}>
-        show more (${number(rest)} characters left)
-      </button>`}</span
-  >`;
+  return html`<span class="text">${part.map((piece) =>
+    piece.hidden ? html`<span class="mark">${mark(piece.text)}</span>` : piece.text)}${
+    rest > 0 && html`… <button class="quiet" onClick=${() => setShown(shown + CUT)}>
+      show more (${number(rest)} characters left)</button>`}</span>`;
 }
 
 // ---- pictures
-
-const inside = (x) => Math.min(1, Math.max(0, x));
-
-const known = (x) => x !== null && x !== undefined;
 
 /**
  * An estimate with its interval, on a line from `min` to `max`. The range from `random` to `optimal`
@@ -100,14 +59,13 @@ export function Interval({
   value, low, high, random, optimal, min = 0, max = 1, zero, text = true, format = percent,
 }) {
   if (!known(value)) return html`<span class="muted">–</span>`;
-  const at = (x) => `${(100 * inside((x - min) / (max - min))).toFixed(2)}%`;
+  const at = (x) => `${(100 * clamp((x - min) / (max - min), 0, 1)).toFixed(2)}%`;
   const span = (a, b) => ({ left: at(a), width: `calc(${at(b)} - ${at(a)})` });
   const bounds = known(low) ? ` [${format(low)}, ${format(high)}]` : "";
-  const label =
-    `${format(value)}${bounds}` +
-    (known(random) ? `, random play ${format(random)}` : "") +
-    (known(optimal) ? `, optimal play ${format(optimal)}` : "");
-  const ticks = [zero && 0, random, optimal].filter((x) => known(x) && x !== false);
+  const baselines = [["random play", random], ["optimal play", optimal]];
+  const said = baselines.map(([name, x]) => (known(x) ? `, ${name} ${format(x)}` : ""));
+  const label = `${format(value)}${bounds}${said.join("")}`;
+  const ticks = [zero ? 0 : null, random, optimal].filter(known);
   return html`<span class="interval" title=${label}>
     <span class="interval-bar" role="img" aria-label=${label}>
       ${known(random) &&
@@ -121,28 +79,17 @@ export function Interval({
 }
 
 /** A small curve in a line of text; `min` and `max` make several comparable. */
-export function Spark({ values: all, min, max, label = "curve" }) {
-  const values = thinned(all, SPARK);
-  const known = values.filter((y) => y !== null);
-  if (known.length < 2) return html`<span class="spark"></span>`;
-  const low = min ?? Math.min(...known);
-  const high = max ?? Math.max(...known);
+export function Spark({ values, min, max, label }) {
+  if (values.length < 2) return html`<span class="spark"></span>`;
+  const low = min ?? Math.min(...values);
+  const high = max ?? Math.max(...values);
+  const x = (i) => (100 * i) / (values.length - 1);
   const y = (value) => 19 - (18 * (value - low)) / (high - low || 1);
-  const points = values
-    .map((value, i) => value !== null && `${(100 * i) / (values.length - 1)},${y(value)}`)
-    .filter(Boolean)
-    .join(" ");
-  return html`<svg
-    class="spark" viewBox="0 0 100 20" preserveAspectRatio="none" role="img" aria-label=${label}
-  >
-    <polyline points=${points} vector-effect="non-scaling-stroke" />
+  return html`<svg class="spark" viewBox="0 0 100 20" preserveAspectRatio="none" role="img"
+    aria-label=${label}>
+    <polyline points=${values.map((value, i) => `${x(i)},${y(value)}`).join(" ")}
+      vector-effect="non-scaling-stroke" />
   </svg>`;
-}
-
-/** At most `count` of the values, evenly spaced, including the last one. */
-function thinned(values, count) {
-  const every = Math.ceil(values.length / count);
-  return values.filter((_, i) => (values.length - 1 - i) % every === 0);
 }
 
 const STATES = {
@@ -156,9 +103,8 @@ const STATES = {
 /** A run's state, shown by a sign and a word as well as by colour. */
 export function State({ state, problem }) {
   const [sign, kind, why] = STATES[state] ?? ["?", "", ""];
-  return html`<span class="state state-${state} ${kind}" title=${problem ?? why}
-    ><span aria-hidden="true">${sign}</span> ${state}</span
-  >`;
+  return html`<span class="state state-${state} ${kind}" title=${problem ?? why}>
+    <span aria-hidden="true">${sign}</span> ${state}</span>`;
 }
 
 // ---- controls
@@ -181,17 +127,17 @@ export function useSorted(rows, columns) {
 
 function ordered(a, b) {
   if (a === b) return 0;
-  if (a === null || a === undefined) return -1;
-  if (b === null || b === undefined) return 1;
+  if (!known(a)) return -1;
+  if (!known(b)) return 1;
   return a < b ? -1 : 1;
 }
 
 /**
- * A table: `columns` of `{key, title, align, render(row, index), sort, hint}`. A column with `sort`
- * (true, or a function of the row) can be sorted by; with `onSort`, the page sorts. `selected` is the
- * row that the keyboard has selected, `onRow(row, index)` opens one.
+ * A table: `columns` of `{key, title, align, render(row), sort, hint}`. A column with `sort` (true, or
+ * a function of the row) can be sorted by; with `onSort`, the page sorts. `selected` is the row that
+ * the keyboard has selected, `onRow(row)` opens one, and `rowKey` names what identifies a row.
  */
-export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey, label }) {
+export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey = "id", label }) {
   const own = useSorted(rows, columns);
   const by = onSort ? { rows, sort, onSort } : own;
   const body = useRef(null);
@@ -200,42 +146,24 @@ export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey, la
   }, [selected]);
   return html`<div class="table">
     <table aria-label=${label}>
-      <thead>
-        <tr>
-          ${columns.map((column) => html`<${Head} column=${column} by=${by} />`)}
-        </tr>
-      </thead>
-      <tbody ref=${body}>
-        ${by.rows.map(
-          (row, index) => html`<${Row}
-            key=${rowKey ? rowKey(row) : (row.id ?? index)} ...${{ row, index, columns, onRow }}
-            selected=${index === selected}
-          />`,
-        )}
+      <thead><tr>${columns.map((column) => html`<${Head} column=${column} by=${by} />`)}</tr></thead>
+      <tbody ref=${body}>${by.rows.map((row, index) => html`<${Row}
+        key=${row[rowKey]} ...${{ row, columns, onRow }}
+        selected=${index === selected} />`)}
       </tbody>
     </table>
   </div>`;
 }
 
-/** A row is drawn again only if its data, the columns or its selection changed. */
-class Row extends Component {
-  shouldComponentUpdate(next) {
-    return ["row", "index", "columns", "selected"].some((name) => next[name] !== this.props[name]);
-  }
-
-  render({ row, index, columns, selected, onRow }) {
-    return html`<tr
-      class=${[onRow && "opens", selected && "selected"].filter(Boolean).join(" ")}
-      aria-current=${selected ? "true" : undefined}
-      onClick=${onRow && ((event) => fromControl(event) || onRow(row, index))}
-    >
-      ${columns.map(
-        (column) => html`<td class=${`${column.align ?? ""} col-${column.key}`}>
-          ${column.render ? column.render(row, index) : row[column.key]}
-        </td>`,
-      )}
-    </tr>`;
-  }
+/** A row, which is drawn again only if its data, the columns or its selection changed. */
+function Row({ row, columns, selected, onRow }) {
+  return useMemo(() => html`<tr
+    class=${[onRow && "opens", selected && "selected"].filter(Boolean).join(" ")}
+    aria-current=${selected ? "true" : undefined}
+    onClick=${onRow && ((event) => fromControl(event) || onRow(row))}>
+    ${columns.map(({ key, align, render }) => html`<td class=${`${align ?? ""} col-${key}`}>
+      ${render ? render(row) : row[key]}</td>`)}
+  </tr>`, [row, columns, selected]);
 }
 
 const fromControl = (event) => event.target.closest("a, button, input, label, select") !== null;
@@ -246,9 +174,8 @@ function Head({ column, by }) {
   const on = by.sort?.key === key;
   const direction = !on ? "none" : by.sort.descending ? "descending" : "ascending";
   return html`<th class=${align} aria-sort=${direction} title=${hint}>
-    <button class="sort" onClick=${() => by.onSort(key)}>
-      ${title}<span aria-hidden="true">${on ? (by.sort.descending ? " ↓" : " ↑") : ""}</span>
-    </button>
+    <button class="sort" onClick=${() => by.onSort(key)}>${title}<span aria-hidden="true">${
+      on ? (by.sort.descending ? " ↓" : " ↑") : ""}</span></button>
   </th>`;
 }
 
@@ -261,52 +188,49 @@ export function Pager({ shown, total, more, loading, onMore }) {
     watch.observe(button.current);
     return () => watch.disconnect();
   }, [more, loading, onMore]);
-  const of = total === null || total === undefined ? "" : ` of ${number(total)}`;
   return html`<p class="pager">
-    <span class="muted">${number(shown)}${of} shown</span>
-    ${more &&
-    html`<button ref=${button} disabled=${loading} onClick=${onMore}>
-      ${loading ? "Loading …" : "Show more"}
-    </button>`}
+    <span class="muted">${number(shown)}${known(total) && ` of ${number(total)}`} shown</span>
+    ${more && html`<button ref=${button} disabled=${loading} onClick=${onMore}>
+      ${loading ? "Loading …" : "Show more"}</button>`}
   </p>`;
 }
 
-/** A note that something is loading. */
-export function Loading({ what = "Loading" }) {
-  return html`<p class="loading" role="status">${what} …</p>`;
+/** What stands for an answer (`useApi`) that is missing or out of date: a note, or the error. */
+export function Status({ data, error, reload, home, what = "Loading" }) {
+  if (error) return html`<${Problem} ...${{ error, reload, home }} />`;
+  return !data && html`<p class="loading" role="status">${what} …</p>`;
 }
 
-/** An error, with a button to try again. */
-export function Problem({ error, reload, children }) {
-  const text = typeof error === "string" ? error : error.message;
+/** An error, with a button to try again and, with `home`, a way out. */
+export function Problem({ error, reload, home }) {
   return html`<div class="problem" role="alert">
-    <p><${Text} text=${text} /></p>
-    ${children}
-    <p>
-      ${error.status === 0 && html`<span class="muted">Trying again every two seconds. </span>`}
-      ${reload && html`<button onClick=${reload}>Try again</button>`}
-    </p>
+    <p><${Text} text=${error.message} /></p>
+    ${home && link("runs") && html`<p><a href=${link("runs")}>All runs</a></p>`}
+    <p>${error.status === 0 && html`<span class="muted">Trying again every two seconds. </span>`}
+      <button onClick=${reload}>Try again</button></p>
   </div>`;
 }
 
-/** A choice of one: `tabs` of `{key, title}`. */
-export function Tabs({ tabs, value, onChange, label }) {
+/** A choice of one: `options` of `{key: {title, hint}}`. */
+export function Tabs({ options, value, onChange, label }) {
   return html`<div class="tabs" role="group" aria-label=${label}>
-    ${tabs.map(
-      ({ key, title, hint }) => html`<button
-        key=${key} aria-pressed=${key === value ? "true" : "false"} title=${hint}
-        onClick=${() => onChange(key)}
-      >
-        ${title}
-      </button>`,
-    )}
+    ${Object.entries(options).map(([key, { title, hint }]) => html`<button key=${key}
+      aria-pressed=${key === value ? "true" : "false"} title=${hint}
+      onClick=${() => onChange(key)}>${title}</button>`)}
   </div>`;
 }
 
 /** A small label; with `onRemove` it has a button that removes it. */
 export function Chip({ kind = "", title, onRemove, children }) {
-  return html`<span class="chip ${kind}" title=${title}
-    >${children}${onRemove &&
-    html`<button class="quiet" aria-label="remove" onClick=${onRemove}>×</button>`}</span
-  >`;
+  return html`<span class="chip ${kind}" title=${title}>${children}${onRemove && html`<button
+    class="quiet" aria-label="remove" onClick=${onRemove}>×</button>`}</span>`;
+}
+
+/** Links to the previous and the next one of a kind, which the keys [ and ] open, too. */
+export function Neighbours({ of, previous, next }) {
+  const arrow = (name, sign, key, href) => html`<a href=${href} aria-label=${name}
+    title="${name} (${key})">${sign}</a>`;
+  return html`<nav class="neighbours" aria-label="neighbouring ${of}s">
+    ${arrow(`previous ${of}`, "‹", "[", previous)} ${arrow(`next ${of}`, "›", "]", next)}
+  </nav>`;
 }

@@ -1,13 +1,13 @@
 // The most frequent phrases of a run's thoughts: one row a phrase, one cell a step, darker where more
 // of the step's thoughts contain the phrase. A row that turns dark and stays dark is a template.
 
-import { useApi, useEvents } from "./api.js";
+import { useLive } from "./api.js";
+import { Shades, heat } from "./heat.js";
 import { percent, plural } from "./numbers.js";
-import { Loading, Problem, Tabs, Text } from "./parts.js";
+import { Status, Tabs, Text, picked } from "./parts.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
 
-const LENGTHS = [3, 5, 8];
-const SHADES = 9; // Colours of the sequential scale in style.css.
+const LENGTHS = { 3: { title: "3" }, 5: { title: "5" }, 8: { title: "8" } };
 
 /** What the rows may be sorted by: the share of thoughts with the phrase, and its change. */
 const ORDERS = {
@@ -17,33 +17,23 @@ const ORDERS = {
   shrunk: { title: "shrunk", value: ({ counts }) => counts[0] - counts.at(-1) },
 };
 
-/** The class that colours a cell by a share from 0 to 1. */
-export function heat(share) {
-  if (share === null || share === undefined) return "heat-none";
-  return `heat-${Math.round(Math.min(1, Math.max(0, share)) * (SHADES - 1))}`;
-}
-
 /** The table, in a panel with its controls; `query` has `words` and `order`. */
 export function Phrases({ run, phase, query, setQuery }) {
-  const words = LENGTHS.includes(Number(query.words)) ? Number(query.words) : 5;
-  const order = Object.hasOwn(ORDERS, query.order ?? "") ? query.order : "now";
-  const { data, error, reload } = useApi("/api/phrases", { run, words, phase });
-  useEvents({ run }, { step: reload, end: reload, again: reload });
+  const words = picked(LENGTHS, query.words ?? "5");
+  const order = picked(ORDERS, query.order);
+  const answer = useLive("/api/phrases", { run, words, phase });
   return html`<section class="panel">
     <h2>Repeated phrases</h2>
     <div class="row choices">
       <span class="row tight"><span class="muted">words in a phrase</span>
-        <${Tabs} label="Words of a phrase" value=${words}
-          tabs=${LENGTHS.map((key) => ({ key, title: String(key) }))}
+        <${Tabs} label="Words of a phrase" options=${LENGTHS} value=${words}
           onChange=${(key) => setQuery({ words: key })} /></span>
       <span class="row tight"><span class="muted">sort by</span>
-        <${Tabs} label="Sort phrases by" value=${order}
-          tabs=${Object.entries(ORDERS).map(([key, { title }]) => ({ key, title }))}
+        <${Tabs} label="Sort phrases by" options=${ORDERS} value=${order}
           onChange=${(key) => setQuery({ order: key })} /></span>
     </div>
-    ${error && html`<${Problem} error=${error} reload=${reload} />`}
-    ${!data && !error && html`<${Loading} what="Counting phrases" />`}
-    ${data && html`<${HeatTable} data=${data} order=${order} words=${words} />`}
+    <${Status} ...${answer} what="Counting phrases" />
+    ${answer.data && html`<${HeatTable} data=${answer.data} order=${order} words=${words} />`}
   </section>`;
 }
 
@@ -78,7 +68,8 @@ function HeatTable({ data, order, words }) {
         </tr>`)}</tbody>
       </table>
     </div>
-    <${Scale} />`;
+    <p class="scale muted" aria-hidden="true"><span>none</span> <${Shades} />
+      <span>all of the thoughts</span></p>`;
 }
 
 /** Whether a step gets a number: only every few do, so that numbers do not touch. */
@@ -92,11 +83,4 @@ function summary(rows, steps) {
   return html`${`In step ${steps.at(-1)}, ${these} occurred in half of the thoughts or more.`}
     ${" The most frequent, “"}<${Text} text=${most.phrase} limit=${200} />${
     `”, occurred in ${last} (${first} in step ${steps[0]}).`}`;
-}
-
-/** The legend of the colours. */
-function Scale() {
-  return html`<p class="scale muted" aria-hidden="true"><span>none</span>
-    ${Array.from({ length: SHADES }, (_, i) => html`<i key=${i} class=${`heat-${i}`}></i>`)}
-    <span>all of the thoughts</span></p>`;
 }

@@ -8,22 +8,18 @@ const NARROW = 560; // Width in pixels below which two names do not fit in one r
 const BOX = { left: 54, right: 14, top: 14, bottom: 42 };
 const BOTTOM = HEIGHT - BOX.bottom;
 const TICKS = [0, 0.1, 0.3, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
-const COLOURS = { first: 0, any: 5 };
 
 /** Which turns of the episodes are measured, by the name of their path in the metrics. */
-export const PATHS = { first: "first turns", any: "a turn drawn uniformly" };
-
-/** The paths among `names`, each once; first turns come first. */
-export function pathsIn(names) {
-  return [...new Set(names)].sort((a, b) => (b === "first") - (a === "first"));
-}
+export const PATHS = {
+  first: { title: "first turns", colour: 0 },
+  any: { title: "a turn drawn uniformly", colour: 5 },
+};
 
 /** `paths` and `thresholds` as `/api/collapse` has them; `path` and `step` say which is chosen. */
 export function Plane({ paths, thresholds, path, step, onPick }) {
   const [over, setOver] = useState(null);
   const [place, width] = useWidth();
-  const measured = pathsIn(Object.keys(paths)).filter((name) => paths[name].steps.length > 0);
-  const courses = measured.map((name) => [name, pointsOf(name, paths[name], thresholds)]);
+  const courses = Object.keys(paths).map((name) => [name, pointsOf(name, paths[name], thresholds)]);
   const all = courses.flatMap(([, points]) => points);
   const scale = scaleOf(all, thresholds, width);
   const shown = over ?? all.find((one) => one.path === path && one.step === step) ?? null;
@@ -36,7 +32,7 @@ export function Plane({ paths, thresholds, path, step, onPick }) {
         ...${{ name, points, scale, shown, onPick }} onOver=${setOver} />`)}
     </svg>
     <p class="readout" aria-live="polite">
-      ${shown ? html`<${Facts} ...${shown} />` : html`<${Legend} names=${measured} />`}</p>
+      ${shown ? html`<${Facts} ...${shown} />` : html`<${Legend} names=${Object.keys(paths)} />`}</p>
   </div>`;
 }
 
@@ -53,19 +49,19 @@ function useWidth() {
   return [place, width];
 }
 
-/** The colour of a path. */
-export const colourOf = (name) => COLOURS[name] ?? 7;
-
+/** The steps of a path at which both measures are known. */
 function pointsOf(path, course, { min_prompts: least }) {
-  const { steps, mi, conditional_entropy: entropies, prompt_entropy: ceilings } = course;
-  const points = steps.map((step, i) => ({
-    path, step, mi: mi[i], entropy: entropies[i], ceiling: ceilings[i],
-    share: ceilings[i] ? mi[i] / ceilings[i] : 0,
-    regime: course.regime[i], prompts: course.num_prompts[i],
-    decided: course.num_prompts[i] >= least,
-    retrieval: course.retrieval[i], chance: course.chance[i], zscore: course.zscore[i],
-  }));
-  return points.filter(({ mi: told, entropy }) => told !== null && entropy !== null);
+  const points = course.steps.map((step, i) => {
+    const [mi, ceiling] = [course.mi[i], course.prompt_entropy[i]];
+    return {
+      path, step, mi, ceiling, entropy: course.conditional_entropy[i],
+      share: ceiling ? mi / ceiling : 0,
+      regime: course.regime[i], prompts: course.num_prompts[i],
+      decided: course.num_prompts[i] >= least,
+      retrieval: course.retrieval[i], chance: course.chance[i], zscore: course.zscore[i],
+    };
+  });
+  return points.filter(({ mi, entropy }) => mi !== null && entropy !== null);
 }
 
 /**
@@ -139,7 +135,7 @@ function pressed(event) {
 
 /** One path: a ring at the first step, a disc at the last; hollow where it is undecided. */
 function Course({ name, points, scale: { x, y }, shown, onOver, onPick }) {
-  const colour = colourOf(name);
+  const colour = PATHS[name].colour;
   const last = points.length - 1;
   const same = (one) => shown !== null && one.path === shown.path && one.step === shown.step;
   const classOf = (point, i) => [
@@ -148,7 +144,7 @@ function Course({ name, points, scale: { x, y }, shown, onOver, onPick }) {
   return html`<g class=${`course stroke-${colour} fill-${colour}`}>
     <polyline points=${points.map(({ entropy, share }) => `${x(entropy)},${y(share)}`).join(" ")} />
     ${points.map((point, i) => html`<circle key=${point.step} tabindex="0" role="button"
-      aria-label=${`step ${point.step}, ${PATHS[name] ?? name}: ${point.regime}`}
+      aria-label=${`step ${point.step}, ${PATHS[name].title}: ${point.regime}`}
       class=${classOf(point, i)} cx=${x(point.entropy)} cy=${y(point.share)}
       r=${i === last ? 6 : i === 0 ? 5 : 3}
       onPointerEnter=${() => onOver(point)} onPointerLeave=${() => onOver(null)}
@@ -161,7 +157,7 @@ function Course({ name, points, scale: { x, y }, shown, onOver, onPick }) {
 function Legend({ names }) {
   return html`<span class="row tight">
     ${names.map((name) => html`<span key=${name} class="row tight">
-      <i class=${`dot fill-${colourOf(name)}`}></i> ${PATHS[name] ?? name}</span>`)}
+      <i class=${`dot fill-${PATHS[name].colour}`}></i> ${PATHS[name].title}</span>`)}
     <span class="muted">Ring: first step; disc: last step. Hover or choose a point.</span>
   </span>`;
 }
@@ -170,19 +166,19 @@ function Legend({ names }) {
 function Facts({ path, step, mi, entropy, share, ceiling, regime, prompts, ...rest }) {
   const { retrieval, chance, zscore } = rest;
   const facts = [
-    `${PATHS[path] ?? path}: ${regime}; H(Z|X) ${number(entropy)}`,
+    `${PATHS[path].title}: ${regime}; H(Z|X) ${number(entropy)}`,
     `I(X;Z) ${number(mi)} of ${number(ceiling)} nats (${percent(share, 0)})`,
     `${prompts} prompts`,
     retrieval !== null &&
       `own prompt identified ${percent(retrieval, 0)} (chance ${percent(chance, 0)})`,
     zscore !== null && `z-score ${number(zscore)}`,
   ];
-  return html`<i class=${`dot fill-${colourOf(path)}`}></i> <b>step ${step}</b>,${" "}
+  return html`<i class=${`dot fill-${PATHS[path].colour}`}></i> <b>step ${step}</b>,${" "}
     ${facts.filter(Boolean).join(", ")}`;
 }
 
 function summary([name, points]) {
   const describe = ({ regime, step }) => `${regime} in step ${step}`;
   const [first, last] = [points[0], points.at(-1)].map(describe);
-  return `${PATHS[name] ?? name}: from ${first} to ${last}`;
+  return `${PATHS[name].title}: from ${first} to ${last}`;
 }

@@ -1,68 +1,47 @@
 // A run's settings: those that differ from its recipe or preset, or all of them.
 
 import { useApi } from "./api.js";
-import { Table, Tabs, Text } from "./parts.js";
+import { known } from "./numbers.js";
+import { Table, Tabs, Text, picked } from "./parts.js";
 import { html, useState } from "./vendor/preact-htm.js";
 
-const VIEWS = [
-  { key: "changed", title: "Changed" },
-  { key: "all", title: "All" },
-];
+const VIEWS = { changed: { title: "Changed" }, all: { title: "All" } };
 
 /** The panel of a run's page; the address holds which view is open. */
 export function Settings({ run, query, setQuery }) {
-  const view = query.settings === "all" ? "all" : "changed";
+  const view = picked(VIEWS, query.settings);
   const [sought, setSought] = useState("");
   const found = (rows) => rows.filter(({ key }) => key.includes(sought.toLowerCase()));
   const all = () => Object.entries(run.config).map(([key, value]) => ({ key, values: [value] }));
   return html`<section class="panel settings" aria-label="Settings">
     <div class="row">
       <h2>Settings</h2>
-      <${Tabs}
-        label="Which settings"
-        tabs=${VIEWS}
-        value=${view}
-        onChange=${(key) => setQuery({ settings: key === "changed" ? null : key })}
-      />
-      <input
-        type="search" aria-label="Filter settings" placeholder="Filter" value=${sought}
-        onInput=${(event) => setSought(event.target.value)}
-      />
+      <${Tabs} label="Which settings" options=${VIEWS} value=${view}
+        onChange=${(key) => setQuery({ settings: key === "changed" ? null : key })} />
+      <input type="search" aria-label="Filter settings" placeholder="Filter" value=${sought}
+        onInput=${(event) => setSought(event.target.value)} />
     </div>
-    ${view === "changed" && html`<${Changed} run=${run} rows=${found(run.differences ?? [])} />`}
+    ${view === "changed" && html`<${Changed} run=${run} found=${found} />`}
     ${view === "all" && html`<${Values} titles=${["Value"]} rows=${found(all())} />`}
   </section>`;
 }
 
-function Changed({ run, rows }) {
-  if (run.differences === null) {
+function Changed({ run, found }) {
+  const { differences, recipe, algorithm } = run;
+  if (differences === null) {
     return html`<p class="muted">These settings were written by another version of RAGEN. Their
-      difference from ${run.recipe} is unknown.</p>`;
+      difference from ${recipe} is unknown.</p>`;
   }
-  if (run.differences.length === 0) {
-    return html`<p class="muted">Nothing differs from ${run.recipe} and ${run.algorithm}.</p>`;
+  if (differences.length === 0) {
+    return html`<p class="muted">Nothing differs from ${recipe} and ${algorithm}.</p>`;
   }
-  const columns = [
-    { key: "key", title: "Key", render: ({ key }) => html`<code>${key}</code>` },
-    {
-      key: "value",
-      title: "This run",
-      render: ({ value }) => html`<b><${Text} text=${written(value)} /></b>`,
-    },
-    {
-      key: "base",
-      title: `In ${rows[0]?.source ?? run.recipe}`,
-      render: ({ base }) => html`<${Text} text=${written(base)} />`,
-    },
-  ];
-  return html`<div class="tall">
-    <${Table} label="Changed settings" columns=${columns} rows=${rows} rowKey=${(row) => row.key} />
-  </div>`;
+  const rows = differences.map(({ key, value, base }) => ({ key, values: [value, base] }));
+  return html`<${Values} titles=${["This run", `In ${differences[0].source}`]} rows=${found(rows)} />`;
 }
 
 /** A setting's value as text. */
 function written(value) {
-  if (value === null || value === undefined) return "unset";
+  if (!known(value)) return "unset";
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
@@ -71,13 +50,11 @@ export function Values({ titles, rows }) {
   const columns = [
     { key: "key", title: "Key", render: ({ key }) => html`<code>${key}</code>` },
     ...titles.map((title, i) => ({
-      key: `value ${i}`,
-      title,
-      render: ({ values }) => html`<${Text} text=${written(values[i])} />`,
+      key: `value ${i}`, title, render: ({ values }) => html`<${Text} text=${written(values[i])} />`,
     })),
   ];
   return html`<div class="tall">
-    <${Table} label="Settings" columns=${columns} rows=${rows} rowKey=${(row) => row.key} />
+    <${Table} label="Settings" columns=${columns} rows=${rows} rowKey="key" />
   </div>`;
 }
 
@@ -87,9 +64,8 @@ export function RunChoice({ label, prompt, value, without, onChoose }) {
   const readable = (data?.runs ?? []).filter(({ state }) => state !== "unreadable");
   const free = readable.filter(({ run }) => !without.includes(run));
   if (free.length === 0) return null;
-  return html`<select
-    aria-label=${label} value=${value} onChange=${(event) => onChoose(event.target.value)}
-  >
+  return html`<select aria-label=${label} value=${value}
+    onChange=${(event) => onChoose(event.target.value)}>
     <option value="" disabled>${prompt}</option>
     ${free.map(({ run }) => html`<option key=${run} value=${run}>${run}</option>`)}
   </select>`;

@@ -1,10 +1,10 @@
 // The metrics of one or more runs as a grid of small charts, with axis, smoothing and search.
 
-import { link } from "./addresses.js";
 import { useAnswers } from "./api.js";
 import { Curves } from "./charts.js";
-import { clock, number, plural, share } from "./numbers.js";
-import { Tabs, Text } from "./parts.js";
+import { useKeys } from "./keys.js";
+import { clamp, clock, known, number, plural, share } from "./numbers.js";
+import { Tabs, picked } from "./parts.js";
 import { html, useMemo, useRef } from "./vendor/preact-htm.js";
 
 const MOST = 24; // Charts that a search shows at once.
@@ -12,23 +12,13 @@ const SUCCESS = "success/mean";
 const SHARES = [0, 1.02]; // A little above 1, so that a curve at 1 is not on the edge.
 const NOWHERE = { step: [] };
 
-export const AXES = [
-  { key: "step", title: "Step" },
-  { key: "updates", title: "Updates" },
-  { key: "episodes", title: "Episodes" },
-  { key: "tokens", title: "Tokens" },
-  { key: "seconds", title: "Time" },
-];
-
-/** The horizontal axis, from the address. */
-export function axisOf(query) {
-  return AXES.some(({ key }) => key === query.axis) ? query.axis : "step";
-}
-
-/** The smoothing, from the address: 0 to 0.95. */
-export function smoothingOf(query) {
-  return Math.min(0.95, Math.max(0, Number(query.smooth) || 0));
-}
+const AXES = {
+  step: { title: "Step" },
+  updates: { title: "Updates" },
+  episodes: { title: "Episodes" },
+  tokens: { title: "Tokens" },
+  seconds: { title: "Time" },
+};
 
 /** The metrics to show: the report's signals in its order, or those that match the search. */
 export function chosen(names, labels, sought) {
@@ -43,7 +33,7 @@ export function chosen(names, labels, sought) {
 }
 
 /**
- * The answers of `/api/metrics` by run: `{answers: {run: answer}, error, reload}`. When other metrics
+ * The answers of `/api/metrics` by run: `{data: {run: answer}, error, reload}`. When other metrics
  * are requested, the previous ones stay until the new ones have arrived.
  */
 export function useMetrics(runs, names) {
@@ -51,13 +41,12 @@ export function useMetrics(runs, names) {
   const questions = asked ? runs.map((run) => ["/api/metrics", { run, names: asked }]) : [];
   const { answers, errors, reload } = useAnswers(questions);
   const last = useRef({});
-  last.current = useMemo(
-    () => ({ ...last.current, ...byRun(answers.filter(Boolean)) }), [answers],
-  );
-  return { answers: last.current, error: errors.find(Boolean) ?? null, reload };
+  last.current = useMemo(() => {
+    const pairs = answers.filter(Boolean).map((answer) => [answer.run, answer]);
+    return { ...last.current, ...Object.fromEntries(pairs) };
+  }, [answers]);
+  return { data: last.current, error: errors.find(Boolean) ?? null, reload };
 }
-
-const byRun = (answers) => Object.fromEntries(answers.map((answer) => [answer.run, answer]));
 
 /** The position of a step on an axis: the count after that step, 0 before the first. */
 function placed(axes, axis, step) {
@@ -74,11 +63,10 @@ function stepAt(axes, axis, x) {
 /** A metric of a run as a series of `Curves`; rolled-back values are known only by step. */
 function seriesOf(run, answer, name, axis, colour) {
   const found = answer?.names[name];
-  if (!found) return { name: run, run, colour, x: [], y: [], left: [] };
+  if (!found) return { name: run, colour, x: [], y: [] };
   const left = axis === "step" ? found.left : [];
   return {
     name: run,
-    run,
     colour,
     x: found.at.map((index) => answer.axes[axis][index]),
     y: found.values,
@@ -86,20 +74,25 @@ function seriesOf(run, answer, name, axis, colour) {
   };
 }
 
-/** A run's evaluations with the sampling of its headline, as dots with intervals. */
-function evaluationsOf(run, answer, axis, colour) {
-  const ownWay = ({ how, step }) => step !== null && how === run.success?.how;
-  const alike = run.evaluations.filter(ownWay);
-  return {
-    name: `${run.run}, evaluated`,
-    run: run.run,
-    colour,
-    points: true,
-    x: alike.map(({ step }) => placed(answer.axes, axis, step)),
-    y: alike.map(({ success }) => success.value),
-    low: alike.map(({ success }) => success.low),
-    high: alike.map(({ success }) => success.high),
-  };
+/** Evaluations as dots with intervals, a series of `Curves`; `place` says where a step is. */
+export function dotsOf(evaluations, place = (step) => step) {
+  const of = (name) => evaluations.map(({ success }) => success[name]);
+  const x = evaluations.map(({ step }) => place(step));
+  return { points: true, x, y: of("value"), low: of("low"), high: of("high") };
+}
+
+/** Random and optimal play as lines of `Curves`. */
+export function baselines({ random, optimal }) {
+  const levels = [{ y: random, label: "random play" }, { y: optimal, label: "optimal play" }];
+  return levels.filter(({ y }) => known(y));
+}
+
+/** A run's evaluations with the sampling of its headline; its curves say where steps are. */
+function evaluated(run, answer, axis, colour) {
+  if (!answer) return null;
+  const alike = run.evaluations.filter(({ how, step }) => step !== null && how === run.success?.how);
+  const dots = dotsOf(alike, (step) => placed(answer.axes, axis, step));
+  return { ...dots, name: `${run.run}, evaluated`, colour };
 }
 
 /** The events of the runs as marks; with several runs, in the colours of the runs. */
@@ -117,111 +110,84 @@ function marksOf(runs, answers, axis) {
 }
 
 /**
- * The charts of `names`. `runs` are answers of `/api/run`, the page's own run first, each in its own
- * colour; `answers` are their metrics by run. `onPick(step)` is a click on a step of the first run,
- * `onMark(mark)` on one of its events, `onLarge(name)` on a title.
+ * The section of charts with its toolbar. `runs` are answers of `/api/run`, the page's own run first,
+ * each in its own colour; `metrics` is the answer of `useMetrics`; `all` are the names that can be
+ * searched, `names` those shown. `onPick(step)` is a click on a step of the first run, `onMark(mark)`
+ * on one of its events. The children are between the toolbar and the charts.
  */
-export function Signals({ runs, answers, names, axis, large, onPick, onMark, ...rest }) {
+export function Signals({
+  runs, metrics, all, names, query, setQuery, onPick, onMark, tools, children,
+}) {
+  const search = useRef(null);
+  useKeys({ "/": () => search.current.focus() }, { "/": "find a metric" });
+  const answers = metrics.data;
+  const axis = picked(AXES, query.axis);
   const axes = answers[runs[0].run]?.axes;
   const marks = useMemo(() => marksOf(runs, answers, axis), [runs, answers, axis]);
-  if (!axes) return null;
-  const end = Math.max(...runs.map(({ run }) => answers[run]?.axes[axis].at(-1) ?? 0));
-  return html`<div class="signals">
-    ${names.map(
-      (name) => html`<${Signal}
-        key=${name}
-        ...${{ name, runs, answers, axis, marks, ...rest }}
-        large=${name === large}
-        domain=${[0, end]}
-        onMark=${onMark && ((mark) => mark.own && onMark(mark))}
-        onPick=${onPick && ((x) => onPick(stepAt(axes, axis, x)))}
-      />`,
-    )}
-  </div>`;
+  const ends = runs.map(({ run }) => answers[run]?.axes[axis].at(-1) ?? 0);
+  const common = {
+    runs, answers, axis, marks, domain: [0, Math.max(...ends)], smoothing: smoothingOf(query),
+    onMark: onMark && ((mark) => mark.own && onMark(mark)),
+    onPick: onPick && ((x) => onPick(stepAt(axes, axis, x))),
+    onLarge: (name) => setQuery({ large: name }),
+  };
+  return html`<section aria-label="Signals">
+    <${Toolbar} names=${all} ...${{ axis, query, setQuery, search }}>${tools}<//>
+    ${children}
+    ${axes && html`<div class="signals">${names.map((name) => html`<${Signal} key=${name}
+      name=${name} large=${name === query.large} ...${common} />`)}</div>`}
+    <${Found} names=${names} sought=${query.m} />
+  </section>`;
 }
 
 function Signal({ name, runs, answers, axis, large, onLarge, ...rest }) {
   const [own, isSuccess] = [runs[0], name === SUCCESS];
   const isShare = isSuccess || name.endsWith("fraction");
   const series = useMemo(() => {
-    const curve = (run, i) => seriesOf(run.run, answers[run.run], name, axis, i);
-    const dots = (run, i) =>
-      isSuccess && answers[run.run] ? [evaluationsOf(run, answers[run.run], axis, i)] : [];
-    return [...runs.map(curve), ...runs.flatMap(dots)];
+    const curves = runs.map(({ run }, i) => seriesOf(run, answers[run], name, axis, i));
+    const dots = isSuccess ? runs.map((run, i) => evaluated(run, answers[run.run], axis, i)) : [];
+    return [...curves, ...dots.filter(Boolean)];
   }, [runs, answers, name, axis]);
   const lines = useMemo(() => {
-    const levels = [
-      { y: own.random, label: "random play" },
-      { y: own.optimal, label: "optimal play" },
-    ];
     // Baselines are drawn only if all runs have the same environment.
     const alike = runs.every(({ env }) => env === own.env);
-    return isSuccess && alike ? levels.filter(({ y }) => y !== null) : [];
+    return isSuccess && alike ? baselines(own) : [];
   }, [runs]);
-  return html`<${Curves}
-    ...${{ ...rest, series, lines, large }}
-    title=${name}
-    label=${own.labels[name] ?? name}
-    height=${large ? 320 : 112}
-    wide=${isSuccess}
-    range=${isSuccess ? SHARES : undefined}
-    most=${isShare ? 1 : undefined}
-    format=${isShare ? share : number}
-    formatX=${axis === "seconds" ? clock : number}
-    xLabel=${large ? AXES.find(({ key }) => key === axis).title : undefined}
-    sync=${`run ${axis}`}
-    onTitle=${() => onLarge(large ? null : name)}
-  />`;
+  return html`<${Curves} ...${{ ...rest, series, lines, large }}
+    title=${name} label=${own.labels[name] ?? name}
+    height=${large ? 320 : 112} wide=${isSuccess}
+    range=${isSuccess ? SHARES : undefined} most=${isShare ? 1 : undefined}
+    format=${isShare ? share : number} formatX=${axis === "seconds" ? clock : number}
+    xLabel=${large ? AXES[axis].title : undefined} sync=${`run ${axis}`}
+    onTitle=${() => onLarge(large ? null : name)} />`;
 }
 
+/** The smoothing, from the address: 0 to 0.95. */
+const smoothingOf = (query) => clamp(Number(query.smooth) || 0, 0, 0.95);
+
 /** Axis, smoothing and search, which are all in the address. */
-export function Toolbar({ query, setQuery, names, search, children }) {
+function Toolbar({ axis, query, setQuery, names, search, children }) {
   const smoothing = smoothingOf(query);
   const metrics = names.filter((name) => !name.startsWith("ema/")).length;
   return html`<div class="row toolbar">
-    <${Tabs}
-      label="Horizontal axis"
-      tabs=${AXES}
-      value=${axisOf(query)}
-      onChange=${(key) => setQuery({ axis: key === "step" ? null : key })}
-    />
-    <label title="Exponential moving average; the raw values stay visible, pale">
-      Smooth
-      <input
-        type="range" min="0" max="0.95" step="0.05" value=${smoothing}
-        onInput=${(event) => setQuery({ smooth: Number(event.target.value) || null })}
-      />
-      <span class="number smoothing">${smoothing ? smoothing.toFixed(2) : "off"}</span>
-    </label>
-    <input
-      type="search" ref=${search} aria-label="Find a metric" placeholder="Find a metric  ( / )"
-      title="${metrics} metrics are recorded" value=${query.m ?? ""}
-      onInput=${(event) => setQuery({ m: event.target.value || null })}
-    />
+    <${Tabs} label="Horizontal axis" options=${AXES} value=${axis}
+      onChange=${(key) => setQuery({ axis: key === "step" ? null : key })} />
+    <label title="Exponential moving average; the raw values stay visible, pale">Smooth
+      <input type="range" min="0" max="0.95" step="0.05" value=${smoothing}
+        onInput=${(event) => setQuery({ smooth: Number(event.target.value) || null })} />
+      <span class="number smoothing">${smoothing ? smoothing.toFixed(2) : "off"}</span></label>
+    <input type="search" ref=${search} aria-label="Find a metric" value=${query.m ?? ""}
+      placeholder="Find a metric  ( / )" title="${metrics} metrics are recorded"
+      onInput=${(event) => setQuery({ m: event.target.value || null })} />
     ${children}
   </div>`;
 }
 
-/** The runs in the charts, each with its colour; the first one cannot be removed. */
-export function Legend({ runs, onRemove }) {
-  return html`<ul class="legend" aria-label="Runs shown">
-    ${runs.map(
-      (run, index) => html`<li key=${run}>
-        <i class="swatch fill-${index % 8}"></i>
-        <a href=${link("run", { run })}><${Text} text=${run} /></a>
-        ${index > 0 &&
-        html`<button class="quiet" aria-label="remove ${run}" onClick=${() => onRemove(run)}>
-          ×
-        </button>`}
-      </li>`,
-    )}
-  </ul>`;
-}
-
 /** A note when a search finds nothing, or more than is shown. */
-export function Found({ names, sought }) {
+function Found({ names, sought }) {
   if (!sought) return null;
   if (names.length === 0) return html`<p class="muted">No metric matches these words.</p>`;
   if (names.length < MOST) return null;
-  return html`<p class="muted">Only the first ${plural(MOST, "metric")} are shown; add a word to narrow the search.</p>`;
+  return html`<p class="muted">Only the first ${plural(MOST, "metric")} are shown; add a word to
+    narrow the search.</p>`;
 }

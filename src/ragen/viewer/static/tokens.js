@@ -2,11 +2,11 @@
 // one of their numbers. Ten thousand tokens stay fast because their elements are made once, with a
 // class for each colouring: another colouring changes one class of the element around them.
 
+import { SHADES, Shades, shadeOf } from "./heat.js";
 import { number } from "./numbers.js";
-import { mark, pieces, Tabs } from "./parts.js";
+import { Tabs, Text, mark, picked, pieces } from "./parts.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
-const SHADES = 9; // The number of --s… and of --d… in style.css.
 const RAREST = -6.9; // One in a thousand. Rarer ones look alike; one of −20 would hide the others.
 const CHUNK = 1000; // Tokens of a block; in a long sample, a block is laid out when it is visible.
 const LONG = 4000; // Shorter samples are laid out at once, so that scrolling to a turn is exact.
@@ -18,39 +18,39 @@ const identity = (x) => x;
  * `diverging` scales are as wide on both sides of `centre`, on the axis that `axis` makes.
  */
 export const COLOURS = {
-  mask: { title: "mask", what: "Completions are trained; prompts never are." },
+  mask: { title: "mask", hint: "Completions are trained; prompts never are." },
   logprob: {
     title: "logprob", series: "logprob", fallback: "sampled_logprob", letter: "l", floor: RAREST,
-    flip: true, what: "Nats; the darker, the less likely the token was.",
+    flip: true, hint: "Nats; the darker, the less likely the token was.",
   },
   entropy: {
     title: "entropy", series: "entropy", letter: "e",
-    what: "Nats; the darker, the less certain the policy was.",
+    hint: "Nats; the darker, the less certain the policy was.",
   },
   advantage: {
     title: "advantage", series: "advantage", letter: "a", diverging: true,
-    what: "Above 0, the update makes the token more likely; below 0, less likely.",
+    hint: "Above 0, the update makes the token more likely; below 0, less likely.",
   },
   ratio: {
     title: "importance ratio", series: "ratio", letter: "r", diverging: true, axis: Math.log,
-    back: Math.exp, what: "Probability now ÷ probability at the start of the update; 1 is unchanged.",
+    back: Math.exp, hint: "Probability now ÷ probability at the start of the update; 1 is unchanged.",
   },
   value: {
     title: "value", series: "value", letter: "v", diverging: true,
-    what: "The critic's estimate of the return from here on.",
+    hint: "The critic's estimate of the return from here on.",
   },
 };
 
-/** A token's numbers, in the order in which they are shown. */
-const FACTS = [
-  ["sampled logprob", "sampled_logprob"],
-  ["logprob", "logprob"],
-  ["entropy", "entropy"],
-  ["advantage", "advantage"],
-  ["return", "return"],
-  ["importance ratio", "ratio"],
-  ["value", "value"],
-];
+/** A token's numbers, in the order in which they are shown: title and series. */
+const FACTS = {
+  "sampled logprob": "sampled_logprob",
+  logprob: "logprob",
+  entropy: "entropy",
+  advantage: "advantage",
+  return: "return",
+  "importance ratio": "ratio",
+  value: "value",
+};
 
 /**
  * An episode's token sequences.
@@ -64,14 +64,13 @@ const FACTS = [
 export function Tokens({ data, turn = null, colour = "mask", untrained = "", onColour }) {
   const [current, setCurrent] = useState(null);
   const scales = useMemo(() => scalesOf(data.samples), [data]);
-  const shown = Object.hasOwn(scales, colour) ? colour : "mask";
+  const available = Object.entries(COLOURS).filter(([name]) => name === "mask" || scales[name]);
+  const options = Object.fromEntries(available);
+  const shown = picked(options, colour);
   const word = data.source === "turns" ? "sampled" : "trained";
-  const tabs = Object.entries(COLOURS)
-    .filter(([name]) => name === "mask" || scales[name])
-    .map(([key, { title, what }]) => ({ key, title, hint: what }));
   return html`<section class="tokens">
     <div class="tokens-head">
-      <${Tabs} tabs=${tabs} value=${shown} onChange=${onColour} label="colour tokens by" />
+      <${Tabs} options=${options} value=${shown} onChange=${onColour} label="colour tokens by" />
       <${Legend} colour=${shown} scale=${scales[shown]} word=${word} />
     </div>
     ${data.source === "turns" && html`<p class="muted">${untrained} These are the tokens of the
@@ -87,12 +86,8 @@ const seriesOf = (sample, { series, fallback }) => sample[series] ?? sample[fall
 
 /** For each colouring with numbers, the range from its lowest to its highest trained token. */
 function scalesOf(samples) {
-  const scales = {};
-  for (const [name, colour] of Object.entries(COLOURS)) {
-    const scale = colour.series && scaleOf(samples, colour);
-    if (scale) scales[name] = scale;
-  }
-  return scales;
+  const all = Object.entries(COLOURS).map(([name, colour]) => [name, scaleOf(samples, colour)]);
+  return Object.fromEntries(all.filter(([, scale]) => scale));
 }
 
 function scaleOf(samples, colour) {
@@ -113,32 +108,26 @@ function scaleOf(samples, colour) {
   return { low: -width, high: width };
 }
 
-/** The shade of a value, from 0 to 8; on a flipped axis, low values are dark. */
-function shadeOf(value, { axis = identity, flip, diverging }, { low, high }) {
+/** The shade of a value; on a flipped axis, low values are dark. */
+function shade(value, { axis = identity, flip, diverging }, { low, high }) {
   if (high === low) return diverging ? (SHADES - 1) / 2 : 0;
-  const share = Math.min(1, Math.max(0, (axis(value) - low) / (high - low)));
-  return Math.round((SHADES - 1) * (flip ? 1 - share : share));
+  const share = (axis(value) - low) / (high - low);
+  return shadeOf(flip ? 1 - share : share);
 }
 
 function Legend({ colour, scale, word }) {
-  const { what, letter, flip, diverging, back = identity } = COLOURS[colour];
+  const { hint, letter, flip, diverging, back = identity } = COLOURS[colour];
+  const notes = html`<span class="token">not ${word}</span> <span class="muted">${hint}</span>`;
   if (!scale) {
-    return html`<p class="token-legend by-mask">
-      <span class="token trained">${word}</span> <span class="token">not ${word}</span>
-      <span class="muted">${what}</span>
-    </p>`;
+    return html`<p class="token-legend by-mask"><span class="token trained">${word}</span> ${notes}</p>`;
   }
   const ends = [scale.low, scale.high].map((x) => number(back(x)));
   if (flip) ends.reverse();
-  const shades = Array.from({ length: SHADES }, (_, i) => i);
   return html`<p class="token-legend by-${letter}">
     <span class="number">${ends[0]}</span>
-    <span class="shades" aria-hidden="true">${shades.map((i) =>
-      html`<i key=${i} class="token trained ${letter}${i}"></i>`)}</span>
+    <span class="shades" aria-hidden="true"><${Shades} letter=${`token trained ${letter}`} /></span>
     <span class="number">${ends[1]}</span>
-    ${diverging && html`<span class="muted">middle ${number(back(0))}</span>`}
-    <span class="token">not ${word}</span>
-    <span class="muted">${what}</span>
+    ${diverging && html`<span class="muted">middle ${number(back(0))}</span>`} ${notes}
   </p>`;
 }
 
@@ -216,7 +205,7 @@ function sampleOf(sample, index, samples, scales) {
 }
 
 /** Half-open ranges of tokens that belong to one turn, or to a prompt (turn −1). */
-export function stretchesOf(sample) {
+function stretchesOf(sample) {
   const stretches = [];
   for (const [i, turn] of sample.turn.entries()) {
     const last = stretches.at(-1);
@@ -234,7 +223,7 @@ function chunkOf(sample, start, end, shades) {
       classes.push("trained");
       for (const { series, scale, colour } of shades) {
         if (series[i] === null) continue;
-        classes.push(`${colour.letter}${shadeOf(series[i], colour, scale)}`);
+        classes.push(`${colour.letter}${shade(series[i], colour, scale)}`);
       }
     }
     const token = element("span", classes.join(" "), spelled(sample.texts[i]));
@@ -267,25 +256,44 @@ function Facts({ samples, at, word }) {
     return html`<div class="token-facts"><p class="muted">Point at a token to see its numbers.</p></div>`;
   }
   const [sample, i] = [samples[at[0]], at[1]];
-  const facts = FACTS.filter(([, series]) => sample[series] && sample[series][i] !== null);
   const trained = sample.mask[i];
   const sampled = sample.sampled_logprob[i];
   const old = sample.logprob?.[i] ?? null;
+  const place = sample.turn[i] < 0 ? "prompt" : `turn ${sample.turn[i] + 1}`;
+  const about = [`token ${number(i)}`, `id ${sample.ids[i]}`, place, trained ? word : `not ${word}`];
+  const facts = [
+    ...Object.entries(FACTS).map(([name, series]) => [name, sample[series]?.[i] ?? null]),
+    ["probability", sampled !== null ? Math.exp(sampled) : null],
+    ["recomputed − sampled", old !== null && sampled !== null ? old - sampled : null],
+  ].filter(([, value]) => value !== null);
   return html`<div class="token-facts" data-testid="token-facts">
-    <p><span class="token current">${spelled(sample.texts[i])}</span> <span class="muted">${[
-      `token ${number(i)}`, `id ${sample.ids[i]}`,
-      sample.turn[i] < 0 ? "prompt" : `turn ${sample.turn[i] + 1}`,
-      trained ? word : `not ${word}`].join(", ")}</span></p>
-    ${trained ? html`<dl>
-      ${facts.map(([name, series]) => html`<div key=${name}><dt>${name}</dt>
-        <dd>${exact(sample[series][i])}</dd></div>`)}
-      ${sampled !== null && html`<div><dt>probability</dt>
-        <dd>${exact(Math.exp(sampled))}</dd></div>`}
-      ${old !== null && sampled !== null && html`<div><dt>recomputed − sampled</dt>
-        <dd>${exact(old - sampled)}</dd></div>`}
-    </dl>` : ""}
+    <p><span class="token current">${spelled(sample.texts[i])}</span>
+      <span class="muted">${" "}${about.join(", ")}</span></p>
+    ${trained ? html`<dl>${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt>
+      <dd>${exact(value)}</dd></div>`)}</dl>` : ""}
   </div>`;
 }
 
 /** Five significant digits, enough to distinguish two logprobs. */
 const exact = (x) => (Number.isInteger(x) ? String(x) : x.toPrecision(5)).replace("-", "−");
+
+/**
+ * What the model saw before a turn: the tokens before its completion, as text. Its own completions
+ * of earlier turns are tinted.
+ */
+export function RawPrompt({ data, turn }) {
+  const sample = data.samples.find((each) => each.turn.includes(turn));
+  if (!sample) {
+    return html`<p class="muted">The tokens of this turn's prompt were not recorded.</p>`;
+  }
+  const length = sample.turn.indexOf(turn);
+  const parts = stretchesOf(sample).filter(({ start }) => start < length);
+  return html`<section class="prompt">
+    <p class="muted">${number(length)} tokens, exactly as the model saw them. Its own
+      completions are tinted.</p>
+    <div class="prompt-text" data-testid="prompt">${parts.map(({ start, end, turn: of }) =>
+      html`<span key=${start} class=${of >= 0 ? "sampled" : ""}
+        ><${Text} text=${sample.texts.slice(start, end).join("")} /></span>`)}
+    </div>
+  </section>`;
+}

@@ -3,9 +3,9 @@
 
 import { link } from "./addresses.js";
 import { Board } from "./board.js";
-import { number, plural } from "./numbers.js";
+import { known, number, plural } from "./numbers.js";
 import { Chip, Text } from "./parts.js";
-import { html, useEffect, useMemo, useRef } from "./vendor/preact-htm.js";
+import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 
 /** Above this number of cells in total, episodes side by side are shown without boards. */
 const MOST_SMALL_CELLS = 15000;
@@ -15,21 +15,6 @@ const MOST_WAYS = 6;
 
 /** Characters of an observation in a table: enough to distinguish two. */
 const SHORT = 300;
-
-/**
- * The pictures of an episode before each turn and after the last one, in order.
- *
- * @returns `[{turn, picture, after}]`, one more than turns. The last one has the last turn, and
- *     `after`, the final observation.
- */
-export function framesOf(episode) {
-  const before = episode.turns.map((turn) => ({ turn, picture: turn.picture, after: null }));
-  const turn = episode.turns.at(-1) ?? null;
-  const after = { observation: episode.final_observation ?? "" };
-  // An environment that failed has no final picture: the last one stays.
-  const last = episode.final_observation === null ? (turn?.picture ?? null) : episode.final_picture;
-  return [...before, { turn, picture: last, after }];
-}
 
 /** Marks an episode of a step that the run was rolled back over. */
 export const Undone = ({ still_counts: counts }) => counts ? "" : html`<${Chip}
@@ -52,9 +37,8 @@ export function signed(x) {
 
 /** The actions of a turn; those that the environment did not execute are struck through. */
 export function Actions({ asked, executed }) {
-  const marked = useMemo(() => matched(asked, executed), [asked, executed]);
   if (!asked.length) return html`<span class="muted">no action</span>`;
-  return html`<span class="actions">${marked.map(({ action, done }, i) => done
+  return html`<span class="actions">${matched(asked, executed).map(({ action, done }, i) => done
     ? html`<span key=${i} class="action"><${Text} text=${action} limit=${80} /></span>`
     : html`<s key=${i} class="action undone" title="requested, not executed"
         ><${Text} text=${action} limit=${80} /></s>`)}</span>`;
@@ -84,8 +68,8 @@ const tone = (x) => (x > 0 ? "good" : x < 0 ? "bad" : "muted");
 
 /** How an episode ended, by sign, word and colour. */
 export function Outcome({ episode }) {
-  const failed = episode.error !== null && episode.error !== undefined;
-  const [sign, kind] = failed ? ["!", "bad"] : episode.success ? ["✓", "good"] : ["✗", "bad"];
+  const good = episode.success ? ["✓", "good"] : ["✗", "bad"];
+  const [sign, kind] = known(episode.error) ? ["!", "bad"] : good;
   return html`<span class="outcome ${kind}" title=${ENDS[episode.stop_reason]}
     ><span aria-hidden="true">${sign}</span> ${episode.stop_reason.replace("_", " ")}</span>`;
 }
@@ -130,7 +114,7 @@ export function TurnCard({ turn, sum, current, onChoose }) {
 }
 
 /** The thought, or the whole reply if it has none. */
-export function Thought({ turn }) {
+function Thought({ turn }) {
   if (turn.thought === null) {
     return html`<p class="thought unthought"><span class="muted">no valid thought; the reply was: </span
       ><${Text} text=${turn.reply.trim()} /></p>`;
@@ -175,7 +159,8 @@ export function SideBySide({ columns, from = 0, selected = null }) {
   </div>`;
 }
 
-function ColumnHead({ title, episode, href }) {
+/** The head of an episode beside others: its title, which may be a link, and its outcome. */
+export function ColumnHead({ title, episode, href }) {
   return html`${href ? html`<a href=${href}>${title}</a>` : title}
     <div><${Outcome} episode=${episode} /></div>
     <div class="muted"><${Earned} ...${episode} />${" "}

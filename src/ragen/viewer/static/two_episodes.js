@@ -4,7 +4,7 @@ import { link } from "./addresses.js";
 import { Board } from "./board.js";
 import { percent, plural } from "./numbers.js";
 import { Text } from "./parts.js";
-import { Actions, Earned, Outcome } from "./turns.js";
+import { Actions, ColumnHead, Earned } from "./turns.js";
 import { MAX_WORDS, joined, sharedRuns, sharedShare } from "./words.js";
 import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
 
@@ -57,8 +57,9 @@ export function Compared({ left, right, run }) {
   const sides = [side(left, found.a, "a"), side(right, found.b, "b")];
   return html`<p>${summary(found, left, right)}</p>
     <div class="beside-two" data-testid="beside" onPointerLeave=${() => setOver(null)}>
-      ${sides.map(({ episode }, i) =>
-        html`<${Head} key=${`head ${i}`} episode=${episode} run=${run} />`)}
+      ${[left, right].map((episode, i) => html`<header key=${`head ${i}`}><${ColumnHead}
+        title=${html`<b>step ${episode.step}</b>, level ${episode.level_seed}`}
+        episode=${episode} href=${link("episode", { run, id: episode.id })} /></header>`)}
       ${Array.from({ length: turns }, (_, k) => sides.map((one, i) =>
         html`<${Turn} key=${`${k} ${i}`} place=${k} ...${one} />`))}
     </div>`;
@@ -79,15 +80,6 @@ function summary({ a, b, runs, share }, left, right) {
     ${cut && ` Words beyond the first ${MAX_WORDS} were not compared.`}`;
 }
 
-function Head({ episode, run }) {
-  const { id, step, level_seed, turns } = episode;
-  return html`<header>
-    <a href=${link("episode", { run, id })}><b>step ${step}</b>, level ${level_seed}</a>
-    <${Outcome} episode=${episode} />
-    <span class="muted"><${Earned} ...${episode} /> in ${plural(turns.length, "turn")}</span>
-  </header>`;
-}
-
 function Turn({ episode, place, list, marks, over, setOver }) {
   const { turns } = episode;
   const turn = turns[place];
@@ -100,8 +92,7 @@ function Turn({ episode, place, list, marks, over, setOver }) {
       <${Earned} ...${turn} />
     </div>
     <div class="turn-body">
-      ${turn.picture &&
-      html`<${Board} picture=${turn.picture} env=${episode.env} turn=${turn} />`}
+      ${turn.picture && html`<${Board} picture=${turn.picture} env=${episode.env} turn=${turn} />`}
       <p class="thought">${!turn.thought?.trim()
         ? html`<span class="muted">${turn.thought === null ? "not a valid" : "empty"} thought</span>`
         : marked(list.words, list.starts[place], end, marks).map(({ text, run }, i) =>

@@ -12,12 +12,8 @@ const MOST = 64; // The server's limit.
 
 /** The panel below an episode; `turn` is the one shown, or the number of turns at the end. */
 export function WhatIf({ run, episode, turn }) {
-  if (shared) return null;
-  return html`<${Panel} run=${run} episode=${episode} turn=${turn} />`;
-}
-
-function Panel({ run, episode, turn }) {
-  const { data, error, reload } = useApi("/api/branches", { run, episode: episode.id });
+  const path = shared ? null : "/api/branches";
+  const { data, error, reload } = useApi(path, { run, episode: episode.id });
   const jobs = data?.jobs ?? [];
   const busy = jobs.some(({ state }) => state === "running");
   useEffect(() => {
@@ -25,12 +21,10 @@ function Panel({ run, episode, turn }) {
     const timer = setInterval(reload, POLL_MS);
     return () => clearInterval(timer);
   }, [busy, reload]);
-  const over = turn >= episode.turns.length;
-  const reason = !data ? null : !data.possible ? data.reason : over ? "the episode has ended" : null;
+  if (shared) return null;
   return html`<section class="panel what-if" data-testid="branches">
     <h2>What if?</h2>
-    <${Ask} run=${run} episode=${episode} turn=${turn} over=${over} reason=${reason}
-      known=${data !== null} checkpoints=${data?.checkpoints ?? []} onAsked=${reload} />
+    <${Ask} run=${run} episode=${episode} turn=${turn} branching=${data} onAsked=${reload} />
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
     ${[...jobs].sort((a, b) => b.time - a.time).map((job) => html`<${Job} key=${job.id} job=${job}
       episode=${episode} />`)}
@@ -38,21 +32,23 @@ function Panel({ run, episode, turn }) {
 }
 
 /** The form: how many, which weights, which temperature; it says why branching is not possible. */
-function Ask({ run, episode, turn, over, reason, known, checkpoints, onAsked }) {
-  const [n, setN] = useState(4);
-  const [checkpoint, setCheckpoint] = useState("");
-  const [temperature, setTemperature] = useState("");
+function Ask({ run, episode, turn, branching, onAsked }) {
   const [problem, setProblem] = useState(null);
   const [sending, setSending] = useState(false);
+  const over = turn >= episode.turns.length;
+  const ended = over ? "the episode has ended" : null;
+  const reason = branching && !branching.possible ? branching.reason : ended;
   const ask = async (event) => {
     event.preventDefault();
+    const values = Object.fromEntries(new FormData(event.target));
+    const chosen = (name) => (values[name] === "" ? null : Number(values[name]));
+    const asked = {
+      n: chosen("n"), checkpoint: chosen("checkpoint"), temperature: chosen("temperature"),
+    };
     setSending(true);
     setProblem(null);
     try {
-      await post("/api/branch", {
-        run, episode: episode.id, turn, n,
-        checkpoint: numberOrNull(checkpoint), temperature: numberOrNull(temperature),
-      });
+      await post("/api/branch", { run, episode: episode.id, turn, ...asked });
       onAsked();
     } catch (error) {
       setProblem(error.message);
@@ -60,28 +56,24 @@ function Ask({ run, episode, turn, over, reason, known, checkpoints, onAsked }) 
       setSending(false);
     }
   };
-  const idle = !known || reason !== null || sending || !valid(n);
-  const typed = (set) => (event) => set(event.target.value);
   return html`<form class="ask" onSubmit=${ask}>
     <p>Let the policy play on from ${over ? "a turn" : `turn ${turn + 1}`}. The environment is restored to
       its state there, with the same random events to come. Only the sampling differs.</p>
-    <label>branches <input type="number" min="1" max=${MOST} value=${n}
-      onInput=${(event) => setN(event.target.valueAsNumber)} /></label>
-    <label>weights <select value=${checkpoint} onChange=${typed(setCheckpoint)}>
+    <label>branches <input name="n" type="number" min="1" max=${MOST} required
+      defaultValue="4" /></label>
+    <label>weights <select name="checkpoint">
       <option value="">newest</option>
-      ${checkpoints.map((step) => html`<option key=${step} value=${step}>step ${step}</option>`)}
+      ${branching?.checkpoints.map((step) =>
+        html`<option key=${step} value=${step}>step ${step}</option>`)}
     </select></label>
-    <label>temperature <input type="number" min="0" max="5" step="any" placeholder="the run's"
-      value=${temperature} onInput=${typed(setTemperature)} /></label>
-    <button class="primary" type="submit" disabled=${idle} title=${reason ?? ""}>${
-      over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
-    ${reason && html`<p class="warn">Not possible: <${Text} text=${reason} /></p>`}
+    <label>temperature <input name="temperature" type="number" min="0" max="5" step="any"
+      placeholder="the run's" /></label>
+    <button class="primary" type="submit" disabled=${!branching || reason !== null || sending}
+      title=${reason ?? ""}>${over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
+    ${branching && reason && html`<p class="warn">Not possible: <${Text} text=${reason} /></p>`}
     ${problem && html`<p class="bad" role="alert"><${Text} text=${problem} /></p>`}
   </form>`;
 }
-
-const valid = (n) => Number.isInteger(n) && n >= 1 && n <= MOST;
-const numberOrNull = (text) => (text === "" ? null : Number(text));
 
 /** One request: running, failed with its reason, or its branches next to the original. */
 function Job({ job, episode }) {
@@ -89,10 +81,7 @@ function Job({ job, episode }) {
   const title = html`<h3>${number(n)} from turn ${turn + 1}, weights of step ${checkpoint},
     temperature ${number(temperature)}</h3>`;
   if (state === "running") return html`${title}<p role="status" class="muted">Playing …</p>`;
-  if (state === "failed") {
-    const why = problem ?? "no reason was given";
-    return html`${title}<p class="bad">It failed: <${Text} text=${why} /></p>`;
-  }
+  if (state === "failed") return html`${title}<p class="bad">It failed: <${Text} text=${problem} /></p>`;
   const columns = [
     { title: "original", episode },
     ...episodes.map((each, i) => ({ title: `branch ${i + 1}`, episode: each })),

@@ -9,7 +9,7 @@ export const MIN_RUN = 3;
 export const MAX_WORDS = 1000;
 
 /** The words of a text, each with the white space after it: joined, they are the text again. */
-export function wordsOf(text) {
+function wordsOf(text) {
   return (text ?? "").trim().match(/\S+\s*/g) ?? [];
 }
 

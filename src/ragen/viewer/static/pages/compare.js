@@ -1,15 +1,14 @@
 // Two or more runs: which one is better and by how much, all curves, and which settings differ.
 
-import { joinRuns, link, splitRuns } from "../addresses.js";
-import { useApis, useEvents } from "../api.js";
-import { Comparisons, useComparisons } from "../comparison.js";
-import { useKeys } from "../keys.js";
+import { joinRuns, link, splitRuns, visit } from "../addresses.js";
+import { useApis, useEvents, useLive } from "../api.js";
+import { Comparisons } from "../comparison.js";
 import { plural } from "../numbers.js";
-import { Loading, Problem, Table, Text, useReady } from "../parts.js";
+import { Status, Table, Text, useReady } from "../parts.js";
 import { COLUMNS } from "./runs.js";
 import { Values } from "../settings.js";
-import { Found, Signals, Toolbar, axisOf, chosen, smoothingOf, useMetrics } from "../signals.js";
-import { html, useMemo, useRef } from "../vendor/preact-htm.js";
+import { Signals, chosen, useMetrics } from "../signals.js";
+import { html, useMemo } from "../vendor/preact-htm.js";
 
 const MOST = 8; // The number of colours that everybody can tell apart.
 
@@ -21,27 +20,22 @@ export default function Compare({ params, query, setQuery }) {
   const remove = (gone) => {
     const [run, ...rest] = all.filter((name) => name !== gone);
     const left = { ...query, other: joinRuns(rest) };
-    location.hash = rest.length ? link("compare", { run }, left) : link("run", { run });
+    visit(rest.length ? link("compare", { run }, left) : link("run", { run }));
   };
+  const few = all.length > MOST &&
+    ` of the ${all.length} that were chosen, because there are only ${MOST} colours`;
   return html`<main class="page page-compare">
     <div class="row title-row">
       <h1>Compare</h1>
-      <span class="muted"
-        >${plural(names.length, "run")}${all.length > MOST &&
-        ` of the ${all.length} that were chosen, because there are only ${MOST} colours`}; each is
-        compared with the first</span
-      >
+      <span class="muted">${plural(names.length, "run")}${few}; each is compared with the first</span>
     </div>
-    ${error &&
-    html`<${Problem} error=${error} reload=${reload}>
-      <p><a href=${link("runs")}>All runs</a></p>
-    <//>`}
-    ${!runs && !error && html`<${Loading} />`}
-    ${runs && html`<${Standings} ...${{ runs, names }} onRemove=${remove} />`}
-    ${runs && names.slice(1).map((other) => html`<${AgainstFirst} key=${other}
-      ...${{ first: names[0], other, names }} />`)}
-    ${runs && html`<${Overlaid} ...${{ runs, names, query, setQuery, reload }} />`}
-    ${runs && names.length > 1 && html`<${Differences} runs=${runs} names=${names} />`}
+    <${Status} data=${runs} ...${{ error, reload }} home />
+    ${runs && html`
+      <${Standings} ...${{ runs, names }} onRemove=${remove} />
+      ${names.slice(1).map((other) => html`<${AgainstFirst} key=${other}
+        ...${{ first: names[0], other, names }} />`)}
+      <${Overlaid} ...${{ runs, names, query, setQuery, reload }} />
+      ${names.length > 1 && html`<${Differences} runs=${runs} names=${names} />`}`}
   </main>`;
 }
 
@@ -52,22 +46,19 @@ const named = (run, names) => html`<i class="swatch fill-${names.indexOf(run)}">
 function Standings({ runs, names, onRemove }) {
   const name = { ...COLUMNS[0], align: "run", render: ({ run }) => named(run, names) };
   const remove = {
-    key: "remove",
-    title: "",
-    render: ({ run }) =>
-      html`<button class="quiet" aria-label="leave out ${run}" onClick=${() => onRemove(run)}>
-        ×
-      </button>`,
+    key: "remove", title: "",
+    render: ({ run }) => html`<button class="quiet" aria-label="leave out ${run}"
+      onClick=${() => onRemove(run)}>×</button>`,
   };
   const columns = [name, ...COLUMNS.slice(1), remove];
   return html`<section class="panel flush" aria-label="The runs">
-    <${Table} label="The runs" columns=${columns} rows=${runs} rowKey=${({ run }) => run} />
+    <${Table} label="The runs" columns=${columns} rows=${runs} rowKey="run" />
   </section>`;
 }
 
 /** The first run is the baseline: a positive difference is in favour of the other one. */
 function AgainstFirst({ first, other, names }) {
-  const answer = useComparisons(first, other);
+  const answer = useLive("/api/compare", { run: first, other });
   return html`<section class="panel" aria-label="${other} against ${first}">
     <h2>${named(other, names)}${" against "}${named(first, names)}</h2>
     <${Comparisons} answer=${answer} names=${[first, other]} none="They share no evaluation: runs are
@@ -79,34 +70,23 @@ function Overlaid({ runs, names, query, setQuery, reload }) {
   const all = useMemo(() => [...new Set(runs.flatMap((run) => run.names))].sort(), [runs]);
   const shown = useMemo(() => chosen(all, runs[0].labels, query.m), [all, query.m]);
   const metrics = useMetrics(names, shown);
-  const search = useRef(null);
   const refresh = () => {
     reload();
     metrics.reload();
   };
   useEvents({}, { runs: refresh, again: refresh });
-  useKeys({ "/": () => search.current?.focus() }, { "/": "find a metric" });
-  return html`<section aria-label="Signals">
-    <${Toolbar} names=${all} ...${{ query, setQuery, search }} />
-    ${metrics.error && html`<${Problem} error=${metrics.error} reload=${metrics.reload} />`}
-    <${Signals}
-      ...${{ runs, answers: metrics.answers, names: shown, large: query.large }}
-      axis=${axisOf(query)}
-      smoothing=${smoothingOf(query)}
-      onLarge=${(name) => setQuery({ large: name })}
-    />
-    <${Found} names=${shown} sought=${query.m} />
-  </section>`;
+  return html`<${Signals} ...${{ runs, metrics, all, names: shown, query, setQuery }}>
+    <${Status} ...${metrics} />
+  <//>`;
 }
 
 /** The settings in which any of the runs differs from the first. */
 function Differences({ runs, names }) {
   const [first, ...others] = names;
   const asked = others.map((other) => ["/api/difference", { run: first, other }]);
-  const { data, error, reload } = useApis(asked);
-  if (error) return html`<${Problem} error=${error} reload=${reload} />`;
-  if (!data) return html`<${Loading} />`;
-  const rows = merged(data.map(({ differences }) => differences), Object.keys(runs[0].config));
+  const answer = useApis(asked);
+  if (!answer.data) return html`<${Status} ...${answer} />`;
+  const rows = merged(answer.data.map(({ differences }) => differences), Object.keys(runs[0].config));
   return html`<section class="panel" aria-label="Settings">
     <h2>Settings that differ</h2>
     ${rows.length === 0 && html`<p class="muted">The settings are the same.</p>`}

@@ -6,42 +6,38 @@ import { link, visit } from "../addresses.js";
 import { useApi } from "../api.js";
 import { Board } from "../board.js";
 import { useKeys } from "../keys.js";
-import { number } from "../numbers.js";
-import { Loading, Problem, Tabs, Text, useReady } from "../parts.js";
-import { RawPrompt } from "../prompt.js";
-import { Tokens } from "../tokens.js";
-import {
-  Earned, framesOf, groupLink, Outcome, returnsOf, signed, TurnCard, Undone,
-} from "../turns.js";
+import { clamp, number } from "../numbers.js";
+import { Neighbours, Status, Tabs, Text, picked, useReady } from "../parts.js";
+import { RawPrompt, Tokens } from "../tokens.js";
+import { Earned, groupLink, Outcome, returnsOf, signed, TurnCard, Undone } from "../turns.js";
 import { WhatIf } from "../whatif.js";
 import { html, useCallback, useEffect, useMemo, useState } from "../vendor/preact-htm.js";
 
 const SPEEDS = [0.5, 1, 2, 4]; // Turns a second.
 
-const VIEWS = [
-  { key: "turns", title: "Turns" },
-  { key: "tokens", title: "Tokens", hint: "every token with mask, logprob, advantage, ratio" },
-  { key: "prompt", title: "Raw prompt", hint: "exactly what the model saw before this turn" },
-];
+const VIEWS = {
+  turns: { title: "Turns" },
+  tokens: { title: "Tokens", hint: "every token with mask, logprob, advantage, ratio" },
+  prompt: { title: "Raw prompt", hint: "exactly what the model saw before this turn" },
+};
 
 export default function Page({ params, query, setQuery }) {
   const { run, id } = params;
-  const { data, error, reload } = useApi("/api/episode", { run, episode: id });
+  const answer = useApi("/api/episode", { run, episode: id });
+  const { data, error } = answer;
   useReady(data !== null || error !== null);
-  if (!data) {
-    return html`<main class="page page-episode">
-      <h1>Episode ${error && id}</h1>
-      ${error ? html`<${Problem} error=${error} reload=${reload} />` : html`<${Loading} />`}
-    </main>`;
-  }
-  return html`<${Episode} run=${run} episode=${data} query=${query} setQuery=${setQuery} />`;
+  if (data) return html`<${Episode} run=${run} episode=${data} query=${query} setQuery=${setQuery} />`;
+  return html`<main class="page page-episode">
+    <h1>Episode ${error && id}</h1>
+    <${Status} ...${answer} />
+  </main>`;
 }
 
 function Episode({ run, episode, query, setQuery }) {
   const last = episode.turns.length;
-  const view = VIEWS.some(({ key }) => key === query.view) ? query.view : "turns";
-  const at = inRange(Number.parseInt(query.turn ?? "0", 10), last);
-  const go = useCallback((turn) => setQuery({ turn: inRange(turn, last) }), [setQuery, last]);
+  const view = picked(VIEWS, query.view);
+  const at = clamp(Number.parseInt(query.turn, 10) || 0, 0, last);
+  const go = useCallback((turn) => setQuery({ turn: clamp(turn, 0, last) }), [setQuery, last]);
   const play = usePlay(at, last, go);
   const turn = Math.min(at, last - 1);
   useKeys(
@@ -69,7 +65,7 @@ function Episode({ run, episode, query, setQuery }) {
         <${Returns} episode=${episode} at=${at} go=${go} />
       </aside>
       <div class="telling">
-        <${Tabs} tabs=${VIEWS} value=${view} onChange=${(key) => setQuery({ view: key })}
+        <${Tabs} options=${VIEWS} value=${view} onChange=${(key) => setQuery({ view: key })}
           label="view" />
         ${view === "turns" ? html`<${Turns} episode=${episode} at=${at} go=${go} />`
           : html`<${TokenViews} run=${run} episode=${episode} turn=${turn} view=${view}
@@ -80,9 +76,10 @@ function Episode({ run, episode, query, setQuery }) {
   </main>`;
 }
 
-const inRange = (turn, last) => Math.min(last, Math.max(0, Number.isNaN(turn) ? 0 : turn));
-const following = (view) =>
-  VIEWS[(VIEWS.findIndex(({ key }) => key === view) + 1) % VIEWS.length].key;
+function following(view) {
+  const names = Object.keys(VIEWS);
+  return names[(names.indexOf(view) + 1) % names.length];
+}
 
 /** The address of the previous or next episode, in the open view. */
 const neighbour = (run, id, view) => id === null ? undefined
@@ -108,12 +105,8 @@ function Headline({ run, episode, view }) {
       ${episode.entropy !== null && html`<div><dt>entropy</dt>
         <dd>${number(episode.entropy)}</dd></div>`}
     </dl>
-    <nav class="neighbours" aria-label="neighbouring episodes">
-      <a href=${neighbour(run, previous, view)} aria-label="previous episode"
-        title="previous episode ([)">‹</a>
-      <a href=${neighbour(run, next, view)} aria-label="next episode"
-        title="next episode (])">›</a>
-    </nav>
+    <${Neighbours} of="episode" previous=${neighbour(run, previous, view)}
+      next=${neighbour(run, next, view)} />
   </header>
   ${episode.error && html`<details class="panel"><summary class="bad">The episode failed</summary>
     <pre><${Text} text=${episode.error} /></pre></details>`}`;
@@ -121,11 +114,15 @@ function Headline({ run, episode, view }) {
 
 /** The board before turn `at`, or after the last one. */
 function Stage({ episode, at }) {
-  const frames = useMemo(() => framesOf(episode), [episode]);
-  const { turn, picture, after } = frames[at];
-  return html`<${Board} picture=${picture} env=${episode.env} turn=${turn} after=${after} />
-    <p class="caption">${after ? html`After the last turn: <${Outcome} episode=${episode} />`
-      : html`Before turn ${at + 1} of ${frames.length - 1}`}</p>`;
+  const { turns, env, final_observation: words, final_picture: final } = episode;
+  const over = at === turns.length;
+  const turn = (over ? turns.at(-1) : turns[at]) ?? null;
+  // An environment that failed has no final picture: the last one stays.
+  const picture = over && words !== null ? final : turn?.picture;
+  return html`<${Board} picture=${picture} env=${env} turn=${turn}
+      after=${over ? { observation: words ?? "" } : null} />
+    <p class="caption">${over ? html`After the last turn: <${Outcome} episode=${episode} />`
+      : html`Before turn ${at + 1} of ${turns.length}`}</p>`;
 }
 
 /** Playback: a clock that moves turn by turn to the end; from the end it starts over. */
@@ -193,13 +190,13 @@ function Turns({ episode, at, go }) {
 
 /** The two views that need the tokens, which are loaded only here. */
 function TokenViews({ run, episode, turn, view, colour, onColour }) {
-  const { data, error, reload } = useApi(episode.has_tokens ? "/api/tokens" : null,
-    { run, episode: episode.id });
-  if (!episode.has_tokens) {
+  const path = episode.has_tokens ? "/api/tokens" : null;
+  const answer = useApi(path, { run, episode: episode.id });
+  const { data, error } = answer;
+  if (!path) {
     return html`<p class="muted">This episode has no tokens: its endpoint returned only text.</p>`;
   }
-  if (error) return html`<${Problem} error=${error} reload=${reload} />`;
-  if (!data) return html`<${Loading} what="Loading the tokens" />`;
+  if (!data || error) return html`<${Status} ...${answer} what="Loading the tokens" />`;
   if (view === "prompt") return html`<${RawPrompt} data=${data} turn=${turn} />`;
   return html`<${Tokens} data=${data} turn=${turn} colour=${colour} onColour=${onColour}
     untrained=${untrainedBecause(episode)} />`;

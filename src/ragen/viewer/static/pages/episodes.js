@@ -4,8 +4,8 @@
 import { link, visit } from "../addresses.js";
 import { get, useApi, useEvents, useRetry } from "../api.js";
 import { useKeys } from "../keys.js";
-import { number } from "../numbers.js";
-import { Chip, Loading, Pager, Problem, Table, Text, useReady } from "../parts.js";
+import { clamp, known, number } from "../numbers.js";
+import { Chip, Pager, Problem, Status, Table, Text, useReady } from "../parts.js";
 import { Earned, groupLink, Outcome, Undone } from "../turns.js";
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 
@@ -41,7 +41,7 @@ export default function Page({ params, query, setQuery }) {
   const trouble = list.error ? [list.error, list.retry] : [newest.error, newest.reload];
   const open = (episode) => visit(link("episode", { run, id: episode.id }));
   const move = (by) => () => {
-    setAt((row) => Math.max(0, Math.min(episodes.length - 1, row + by)));
+    setAt((row) => clamp(row + by, 0, episodes.length - 1));
     if (at + by >= episodes.length - AHEAD) list.more();
   };
   useKeys(
@@ -66,7 +66,7 @@ export default function Page({ params, query, setQuery }) {
     ${trouble[0] && html`<${Problem} error=${trouble[0]} reload=${trouble[1]} />`}
     ${fresh && html`<p><button onClick=${list.reload} data-testid="fresh">
       New episodes: show them</button></p>`}
-    ${list.episodes === null ? !list.error && html`<${Loading} />`
+    ${list.episodes === null ? !list.error && html`<${Status} />`
       : html`<div class=${list.stale ? "stale" : ""}>
         <${Table} label="episodes" columns=${columns} rows=${episodes}
           selected=${at} onRow=${open} sort=${{ key: sort, descending: order === "desc" }}
@@ -87,7 +87,7 @@ function Nothing({ facets }) {
 
 /** Whether a list has grown; a search with very many hits has no total. */
 function grown(now, then) {
-  const counted = now.total !== null && then.total !== null;
+  const counted = known(now.total) && known(then.total);
   const last = ({ facets }) => facets.steps?.[1] ?? 0;
   return counted ? now.total > then.total : last(now) > last(then);
 }

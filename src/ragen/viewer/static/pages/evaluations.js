@@ -2,32 +2,33 @@
 // last one, and the comparison with another run.
 
 import { link } from "../addresses.js";
-import { shared, useApi, useEvents } from "../api.js";
+import { shared, useLive } from "../api.js";
 import { Curves } from "../charts.js";
-import { Comparisons, useComparisons } from "../comparison.js";
-import { moment, number, percent } from "../numbers.js";
-import { Interval, Loading, Problem, Table, useReady } from "../parts.js";
+import { Comparisons } from "../comparison.js";
+import { known, moment, number, percent } from "../numbers.js";
+import { Interval, Status, Table, useReady } from "../parts.js";
 import { RunChoice } from "../settings.js";
+import { baselines, dotsOf } from "../signals.js";
 import { html, useMemo } from "../vendor/preact-htm.js";
 
 export default function Page({ params, query, setQuery }) {
   const { run } = params;
-  const { data, error, reload } = useApi("/api/run", { run });
-  const gains = useComparisons(run);
-  useEvents({ run }, { step: reload, end: reload, again: reload });
-  useReady(Boolean((data || error) && (gains.data || gains.error)));
-  const evaluations = data?.evaluations ?? [];
+  const answer = useLive("/api/run", { run });
+  const gains = useLive("/api/compare", { run });
+  const answered = ({ data, error }) => Boolean(data || error);
+  useReady(answered(answer) && answered(gains));
+  const evaluations = answer.data?.evaluations ?? [];
   return html`<main class="page page-evaluations">
     <h1>Evaluations</h1>
-    ${error && html`<${Problem} error=${error} reload=${reload} />`}
-    ${!data && !error && html`<${Loading} />`}
-    ${data && evaluations.length === 0 && html`<${Nothing} />`}
+    <${Status} ...${answer} />
+    ${answer.data && evaluations.length === 0 && html`<${Nothing} />`}
     ${evaluations.length > 0 && html`<section class="panel" aria-label="Before and after">
       <h2>Before and after training, level by level</h2>
       <${Comparisons} answer=${gains} none="No two evaluations of the same levels are recorded." />
-    </section>`}
-    ${evaluations.length > 0 && html`<${All} evaluations=${evaluations} />`}
-    ${data && !shared && html`<${OtherRun} run=${run} other=${query.other} setQuery=${setQuery} />`}
+    </section>
+    <${All} evaluations=${evaluations} />`}
+    ${answer.data && !shared && html`<${OtherRun} run=${run} other=${query.other}
+      setQuery=${setQuery} />`}
   </main>`;
 }
 
@@ -39,8 +40,6 @@ function Nothing() {
   </section>`;
 }
 
-const known = (x) => x !== null && x !== undefined;
-
 // ---- all evaluations
 
 /** Every evaluation, the latest first, by environment and way of sampling. */
@@ -49,8 +48,7 @@ function All({ evaluations }) {
   return kinds.map(([name, rows]) => html`<section class="panel" key=${name}>
     <h2>${name}</h2>
     <${Course} rows=${rows} />
-    <${Table} label=${`Evaluations: ${name}`} rows=${rows} columns=${columnsOf(rows)}
-      rowKey=${({ attempt, step, time }) => `${attempt} ${step} ${time}`} />
+    <${Table} label=${`Evaluations: ${name}`} rows=${rows} columns=${columnsOf(rows)} />
     <p class="muted">The shaded range is from random play (${percent(rows[0].random)}) to optimal play
       (${percent(rows[0].optimal)}) on the same levels. Bars are 95 % intervals.</p>
   </section>`);
@@ -69,16 +67,10 @@ function kindsOf(evaluations) {
 
 /** Success over steps, with both baselines. */
 function Course({ rows }) {
-  const series = useMemo(() => {
-    const inOrder = rows.filter(({ step }) => step !== null).reverse();
-    const of = (name) => inOrder.map(({ success }) => success[name]);
-    const x = inOrder.map(({ step }) => step);
-    return [{ name: "success", x, y: of("value"), low: of("low"), high: of("high"), points: true }];
-  }, [rows]);
-  const { random, optimal } = rows[0];
-  const lines = [{ y: random, label: "random play" }, { y: optimal, label: "optimal play" }];
-  if (series[0].x.length < 3) return null;
-  return html`<${Curves} title="success" series=${series} lines=${lines.filter(({ y }) => known(y))}
+  const inOrder = useMemo(() => rows.filter(({ step }) => step !== null).reverse(), [rows]);
+  const series = useMemo(() => [{ name: "success", colour: 0, ...dotsOf(inOrder) }], [inOrder]);
+  if (inOrder.length < 3) return null;
+  return html`<${Curves} title="success" series=${series} lines=${baselines(rows[0])}
     range=${[0, 1]} height=${150} format=${(x) => percent(x, 0)} xLabel="step" />`;
 }
 
@@ -119,8 +111,7 @@ function OtherRun({ run, other, setQuery }) {
     <div class="row choices">
       <${RunChoice} label="The other run" prompt="Choose a run …" value=${other ?? ""}
         without=${[run]} onChoose=${(chosen) => setQuery({ other: chosen })} />
-      ${other &&
-      html`<a href=${link("compare", { run }, { other })}>Curves and settings of both</a>`}
+      ${other && html`<a href=${link("compare", { run }, { other })}>Curves and settings of both</a>`}
     </div>
     ${other && html`<${AgainstRun} key=${other} run=${run} other=${other} />`}
   </section>`;
@@ -128,7 +119,7 @@ function OtherRun({ run, other, setQuery }) {
 
 /** The other run is the baseline: a positive difference is in favour of this run. */
 function AgainstRun({ run, other }) {
-  const answer = useComparisons(other, run);
+  const answer = useLive("/api/compare", { run: other, other: run });
   return html`<${Comparisons} answer=${answer} names=${[other, run]}
     none="The two runs share no evaluation, so that nothing can be compared." />`;
 }

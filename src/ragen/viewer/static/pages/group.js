@@ -3,26 +3,27 @@
 import { link, visit } from "../addresses.js";
 import { useApi } from "../api.js";
 import { useKeys } from "../keys.js";
-import { number } from "../numbers.js";
-import { Loading, Problem, Text, useReady } from "../parts.js";
+import { clamp, known, number } from "../numbers.js";
+import { Neighbours, Status, Text, useReady } from "../parts.js";
 import { SideBySide, Undone } from "../turns.js";
 import { html, useState } from "../vendor/preact-htm.js";
 
 export default function Page({ params, query }) {
   const { run } = params;
   const { attempt = "0", step, phase = "train", group } = query;
-  const { data, error, reload } = useApi("/api/group", { run, attempt, step, phase, group });
+  const answer = useApi("/api/group", { run, attempt, step, phase, group });
+  const { data, error } = answer;
+  const episodes = data?.episodes ?? [];
   const [selected, setSelected] = useState(0);
   useReady(data !== null || error !== null);
-  const count = data?.episodes.length ?? 0;
-  const other = (number) => number === null || number === undefined ? undefined
-    : link("group", { run }, { attempt, step, phase, group: number });
+  const other = (number) =>
+    known(number) ? link("group", { run }, { attempt, step, phase, group: number }) : undefined;
   const inList = { phase, step_from: step, step_to: step, group };
-  const move = (by) => () => setSelected(Math.max(0, Math.min(count - 1, selected + by)));
+  const move = (by) => () => setSelected(clamp(selected + by, 0, episodes.length - 1));
   useKeys(
     {
       j: move(1), k: move(-1), ArrowRight: move(1), ArrowLeft: move(-1),
-      Enter: () => count && visit(link("episode", { run, id: data.episodes[selected].id })),
+      Enter: () => data && visit(link("episode", { run, id: episodes[selected].id })),
       "[": () => visit(other(data?.previous)), "]": () => visit(other(data?.next)),
     },
     {
@@ -38,17 +39,12 @@ export default function Page({ params, query }) {
           level ${data.level_seed}`}
           ${" "}· <a href=${link("episodes", { run }, inList)}>as a list</a></p></div>
       ${data && html`<${Figures} group=${data} />`}
-      <nav class="neighbours" aria-label="neighbouring groups">
-        <a href=${other(data?.previous)} aria-label="previous group"
-          title="previous group ([)">‹</a>
-        <a href=${other(data?.next)} aria-label="next group" title="next group (])">›</a>
-      </nav>
+      <${Neighbours} of="group" previous=${other(data?.previous)} next=${other(data?.next)} />
     </header>
-    ${error && html`<${Problem} error=${error} reload=${reload} />`}
-    ${!data && !error && html`<${Loading} />`}
+    <${Status} ...${answer} />
     ${data && html`
       <p class="ruling"><${Ruling} group=${data} phase=${phase} /></p>
-      <${SideBySide} selected=${selected} columns=${data.episodes.map((episode) => ({
+      <${SideBySide} selected=${selected} columns=${episodes.map((episode) => ({
         title: `member ${episode.member}`, episode, href: link("episode", { run, id: episode.id }),
       }))} />`}
   </main>`;

@@ -2,16 +2,20 @@
 // steps can be compared, with the words that both share marked. The thoughts about two levels at one
 // step are compared in the same way: that shows the Echo Trap.
 
-import { useApi, useEvents } from "../api.js";
+import { useLive } from "../api.js";
 import { Compared, useShares } from "../two_episodes.js";
+import { heat } from "../heat.js";
 import { useKeys } from "../keys.js";
-import { percent, plural } from "../numbers.js";
-import { Loading, Problem, Tabs, useReady } from "../parts.js";
-import { Phrases, heat } from "../phrases.js";
+import { clamp, percent, plural } from "../numbers.js";
+import { Status, Tabs, picked, useReady } from "../parts.js";
+import { Phrases } from "../phrases.js";
 import { MIN_RUN } from "../words.js";
 import { html, useEffect, useMemo, useRef } from "../vendor/preact-htm.js";
 
 const MOST_STEPS = 12; // Columns of the table of pairs; of more steps, this many, evenly spaced.
+
+/** The phases of evaluations: their ways of sampling. */
+const PHASES = { eval: { title: "sampled" }, "eval greedy": { title: "greedy" } };
 
 /** How the success on a level changed between the first evaluation and the last one. */
 const FATES = {
@@ -26,16 +30,14 @@ const fits = (fate, { successes }) => FATES[fate].holds(successes[0], successes.
 
 export default function Page({ params, query, setQuery }) {
   const { run } = params;
-  const { data, error, reload } = useApi("/api/levels", { run });
-  useEvents({ run }, { step: reload, end: reload, again: reload });
+  const answer = useLive("/api/levels", { run });
+  const { data, error } = answer;
   useReady(Boolean(error) || data?.levels.length === 0);
   return html`<main class="page page-levels">
     <h1>Then and now</h1>
-    ${error && html`<${Problem} error=${error} reload=${reload} />`}
-    ${!data && !error && html`<${Loading} />`}
-    ${data && data.levels.length === 0 && html`<${Nothing} />`}
-    ${data && data.levels.length > 0 &&
-    html`<${Levels} ...${{ ...data, run, query, setQuery }} />`}
+    <${Status} ...${answer} />
+    ${data?.levels.length === 0 && html`<${Nothing} />`}
+    ${data?.levels.length > 0 && html`<${Levels} ...${{ ...data, run, query, setQuery }} />`}
     <${Phrases} run=${run} phase="train" query=${query} setQuery=${setQuery} />
   </main>`;
 }
@@ -50,9 +52,10 @@ function Nothing() {
 
 /** A shared file holds only some of the `levels`; `all` then counts those of each phase. */
 function Levels({ run, levels, all, query, setQuery }) {
-  const phases = useMemo(() => [...new Set(levels.map((level) => level.phase))], [levels]);
-  const phase = phases.includes(query.phase) ? query.phase : phases[0];
-  const fate = Object.hasOwn(FATES, query.fate ?? "") ? query.fate : "all";
+  const played = ([phase]) => levels.some((level) => level.phase === phase);
+  const phases = Object.fromEntries(Object.entries(PHASES).filter(played));
+  const phase = picked(phases, query.phase);
+  const fate = picked(FATES, query.fate);
   const here = levels.filter((level) => level.phase === phase);
   const shown = here.filter((level) => fits(fate, level));
   const named = here.find((level) => String(level.level_seed) === query.level_seed);
@@ -65,20 +68,23 @@ function Levels({ run, levels, all, query, setQuery }) {
   const place = shown.indexOf(level);
   const choose = (one) => setQuery({ level_seed: one.level_seed, other: null });
   const move = (by) => () => {
-    const next = shown[place + by] ?? (place < 0 ? shown[0] : undefined);
-    if (next) choose(next);
+    if (shown.length) choose(shown[clamp(place + by, 0, shown.length - 1)]);
   };
   useKeys(
     { j: move(1), ArrowDown: move(1), k: move(-1), ArrowUp: move(-1) },
     { j: "next level", k: "previous level" },
   );
+  const counted = ([key, { title, hint }]) => {
+    const count = here.filter((one) => fits(key, one)).length;
+    return [key, { title: `${title} ${count}`, hint }];
+  };
   return html`<div class="then-now">
     <section class="panel levels">
       <div class="row choices">
-        ${phases.length > 1 && html`<${Tabs} label="Evaluations" value=${phase}
-          tabs=${phases.map((key) => ({ key, title: key === "eval" ? "sampled" : "greedy" }))}
-          onChange=${(key) => setQuery({ phase: key, level_seed: null })} />`}
-        <${Fates} levels=${here} fate=${fate} onChange=${(key) => setQuery({ fate: key })} />
+        ${Object.keys(phases).length > 1 && html`<${Tabs} label="Evaluations" value=${phase}
+          options=${phases} onChange=${(key) => setQuery({ phase: key, level_seed: null })} />`}
+        <${Tabs} label="Levels" value=${fate} onChange=${(key) => setQuery({ fate: key })}
+          options=${Object.fromEntries(Object.entries(FATES).map(counted))} />
       </div>
       ${all?.[phase] > here.length && html`<p class="muted">This file holds ${here.length} of the
         ${all[phase]} levels.</p>`}
@@ -90,14 +96,6 @@ function Levels({ run, levels, all, query, setQuery }) {
   </div>`;
 }
 
-function Fates({ levels, fate, onChange }) {
-  const tabs = Object.entries(FATES).map(([key, { title, hint }]) => {
-    const count = levels.filter((level) => fits(key, level)).length;
-    return { key, title: `${title} ${count}`, hint };
-  });
-  return html`<${Tabs} label="Levels" value=${fate} tabs=${tabs} onChange=${onChange} />`;
-}
-
 /** Which levels (rows) were solved at which steps (columns). */
 function LevelTable({ levels, chosen, onChoose }) {
   const steps = [...new Set(levels.flatMap((level) => level.steps))].sort((a, b) => a - b);
@@ -107,7 +105,7 @@ function LevelTable({ levels, chosen, onChoose }) {
     if (!row) return;
     const most = row.offsetTop - row.offsetHeight; // Below the header, which is as high as a row.
     const least = row.offsetTop + row.offsetHeight - box.current.clientHeight;
-    box.current.scrollTop = Math.max(least, Math.min(most, box.current.scrollTop));
+    box.current.scrollTop = clamp(box.current.scrollTop, least, most);
   }, [chosen.level_seed]);
   return html`<div class="scroll level-box" ref=${box}>
     <table class="level-table" aria-label="Levels by step">
@@ -136,28 +134,22 @@ function Sign({ success }) {
 /** One level: the table of its pairs of steps, and two of its episodes side by side. */
 function Level({ run, level, others, query, setQuery }) {
   const { phase, level_seed } = level;
-  const { data, error, reload } = useApi("/api/level", { run, phase, level_seed });
+  const answer = useLive("/api/level", { run, phase, level_seed });
   const otherSeed = others.find((one) => String(one.level_seed) === query.other)?.level_seed;
-  const asked = { run, phase, level_seed: otherSeed };
-  const another = useApi(otherSeed === undefined ? null : "/api/level", asked);
-  const again = () => {
-    reload();
-    another.reload();
-  };
-  useEvents({ run }, { step: again, end: again, again });
-  const episodes = data?.episodes ?? [];
+  const path = otherSeed === undefined ? null : "/api/level";
+  const another = useLive(path, { run, phase, level_seed: otherSeed });
+  const episodes = answer.data?.episodes ?? [];
   const steps = episodes.map(({ step }) => step);
   const wanted = (query.steps ?? "").split(",").map(Number);
-  const [from, to] = wanted.every((step) => steps.includes(step)) && wanted.length === 2
+  const [from, to] = wanted.length === 2 && wanted.every((step) => steps.includes(step))
     ? wanted : [steps[0], steps.at(-1)];
   const setSteps = (a, b) => setQuery({ steps: `${a},${b}`, other: null });
   const now = episodes.find(({ step }) => step === to);
   const left = otherSeed === undefined
     ? episodes.find(({ step }) => step === from)
     : another.data?.episodes.find(({ step }) => step === to);
-  useReady(Boolean(left && now) || Boolean(error));
-  if (error) return html`<div><${Problem} error=${error} reload=${reload} /></div>`;
-  if (!data) return html`<div><${Loading} /></div>`;
+  useReady(Boolean(left && now) || Boolean(answer.error));
+  if (!answer.data || answer.error) return html`<div><${Status} ...${answer} /></div>`;
   const compare = { episodes, from, to, setSteps, run, others, otherSeed, setQuery };
   return html`<div class="level-view">
     <section class="panel">
@@ -166,43 +158,39 @@ function Level({ run, level, others, query, setQuery }) {
     </section>
     <section class="panel">
       <${Choice} ...${compare} />
-      ${left && now
-        ? html`<${Compared} left=${left} right=${now} run=${run} />`
-        : html`<${Loading} />`}
+      ${left && now ? html`<${Compared} left=${left} right=${now} run=${run} />`
+        : html`<${Status} />`}
     </section>
   </div>`;
 }
 
+const MODES = {
+  steps: { title: "two steps of the level" },
+  levels: { title: "two levels of a step", hint: "shows what does not depend on the level" },
+};
+
 /** What is compared: two steps of a level, or two levels of a step. */
-function Choice({ episodes, from, to, setSteps, others, otherSeed, setQuery }) {
+function Choice({ episodes, from, to, others, otherSeed, setQuery }) {
   const steps = episodes.map(({ step }) => step);
   const mode = otherSeed === undefined ? "steps" : "levels";
-  const modes = [
-    { key: "steps", title: "two steps of the level" },
-    { key: "levels", title: "two levels of a step", hint: "shows what does not depend on the level" },
-  ];
   const seeds = others.map(({ level_seed: seed }) => seed);
+  const setSteps = (a, b, change) => setQuery({ steps: `${a},${b}`, ...change });
   const swap = (key) =>
-    setQuery({ other: key === "steps" ? null : others[0].level_seed, steps: `${from},${to}` });
+    setSteps(from, to, { other: key === "steps" ? null : others[0].level_seed });
   const choice = (label, value, values, onChange) => html`<label>${label}
     <select value=${value} onChange=${(event) => onChange(Number(event.target.value))}>
       ${values.map((one) =>
         html`<option key=${one} value=${one} selected=${one === value}>${one}</option>`)}
     </select></label>`;
   return html`<div class="row choices">
-    ${others.length > 0 &&
-    html`<${Tabs} label="Compare" tabs=${modes} value=${mode} onChange=${swap} />`}
+    ${others.length > 0 && html`<${Tabs} label="Compare" options=${MODES} value=${mode}
+      onChange=${swap} />`}
     ${mode === "steps"
       ? choice("then: step", from, steps, (step) => setSteps(step, to))
       : choice("other level", otherSeed, seeds, (seed) => setQuery({ other: seed }))}
-    ${choice("now: step", to, steps, (step) =>
-      mode === "steps" ? setSteps(from, step) : setQuery({ steps: `${from},${step}` }))}
+    ${choice("now: step", to, steps, (step) => setSteps(from, step))}
   </div>`;
 }
-
-/** A share in per cent; "…" while it is being computed, "–" where there are no words. */
-const shown = (share) =>
-  share === undefined ? "…" : share === null ? "–" : Math.round(100 * share);
 
 /** The share of shared words for each pair of steps; a click on a cell chooses its pair. */
 function Pairs({ episodes, from, to, otherSeed, setSteps }) {
@@ -214,10 +202,11 @@ function Pairs({ episodes, from, to, otherSeed, setSteps }) {
     const share = shares[`${i},${j}`];
     const [a, b] = [chosen[j].step, chosen[i].step];
     const on = otherSeed === undefined && [from, to].includes(a) && [from, to].includes(b);
+    const text = share === null ? "–" : Math.round(100 * share);
     const said = `steps ${a} and ${b} share ${percent(share, 0)} of their words`;
     return html`<td key=${j} class=${heat(share)}>
       <button aria-label=${said} title=${said} aria-pressed=${on ? "true" : "false"}
-        onClick=${() => setSteps(a, b)}>${shown(share)}</button>
+        onClick=${() => setSteps(a, b)}>${share === undefined ? "…" : text}</button>
     </td>`;
   };
   const columns = chosen.slice(0, -1);

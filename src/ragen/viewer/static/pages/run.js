@@ -1,16 +1,13 @@
 // One run: its success, its curves, its alarms and its settings, live while it trains.
 
-import { joinRuns, link, splitRuns } from "../addresses.js";
+import { joinRuns, link, splitRuns, visit } from "../addresses.js";
 import { shared, useAnswers, useApi, useEvents } from "../api.js";
 import { Events, Exactness, Phases } from "../details.js";
 import { Headline, Tiles } from "../headline.js";
-import { useKeys } from "../keys.js";
-import { Chip, Loading, Problem, Text, useReady } from "../parts.js";
+import { Chip, Status, Text, useReady } from "../parts.js";
 import { RunChoice, Settings } from "../settings.js";
-import {
-  Found, Legend, Signals, Toolbar, axisOf, chosen, smoothingOf, useMetrics,
-} from "../signals.js";
-import { html, useMemo, useRef } from "../vendor/preact-htm.js";
+import { Signals, chosen, useMetrics } from "../signals.js";
+import { html, useMemo } from "../vendor/preact-htm.js";
 
 // The three signals whose order reveals an Echo Trap (arXiv:2504.20073), as in the report.
 const COLLAPSE = ["reward/std_in_group", "entropy/mean", "gradient/policy_norm"];
@@ -20,64 +17,48 @@ export default function Run({ params, query, setQuery }) {
   const others = splitRuns(query.with).filter((other) => other !== run);
   const { data, error, reload } = useApi("/api/run", { run });
   const beside = useAnswers(others.map((other) => ["/api/run", { run: other }]));
-  const shown = useMemo(
-    () => (data ? chosen(data.names, data.labels, query.m) : []),
-    [data, query.m],
-  );
+  const shown = useMemo(() => (data ? chosen(data.names, data.labels, query.m) : []), [data, query.m]);
   const asked = [...new Set([...shown, ...COLLAPSE.filter((name) => data?.names.includes(name))])];
   const runs = useMemo(
     () => (data ? [data, ...beside.answers.filter(Boolean)] : []), [data, beside.answers],
   );
   const missing = others.filter((_, i) => beside.errors[i] && !beside.answers[i]);
   const metrics = useMetrics([run, ...others.filter((_, i) => beside.answers[i])], asked);
-  const search = useRef(null);
   const refresh = () => {
     reload();
     metrics.reload();
   };
   const news = { begin: reload, step: refresh, alarm: reload, end: refresh, again: refresh };
   useEvents({ run }, news);
-  useKeys({ "/": () => search.current?.focus() }, { "/": "find a metric" });
-  const drawn = data && (asked.length === 0 || metrics.answers[run]);
+  const drawn = data && (asked.length === 0 || metrics.data[run]);
   useReady(drawn || error !== null);
 
-  if (!data) return html`<${Missing} ...${{ run, error, reload }} />`;
-  const trouble = error ?? metrics.error;
+  if (!data) {
+    return html`<main class="page page-run">
+      <h1><${Text} text=${run} /></h1>
+      <${Status} ...${{ error, reload }} home />
+    </main>`;
+  }
   const overlay = (next) => setQuery({ with: joinRuns(next) || null });
   const without = (gone) => overlay(others.filter((other) => other !== gone));
-  const open = (step) => (location.hash = link("episodes", { run }, stepsNear(data, step)));
+  const open = (step) => visit(link("episodes", { run }, stepsNear(data, step)));
+  const tools = html`${!shared && html`<${RunChoice} label="Draw another run over it" value=""
+      prompt="Draw over it …" without=${[run, ...others]}
+      onChoose=${(other) => overlay([...others, other])} />`}
+    <span class="muted hint">drag zooms, double click ends it</span>`;
   return html`<main class="page page-run">
     <${Headline} run=${data} />
-    ${trouble && html`<${Problem} error=${trouble} reload=${refresh} />`}
-    <${Tiles} run=${data} answer=${metrics.answers[run]} signs=${COLLAPSE} />
-    <section aria-label="Signals">
-      <${Toolbar} ...${{ query, setQuery, names: data.names, search }}>
-        ${!shared &&
-        html`<${RunChoice}
-          label="Draw another run over it" prompt="Draw over it …" value=""
-          without=${[run, ...others]}
-          onChoose=${(other) => overlay([...others, other])}
-        />`}
-        <span class="muted hint">drag zooms, double click ends it</span>
-      <//>
-      ${runs.length > 1 &&
-      html`<${Legend} runs=${runs.map((each) => each.run)} onRemove=${without} />`}
-      ${missing.length > 0 &&
-      html`<p class="warn" role="alert">
+    <${Status} data=${data} error=${error ?? metrics.error} reload=${refresh} />
+    <${Tiles} run=${data} answer=${metrics.data[run]} signs=${COLLAPSE} />
+    <${Signals} ...${{ runs, metrics, names: shown, query, setQuery, tools }} all=${data.names}
+      onPick=${data.episode_steps.length && link("episodes", { run }) ? open : undefined}
+      onMark=${({ id }) => setQuery({ event: id })}>
+      ${runs.length > 1 && html`<${Legend} runs=${runs} onRemove=${without} />`}
+      ${missing.length > 0 && html`<p class="warn" role="alert">
         Not drawn, because they cannot be read:
         ${missing.map((other) => html` <${Chip} key=${other} onRemove=${() => without(other)}
-          ><${Text} text=${other} /><//>`)}
-      </p>`}
-      <${Signals}
-        ...${{ runs, answers: metrics.answers, names: shown, large: query.large }}
-        axis=${axisOf(query)}
-        smoothing=${smoothingOf(query)}
-        onLarge=${(name) => setQuery({ large: name })}
-        onPick=${data.episode_steps.length && link("episodes", { run }) ? open : undefined}
-        onMark=${({ id }) => setQuery({ event: id })}
-      />
-      <${Found} names=${shown} sought=${query.m} />
-    </section>
+          ><${Text} text=${other} /><//>`)}</p>`}
+    <//>
     <div class="details">
       <${Events} run=${data} picked=${query.event} />
       <${Phases} phases=${data.phases} />
@@ -87,15 +68,16 @@ export default function Run({ params, query, setQuery }) {
   </main>`;
 }
 
-function Missing({ run, error, reload }) {
-  return html`<main class="page page-run">
-    <h1><${Text} text=${run} /></h1>
-    ${!error && html`<${Loading} />`}
-    ${error &&
-    html`<${Problem} error=${error} reload=${reload}>
-      <p><a href=${link("runs")}>All runs</a></p>
-    <//>`}
-  </main>`;
+/** The runs in the charts, each with its colour; the first one cannot be removed. */
+function Legend({ runs, onRemove }) {
+  return html`<ul class="legend" aria-label="Runs shown">
+    ${runs.map(({ run }, index) => html`<li key=${run}>
+      <i class="swatch fill-${index % 8}"></i>
+      <a href=${link("run", { run })}><${Text} text=${run} /></a>
+      ${index > 0 && html`<button class="quiet" aria-label="remove ${run}"
+        onClick=${() => onRemove(run)}>×</button>`}
+    </li>`)}
+  </ul>`;
 }
 
 /** The filter for the episodes of a step, or of the nearest step that has recorded ones. */

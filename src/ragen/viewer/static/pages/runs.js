@@ -1,83 +1,37 @@
 // All runs of the folder: what each one trains, its progress, its success and its alarms.
 
-import { joinRuns, link } from "../addresses.js";
+import { joinRuns, link, visit } from "../addresses.js";
 import { useApi, useEvents } from "../api.js";
 import { useKeys, useRowKeys } from "../keys.js";
 import { ago, moment, number, percent, plural } from "../numbers.js";
-import {
-  Chip, Interval, Loading, Problem, Spark, State, Table, Text, useReady, useSorted,
-} from "../parts.js";
+import { Chip, Interval, Spark, State, Status, Table, Text, useReady, useSorted } from "../parts.js";
 import { html, useRef, useState } from "../vendor/preact-htm.js";
 
 /** The columns of a list of runs; the first is the name. */
 export const COLUMNS = [
-  { key: "run", title: "Run", sort: true, render: (run) => html`<${Name} ...${run} />` },
-  { key: "state", title: "State", sort: true, render: (run) => html`<${State} ...${run} />` },
+  { key: "run", title: "Run", sort: true, render: nameOf },
+  { key: "state", title: "State", sort: true, render: State },
+  { key: "step", title: "Step", align: "right", sort: true, render: stepsOf },
   {
-    key: "step",
-    title: "Step",
-    align: "right",
-    sort: true,
-    render: (run) => html`<${Steps} ...${run} />`,
-  },
-  {
-    key: "success",
-    title: "Success",
+    key: "success", title: "Success", sort: ({ success }) => success?.value, render: successOf,
     hint: "latest evaluation with its 95 % interval; the shaded range is from random to optimal play",
-    sort: ({ success }) => success?.value,
-    render: ({ success, random, optimal }) =>
-      html`<${Interval} ...${success ?? {}} ...${{ random, optimal }} />`,
   },
   {
-    key: "gain",
-    title: "Before → now",
-    align: "right wide",
-    hint: "first and latest evaluation",
-    sort: ({ gain }) => gain?.value,
-    render: (run) => html`<${Gain} ...${run} />`,
+    key: "gain", title: "Before → now", align: "right wide", hint: "first and latest evaluation",
+    sort: ({ gain }) => gain?.value, render: gainOf,
   },
   {
-    key: "spark",
-    title: "In training",
-    align: "wide",
+    key: "spark", title: "In training", align: "wide", render: sparkOf,
     hint: "success of the training episodes, 0 to 1",
-    render: ({ spark }) =>
-      html`<${Spark} values=${spark} min=${0} max=${1} label="success in training" />`,
   },
-  {
-    key: "alarms",
-    title: "Alarms",
-    align: "right",
-    sort: true,
-    render: (run) => html`<${Alarms} ...${run} />`,
-  },
-  {
-    key: "recipe",
-    title: "Recipe",
-    align: "wide",
-    sort: true,
-    render: ({ recipe, algorithm }) => html`<div class="run-name">
-      <${Text} text=${recipe} /><span class="muted"><${Text} text=${algorithm} /></span>
-    </div>`,
-  },
-  {
-    key: "updated",
-    title: "Changed",
-    align: "right wide",
-    sort: true,
-    render: ({ updated: at }) =>
-      at && html`<span class="muted" title=${moment(at)}>${ago(at)}</span>`,
-  },
+  { key: "alarms", title: "Alarms", align: "right", sort: true, render: alarmsOf },
+  { key: "recipe", title: "Recipe", align: "wide", sort: true, render: recipeOf },
+  { key: "updated", title: "Changed", align: "right wide", sort: true, render: changeOf },
 ];
 
-function Gain({ gain, success, before }) {
-  if (!gain) return html`<span class="muted">–</span>`;
-  return html`<span class="number">
-    <span class="muted">${percent(before.value, 0)} →</span> ${percent(success.value, 0)}
-  </span>`;
-}
+const NONE = html`<span class="muted">–</span>`;
 
-function Name({ run, name, problem, env, model, seed }) {
+function nameOf({ run, name, problem, env, model, seed }) {
   const short = model?.replace(/\/+$/, "").split("/").at(-1);
   const facts = [env, short, seed !== null && `seed ${seed}`].filter(Boolean).join(" · ");
   return html`<div class="run-name">
@@ -86,8 +40,8 @@ function Name({ run, name, problem, env, model, seed }) {
   </div>`;
 }
 
-function Steps({ step, steps, budget }) {
-  if (step === null) return html`<span class="muted">–</span>`;
+function stepsOf({ step, steps, budget }) {
+  if (step === null) return NONE;
   const of = budget === "steps" ? steps : null;
   return html`<span class="steps">
     <span>${number(step)}${of && html`<span class="muted"> / ${number(of)}</span>`}</span>
@@ -95,9 +49,33 @@ function Steps({ step, steps, budget }) {
   </span>`;
 }
 
-function Alarms({ alarms, last_event: last }) {
+function successOf({ success, random, optimal }) {
+  return html`<${Interval} ...${success ?? {}} ...${{ random, optimal }} />`;
+}
+
+function gainOf({ gain, success, before }) {
+  if (!gain) return NONE;
+  return html`<span class="number"><span class="muted">${percent(before.value, 0)} →</span>
+    ${` ${percent(success.value, 0)}`}</span>`;
+}
+
+function sparkOf({ spark }) {
+  return html`<${Spark} values=${spark} min=${0} max=${1} label="success in training" />`;
+}
+
+function alarmsOf({ alarms, last_event: last }) {
   if (!alarms) return html`<span class="muted">0</span>`;
   return html`<${Chip} kind="bad" title="latest event: ${last.text}">▲ ${alarms}<//>`;
+}
+
+function recipeOf({ recipe, algorithm }) {
+  return html`<div class="run-name">
+    <${Text} text=${recipe} /><span class="muted"><${Text} text=${algorithm} /></span>
+  </div>`;
+}
+
+function changeOf({ updated }) {
+  return updated && html`<span class="muted" title=${moment(updated)}>${ago(updated)}</span>`;
 }
 
 /** Whether all words of the filter occur in the row. */
@@ -107,7 +85,8 @@ function matches({ run, state, env, model, recipe, algorithm, seed }, words) {
 }
 
 export default function Runs({ query, setQuery }) {
-  const { data, error, reload } = useApi("/api/runs");
+  const answer = useApi("/api/runs");
+  const { data, error, reload } = answer;
   const [picked, setPicked] = useState([]);
   const search = useRef(null);
   useEvents({}, { runs: reload, again: reload });
@@ -123,13 +102,13 @@ export default function Runs({ query, setQuery }) {
   };
   const compare = () => {
     const [run, ...others] = picked;
-    if (others.length) location.hash = link("compare", { run }, { other: joinRuns(others) });
+    if (others.length) visit(link("compare", { run }, { other: joinRuns(others) }));
   };
-  const open = (row) => (location.hash = link("run", { run: rows[row].run }));
-  const selected = useRowKeys(rows.map(({ run }) => run), open);
+  const onRow = ({ run }) => visit(link("run", { run }));
+  const selected = useRowKeys(rows.map(({ run }) => run), (row) => onRow(rows[row]));
   useKeys(
     {
-      "/": () => search.current?.focus(),
+      "/": () => search.current.focus(),
       x: () => rows[selected] && pick(rows[selected]),
       c: compare,
       Escape: () => picked.length > 0 && setPicked([]),
@@ -137,42 +116,26 @@ export default function Runs({ query, setQuery }) {
     { "/": "filter", x: "select the run for comparison", c: "compare the selected runs" },
   );
   const mark = {
-    key: "pick",
-    title: "",
-    render: (row) =>
-      row.state !== "unreadable" &&
-      html`<input
-        type="checkbox" aria-label="compare ${row.run}" checked=${picked.includes(row.run)}
-        onChange=${() => pick(row)}
-      />`,
+    key: "pick", title: "",
+    render: (row) => row.state !== "unreadable" && html`<input type="checkbox"
+      aria-label="compare ${row.run}" checked=${picked.includes(row.run)} onChange=${() => pick(row)} />`,
   };
   return html`<main class="page page-runs">
     <div class="row title-row">
       <h1>Runs</h1>
-      ${data &&
-      html`<span class="muted"><${Text} text=${data.folder} /> · ${counted(data.runs)}</span>`}
+      ${data && html`<span class="muted"><${Text} text=${data.folder} /> · ${counted(data.runs)}</span>`}
       <span class="grow"></span>
-      <input
-        type="search" ref=${search} aria-label="Filter runs" value=${query.q ?? ""}
+      <input type="search" ref=${search} aria-label="Filter runs" value=${query.q ?? ""}
         placeholder="Filter: environment, recipe, state …  ( / )"
-        onInput=${(event) => setQuery({ q: event.target.value || null })}
-      />
+        onInput=${(event) => setQuery({ q: event.target.value || null })} />
       <button class="primary" disabled=${picked.length < 2} onClick=${compare}>
-        ${picked.length < 2 ? "Compare: select two" : `Compare ${picked.length} runs`}
-      </button>
+        ${picked.length < 2 ? "Compare: select two" : `Compare ${picked.length} runs`}</button>
     </div>
-    ${error && html`<${Problem} error=${error} reload=${reload} />`}
-    ${!data && !error && html`<${Loading} />`}
+    <${Status} ...${answer} />
     ${data && rows.length === 0 && html`<${Nothing} filtered=${words.length > 0} />`}
-    ${rows.length > 0 &&
-    html`<div class="panel flush">
-      <${Table}
-        label="Runs"
-        columns=${[mark, ...COLUMNS]}
-        rowKey=${({ run }) => run}
-        onRow=${(_, row) => open(row)}
-        ...${{ rows, selected, sort, onSort }}
-      />
+    ${rows.length > 0 && html`<div class="panel flush">
+      <${Table} label="Runs" columns=${[mark, ...COLUMNS]} rowKey="run"
+        ...${{ rows, onRow, selected, sort, onSort }} />
     </div>`}
   </main>`;
 }
