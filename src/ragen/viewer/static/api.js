@@ -25,12 +25,7 @@ export function reachable(page, address, { run }, { attempt, step, phase, group 
 }
 
 /** An error with one line for users; `status` is 0 if the server did not answer. */
-class ApiError extends Error {
-  constructor(message, status) {
-    super(message);
-    this.status = status;
-  }
-}
+const failure = (message, status) => Object.assign(new Error(message), { status });
 
 /** The parameters that are not absent, as pairs. */
 export function given(params) {
@@ -46,15 +41,15 @@ function keyOf(path, params = {}) {
   return pairs.length ? `${path}?${pairs.join("&")}` : path;
 }
 
-/** The answer to a request; throws an `ApiError`. A shared file holds all curves under one key. */
+/** The answer to a request, or a `failure`. A shared file holds all curves under one key. */
 export async function get(path, params, signal) {
   if (!shared) return answer(keyOf(path, params), { signal });
   const key = keyOf(path, path === "/api/metrics" ? { run: params.run } : params);
   if (Object.hasOwn(snapshot, key)) return snapshot[key];
-  throw new ApiError("This is not part of the shared file.", 404);
+  throw failure("This is not part of the shared file.", 404);
 }
 
-/** Send a command; throws an `ApiError`. */
+/** Send a command; the answer, or a `failure`. */
 export async function post(path, body) {
   const headers = { "Content-Type": "application/json", "X-Ragen": "1" };
   return answer(path, { method: "POST", headers, body: JSON.stringify(body) });
@@ -62,14 +57,14 @@ export async function post(path, body) {
 
 async function answer(url, options) {
   const response = await fetch(url, options).catch(() => {
-    throw new ApiError("The server does not answer. Is `ragen view` still running?", 0);
+    throw failure("The server does not answer. Is `ragen view` still running?", 0);
   });
   const { ok, status } = response;
   const data = await response.json().catch(() => {
-    throw new ApiError(`The server's answer cannot be read (status ${status}).`, status);
+    throw failure(`The server's answer cannot be read (status ${status}).`, status);
   });
   // Only the status is decisive: a failed episode has an `error`, too.
-  if (!ok) throw new ApiError(data.error, status);
+  if (!ok) throw failure(data.error, status);
   return data;
 }
 

@@ -8,32 +8,25 @@ import {
   html, render, useEffect, useErrorBoundary, useLayoutEffect, useRef, useState,
 } from "./vendor/preact-htm.js";
 
+/** The pages. Those with a `key` are opened by `g` and the key; those of a run are in the header. */
 const PAGES = {
-  runs: () => import("./pages/runs.js"),
-  run: () => import("./pages/run.js"),
-  compare: () => import("./pages/compare.js"),
-  episodes: () => import("./pages/episodes.js"),
-  group: () => import("./pages/group.js"),
-  episode: () => import("./pages/episode.js"),
-  levels: () => import("./pages/levels.js"),
-  collapse: () => import("./pages/collapse.js"),
-  evaluations: () => import("./pages/evaluations.js"),
+  runs: { load: () => import("./pages/runs.js"), title: "List of runs", key: "l" },
+  run: { load: () => import("./pages/run.js"), title: "Run", key: "r" },
+  episodes: { load: () => import("./pages/episodes.js"), title: "Episodes", key: "e" },
+  levels: { load: () => import("./pages/levels.js"), title: "Then and now", key: "t" },
+  collapse: { load: () => import("./pages/collapse.js"), title: "Collapse", key: "c" },
+  evaluations: { load: () => import("./pages/evaluations.js"), title: "Evaluations", key: "v" },
+  compare: { load: () => import("./pages/compare.js"), title: "compare" },
+  group: { load: () => import("./pages/group.js"), title: "group" },
+  episode: { load: () => import("./pages/episode.js"), title: "episode" },
 };
-
-// The pages of a run in the header, each with the second key of `g …`.
-const PLACES = [
-  { name: "run", title: "Run", key: "r" },
-  { name: "episodes", title: "Episodes", key: "e" },
-  { name: "levels", title: "Then and now", key: "t" },
-  { name: "collapse", title: "Collapse", key: "c" },
-  { name: "evaluations", title: "Evaluations", key: "v" },
-];
 
 /** The parts of the address `#/PAGE/RUN/ID?name=value`. */
 function route() {
   const [path, search = ""] = (location.hash || start).replace(/^#\/?/, "").split(/\?(.*)/s);
   const [page, run, id] = path.split("/").map(decoded);
-  return { page: page || "runs", params: { run, id }, query: queryOf(search) };
+  const pairs = new URLSearchParams(search.replaceAll("+", "%2B"));
+  return { page: page || "runs", params: { run, id }, query: Object.fromEntries(pairs) };
 }
 
 function decoded(part) {
@@ -42,10 +35,6 @@ function decoded(part) {
   } catch {
     return part; // A stray % in an address that was typed by hand.
   }
-}
-
-function queryOf(search) {
-  return Object.fromEntries(new URLSearchParams(search.replaceAll("+", "%2B")));
 }
 
 /** Change parameters of the address; null removes one. The browser's Back skips the change. */
@@ -67,9 +56,10 @@ function App() {
     return () => removeEventListener("hashchange", follow);
   }, []);
   const { run } = params;
-  const list = { name: "runs", title: "List of runs", key: "l", href: link("runs") };
-  const places = PLACES.map((place) => ({ ...place, href: run && link(place.name, { run }) }));
-  const there = [list, ...places].filter(({ href }) => href);
+  const places = Object.entries(PAGES).filter(([name, { key }]) => key && (run || name === "runs"));
+  const there = places
+    .map(([name, place]) => ({ ...place, name, href: link(name, { run }) }))
+    .filter(({ href }) => href);
   const jumps = there.map(({ key, href }) => [`g ${key}`, () => visit(href)]);
   const lines = there.map(({ key, title }) => [`g ${key}`, title]);
   useKeys(
@@ -130,12 +120,13 @@ function Place({ page, params, query }) {
   useEffect(() => {
     delete document.body.dataset.ready;
     scrollTo(0, 0);
-    const place = PLACES.find(({ name }) => name === page);
-    const what = params.id ? `${page} ${params.id}` : (place?.title ?? page);
+    const known = Object.hasOwn(PAGES, page);
+    const name = known ? PAGES[page].title : page;
+    const what = params.id ? `${page} ${params.id}` : name;
     const title = [page === "runs" ? null : what, params.run, "RAGEN"];
     document.title = title.filter(Boolean).join(" · ");
-    if (!Object.hasOwn(PAGES, page)) return setProblem(`There is no page “${page}”.`);
-    PAGES[page]().then(
+    if (!known) return setProblem(`There is no page “${page}”.`);
+    PAGES[page].load().then(
       (module) => setPage(() => module.default),
       (error) => setProblem(`The page “${page}” cannot be loaded: ${error.message}`),
     );

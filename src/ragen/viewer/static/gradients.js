@@ -2,6 +2,7 @@
 // of the task should grow with the reward std, those of the regularisers should not.
 
 import { known, number } from "./numbers.js";
+import { StepSlider } from "./parts.js";
 import { html } from "./vendor/preact-htm.js";
 
 const ALIKE = 1.2; // Below this factor of the reward std, buckets are not compared.
@@ -22,13 +23,11 @@ export function Gradients({ gradients, step, onStep }) {
   const of = (key) => buckets.map((bucket) => bucket[key]?.[at] ?? null);
   const terms = TERMS.map((term) => ({ ...term, values: of(term.key) }));
   const norms = terms.filter(({ values }) => values.some(known));
-  const labels = buckets.map((bucket) => number(bucket.reward_std[at]));
-  return html`<p>${shape(norms, buckets.map((bucket) => bucket.reward_std[at]))}</p>
-    ${steps.length > 1 && html`<label class="step-slider">step
-      <input type="range" min="0" max=${steps.length - 1} value=${at}
-        onInput=${(event) => onStep(steps[event.target.value])} /> <b>${steps[at]}</b></label>`}
+  const stds = of("reward_std");
+  return html`<p>${shape(norms, stds)}</p>
+    ${steps.length > 1 && html`<${StepSlider} ...${{ steps, at, onStep }} />`}
     <div class="gradients">${norms.map(({ key, ...one }) =>
-      html`<${Bars} key=${key} ...${one} labels=${labels} />`)}</div>
+      html`<${Bars} key=${key} ...${one} labels=${stds.map(number)} />`)}</div>
     <p class="muted">Each bar is a bucket of groups, with the gradient norm a token above it and the
       mean reward std below it. Each panel has its own scale.</p>`;
 }

@@ -1,6 +1,7 @@
 // The keyboard: one listener for all pages. A page registers its keys while it is shown.
 
-import { useLayoutEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { clamp } from "./numbers.js";
+import { useLayoutEffect, useRef } from "./vendor/preact-htm.js";
 
 const CHORD_MS = 1000; // How long the first key of two (`g r`) waits for the second.
 
@@ -26,26 +27,18 @@ export function useKeys(handlers, help = {}, { alone = false } = {}) {
 
 /** The active keys with their help: `[key, line]`. Keys with an empty line are left out. */
 export function activeKeys() {
-  const lines = new Map();
-  for (const { help } of layers) {
-    for (const [key, line] of Object.entries(help)) if (!lines.has(key)) lines.set(key, line);
-  }
-  return [...lines].filter(([, line]) => line);
+  const lines = layers.flatMap(({ help }) => Object.entries(help));
+  const isFirst = (key, i) => lines.findIndex(([other]) => other === key) === i;
+  return lines.filter(([key, line], i) => line && isFirst(key, i));
 }
 
-function typing(target) {
-  const kinds = ["checkbox", "radio", "range", "button"];
-  if (target.isContentEditable || ["TEXTAREA", "SELECT"].includes(target.tagName)) return true;
-  return target.tagName === "INPUT" && !kinds.includes(target.type);
-}
+const TYPED = "input:not([type=checkbox], [type=radio], [type=range]), textarea, select";
+const PRESSED = "button, a, summary, [role=button]";
 
 /** Whether a key operates the focused control and is left to it. */
-function owned(event) {
-  const name = event.target.tagName;
-  const role = event.target.getAttribute?.("role");
-  if (name === "INPUT") return event.key.startsWith("Arrow") || event.key === " ";
-  const pressed = ["BUTTON", "A", "SUMMARY"].includes(name) || role === "button";
-  return pressed && ["Enter", " "].includes(event.key);
+function owned({ target, key }) {
+  if (target.matches?.("input")) return key.startsWith("Arrow") || key === " ";
+  return target.matches?.(PRESSED) && ["Enter", " "].includes(key);
 }
 
 function acting() {
@@ -65,7 +58,7 @@ function act(name, event) {
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
-  if (typing(event.target)) {
+  if (event.target.matches?.(TYPED)) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
@@ -78,18 +71,21 @@ document.addEventListener("keydown", (event) => {
   if (acting().some(begins)) first = { key: event.key, at: event.timeStamp };
 });
 
+/** Keys of a list besides j and k, as `arrows` of `useRowKeys`. */
+export const VERTICAL = { ArrowDown: 1, ArrowUp: -1 };
+export const HORIZONTAL = { ArrowRight: 1, ArrowLeft: -1 };
+
 /**
- * The keys of a list: j and k select the next and the previous row, Enter opens the selected one.
- * `names` identify the rows, because a live list moves. Returns the index of the selected row, or −1
- * if none is selected or the row is gone.
+ * The keys of a list of `count` rows, each a `noun`: j and k and the `arrows` `select` another row than
+ * `at`, the selected one (−1 for none); Enter calls `open`.
  */
-export function useRowKeys(names, open) {
-  const [name, setName] = useState(null);
-  const row = names.indexOf(name);
-  const move = (by) => () => setName(names[Math.min(names.length - 1, Math.max(0, row + by))]);
+export function useRowKeys(noun, { count, at, select, open, arrows = {} }) {
+  const moves = Object.entries({ j: 1, k: -1, ...arrows }).map(([key, by]) => [
+    key, () => count > 0 && select(clamp(at + by, 0, count - 1)),
+  ]);
+  const enter = () => (open && at >= 0 && at < count ? open(at) : false);
   useKeys(
-    { j: move(1), k: move(-1), Enter: () => row >= 0 && open(row) },
-    { j: "next row", k: "previous row", Enter: "open the row" },
+    { ...Object.fromEntries(moves), Enter: enter },
+    { j: `next ${noun}`, k: `previous ${noun}`, Enter: open && `open the ${noun}` },
   );
-  return row;
 }

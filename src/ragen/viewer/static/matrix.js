@@ -6,7 +6,7 @@
 import { useApi } from "./api.js";
 import { Shades, shadeOf } from "./heat.js";
 import { clamp, number, percent } from "./numbers.js";
-import { Status, Tabs, Text, picked } from "./parts.js";
+import { Status, StepSlider, Tabs, Text, picked } from "./parts.js";
 import { PATHS } from "./plane.js";
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
 
@@ -24,19 +24,16 @@ export function Matrix({ run, steps, courses, all, query, setQuery }) {
   const step = here[at];
   const answer = useApi("/api/matrix", { run, step, path }, { keep: true });
   const course = courses[path];
-  return html`<div class="row choices">
+  return html`<div><div class="row choices">
       ${Object.keys(paths).length > 1 && html`<${Tabs} label="Turns" value=${path} options=${paths}
         onChange=${(key) => setQuery({ path: key })} />`}
-      <label class="step-slider">step
-        <input type="range" min="0" max=${here.length - 1} value=${at} disabled=${here.length < 2}
-          onInput=${(event) => setQuery({ step: here[event.target.value], path })} />
-        <b>${step}</b></label>
+      <${StepSlider} steps=${here} at=${at} onStep=${(one) => setQuery({ step: one, path })} />
       ${all?.[path] > here.length && html`<span class="muted">This file holds ${here.length} of
         ${all[path]} steps.</span>`}
     </div>
     <${Status} ...${answer} />
     ${answer.data && html`<${Picture} key=${`${path} ${step}`} data=${answer.data}
-      retrieval=${course?.retrieval[course.steps.indexOf(step)]} />`}`;
+      retrieval=${course?.retrieval[course.steps.indexOf(step)]} />`}</div>`;
 }
 
 /** The index of the last step that is not after `wanted`; without `wanted`, of the last one. */
@@ -131,8 +128,8 @@ function Cell({ data, row, column, share }) {
 function sorted({ scores, own, prompts }) {
   const counts = prompts.map((_, j) => own.filter((one) => one === j).length);
   const columns = prompts.map((_, j) => j).sort((a, b) => counts[b] - counts[a] || a - b);
-  const place = columns.reduce((all, j, at) => Object.assign(all, { [j]: at }), {});
-  const rows = own.map((_, i) => i).sort((a, b) => place[own[a]] - place[own[b]] || a - b);
+  const place = (i) => columns.indexOf(own[i]);
+  const rows = own.map((_, i) => i).sort((a, b) => place(a) - place(b) || a - b);
   const inOrder = (list) => columns.map((j) => list[j]);
   const shares = rows.map((i) => posterior(inOrder(scores[i]), inOrder(counts)));
   return { rows, columns, shares };
@@ -140,8 +137,8 @@ function sorted({ scores, own, prompts }) {
 
 /** The frames `[row, column, height]` around the thoughts of each prompt, which are adjacent. */
 function blocks(own) {
-  const count = (column) => own.filter((one) => one === column).length;
-  return [...new Set(own)].map((column) => [own.indexOf(column), column, count(column)]);
+  const height = (column) => own.lastIndexOf(column) - own.indexOf(column) + 1;
+  return [...new Set(own)].map((column) => [own.indexOf(column), column, height(column)]);
 }
 
 /** Bayes' rule over the prompts: w_j e^S_j, summed to 1; a score of null is −∞. */

@@ -1,6 +1,7 @@
 // The components that all pages share.
 
-import { link } from "./addresses.js";
+import { link, visit } from "./addresses.js";
+import { useKeys } from "./keys.js";
 import { clamp, known, number, percent } from "./numbers.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -120,7 +121,7 @@ export function useSorted(rows, columns) {
     if (!column) return rows;
     const value = typeof column.sort === "function" ? column.sort : (row) => row[column.key];
     const sign = sort.descending ? -1 : 1;
-    return [...rows].sort((a, b) => sign * ordered(value(a), value(b)));
+    return rows.toSorted((a, b) => sign * ordered(value(a), value(b)));
   }, [rows, sort]);
   return { rows: sorted, sort, onSort };
 }
@@ -220,17 +221,33 @@ export function Tabs({ options, value, onChange, label }) {
   </div>`;
 }
 
+/** A slider over `steps`, of which the one at index `at` is chosen. */
+export function StepSlider({ steps, at, onStep }) {
+  return html`<label class="step-slider">step
+    <input type="range" min="0" max=${steps.length - 1} value=${at} disabled=${steps.length < 2}
+      onInput=${(event) => onStep(steps[event.target.value])} /> <b>${steps[at]}</b></label>`;
+}
+
 /** A small label; with `onRemove` it has a button that removes it. */
 export function Chip({ kind = "", title, onRemove, children }) {
   return html`<span class="chip ${kind}" title=${title}>${children}${onRemove && html`<button
     class="quiet" aria-label="remove" onClick=${onRemove}>×</button>`}</span>`;
 }
 
-/** Links to the previous and the next one of a kind, which the keys [ and ] open, too. */
+/** Links and keys to the previous and the next one of a kind. */
 export function Neighbours({ of, previous, next }) {
-  const arrow = (name, sign, key, href) => html`<a href=${href} aria-label=${name}
-    title="${name} (${key})">${sign}</a>`;
-  return html`<nav class="neighbours" aria-label="neighbouring ${of}s">
-    ${arrow(`previous ${of}`, "‹", "[", previous)} ${arrow(`next ${of}`, "›", "]", next)}
-  </nav>`;
+  const ways = [["[", "‹", `previous ${of}`, previous], ["]", "›", `next ${of}`, next]];
+  useKeys(
+    Object.fromEntries(ways.map(([key, , , href]) => [key, () => visit(href)])),
+    Object.fromEntries(ways.map(([key, , name, href]) => [key, href && name])),
+  );
+  return html`<nav class="neighbours" aria-label="neighbouring ${of}s">${ways.map(
+    ([key, sign, name, href]) => html`<a href=${href} aria-label=${name} title="${name} (${key})">
+      ${sign}</a>`)}</nav>`;
+}
+
+/** Numbers with their names: `[[name, number], …]`. */
+export function Figures({ all }) {
+  return html`<dl class="figures">${all.map(([name, value]) => html`<div key=${name}>
+    <dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }

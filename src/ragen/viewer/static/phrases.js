@@ -40,10 +40,8 @@ export function Phrases({ run, phase, query, setQuery }) {
 function HeatTable({ data, order, words }) {
   const [over, setOver] = useState(null);
   const { steps } = data;
-  const rows = useMemo(() => {
-    const { value } = ORDERS[order];
-    return [...data.phrases].sort((a, b) => value(b) - value(a));
-  }, [data, order]);
+  const { value } = ORDERS[order];
+  const rows = useMemo(() => data.phrases.toSorted((a, b) => value(b) - value(a)), [data, order]);
   if (!steps.length) return html`<p class="muted">No thought is recorded.</p>`;
   if (!rows.length) {
     return html`<p class="muted">No ${words} words in a row occur in two thoughts of a step.</p>`;

@@ -122,17 +122,18 @@ export function Signals({
   useKeys({ "/": () => search.current.focus() }, { "/": "find a metric" });
   const answers = metrics.data;
   const axis = picked(AXES, query.axis);
+  const smoothing = clamp(Number(query.smooth) || 0, 0, 0.95);
   const axes = answers[runs[0].run]?.axes;
   const marks = useMemo(() => marksOf(runs, answers, axis), [runs, answers, axis]);
   const ends = runs.map(({ run }) => answers[run]?.axes[axis].at(-1) ?? 0);
   const common = {
-    runs, answers, axis, marks, domain: [0, Math.max(...ends)], smoothing: smoothingOf(query),
+    runs, answers, axis, marks, smoothing, domain: [0, Math.max(...ends)],
     onMark: onMark && ((mark) => mark.own && onMark(mark)),
     onPick: onPick && ((x) => onPick(stepAt(axes, axis, x))),
     onLarge: (name) => setQuery({ large: name }),
   };
   return html`<section aria-label="Signals">
-    <${Toolbar} names=${all} ...${{ axis, query, setQuery, search }}>${tools}<//>
+    <${Toolbar} names=${all} ...${{ axis, smoothing, query, setQuery, search }}>${tools}<//>
     ${children}
     ${axes && html`<div class="signals">${names.map((name) => html`<${Signal} key=${name}
       name=${name} large=${name === query.large} ...${common} />`)}</div>`}
@@ -162,12 +163,8 @@ function Signal({ name, runs, answers, axis, large, onLarge, ...rest }) {
     onTitle=${() => onLarge(large ? null : name)} />`;
 }
 
-/** The smoothing, from the address: 0 to 0.95. */
-const smoothingOf = (query) => clamp(Number(query.smooth) || 0, 0, 0.95);
-
 /** Axis, smoothing and search, which are all in the address. */
-function Toolbar({ axis, query, setQuery, names, search, children }) {
-  const smoothing = smoothingOf(query);
+function Toolbar({ axis, smoothing, query, setQuery, names, search, children }) {
   const metrics = names.filter((name) => !name.startsWith("ema/")).length;
   return html`<div class="row toolbar">
     <${Tabs} label="Horizontal axis" options=${AXES} value=${axis}

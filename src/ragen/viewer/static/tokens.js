@@ -236,11 +236,8 @@ function chunkOf(sample, start, end, shades) {
   return chunk;
 }
 
-function element(name, className = "", text = null) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== null) made.textContent = text;
-  return made;
+function element(name, className = "", textContent = "") {
+  return Object.assign(document.createElement(name), { className, textContent });
 }
 
 /** A token's text with spaces, line breaks and hidden characters made visible. */

@@ -182,9 +182,9 @@ function SmallTurn({ turn, env, board }) {
 }
 
 function smallBoards(episodes) {
-  const cells = episodes.flatMap(({ turns }) =>
-    turns.map(({ picture }) => (picture ? picture.length * picture[0].length : 0)));
-  return cells.reduce((a, b) => a + b, 0) <= MOST_SMALL_CELLS;
+  const pictures = episodes.flatMap(({ turns }) => turns.map(({ picture }) => picture ?? []));
+  const rows = pictures.flat();
+  return rows.reduce((cells, row) => cells + row.length, 0) <= MOST_SMALL_CELLS;
 }
 
 /**
@@ -205,9 +205,8 @@ export function partingOf(episodes) {
 
 /** How often each word occurs, most frequent first. */
 function tally(words) {
-  const counts = new Map();
-  for (const word of words) counts.set(word, (counts.get(word) ?? 0) + 1);
-  return [...counts].sort((a, b) => b[1] - a[1]);
+  const counts = [...Map.groupBy(words, (word) => word)].map(([word, all]) => [word, all.length]);
+  return counts.sort((a, b) => b[1] - a[1]);
 }
 
 function describe({ by, counts }) {

@@ -26,7 +26,7 @@ export function WhatIf({ run, episode, turn }) {
     <h2>What if?</h2>
     <${Ask} run=${run} episode=${episode} turn=${turn} branching=${data} onAsked=${reload} />
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
-    ${[...jobs].sort((a, b) => b.time - a.time).map((job) => html`<${Job} key=${job.id} job=${job}
+    ${jobs.toSorted((a, b) => b.time - a.time).map((job) => html`<${Job} key=${job.id} job=${job}
       episode=${episode} />`)}
   </section>`;
 }

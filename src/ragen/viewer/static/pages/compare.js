@@ -80,34 +80,15 @@ function Overlaid({ runs, names, query, setQuery, reload }) {
   <//>`;
 }
 
-/** The settings in which any of the runs differs from the first. */
+/** The settings in which the runs differ. */
 function Differences({ runs, names }) {
-  const [first, ...others] = names;
-  const asked = others.map((other) => ["/api/difference", { run: first, other }]);
-  const answer = useApis(asked);
-  if (!answer.data) return html`<${Status} ...${answer} />`;
-  const rows = merged(answer.data.map(({ differences }) => differences), Object.keys(runs[0].config));
+  const keys = [...new Set(runs.flatMap(({ config }) => Object.keys(config)))];
+  const rows = keys
+    .map((key) => ({ key, values: runs.map(({ config }) => config[key]) }))
+    .filter(({ values }) => new Set(values.map((value) => JSON.stringify(value))).size > 1);
   return html`<section class="panel" aria-label="Settings">
     <h2>Settings that differ</h2>
     ${rows.length === 0 && html`<p class="muted">The settings are the same.</p>`}
     ${rows.length > 0 && html`<${Values} titles=${names} rows=${rows} />`}
   </section>`;
-}
-
-/**
- * One row `{key, values}` for each key that differs, in the order of `keys`: the value of the first
- * run, then those of the others.
- */
-function merged(lists, keys) {
-  const rows = new Map();
-  lists.forEach((differences, i) => {
-    for (const { key, a, b } of differences) {
-      if (!rows.has(key)) rows.set(key, Array(lists.length + 1).fill(a));
-      rows.get(key)[i + 1] = b;
-    }
-  });
-  const place = (key) => (keys.includes(key) ? keys.indexOf(key) : keys.length);
-  return [...rows]
-    .map(([key, values]) => ({ key, values }))
-    .sort((a, b) => place(a.key) - place(b.key));
 }

@@ -6,8 +6,8 @@ import { link, visit } from "../addresses.js";
 import { useApi } from "../api.js";
 import { Board } from "../board.js";
 import { useKeys } from "../keys.js";
-import { clamp, number } from "../numbers.js";
-import { Neighbours, Status, Tabs, Text, picked, useReady } from "../parts.js";
+import { clamp, known, number } from "../numbers.js";
+import { Figures, Neighbours, Status, Tabs, Text, picked, useReady } from "../parts.js";
 import { RawPrompt, Tokens } from "../tokens.js";
 import { Earned, groupLink, Outcome, returnsOf, signed, TurnCard, Undone } from "../turns.js";
 import { WhatIf } from "../whatif.js";
@@ -39,20 +39,15 @@ function Episode({ run, episode, query, setQuery }) {
   const at = clamp(Number.parseInt(query.turn, 10) || 0, 0, last);
   const go = useCallback((turn) => setQuery({ turn: clamp(turn, 0, last) }), [setQuery, last]);
   const play = usePlay(at, last, go);
-  const turn = Math.min(at, last - 1);
   useKeys(
     {
       ArrowLeft: () => go(at - 1), ArrowRight: () => go(at + 1), Home: () => go(0),
       End: () => go(last), " ": play.toggle,
-      "[": () => visit(neighbour(run, episode.previous, view)),
-      "]": () => visit(neighbour(run, episode.next, view)),
       t: () => setQuery({ view: following(view) }),
       o: () => visit(groupLink(run, episode)),
     },
     {
       ArrowLeft: "previous turn", ArrowRight: "next turn", " ": "play or pause",
-      "[": neighbour(run, episode.previous) && "previous episode",
-      "]": neighbour(run, episode.next) && "next episode",
       t: "next view: turns, tokens, raw prompt", o: groupLink(run, episode) && "the episode's group",
     },
   );
@@ -68,7 +63,8 @@ function Episode({ run, episode, query, setQuery }) {
         <${Tabs} options=${VIEWS} value=${view} onChange=${(key) => setQuery({ view: key })}
           label="view" />
         ${view === "turns" ? html`<${Turns} episode=${episode} at=${at} go=${go} />`
-          : html`<${TokenViews} run=${run} episode=${episode} turn=${turn} view=${view}
+          : html`<${TokenViews} run=${run} episode=${episode} turn=${Math.min(at, last - 1)}
+              view=${view}
               colour=${query.colour} onColour=${(colour) => setQuery({ colour })} />`}
         <${WhatIf} run=${run} episode=${episode} turn=${at} />
       </div>
@@ -96,15 +92,13 @@ function Headline({ run, episode, view }) {
         group ${group}</a>, member ${member}${
         phase === "train" && `, ${episode.kept ? "kept" : "dropped"} by the filter`}</p>
     </div>
-    <dl class="figures">
-      <div><dt>reward</dt><dd><${Earned} reward=${episode.reward} penalty=${0} /></dd></div>
-      ${episode.penalty !== 0 && html`<div><dt>penalty</dt><dd><${Earned} reward=${episode.penalty}
-        penalty=${0} /></dd></div>`}
-      <div><dt>turns</dt><dd>${number(episode.num_turns)}</dd></div>
-      <div><dt>tokens</dt><dd>${number(episode.num_tokens)}</dd></div>
-      ${episode.entropy !== null && html`<div><dt>entropy</dt>
-        <dd>${number(episode.entropy)}</dd></div>`}
-    </dl>
+    <${Figures} all=${[
+      ["reward", html`<${Earned} reward=${episode.reward} penalty=${0} />`],
+      ["penalty", episode.penalty && html`<${Earned} reward=${episode.penalty} penalty=${0} />`],
+      ["turns", number(episode.num_turns)],
+      ["tokens", number(episode.num_tokens)],
+      ["entropy", known(episode.entropy) && number(episode.entropy)],
+    ].filter(([, value]) => value)} />
     <${Neighbours} of="episode" previous=${neighbour(run, previous, view)}
       next=${neighbour(run, next, view)} />
   </header>

@@ -3,9 +3,9 @@
 
 import { link, visit } from "../addresses.js";
 import { get, useApi, useEvents, useRetry } from "../api.js";
-import { useKeys } from "../keys.js";
-import { clamp, known, number } from "../numbers.js";
-import { Chip, Pager, Problem, Status, Table, Text, useReady } from "../parts.js";
+import { VERTICAL, useKeys, useRowKeys } from "../keys.js";
+import { known, number } from "../numbers.js";
+import { Chip, Pager, Status, Table, Text, useReady } from "../parts.js";
 import { Earned, groupLink, Outcome, Undone } from "../turns.js";
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "../vendor/preact-htm.js";
 
@@ -40,21 +40,19 @@ export default function Page({ params, query, setQuery }) {
   const fresh = comparable && grown(newest.data, list);
   const trouble = list.error ? [list.error, list.retry] : [newest.error, newest.reload];
   const open = (episode) => visit(link("episode", { run, id: episode.id }));
-  const move = (by) => () => {
-    setAt((row) => clamp(row + by, 0, episodes.length - 1));
-    if (at + by >= episodes.length - AHEAD) list.more();
+  const select = (row) => {
+    setAt(row);
+    if (row >= episodes.length - AHEAD) list.more();
   };
+  useRowKeys("episode", {
+    count: episodes.length, at, select, open: (row) => open(episodes[row]), arrows: VERTICAL,
+  });
   useKeys(
     {
-      j: move(1), k: move(-1), ArrowDown: move(1), ArrowUp: move(-1),
-      Enter: () => episodes[at] && open(episodes[at]),
       o: () => episodes[at] && visit(groupLink(run, episodes[at])),
       "/": () => search.current.focus(),
     },
-    {
-      j: "next episode", k: "previous episode", Enter: "open the episode", o: "open its group",
-      "/": "search in thoughts",
-    },
+    { o: "open the episode's group", "/": "search in thoughts" },
   );
   const columns = useMemo(() => columnsOf(run, list.facets), [run, JSON.stringify(list.facets)]);
   const onSort = (key) => setQuery({
@@ -63,11 +61,10 @@ export default function Page({ params, query, setQuery }) {
   return html`<main class="page page-episodes">
     <h1>Episodes</h1>
     <${Filters} query=${query} setQuery=${setQuery} facets=${list.facets} search=${search} />
-    ${trouble[0] && html`<${Problem} error=${trouble[0]} reload=${trouble[1]} />`}
+    <${Status} data=${list.episodes} error=${trouble[0]} reload=${trouble[1]} />
     ${fresh && html`<p><button onClick=${list.reload} data-testid="fresh">
       New episodes: show them</button></p>`}
-    ${list.episodes === null ? !list.error && html`<${Status} />`
-      : html`<div class=${list.stale ? "stale" : ""}>
+    ${list.episodes !== null && html`<div class=${list.stale ? "stale" : ""}>
         <${Table} label="episodes" columns=${columns} rows=${episodes}
           selected=${at} onRow=${open} sort=${{ key: sort, descending: order === "desc" }}
           onSort=${onSort} />

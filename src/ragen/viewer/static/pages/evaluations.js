@@ -56,13 +56,10 @@ function All({ evaluations }) {
 
 /** `[[name, rows], …]`; sampled evaluations come first, because the policy was trained so. */
 function kindsOf(evaluations) {
-  const found = new Map();
-  for (const one of [...evaluations].sort((a, b) => b.step - a.step || b.time - a.time)) {
-    const name = `${one.env}, ${one.how}`;
-    found.set(name, [...(found.get(name) ?? []), one]);
-  }
+  const latestFirst = evaluations.toSorted((a, b) => b.step - a.step || b.time - a.time);
+  const kinds = Map.groupBy(latestFirst, ({ env, how }) => `${env}, ${how}`);
   const greedy = ([, rows]) => rows[0].how === "greedy";
-  return [...found].sort((a, b) => greedy(a) - greedy(b));
+  return [...kinds].sort((a, b) => greedy(a) - greedy(b));
 }
 
 /** Success over steps, with both baselines. */

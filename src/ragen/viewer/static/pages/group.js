@@ -2,9 +2,9 @@
 
 import { link, visit } from "../addresses.js";
 import { useApi } from "../api.js";
-import { useKeys } from "../keys.js";
-import { clamp, known, number } from "../numbers.js";
-import { Neighbours, Status, Text, useReady } from "../parts.js";
+import { HORIZONTAL, useRowKeys } from "../keys.js";
+import { known, number } from "../numbers.js";
+import { Figures, Neighbours, Status, Text, useReady } from "../parts.js";
 import { SideBySide, Undone } from "../turns.js";
 import { html, useState } from "../vendor/preact-htm.js";
 
@@ -19,18 +19,10 @@ export default function Page({ params, query }) {
   const other = (number) =>
     known(number) ? link("group", { run }, { attempt, step, phase, group: number }) : undefined;
   const inList = { phase, step_from: step, step_to: step, group };
-  const move = (by) => () => setSelected(clamp(selected + by, 0, episodes.length - 1));
-  useKeys(
-    {
-      j: move(1), k: move(-1), ArrowRight: move(1), ArrowLeft: move(-1),
-      Enter: () => data && visit(link("episode", { run, id: episodes[selected].id })),
-      "[": () => visit(other(data?.previous)), "]": () => visit(other(data?.next)),
-    },
-    {
-      j: "next member", k: "previous member", Enter: "open the member's episode",
-      "[": other(data?.previous) && "previous group", "]": other(data?.next) && "next group",
-    },
-  );
+  useRowKeys("member", {
+    count: episodes.length, at: selected, select: setSelected, arrows: HORIZONTAL,
+    open: (at) => visit(link("episode", { run, id: episodes[at].id })),
+  });
   return html`<main class="page page-group">
     <header class="headline">
       <div><h1>Group ${group} of step ${step}</h1>
@@ -38,7 +30,7 @@ export default function Page({ params, query }) {
           ${" "}<${Undone} ...${data} /> · <${Text} text=${data.episodes[0]?.env ?? ""} />,
           level ${data.level_seed}`}
           ${" "}· <a href=${link("episodes", { run }, inList)}>as a list</a></p></div>
-      ${data && html`<${Figures} group=${data} />`}
+      ${data && html`<${Figures} all=${figuresOf(data)} />`}
       <${Neighbours} of="group" previous=${other(data?.previous)} next=${other(data?.next)} />
     </header>
     <${Status} ...${answer} />
@@ -50,15 +42,14 @@ export default function Page({ params, query }) {
   </main>`;
 }
 
-function Figures({ group }) {
-  const { episodes } = group;
+function figuresOf({ episodes, reward_std: std }) {
   const numSolved = episodes.filter(({ success }) => success).length;
-  const mean = episodes.reduce((sum, { reward }) => sum + reward, 0) / (episodes.length || 1);
-  return html`<dl class="figures">
-    <div><dt>succeeded</dt><dd>${numSolved} of ${episodes.length}</dd></div>
-    <div><dt>mean reward</dt><dd>${number(mean)}</dd></div>
-    <div><dt>reward std</dt><dd>${number(group.reward_std)}</dd></div>
-  </dl>`;
+  const mean = episodes.reduce((sum, { reward }) => sum + reward, 0) / episodes.length;
+  return [
+    ["succeeded", `${numSolved} of ${episodes.length}`],
+    ["mean reward", number(mean)],
+    ["reward std", number(std)],
+  ];
 }
 
 /** What each score of the filter measures. */

@@ -5,7 +5,7 @@
 import { useLive } from "../api.js";
 import { Compared, useShares } from "../two_episodes.js";
 import { heat } from "../heat.js";
-import { useKeys } from "../keys.js";
+import { VERTICAL, useRowKeys } from "../keys.js";
 import { clamp, percent, plural } from "../numbers.js";
 import { Status, Tabs, picked, useReady } from "../parts.js";
 import { Phrases } from "../phrases.js";
@@ -67,13 +67,9 @@ function Levels({ run, levels, all, query, setQuery }) {
   const level = named ?? here.find((one) => one.level_seed === usual) ?? here[0];
   const place = shown.indexOf(level);
   const choose = (one) => setQuery({ level_seed: one.level_seed, other: null });
-  const move = (by) => () => {
-    if (shown.length) choose(shown[clamp(place + by, 0, shown.length - 1)]);
-  };
-  useKeys(
-    { j: move(1), ArrowDown: move(1), k: move(-1), ArrowUp: move(-1) },
-    { j: "next level", k: "previous level" },
-  );
+  useRowKeys("level", {
+    count: shown.length, at: place, select: (at) => choose(shown[at]), arrows: VERTICAL,
+  });
   const counted = ([key, { title, hint }]) => {
     const count = here.filter((one) => fits(key, one)).length;
     return [key, { title: `${title} ${count}`, hint }];

@@ -88,6 +88,7 @@ export default function Runs({ query, setQuery }) {
   const answer = useApi("/api/runs");
   const { data, error, reload } = answer;
   const [picked, setPicked] = useState([]);
+  const [current, setCurrent] = useState(null); // The name of a run, because a live list moves.
   const search = useRef(null);
   useEvents({}, { runs: reload, again: reload });
   useReady(data !== null || error !== null);
@@ -105,7 +106,11 @@ export default function Runs({ query, setQuery }) {
     if (others.length) visit(link("compare", { run }, { other: joinRuns(others) }));
   };
   const onRow = ({ run }) => visit(link("run", { run }));
-  const selected = useRowKeys(rows.map(({ run }) => run), (row) => onRow(rows[row]));
+  const selected = rows.findIndex(({ run }) => run === current);
+  useRowKeys("row", {
+    count: rows.length, at: selected,
+    select: (at) => setCurrent(rows[at].run), open: (at) => onRow(rows[at]),
+  });
   useKeys(
     {
       "/": () => search.current.focus(),
