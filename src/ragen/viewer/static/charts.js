@@ -1,6 +1,6 @@
 // Curves over a run, on uPlot: small charts that share a cursor and show the run's events.
 
-import { number } from "./numbers.js";
+import { nearest, number } from "./numbers.js";
 import { COLOURS, axis, bars, flags, levels, seriesOf } from "./paint.js";
 import { Text } from "./parts.js";
 import uPlot from "./vendor/uplot.js";
@@ -21,17 +21,6 @@ function smooth(values, w) {
     weight = w * weight + (1 - w);
     return sum / weight;
   });
-}
-
-/** The index of the value in ascending `x` that is nearest to `at`. */
-function nearest(x, at) {
-  let [low, high] = [0, x.length - 1];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (x[middle] < at) low = middle + 1;
-    else high = middle;
-  }
-  return low > 0 && at - x[low - 1] < x[low] - at ? low - 1 : low;
 }
 
 /** What is drawn of the series, from back to front: `{x, y, colour, alpha, points, dash}`. */

@@ -6,6 +6,12 @@ export const known = (x) => x !== null && x !== undefined;
 /** The number between `low` and `high` that is nearest to `x`. */
 export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
+/** The index of the value in `all` that is nearest to `x`. */
+export function nearest(all, x) {
+  const distance = (i) => Math.abs(all[i] - x);
+  return all.reduce((best, _, i) => (distance(i) < distance(best) ? i : best), 0);
+}
+
 /** A share in per cent: 0.5 → "50.0 %". */
 export function percent(x, digits = 1) {
   return known(x) ? `${(100 * x).toFixed(digits)} %` : "–";

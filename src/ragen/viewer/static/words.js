@@ -8,11 +8,6 @@ export const MIN_RUN = 3;
 /** Words of a text that are compared: the time grows with their square. */
 export const MAX_WORDS = 1000;
 
-/** The words of a text, each with the white space after it: joined, they are the text again. */
-function wordsOf(text) {
-  return (text ?? "").trim().match(/\S+\s*/g) ?? [];
-}
-
 /**
  * The shared runs of two lists of words, in order, without overlap: `[{a, b, length}]`, where `a` and
  * `b` are the indices at which a run begins. White space around words is ignored.
@@ -61,16 +56,16 @@ export function sharedShare(runs, one, other) {
 }
 
 /**
- * Several texts, such as an episode's thoughts, as one list of words. `starts[k]` is the index where
- * text k begins; `count` is the number of words that are compared. The texts are separated by a word
- * that occurs only on this `side`, so that no run crosses a border.
+ * Several texts, such as an episode's thoughts, as one list of words, each with the white space after
+ * it. `starts[k]` is the index where text k begins; `count` is the number of words that are compared.
+ * The texts are separated by a word that occurs only on this `side`, so that no run crosses a border.
  */
 export function joined(texts, side) {
   const words = [];
   const starts = texts.map((text, index) => {
     if (index > 0) words.push(`\u0000${side}${index}`);
     const start = words.length;
-    words.push(...wordsOf(text));
+    words.push(...(text.trim().match(/\S+\s*/g) ?? []));
     return start;
   });
   const borders = starts.slice(1).filter((start) => start <= MAX_WORDS).length;

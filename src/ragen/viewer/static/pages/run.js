@@ -4,6 +4,7 @@ import { joinRuns, link, splitRuns, visit } from "../addresses.js";
 import { shared, useAnswers, useApi, useEvents } from "../api.js";
 import { Events, Exactness, Phases } from "../details.js";
 import { Headline, Tiles } from "../headline.js";
+import { nearest } from "../numbers.js";
 import { Chip, Status, Text, useReady } from "../parts.js";
 import { RunChoice, Settings } from "../settings.js";
 import { Signals, chosen, useMetrics } from "../signals.js";
@@ -82,7 +83,6 @@ function Legend({ runs, onRemove }) {
 
 /** The filter for the episodes of a step, or of the nearest step that has recorded ones. */
 function stepsNear({ episode_steps: steps }, step) {
-  const nearer = (best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best);
-  const near = steps.reduce(nearer, steps[0] ?? step);
+  const near = steps[nearest(steps, step)];
   return { step_from: near, step_to: near };
 }
