@@ -8,7 +8,7 @@ import {
   html, render, useEffect, useErrorBoundary, useLayoutEffect, useRef, useState,
 } from "./vendor/preact-htm.js";
 
-/** The pages. Those with a `key` are opened by `g` and the key; those of a run are in the header. */
+/** The pages. `g` and the `key` open a page; those of a run with a key are in the header. */
 const PAGES = {
   runs: { load: () => import("./pages/runs.js"), title: "List of runs", key: "l" },
   run: { load: () => import("./pages/run.js"), title: "Run", key: "r" },

@@ -5,9 +5,9 @@ import { Interval, Status, Text } from "./parts.js";
 import { html } from "./vendor/preact-htm.js";
 
 /**
- * All comparisons of an `answer` of `/api/compare`; without another run, of its first and its last
- * evaluation. `names` are what the two sets are called, or null for their steps; `none` is shown where
- * nothing can be compared.
+ * All comparisons of an `answer` of `/api/compare`: of two runs, or of a run's first and last
+ * evaluation. `names` are what the two sets are called, or null for their steps; `none` is shown
+ * where nothing can be compared.
  */
 export function Comparisons({ answer, names = null, none }) {
   const { data, error } = answer;

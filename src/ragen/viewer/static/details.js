@@ -36,8 +36,8 @@ export function Phases({ phases }) {
   return html`<section class="panel" aria-label="Time by phase">
     <h2>Time by phase <span class="muted">${clock(whole)} in all</span></h2>
     ${whole === 0 && html`<p class="muted">No step is finished.</p>`}
-    <div class="stack" role="img" aria-label=${said}>${parts.map(([name, seconds], i) =>
-      html`<i class=${fill(i)} title="${name} ${clock(seconds)}" style=${{ flexGrow: seconds }}></i>`)}
+    <div class="stack" role="img" aria-label=${said}>${parts.map(([name, seconds], i) => html`
+      <i class=${fill(i)} title="${name} ${clock(seconds)}" style=${{ flexGrow: seconds }}></i>`)}
     </div>
     <table><tbody>${parts.map(([name, seconds], i) => html`<tr key=${name}>
       <td><i class="swatch ${fill(i)}"></i>${name}</td>

@@ -76,8 +76,8 @@ export const VERTICAL = { ArrowDown: 1, ArrowUp: -1 };
 export const HORIZONTAL = { ArrowRight: 1, ArrowLeft: -1 };
 
 /**
- * The keys of a list of `count` rows, each a `noun`: j and k and the `arrows` `select` another row than
- * `at`, the selected one (−1 for none); Enter calls `open`.
+ * The keys of a list of `count` rows, each a `noun`: j, k and the `arrows` `select` the next or the
+ * previous row of the one `at`, which is −1 if none is selected; Enter calls `open`.
  */
 export function useRowKeys(noun, { count, at, select, open, arrows = {} }) {
   const moves = Object.entries({ j: 1, k: -1, ...arrows }).map(([key, by]) => [

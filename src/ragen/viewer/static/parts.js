@@ -134,9 +134,9 @@ function ordered(a, b) {
 }
 
 /**
- * A table: `columns` of `{key, title, align, render(row), sort, hint}`. A column with `sort` (true, or
- * a function of the row) can be sorted by; with `onSort`, the page sorts. `selected` is the row that
- * the keyboard has selected, `onRow(row)` opens one, and `rowKey` names what identifies a row.
+ * A table: `columns` of `{key, title, align, render(row), sort, hint}`. A column with `sort` (true,
+ * or a function of the row) can be sorted by; with `onSort`, the page sorts. `selected` is the row
+ * that the keyboard has selected, `onRow(row)` opens one, and `rowKey` names what identifies a row.
  */
 export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey = "id", label }) {
   const own = useSorted(rows, columns);

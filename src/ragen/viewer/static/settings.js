@@ -36,7 +36,8 @@ function Changed({ run, found }) {
     return html`<p class="muted">Nothing differs from ${recipe} and ${algorithm}.</p>`;
   }
   const rows = differences.map(({ key, value, base }) => ({ key, values: [value, base] }));
-  return html`<${Values} titles=${["This run", `In ${differences[0].source}`]} rows=${found(rows)} />`;
+  const titles = ["This run", `In ${differences[0].source}`];
+  return html`<${Values} titles=${titles} rows=${found(rows)} />`;
 }
 
 /** A setting's value as text. */

@@ -110,10 +110,10 @@ function marksOf(runs, answers, axis) {
 }
 
 /**
- * The section of charts with its toolbar. `runs` are answers of `/api/run`, the page's own run first,
- * each in its own colour; `metrics` is the answer of `useMetrics`; `all` are the names that can be
- * searched, `names` those shown. `onPick(step)` is a click on a step of the first run, `onMark(mark)`
- * on one of its events. The children are between the toolbar and the charts.
+ * The section of charts with its toolbar. `runs` are answers of `/api/run`, the page's own run
+ * first, each in its own colour; `metrics` is the answer of `useMetrics`; `all` are the names that can
+ * be searched, `names` those shown. `onPick(step)` is a click on a step of the first run,
+ * `onMark(mark)` on one of its events. The children are between the toolbar and the charts.
  */
 export function Signals({
   runs, metrics, all, names, query, setQuery, onPick, onMark, tools, children,

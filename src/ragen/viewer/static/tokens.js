@@ -33,7 +33,8 @@ export const COLOURS = {
   },
   ratio: {
     title: "importance ratio", series: "ratio", letter: "r", diverging: true, axis: Math.log,
-    back: Math.exp, hint: "Probability now ÷ probability at the start of the update; 1 is unchanged.",
+    back: Math.exp,
+    hint: "Probability now ÷ probability at the start of the update; 1 is unchanged.",
   },
   value: {
     title: "value", series: "value", letter: "v", diverging: true,
@@ -119,7 +120,8 @@ function Legend({ colour, scale, word }) {
   const { hint, letter, flip, diverging, back = identity } = COLOURS[colour];
   const notes = html`<span class="token">not ${word}</span> <span class="muted">${hint}</span>`;
   if (!scale) {
-    return html`<p class="token-legend by-mask"><span class="token trained">${word}</span> ${notes}</p>`;
+    return html`<p class="token-legend by-mask">
+      <span class="token trained">${word}</span> ${notes}</p>`;
   }
   const ends = [scale.low, scale.high].map((x) => number(back(x)));
   if (flip) ends.reverse();

@@ -81,7 +81,9 @@ function Job({ job, episode }) {
   const title = html`<h3>${number(n)} from turn ${turn + 1}, weights of step ${checkpoint},
     temperature ${number(temperature)}</h3>`;
   if (state === "running") return html`${title}<p role="status" class="muted">Playing …</p>`;
-  if (state === "failed") return html`${title}<p class="bad">It failed: <${Text} text=${problem} /></p>`;
+  if (state === "failed") {
+    return html`${title}<p class="bad">It failed: <${Text} text=${problem} /></p>`;
+  }
   const columns = [
     { title: "original", episode },
     ...episodes.map((each, i) => ({ title: `branch ${i + 1}`, episode: each })),

@@ -56,9 +56,9 @@ export function sharedShare(runs, one, other) {
 }
 
 /**
- * Several texts, such as an episode's thoughts, as one list of words, each with the white space after
- * it. `starts[k]` is the index where text k begins; `count` is the number of words that are compared.
- * The texts are separated by a word that occurs only on this `side`, so that no run crosses a border.
+ * Several texts, such as an episode's thoughts, as one list of words, each with the white space
+ * after it. `starts[k]` is the index where text k begins; `count` is the number of words that are
+ * compared. A word that occurs only on this `side` separates the texts: no run crosses a border.
  */
 export function joined(texts, side) {
   const words = [];

@@ -24,10 +24,11 @@ export default function Compare({ params, query, setQuery }) {
   };
   const few = all.length > MOST &&
     ` of the ${all.length} that were chosen, because there are only ${MOST} colours`;
+  const about = html`${plural(names.length, "run")}${few}; each is compared with the first`;
   return html`<main class="page page-compare">
     <div class="row title-row">
       <h1>Compare</h1>
-      <span class="muted">${plural(names.length, "run")}${few}; each is compared with the first</span>
+      <span class="muted">${about}</span>
     </div>
     <${Status} data=${runs} ...${{ error, reload }} home />
     ${runs && html`

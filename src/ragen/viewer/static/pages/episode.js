@@ -26,7 +26,7 @@ export default function Page({ params, query, setQuery }) {
   const answer = useApi("/api/episode", { run, episode: id });
   const { data, error } = answer;
   useReady(data !== null || error !== null);
-  if (data) return html`<${Episode} run=${run} episode=${data} query=${query} setQuery=${setQuery} />`;
+  if (data) return html`<${Episode} episode=${data} ...${{ run, query, setQuery }} />`;
   return html`<main class="page page-episode">
     <h1>Episode ${error && id}</h1>
     <${Status} ...${answer} />

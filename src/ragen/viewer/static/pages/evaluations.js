@@ -108,7 +108,8 @@ function OtherRun({ run, other, setQuery }) {
     <div class="row choices">
       <${RunChoice} label="The other run" prompt="Choose a run …" value=${other ?? ""}
         without=${[run]} onChoose=${(chosen) => setQuery({ other: chosen })} />
-      ${other && html`<a href=${link("compare", { run }, { other })}>Curves and settings of both</a>`}
+      ${other && html`<a href=${link("compare", { run }, { other })}>
+        Curves and settings of both</a>`}
     </div>
     ${other && html`<${AgainstRun} key=${other} run=${run} other=${other} />`}
   </section>`;

@@ -18,8 +18,9 @@ export default function Run({ params, query, setQuery }) {
   const others = splitRuns(query.with).filter((other) => other !== run);
   const { data, error, reload } = useApi("/api/run", { run });
   const beside = useAnswers(others.map((other) => ["/api/run", { run: other }]));
-  const shown = useMemo(() => (data ? chosen(data.names, data.labels, query.m) : []), [data, query.m]);
-  const asked = [...new Set([...shown, ...COLLAPSE.filter((name) => data?.names.includes(name))])];
+  const { names = [], labels = {} } = data ?? {};
+  const shown = useMemo(() => chosen(names, labels, query.m), [data, query.m]);
+  const asked = [...new Set([...shown, ...COLLAPSE.filter((name) => names.includes(name))])];
   const runs = useMemo(
     () => (data ? [data, ...beside.answers.filter(Boolean)] : []), [data, beside.answers],
   );
@@ -51,7 +52,7 @@ export default function Run({ params, query, setQuery }) {
     <${Headline} run=${data} />
     <${Status} data=${data} error=${error ?? metrics.error} reload=${refresh} />
     <${Tiles} run=${data} answer=${metrics.data[run]} signs=${COLLAPSE} />
-    <${Signals} ...${{ runs, metrics, names: shown, query, setQuery, tools }} all=${data.names}
+    <${Signals} ...${{ runs, metrics, names: shown, query, setQuery, tools }} all=${names}
       onPick=${data.episode_steps.length && link("episodes", { run }) ? open : undefined}
       onMark=${({ id }) => setQuery({ event: id })}>
       ${runs.length > 1 && html`<${Legend} runs=${runs} onRemove=${without} />`}

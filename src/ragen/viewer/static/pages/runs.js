@@ -4,7 +4,9 @@ import { joinRuns, link, visit } from "../addresses.js";
 import { useApi, useEvents } from "../api.js";
 import { useKeys, useRowKeys } from "../keys.js";
 import { ago, moment, number, percent, plural } from "../numbers.js";
-import { Chip, Interval, Spark, State, Status, Table, Text, useReady, useSorted } from "../parts.js";
+import {
+  Chip, Interval, Spark, State, Status, Table, Text, useReady, useSorted,
+} from "../parts.js";
 import { html, useRef, useState } from "../vendor/preact-htm.js";
 
 /** The columns of a list of runs; the first is the name. */
@@ -123,12 +125,14 @@ export default function Runs({ query, setQuery }) {
   const mark = {
     key: "pick", title: "",
     render: (row) => row.state !== "unreadable" && html`<input type="checkbox"
-      aria-label="compare ${row.run}" checked=${picked.includes(row.run)} onChange=${() => pick(row)} />`,
+      aria-label="compare ${row.run}" checked=${picked.includes(row.run)}
+      onChange=${() => pick(row)} />`,
   };
   return html`<main class="page page-runs">
     <div class="row title-row">
       <h1>Runs</h1>
-      ${data && html`<span class="muted"><${Text} text=${data.folder} /> · ${counted(data.runs)}</span>`}
+      ${data && html`<span class="muted">
+        <${Text} text=${data.folder} /> · ${counted(data.runs)}</span>`}
       <span class="grow"></span>
       <input type="search" ref=${search} aria-label="Filter runs" value=${query.q ?? ""}
         placeholder="Filter: environment, recipe, state …  ( / )"
