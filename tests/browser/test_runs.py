@@ -116,9 +116,7 @@ def test_two_runs_are_marked_and_compared(visitor: Visitor) -> None:
     main = page.get_by_role("main")
     expect(main.get_by_test_id("curve").first).to_be_visible()
     expect(main).to_contain_text("lake-again")
-    one, other = (
-        visitor.api(f"/api/run?run={run}")["config"] for run in ("lake", "lake-again")
-    )
+    one, other = (visitor.api(f"/api/run?run={run}")["config"] for run in ("lake", "lake-again"))
     differences = {key for key in one if one[key] != other[key]}
     assert {"seed", "steps"} <= differences
     for key in differences:
