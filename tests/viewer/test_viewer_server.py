@@ -279,17 +279,18 @@ def test_an_evaluation_is_news_when_it_ends(tmp_path: Path) -> None:
     """It is written after its step, which was told of before."""
     (tmp_path / "a").mkdir()
     recorder = Recorder.create(tmp_path / "a", dump(resolve("bandit")))
-    watched = live.RunWatcher(tmp_path / "a")
+    looks = live.run_news(tmp_path / "a")
+    assert next(looks) == []
     for step in (0, 1):
         if step:
             log_step(recorder, step, 0.5)
             recorder.commit()
-            assert [name for name, _ in watched.news()] == ["step"]
+            assert [name for name, _ in next(looks)] == ["step"]
         recorder.evaluation(step, evaluation(0.5).record())
         recorder.commit()
-        ((name, said),) = watched.news()
+        ((name, said),) = next(looks)
         assert (name, said["attempt"], said["step"]) == ("step", 0, step)
-    assert watched.news() == []
+    assert next(looks) == []
     recorder.close()
 
 

@@ -298,7 +298,7 @@ def written(folder: Path, **modules: str) -> str:
 def test_modules_become_functions_in_their_order(tmp_path: Path) -> None:
     found = written(
         tmp_path,
-        app='import { two as second, three } from "./b.js";\nimport * as all from "./c.js";\n'
+        app='import { two as second, three } from "./b.js";\nimport { four } from "./c.js";\n'
         'const later = () => import("./d.js");\n',
         b="export default function one() {}\nconst two = 2;\nexport const three = 3;\n"
         "export { two };\n",
@@ -308,7 +308,7 @@ def test_modules_become_functions_in_their_order(tmp_path: Path) -> None:
     assert re.findall(r"^// (\w)", found, re.M) == ["b", "c", "d", "a"]
     assert "const { two: second, three } = module_0;" in found
     assert "const { default: one } = module_0;" in found
-    assert "const all = module_1;" in found
+    assert "const { four } = module_1;" in found
     assert "Promise.resolve(module_2)" in found
     assert "return { default: one, three: three, two: two };" in found
     assert "return { four: four };" in found and "return { Five: Five };" in found
@@ -316,7 +316,11 @@ def test_modules_become_functions_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["export let x = 1;", 'export * from "./b.js";', "import(`./${name}.js`);"]
+    "text",
+    [
+        *("export let x = 1;", 'export * from "./b.js";', 'import * as b from "./b.js";'),
+        *('import "./b.js";', "import(`./${name}.js`);"),
+    ],
 )
 def test_what_cannot_be_bundled_stops(tmp_path: Path, text: str) -> None:
     with pytest.raises(AssertionError, match="a form that a shared file cannot have"):
@@ -325,7 +329,7 @@ def test_what_cannot_be_bundled_stops(tmp_path: Path, text: str) -> None:
 
 def test_a_circle_stops(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="imports itself"):
-        written(tmp_path, app='import "./b.js";', b='import "./app.js";')
+        written(tmp_path, app='import b from "./b.js";', b='import a from "./app.js";')
 
 
 def test_the_whole_front_end_can_be_bundled_with_its_licences() -> None:

@@ -25,8 +25,7 @@ STATIC = Path(__file__).parent / "static"
 
 _COMMENT = re.compile(r"(^/\*.*?\*/)", re.MULTILINE | re.DOTALL)
 _IMPORT = re.compile(
-    r'^import\s+(?:(?P<names>\{[^}]*\}|\*\s*as\s+\w+|\w+)\s+from\s+)?"(?P<source>[^"]+)";',
-    re.MULTILINE,
+    r'^import\s+(?P<names>\{[^}]*\}|\w+)\s+from\s+"(?P<source>[^"]+)";', re.MULTILINE
 )
 _EXPORT = re.compile(
     r"^export\s+(?P<default>default\s+)?(?P<kind>async\s+function|function|class|const)\s+"
@@ -128,51 +127,38 @@ def _imported(file: Path, above: tuple[Path, ...]) -> Iterator[Path]:
 def _function(file: Path, names: Mapping[Path, str]) -> str:
     """A module as a function that is called at once and returns what it exports."""
     exported: dict[str, str] = {}
-    parts = _COMMENT.split(file.read_text("utf-8"))
-    for place in range(0, len(parts), 2):  # comments stand at odd places, and stay: licences
-        code = _bound(parts[place], file, names)
-        code = _EXPORT.sub(lambda found: _declared(found, exported), code)
-        code = _EXPORTED.sub(lambda found: _listed(found, exported), code)
-        left = _LEFT.search(code)
-        assert left is None, f"{file.name}: {left[0]!r} has a form that a shared file cannot have"
-        parts[place] = code
-    result = ", ".join(f"{public}: {local}" for public, local in exported.items())
-    body = "".join(parts).strip()
-    return f"const {names[file]} = (() => {{\n{body}\nreturn {{ {result} }};\n}})();"
-
-
-def _bound(code: str, file: Path, names: Mapping[Path, str]) -> str:
-    """Code that reads the imports from the objects of earlier modules."""
 
     def module(found: re.Match[str]) -> str:
         return names[(file.parent / found["source"]).resolve()]
 
     def imports(found: re.Match[str]) -> str:
-        wanted = found["names"]
-        if wanted is None:
-            return ""
-        if wanted.startswith("{"):
-            return f"const {wanted.replace(' as ', ': ')} = {module(found)};"
-        if wanted.startswith("*"):
-            return f"const {wanted.split()[-1]} = {module(found)};"
-        return f"const {{ default: {wanted} }} = {module(found)};"
+        wanted = found["names"].replace(" as ", ": ")
+        wanted = wanted if wanted.startswith("{") else f"{{ default: {wanted} }}"
+        return f"const {wanted} = {module(found)};"
 
-    code = _IMPORT.sub(imports, code)
-    return _LATER.sub(lambda found: f"Promise.resolve({module(found)})", code)
+    def later(found: re.Match[str]) -> str:
+        return f"Promise.resolve({module(found)})"
 
+    def declared(found: re.Match[str]) -> str:
+        exported["default" if found["default"] else found["name"]] = found["name"]
+        return f"{found['kind']} {found['name']}"
 
-def _declared(found: re.Match[str], exported: dict[str, str]) -> str:
-    """A declaration without its ``export``; the name is recorded."""
-    exported["default" if found["default"] else found["name"]] = found["name"]
-    return f"{found['kind']} {found['name']}"
+    def listed(found: re.Match[str]) -> str:
+        for item in filter(None, map(str.strip, found["names"].split(","))):
+            local, _, public = item.partition(" as ")
+            exported[public.strip() or local] = local.strip()
+        return ""
 
-
-def _listed(found: re.Match[str], exported: dict[str, str]) -> str:
-    """An empty text for a list of exports; the names are recorded."""
-    for item in filter(None, map(str.strip, found["names"].split(","))):
-        local, _, public = item.partition(" as ")
-        exported[public.strip() or local] = local.strip()
-    return ""
+    forms = ((_IMPORT, imports), (_LATER, later), (_EXPORT, declared), (_EXPORTED, listed))
+    parts = _COMMENT.split(file.read_text("utf-8"))
+    for place in range(0, len(parts), 2):  # comments stand at odd places, and stay: licences
+        for form, rewritten in forms:
+            parts[place] = form.sub(rewritten, parts[place])
+        left = _LEFT.search(parts[place])
+        assert left is None, f"{file.name}: {left[0]!r} has a form that a shared file cannot have"
+    result = ", ".join(f"{public}: {local}" for public, local in exported.items())
+    body = "".join(parts).strip()
+    return f"const {names[file]} = (() => {{\n{body}\nreturn {{ {result} }};\n}})();"
 
 
 def _sheet(file: Path) -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
+from ragen.core.errors import RagenError
 from ragen.storage.database import is_claimed
-from ragen.viewer.reading import Answer, RunReader, Runs, Unreadable, reading, signature
+from ragen.viewer.reading import Answer, RunReader, Runs, reading, signature
 from ragen.viewer.run_page import events
 
 Event = tuple[str, Answer]
@@ -41,47 +42,41 @@ class _Progress(NamedTuple):
     event: int = 0
 
 
-class RunWatcher:
-    """News of one run: steps, evaluations and alarms, and the end or start of its process."""
+def run_news(folder: Path) -> Iterator[list[Event]]:
+    """News of one run at each look: steps, evaluations, alarms, the begin and end of its process.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._written = is_claimed(folder)
-        self._stamps = signature(folder)
-        self._progress = _Progress()
-        with contextlib.suppress(Unreadable), reading(folder) as run:
-            self._progress = _progress(run)
-
-    def news(self) -> list[Event]:
-        """What happened since the last call."""
-        written = is_claimed(self._folder)  # first, so that what was written before the end is seen
-        stamps, found = signature(self._folder), list[Event]()
-        if stamps != self._stamps:
-            self._stamps = stamps
-            found = self._since()
-        before, self._written = self._written, written
+    Nothing at the first look, then what happened since the last one.
+    """
+    written, stamps, progress = is_claimed(folder), signature(folder), _Progress()
+    with contextlib.suppress(RagenError), reading(folder) as run:
+        progress = _progress(run)
+    found = list[Event]()
+    while True:
+        yield found
+        before, found = written, []
+        written = is_claimed(folder)  # first, so that what was written before the end is seen
+        if (now := signature(folder)) != stamps:
+            stamps = now
+            changed = max((stamp[2] for stamp in stamps[:2] if stamp), default=0) / 1e9
+            with contextlib.suppress(RagenError), reading(folder) as run:
+                found, progress = _since(progress, run, changed)
         if written != before:  # ``begin`` comes before other news, ``end`` after them
             found = [("begin", {}), *found] if written else [*found, ("end", {})]
-        return found
 
-    def _since(self) -> list[Event]:
-        before, found = self._progress, list[Event]()
-        with contextlib.suppress(Unreadable), reading(self._folder) as run:
-            self._progress = _progress(run)
-            told = events(run, before.event)
-            found = [("alarm", event) for event in told if event["kind"] in ALARM_KINDS]
-        now = self._progress
-        # An evaluation ends after its step was written: it is news of the same step.
-        if (now.attempt, now.step, now.evaluation) != before[:3]:
-            changed = max((stamp[2] for stamp in self._stamps[:2] if stamp), default=0)
-            said = {"attempt": now.attempt, "step": now.step, "time": changed / 1e9}
-            found.append(("step", said))
-        return found
+
+def _since(before: _Progress, run: RunReader, changed: float) -> tuple[list[Event], _Progress]:
+    """News since an earlier progress, and the present one."""
+    now = _progress(run)
+    told = events(run, before.event)
+    found: list[Event] = [("alarm", event) for event in told if event["kind"] in ALARM_KINDS]
+    # An evaluation ends after its step was written: it is news of the same step.
+    if now[:3] != before[:3]:
+        found.append(("step", {"attempt": now.attempt, "step": now.step, "time": changed}))
+    return found, now
 
 
 def _progress(run: RunReader) -> _Progress:
-    query = "SELECT attempt, step FROM metrics ORDER BY attempt DESC, step DESC LIMIT 1"
-    last = run.rows(query)
+    last = run.rows("SELECT attempt, step FROM metrics ORDER BY attempt DESC, step DESC LIMIT 1")
     attempt, step = last[0] if last else (0, 0)
     evaluation, event = (
         run.value(f"SELECT max(id) FROM {table}") or 0 for table in ("evaluations", "events")
@@ -89,22 +84,18 @@ def _progress(run: RunReader) -> _Progress:
     return _Progress(attempt, step, evaluation, event)
 
 
-class FolderWatcher:
-    """News of all runs below a folder: one was added, changed or removed."""
+def folder_news(runs: Runs) -> Iterator[list[Event]]:
+    """Whether a run was added, changed or removed since the last look."""
+    found, before = list[Event](), _stamps(runs)
+    while True:
+        yield found
+        now = _stamps(runs)
+        found, before = [("runs", {})] if now != before else [], now
 
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        self._before = self._all()
 
-    def news(self) -> list[Event]:
-        """Whether anything changed since the last call."""
-        now = self._all()
-        changed, self._before = now != self._before, now
-        return [("runs", {})] if changed else []
-
-    def _all(self) -> dict[str, object]:
-        folders = {run: self._runs.root / run for run in self._runs.ids()}
-        return {run: (signature(each), is_claimed(each)) for run, each in folders.items()}
+def _stamps(runs: Runs) -> dict[str, object]:
+    folders = {run: runs.root / run for run in runs.ids()}
+    return {run: (signature(each), is_claimed(each)) for run, each in folders.items()}
 
 
 class Live:
@@ -141,11 +132,9 @@ class Live:
     async def _watch(self, folder: Path | None) -> None:
         """Check for news while there are listeners."""
         try:
-            watched = await run_in_threadpool(
-                lambda: FolderWatcher(self._runs) if folder is None else RunWatcher(folder)
-            )
+            looks = folder_news(self._runs) if folder is None else run_news(folder)
             while self._listeners[folder] and not self.ending:
-                found = await run_in_threadpool(watched.news)
+                found = await run_in_threadpool(next, looks)
                 for queue in self._listeners[folder]:
                     for event in found:
                         queue.put_nowait(event)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from numpy.typing import NDArray
@@ -103,19 +103,14 @@ class Runs:
         Raises:
             NotFound: There is no such run, or it lies outside the root.
         """
-        absent = NotFound(f"there is no run {run!r} here")
-        parts = run.split("/")
-        if run != "." and any(part in ("", ".", "..") for part in parts):
-            raise absent
-        if "\0" in run or "\\" in run:
-            raise absent
-        try:
-            folder, home = (self.root / run).resolve(), self.root.resolve()
-            if not folder.is_relative_to(home) or not _is_run(folder):
-                raise absent
-        except (OSError, RuntimeError, ValueError):  # too long a name, links in a circle
-            raise absent from None
-        return folder
+        path = PurePosixPath(run)
+        # Too long a name, a zero byte and links in a circle are errors of the system.
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            if str(path) == run and ".." not in path.parts and "\\" not in run:
+                folder = (self.root / path).resolve()
+                if folder.is_relative_to(self.root.resolve()) and _is_run(folder):
+                    return folder
+        raise NotFound(f"there is no run {run!r} here")
 
 
 @dataclass(frozen=True)
@@ -240,11 +235,12 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[RunReader]:
         name: Which of its databases.
 
     Raises:
-        Unreadable: It is damaged, locked, gone, of another schema, or takes too long.
+        RagenError: It has another schema.
+        Unreadable: It is damaged, locked or gone, or takes too long.
     """
-    path = folder / name
     try:
-        with contextlib.closing(_connect(path)) as connection:
+        with contextlib.closing(connect_to_read(folder / name)) as connection:
+            check_schema(connection, name)
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA query_only = ON")
             end = time.monotonic() + LONGEST_S
@@ -254,15 +250,6 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[RunReader]:
         late = str(error) == "interrupted"
         reason = f"it takes longer than {LONGEST_S:g} s" if late else error
         raise Unreadable(f"{name} cannot be read: {reason}") from None
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    try:
-        connection = connect_to_read(path)
-        check_schema(connection, path.name)
-    except RagenError as error:
-        raise Unreadable(str(error)) from None
-    return connection
 
 
 def signature(folder: Path) -> Signature:

@@ -11,11 +11,11 @@ import hmac
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from types import MappingProxyType
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -90,23 +90,25 @@ class AccessControl:
                 headers["cache-control"] = store
             await send(message)
 
-        answer = self._refusal(scope) or self._admission(scope) or self.app
+        request = HTTPConnection(scope)
+        answer = self._refusal(request) or self._admission(request) or self.app
         await answer(scope, receive, send_with_headers)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def _refusal(self, request: HTTPConnection) -> Response | None:
         """The refusal of a request; ``None`` if it is permitted."""
-        headers = Headers(scope=scope)
+        headers, method = request.headers, request.scope["method"]
         host = headers.get("host", "")
-        if scope["method"] not in METHODS:
-            return refusal(405, f"the method {scope['method']} is not supported")
+        if method not in METHODS:
+            return refusal(405, f"the method {method} is not supported")
         if len(headers.getlist("host")) != 1 or not (self.token or self._is_ours(host)):
             return refusal(403, "this viewer answers only to localhost and its own port")
-        origin = headers.get("origin")
-        if origin is not None and origin != f"http://{host}":
-            return refusal(403, "requests from other pages are refused")
         # A page of another port of this machine is "same-site", and still a foreign page.
         site = headers.get("sec-fetch-site", "none")
-        if scope["path"].startswith("/api/") and site not in ("same-origin", "none"):
+        is_foreign = request.scope["path"].startswith("/api/") and site not in (
+            "same-origin",
+            "none",
+        )
+        if is_foreign or headers.get("origin", f"http://{host}") != f"http://{host}":
             return refusal(403, "requests from other pages are refused")
         return None
 
@@ -116,34 +118,25 @@ class AccessControl:
             name, port = host.lower(), "80"
         return is_loopback(name) and port == str(self.port)
 
-    def _admission(self, scope: Scope) -> Response | None:
+    def _admission(self, request: HTTPConnection) -> Response | None:
         """With a token: move it from the address into a cookie, or refuse the request."""
         if self.token is None:
             return None
-        cookie = f"ragen-{self.port}"  # cookies are shared by all ports
-        asked = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        if self._knows(dict(asked).get("token", "")) and scope["method"] == "GET":
-            rest = urlencode([(name, value) for name, value in asked if name != "token"])
+        cookie, asked = f"ragen-{self.port}", request.query_params  # all ports share cookies
+        if request.scope["method"] == "GET" and self._knows(asked.get("token", "")):
+            rest = urlencode([pair for pair in asked.multi_items() if pair[0] != "token"])
             # A path on this server: two slashes at the start would name another host.
-            path = "/" + scope["path"].lstrip("/\\")
+            path = "/" + request.scope["path"].lstrip("/\\")
             answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
             answer.set_cookie(cookie, self.token, httponly=True, samesite="strict", path="/")
             return answer
-        if self._knows(_cookie(Headers(scope=scope).get("cookie", ""), cookie)):
+        if self._knows(request.cookies.get(cookie, "")):
             return None
         return refusal(403, "the token is missing: open the address that ragen view printed")
 
     def _knows(self, said: str) -> bool:
         assert self.token is not None
         return hmac.compare_digest(said.encode(), self.token.encode())
-
-
-def _cookie(header: str, name: str) -> str:
-    try:
-        found = SimpleCookie(header).get(name)
-    except CookieError:
-        return ""
-    return found.value if found else ""
 
 
 def refusal(status: int, error: str) -> Response:

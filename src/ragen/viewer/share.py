@@ -11,13 +11,12 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from ragen.core.errors import RagenError
-from ragen.core.files import cannot
+from ragen.core.files import file_errors, whole_file
 from ragen.viewer.bundle import page
 from ragen.viewer.phrases import spread
 from ragen.viewer.reading import Request, Runs
@@ -82,15 +81,8 @@ def share(run: Path, out: Path, *, episode: int | None = None, group: int | None
     else:
         held = _run(folder)
     text = page(f"{folder.name} · RAGEN", held.answers, held.start, " ".join(held.pages))
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise RagenError(f"{out} exists already; give another --export") from None
-    except OSError as error:
-        with suppress(OSError):
-            out.unlink(missing_ok=True)  # half of it, if anything
-        raise cannot("write", out, error, "choose another place") from None
+    with file_errors("write", out, "choose another place"), whole_file(out) as temporary:
+        temporary.write_text(text, "utf-8")
     return out
 
 
