@@ -25,7 +25,7 @@ import numpy as np
 from ragen.config.config import Config
 from ragen.config.reading import dump, resolve
 from ragen.core.metrics import Metrics, last, mean
-from ragen.core.seeding import eval_level, train_level
+from ragen.core.seeding import EVAL_LEVELS, train_level
 from ragen.core.types import Episode, Group, Prompt, Turn
 from ragen.evaluation.results import Evaluation
 from ragen.reports.facts import SIGNALS
@@ -39,7 +39,7 @@ PROMPTS, MEMBERS, TURNS = 16, 16, 5
 TOKENS, VOCABULARY = 24, 512
 """Sampled tokens of a turn, and how many different ones there are."""
 EVERY = 40
-EVAL_LEVELS = 128
+NUM_EVAL_LEVELS = 128
 
 STATEMENTS = (
     "P {0} : {0} {1} _ Right {1} {2} _ Down",
@@ -147,7 +147,7 @@ def evaluation(success: float) -> dict[str, Any]:
     """The record of an evaluation."""
     mean_return = {"mean_return": success, "mean_return_low": success - 0.1}
     return Evaluation(
-        **{"env": "sokoban", "target": "large", "temperature": 1.0, "episodes": EVAL_LEVELS},
+        **{"env": "sokoban", "target": "large", "temperature": 1.0, "episodes": NUM_EVAL_LEVELS},
         **{"success": success, "success_low": success - 0.08, "success_high": success + 0.08},
         **{"random": 0.165, "optimal": 0.988, "random_return": -0.5, "optimal_return": 10.4},
         **{**mean_return, "mean_return_high": success + 0.1, "mean_turns": 4.5, "failed": 0},
@@ -186,8 +186,8 @@ def fill_large(folder: Path, episodes: int) -> None:
             if step % EVERY == 0 or step == steps:
                 firsts = [Group(group.episodes[:1]) for group in pool]
                 tests = [
-                    retold.group(firsts[index % PROMPTS], eval_level(index), index)
-                    for index in range(EVAL_LEVELS)
+                    retold.group(firsts[index % PROMPTS], EVAL_LEVELS + index, index)
+                    for index in range(NUM_EVAL_LEVELS)
                 ]
                 recorder.episodes(step, tests, phase="eval")
                 recorder.evaluation(step, evaluation(0.2 + 0.6 * step / steps))

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
-from ragen.core.seeding import eval_level
+from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
 from ragen.engines.factory import load_model
 from ragen.evaluation.evaluation import evaluate_target
@@ -87,7 +87,7 @@ def test_the_cards_example_asks_as_the_run_did(run: Path, monkeypatch: pytest.Mo
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chat, config = Chat(tokenizer, think=False), read_facts(run).config
     setup = make_setup(config, chat)
-    episode = run_async(play_episode(SILENT, setup, EpisodeSpec(eval_level(0), 0, 0, (0, "x"))))
+    episode = run_async(play_episode(SILENT, setup, EpisodeSpec(EVAL_LEVELS, 0, 0, (0, "x"))))
     asked = episode.turns[0].prompt.token_ids
     assert tuple(names["prompt"]["input_ids"][0].tolist()) == asked
     sampled = names["output"][0, len(asked or ()) :]

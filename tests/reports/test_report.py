@@ -16,8 +16,8 @@ from ragen.core.tables import markdown, show
 from ragen.reports.facts import Facts, phases, read_facts
 from ragen.reports.plots import Curve, draw_signals, draw_success, draw_time, smoothed
 from ragen.reports.report import page, plots, write_report
-from ragen.storage.attempts import Attempt
 from ragen.storage.database import DATABASE
+from ragen.storage.reader import Attempt
 from ragen.storage.recorder import Recorder
 from tests.cli.test_cli import evaluation
 

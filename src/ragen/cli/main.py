@@ -68,7 +68,7 @@ def _dispatch(arguments: list[str]) -> int:
         name, rest = rest[0], ["--help"]
     command = (COMMANDS | ABOUT).get(name)
     if command is None:
-        from ragen.core.names import nearest
+        from ragen.core.errors import nearest
 
         hint = nearest(name, [*COMMANDS, *ABOUT, *TOPICS], "ragen --help lists them all")
         raise RagenError(f"unknown command {name!r}{hint}")

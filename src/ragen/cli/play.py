@@ -10,7 +10,7 @@ from rich.text import Text
 from ragen.config.sections import EnvConfig
 from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
-from ragen.core.seeding import derive, eval_level
+from ragen.core.seeding import EVAL_LEVELS, derive
 from ragen.core.types import Episode
 from ragen.envs.registry import env_factory, make
 from ragen.rollout.guarded import GuardedEnv
@@ -38,7 +38,7 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> boo
 def _play(
     console: Console, env: GuardedEnv, settings: EnvConfig, player: Player, seed: int
 ) -> bool:
-    env.reset(eval_level(seed), derive(seed, "play"))
+    env.reset(EVAL_LEVELS + seed, derive(seed, "play"))
     console.print(Text(env.rules), soft_wrap=True)
     actions_left, total = settings.max_actions, 0.0
     for turn in range(settings.max_turns):

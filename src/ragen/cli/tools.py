@@ -127,11 +127,11 @@ def _envs(options: Namespace, _: Overrides) -> int:
     if options.episodes < 1:
         raise RagenError(f"--episodes {options.episodes}: expected a whole number ≥ 1")
     from ragen.config.reading import recipes, resolve
-    from ragen.core.seeding import eval_level
+    from ragen.core.seeding import EVAL_LEVELS
     from ragen.envs.registry import registered_envs
     from ragen.evaluation.baselines import Budget, measure_baselines
 
-    levels = [eval_level(index) for index in range(options.episodes)]
+    levels = [EVAL_LEVELS + index for index in range(options.episodes)]
     rows: list[dict[str, Any]] = []
     for name, env in registered_envs().items():
         recipe = name if name in recipes() else None

@@ -14,8 +14,7 @@ from ragen.config.config import Config
 from ragen.config.earlier import refusal
 from ragen.config.kinds import Kind
 from ragen.config.sections import Section
-from ragen.core.errors import RagenError
-from ragen.core.names import nearest
+from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import reference_to
 
 Flat = dict[str, Any]

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, nearest
 from ragen.core.inputs import check_positional, inputs_of
-from ragen.core.names import nearest
 from ragen.core.plugins import Loaded, installed, load_object
 
 T = TypeVar("T")

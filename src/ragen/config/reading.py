@@ -34,9 +34,8 @@ from ragen.config.keys import (
     show,
 )
 from ragen.config.rules import READ_WITH
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, nearest
 from ragen.core.files import file_errors
-from ragen.core.names import nearest
 
 
 class Difference(NamedTuple):

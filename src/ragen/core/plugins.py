@@ -27,8 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from ragen.core.boundary import UserCodeError, boundary
-from ragen.core.errors import RagenError
-from ragen.core.names import nearest
+from ragen.core.errors import RagenError, nearest
 
 LOAD_S = 60.0
 """Seconds that a file or module may take to be loaded."""

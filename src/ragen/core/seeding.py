@@ -2,11 +2,13 @@
 
 import hashlib
 
-TRAIN_LEVELS = 10_000
 EVAL_LEVELS = 123
+TRAIN_LEVELS = 10_000
 REFILL_LEVELS = 2**30
 BASE_LEVELS = 2**31
 SFT_LEVELS = 2**31 + 2**30
+"""The first level seeds of evaluations, of training groups (`train_level`) and their replacements
+(`refill_level`), and of demonstrations for base preparation and for supervised fine-tuning."""
 
 MAX_REFILLS = 3
 """Most rounds of refilling per step (`rollout.refill`)."""
@@ -53,33 +55,3 @@ def refill_level(step: int, index: int, num_groups: int) -> int:
         51
     """
     return REFILL_LEVELS + step * MAX_REFILLS * num_groups + index
-
-
-def eval_level(index: int, first: int = EVAL_LEVELS) -> int:
-    """Level seed of an evaluation episode; the fixed set counts up from 123.
-
-    Example:
-        >>> eval_level(0), eval_level(255)
-        (123, 378)
-    """
-    return first + index
-
-
-def base_level(index: int) -> int:
-    """Level seed of a demonstration for base preparation, above all training levels.
-
-    Example:
-        >>> base_level(5) - 2**31
-        5
-    """
-    return BASE_LEVELS + index
-
-
-def sft_level(index: int) -> int:
-    """Level seed of a demonstration for supervised fine-tuning, above those of `base_level`.
-
-    Example:
-        >>> sft_level(5) - 2**31 - 2**30
-        5
-    """
-    return SFT_LEVELS + index

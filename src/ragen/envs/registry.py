@@ -10,8 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from ragen.core.boundary import UserCodeError, boundary
-from ragen.core.errors import RagenError
-from ragen.core.names import nearest
+from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import LOAD_S, Loaded, installed, load_object
 from ragen.envs.contract import Env
 

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 from ragen.config.config import Config
 from ragen.config.rules import vllm_refuses
 from ragen.core.errors import RagenError
-from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS, eval_level
+from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 from ragen.core.stopping import run_async
 from ragen.core.types import Episode, Group
 from ragen.envs.contract import Baselines
@@ -125,7 +125,7 @@ def evaluate_outcomes(
         )
     settings = outcome_settings(target, config, server, seed, temperature)
     key, path = key_of(settings), (seed, "eval")
-    levels = [eval_level(index) for index in range(episodes)]
+    levels = [EVAL_LEVELS + index for index in range(episodes)]
     places = {
         (level, sample): EpisodeSpec(level, group, sample, path)
         for group, level in enumerate(levels)
@@ -228,7 +228,7 @@ async def evaluate_policy(
         RagenError: Every episode failed (the message holds the first error), or had no room.
     """
     start = time.monotonic()
-    levels = [eval_level(index, first_level) for index in range(episodes)]
+    levels = [first_level + index for index in range(episodes)]
     groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), concurrency, on_episode)
     outcomes = [outcome_of(group.episodes[0]) for group in groups]
     refuse_unplayable(outcomes)
@@ -253,5 +253,5 @@ def play_target(
         RagenError: There is no such target or environment.
     """
     config = config_for(target, overrides or {})
-    spec = EpisodeSpec(eval_level(seed), 0, 0, (seed, "play"))
+    spec = EpisodeSpec(EVAL_LEVELS + seed, 0, 0, (seed, "play"))
     return run_async(play_episodes(target, config, [spec]))[0]

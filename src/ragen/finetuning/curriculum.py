@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ragen.config.sections import UpdateConfig
-from ragen.core.seeding import base_level, eval_level
+from ragen.core.seeding import BASE_LEVELS, EVAL_LEVELS
 from ragen.envs.contract import Env
 from ragen.envs.registry import env_factory
 from ragen.finetuning.demonstrations import Lookup, Teacher, bandit_knowledge, look_up
@@ -64,10 +64,10 @@ class Lesson:
         env = self.make()
         held_out = set()
         for number in range(NUM_HELD_OUT if self.held_out else 0):
-            env.reset(seed=eval_level(number), options={"noise_seed": 0})
+            env.reset(seed=EVAL_LEVELS + number, options={"noise_seed": 0})
             held_out.add(env.state_key())
         for number in itertools.count(LEVELS_PER_LESSON * (100 * stage + index)):
-            level = base_level(number)
+            level = BASE_LEVELS + number
             env.reset(seed=level, options={"noise_seed": 0})
             if self.accept(env) and env.state_key() not in held_out:
                 yield level

@@ -24,7 +24,7 @@ from ragen.config.config import Config
 from ragen.config.sections import LossConfig
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, merge
-from ragen.core.seeding import derive, sft_level
+from ragen.core.seeding import SFT_LEVELS, derive
 from ragen.core.stopping import run_async
 from ragen.engines.factory import load_model, make_chat, prepare_model, save_trained
 from ragen.engines.learner import Learner
@@ -227,7 +227,7 @@ def solver_examples(config: Config, chat: Chat, episodes: int) -> Examples:
     policy = Planner(
         lambda _: player, setup.think, setup.prefill, lambda text: (*chat.encode(text), chat.end)
     )
-    levels = [sft_level(index) for index in range(episodes)]
+    levels = [SFT_LEVELS + index for index in range(episodes)]
     with closing(setup):
         groups = run_async(run_groups(policy, setup, levels, 1, (config.seed, "sft")))
     played = [group.episodes[0] for group in groups]

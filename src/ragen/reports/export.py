@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
-from ragen.core.seeding import eval_level
+from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
 from ragen.engines.factory import load_model, make_chat
 from ragen.models import lora
@@ -105,7 +105,7 @@ def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
     with closing(make_setup(config, None)) as setup:
         silent = ScriptedPolicy(lambda _: "")
         episode = run_async(
-            play_episode(silent, setup, EpisodeSpec(eval_level(0), 0, 0, (config.seed, "play")))
+            play_episode(silent, setup, EpisodeSpec(EVAL_LEVELS, 0, 0, (config.seed, "play")))
         )
     if not episode.turns:
         raise RagenError(f"the environment {config.env.name!r} failed; run `ragen check` on it")

@@ -13,9 +13,8 @@ from ragen.config.reading import read_config
 from ragen.core.metrics import Series
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve
-from ragen.storage.attempts import Attempt, attempts_of
 from ragen.storage.database import CONFIG, check_run_folder, reading_database
-from ragen.storage.reader import read_attempts, read_events
+from ragen.storage.reader import Attempt, attempts_of, read_attempts, read_events
 
 Histories = Mapping[Attempt, Mapping[str, Series]]
 """Metrics by attempt and name, with what was rolled back."""

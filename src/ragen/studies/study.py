@@ -28,8 +28,7 @@ from pydantic import Field, ValidationError, model_validator
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.config.sections import Section
-from ragen.core.errors import RagenError
-from ragen.core.names import nearest
+from ragen.core.errors import RagenError, nearest
 from ragen.core.statistics import Interval, mean_difference, mean_interval
 from ragen.studies.measures import measure_of
 

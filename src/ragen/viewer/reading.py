@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from ragen.core.errors import RagenError
 from ragen.reports.facts import Histories
-from ragen.storage.attempts import Attempt, Counts, attempts_of, still_counts
 from ragen.storage.branches import FILE as BRANCHES
 from ragen.storage.database import CONFIG, DATABASE, check_schema, connect_to_read
+from ragen.storage.reader import Attempt, Counts, attempts_of, still_counts
 from ragen.storage.schema import TURNS_AN_EPISODE, decompress
 
 Answer = dict[str, Any]

@@ -20,8 +20,8 @@ from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, difference
 from ragen.evaluation.outcomes import how_sampled
 from ragen.reports.facts import ALARM, current
-from ragen.storage.attempts import attempts_of
 from ragen.storage.database import CONFIG, is_claimed
+from ragen.storage.reader import attempts_of
 from ragen.viewer.reading import (
     Answer,
     Request,
