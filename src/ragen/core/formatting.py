@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+
+import numpy as np
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 """The levels of a sparkline."""
@@ -31,15 +32,13 @@ def sparkline(numbers: Sequence[float], width: int) -> str:
         ('▁▃▆█', '▁▂█', '▁▁')
     """
     finite = [number for number in numbers if math.isfinite(number)]
-    cells = min(width, len(finite))
-    edges = [round(i * len(finite) / cells) for i in range(cells + 1)] if cells else []
-    means = [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    top = len(BLOCKS) - 1
+    if not finite:
+        return ""
+    means = np.array([part.mean() for part in np.array_split(finite, min(width, len(finite)))])
+    heights = means - means.min()
     # Rounded, not cut, so that the levels have equal height and the highest is reached.
-    return "".join(
-        BLOCKS[int((mean - low) / (high - low) * top + 0.5) if high > low else 0] for mean in means
-    )
+    levels = heights / (heights.max() or 1.0) * (len(BLOCKS) - 1) + 0.5
+    return "".join(BLOCKS[level] for level in levels.astype(int))
 
 
 def format_duration(seconds: float) -> str:

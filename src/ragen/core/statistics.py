@@ -47,14 +47,10 @@ class Interval:
 
 
 def wilson(successes: int, trials: int) -> Interval:
-    """Wilson's score interval of a success rate; valid near 0 and 1, where ±1.96·σ is not.
+    """Wilson's score interval of a rate of independent trials, valid near 0 and 1 as well.
 
     (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n), z the normal quantile (Wilson 1927). Coverage
     is 93.5–96.5 % from 128 trials on for every rate from 1 to 99 %, and 92–99 % with 16 trials.
-
-    Args:
-        successes: Number of successful trials.
-        trials: Number of independent trials: about one episode per level.
 
     Raises:
         ValueError: `trials` is 0, or not 0 ≤ successes ≤ trials.
@@ -98,7 +94,7 @@ def difference(one: Interval, other: Interval) -> Interval:
 
 
 def bootstrap_mean(values: Sequence[float], clusters: Sequence[int]) -> Interval:
-    """Mean with a bootstrap interval that resamples whole clusters.
+    """Mean with a bootstrap interval that resamples whole clusters: the levels of episodes.
 
     Episodes of one level are correlated. Resampling levels instead of episodes keeps the interval
     from being too narrow (Efron and Tibshirani 1993, chapter 8). So does the expanded percentile
@@ -109,10 +105,6 @@ def bootstrap_mean(values: Sequence[float], clusters: Sequence[int]) -> Interval
     Coverage is 93.5–96.5 % from 8 clusters on for values without a long tail. For returns of two
     kinds it needs 32 clusters if the rarer kind is a fifth or more, and 64 if it is a tenth; if it
     is an eighth, coverage is 87 % with 16 clusters and 92 % with 32.
-
-    Args:
-        values: One number per episode.
-        clusters: The level of each episode.
 
     Raises:
         ValueError: There are no values, or the lengths differ.
@@ -230,9 +222,6 @@ def smallest_detectable(interval: Interval) -> float:
     doi:10.1177/0193841X9501900504). Detected means that the interval excludes 0. With few seeds the
     interval uses t instead of z, and the result is too large by up to a seventh.
 
-    Args:
-        interval: The interval of a difference, such as that of `paired_difference`.
-
     Example:
         >>> smallest_detectable(Interval(0.0, -0.07, 0.07))  # doctest: +ELLIPSIS
         0.100...
@@ -242,16 +231,13 @@ def smallest_detectable(interval: Interval) -> float:
 
 
 def mcnemar(gains: Sequence[int]) -> float:
-    """Exact two-sided p-value for two agents that are equal on every level.
+    """Exact two-sided p-value for two agents that are equal on every level, from their gains there.
 
     If they are equal, a level's gain g_l (successes of one minus those of the other) and −g_l are
     equally likely. p is the probability, over all signs, that |Σ ±g_l| reaches |Σ g_l|. With one
     episode per level this is McNemar's exact test (McNemar 1947): a two-sided binomial test of the
     levels that only one agent solved. Equal agents get p ≤ 0.05 in at most 5 % of samples, and in
     far fewer if few levels differ.
-
-    Args:
-        gains: The gain of each level, in episodes.
 
     Example:
         >>> mcnemar([1, 1, 1, 1, 1, 0, 0])  # 2 · ½⁵
@@ -268,7 +254,7 @@ def mcnemar(gains: Sequence[int]) -> float:
 
 
 def interquartile_mean(strata: Sequence[Sequence[float]]) -> Interval:
-    """Mean of the middle half of all scores, with a stratified bootstrap interval.
+    """Mean of the middle half of all scores, with a bootstrap interval; a stratum per environment.
 
     A quarter of the scores, rounded down, is omitted at each end, so that one lucky or collapsed
     training seed does not decide. The bootstrap resamples seeds within each environment (Agarwal et
@@ -282,9 +268,6 @@ def interquartile_mean(strata: Sequence[Sequence[float]]) -> Interval:
     means stay within the range of the scores, and the range of n scores contains the median in only
     1 − 2¹⁻ⁿ of samples: 75 % with 3 seeds, for any bootstrap. Plain percentiles cover 75, 89, 89,
     91 with 3 to 6 seeds. If three of ten seeds collapse: 63 (3), 83 (5), 93 (8), 96 (10).
-
-    Args:
-        strata: Scores of each environment's seeds.
 
     Raises:
         ValueError: There is no stratum, or one has fewer than two scores.
@@ -349,17 +332,12 @@ def _over_levels(totals: Floats, counts: Floats, once: bool) -> Interval:
 def pass_at_k(solved: Sequence[int], samples: int, k: int) -> Interval:
     """Probability that at least one of k samples of a level succeeds, averaged over levels.
 
-    1 − C(n−c, k) / C(n, k) for a level with c successes in n samples, which is unbiased;
+    1 − C(n−c, k) / C(n, k) for a level with c (`solved`) successes in n `samples`, unbiased;
     1 − (1 − c/n)ᵏ is not (Chen et al. 2021, arXiv:2107.03374, eq. 1). With k = 1 it is the success
     rate. With k = n it is the share of levels with a success, a rate of one trial per level, and
     the interval is Wilson's. Otherwise levels are resampled with the two additional levels of
     `success_rate`, and coverage is the same. Without these it is 66–96 % with 32 levels, because
     near 1 too few levels show a spread.
-
-    Args:
-        solved: Successes of each level, c.
-        samples: Episodes of each level, n.
-        k: Number of samples, at most n.
 
     Raises:
         ValueError: There is no level, not 1 ≤ k ≤ n, or not 0 ≤ c ≤ n.

@@ -94,7 +94,7 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
     Raises:
         KeyboardInterrupt: The work was cancelled by Ctrl-C.
     """
-    if not in_event_loop():
+    if _running_loop() is None:
         try:
             return asyncio.run(work)
         except asyncio.CancelledError:
@@ -103,27 +103,20 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
         return pool.submit(asyncio.run, work).result()
 
 
-def in_event_loop() -> bool:
-    """Whether an event loop is running in this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 def cancel_running() -> bool:
-    """Cancel all tasks of this thread's event loop, from a signal handler.
+    """Cancel all tasks of this thread's event loop, if there is one, from a signal handler.
 
     An exception raised in the handler would end only the task that happens to be running.
-
-    Returns:
-        Whether there is an event loop.
     """
+    loop = _running_loop()
+    if loop is not None:
+        tasks = asyncio.all_tasks(loop)
+        loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+    return loop is not None
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
     try:
-        loop = asyncio.get_running_loop()
+        return asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    tasks = asyncio.all_tasks(loop)
-    loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-    return True
+        return None

@@ -182,8 +182,8 @@ def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
     for key, value in params.items():
         if key not in known and not open_ended:
             has = f"it has {', '.join(known)}" if known else "it has none"
-            hint = nearest(key, known, has)
-            raise RagenError(f"environment {name} has no parameter {key!r}{hint}")
+            hint = f"{has}{nearest(key, known)}"
+            raise RagenError(f"environment {name} has no parameter {key!r}; {hint}")
         try:
             TypeAdapter(hints.get(key, Any)).validate_python(value, strict=True)
         except ValidationError as error:
