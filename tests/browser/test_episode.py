@@ -212,7 +212,7 @@ def test_a_group_says_why_its_members_are_not_compared(
     answer = visitor.api(f"/api/group?run=lake&{group}")
     answer |= {"episodes": answer["episodes"][:members], "num_played": played, "reward_std": 0.0}
     visitor.page.route("**/api/group?*", lambda route: route.fulfill(json=answer))
-    ruling = visitor.visit(f"#/group/lake?{group}").locator(".ruling")
+    ruling = visitor.visit(f"#/group/lake?{group}").locator(".lead")
     expect(ruling).to_contain_text("by the filter")
     for line in ("All episodes earned", "could be played"):
         if said and line in said:

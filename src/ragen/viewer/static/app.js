@@ -76,11 +76,10 @@ function Head({ places, page, run, onHelp }) {
   const ofRun = places.filter(({ name }) => name !== "runs");
   return html`<header class="head">
     <a class="brand" href=${link("runs")} aria-current=${current("runs")}>RAGEN</a>
-    ${run && html`<span class="crumb" title=${run}><${Text} text=${run} /></span>`}
+    ${run && html`<span class="crumb clipped muted" title=${run}><${Text} text=${run} /></span>`}
     ${ofRun.length > 0 && html`<nav aria-label="Pages of the run">${ofRun.map(
       ({ name, title, href }) => html`<a href=${href} aria-current=${current(name)}>${title}</a>`)}
     </nav>`}
-    <span class="grow"></span>
     <${Theme} />
     <button class="quiet" onClick=${onHelp} aria-label="Keys" title="Keys (?)">?</button>
   </header>`;
@@ -101,8 +100,7 @@ const memory = (() => {
 function Theme() {
   const [theme, setTheme] = useState(memory?.getItem("theme") ?? "auto");
   useEffect(() => {
-    if (theme === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = theme;
+    document.documentElement.style.colorScheme = theme === "auto" ? "" : theme;
     memory?.setItem("theme", theme);
     dispatchEvent(new Event("theme"));
   }, [theme]);
@@ -156,7 +154,7 @@ function Help({ onClose }) {
     return () => before?.focus();
   }, []);
   const outside = (event) => event.target === dialog.current && onClose();
-  return html`<dialog class="help" ref=${dialog} aria-label="Keys" onClick=${outside}
+  return html`<dialog class="panel flush help" ref=${dialog} aria-label="Keys" onClick=${outside}
     onClose=${onClose}>
     <section>
       <h2>Keys</h2>

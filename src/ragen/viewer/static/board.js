@@ -35,20 +35,20 @@ const SHAPES = {
   "player-lost": () => html`
     <circle cx=".5" cy=".42" r=".13" />
     <path d="M.3 .74a.2 .16 0 0 1 .4 0z" />
-    <path class="ripple" d="M.2 .8q.15 -.08 .3 0t.3 0" />`,
+    <path class="line" d="M.2 .8q.15 -.08 .3 0t.3 0" />`,
   box: () => html`
     <rect x=".15" y=".15" width=".7" height=".7" rx=".05" />
-    <path class="planks" d="M.15 .38H.85M.15 .62H.85M.22 .82L.78 .18" />`,
+    <path class="line" d="M.15 .38H.85M.15 .62H.85M.22 .82L.78 .18" />`,
   "box-home": () => html`
     <rect x=".15" y=".15" width=".7" height=".7" rx=".05" />
-    <path class="tick" d="M.31 .52L.45 .66L.7 .36" />`,
+    <path class="line tick" d="M.31 .52L.45 .66L.7 .36" />`,
   target: () => html`
-    <circle class="ring" cx=".5" cy=".5" r=".27" />
-    <circle cx=".5" cy=".5" r=".09" />`,
+    <circle class="line" cx=".5" cy=".5" r=".27" />
+    <circle cx=".5" cy=".5" r=".06" />`,
   goal: () => html`
-    <path class="pole" d="M.34 .16V.86" />
+    <path class="line" d="M.34 .16V.86" />
     <path d="M.34 .17L.8 .32L.34 .48z" />
-    <path class="pole" d="M.22 .86H.5" />`,
+    <path class="line" d="M.22 .86H.5" />`,
 };
 
 /**
@@ -66,7 +66,7 @@ export function Board({ picture, env, turn = null, after = null }) {
   const arms = env.startsWith("bandit") && turn ? armsOf(turn.observation) : null;
   if (arms) return html`<${Arms} arms=${arms} turn=${turn} after=${after} />`;
   const text = picture ? picture.join("\n") : (after ?? turn)?.observation;
-  return html`<div class="board board-text" data-testid="board" tabindex="0">
+  return html`<div class="board board-text mono" data-testid="board" tabindex="0">
     <${Text} text=${text ?? ""} />
   </div>`;
 }
@@ -76,7 +76,7 @@ function Grid({ rows, env }) {
   const height = cells.length;
   const width = Math.max(...cells.map((row) => row.length));
   const ice = rows.some((row) => ICE.test(row));
-  return html`<svg class=${`board board-grid ${ice ? "on-ice" : "on-floor"}`} data-testid="board"
+  return html`<svg class=${`board board-grid ${ice ? "on-ice" : ""}`} data-testid="board"
     viewBox=${`-0.03 -0.03 ${width + 0.06} ${height + 0.06}`} role="img"
     aria-label=${`${env}: ${described(cells)}`}>
     ${cells.map((row, y) => row.map((character, x) => html`
@@ -93,9 +93,9 @@ function Cell({ character }) {
       <text class="letter" x=".5" y=".5">${seen(character)}</text>`;
   }
   return html`<rect class=${`ground ${cell.ground}`} width="1" height="1" />
-    ${cell.ground === "wall" && html`<path class="joints" d="M0 0H1M0 .5H1M.5 0V.5M0 .5V1" />`}
+    ${cell.ground === "wall" && html`<path class="line" d="M0 0H1M0 .5H1M.5 0V.5M0 .5V1" />`}
     ${cell.ground === "hole" && html`<ellipse class="water" cx=".5" cy=".53" rx=".39" ry=".34" />`}
-    ${(cell.on ?? []).map((what) => html`<g class=${`piece ${what}`}>${SHAPES[what]()}</g>`)}`;
+    ${(cell.on ?? []).map((what) => html`<g class=${what}>${SHAPES[what]()}</g>`)}`;
 }
 
 /** A character; "�" if it is invisible or would change the order of others. */
@@ -123,7 +123,7 @@ function armsOf(observation) {
 function Arms({ arms, turn, after }) {
   const pulled = after ? turn.actions_executed[0] : null;
   const said = pulled ? `; ${pulled} was pulled and paid ${turn.reward}` : "";
-  return html`<div class="board board-arms" data-testid="board" role="img"
+  return html`<div class="board board-arms columns" data-testid="board" role="img"
     aria-label=${`arms ${arms.join(" and ")}${said}`}>
     ${arms.map((arm) => html`<div key=${arm} class=${`arm ${arm === pulled ? "pulled" : ""}`}>
       <svg viewBox="0 0 1 1" aria-hidden="true">
@@ -132,8 +132,8 @@ function Arms({ arms, turn, after }) {
         <path class="lever" d=${arm === pulled ? "M.68 .56L.86 .78" : "M.68 .56L.86 .24"} />
         <circle class="knob" cx=".86" cy=${arm === pulled ? ".8" : ".22"} r=".08" />
       </svg>
-      <span class="arm-name"><${Text} text=${arm} /></span>
-      <span class="arm-paid">${arm === pulled ? `paid ${turn.reward}` : "\u00a0"}</span>
+      <b><${Text} text=${arm} /></b>
+      <div>${arm === pulled ? `paid ${turn.reward}` : "\u00a0"}</div>
     </div>`)}
   </div>`;
 }

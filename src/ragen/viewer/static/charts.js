@@ -122,9 +122,9 @@ export function Curves({
   return html`<figure class=${kinds} data-testid="curve">
     <figcaption>
       ${onTitle
-        ? html`<button class="curve-title" title=${title} aria-expanded=${large ? "true" : "false"}
-            onClick=${onTitle}>${label}</button>`
-        : html`<span class="curve-title">${label}</span>`}
+        ? html`<button class="bare curve-title clipped" title=${title}
+            aria-expanded=${large ? "true" : "false"} onClick=${onTitle}>${label}</button>`
+        : html`<span class="curve-title clipped">${label}</span>`}
       <${Readout} ...${{ series, at, format, formatX }} />
     </figcaption>
     <div class="curve-host ${onPick ? "pick" : ""}" ref=${host} style=${{ height: `${height}px` }}
@@ -137,7 +137,7 @@ export function Curves({
 
 /** The events under the pointer. */
 function Tip({ marks, left, turned }) {
-  return html`<div class="curve-tip ${turned ? "turned" : ""}" style=${{ left: `${left}px` }}>
+  return html`<div class="panel curve-tip ${turned ? "turned" : ""}" style=${{ left: `${left}px` }}>
     ${marks.map(({ text }) => html`<p><${Text} text=${text} /></p>`)}
   </div>`;
 }

@@ -13,7 +13,7 @@ export function Comparisons({ answer, names = null, none }) {
   const { data, error } = answer;
   if (!data || error) return html`<${Status} ...${answer} />`;
   if (data.comparisons.length === 0) return html`<p class="muted">${none}</p>`;
-  return html`<div class="comparisons">
+  return html`<div class="cards">
     ${data.comparisons.map((one) => html`<${Comparison} key=${`${one.env} ${one.how}`} ...${one}
       names=${names ?? [one.a, one.b].map(({ step }) => `step ${step}`)} />`)}
   </div>`;
@@ -24,7 +24,7 @@ function Comparison({ env, how, a, b, difference, names, random, optimal, ...tes
   const sides = [a, b].map((rate, i) => [names[i], rate]);
   return html`<div class="comparison" data-testid="comparison">
     <h3><${Text} text=${`${env}, ${how}`} /></h3>
-    <dl class="sides">
+    <dl>
       ${sides.map(([name, rate]) => html`<dt><${Text} text=${name} /></dt>
         <dd><${Interval} ...${rate} ...${{ random, optimal }} /></dd>`)}
       <dt>difference</dt>

@@ -17,9 +17,10 @@ export function Events({ run, picked }) {
   return html`<section class="panel events" aria-label="Alarms and actions">
     <h2>Alarms and actions</h2>
     ${run.events.length === 0 && html`<p class="muted">None.</p>`}
-    <ol ref=${list}>${run.events.map(({ id, step, kind, text, time, attempt }) => html`<li key=${id}
+    <ol class="scroll tall" ref=${list}>
+      ${run.events.map(({ id, step, kind, text, time, attempt }) => html`<li key=${id}
       class=${String(id) === picked ? "picked" : ""}>
-      <span class="number"><a href=${stepLink(step)}>${number(step)}</a></span>
+      <span class="right"><a href=${stepLink(step)}>${number(step)}</a></span>
       <span><${Chip} kind=${KINDS[kind] ?? ""}>${kind}<//></span>
       <span><${Text} text=${text} /></span>
       <time class="muted number" title="attempt ${attempt}">${moment(time)}</time>
@@ -31,16 +32,16 @@ export function Events({ run, picked }) {
 export function Phases({ phases }) {
   const parts = Object.entries(phases).sort(([, a], [, b]) => b - a);
   const whole = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
-  const fill = (index) => `fill-${Math.min(index, 7)}`;
+  const ink = (index) => `ink-${Math.min(index, 7)}`;
   const said = parts.map(([name, seconds]) => `${name} ${percent(seconds / whole, 0)}`).join(", ");
   return html`<section class="panel" aria-label="Time by phase">
     <h2>Time by phase <span class="muted">${clock(whole)} in all</span></h2>
     ${whole === 0 && html`<p class="muted">No step is finished.</p>`}
-    <div class="stack" role="img" aria-label=${said}>${parts.map(([name, seconds], i) => html`
-      <i class=${fill(i)} title="${name} ${clock(seconds)}" style=${{ flexGrow: seconds }}></i>`)}
+    <div class="phases" role="img" aria-label=${said}>${parts.map(([name, seconds], i) => html`
+      <i class=${ink(i)} title="${name} ${clock(seconds)}" style=${{ flexGrow: seconds }}></i>`)}
     </div>
     <table><tbody>${parts.map(([name, seconds], i) => html`<tr key=${name}>
-      <td><i class="swatch ${fill(i)}"></i>${name}</td>
+      <td><i class="swatch ${ink(i)}"></i>${name}</td>
       <td class="right">${clock(seconds)}</td>
       <td class="right muted">${percent(seconds / whole)}</td>
     </tr>`)}</tbody></table>

@@ -26,7 +26,7 @@ export function Gradients({ gradients, step, onStep }) {
   const stds = of("reward_std");
   return html`<p>${shape(norms, stds)}</p>
     ${steps.length > 1 && html`<${StepSlider} ...${{ steps, at, onStep }} />`}
-    <div class="gradients">${norms.map(({ key, ...one }) =>
+    <div class="row gradients">${norms.map(({ key, ...one }) =>
       html`<${Bars} key=${key} ...${one} labels=${stds.map(number)} />`)}</div>
     <p class="muted">Each bar is a bucket of groups, with the gradient norm a token above it and the
       mean reward std below it. Each panel has its own scale.</p>`;
@@ -71,11 +71,11 @@ const times = (factor) => (Number.isFinite(factor) ? `× ${number(factor)}` : "f
 function Bars({ title, values, labels, colour }) {
   const most = Math.max(...values.filter(known));
   const tall = (value) => (most > 0 ? Math.max(1, (TALL * (value ?? 0)) / most) : 1);
-  return html`<figure class="norms"><figcaption>${title}</figcaption>
+  return html`<figure class="norms"><figcaption><b>${title}</b></figcaption>
     <div class="norms-row" role="img" aria-label=${`${title}: ${values.map(number).join(", ")}`}>
       ${values.map((value, i) => html`<div key=${i} class="norm">
         <span>${number(value)}</span>
-        <i class=${`fill-${colour}`} style=${{ height: `${tall(value)}px` }}></i>
+        <i class=${`ink-${colour}`} style=${{ height: `${tall(value)}px` }}></i>
         <span class="muted">${labels[i]}</span>
       </div>`)}
     </div></figure>`;

@@ -14,10 +14,10 @@ export function Headline({ run }) {
     `seed ${run.seed}`,
     run.attempts > 1 && plural(run.attempts, "attempt"),
   ];
-  return html`<div class="row title-row">
+  return html`<div class="row toolbar">
     <h1><${Text} text=${run.run === "." ? run.name : run.run} /></h1>
     <${State} state=${run.state} problem=${run.problem} />
-    <span class="muted facts"><${Text} text=${facts.filter(Boolean).join(" · ")} /></span>
+    <span class="muted roomy"><${Text} text=${facts.filter(Boolean).join(" · ")} /></span>
     ${run.updated && html`<span class="muted" title=${moment(run.updated)}>changed ${
       ago(run.updated)}</span>`}
   </div>`;
@@ -47,7 +47,7 @@ function Success({ success, random, optimal }) {
   return html`<${Tile} title="Success" note="step ${success.step}, ${success.how}">
     <p class="big">${percent(success.value)} <small>${range(success, percent)}</small></p>
     <${Interval} ...${success} ...${{ random, optimal }} text=${false} />
-    <p class="muted ends">
+    <p class="row apart small muted">
       ${random !== null && html`<span>random ${percent(random, 0)}</span>`}
       ${optimal !== null && html`<span>optimal ${percent(optimal, 0)}</span>`}
     </p>
@@ -87,7 +87,7 @@ function Collapse({ run, answer, signs }) {
 function Sign({ label, values }) {
   if (values.length === 0) return null;
   const [first, last] = [values[0], values.at(-1)].map(number);
-  return html`<div title="${label}: first ${first}, last ${last}">
+  return html`<div class="row apart small" title="${label}: first ${first}, last ${last}">
     <span class="muted">${label}</span> <b>${last}</b>
     <${Spark} values=${values} label=${label} />
   </div>`;

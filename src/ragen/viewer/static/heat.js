@@ -16,4 +16,5 @@ export const heat = (share) => (known(share) ? `heat-${shadeOf(share)}` : "heat-
 
 /** All shades in order, as elements of the classes `${letter}0`, `${letter}1`, …. */
 export const Shades = ({ letter = "heat-" }) =>
-  ALL.map((i) => html`<i key=${i} class=${`${letter}${i}`}></i>`);
+  html`<span class="shades" aria-hidden="true">${ALL.map((i) =>
+    html`<i key=${i} class=${`${letter}${i}`}></i>`)}</span>`;

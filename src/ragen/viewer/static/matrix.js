@@ -24,7 +24,7 @@ export function Matrix({ run, steps, courses, all, query, setQuery }) {
   const step = here[at];
   const answer = useApi("/api/matrix", { run, step, path }, { keep: true });
   const course = courses[path];
-  return html`<div><div class="row choices">
+  return html`<div><div class="row toolbar">
       ${Object.keys(paths).length > 1 && html`<${Tabs} label="Turns" value=${path} options=${paths}
         onChange=${(key) => setQuery({ path: key })} />`}
       <${StepSlider} steps=${here} at=${at} onStep=${(one) => setQuery({ step: one, path })} />
@@ -51,14 +51,14 @@ function Picture({ data, retrieval }) {
   return html`<p>${number(rows.length)} thoughts, ${number(columns.length)} prompts.
       For ${percent(retrieval, 0)} of the thoughts, their own prompt scores highest (chance:
       ${` ${percent(1 / columns.length, 0)}`}).</p>
-    <div class="matrix">
-      <div class="matrix-map">
+    <div class="columns sides">
+      <div>
         <${HeatMap} shares=${shares} own=${rows.map((row) => columns.indexOf(data.own[row]))}
           over=${over} onHover=${setOver} onPick=${setPinned} />
-        <p class="muted scale"><span>p(prompt | thought): 0</span> <${Shades} /> <span>1</span>
-          <span class="own-sign"></span><span>own prompt</span></p>
+        <p class="row tight legend small muted">p(prompt | thought): 0 <${Shades} /> 1
+          <span><i class="swatch own"></i>own prompt</span></p>
       </div>
-      <div class="matrix-said">
+      <div class="scroll tall matrix-said">
         ${cell
           ? html`<${Cell} data=${data} row=${rows[cell[0]]} column=${columns[cell[1]]}
               share=${shares[cell[0]][cell[1]]} />`
@@ -117,11 +117,11 @@ function Cell({ data, row, column, share }) {
       own === column ? ", its own prompt" : `, ${number(Math.abs(gap))} ${side} that of its own prompt`}</dd>
   </dl>
   <h3>Thought ${row + 1}</h3>
-  <p class="quoted"><${Text} text=${data.thoughts[row]} limit=${1500} /></p>
+  <p class="mono quoted"><${Text} text=${data.thoughts[row]} limit=${1500} /></p>
   <h3>Prompt ${column + 1}${own === column ? " (its own)" : ""}</h3>
-  <p class="quoted"><${Text} text=${data.prompts[column]} limit=${1500} /></p>
+  <p class="mono quoted"><${Text} text=${data.prompts[column]} limit=${1500} /></p>
   ${own !== column && html`<h3>Its own prompt, ${own + 1}</h3>
-    <p class="quoted"><${Text} text=${data.prompts[own]} limit=${1500} /></p>`}`;
+    <p class="mono quoted"><${Text} text=${data.prompts[own]} limit=${1500} /></p>`}`;
 }
 
 /** Prompts by their number of thoughts, thoughts by their own prompt, and p(prompt | thought). */

@@ -94,7 +94,7 @@ export function Spark({ values, min, max, label }) {
 }
 
 const STATES = {
-  running: ["●", "", "a process is writing this run"],
+  running: ["●", "running", "a process is writing this run"],
   finished: ["✓", "good", "the run reached its last step"],
   stopped: ["■", "bad", "the guard stopped the run"],
   interrupted: ["◐", "warn", "the run ended early; ragen resume continues it"],
@@ -104,7 +104,7 @@ const STATES = {
 /** A run's state, shown by a sign and a word as well as by colour. */
 export function State({ state, problem }) {
   const [sign, kind, why] = STATES[state] ?? ["?", "", ""];
-  return html`<span class="state state-${state} ${kind}" title=${problem ?? why}>
+  return html`<span class="number state ${kind}" title=${problem ?? why}>
     <span aria-hidden="true">${sign}</span> ${state}</span>`;
 }
 
@@ -145,7 +145,7 @@ export function Table({ columns, rows, onRow, selected, sort, onSort, rowKey = "
   useEffect(() => {
     body.current?.querySelector(".selected")?.scrollIntoView({ block: "nearest" });
   }, [selected]);
-  return html`<div class="table">
+  return html`<div class="scroll">
     <table aria-label=${label}>
       <thead><tr>${columns.map((column) => html`<${Head} column=${column} by=${by} />`)}</tr></thead>
       <tbody ref=${body}>${by.rows.map((row, index) => html`<${Row}
@@ -175,7 +175,7 @@ function Head({ column, by }) {
   const on = by.sort?.key === key;
   const direction = !on ? "none" : by.sort.descending ? "descending" : "ascending";
   return html`<th class=${align} aria-sort=${direction} title=${hint}>
-    <button class="sort" onClick=${() => by.onSort(key)}>${title}<span aria-hidden="true">${
+    <button class="bare" onClick=${() => by.onSort(key)}>${title}<span aria-hidden="true">${
       on ? (by.sort.descending ? " ↓" : " ↑") : ""}</span></button>
   </th>`;
 }
@@ -189,7 +189,7 @@ export function Pager({ shown, total, more, loading, onMore }) {
     watch.observe(button.current);
     return () => watch.disconnect();
   }, [more, loading, onMore]);
-  return html`<p class="pager">
+  return html`<p class="row pager">
     <span class="muted">${number(shown)}${known(total) && ` of ${number(total)}`} shown</span>
     ${more && html`<button ref=${button} disabled=${loading} onClick=${onMore}>
       ${loading ? "Loading …" : "Show more"}</button>`}
@@ -199,12 +199,12 @@ export function Pager({ shown, total, more, loading, onMore }) {
 /** What stands for an answer (`useApi`) that is missing or out of date: a note, or the error. */
 export function Status({ data, error, reload, home, what = "Loading" }) {
   if (error) return html`<${Problem} ...${{ error, reload, home }} />`;
-  return !data && html`<p class="loading" role="status">${what} …</p>`;
+  return !data && html`<p class="muted" role="status">${what} …</p>`;
 }
 
 /** An error, with a button to try again and, with `home`, a way out. */
 export function Problem({ error, reload, home }) {
-  return html`<div class="problem" role="alert">
+  return html`<div class="panel problem" role="alert">
     <p><${Text} text=${error.message} /></p>
     ${home && link("runs") && html`<p><a href=${link("runs")}>All runs</a></p>`}
     <p>${error.status === 0 && html`<span class="muted">Trying again every two seconds. </span>`}
@@ -223,7 +223,7 @@ export function Tabs({ options, value, onChange, label }) {
 
 /** A slider over `steps`, of which the one at index `at` is chosen. */
 export function StepSlider({ steps, at, onStep }) {
-  return html`<label class="step-slider">step
+  return html`<label>step
     <input type="range" min="0" max=${steps.length - 1} value=${at} disabled=${steps.length < 2}
       onInput=${(event) => onStep(steps[event.target.value])} /> <b>${steps[at]}</b></label>`;
 }
@@ -231,7 +231,7 @@ export function StepSlider({ steps, at, onStep }) {
 /** A small label; with `onRemove` it has a button that removes it. */
 export function Chip({ kind = "", title, onRemove, children }) {
   return html`<span class="chip ${kind}" title=${title}>${children}${onRemove && html`<button
-    class="quiet" aria-label="remove" onClick=${onRemove}>×</button>`}</span>`;
+    class="bare" aria-label="remove" onClick=${onRemove}>×</button>`}</span>`;
 }
 
 /** Links and keys to the previous and the next one of a kind. */

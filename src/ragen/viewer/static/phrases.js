@@ -24,7 +24,7 @@ export function Phrases({ run, phase, query, setQuery }) {
   const answer = useLive("/api/phrases", { run, words, phase });
   return html`<section class="panel">
     <h2>Repeated phrases</h2>
-    <div class="row choices">
+    <div class="row toolbar">
       <span class="row tight"><span class="muted">words in a phrase</span>
         <${Tabs} label="Words of a phrase" options=${LENGTHS} value=${words}
           onChange=${(key) => setQuery({ words: key })} /></span>
@@ -53,20 +53,20 @@ function HeatTable({ data, order, words }) {
         : summary(rows, steps)}
     </p>
     <div class="scroll" onPointerLeave=${() => setOver(null)}>
-      <table class="heat-table" aria-label="Phrases by step" data-testid="phrases">
+      <table class="pinned heat-table" aria-label="Phrases by step" data-testid="phrases">
         <thead><tr><th scope="col">phrase</th>
           ${steps.map((step, i) => html`<th scope="col" key=${step}>
             ${shown(i, steps) ? step : ""}</th>`)}
         </tr></thead>
         <tbody>${rows.map(({ phrase, counts }) => html`<tr key=${phrase}>
-          <th scope="row"><${Text} text=${phrase} limit=${200} /></th>
+          <th class="clipped" scope="row"><${Text} text=${phrase} limit=${200} /></th>
           ${counts.map((share, i) => html`<td key=${i} class=${heat(share)}
             title=${`step ${steps[i]}: ${percent(share, 0)}`}
             onPointerEnter=${() => setOver({ share, step: steps[i], phrase })}></td>`)}
         </tr>`)}</tbody>
       </table>
     </div>
-    <p class="scale muted" aria-hidden="true"><span>none</span> <${Shades} />
+    <p class="row tight legend small muted" aria-hidden="true">none <${Shades} />
       <span>all of the thoughts</span></p>`;
 }
 

@@ -141,7 +141,7 @@ function Course({ name, points, scale: { x, y }, shown, onOver, onPick }) {
   const classOf = (point, i) => [
     i === 0 && "begin", i === last && "end", !point.decided && "undecided", same(point) && "on",
   ].filter(Boolean).join(" ");
-  return html`<g class=${`course stroke-${colour} fill-${colour}`}>
+  return html`<g class=${`course ink-${colour}`}>
     <polyline points=${points.map(({ entropy, share }) => `${x(entropy)},${y(share)}`).join(" ")} />
     ${points.map((point, i) => html`<circle key=${point.step} tabindex="0" role="button"
       aria-label=${`step ${point.step}, ${PATHS[name].title}: ${point.regime}`}
@@ -156,8 +156,8 @@ function Course({ name, points, scale: { x, y }, shown, onOver, onPick }) {
 
 function Legend({ names }) {
   return html`<span class="row tight">
-    ${names.map((name) => html`<span key=${name} class="row tight">
-      <i class=${`dot fill-${PATHS[name].colour}`}></i> ${PATHS[name].title}</span>`)}
+    ${names.map((name) => html`<span key=${name}>
+      <i class=${`swatch ink-${PATHS[name].colour}`}></i>${PATHS[name].title}</span>`)}
     <span class="muted">Ring: first step; disc: last step. Hover or choose a point.</span>
   </span>`;
 }
@@ -173,7 +173,7 @@ function Facts({ path, step, mi, entropy, share, ceiling, regime, prompts, ...re
       `own prompt identified ${percent(retrieval, 0)} (chance ${percent(chance, 0)})`,
     zscore !== null && `z-score ${number(zscore)}`,
   ];
-  return html`<i class=${`dot fill-${PATHS[path].colour}`}></i> <b>step ${step}</b>,${" "}
+  return html`<i class=${`swatch ink-${PATHS[path].colour}`}></i><b>step ${step}</b>,${" "}
     ${facts.filter(Boolean).join(", ")}`;
 }
 

@@ -54,7 +54,7 @@ export function Values({ titles, rows }) {
       key: `value ${i}`, title, render: ({ values }) => html`<${Text} text=${written(values[i])} />`,
     })),
   ];
-  return html`<div class="tall">
+  return html`<div class="scroll tall">
     <${Table} label="Settings" columns=${columns} rows=${rows} rowKey="key" />
   </div>`;
 }

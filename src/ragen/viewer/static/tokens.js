@@ -120,14 +120,14 @@ function Legend({ colour, scale, word }) {
   const { hint, letter, flip, diverging, back = identity } = COLOURS[colour];
   const notes = html`<span class="token">not ${word}</span> <span class="muted">${hint}</span>`;
   if (!scale) {
-    return html`<p class="token-legend by-mask">
+    return html`<p class="row tight legend by-mask">
       <span class="token trained">${word}</span> ${notes}</p>`;
   }
   const ends = [scale.low, scale.high].map((x) => number(back(x)));
   if (flip) ends.reverse();
-  return html`<p class="token-legend by-${letter}">
+  return html`<p class="row tight legend by-${letter}">
     <span class="number">${ends[0]}</span>
-    <span class="shades" aria-hidden="true"><${Shades} letter=${`token trained ${letter}`} /></span>
+    <${Shades} letter=${letter} />
     <span class="number">${ends[1]}</span>
     ${diverging && html`<span class="muted">middle ${number(back(0))}</span>`} ${notes}
   </p>`;
@@ -197,7 +197,8 @@ function sampleOf(sample, index, samples, scales) {
   for (const { start, end, turn } of stretchesOf(sample)) {
     const stretch = element("div", turn < 0 ? "stretch" : "stretch sampled");
     stretch.dataset.turn = turn;
-    stretch.append(element("span", "stretch-name", turn < 0 ? "prompt" : `turn ${turn + 1}`));
+    const name = turn < 0 ? "prompt" : `turn ${turn + 1}`;
+    stretch.append(element("span", "stretch-name small muted", name));
     for (let from = start; from < end; from += CHUNK) {
       stretch.append(chunkOf(sample, from, Math.min(end, from + CHUNK), shades));
     }
@@ -220,7 +221,7 @@ function stretchesOf(sample) {
 function chunkOf(sample, start, end, shades) {
   const chunk = element("div", "chunk");
   for (let i = start; i < end; i += 1) {
-    const classes = ["token"];
+    const classes = ["text token"];
     if (sample.mask[i]) {
       classes.push("trained");
       for (const { series, scale, colour } of shades) {
@@ -252,7 +253,8 @@ function spelled(text) {
 /** All numbers of the token under the pointer or the focus. */
 function Facts({ samples, at, word }) {
   if (at === null || !samples[at[0]]) {
-    return html`<div class="token-facts"><p class="muted">Point at a token to see its numbers.</p></div>`;
+    return html`<div class="panel token-facts">
+      <p class="muted">Point at a token to see its numbers.</p></div>`;
   }
   const [sample, i] = [samples[at[0]], at[1]];
   const trained = sample.mask[i];
@@ -265,10 +267,10 @@ function Facts({ samples, at, word }) {
     ["probability", sampled !== null ? Math.exp(sampled) : null],
     ["recomputed − sampled", old !== null && sampled !== null ? old - sampled : null],
   ].filter(([, value]) => value !== null);
-  return html`<div class="token-facts" data-testid="token-facts">
-    <p><span class="token current">${spelled(sample.texts[i])}</span>
+  return html`<div class="panel token-facts" data-testid="token-facts">
+    <p><span class="text token current">${spelled(sample.texts[i])}</span>
       <span class="muted">${" "}${about.join(", ")}</span></p>
-    ${trained ? html`<dl>${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt>
+    ${trained ? html`<dl class="figures">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt>
       <dd>${exact(value)}</dd></div>`)}</dl>` : ""}
   </div>`;
 }
@@ -290,7 +292,7 @@ export function RawPrompt({ data, turn }) {
   return html`<section class="prompt">
     <p class="muted">${number(length)} tokens, exactly as the model saw them. Its own
       completions are tinted.</p>
-    <div class="prompt-text" data-testid="prompt">${parts.map(({ start, end, turn: of }) =>
+    <div class="panel mono prompt-text" data-testid="prompt">${parts.map(({ start, end, turn: of }) =>
       html`<span key=${start} class=${of >= 0 ? "sampled" : ""}
         ><${Text} text=${sample.texts.slice(start, end).join("")} /></span>`)}
     </div>

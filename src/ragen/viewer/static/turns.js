@@ -59,7 +59,7 @@ export function matched(asked, executed) {
 
 /** The reward and the penalty, if there is one. */
 export function Earned({ reward, penalty }) {
-  return html`<span class="earned"
+  return html`<span class="number"
     ><span class=${tone(reward)} title="reward">${signed(reward)}</span>
     ${penalty !== 0 && html`<span class="bad" title="penalty"> ${signed(penalty)}</span>`}</span>`;
 }
@@ -70,7 +70,7 @@ const tone = (x) => (x > 0 ? "good" : x < 0 ? "bad" : "muted");
 export function Outcome({ episode }) {
   const good = episode.success ? ["✓", "good"] : ["✗", "bad"];
   const [sign, kind] = known(episode.error) ? ["!", "bad"] : good;
-  return html`<span class="outcome ${kind}" title=${ENDS[episode.stop_reason]}
+  return html`<span class="number outcome ${kind}" title=${ENDS[episode.stop_reason]}
     ><span aria-hidden="true">${sign}</span> ${episode.stop_reason.replace("_", " ")}</span>`;
 }
 
@@ -94,9 +94,9 @@ export function TurnCard({ turn, sum, current, onChoose }) {
     if (current && !still.current) card.current.scrollIntoView({ block: "nearest" });
     still.current = false;
   }, [current]);
-  return html`<article ref=${card} class="turn ${current ? "current" : ""}"
+  return html`<article ref=${card} class="panel turn ${current ? "current" : ""}"
     aria-current=${current ? "true" : undefined} data-testid="turn">
-    <header>
+    <header class="row tight">
       <button class="quiet" onClick=${onChoose}>turn ${turn.turn + 1}</button>
       <${Actions} asked=${turn.actions_asked} executed=${turn.actions_executed} />
       ${!turn.well_formed && html`<${Chip} kind="bad" title="the reply was not valid">format<//>`}
@@ -107,7 +107,7 @@ export function TurnCard({ turn, sum, current, onChoose }) {
         title=${`sampled by policy version ${turn.policy_version}`}>${
         plural(turn.num_tokens, "token")}</span>`}
       <${Earned} ...${turn} />
-      <span class="muted sum" title="return so far">Σ ${number(sum)}</span>
+      <span class="muted" title="return so far">Σ ${number(sum)}</span>
     </header>
     <${Thought} turn=${turn} />
   </article>`;
@@ -116,10 +116,10 @@ export function TurnCard({ turn, sum, current, onChoose }) {
 /** The thought, or the whole reply if it has none. */
 function Thought({ turn }) {
   if (turn.thought === null) {
-    return html`<p class="thought unthought"><span class="muted">no valid thought; the reply was: </span
+    return html`<p class="thought mono"><span class="muted">no valid thought; the reply was: </span
       ><${Text} text=${turn.reply.trim()} /></p>`;
   }
-  return html`<p class="thought"><${Text} text=${turn.thought.trim()} /></p>`;
+  return html`<p class="thought mono"><${Text} text=${turn.thought.trim()} /></p>`;
 }
 
 /**
@@ -140,8 +140,9 @@ export function SideBySide({ columns, from = 0, selected = null }) {
     chosen?.scrollIntoView({ block: "nearest", inline: "nearest" });
   }, [selected]);
   const rows = Array.from({ length: last - from }, (_, i) => from + i);
-  return html`<div class="beside" ref=${box} tabindex="0" role="region" aria-label="side by side">
-    <table>
+  return html`<div class="panel flush beside" ref=${box} tabindex="0" role="region"
+    aria-label="side by side">
+    <table class="pinned">
       <thead><tr><th></th>${columns.map((column, i) => html`
         <th key=${i} scope="col" class=${i === selected ? "selected" : ""}>
           <${ColumnHead} ...${column} />
@@ -168,12 +169,12 @@ export function ColumnHead({ title, episode, href }) {
 }
 
 function SmallTurn({ turn, env, board }) {
-  return html`<div class="small-turn">
+  return html`<div class="turn-body">
     ${board && turn.picture && html`<${Board} picture=${turn.picture} env=${env}
       turn=${turn} />`}
     <div>
-      <p class="small-acts"><${Actions} asked=${turn.actions_asked}
-        executed=${turn.actions_executed} /> <${Earned} ...${turn} /></p>
+      <div><${Actions} asked=${turn.actions_asked}
+        executed=${turn.actions_executed} /> <${Earned} ...${turn} /></div>
       ${!turn.picture && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
         limit=${SHORT} /></p>`}
       <${Thought} turn=${turn} />

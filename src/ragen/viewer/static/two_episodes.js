@@ -56,9 +56,9 @@ export function Compared({ left, right, run }) {
   });
   const sides = [side(left, found.a, "a"), side(right, found.b, "b")];
   return html`<p>${summary(found, left, right)}</p>
-    <div class="beside-two" data-testid="beside" onPointerLeave=${() => setOver(null)}>
-      ${[left, right].map((episode, i) => html`<header key=${`head ${i}`}><${ColumnHead}
-        title=${html`<b>step ${episode.step}</b>, level ${episode.level_seed}`}
+    <div class="columns beside-two" data-testid="beside" onPointerLeave=${() => setOver(null)}>
+      ${[left, right].map((episode, i) => html`<header class="row tight" key=${`head ${i}`}>
+        <${ColumnHead} title=${html`<b>step ${episode.step}</b>, level ${episode.level_seed}`}
         episode=${episode} href=${link("episode", { run, id: episode.id })} /></header>`)}
       ${Array.from({ length: turns }, (_, k) => sides.map((one, i) =>
         html`<${Turn} key=${`${k} ${i}`} place=${k} ...${one} />`))}
@@ -83,17 +83,17 @@ function summary({ a, b, runs, share }, left, right) {
 function Turn({ episode, place, list, marks, over, setOver }) {
   const { turns } = episode;
   const turn = turns[place];
-  if (!turn) return html`<article class="muted ended">${place === turns.length && "ended"}</article>`;
+  if (!turn) return html`<article class="muted">${place === turns.length && "ended"}</article>`;
   const end = place + 1 < list.starts.length ? list.starts[place + 1] - 1 : list.words.length;
   return html`<article>
-    <div class="turn-line">
+    <div class="row tight">
       <span class="muted">${place + 1}</span>
       <${Actions} asked=${turn.actions_asked} executed=${turn.actions_executed} />
       <${Earned} ...${turn} />
     </div>
     <div class="turn-body">
       ${turn.picture && html`<${Board} picture=${turn.picture} env=${episode.env} turn=${turn} />`}
-      <p class="thought">${!turn.thought?.trim()
+      <p class="thought mono">${!turn.thought?.trim()
         ? html`<span class="muted">${turn.thought === null ? "not a valid" : "empty"} thought</span>`
         : marked(list.words, list.starts[place], end, marks).map(({ text, run }, i) =>
             run === null

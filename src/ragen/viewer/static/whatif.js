@@ -22,7 +22,7 @@ export function WhatIf({ run, episode, turn }) {
     return () => clearInterval(timer);
   }, [busy, reload]);
   if (shared) return null;
-  return html`<section class="panel what-if" data-testid="branches">
+  return html`<section class="panel" data-testid="branches">
     <h2>What if?</h2>
     <${Ask} run=${run} episode=${episode} turn=${turn} branching=${data} onAsked=${reload} />
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
@@ -56,9 +56,10 @@ function Ask({ run, episode, turn, branching, onAsked }) {
       setSending(false);
     }
   };
-  return html`<form class="ask" onSubmit=${ask}>
-    <p>Let the policy play on from ${over ? "a turn" : `turn ${turn + 1}`}. The environment is restored to
-      its state there, with the same random events to come. Only the sampling differs.</p>
+  return html`<form class="row toolbar" onSubmit=${ask}>
+    <p class="whole">Let the policy play on from ${over ? "a turn" : `turn ${turn + 1}`}. The
+      environment is restored to its state there, with the same random events to come. Only the
+      sampling differs.</p>
     <label>branches <input name="n" type="number" min="1" max=${MOST} required
       defaultValue="4" /></label>
     <label>weights <select name="checkpoint">
@@ -70,8 +71,8 @@ function Ask({ run, episode, turn, branching, onAsked }) {
       placeholder="the run's" /></label>
     <button class="primary" type="submit" disabled=${!branching || reason !== null || sending}
       title=${reason ?? ""}>${over ? "Branch" : `Branch from turn ${turn + 1}`}</button>
-    ${branching && reason && html`<p class="warn">Not possible: <${Text} text=${reason} /></p>`}
-    ${problem && html`<p class="bad" role="alert"><${Text} text=${problem} /></p>`}
+    ${branching && reason && html`<p class="whole warn">Not possible: <${Text} text=${reason} /></p>`}
+    ${problem && html`<p class="whole bad" role="alert"><${Text} text=${problem} /></p>`}
   </form>`;
 }
 
@@ -89,7 +90,7 @@ function Job({ job, episode }) {
     ...episodes.map((each, i) => ({ title: `branch ${i + 1}`, episode: each })),
   ];
   return html`${title}
-    <p class="job">${job.num_solved} of ${episodes.length} succeed
+    <p class="row tight">${job.num_solved} of ${episodes.length} succeed
       ${temperature > 0 && html`<${Interval} ...${success ?? {}} />`}
       <span class="muted">${temperature > 0 && success
         ? `[${percent(success.low)} – ${percent(success.high)}]`

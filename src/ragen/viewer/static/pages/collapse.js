@@ -63,10 +63,10 @@ function Axes({ paths, thresholds, path, query, setQuery }) {
   const lines = known(chance) ? [{ y: chance, label: "chance" }] : [];
   return html`
     <p class="lead">${standing(paths[path], path, thresholds)}</p>
-    <div class="axes-row">
+    <div class="columns sides">
       <${Plane} paths=${paths} thresholds=${thresholds} path=${path} step=${Number(query.step)}
         onPick=${(name, step) => setQuery({ path: name, step })} />
-      <div class="axes-curves">
+      <div>
         <${Curves} ...${look} title="own prompt identified" series=${series.retrieval}
           range=${[0, 1]} format=${(x) => percent(x, 0)} lines=${lines} />
         <${Curves} ...${look} title="I(X;Z), nats" series=${series.mi} />

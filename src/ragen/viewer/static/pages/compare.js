@@ -26,7 +26,7 @@ export default function Compare({ params, query, setQuery }) {
     ` of the ${all.length} that were chosen, because there are only ${MOST} colours`;
   const about = html`${plural(names.length, "run")}${few}; each is compared with the first`;
   return html`<main class="page page-compare">
-    <div class="row title-row">
+    <div class="row toolbar">
       <h1>Compare</h1>
       <span class="muted">${about}</span>
     </div>
@@ -41,11 +41,11 @@ export default function Compare({ params, query, setQuery }) {
 }
 
 /** A run's name in its colour. */
-const named = (run, names) => html`<i class="swatch fill-${names.indexOf(run)}"></i
+const named = (run, names) => html`<i class="swatch ink-${names.indexOf(run)}"></i
   ><a href=${link("run", { run })}><${Text} text=${run} /></a>`;
 
 function Standings({ runs, names, onRemove }) {
-  const name = { ...COLUMNS[0], align: "run", render: ({ run }) => named(run, names) };
+  const name = { ...COLUMNS[0], align: "number", render: ({ run }) => named(run, names) };
   const remove = {
     key: "remove", title: "",
     render: ({ run }) => html`<button class="quiet" aria-label="leave out ${run}"

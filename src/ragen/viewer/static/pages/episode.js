@@ -53,7 +53,7 @@ function Episode({ run, episode, query, setQuery }) {
   );
   return html`<main class="page page-episode">
     <${Headline} run=${run} episode=${episode} view=${view} />
-    <div class="episode">
+    <div class="columns episode">
       <aside class="stage panel">
         <${Stage} episode=${episode} at=${at} />
         <${Player} at=${at} last=${last} go=${go} play=${play} />
@@ -84,8 +84,8 @@ const neighbour = (run, id, view) => id === null ? undefined
 /** The episode, its outcome, and links to its neighbours and its group. */
 function Headline({ run, episode, view }) {
   const { step, phase, group, member, env, level_seed: level, previous, next } = episode;
-  return html`<header class="headline">
-    <div>
+  return html`<header class="row headline">
+    <div class="roomy">
       <h1>Episode ${episode.id} <${Outcome} episode=${episode} /></h1>
       <p class="muted"><${Text} text=${env} />, level ${level} · ${phase}, step ${step}${
         episode.attempt > 0 && `, attempt ${episode.attempt}`} <${Undone} ...${episode} /> · <a href=${groupLink(run, episode)}>
@@ -139,7 +139,7 @@ function usePlay(at, last, go) {
 function Player({ at, last, go, play }) {
   const step = (label, sign, turn) => html`<button class="quiet" aria-label=${label} title=${label}
     disabled=${turn < 0 || turn > last || turn === at} onClick=${() => go(turn)}>${sign}</button>`;
-  return html`<div class="controls">
+  return html`<div class="row controls">
     ${step("first turn", "|◂", 0)} ${step("turn before", "◂", at - 1)}
     <button class="primary" onClick=${play.toggle} aria-label=${play.playing ? "pause" : "play"}
       title="play or pause (space)">${play.playing ? "❚❚" : "▶"}</button>
@@ -148,7 +148,7 @@ function Player({ at, last, go, play }) {
       onChange=${(event) => play.setSpeed(Number(event.target.value))}>
       ${SPEEDS.map((speed) => html`<option key=${speed} value=${speed}>${speed}×</option>`)}
     </select>
-    <input type="range" min="0" max=${last} value=${at} aria-label="turn"
+    <input class="whole" type="range" min="0" max=${last} value=${at} aria-label="turn"
       aria-valuetext=${at < last ? `turn ${at + 1}` : "the end"}
       onInput=${(event) => go(Number(event.target.value))} />
   </div>`;
@@ -178,7 +178,7 @@ function Turns({ episode, at, go }) {
       current=${k === at} onChoose=${() => go(k)} />`)}
     <p class="muted">End: <${Outcome} episode=${episode} /></p>
     ${!episode.final_picture && episode.final_observation && html`<p class="muted">The environment's last
-      words: <span class="last-words"><${Text} text=${episode.final_observation} /></span></p>`}
+      words: <span class="mono"><${Text} text=${episode.final_observation} /></span></p>`}
   </div>`;
 }
 

@@ -58,7 +58,7 @@ export default function Page({ params, query, setQuery }) {
   const onSort = (key) => setQuery({
     sort: key === "step" ? null : key, order: key === sort && order === "desc" ? "asc" : null,
   });
-  return html`<main class="page page-episodes">
+  return html`<main class="page list page-episodes">
     <h1>Episodes</h1>
     <${Filters} query=${query} setQuery=${setQuery} facets=${list.facets} search=${search} />
     <${Status} data=${list.episodes} error=${trouble[0]} reload=${trouble[1]} />
@@ -164,8 +164,8 @@ function columnsOf(run, facets = { phases: [], envs: [] }) {
         <span class=${kept ? "" : "muted"}>${number(score)} ${kept ? "kept" : "dropped"}</span>`,
     },
     {
-      key: "snippet", title: "thought", align: "snippet",
-      render: (row) => html`<a class="plain" href=${link("episode", { run, id: row.id })}
+      key: "snippet", title: "thought", align: "snippet clipped",
+      render: (row) => html`<a href=${link("episode", { run, id: row.id })}
         ><${Text} text=${row.snippet ?? ""} /></a>`,
     },
   ].filter(Boolean);
@@ -181,9 +181,9 @@ function Filters({ query, setQuery, facets, search }) {
   const clear = () => setQuery(Object.fromEntries(FILTERS.map((name) => [name, null])));
   const common = { query, setQuery };
   const named = (names = []) => [ANY, ...names.map((name) => [name, name.replaceAll("_", " ")])];
-  return html`<form class="filters ${open ? "open" : ""}" role="search"
+  return html`<form class="row tight toolbar filters ${open ? "open" : ""}" role="search"
     onSubmit=${(event) => event.preventDefault()}>
-    <${Typed} ...${common} name="q" type="search" title="search" field=${search}
+    <${Typed} ...${common} name="q" type="search" field=${search}
       placeholder="words in thoughts  ( / )" />
     <button type="button" class="fold" aria-expanded=${open ? "true" : "false"}
       onClick=${() => setOpen(!open)}>filters${chosen.length > 0 && ` (${chosen.length})`}</button>
@@ -229,7 +229,7 @@ function Typed({ query, setQuery, name, title, type = "number", placeholder, fie
     const timer = setTimeout(() => setQuery({ [name]: text || null }), PAUSE_MS);
     return () => clearTimeout(timer);
   }, [text]);
-  return html`<label class=${type}><span>${title}</span> <input ref=${field} type=${type}
+  return html`<label class=${type}>${title} <input ref=${field} type=${type}
     value=${text} step="any" placeholder=${placeholder} aria-label=${name.replace("_", " ")}
     onInput=${(event) => setText(event.target.value)} /></label>`;
 }

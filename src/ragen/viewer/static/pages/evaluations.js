@@ -105,7 +105,7 @@ function columnsOf(rows) {
 function OtherRun({ run, other, setQuery }) {
   return html`<section class="panel" aria-label="Another run">
     <h2>Compared with another run</h2>
-    <div class="row choices">
+    <div class="row toolbar">
       <${RunChoice} label="The other run" prompt="Choose a run …" value=${other ?? ""}
         without=${[run]} onChoose=${(chosen) => setQuery({ other: chosen })} />
       ${other && html`<a href=${link("compare", { run }, { other })}>

@@ -24,8 +24,8 @@ export default function Page({ params, query }) {
     open: (at) => visit(link("episode", { run, id: episodes[at].id })),
   });
   return html`<main class="page page-group">
-    <header class="headline">
-      <div><h1>Group ${group} of step ${step}</h1>
+    <header class="row headline">
+      <div class="roomy"><h1>Group ${group} of step ${step}</h1>
         <p class="muted">${phase}${attempt !== "0" && `, attempt ${attempt}`}${data && html`
           ${" "}<${Undone} ...${data} /> · <${Text} text=${data.episodes[0]?.env ?? ""} />,
           level ${data.level_seed}`}
@@ -35,7 +35,7 @@ export default function Page({ params, query }) {
     </header>
     <${Status} ...${answer} />
     ${data && html`
-      <p class="ruling"><${Ruling} group=${data} phase=${phase} /></p>
+      <p class="lead"><${Ruling} group=${data} phase=${phase} /></p>
       <${SideBySide} selected=${selected} columns=${episodes.map((episode) => ({
         title: `member ${episode.member}`, episode, href: link("episode", { run, id: episode.id }),
       }))} />`}

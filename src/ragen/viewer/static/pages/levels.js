@@ -74,9 +74,9 @@ function Levels({ run, levels, all, query, setQuery }) {
     const count = here.filter((one) => fits(key, one)).length;
     return [key, { title: `${title} ${count}`, hint }];
   };
-  return html`<div class="then-now">
+  return html`<div class="columns then-now">
     <section class="panel levels">
-      <div class="row choices">
+      <div class="row toolbar">
         ${Object.keys(phases).length > 1 && html`<${Tabs} label="Evaluations" value=${phase}
           options=${phases} onChange=${(key) => setQuery({ phase: key, level_seed: null })} />`}
         <${Tabs} label="Levels" value=${fate} onChange=${(key) => setQuery({ fate: key })}
@@ -103,15 +103,15 @@ function LevelTable({ levels, chosen, onChoose }) {
     const least = row.offsetTop + row.offsetHeight - box.current.clientHeight;
     box.current.scrollTop = clamp(box.current.scrollTop, least, most);
   }, [chosen.level_seed]);
-  return html`<div class="scroll level-box" ref=${box}>
-    <table class="level-table" aria-label="Levels by step">
+  return html`<div class="scroll tall" ref=${box}>
+    <table class="pinned level-table" aria-label="Levels by step">
       <thead><tr><th scope="col">level</th>
         ${steps.map((step) => html`<th scope="col" key=${step}>${step}</th>`)}</tr></thead>
       <tbody>${levels.map((level) => {
         const on = level === chosen;
         return html`<tr key=${level.level_seed} class=${on ? "opens selected" : "opens"}
           aria-current=${on ? "true" : undefined} onClick=${() => onChoose(level)}>
-          <th scope="row"><button class="quiet">${level.level_seed}</button></th>
+          <th scope="row"><button class="bare">${level.level_seed}</button></th>
           ${steps.map((step) => html`<td key=${step}>
             <${Sign} success=${level.successes[level.steps.indexOf(step)]} /></td>`)}
         </tr>`;
@@ -147,7 +147,7 @@ function Level({ run, level, others, query, setQuery }) {
   useReady(Boolean(left && now) || Boolean(answer.error));
   if (!answer.data || answer.error) return html`<div><${Status} ...${answer} /></div>`;
   const compare = { episodes, from, to, setSteps, run, others, otherSeed, setQuery };
-  return html`<div class="level-view">
+  return html`<div>
     <section class="panel">
       <h2>Level ${level_seed}: words that two steps share</h2>
       <${Pairs} ...${compare} />
@@ -178,7 +178,7 @@ function Choice({ episodes, from, to, others, otherSeed, setQuery }) {
       ${values.map((one) =>
         html`<option key=${one} value=${one} selected=${one === value}>${one}</option>`)}
     </select></label>`;
-  return html`<div class="row choices">
+  return html`<div class="row toolbar">
     ${others.length > 0 && html`<${Tabs} label="Compare" options=${MODES} value=${mode}
       onChange=${swap} />`}
     ${mode === "steps"
@@ -206,7 +206,7 @@ function Pairs({ episodes, from, to, otherSeed, setSteps }) {
     </td>`;
   };
   const columns = chosen.slice(0, -1);
-  return html`<div class="pairs-row"><div class="scroll"><table class="pair-table"
+  return html`<div class="row"><div class="scroll"><table class="pair-table"
     aria-label="Words that two steps share" data-testid="pairs">
     <tbody>${chosen.slice(1).map((episode, at) => html`<tr key=${episode.step}>
       <th scope="row">${episode.step}</th>
@@ -215,7 +215,7 @@ function Pairs({ episodes, from, to, otherSeed, setSteps }) {
     <tfoot><tr><th></th>${columns.map(({ step }) =>
       html`<th scope="col" key=${step}>${step}</th>`)}</tr></tfoot>
   </table></div>
-  <p class="muted">A cell is the percentage of the words of two steps' thoughts that belong to
+  <p class="muted roomy">A cell is the percentage of the words of two steps' thoughts that belong to
     runs of ${MIN_RUN} or more words in both. Choose a cell to read the two. In the Echo Trap, late steps
     share nearly all words with each other, and so do two levels of one step: the thoughts are the
     same whatever the policy observes.${

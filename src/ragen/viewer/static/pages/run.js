@@ -47,7 +47,7 @@ export default function Run({ params, query, setQuery }) {
   const tools = html`${!shared && html`<${RunChoice} label="Draw another run over it" value=""
       prompt="Draw over it …" without=${[run, ...others]}
       onChoose=${(other) => overlay([...others, other])} />`}
-    <span class="muted hint">drag zooms, double click ends it</span>`;
+    <span class="muted small hint">drag zooms, double click ends it</span>`;
   return html`<main class="page page-run">
     <${Headline} run=${data} />
     <${Status} data=${data} error=${error ?? metrics.error} reload=${refresh} />
@@ -61,7 +61,7 @@ export default function Run({ params, query, setQuery }) {
         ${missing.map((other) => html` <${Chip} key=${other} onRemove=${() => without(other)}
           ><${Text} text=${other} /><//>`)}</p>`}
     <//>
-    <div class="details">
+    <div class="cards">
       <${Events} run=${data} picked=${query.event} />
       <${Phases} phases=${data.phases} />
       <${Exactness} rows=${data.exactness} />
@@ -72,9 +72,9 @@ export default function Run({ params, query, setQuery }) {
 
 /** The runs in the charts, each with its colour; the first one cannot be removed. */
 function Legend({ runs, onRemove }) {
-  return html`<ul class="legend" aria-label="Runs shown">
+  return html`<ul class="row toolbar" aria-label="Runs shown">
     ${runs.map(({ run }, index) => html`<li key=${run}>
-      <i class="swatch fill-${index % 8}"></i>
+      <i class="swatch ink-${index % 8}"></i>
       <a href=${link("run", { run })}><${Text} text=${run} /></a>
       ${index > 0 && html`<button class="quiet" aria-label="remove ${run}"
         onClick=${() => onRemove(run)}>×</button>`}

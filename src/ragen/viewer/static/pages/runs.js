@@ -38,17 +38,15 @@ function nameOf({ run, name, problem, env, model, seed }) {
   const facts = [env, short, seed !== null && `seed ${seed}`].filter(Boolean).join(" · ");
   return html`<div class="run-name">
     <a href=${link("run", { run })}><${Text} text=${run === "." ? name : run} /></a>
-    <span class="muted"><${Text} text=${problem ?? facts} /></span>
+    <div class="muted small"><${Text} text=${problem ?? facts} /></div>
   </div>`;
 }
 
 function stepsOf({ step, steps, budget }) {
   if (step === null) return NONE;
   const of = budget === "steps" ? steps : null;
-  return html`<span class="steps">
-    <span>${number(step)}${of && html`<span class="muted"> / ${number(of)}</span>`}</span>
-    ${of && html`<progress max=${of} value=${step} aria-label="steps done"></progress>`}
-  </span>`;
+  return html`${number(step)}${of && html`<span class="muted"> / ${number(of)}</span>`}
+    ${of && html`<progress max=${of} value=${step} aria-label="steps done"></progress>`}`;
 }
 
 function successOf({ success, random, optimal }) {
@@ -72,7 +70,7 @@ function alarmsOf({ alarms, last_event: last }) {
 
 function recipeOf({ recipe, algorithm }) {
   return html`<div class="run-name">
-    <${Text} text=${recipe} /><span class="muted"><${Text} text=${algorithm} /></span>
+    <${Text} text=${recipe} /><div class="muted small"><${Text} text=${algorithm} /></div>
   </div>`;
 }
 
@@ -128,14 +126,14 @@ export default function Runs({ query, setQuery }) {
       aria-label="compare ${row.run}" checked=${picked.includes(row.run)}
       onChange=${() => pick(row)} />`,
   };
-  return html`<main class="page page-runs">
-    <div class="row title-row">
+  return html`<main class="page list page-runs">
+    <div class="row toolbar">
       <h1>Runs</h1>
       ${data && html`<span class="muted">
         <${Text} text=${data.folder} /> · ${counted(data.runs)}</span>`}
       <span class="grow"></span>
       <input type="search" ref=${search} aria-label="Filter runs" value=${query.q ?? ""}
-        placeholder="Filter: environment, recipe, state …  ( / )"
+        placeholder="environment, recipe, state …  ( / )"
         onInput=${(event) => setQuery({ q: event.target.value || null })} />
       <button class="primary" disabled=${picked.length < 2} onClick=${compare}>
         ${picked.length < 2 ? "Compare: select two" : `Compare ${picked.length} runs`}</button>
