@@ -34,18 +34,30 @@ Overrides = dict[str, Any]
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of exiting and accepts no abbreviations."""
 
-    def __init__(self, prog: str, description: str = "", epilog: str = "") -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    def __init__(self, prog: str, description: str = "") -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, None, description, allow_abbrev=False, formatter_class=raw)
 
     @override
     def error(self, message: str) -> Never:
         raise RagenError(f"{message}; see {self.prog} --help")
+
+    def take(
+        self,
+        name: str,
+        metavar: str,
+        text: str,
+        kind: Callable[[str], Any] = str,
+        default: Any = None,
+        **more: Any,
+    ) -> None:
+        """Add an argument with a value; its help ends with the default."""
+        shown = text if default is None else f"{text} [{default}]"
+        self.add_argument(name, metavar=metavar, help=shown, type=kind, default=default, **more)
+
+    def flag(self, name: str, text: str) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, action="store_true", help=text)
 
     def options(self) -> set[str]:
         """The names of this parser's options, such as ``--json``."""
@@ -56,12 +68,8 @@ class Parser(argparse.ArgumentParser):
 class Command:
     """A command of ``ragen``.
 
-    Attributes:
-        summary: One line for the overview.
-        options: Adds the command's options to a parser.
-        run: Takes the options and the config keys that were set; returns the exit code.
-        takes_keys: Whether config keys may be set.
-        epilog: Returns the text under the command's help, if there is one.
+    `summary` is its line in the overview. `options` adds its options to a parser, and `run` returns
+    the exit code. `epilog` makes a text under the help that takes time to make.
     """
 
     summary: str
@@ -150,5 +158,5 @@ def program() -> str:
 
 def output_options(parser: Parser) -> None:
     """Add the output options of long-running commands."""
-    parser.add_argument("--json", action="store_true", help="end with the result as one JSON line")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.flag("--json", "end with the result as one JSON line")
+    parser.flag("--quiet", "show no progress")

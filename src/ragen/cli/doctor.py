@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ragen.core.errors import RagenError
@@ -16,87 +17,72 @@ from ragen.core.errors import RagenError
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gymnasium", "numpy", "pydantic")
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report; `ok` is false if something that RAGEN needs is missing.
-
-    Example:
-        >>> Finding("python", "3.11.7", True).ok
-        True
-    """
-
-    name: str
-    value: str
-    ok: bool
-
-
-def examine() -> Iterator[Finding]:
-    """Examine Python, the packages, SQLite and matrix products; then run a tiny training."""
-    yield Finding("python", f"{platform.python_version()} on {platform.system()}", True)
-    for package in PACKAGES:
-        yield _package(package)
-    yield _full_text_search()
-    yield from _torch()
-    yield end_to_end()
+def examine() -> Iterator[tuple[str, str, bool]]:
+    """The name and result of each of `CHECKS`, and whether it passed."""
+    for name, check in CHECKS.items():
+        try:
+            yield name, check(), True
+        except PackageNotFoundError:
+            yield name, "missing: install RAGEN again with pip", False
+        except sqlite3.OperationalError:
+            yield name, "lacks FTS5: use another build of Python", False
+        except (RagenError, ImportError, OSError) as error:
+            yield name, " ".join(str(error).split()), False
 
 
-def _package(name: str) -> Finding:
-    try:
-        return Finding(name, importlib.metadata.version(name), True)
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "missing: install RAGEN again with pip", False)
-
-
-def _full_text_search() -> Finding:
-    connection = sqlite3.connect(":memory:")
-    try:
+def _sqlite() -> str:
+    with closing(sqlite3.connect(":memory:")) as connection:
         connection.execute("CREATE VIRTUAL TABLE t USING fts5 (x)")
-    except sqlite3.OperationalError:
-        return Finding("sqlite", "lacks FTS5: use another build of Python", False)
-    finally:
-        connection.close()
-    return Finding("sqlite", f"{sqlite3.sqlite_version} with full-text search", True)
+    return f"{sqlite3.sqlite_version} with full-text search"
 
 
-def _torch() -> Iterator[Finding]:
-    try:
-        import torch
+def _cpus() -> str:
+    import torch
 
-        from ragen.engines.threads import usable_cpus
-    except ImportError as error:
-        yield Finding("torch loads", str(error).splitlines()[0], False)
-        return
-    yield Finding("cpus", str(usable_cpus()), True)
+    from ragen.engines.threads import usable_cpus
+
+    return f"{usable_cpus()}, of which torch uses {torch.get_num_threads()}"
+
+
+def _cuda() -> str:
+    import torch
+
     found = torch.cuda.is_available()
-    name = torch.cuda.get_device_name(0) if found else "none found, the CPU is used"
-    yield Finding("cuda", name, True)
-    yield Finding("threads", str(torch.get_num_threads()), True)
-    yield Finding("float32 matrix product", f"{gemm_gflops():.0f} GFLOP/s", True)
+    return torch.cuda.get_device_name(0) if found else "none found, the CPU is used"
 
 
-def gemm_gflops(size: int = 1024, repeats: int = 5) -> float:
+def _matrix_product(size: int = 1024, repeats: int = 6) -> str:
     """Best rate of a float32 product of two square matrices: 2·size³ operations ÷ its time."""
     import torch
 
     a, b = torch.rand(size, size), torch.rand(size, size)
-    best = float("inf")
-    for _ in range(repeats + 1):
+    seconds = []
+    for _ in range(repeats):
         start = time.perf_counter()
         torch.mm(a, b)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e9
+        seconds.append(time.perf_counter() - start)
+    return f"{2 * size**3 / min(seconds) / 1e9:.0f} GFLOP/s"
 
 
-def end_to_end() -> Finding:
+def _end_to_end() -> str:
     """Two steps of the recipe ``bandit``, from the model to a saved run, which is then removed."""
-    name, start = "end to end", time.perf_counter()
-    try:
-        from ragen.config.reading import resolve
-        from ragen.training.trainer import train
+    from ragen.config.reading import resolve
+    from ragen.training.trainer import train
 
-        config = resolve("bandit", {"steps": 2, "eval.episodes": 16})
-        with tempfile.TemporaryDirectory(prefix="ragen-doctor-") as folder:
-            train(config, Path(folder) / "run")
-    except (RagenError, ImportError, OSError) as error:
-        return Finding(name, " ".join(str(error).split()), False)
-    return Finding(name, f"two steps of bandit in {time.perf_counter() - start:.1f} s", True)
+    start = time.perf_counter()
+    config = resolve("bandit", {"steps": 2, "eval.episodes": 16})
+    with tempfile.TemporaryDirectory(prefix="ragen-doctor-") as folder:
+        train(config, Path(folder) / "run")
+    return f"two steps of bandit in {time.perf_counter() - start:.1f} s"
+
+
+CHECKS: Mapping[str, Callable[[], str]] = {
+    "python": lambda: f"{platform.python_version()} on {platform.system()}",
+    **{package: partial(version, package) for package in PACKAGES},
+    "sqlite": _sqlite,
+    "cpus": _cpus,
+    "cuda": _cuda,
+    "float32 matrix product": _matrix_product,
+    "end to end": _end_to_end,
+}
+"""Each check by its name in the report; it raises if something is missing that RAGEN needs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,27 +14,20 @@ from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
 
 if TYPE_CHECKING:
+    from ragen.core.tables import Section
     from ragen.evaluation.outcomes import Outcome
     from ragen.evaluation.results import Evaluation
     from ragen.rollout.endpoint import Server
 
 
 def _eval_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("target", metavar="TARGET", help="a run, a checkpoint, base, random, solver, or a model")
+    parser.take("target", "TARGET", "a run, a checkpoint, base, random, solver, or a model")
     _playing_options(parser)
-    add("--price-in", type=float, default=0.0, metavar="P", help="price of a million input tokens")
-    add(
-        "--price-out",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="price of a million output tokens",
-    )
+    parser.take("--price-in", "P", "price of a million input tokens", float, 0.0)
+    parser.take("--price-out", "P", "price of a million output tokens", float, 0.0)
 
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
-    from ragen.core.tables import markdown, show
     from ragen.envs.registry import make
     from ragen.evaluation.tables import Prices, evaluation_record, evaluation_table
     from ragen.evaluation.targets import config_for
@@ -48,28 +41,22 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
         make(env.name, **env.params)
     sections = []
     for env, values in zip(envs, asked_in, strict=True):
-        evaluation, outcomes = _evaluate(options, options.target, values, server, env.name)
-        sections.append(evaluation_table(evaluation, outcomes, prices))
-        if options.json:
-            print(json.dumps(evaluation_record(evaluation, outcomes, prices)), flush=True)
-        else:
-            show(terminal(), sections[-1:])
-    if options.markdown is not None:
-        _write(options.markdown, markdown(sections))
+        found = _evaluate(options, options.target, values, server, env.name)
+        sections.append(evaluation_table(*found, prices))
+        _print(options, evaluation_record(*found, prices), sections[-1])
+    _write(options.markdown, sections)
     return 0
 
 
 def _compare_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("one", metavar="A", help="a target of ragen eval; runs of several seeds: A1,A2,A3")
-    add("other", metavar="B", help="another target, such as base")
-    suite = "a suite of environments for generalisation: bandit or sokoban"
-    add("--suite", metavar="NAME", help=suite)
+    parser.take("one", "A", "a target of ragen eval; runs of several seeds: A1,A2,A3")
+    parser.take("other", "B", "another target, such as base")
+    parser.take("--suite", "NAME", "a suite of environments for generalisation: bandit or sokoban")
     _playing_options(parser)
 
 
 def _compare(options: Namespace, overrides: Overrides) -> int:
-    from ragen.core.tables import markdown, show
+    from ragen.core.tables import show
     from ragen.evaluation.compare import compare_in_envs, refuse_absent_targets
     from ragen.evaluation.tables import closing_sections, comparison_table
     from ragen.evaluation.targets import is_local
@@ -85,15 +72,11 @@ def _compare(options: Namespace, overrides: Overrides) -> int:
     comparisons = []
     for comparison in compare_in_envs(*arms, envs, overrides, measure, server is not None):
         comparisons.append(comparison)
-        if options.json:
-            print(json.dumps(comparison.record()), flush=True)
-        else:
-            show(terminal(), [comparison_table(comparison)])
+        _print(options, comparison.record(), comparison_table(comparison))
     closing = closing_sections(comparisons)
     if not options.json:
         show(terminal(), closing)
-    if options.markdown is not None:
-        _write(options.markdown, markdown([*map(comparison_table, comparisons), *closing]))
+    _write(options.markdown, [*map(comparison_table, comparisons), *closing])
     return 0
 
 
@@ -115,30 +98,23 @@ def _evaluate(
 
 def _playing_options(parser: Parser) -> None:
     """Add the options that `eval` and `compare` share."""
-    add = parser.add_argument
-    which = "environment or recipe, or several: E1,E2 [the run's]"
-    add("--env", action="append", metavar="E", help=which)
-    add("--episodes", type=int, default=256, metavar="N", help="levels [256]")
-    add("--samples", type=int, default=1, metavar="K", help="episodes per level, for pass@K [1]")
-    add("--seed", type=int, default=0, metavar="S", help="seed of random events and sampling [0]")
-    add(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="sampling temperature; 0 is greedy [1.0]",
-    )
-    add("--concurrency", type=int, metavar="N", help="episodes played at the same time")
-    add("--base-url", metavar="URL", help="an OpenAI-compatible endpoint that serves the model")
-    add("--key-env", metavar="NAME", help="environment variable of its key [OPENAI_API_KEY]")
-    add("--timeout", type=float, metavar="S", help="timeout of one request in seconds [120]")
-    add("--rpm", type=float, metavar="N", help="requests per minute [no limit]")
-    add("--json", action="store_true", help="print one JSON object per environment")
-    add("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
-    add("--out", type=Path, metavar="DIR", help="folder for the outcomes [the run, or evals]")
+    take = parser.take
+    take("--env", "E", "environment or recipe, or several: E1,E2 [the run's]", action="append")
+    take("--episodes", "N", "levels", int, 256)
+    take("--samples", "K", "episodes per level, for pass@K", int, 1)
+    take("--seed", "S", "seed of random events and sampling", int, 0)
+    take("--temperature", "T", "sampling temperature; 0 is greedy", float, 1.0)
+    take("--concurrency", "N", "episodes played at the same time", int)
+    take("--base-url", "URL", "an OpenAI-compatible endpoint that serves the model")
+    take("--key-env", "NAME", "environment variable of its key [OPENAI_API_KEY]")
+    take("--timeout", "S", "timeout of one request in seconds [120]", float)
+    take("--rpm", "N", "requests per minute [no limit]", float)
+    parser.flag("--json", "print one JSON object per environment")
+    take("--markdown", "FILE", "also write the tables to FILE", Path)
+    take("--out", "DIR", "folder for the outcomes [the run, or evals]", Path)
     parser.epilog = (
-        "Any config key (ragen help keys) may be set too. Outcomes are stored as\n"
-        "episodes end: after a stop, the same command continues and repeats no episode."
+        "Outcomes are stored as episodes end: after a stop, the same command continues and\n"
+        "repeats no episode."
     )
 
 
@@ -190,26 +166,36 @@ def _counting(name: str, total: int) -> Iterator[Callable[[Outcome, int], None]]
         raise KeyboardInterrupt("interrupted; the same command continues from here") from None
 
 
+def _print(options: Namespace, record: Mapping[str, Any], section: Section) -> None:
+    """Print one environment's result, as a JSON line or as a table."""
+    from ragen.core.tables import show
+
+    if options.json:
+        print(json.dumps(record), flush=True)
+    else:
+        show(terminal(), [section])
+
+
 def _refuse_unwritable(path: Path | None) -> None:
     """Refuse a Markdown file that cannot be written, before anything is played."""
+    if path is None or (path.parent.is_dir() and not path.is_dir()):
+        return
+    reason = "is a folder" if path.is_dir() else "there is no such folder"
+    raise RagenError(f"cannot write {path}: {reason}; name a file with --markdown FILE")
+
+
+def _write(path: Path | None, sections: Sequence[Section]) -> None:
+    from ragen.core.tables import markdown
+
     if path is not None:
-        folder = "is a folder" if path.is_dir() else ""
-        if reason := folder or ("" if path.parent.is_dir() else "there is no such folder"):
-            raise RagenError(f"cannot write {path}: {reason}; name a file with --markdown FILE")
-
-
-def _write(path: Path, text: str) -> None:
-    with file_errors("write", path), whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        with file_errors("write", path), whole_file(path) as temporary:
+            temporary.write_text(markdown(sections), encoding="utf-8")
 
 
 def _play_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("env", metavar="ENV", help="an environment (ragen envs), file.py:Class, or a recipe")
-    player = "human, random, solver, base or RUN [human]"
-    add("--player", default="human", metavar="WHO", help=player)
-    add("--seed", type=int, default=0, metavar="N", help="number of the level [0]")
-    parser.epilog = "Any config key (ragen help keys) may be set too."
+    parser.take("env", "ENV", "an environment (ragen envs), file.py:Class, or a recipe")
+    parser.take("--player", "WHO", "human, random, solver, base or RUN", default="human")
+    parser.take("--seed", "N", "number of the level", int, 0)
 
 
 def _play(options: Namespace, overrides: Overrides) -> int:
@@ -237,16 +223,14 @@ def _play(options: Namespace, overrides: Overrides) -> int:
 
 
 def _branch_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
-    add("episode", metavar="EPISODE", type=int, help="the episode's id, as shown by ragen view")
-    add("--turn", type=int, required=True, metavar="K", help="first turn to play again, from 0")
-    add("--n", type=int, default=4, metavar="N", help="number of branches [4]")
-    checkpoint = "step of the checkpoint to play with [the newest]"
-    add("--checkpoint", type=int, metavar="STEP", help=checkpoint)
-    add("--temperature", type=float, metavar="T", help="0 is greedy [the run's]")
-    add("--seed", type=int, default=0, metavar="S", help="seed of the branches [0]")
-    add("--json", action="store_true", help="print the result as one JSON line")
+    parser.take("run", "RUN", "the run's folder, finished or not", Path)
+    parser.take("episode", "EPISODE", "the episode's id, as shown by ragen view", int)
+    parser.take("--turn", "K", "first turn to play again, from 0", int, required=True)
+    parser.take("--n", "N", "number of branches", int, 4)
+    parser.take("--checkpoint", "STEP", "step of the checkpoint to play with [the newest]", int)
+    parser.take("--temperature", "T", "0 is greedy [the run's]", float)
+    parser.take("--seed", "S", "seed of the branches", int, 0)
+    parser.flag("--json", "print the result as one JSON line")
     parser.epilog = (
         "The environment returns to its snapshot of that turn, with the same random\n"
         "events. The policy continues from the recorded tokens. Branches are stored in\n"

@@ -77,12 +77,13 @@ def _dispatch(arguments: list[str]) -> int:
     if asks_help and command.epilog is not None:
         parser.epilog = command.epilog()
     command.options(parser)
+    if asks_help and command.takes_keys:
+        parser.take("--KEY", "VALUE", "any config key, such as --env.max_turns 8 (ragen help keys)")
     return command.run(*parse(parser, rest, command.takes_keys))
 
 
 def _help_options(parser: Parser) -> None:
-    topics = ", ".join(TOPICS)
-    parser.add_argument("topic", choices=TOPICS, metavar="TOPIC", help=f"a command, or {topics}")
+    parser.take("topic", "TOPIC", f"a command, or {', '.join(TOPICS)}", choices=TOPICS)
 
 
 def _help(options: Namespace, _: Overrides) -> int:
@@ -91,7 +92,7 @@ def _help(options: Namespace, _: Overrides) -> int:
 
 
 def _completion_options(parser: Parser) -> None:
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    parser.take("shell", "SHELL", ", ".join(SHELLS), choices=SHELLS)
     parser.epilog = (
         "bash: ragen completion bash > ~/.local/share/bash-completion/completions/ragen\n"
         "zsh:  ragen completion zsh > DIR/_ragen, with DIR a folder of $fpath\n"

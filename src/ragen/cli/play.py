@@ -17,8 +17,8 @@ from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import Player
 
 
-def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> bool:
-    """Let a player (a human, the solver, random play) play a level; returns whether it solved it.
+def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> None:
+    """Let a player (a human, the solver, random play) play a level.
 
     The level `seed` counts evaluation levels, so that ``--seed 0`` is the first of ``ragen eval``.
 
@@ -28,7 +28,10 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> boo
     make(env.name, **env.params).close()  # refuses wrong parameters now
     try:
         with closing(GuardedEnv(env_factory(env.name, **env.params), env.timeout_s)) as guarded:
-            return _play(console, guarded, env, player, seed)
+            guarded.reset(EVAL_LEVELS + seed, derive(seed, "play"))
+            console.print(Text(guarded.rules), soft_wrap=True)
+            how, total = _play(console, guarded, env, player)
+            _ending(console, guarded.observation, how, total)
     except UserCodeError as failure:
         raise RagenError(
             f"the environment {env.name!r} failed: {failure.reason}; run `ragen check` on it"
@@ -36,30 +39,26 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> boo
 
 
 def _play(
-    console: Console, env: GuardedEnv, settings: EnvConfig, player: Player, seed: int
-) -> bool:
-    env.reset(EVAL_LEVELS + seed, derive(seed, "play"))
-    console.print(Text(env.rules), soft_wrap=True)
-    actions_left, total = settings.max_actions, 0.0
-    for turn in range(settings.max_turns):
-        turns_left = settings.max_turns - turn
-        console.rule(
-            f"turn {turn + 1} of {settings.max_turns}, {actions_left} actions left", align="left"
-        )
+    console: Console, env: GuardedEnv, budget: EnvConfig, player: Player
+) -> tuple[str, float]:
+    """How the episode ended, and its reward."""
+    actions_left, total = budget.max_actions, 0.0
+    for turns_left in range(budget.max_turns, 0, -1):
+        turn = budget.max_turns - turns_left + 1
+        title = f"turn {turn} of {budget.max_turns}, {actions_left} actions left"
+        console.rule(title, align="left")
         console.print(Text(env.observation))
-        for action in player(env.env, turns_left, actions_left, settings.actions_per_turn):
+        for action in player(env.env, turns_left, actions_left, budget.actions_per_turn):
             reward = env.step(action)
             total += reward
             actions_left -= 1
             console.print(Text(f"> {action}  ({reward:+g})", style="bold"))
             if env.terminated or env.truncated:
-                success = env.terminated and bool(env.info.get("success", False))
-                _ending(console, env.observation, "solved" if success else "failed", total)
-                return success
+                solved = env.terminated and env.info.get("success", False)
+                return "solved" if solved else "failed", total
         if actions_left == 0:
-            break
-    _ending(console, env.observation, "out of turns" if actions_left else "out of actions", total)
-    return False
+            return "out of actions", total
+    return "out of turns", total
 
 
 def show_episode(console: Console, episode: Episode) -> None:
@@ -74,10 +73,13 @@ def show_episode(console: Console, episode: Episode) -> None:
             console.print(Text(turn.completion.text, style="red"))
             actions += ", the reply was invalid"
         console.print(Text(f"> {actions}  ({turn.reward + turn.penalty:+g})", style="bold"))
-    observation = ""
-    if episode.error is not None:
-        observation = episode.error.strip().splitlines()[-1]
-    _ending(console, observation, episode.stop_reason.replace("_", " "), episode.total_reward)
+    error = (episode.error or "").strip().splitlines()
+    _ending(
+        console,
+        error[-1] if error else "",
+        episode.stop_reason.replace("_", " "),
+        episode.total_reward,
+    )
 
 
 def _ending(console: Console, observation: str, how: str, total: float) -> None:

@@ -30,11 +30,9 @@ if TYPE_CHECKING:
 
 
 def _train_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
-    folder = "the run's folder; it must not exist [runs/RECIPE-N]"
-    add("--out", type=Path, metavar="DIR", help=folder)
-    add("--dry-run", action="store_true", help="print the resolved config and do nothing")
+    parser.take("recipe", "RECIPE", "a recipe's name, or a path to a .toml")
+    parser.take("--out", "DIR", "the run's folder; it must not exist [runs/RECIPE-N]", Path)
+    parser.flag("--dry-run", "print the resolved config and do nothing")
     output_options(parser)
 
 
@@ -65,7 +63,7 @@ def _train(options: Namespace, overrides: Overrides) -> int:
 
 
 def _resume_options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.take("run", "RUN", "the run's folder", Path)
     output_options(parser)
     parser.epilog = (
         "A run is resumed with its own settings. To train its model further with others: "
@@ -109,7 +107,10 @@ def _advice(watcher: Watcher) -> str:
 
 
 def _show_config(config: Config) -> None:
+    """Print a config, what differs from its preset, and the memory that it needs."""
     from ragen.config.reading import differences, dump
+    from ragen.engines.memory import plan
+    from ragen.models.names import is_available_offline
 
     changes = differences(config)
     print(f"# {len(changes)} values differ from the preset {config.algorithm}:")
@@ -117,36 +118,27 @@ def _show_config(config: Config) -> None:
         preset = "unset" if change.preset is None else change.preset
         print(f"#   {change.key} = {change.value!r}  (preset: {preset!r})")
     print(dump(config), end="")
-    _show_memory(config)
-
-
-def _show_memory(config: Config) -> None:
-    """Print the memory plan as comments, unless the model would have to be downloaded."""
-    from ragen.engines.memory import plan
-    from ragen.models.names import is_available_offline
-
     model = config.model.path
-    if model == "base" or is_available_offline(model):
-        for line in plan(config).lines():
-            print(f"# {line}")
+    if model == "base" or is_available_offline(model):  # else it would be downloaded
+        print(*(f"# {line}" for line in plan(config).lines()), sep="\n")
     else:
         print(f"# memory: unknown; {model} is neither a folder nor in the Hub's cache")
 
 
-def _result_record(result: Result) -> dict[str, Any]:
-    def number(name: str, field: str = "success") -> float | None:
-        return getattr(result.evaluations.get(name), field, None)
+EVALUATIONS = ("before", "before_greedy", "after", "after_greedy")
+"""The names of a run's evaluations, in the order of the table."""
 
+
+def _result_record(result: Result) -> dict[str, Any]:
+    made = result.evaluations
+    after = made.get("after")
     return {
         "env": result.env,
-        "before": number("before"),
-        "after": number("after"),
-        "random": number("after", "random"),
-        "optimal": number("after", "optimal"),
+        **{name: made[name].success if name in made else None for name in EVALUATIONS},
+        "random": after and after.random,
+        "optimal": after and after.optimal,
         "seconds": round(result.seconds, 1),
         "run": str(result.run),
-        "before_greedy": number("before_greedy"),
-        "after_greedy": number("after_greedy"),
         "alarms": [str(alarm) for alarm in result.alarms],
     }
 
@@ -154,46 +146,31 @@ def _result_record(result: Result) -> dict[str, Any]:
 def _show_result(console: Console, result: Result) -> None:
     from ragen.core.tables import Section, show
 
-    names = ("before", "before_greedy", "after", "after_greedy")
-    if made := {name: result.evaluations[name] for name in names if name in result.evaluations}:
+    lines: list[str] = []
+    made = {name: result.evaluations[name] for name in EVALUATIONS if name in result.evaluations}
+    if made:
         first = next(iter(made.values()))
         title = f"{first.env}, {first.episodes} held-out levels"
         rows = (each.row(f"{name.partition('_')[0]}, {each.how}") for name, each in made.items())
         columns = ("player", "success", "95 % interval", "mean return")
         show(console, [Section(title, (), columns, first.with_baselines(rows))])
-    run = shlex.quote(str(result.run))
-    for line in (
-        *_collapse_signs(result),
+        if result.after.success < result.before.success:
+            lines.append("\nthe agent got worse; its signs of the Echo Trap (arXiv:2504.20073):")
+            lines += [f"  {sign}" for sign in result.signs] or ["  none"]
+    run, ragen = shlex.quote(str(result.run)), program()
+    lines += [
         f"\n{result.seconds:.0f} s; the run is in {result.run}",
-        f"watch it play:  {program()} play {result.env} --player {run}",
-        f"evaluate it:    {program()} eval {run}",
-        f"view it:        {program()} view {run}",
-        f"report on it:   {program()} report {run}",
-    ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _collapse_signs(result: Result) -> list[str]:
-    """The Echo Trap's published signs, in a run that ended worse than it began."""
-    if not result.evaluations or result.after.success >= result.before.success:
-        return []
-    from ragen.storage.reader import read_metrics
-
-    metrics = read_metrics(result.run)
-    spread = list(metrics.get("reward/std_in_group", {0: 0.0}).values())
-    flat = list(metrics.get("reward/flat_group_fraction", {0: 0.0}).values())
-    return [
-        "\nthe agent got worse; signs of the Echo Trap (arXiv:2504.20073) in this run:",
-        f"  reward std in the group {spread[0]:.3f} → {spread[-1]:.3f}, "
-        f"groups without any {flat[0]:.0%} → {flat[-1]:.0%}",
-        *(f"  {sign}" for sign in result.signs),
+        f"watch it play:  {ragen} play {result.env} --player {run}",
+        f"evaluate it:    {ragen} eval {run}",
+        f"view it:        {ragen} view {run}",
+        f"report on it:   {ragen} report {run}",
     ]
+    print("\n".join(lines), file=console.file)
 
 
 def _report_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
-    add("--out", type=Path, metavar="DIR", help="folder for report.md and its plots [RUN]")
+    parser.take("run", "RUN", "the run's folder, finished or not", Path)
+    parser.take("--out", "DIR", "folder for report.md and its plots [RUN]", Path)
 
 
 def _report(options: Namespace, _: Overrides) -> int:
@@ -203,36 +180,30 @@ def _report(options: Namespace, _: Overrides) -> int:
 
     facts = read_facts(options.run)
     path = write_report(facts, options.out or options.run)
-    console = terminal()
-    show(console, page(facts))
-    console.print(f"\nwith plots: {path}", markup=False, highlight=False, soft_wrap=True)
+    show(terminal(), page(facts))
+    print(f"\nwith plots: {path}")
     return 0
 
 
 def _export_options(parser: Parser) -> None:
-    add, which = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add("run", metavar="RUN", type=Path, help="the run's folder, finished or not")
-    add("--out", type=Path, metavar="DIR", help="a folder that does not exist [RUN/export-step-N]")
+    parser.take("run", "RUN", "the run's folder, finished or not", Path)
+    parser.take("--out", "DIR", "a folder that does not exist [RUN/export-step-N]", Path)
+    which = parser.add_mutually_exclusive_group().add_argument
     which("--step", type=int, metavar="N", help="a checkpoint's step [the newest]")
     which("--best", action="store_true", help="the checkpoint with the best evaluation")
-    add("--merge", action="store_true", help="merge a LoRA adapter into its base")
+    parser.flag("--merge", "merge a LoRA adapter into its base")
     episodes = "write all recorded episodes instead, one per row: FILE.jsonl or FILE.parquet"
-    add("--episodes", type=Path, metavar="FILE", help=episodes)
+    parser.take("--episodes", "FILE", episodes, Path)
 
 
 def _export(options: Namespace, _: Overrides) -> int:
-    if options.episodes is not None:
-        return _export_episodes(options)
-    from ragen.reports.export import export
+    if options.episodes is None:
+        from ragen.reports.export import export
 
-    folder = export(
-        options.run, options.out, step=options.step, best=options.best, merge=options.merge
-    )
-    print(f"the policy is in {folder}; its README.md reports its results and shows how to use it")
-    return 0
-
-
-def _export_episodes(options: Namespace) -> int:
+        policy = {name: getattr(options, name) for name in ("out", "step", "best", "merge")}
+        folder = export(options.run, **policy)
+        print(f"the policy is in {folder}; its README.md shows its results and how to use it")
+        return 0
     if options.out or options.step is not None or options.best or options.merge:
         raise RagenError("--episodes writes no policy: leave --out, --step, --best and --merge out")
     from ragen.storage.export_episodes import export_episodes
@@ -243,15 +214,14 @@ def _export_episodes(options: Namespace) -> int:
 
 
 def _study_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("study", nargs="?", metavar="NAME", help="a study; without one, list them")
-    add("--seeds", type=int, default=5, metavar="N", help="seeds per arm [5]")
-    add("--scale", choices=("laptop", "paper"), default="laptop", help="size [laptop]")
-    add("--out", type=Path, metavar="DIR", help="folder [runs/study-NAME-SCALE]")
-    add("--jobs", type=int, default=0, metavar="N", help="parallel runs [cores]")
-    plan = "print the claim, the predictions and the runs, and do nothing"
-    add("--dry-run", action="store_true", help=plan)
-    add("--json", action="store_true", help="end with the verdict as one JSON line")
+    parser.take("study", "NAME", "a study; without one, list them", nargs="?")
+    parser.take("--seeds", "N", "seeds per arm", int, 5)
+    scales = ("laptop", "paper")
+    parser.take("--scale", "SCALE", "laptop or paper", default="laptop", choices=scales)
+    parser.take("--out", "DIR", "folder [runs/study-NAME-SCALE]", Path)
+    parser.take("--jobs", "N", "parallel runs [cores]", int)
+    parser.flag("--dry-run", "print the claim, the predictions and the runs, and do nothing")
+    parser.flag("--json", "end with the verdict as one JSON line")
     parser.epilog = "Finished runs are kept: the same command continues after a stop or a kill."
 
 
@@ -273,7 +243,7 @@ def _study(options: Namespace, _: Overrides) -> int:
     from ragen.studies.runner import run_study
 
     findings = run_study(
-        study, options.scale, seeds=options.seeds, out=out, jobs=options.jobs, report=complain
+        study, options.scale, seeds=options.seeds, out=out, jobs=options.jobs or 0, report=complain
     )
     if options.json:
         print(json.dumps({"study": study.name, "verdict": findings.verdict, "out": str(out)}))

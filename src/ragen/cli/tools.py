@@ -10,10 +10,11 @@ import textwrap
 import webbrowser
 from argparse import Namespace
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragen.cli.command import Command, Overrides, Parser, output_options, program, terminal
+from ragen.cli.command import Command, Overrides, Parser, output_options, program
 from ragen.core.errors import RagenError
 
 PORT = 7246
@@ -21,15 +22,13 @@ PORT = 7246
 
 
 def _sft_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("recipe", metavar="RECIPE", help="a recipe's name, or a path to a .toml")
-    folder = "the model's folder; must not exist"
-    add("--out", type=Path, required=True, metavar="DIR", help=folder)
+    parser.take("recipe", "RECIPE", "a recipe's name, or a path to a .toml")
+    parser.take("--out", "DIR", "the model's folder; must not exist", Path, required=True)
     data = 'conversations, one {"messages": […]} per line [episodes of optimal play]'
-    add("--data", type=Path, metavar="FILE", help=data)
-    add("--episodes", type=int, metavar="N", help="episodes of optimal play [1024]")
-    add("--epochs", type=int, metavar="E", help="epochs over the examples [3]")
-    add("--lr", type=float, metavar="LR", help="learning rate [10 × the recipe's update.lr]")
+    parser.take("--data", "FILE", data, Path)
+    parser.take("--episodes", "N", "episodes of optimal play [1024]", int)
+    parser.take("--epochs", "E", "epochs over the examples [3]", int)
+    parser.take("--lr", "LR", "learning rate [10 × the recipe's update.lr]", float)
     output_options(parser)
     parser.epilog = (
         "The recipe sets environment, prompts, budgets and model. Their keys and most\n"
@@ -52,19 +51,9 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
             "--episodes counts episodes of optimal play: leave out --episodes or --data"
         )
     given = {name: getattr(options, name) for name in ("episodes", "epochs", "lr")}
-    console = terminal(stderr=True)
-
-    def watch(line: str) -> None:
-        if not options.quiet:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    tuned = sft(
-        config,
-        options.out,
-        options.data,
-        **{name: value for name, value in given.items() if value is not None},
-        watch=watch,
-    )
+    given = {name: value for name, value in given.items() if value is not None}
+    watch = None if options.quiet else partial(print, file=sys.stderr)
+    tuned = sft(config, options.out, options.data, watch=watch, **given)
     if options.json:
         print(json.dumps(tuned.record()))
         return 0
@@ -95,16 +84,11 @@ def _typed(overrides: Overrides) -> str:
 
 
 def _base_options(parser: Parser) -> None:
-    families = "bandit, frozen-lake, frozen-lake-still or sokoban"
-    parser.add_argument("family", metavar="FAMILY", help=families)
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the model"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed [0]")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps per stage; fewer for a trial")
-    parser.add_argument(
-        "--stages", type=Path, metavar="DIR", help="folder for the model of each stage"
-    )
+    parser.take("family", "FAMILY", "bandit, frozen-lake, frozen-lake-still or sokoban")
+    parser.take("--out", "DIR", "folder of the model", Path, required=True)
+    parser.take("--seed", "N", "seed", int, 0)
+    parser.take("--steps", "N", "steps per stage; fewer for a trial", int)
+    parser.take("--stages", "DIR", "folder for the model of each stage", Path)
 
 
 def _base(options: Namespace, _: Overrides) -> int:
@@ -118,9 +102,8 @@ def _base(options: Namespace, _: Overrides) -> int:
 
 
 def _envs_options(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
-    levels = "levels for random and optimal play [256]"
-    parser.add_argument("--episodes", type=int, default=256, metavar="N", help=levels)
+    parser.flag("--json", "print a JSON list")
+    parser.take("--episodes", "N", "levels for random and optimal play", int, 256)
 
 
 def _envs(options: Namespace, _: Overrides) -> int:
@@ -170,7 +153,7 @@ def _envs(options: Namespace, _: Overrides) -> int:
 
 def _check_options(parser: Parser) -> None:
     names = "environments, or classes and functions as path/to/file.py:name [all environments]"
-    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
+    parser.take("names", "NAME", names, nargs="*")
 
 
 def _check(options: Namespace, _: Overrides) -> int:
@@ -191,34 +174,32 @@ def _check(options: Namespace, _: Overrides) -> int:
 
 
 def _doctor_options(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.flag("--json", "print a JSON object")
 
 
 def _doctor(options: Namespace, _: Overrides) -> int:
     from ragen.cli.doctor import examine
 
-    findings = []
-    for finding in examine():
-        findings.append(finding)
+    results, healthy = {}, True
+    for name, result, passed in examine():
+        results[name], healthy = result, healthy and passed
         if not options.json:
-            print(f"{'ok' if finding.ok else 'NO':<3} {finding.name:<24} {finding.value}")
+            print(f"{'ok' if passed else 'NO':<3} {name:<24} {result}")
     if options.json:
-        print(json.dumps({finding.name: finding.value for finding in findings}))
-    return 0 if all(finding.ok for finding in findings) else 1
+        print(json.dumps(results))
+    return 0 if healthy else 1
 
 
 def _view_options(parser: Parser) -> None:
-    add = parser.add_argument
-    folder = "folder of the runs, or one run [runs]"
-    add("folder", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help=folder)
-    add("--port", type=int, default=PORT, metavar="N", help=f"0 takes any free port [{PORT}]")
-    host = "address to serve on; for other machines the printed URL has a token [127.0.0.1]"
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
-    add("--no-browser", action="store_true", help="print the URL and open no browser")
-    export = "write the run in FOLDER to one HTML file that needs no server"
-    add("--export", type=Path, metavar="FILE", help=export)
-    add("--episode", type=int, metavar="ID", help="export only this episode")
-    add("--group", type=int, metavar="ID", help="export only the group of this episode")
+    take = parser.take
+    take("folder", "FOLDER", "folder of the runs, or one run", Path, Path("runs"), nargs="?")
+    take("--port", "N", "0 takes any free port", int, PORT)
+    host = "address to serve on; for other machines the printed URL has a token"
+    take("--host", "ADDRESS", host, default="127.0.0.1")
+    parser.flag("--no-browser", "print the URL and open no browser")
+    take("--export", "FILE", "write the run in FOLDER to one HTML file that needs no server", Path)
+    take("--episode", "ID", "export only this episode", int)
+    take("--group", "ID", "export only the group of this episode", int)
 
 
 def _view(options: Namespace, _: Overrides) -> int:
