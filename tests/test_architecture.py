@@ -40,7 +40,7 @@ FOLDERS = {  # Top to bottom; whether the folder does without torch, in part or 
 PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
 LIGHT_MODULES = {
     *("reports.report", "reports.facts", "reports.plots", "reports.card", "diagnostics.collapse"),
-    *("studies.study", "studies.measures", "studies.grid", "studies.results"),
+    *("studies.study", "studies.measures", "studies.results"),
     "models.names",
 }
 """Modules of folders with torch that load none themselves."""

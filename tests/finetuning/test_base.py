@@ -14,10 +14,10 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS, EVAL_LEVELS
 from ragen.engines.tensors import hash_weights
 from ragen.envs.registry import env_factory
-from ragen.finetuning.base import LessonPlayer, prepare, prepare_family
+from ragen.finetuning.base import LessonPlayer, prepare
 from ragen.finetuning.curriculum import FAMILIES, Lesson, Stage
 from ragen.finetuning.demonstrations import Demonstrator, Lookup, Piece, answer, look_up
-from ragen.finetuning.tokenizer import END, build
+from ragen.finetuning.tokenizer import build
 from ragen.models.names import EMBEDDED, base_folder
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
@@ -27,13 +27,9 @@ BASES = Path(__file__).parents[2] / "src" / "ragen" / "models" / "bases"
 
 
 def test_a_short_preparation_is_deterministic_and_in_the_right_format(tmp_path: Path) -> None:
-    stages = tuple(
-        Stage(stage.name, 3, stage.lessons, episodes=4, context_weight=stage.context_weight)
-        for stage in FAMILIES["bandit"]
-    )
     models = []
     for name, kept in (("a", None), ("b", tmp_path / "stages")):
-        prepare(stages, tmp_path / name, stages_out=kept)
+        prepare("bandit", tmp_path / name, steps=3, stages_out=kept)
         models.append(AutoModelForCausalLM.from_pretrained(tmp_path / name))
     assert hash_weights(models[0]) == hash_weights(models[1])
     config = models[0].config
@@ -46,22 +42,22 @@ def test_a_short_preparation_is_deterministic_and_in_the_right_format(tmp_path: 
     assert hash_weights(before) != hash_weights(models[1])
     for folder in ("a", "stages"):
         with pytest.raises(RagenError, match="exists already"):
-            prepare(stages, tmp_path / "new", stages_out=tmp_path / folder)
+            prepare("bandit", tmp_path / "new", stages_out=tmp_path / folder)
     with pytest.raises(RagenError, match="exists already"):
-        prepare(stages, tmp_path / "a")
+        prepare("bandit", tmp_path / "a")
 
 
 def test_another_seed_gives_another_model(tmp_path: Path) -> None:
     prints = set()
     for seed in (0, 1):
-        prepare_family("bandit", tmp_path / str(seed), seed=seed, steps=1)
+        prepare("bandit", tmp_path / str(seed), seed=seed, steps=1)
         prints.add(hash_weights(AutoModelForCausalLM.from_pretrained(tmp_path / str(seed))))
     assert len(prints) == 2
 
 
 def test_an_unknown_family_is_named() -> None:
     with pytest.raises(RagenError, match="unknown family 'lake'"):
-        prepare_family("lake", Path("nowhere"))
+        prepare("lake", Path("nowhere"))
 
 
 def test_what_is_not_to_be_learnt_is_masked() -> None:
@@ -79,9 +75,7 @@ def test_what_is_not_to_be_learnt_is_masked() -> None:
 
 def test_a_demonstration_is_what_the_parser_reads() -> None:
     chat = Chat(build())
-    speaker = Demonstrator(
-        lambda env, limits, generator: [Piece(" go"), Piece(answer(["Left"]))], chat.encode, END
-    )
+    speaker = Demonstrator(lambda *_: [Piece(" go"), Piece(answer(["Left"]))], chat)
     setup = Setup("lake", env_factory("frozen-lake-still"), turns=2, chat=chat)
     (group,) = asyncio.run(run_groups(speaker, setup, [5], 1, (0, "test")))
     turn = group.episodes[0].turns[0]

@@ -91,7 +91,12 @@ def test_distances_are_those_of_shortest_solutions() -> None:
 def test_pushes_are_straight_and_stop_on_the_target() -> None:
     # Right to c3 or c4, where the environment ends; Down to d2 or e2; Left to c1; Up to b2.
     lines = pushes(CORRIDOR.room, CORRIDOR.board)
-    ends = {ACTIONS[line[0].action]: [cell_name(*divmod(p.end, 6)) for p in line] for line in lines}
+    ends = {
+        ACTIONS[line[0].action]: [
+            cell_name(*divmod(p.after.boxes.bit_length() - 1, 6)) for p in line
+        ]
+        for line in lines
+    }
     assert ends == {"Up": ["b2"], "Down": ["d2", "e2"], "Left": ["c1"], "Right": ["c3", "c4"]}
 
 

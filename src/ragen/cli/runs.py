@@ -226,7 +226,7 @@ def _study_options(parser: Parser) -> None:
 
 
 def _study(options: Namespace, _: Overrides) -> int:
-    from ragen.studies.study import load_study, study_names
+    from ragen.studies.study import cells_of, load_study, plan, study_names
 
     if options.study is None:
         for name in study_names():
@@ -235,9 +235,7 @@ def _study(options: Namespace, _: Overrides) -> int:
     study = load_study(options.study)
     out = options.out or Path("runs") / f"study-{study.name}-{options.scale}"
     if options.dry_run:
-        from ragen.studies.grid import grid, plan
-
-        print(plan(study, grid(study, options.scale, options.seeds, out)))
+        print(plan(study, cells_of(study, options.scale, options.seeds, out)))
         return 0
     from ragen.studies.results import page
     from ragen.studies.runner import run_study

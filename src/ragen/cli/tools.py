@@ -9,7 +9,9 @@ import sys
 import textwrap
 import webbrowser
 from argparse import Namespace
+from collections.abc import Container
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,38 +50,35 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     refuse_unread(overrides)
     if options.data and options.episodes is not None:
         raise RagenError(
-            "--episodes counts episodes of optimal play: leave out --episodes or --data"
+            "--data and --episodes (of optimal play) exclude each other: leave out one"
         )
     given = {name: getattr(options, name) for name in ("episodes", "epochs", "lr")}
     given = {name: value for name, value in given.items() if value is not None}
-    watch = None if options.quiet else partial(print, file=sys.stderr)
+    watch = (lambda line: None) if options.quiet else partial(print, file=sys.stderr)
     tuned = sft(config, options.out, options.data, watch=watch, **given)
     if options.json:
         print(json.dumps(tuned.record()))
         return 0
     print(tuned)
     print(f"{tuned.seconds:.0f} s; the model is in {tuned.model}")
-    again = {key: value for key, value in overrides.items() if key != "model.path"}
-    asked = {key: value for key, value in again.items() if key.startswith(EPISODE_KEYS)}
-    kept = {key: value for key, value in again.items() if key.startswith((*EPISODE_KEYS, "lora."))}
-    env = asked.pop("env.name", options.recipe)
+    env = overrides.get("env.name", options.recipe)
+    played = _typed(overrides, EPISODE_KEYS, ("model.path", "env.name"))
+    trained = _typed(overrides, (*EPISODE_KEYS, "lora."), ("model.path",))
     model, ragen = tuned.model, program()
-    print(f"evaluate it:       {ragen} eval {model} --env {env}{_typed(asked)}")
-    print(f"train it further:  {ragen} train {options.recipe} --model {model}{_typed(kept)}")
+    print(f"evaluate it:       {ragen} eval {model} --env {env}{played}")
+    print(f"train it further:  {ragen} train {options.recipe} --model {model}{trained}")
     return 0
 
 
-def _typed(overrides: Overrides) -> str:
-    """Config keys as they are typed on the command line.
+def _typed(overrides: Overrides, prefixes: tuple[str, ...], but: Container[str] = ()) -> str:
+    """Config keys that begin with one of the prefixes, as they are typed on the command line.
 
     Example:
-        >>> _typed({"prompt.think": False, "env.params.names": "two words"})
+        >>> _typed({"prompt.think": False, "env.params.names": "two words"}, ("prompt.", "env."))
         " --prompt.think false --env.params.names 'two words'"
     """
-    texts = {
-        key: str(value).lower() if isinstance(value, bool) else str(value)
-        for key, value in overrides.items()
-    }
+    asked = {k: v for k, v in overrides.items() if k.startswith(prefixes) and k not in but}
+    texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in asked.items()}
     return "".join(f" --{key} {shlex.quote(text)}" for key, text in texts.items())
 
 
@@ -94,9 +93,9 @@ def _base_options(parser: Parser) -> None:
 def _base(options: Namespace, _: Overrides) -> int:
     if options.steps is not None and options.steps < 1:
         raise RagenError(f"--steps {options.steps}: expected a whole number ≥ 1")
-    from ragen.finetuning.base import prepare_family
+    from ragen.finetuning.base import prepare
 
-    prepare_family(options.family, options.out, options.seed, options.steps, print, options.stages)
+    prepare(options.family, options.out, options.seed, options.steps, print, options.stages)
     print(f"the base model of {options.family} is in {options.out}")
     return 0
 
@@ -117,22 +116,11 @@ def _envs(options: Namespace, _: Overrides) -> int:
     levels = [EVAL_LEVELS + index for index in range(options.episodes)]
     rows: list[dict[str, Any]] = []
     for name, env in registered_envs().items():
-        recipe = name if name in recipes() else None
-        budgets = resolve(recipe, {"env.name": name}).env
+        budgets = resolve(name if name in recipes() else None, {"env.name": name}).env
         budget = Budget(budgets.max_turns, budgets.actions_per_turn, budgets.max_actions)
-        found = measure_baselines(name, {}, budget, levels)
-        rows.append(
-            {
-                "name": name,
-                "random": found.random,
-                "optimal": found.optimal,
-                "random_return": found.random_return,
-                "optimal_return": found.optimal_return,
-                "turns": budget.turns,
-                "actions": budget.actions,
-                "description": env.description,
-            }
-        )
+        found = asdict(measure_baselines(name, {}, budget, levels))
+        about = {"turns": budget.turns, "actions": budget.actions, "description": env.description}
+        rows.append({"name": name, **found, **about})
     if options.json:
         print(json.dumps(rows))
         return 0
@@ -144,10 +132,8 @@ def _envs(options: Namespace, _: Overrides) -> int:
         cells = (f"{row['random']:.1%}", optimal, str(row["turns"]), str(row["actions"]))
         print(f"{row['name']:<{width}}  {'  '.join(f'{cell:>7}' for cell in cells)}")
         print(textwrap.fill(row["description"], 78, initial_indent="  ", subsequent_indent="  "))
-    print(
-        f"\nSuccess of random and optimal play over {len(levels)} levels, within the turns and\n"
-        "actions of an episode."
-    )
+    print(f"\nSuccess of random and optimal play on {len(levels)} levels, in the given turns and")
+    print("actions of an episode.")
     return 0
 
 
@@ -204,7 +190,11 @@ def _view_options(parser: Parser) -> None:
 
 def _view(options: Namespace, _: Overrides) -> int:
     if options.export is not None:
-        return _export_page(options)
+        from ragen.viewer.share import share
+
+        file = share(options.folder, options.export, episode=options.episode, group=options.group)
+        print(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB); it opens in any browser")
+        return 0
     if options.episode is not None or options.group is not None:
         raise RagenError("--episode and --group choose what is exported: name a file with --export")
     if not 0 <= options.port <= 65535:
@@ -221,21 +211,11 @@ def _view(options: Namespace, _: Overrides) -> int:
     return 0
 
 
-def _export_page(options: Namespace) -> int:
-    from ragen.viewer.share import share
-
-    file = share(options.folder, options.export, episode=options.episode, group=options.group)
-    print(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB); it opens in any browser")
-    return 0
-
-
 def _has_browser() -> bool:
     """Whether this session has a graphical browser."""
-    if os.environ.get("CI") or os.environ.get("SSH_CONNECTION"):
-        return False
-    if sys.platform.startswith("linux"):
-        return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-    return True
+    remote = os.environ.get("CI") or os.environ.get("SSH_CONNECTION")
+    display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    return not remote and (bool(display) or not sys.platform.startswith("linux"))
 
 
 COMMANDS: dict[str, Command] = {

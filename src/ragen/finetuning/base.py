@@ -1,9 +1,8 @@
 """Prepare the embedded models: supervised learning on demonstrations along the training path.
 
 Teachers play the environments through the rollout, their episodes become samples, and the learner
-takes its steps on them with the loss ``nll``. The stages are those of `curriculum.FAMILIES`. The
-preparation counts steps, not seconds, so that it gives the same weights on the same machine and
-build.
+takes its steps on them with the loss ``nll``, stage by stage (`curriculum.FAMILIES`). The same
+machine and build give the same weights, since stages count steps, not seconds.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from transformers import (
 
 from ragen.algorithms.batch import collate
 from ragen.algorithms.samples import to_samples
-from ragen.config.sections import LossConfig
+from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Episode, Sample
 from ragen.engines.learner import Learner
 from ragen.engines.threads import use_threads
-from ragen.finetuning.curriculum import FAMILIES, LAYERS, Lesson, Stage
+from ragen.finetuning.curriculum import FAMILIES, LAYERS, WARMUP_STEPS, Lesson, Stage
 from ragen.finetuning.demonstrations import Demonstrator
-from ragen.finetuning.tokenizer import END, build
+from ragen.finetuning.tokenizer import build
 from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
@@ -58,73 +57,55 @@ def model_config(vocabulary: int, layers: int) -> Qwen2Config:
     )
 
 
-def prepare_family(
+def prepare(
     family: str,
     out: Path,
     seed: int = 0,
     steps: int | None = None,
-    watch: Callable[[str], None] | None = None,
+    watch: Callable[[str], None] = lambda line: None,
     stages_out: Path | None = None,
 ) -> Path:
-    """Prepare the embedded model of a family, as the shipped one was.
+    """Prepare the embedded model of a family and save it in Hugging Face's layout.
 
-    `out` is a folder that does not exist yet; `seed`, `watch` and `stages_out` are those of
-    `prepare`. `steps` is the maximum per stage, for a trial.
+    `out` and `stages_out` are folders that do not exist yet; the latter receives the model after
+    each stage but the last. `seed` decides weights and demonstrations. `steps` is the maximum per
+    stage, for a trial. `watch` receives a line of progress now and then.
 
     Raises:
-        RagenError: There is no such family, or `out` exists.
+        RagenError: There is no such family, or `out` or `stages_out` exists.
     """
     if family not in FAMILIES:
         raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
-    stages = FAMILIES[family]
-    if steps is not None:
-        stages = tuple(replace(stage, steps=min(stage.steps, steps)) for stage in stages)
-    return prepare(stages, out, seed, watch, LAYERS[family], stages_out)
-
-
-def prepare(
-    stages: Sequence[Stage],
-    out: Path,
-    seed: int = 0,
-    watch: Callable[[str], None] | None = None,
-    layers: int = 3,
-    stages_out: Path | None = None,
-) -> Path:
-    """Prepare a model and save it in Hugging Face's layout.
-
-    `out` and `stages_out` are folders that do not exist yet; the latter receives the model after
-    each stage but the last. `seed` decides weights and demonstrations. `watch` receives a line of
-    progress now and then.
-
-    Raises:
-        RagenError: `out` or `stages_out` exists.
-    """
     for folder in (out, stages_out):
         if folder is not None and folder.exists():
             raise RagenError(f"{folder} exists already; name a folder that does not")
     use_threads(1)  # the same weights however many cores are free
     tokenizer = build()
     torch.manual_seed(seed)
-    model: PreTrainedModel = Qwen2ForCausalLM(model_config(len(tokenizer), layers))  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = Qwen2ForCausalLM(model_config(len(tokenizer), LAYERS[family]))  # type: ignore[no-untyped-call]
     model.train(False)
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
-    chat = Chat(tokenizer)
-    player = LessonPlayer(chat, seed)
+    player = LessonPlayer(Chat(tokenizer), seed)
+    stages = FAMILIES[family]
     for number, stage in enumerate(stages):
+        num_steps = min(stage.steps, steps or stage.steps)
+        update = UpdateConfig(
+            lr=stage.lr, lr_end=stage.lr_end, warmup_steps=WARMUP_STEPS, beta2=0.99
+        )
         learner = Learner(
             model,
-            stage.update,
+            update,
             LossConfig(name="nll"),
-            steps=stage.steps,
+            steps=num_steps,
             muon_lr=stage.muon_lr,
             weight_decay=0.0,
         )
-        for step in range(stage.steps):
+        for step in range(num_steps):
             batch = collate(player.samples(stage, number, step), stage.context_weight)
             metrics = learner.update(batch, step)
-            if watch and (step + 1) % 50 == 0:
-                watch(f"{stage.name} {step + 1}/{stage.steps}  nll {metrics['loss/nll'].value:.4f}")
+            if (step + 1) % 50 == 0:
+                watch(f"{stage.name} {step + 1}/{num_steps}  nll {metrics['loss/nll'].value:.4f}")
         if stages_out is not None and stage is not stages[-1]:
             _save(model, tokenizer, stages_out / stage.name.replace(" ", "-").replace(",", ""))
     _save(model, tokenizer, out)
@@ -165,14 +146,14 @@ class LessonPlayer:
         self, lesson: Lesson, turns: int, levels: list[int], path: tuple[int | str, ...]
     ) -> list[Sample]:
         setup = Setup(
-            lesson.name,
+            lesson.make().name,
             lesson.make,
             turns=turns,
             actions_per_turn=min(5, lesson.actions),
             actions=lesson.actions,
             chat=self._chat,
         )
-        demonstrator = Demonstrator(lesson.teacher, self._chat.encode, END)
+        demonstrator = Demonstrator(lesson.teacher, self._chat)
         groups = asyncio.run(run_groups(demonstrator, setup, levels, 1, path))
         errors = [e.error for group in groups for e in group.episodes if e.error is not None]
         assert not errors, errors[0]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from ragen.config.sections import UpdateConfig
 from ragen.core.seeding import BASE_LEVELS, EVAL_LEVELS
 from ragen.envs.contract import Env
 from ragen.envs.registry import env_factory
@@ -31,11 +30,6 @@ LEVELS_PER_LESSON = 1_000_000
 WARMUP_STEPS = 20
 
 
-def every_level(env: Env) -> bool:
-    """Accept every level."""
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Lesson:
     """Demonstrations of one kind.
@@ -48,16 +42,11 @@ class Lesson:
 
     teacher: Teacher
     make: Callable[[], Env]
-    accept: Callable[[Env], bool] = every_level
+    accept: Callable[[Env], bool] = lambda env: True
     turns: tuple[int, ...] = (5,)
     actions: int = 10
     share: float = 1.0
     held_out: bool = True
-
-    @property
-    def name(self) -> str:
-        """The environment's name."""
-        return self.make().name
 
     def levels(self, stage: int, index: int) -> Iterator[int]:
         """Levels of this lesson, number `index` of stage `stage`, each once."""
@@ -86,31 +75,12 @@ class Stage:
     lr_end: float = 1.0
     context_weight: float = 0.0
 
-    @property
-    def update(self) -> UpdateConfig:
-        """The learner's settings."""
-        return UpdateConfig(
-            lr=self.lr,
-            lr_end=self.lr_end,
-            warmup_steps=WARMUP_STEPS,
-            beta2=0.99,
-        )
 
-
-ARMS = tuple(
-    Lesson(
-        bandit_knowledge,
-        env_factory("bandit", **names),
-        turns=(1,),
-        actions=1,
-        share=share,
-        held_out=False,
-    )
-    for share, names in (
-        (0.4, {}),
-        (0.4, {"name_set": "pairs"}),
-        (0.2, {"name_set": "pairs", "split": "test"}),
-    )
+BANDIT = partial(Lesson, bandit_knowledge, turns=(1,), actions=1, held_out=False)
+ARMS = (
+    BANDIT(env_factory("bandit"), share=0.4),
+    BANDIT(env_factory("bandit", name_set="pairs"), share=0.4),
+    BANDIT(env_factory("bandit", name_set="pairs", split="test"), share=0.2),
 )
 """How each name sounds, also in the test splits; the reward of a sound is not taught."""
 
@@ -120,14 +90,12 @@ LOOKUP_LAKE = Lesson(look_up, partial(Lookup, "abcd", "0123", "FrozenLake"), hel
 STILL = env_factory("frozen-lake-still", observation="named")
 MORE_HOLES = env_factory("frozen-lake-still", observation="named", p_frozen=0.5)
 SAFE_WALKS = Lesson(safe_walk, MORE_HOLES, turns=(1,), share=1.5, held_out=False)
-STILL_LAKE = tuple(
-    Lesson(teacher, STILL, accept, turns=(1, 1, 2, 3, 5), share=share)
-    for share, teacher, accept in (
-        (0.3, lake_turns(careful_turn, careful=1.0), every_level),
-        (0.3, lake_turns(careful_turn, careful=1.0), hard_level),
-        (0.3, lake_turns(careful_turn, careful=0.75, walks_trained=False), every_level),
-        (0.1, lake_turns(careful_turn, careful=0.0), every_level),
-    )
+STILL_LESSON = partial(Lesson, make=STILL, turns=(1, 1, 2, 3, 5))
+STILL_LAKE = (
+    STILL_LESSON(lake_turns(careful_turn, careful=1.0), share=0.3),
+    STILL_LESSON(lake_turns(careful_turn, careful=1.0), accept=hard_level, share=0.3),
+    STILL_LESSON(lake_turns(careful_turn, careful=0.75, walks_trained=False), share=0.3),
+    STILL_LESSON(lake_turns(careful_turn, careful=0.0), share=0.1),
 )
 STILL_LAKE_MIX = (Lesson(lake_turns(careful_turn, careful=0.2), STILL),)
 

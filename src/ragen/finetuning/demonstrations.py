@@ -14,8 +14,9 @@ import numpy as np
 from ragen.core.types import Completion, Prompt
 from ragen.envs.bandit import Bandit
 from ragen.envs.contract import Env, Info, State, generators, pick
+from ragen.rollout.chat import Chat
 from ragen.rollout.players import PlayerPolicy
-from ragen.rollout.policies import fingerprint
+from ragen.rollout.policies import written_completion
 from ragen.rollout.prompt import Limits
 
 
@@ -34,33 +35,22 @@ Teacher = Callable[[Env, Limits, np.random.Generator], Reply]
 
 
 class Demonstrator(PlayerPolicy):
-    """Plays a teacher's turns and records which of their tokens are trained.
+    """Plays a teacher's turns and records which of their tokens are trained."""
 
-    `encode` turns text into token ids, including special tokens; `end` is the end-of-turn token as
-    text.
-    """
-
-    def __init__(
-        self, teacher: Teacher, encode: Callable[[str], tuple[int, ...]], end: str
-    ) -> None:
-        self._teacher, self._encode_text, self._end = teacher, encode, end
+    def __init__(self, teacher: Teacher, chat: Chat) -> None:
+        self._teacher, self._chat = teacher, chat
         self.trained: dict[int, tuple[bool, ...]] = {}
         """For each turn, by its prompt's seed: which tokens of the completion are trained."""
 
     def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
         """Write the turn with randomness from the prompt's seed only."""
         generator = np.random.Generator(np.random.PCG64(prompt.seed))
-        ids: list[int] = []
-        trained: list[bool] = []
         reply = self._teacher(env, limits, generator)
-        for piece in [*reply, Piece(self._end)]:
-            encoded = self._encode_text(piece.text)
-            ids += encoded
-            trained += [piece.trained] * len(encoded)
-        self.trained[prompt.seed] = tuple(trained)
-        text = "".join(piece.text for piece in reply)
-        logprobs = (0.0,) * len(ids)
-        return Completion(tuple(ids), logprobs, text, "stop", 0, fingerprint(ids, logprobs))
+        encoded = [(self._chat.encode(text), trained) for text, trained in reply]
+        encoded.append(((self._chat.end,), True))
+        ids = tuple(token for tokens, _ in encoded for token in tokens)
+        self.trained[prompt.seed] = tuple(trained for tokens, trained in encoded for _ in tokens)
+        return written_completion("".join(piece.text for piece in reply), lambda _: ids)
 
 
 def answer(actions: list[str]) -> str:

@@ -67,30 +67,15 @@ def careful_turn(
         >>> careful_turn(lake, Limits(1, 5, 10, 5), generator, moves=1)
         ' P a3 G d1 : a3 a2 _ a3 b3 _ Left</think><answer>Left</answer>'
     """
-    lake, here = env.lake, env.player
-    steps = lake.distances()
-    plan: list[str] = []
-    while len(plan) < min(moves, limits.actions_left) and here != lake.goal:
-        nearer = [move for move in moves_from(env, here) if steps[move[1]] < steps[here]]
-        action, here = pick(generator, nearer)
-        plan.append(action)
-    return write_plan(env, plan)
+    steps = env.lake.distances()
+    most = min(moves, limits.actions_left)
+    return write_plan(env, plan_moves(env, most, generator, lambda a, b: steps[b] < steps[a]))
 
 
 def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator) -> str:
     """The optimal player's plan of up to `CAREFUL_MOVES` moves."""
     per_turn = min(CAREFUL_MOVES, limits.actions_per_turn)
     return write_plan(env, env.solve(limits.turns_left, limits.actions_left, per_turn))
-
-
-def write_plan(env: FrozenLake, plan: list[str]) -> str:
-    """A plan in words: each move follows a look at every neighbour, where a slip may lead."""
-    lake, here = env.lake, env.player
-    text = f" P {name_of(lake, here)} G {name_of(lake, lake.goal)} :"
-    for action in plan:
-        text += "".join(look(env, here, cell) for _, cell in moves_from(env, here)) + f" {action}"
-        here = lake.neighbour(here, env.action_index(action))
-    return text + answer(plan)
 
 
 def random_walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> str:
@@ -102,38 +87,55 @@ def random_walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> 
         >>> random_walk(lake, 2, np.random.Generator(np.random.PCG64(0)))
         ' P a3 : a3 b3 _ Down b3 b2 O Left</think><answer>Down || Left</answer>'
     """
-    lake, here = env.lake, env.player
-    text = f" P {name_of(lake, here)} :"
-    plan: list[str] = []
-    while len(plan) < moves and here != lake.goal and here not in lake.holes:
-        action, ahead = pick(generator, moves_from(env, here))
-        text += f"{look(env, here, ahead)} {action}"
-        plan.append(action)
-        here = ahead
-    return text + answer(plan)
+    return write_plan(env, plan_moves(env, moves, generator), careful=False)
 
 
 def safe_walk(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
     """A random walk around the holes: it trains reading, geometry and copying, without a goal."""
     assert isinstance(env, FrozenLake)
+    holes = env.lake.holes
+    plan = plan_moves(env, SAFE_WALK_MOVES, generator, lambda _, ahead: ahead not in holes)
+    return [Piece(write_plan(env, plan))]
+
+
+def plan_moves(
+    env: FrozenLake,
+    most: int,
+    generator: np.random.Generator,
+    accept: Callable[[int, int], bool] = lambda here, ahead: True,
+) -> list[str]:
+    """At most `most` random moves between cells that `accept` accepts, to the goal or a hole."""
     lake, here = env.lake, env.player
     plan: list[str] = []
-    while len(plan) < SAFE_WALK_MOVES and here != lake.goal:
-        safe = [move for move in moves_from(env, here) if move[1] not in lake.holes]
-        action, here = pick(generator, safe)
+    while len(plan) < most and here != lake.goal and here not in lake.holes:
+        moves = [move for move in moves_from(env, here) if accept(here, move[1])]
+        action, here = pick(generator, moves)
         plan.append(action)
-    return [Piece(write_plan(env, plan))]
+    return plan
+
+
+def write_plan(env: FrozenLake, plan: list[str], careful: bool = True) -> str:
+    """A plan in words.
+
+    A careful one names the goal and looks at every neighbour before a move, since a slip may lead
+    to any of them. Another looks only ahead.
+    """
+    lake, here = env.lake, env.player
+    goal = f" G {name_of(lake, lake.goal)}" if careful else ""
+    text = f" P {name_of(lake, here)}{goal} :"
+    for action in plan:
+        ahead = lake.neighbour(here, env.action_index(action))
+        for cell in [near for _, near in moves_from(env, here)] if careful else [ahead]:
+            text += f" {name_of(lake, here)} {name_of(lake, cell)} {env.symbol(cell)}"
+        text += f" {action}"
+        here = ahead
+    return text + answer(plan)
 
 
 def moves_from(env: FrozenLake, cell: int) -> list[tuple[str, int]]:
     """The actions that leave a cell if nothing slips, with their destinations."""
     moves = [(name, env.lake.neighbour(cell, index)) for index, name in enumerate(env.actions)]
     return [move for move in moves if move[1] != cell]
-
-
-def look(env: FrozenLake, here: int, cell: int) -> str:
-    """A look from `here` at `cell` and its symbol, as `` b0 c0 O``."""
-    return f" {name_of(env.lake, here)} {name_of(env.lake, cell)} {env.symbol(cell)}"
 
 
 def name_of(lake: Lake, cell: int) -> str:

@@ -15,9 +15,10 @@ A slip is a random push. It is carried out in the same way, but the target is no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,22 +28,28 @@ from ragen.envs.sokoban import ACTIONS, Board, Room, Sokoban
 from ragen.finetuning.demonstrations import Piece, Reply, Teacher, answer
 from ragen.rollout.prompt import Limits
 
+T = TypeVar("T")
+
 
 class Push(NamedTuple):
-    """A straight push of the only box over `length` cells."""
+    """A straight push of the only box over `length` cells, after the walk to the cell behind it."""
 
     action: int
     stand: int
-    end: int
-    walk: tuple[int, ...]
-    """Actions to the cell behind the box, before the push."""
+    walk: list[Move]
     length: int
     after: Board
 
-    @property
-    def moves(self) -> tuple[int, ...]:
-        """All actions, including the walk."""
-        return (*self.walk, *(self.action,) * self.length)
+
+class Move(NamedTuple):
+    """A move of the player or the box from cell `here`.
+
+    `cells` are the cells that it looks at; the last one is the destination.
+    """
+
+    action: int
+    here: int
+    cells: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -58,15 +65,8 @@ def distances(room: Room) -> dict[Board, int]:
         if board.boxes != room.targets:
             for step in room.steps:
                 before.setdefault(room.push(board, step), []).append(board)
-    found = {board: 0 for board in boards if board.boxes == room.targets}
-    frontier = deque(found)
-    while frontier:
-        board = frontier.popleft()
-        for earlier in before.get(board, ()):
-            if earlier not in found:
-                found[earlier] = found[board] + 1
-                frontier.append(earlier)
-    return found
+    solved = [board for board in boards if board.boxes == room.targets]
+    return fewest_steps(solved, lambda board: before.get(board, []))
 
 
 def solved_in(fewest: int, most: int = 10) -> Callable[[Env], bool]:
@@ -90,26 +90,20 @@ def solved_in(fewest: int, most: int = 10) -> Callable[[Env], bool]:
 def reachable_cells(room: Room, board: Board, start: int) -> dict[int, int]:
     """Fewest steps without a push from `start` to each reachable cell."""
     free = room.floor & ~board.boxes
-    found = {start: 0}
+    return fewest_steps([start], lambda at: [at + by for by in room.steps if free >> (at + by) & 1])
+
+
+def fewest_steps(starts: Iterable[T], neighbours: Callable[[T], Iterable[T]]) -> dict[T, int]:
+    """Fewest steps from the nearest of `starts` to each place, by breadth-first search."""
+    found = dict.fromkeys(starts, 0)
     frontier = deque(found)
     while frontier:
-        cell = frontier.popleft()
-        for step in room.steps:
-            if free >> (cell + step) & 1 and cell + step not in found:
-                found[cell + step] = found[cell] + 1
-                frontier.append(cell + step)
+        here = frontier.popleft()
+        for there in neighbours(here):
+            if there not in found:
+                found[there] = found[here] + 1
+                frontier.append(there)
     return found
-
-
-class Move(NamedTuple):
-    """A move of the player or the box from cell `here`.
-
-    `cells` are the cells that it looks at; the last one is the destination.
-    """
-
-    action: int
-    here: int
-    cells: tuple[int, ...]
 
 
 def walk_to(room: Room, board: Board, stand: int) -> list[Move]:
@@ -140,12 +134,11 @@ def pushes(room: Room, board: Board) -> list[list[Push]]:
         stand = box - step
         if stand not in near:
             continue
-        walk = tuple(move.action for move in walk_to(room, board, stand))
+        walk = walk_to(room, board, stand)
         here, line = Board(stand, board.boxes), list[Push]()
         while here.boxes != room.targets and (after := room.push(here, step)) != here:
             here = after
-            end = here.player + step
-            line.append(Push(action, stand, end, walk, len(line) + 1, here))
+            line.append(Push(action, stand, walk, len(line) + 1, here))
         if line:
             found.append(line)
     return found
@@ -155,11 +148,11 @@ def optimal_push(room: Room, board: Board) -> Push | None:
     """The longest straight push that begins a shortest solution, or ``None``."""
     left = distances(room)
     options = [push for line in pushes(room, board) for push in line if push.after in left]
-    return min(
-        options,
-        key=lambda push: (len(push.moves) + left[push.after], -push.length),
-        default=None,
-    )
+
+    def cost(push: Push) -> tuple[int, int]:
+        return len(push.walk) + push.length + left[push.after], -push.length
+
+    return min(options, key=cost, default=None)
 
 
 def sokoban_plan(careful: float, slips_trained: bool = True) -> Teacher:
@@ -185,11 +178,8 @@ def sokoban_plan(careful: float, slips_trained: bool = True) -> Teacher:
 
         box, target = board.boxes.bit_length() - 1, room.targets.bit_length() - 1
         step = room.steps[push.action]
-        moves = walk_to(room, board, push.stand)
-        moves += [
-            Move(push.action, box + step * index, (box + step * (index + 1),))
-            for index in range(push.length)
-        ]
+        cells = [box + step * index for index in range(push.length + 1)]
+        moves = push.walk + [Move(push.action, here, (to,)) for here, to in pairwise(cells)]
         moves = moves[: min(limits.actions_per_turn, limits.actions_left)]
         text = "".join(
             "".join(f" {name(move.here)} {name(cell)} {env.symbol(cell)}" for cell in move.cells)
@@ -197,7 +187,7 @@ def sokoban_plan(careful: float, slips_trained: bool = True) -> Teacher:
             for move in moves
         )
         goal = f" O {name(target)}" if is_careful else ""
-        choice = f" push {ACTIONS[push.action]} {name(push.stand)} {name(push.end)}"
+        choice = f" push {ACTIONS[push.action]} {name(push.stand)} {name(cells[-1])}"
         return [
             Piece(f" P {name(board.player)} X {name(box)}"),
             Piece(goal + choice, trained=is_careful or slips_trained),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -122,7 +122,7 @@ def sft(
     episodes: int = EPISODES,
     epochs: int = EPOCHS,
     lr: float | None = None,
-    watch: Callable[[str], None] | None = None,
+    watch: Callable[[str], None] = lambda line: None,
 ) -> SftResult:
     """Fine-tune a model on examples and save it in Hugging Face's layout, or its adapter in PEFT's.
 
@@ -130,15 +130,13 @@ def sft(
     `data` is a file of conversations (`ragen.finetuning.transcripts`); ``None`` takes `episodes` of
     the environment's optimal player, on levels that neither training nor evaluation uses. `lr` is
     the peak learning rate, by default `LR_FACTOR` times ``update.lr``; `watch` receives a line of
-    progress now and then. Returns the folder, and the loss on held-out examples before and after.
-    With one machine and thread count the same call gives the same weights.
+    progress now and then. With one machine and thread count the same call gives the same weights.
 
     Raises:
         RagenError: `out` exists, a number is out of its range, there are too few examples, the
             model cannot be loaded or saved, or the loss is not finite.
     """
     began = time.monotonic()
-    report = watch or (lambda line: None)
     lr = LR_FACTOR * config.update.lr if lr is None else lr
     _refuse(config, out, episodes, epochs, lr)
     transcripts = None if data is None else read_transcripts(data)
@@ -148,7 +146,7 @@ def sft(
     model = prepare_model(config, path, model, critic=False)
     chat = make_chat(config, tokenizer)
     if chat.warning:
-        report(chat.warning)
+        watch(chat.warning)
     if transcripts is None:
         examples = solver_examples(config, chat, episodes)
     else:
@@ -156,18 +154,13 @@ def sft(
     training, held_out = split_examples(examples.kept, derive(config.seed, "sft", "held out"))
     train_batch, test_batch = collate_examples(training), collate_examples(held_out)
     update = config.update.model_copy(update={"lr": lr})
-    num_steps = epochs * max(1, round(len(training) / update.minibatch_episodes))
+    size = update.minibatch_episodes
+    num_steps = epochs * max(1, round(len(training) / size))
     learner = Learner(model, update, LossConfig(name="nll"), steps=num_steps)
-    report(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
+    watch(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
     with new_folder(out) as folder:
         before = mean_nll(learner, test_batch)
-        recent: list[Metrics] = []
-        parts = epoch_minibatches(train_batch, update.minibatch_episodes, epochs, config.seed)
-        for step, part in enumerate(parts):
-            recent.append(learner.update(part, step))
-            if (step + 1) * LINES // num_steps > step * LINES // num_steps:
-                report(f"step {step + 1}/{num_steps}  nll {merge(recent)['loss/nll'].value:.4f}")
-                recent.clear()
+        learn(learner, epoch_minibatches(train_batch, size, epochs, config.seed), num_steps, watch)
         after = mean_nll(learner, test_batch)
         if not math.isfinite(after):
             raise RagenError(f"the loss is {after} after {num_steps} steps: set a lower --lr")
@@ -184,6 +177,18 @@ def sft(
         nll_after=after,
         seconds=time.monotonic() - began,
     )
+
+
+def learn(
+    learner: Learner, parts: Iterable[Batch], num_steps: int, watch: Callable[[str], None]
+) -> None:
+    """Take an optimiser step on each of the minibatches; report `LINES` times."""
+    recent: list[Metrics] = []
+    for step, part in enumerate(parts, 1):
+        recent.append(learner.update(part, step - 1))
+        if step * LINES // num_steps > (step - 1) * LINES // num_steps:
+            watch(f"step {step}/{num_steps}  nll {merge(recent)['loss/nll'].value:.4f}")
+            recent.clear()
 
 
 def _refuse(config: Config, out: Path, episodes: int, epochs: int, lr: float) -> None:
@@ -263,16 +268,17 @@ def _fitting(
         prompt, completion = (len(part.token_ids or ()) for part in exchange)
         return completion <= most and prompt + completion <= longest
 
-    kept = [example for example in examples if all(fits(exchange) for exchange in example)]
+    kept = [example for example in examples if all(map(fits, example))]
     result = Examples(source, kept, unsolved, len(examples) - len(kept))
-    if len(kept) < 2:
+    if len(kept) >= 2:
+        return result
+    if unsolved > result.too_long:
+        remedy = "raise env.max_turns or env.max_actions, or play more"
+    elif result.too_long:
+        remedy = "raise rollout.max_tokens (of a reply) or model.max_length (of all)"
+    else:
         remedy = "give more"
-        if result.unsolved > result.too_long:
-            remedy = "raise env.max_turns or env.max_actions, or play more"
-        elif result.too_long:
-            remedy = "raise rollout.max_tokens (of a reply) or model.max_length (of all)"
-        raise RagenError(f"{result}; at least two are needed, one of them held out: {remedy}")
-    return result
+    raise RagenError(f"{result}; at least two are needed, one of them held out: {remedy}")
 
 
 def split_examples(
@@ -286,10 +292,9 @@ def split_examples(
         (45, 5)
     """
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(examples)).tolist()
-    count = max(1, round(HELD_OUT * len(examples)))
-    return [examples[i] for i in sorted(order[count:])], [
-        examples[i] for i in sorted(order[:count])
-    ]
+    held_out = set(order[: max(1, round(HELD_OUT * len(examples)))])
+    training = [example for i, example in enumerate(examples) if i not in held_out]
+    return training, [examples[i] for i in sorted(held_out)]
 
 
 def collate_examples(examples: Sequence[list[Exchange]]) -> Batch:

@@ -9,7 +9,6 @@ name                               meaning
 ``random``                         success of uniformly random play on the same levels and budgets
 ``seconds``                        duration of the steps
 ``first:METRIC``, ``last:METRIC``  mean of a metric over its first or last five recorded steps
-``change:METRIC``                  ``last`` − ``first``
 ``onset:METRIC``                   the first step from which the trailing mean of five stays below
                                    half of ``first``; the step after the last one if none does
 =================================  ==============================================================
@@ -70,13 +69,13 @@ def read_run(folder: Path, temperature: float) -> RunFacts:
 
 
 def first(series: Series) -> float:
-    """Mean of the first five values; NaN without values."""
-    return fmean(list(series.values())[:WINDOW]) if series else math.nan
+    """Mean of the first five values."""
+    return fmean(list(series.values())[:WINDOW])
 
 
-def final(series: Series) -> float:
-    """Mean of the last five values; NaN without values."""
-    return fmean(list(series.values())[-WINDOW:]) if series else math.nan
+def last(series: Series) -> float:
+    """Mean of the last five values."""
+    return fmean(list(series.values())[-WINDOW:])
 
 
 def onset(series: Series) -> float:
@@ -88,8 +87,6 @@ def onset(series: Series) -> float:
         >>> onset(dict.fromkeys(range(1, 21), 1.0))
         21.0
     """
-    if not series:
-        return math.nan
     steps, values = list(series), list(series.values())
     limit = ONSET_SHARE * first(series)
     since = steps[-1] + 1
@@ -117,12 +114,7 @@ MEASURES: Mapping[str, Callable[[RunFacts], float]] = MappingProxyType(
 """Measures of a whole run."""
 
 OF_METRICS: Mapping[str, Callable[[Series], float]] = MappingProxyType(
-    {
-        "first": first,
-        "last": final,
-        "change": lambda series: final(series) - first(series),
-        "onset": onset,
-    }
+    {"first": first, "last": last, "onset": onset}
 )
 """Measures of the metric that is named after the colon."""
 
@@ -135,8 +127,8 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
 
     Example:
         >>> run = RunFacts({}, {"a": dict.fromkeys(range(1, 6), 1.0) | {6: 3.0}})
-        >>> measure_of("last:a - first:a")(run) == measure_of("change:a")(run)
-        True
+        >>> measure_of("last:a")(run), measure_of("last:a - first:a")(run)
+        (1.4, 0.4)
     """
     if " - " in name:
         one, other = (measure_of(part) for part in name.split(" - ", 1))
@@ -149,5 +141,9 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
             f"there is no measure {name!r}: {', '.join(MEASURES)}, or one of "
             f"{', '.join(OF_METRICS)} with a metric, such as last:entropy/mean"
         )
-    measure = OF_METRICS[kind]
-    return lambda run: measure(run.metrics.get(metric, {}))
+
+    def measure(run: RunFacts) -> float:
+        series = run.metrics.get(metric)
+        return OF_METRICS[kind](series) if series else math.nan
+
+    return measure

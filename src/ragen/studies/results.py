@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +12,18 @@ from typing import TYPE_CHECKING
 from ragen.core.files import OTHER_OUT, file_errors, whole_file
 from ragen.core.statistics import mean_interval
 from ragen.reports.plots import COLOURS, figure_of
-from ragen.studies.grid import Cell
 from ragen.studies.measures import measure_of, read_run
-from ragen.studies.study import Decision, Numbers, Scale, Study, Verdict, decide, verdict
+from ragen.studies.study import (
+    Cell,
+    Decision,
+    Numbers,
+    Scale,
+    Study,
+    Verdict,
+    decide,
+    finite,
+    verdict,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,8 +139,8 @@ def draw(findings: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, 
 
 
 def _mean(values: Sequence[float]) -> str:
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
+    known = finite(values)
+    if not known:
         return "–"
-    mean = mean_interval(finite)
+    mean = mean_interval(known)
     return f"{mean.value:.3g} [{mean.low:.3g}, {mean.high:.3g}]"

@@ -24,9 +24,8 @@ from ragen.evaluation.results import load_evaluations
 from ragen.finetuning.sft import sft
 from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_events
-from ragen.studies.grid import Cell, grid, tuned_model
 from ragen.studies.results import Findings, conclude
-from ragen.studies.study import Scale, Study
+from ragen.studies.study import Cell, Scale, Study, cells_of, with_model
 from ragen.training.trainer import resolve_paths, resume, train
 
 
@@ -39,15 +38,10 @@ def run_study(
     jobs: int = 0,
     report: Callable[[str], None] = lambda _: None,
 ) -> Findings:
-    """Make the runs that are missing, then decide.
+    """Make the runs of a study that `out` does not hold yet, then decide.
 
-    Args:
-        study: The study.
-        scale: Which of its grids.
-        seeds: Training seeds of each arm.
-        out: Where runs and results go; may hold some of them already.
-        jobs: Processes at once; 0 takes one for each core.
-        report: Called with a line about each run that ends.
+    Each arm has `seeds` training seeds. `jobs` runs are made at once; 0 takes one for each core.
+    `report` receives a line about each run that ends.
 
     Raises:
         RagenError: A number is out of its range, settings exclude each other, a run in `out` has
@@ -55,9 +49,14 @@ def run_study(
     """
     if jobs < 0:
         raise RagenError(f"--jobs {jobs}: expected a whole number ≥ 0")
-    cells = grid(study, scale, seeds, out)
+    cells = cells_of(study, scale, seeds, out)
     for cell in cells:
-        refuse_other_settings(cell)
+        path = cell.folder / CONFIG
+        if path.exists() and read_config(path) != resolve_paths(cell.config):
+            raise RagenError(
+                f"{cell.folder} was made with other settings than the study has now; "
+                "name another --out"
+            )
     with file_errors("write", out, OTHER_OUT):
         out.mkdir(parents=True, exist_ok=True)
     missing = [cell for cell in cells if not is_finished(cell)]
@@ -127,12 +126,9 @@ def make_run(cell: Cell) -> None:
 
 def fine_tune(cell: Cell) -> None:
     """Make the fine-tuned model that a run begins with, unless there is one."""
-    tuning, model = cell.fine_tuning, tuned_model(cell.folder)
-    if tuning is None or model.exists():
-        return
-    base = cell.config.model.model_copy(update={"path": cell.base})
-    config = cell.config.model_copy(update={"model": base})
-    sft(config, model, episodes=tuning.episodes, epochs=tuning.epochs, lr=tuning.lr)
+    if cell.fine_tuning is not None and not cell.tuned_model.exists():
+        config = with_model(cell.config, cell.base)
+        sft(config, cell.tuned_model, **cell.fine_tuning.model_dump())
 
 
 def is_finished(cell: Cell) -> bool:
@@ -145,16 +141,3 @@ def is_finished(cell: Cell) -> bool:
     # The greedy evaluation is the last thing that a run does.
     greedy = [e.step for e in load_evaluations(cell.folder) if e.evaluation.temperature == 0]
     return bool(greedy) and (max(greedy) > 0 or cell.config.steps == 0)
-
-
-def refuse_other_settings(cell: Cell) -> None:
-    """Refuse a run in the cell's folder that was made with other settings.
-
-    Raises:
-        RagenError: There is one.
-    """
-    path = cell.folder / CONFIG
-    if path.exists() and read_config(path) != resolve_paths(cell.config):
-        raise RagenError(
-            f"{cell.folder} was made with other settings than the study has now; name another --out"
-        )

@@ -16,17 +16,20 @@ contradicted and none is supported. Otherwise it *cannot decide*.
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import differences, resolve
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError, nearest
 from ragen.core.statistics import Interval, mean_difference, mean_interval
@@ -126,6 +129,69 @@ class Study(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a study's grid.
+
+    `seed` is the training seed. `fine_tuning` makes of the model `base` the one that the run begins
+    with.
+    """
+
+    recipe: str
+    arm: str
+    seed: int
+    config: Config
+    folder: Path
+    base: str = "base"
+    fine_tuning: FineTuning | None = None
+
+    @property
+    def tuned_model(self) -> Path:
+        """The folder of the fine-tuned model, next to that of the run."""
+        return self.folder.with_name(f"{self.folder.name}-sft")
+
+
+def cells_of(study: Study, scale: Scale, seeds: int, out: Path) -> list[Cell]:
+    """All runs of a study, seed by seed, so that the first results show every arm.
+
+    Raises:
+        RagenError: The settings of one of them exclude each other, or there are too few seeds.
+    """
+    if seeds < 2:
+        raise RagenError(f"--seeds {seeds}: an interval over seeds takes 2 or more")
+    cells = []
+    for seed, recipe, arm in product(range(seeds), study.grid(scale).recipes, study.arms):
+        config = study.config(scale, recipe, arm, seed)
+        folder = out.resolve() / _slug(recipe) / _slug(arm) / f"seed-{seed}"
+        cell = Cell(recipe, arm, seed, config, folder, config.model.path, study.sft.get(arm))
+        if cell.fine_tuning is not None:
+            cell = replace(cell, config=with_model(config, str(cell.tuned_model)))
+        cells.append(cell)
+    return cells
+
+
+def with_model(config: Config, path: str) -> Config:
+    """The config with another model to begin with."""
+    model = config.model.model_copy(update={"path": path})
+    return config.model_copy(update={"model": model})
+
+
+def _slug(name: str) -> str:
+    """A name as part of a path."""
+    return re.sub(r"[^\w.-]", "-", name).strip("-")
+
+
+def plan(study: Study, cells: Sequence[Cell]) -> str:
+    """A study's claim, predictions and runs, as text."""
+    lines = [f"{study.title} ({study.number})", f"claim: {study.claim}"]
+    lines += [f"predicts {prediction.words}" for prediction in study.predictions]
+    for cell in cells:
+        if cell.seed == 0:
+            changes = [f"{each.key} = {each.value!r}" for each in differences(cell.config)]
+            lines.append(f"{cell.folder}: {cell.config.algorithm}; {', '.join(changes)}")
+    return "\n".join([*lines, f"{len(cells)} runs"])
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """One prediction on one recipe: by how much the measure is above, with its interval."""
 
@@ -160,13 +226,8 @@ def load_study(name: str) -> Study:
     if name not in known:
         hint = nearest(name, known, f"studies are {', '.join(known)}")
         raise RagenError(f"unknown study {name!r}{hint}")
-    text = (resources.files("ragen.studies") / "findings" / f"{name}.toml").read_text(
-        encoding="utf-8"
-    )
-    try:
-        return Study(name=name, **tomllib.loads(text))
-    except ValidationError as error:  # a bug of the package: a test loads each study
-        raise AssertionError(f"study {name}: {error}") from error
+    file = resources.files("ragen.studies") / "findings" / f"{name}.toml"
+    return Study(name=name, **tomllib.loads(file.read_text(encoding="utf-8")))
 
 
 def decide(study: Study, scale: Scale, numbers: Mapping[str, Numbers]) -> list[Decision]:
@@ -179,9 +240,9 @@ def decide(study: Study, scale: Scale, numbers: Mapping[str, Numbers]) -> list[D
     for recipe in study.grid(scale).recipes:
         for prediction in study.predictions:
             values = numbers[prediction.measure]
-            ours = _finite(values[recipe, prediction.arm])
+            ours = finite(values[recipe, prediction.arm])
             if isinstance(prediction.above, str):
-                excess = mean_difference(ours, _finite(values[recipe, prediction.above]))
+                excess = mean_difference(ours, finite(values[recipe, prediction.above]))
             else:
                 mean, level = mean_interval(ours), prediction.above
                 excess = Interval(mean.value - level, mean.low - level, mean.high - level)
@@ -205,5 +266,6 @@ def verdict(decisions: Sequence[Decision]) -> Verdict:
     return "contradicts" if contradicted and not supported else "cannot decide"
 
 
-def _finite(values: Sequence[float]) -> list[float]:
+def finite(values: Sequence[float]) -> list[float]:
+    """The values that are finite."""
     return [value for value in values if math.isfinite(value)]
