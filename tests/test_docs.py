@@ -17,6 +17,7 @@ from ragen.config.sections import RESPONSES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXTEND = (ROOT / "docs" / "extend.md").read_text("utf-8")
 NAMES = [page.name for page in PAGES]
 
 
@@ -64,6 +65,8 @@ def test_commands_are_accepted(
     for key in re.findall(r"--([a-z_]+\.[a-z_.]+[a-z_])", page.read_text("utf-8")):
         canonical_key(key)
     monkeypatch.chdir(tmp_path)
+    (own,) = re.findall(r"into `mine.py`.*?```python\n(.*?)```", EXTEND, re.DOTALL)
+    Path("mine.py").write_text(own, "utf-8")
     for name, *rest in commands(page):
         assert name in COMMANDS
         if name == "train":

@@ -60,15 +60,16 @@ def test_the_page_stays_small() -> None:
 
 
 def test_the_page_of_extensions_works_as_written(project: Path, installed: Path) -> None:
-    for block in blocks("extend.md", "console"):
-        command, _, shown = block.removeprefix("$ ").replace("\\\n", " ").partition("\n")
+    shown = [*blocks("extend.md", "text"), ""]
+    for command, output in zip(blocks("extend.md", "sh"), shown, strict=True):
         done = console(project, installed, command)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(shown)
+        assert done.stdout.startswith(output)
     (run,) = (project / "runs").iterdir()
     saved = ragen.load_run(run)
     assert {Path(name).name for name in saved.config.sources} == {
-        *("mine.py:leave_one_out", "mine.py:undecided", "mine.py:long_thoughts", "mine.py:brevity")
+        *("mine.py:leave_one_out", "mine.py:reinforce", "mine.py:undecided"),
+        *("mine.py:long_thoughts", "mine.py:brevity"),
     }
     assert np.nanmin(saved.metrics["reward_terms/brevity"]) > 0
     export = console(project, installed, f"ragen export {run} --out policy")

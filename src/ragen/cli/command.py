@@ -59,6 +59,11 @@ class Parser(argparse.ArgumentParser):
         """Add an option without a value."""
         self.add_argument(name, action="store_true", help=text)
 
+    def output_flags(self) -> None:
+        """Add the output options of long-running commands."""
+        self.flag("--json", "end with the result as one JSON line")
+        self.flag("--quiet", "show no progress")
+
     def options(self) -> set[str]:
         """The names of this parser's options, such as ``--json``."""
         return {name for action in self._actions for name in action.option_strings}
@@ -154,9 +159,3 @@ def program() -> str:
     if shutil.which("ragen"):
         return "ragen"
     return os.path.relpath(Path(sys.executable).with_name("ragen"))
-
-
-def output_options(parser: Parser) -> None:
-    """Add the output options of long-running commands."""
-    parser.flag("--json", "end with the result as one JSON line")
-    parser.flag("--quiet", "show no progress")

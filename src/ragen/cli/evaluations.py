@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
 
 if TYPE_CHECKING:
-    from ragen.core.tables import Section
     from ragen.evaluation.outcomes import Outcome
     from ragen.evaluation.results import Evaluation
     from ragen.rollout.endpoint import Server
@@ -33,18 +32,15 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     from ragen.evaluation.targets import config_for
 
     server = _server(options)
-    _refuse_unwritable(options.markdown)
     prices = Prices(options.price_in, options.price_out)
     asked_in = [overrides | {"env": name} for name in _named_envs(options)] or [overrides]
     envs = [config_for(options.target, values, server).env for values in asked_in]
     for env in envs:  # all must exist before one is played
         make(env.name, **env.params)
-    sections = []
-    for env, values in zip(envs, asked_in, strict=True):
-        found = _evaluate(options, options.target, values, server, env.name)
-        sections.append(evaluation_table(*found, prices))
-        _print(options, evaluation_record(*found, prices), sections[-1])
-    _write(options.markdown, sections)
+    with _output(options) as put:
+        for env, values in zip(envs, asked_in, strict=True):
+            found = _evaluate(options, options.target, values, server, env.name)
+            put(evaluation_table(*found, prices), evaluation_record(*found, prices))
     return 0
 
 
@@ -56,13 +52,11 @@ def _compare_options(parser: Parser) -> None:
 
 
 def _compare(options: Namespace, overrides: Overrides) -> int:
-    from ragen.core.tables import show
     from ragen.evaluation.compare import compare_in_envs, refuse_absent_targets
     from ragen.evaluation.tables import closing_sections, comparison_table
     from ragen.evaluation.targets import is_local
 
     server, envs = _server(options), _compared_envs(options)
-    _refuse_unwritable(options.markdown)
 
     def measure(target: str, settings: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
         return _evaluate(options, target, settings, None if is_local(target) else server, target)
@@ -70,13 +64,12 @@ def _compare(options: Namespace, overrides: Overrides) -> int:
     arms = options.one.split(","), options.other.split(",")
     refuse_absent_targets(*arms, server)
     comparisons = []
-    for comparison in compare_in_envs(*arms, envs, overrides, measure, server is not None):
-        comparisons.append(comparison)
-        _print(options, comparison.record(), comparison_table(comparison))
-    closing = closing_sections(comparisons)
-    if not options.json:
-        show(terminal(), closing)
-    _write(options.markdown, [*map(comparison_table, comparisons), *closing])
+    with _output(options) as put:
+        for comparison in compare_in_envs(*arms, envs, overrides, measure, server is not None):
+            comparisons.append(comparison)
+            put(comparison_table(comparison), comparison.record())
+        for section in closing_sections(comparisons):
+            put(section)
     return 0
 
 
@@ -87,13 +80,48 @@ def _evaluate(
     server: Server | None,
     label: str,
 ) -> tuple[Evaluation, list[Outcome]]:
-    """Evaluate a target as the options say, with a progress bar."""
+    """Evaluate a target as the options say, with a progress bar if there is a terminal."""
+    from rich.progress import Progress
+
     from ragen.evaluation.evaluation import Options, default_out, evaluate_outcomes
 
     given = {key: getattr(options, key) for key in Options.__annotations__}
     given["out"] = options.out or default_out(target, server)
-    with _counting(label, options.episodes * options.samples) as count:
-        return evaluate_outcomes(target, settings, server=server, on_outcome=count, **given)
+    total, console = options.episodes * options.samples, terminal(stderr=True)
+    try:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(label, total=total)
+
+            def count(_: Outcome, left: int) -> None:
+                bar.update(task, completed=total - left)
+
+            return evaluate_outcomes(target, settings, server=server, on_outcome=count, **given)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command continues from here") from None
+
+
+@contextmanager
+def _output(options: Namespace) -> Iterator[Callable[..., None]]:
+    """Print each result as a table or a JSON line; at the end, write the tables as Markdown."""
+    from ragen.core.tables import Section, markdown, show
+
+    path: Path | None = options.markdown
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        reason = "is a folder" if path.is_dir() else "there is no such folder"
+        raise RagenError(f"cannot write {path}: {reason}; name a file with --markdown FILE")
+    sections: list[Section] = []
+
+    def put(section: Section, record: Mapping[str, Any] | None = None) -> None:
+        sections.append(section)
+        if not options.json:
+            show(terminal(), [section])
+        elif record is not None:
+            print(json.dumps(record), flush=True)
+
+    yield put
+    if path is not None:
+        with file_errors("write", path), whole_file(path) as temporary:
+            temporary.write_text(markdown(sections), encoding="utf-8")
 
 
 def _playing_options(parser: Parser) -> None:
@@ -107,8 +135,8 @@ def _playing_options(parser: Parser) -> None:
     take("--concurrency", "N", "episodes played at the same time", int)
     take("--base-url", "URL", "an OpenAI-compatible endpoint that serves the model")
     take("--key-env", "NAME", "environment variable of its key [OPENAI_API_KEY]")
-    take("--timeout", "S", "timeout of one request in seconds [120]", float)
-    take("--rpm", "N", "requests per minute [no limit]", float)
+    take("--timeout", "S", "timeout of one request in seconds [120]", float, dest="timeout_s")
+    take("--rpm", "N", "requests per minute [no limit]", float, dest="requests_per_minute")
     parser.flag("--json", "print one JSON object per environment")
     take("--markdown", "FILE", "also write the tables to FILE", Path)
     take("--out", "DIR", "folder for the outcomes [the run, or evals]", Path)
@@ -122,9 +150,8 @@ def _server(options: Namespace) -> Server | None:
     """The endpoint that the options describe."""
     from ragen.rollout.endpoint import Server
 
-    names = {"key_env": "key_env", "timeout_s": "timeout", "requests_per_minute": "rpm"}
-    given = {key: getattr(options, name) for key, name in names.items()}
-    asked = {key: value for key, value in given.items() if value is not None}
+    names = ("key_env", "timeout_s", "requests_per_minute")
+    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
     if asked and options.base_url is None:
         raise RagenError("--key-env, --timeout and --rpm configure an endpoint: add --base-url URL")
     return None if options.base_url is None else Server(options.base_url, **asked)
@@ -150,46 +177,6 @@ def _compared_envs(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
     if options.suite not in SUITES:
         raise RagenError(f"there is no suite {options.suite!r}: expected {' or '.join(SUITES)}")
     return SUITES[options.suite]
-
-
-@contextmanager
-def _counting(name: str, total: int) -> Iterator[Callable[[Outcome, int], None]]:
-    """A progress bar over the episodes, if standard error is a terminal."""
-    from rich.progress import Progress
-
-    console = terminal(stderr=True)
-    try:
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(name, total=total)
-            yield lambda _, left: bar.update(task, completed=total - left)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; the same command continues from here") from None
-
-
-def _print(options: Namespace, record: Mapping[str, Any], section: Section) -> None:
-    """Print one environment's result, as a JSON line or as a table."""
-    from ragen.core.tables import show
-
-    if options.json:
-        print(json.dumps(record), flush=True)
-    else:
-        show(terminal(), [section])
-
-
-def _refuse_unwritable(path: Path | None) -> None:
-    """Refuse a Markdown file that cannot be written, before anything is played."""
-    if path is None or (path.parent.is_dir() and not path.is_dir()):
-        return
-    reason = "is a folder" if path.is_dir() else "there is no such folder"
-    raise RagenError(f"cannot write {path}: {reason}; name a file with --markdown FILE")
-
-
-def _write(path: Path | None, sections: Sequence[Section]) -> None:
-    from ragen.core.tables import markdown
-
-    if path is not None:
-        with file_errors("write", path), whole_file(path) as temporary:
-            temporary.write_text(markdown(sections), encoding="utf-8")
 
 
 def _play_options(parser: Parser) -> None:

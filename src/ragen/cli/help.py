@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.resources.abc import Traversable
+from collections.abc import Mapping
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 
 from ragen.cli.command import Command, Parser
 
@@ -21,6 +21,8 @@ FIRST_KEYS = (
 """The common config keys; ``ragen train --help`` shows them."""
 
 SHELLS = ("bash", "zsh", "fish")
+TOPICS = ("recipes", "algorithms", "keys")
+"""The topics of ``ragen help``, in addition to the commands."""
 
 
 def overview(commands: Mapping[str, Command]) -> str:
@@ -42,44 +44,29 @@ def train_epilog() -> str:
     """The recipes and the common keys, under the help of ``ragen train``."""
     from ragen.config.reading import recipes
 
-    width = _width()
-    names = textwrap.fill(", ".join(recipes()), width, initial_indent="  ", subsequent_indent="  ")
-    return "\n".join(
-        [
-            "recipes (ragen help recipes describes them; a path to a .toml works too):",
-            names,
-            "\ncommon keys (ragen help keys lists all):",
-            *_keys(FIRST_KEYS, width),
-        ]
-    )
+    names = textwrap.wrap(", ".join(recipes()), _width() - 2)
+    lines = ["recipes (ragen help recipes describes them; a path to a .toml works too):"]
+    lines += [f"  {line}" for line in names]
+    lines.append("\ncommon keys (ragen help keys lists all):")
+    return "\n".join([*lines, *map(_describe, FIRST_KEYS)])
 
 
-def recipes_help() -> str:
-    """Every recipe with its first comment."""
-    from ragen.config.reading import recipes
-
-    return _listing("recipes: ragen train RECIPE", recipes())
-
-
-def algorithms_help() -> str:
-    """Every algorithm preset with its first comment."""
-    from ragen.config.reading import presets
-
-    return _listing("algorithms: ragen train RECIPE --algorithm NAME", presets())
-
-
-def keys_help() -> str:
-    """Every config key with its type and its default."""
+def topic_help(topic: str) -> str:
+    """All recipes or algorithms with their first comment, or all keys by section."""
     from ragen.config.keys import keys
+    from ragen.config.reading import first_comment, presets, recipes
 
-    title = "keys, each with its type and its default (a preset or recipe may change it):"
-    return "\n".join([title, *_keys([key for key in keys() if key != "recipe"], _width())])
-
-
-TOPICS: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {"recipes": recipes_help, "algorithms": algorithms_help, "keys": keys_help}
-)
-"""The topics of ``ragen help``, in addition to the commands."""
+    if topic == "keys":
+        lines = ["keys, each with its type and its default (a preset or recipe may change it):"]
+        known = [key for key in keys() if key != "recipe"]
+        for _, section in groupby(known, lambda key: key.rpartition(".")[0]):
+            lines += ["", *map(_describe, section)]
+        return "\n".join(lines)
+    title = f"{topic}: ragen train RECIPE"
+    if topic == "algorithms":
+        title += " --algorithm NAME"
+    files = recipes() if topic == "recipes" else presets()
+    return "\n".join([title, *(_entry(name, first_comment(file)) for name, file in files.items())])
 
 
 def completion(commands: Mapping[str, Command], shell: str) -> str:
@@ -109,44 +96,25 @@ def completion(commands: Mapping[str, Command], shell: str) -> str:
     return str(shtab.complete(root, shell=shell))
 
 
-def _keys(names: Sequence[str], width: int) -> Iterator[str]:
+def _describe(name: str) -> str:
+    """A key, by its full or short name, with its type, default and meaning."""
     from ragen.config.keys import SHORT, TABLES, expected, keys
 
-    section = None
-    full = {long: short for short, long in SHORT.items()}
-    for name in names:
-        key = SHORT.get(name, name)
-        field = keys()[key]
-        if name == key and key.rpartition(".")[0] != section and len(names) > len(FIRST_KEYS):
-            section = key.rpartition(".")[0]
-            yield ""
-        value = field.default
-        plain = str(value).lower() if isinstance(value, bool) else str(value)
-        title = f"--{name}" + (f", --{full[key]}" if name == key and key in full else "")
-        takes = f"{expected(key)} [{plain}]. "
-        if key in TABLES:
-            title, takes = f"--{key}.NAME", ""
-        yield from _entry(title, f"{takes}{field.description or ''}", width)
+    key = SHORT.get(name, name)
+    field = keys()[key]
+    if key in TABLES:
+        return _entry(f"--{key}.NAME", field.description or "")
+    value = field.default
+    plain = str(value).lower() if isinstance(value, bool) else str(value)
+    shorts = [f", --{short}" for short, long in SHORT.items() if long == name]
+    title = "".join([f"--{name}", *shorts])
+    return _entry(title, f"{expected(key)} [{plain}]. {field.description or ''}")
 
 
-def _listing(title: str, files: Mapping[str, Traversable]) -> str:
-    from ragen.config.reading import first_comment
-
-    lines = [title]
-    for name, file in files.items():
-        lines += _entry(name, first_comment(file), _width())
-    return "\n".join(lines)
-
-
-def _entry(name: str, text: str, width: int) -> list[str]:
-    wrapped = textwrap.wrap(
-        text,
-        width,
-        initial_indent=f"  {name:<27} ",
-        subsequent_indent=" " * 30,
-        break_on_hyphens=False,
-    )
-    return wrapped or [f"  {name}"]
+def _entry(name: str, text: str) -> str:
+    fill = partial(textwrap.fill, break_on_hyphens=False)
+    first = f"  {name:<27} "
+    return fill(text, _width(), initial_indent=first, subsequent_indent=" " * 30) or first
 
 
 def _width() -> int:

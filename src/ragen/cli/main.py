@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from ragen.cli import evaluations, runs, tools
 from ragen.cli.command import Command, Overrides, Parser, complain, parse
-from ragen.cli.help import SHELLS, TOPICS, completion, overview
+from ragen.cli.help import SHELLS, TOPICS, completion, overview, topic_help
 from ragen.core.errors import RagenError
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -87,7 +87,7 @@ def _help_options(parser: Parser) -> None:
 
 
 def _help(options: Namespace, _: Overrides) -> int:
-    print(TOPICS[options.topic]())
+    print(topic_help(options.topic))
     return 0
 
 

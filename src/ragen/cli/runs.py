@@ -9,15 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragen.cli.command import (
-    Command,
-    Overrides,
-    Parser,
-    complain,
-    output_options,
-    program,
-    terminal,
-)
+from ragen.cli.command import Command, Overrides, Parser, complain, program, terminal
 from ragen.cli.help import train_epilog
 from ragen.core.errors import RagenError
 
@@ -33,7 +25,7 @@ def _train_options(parser: Parser) -> None:
     parser.take("recipe", "RECIPE", "a recipe's name, or a path to a .toml")
     parser.take("--out", "DIR", "the run's folder; it must not exist [runs/RECIPE-N]", Path)
     parser.flag("--dry-run", "print the resolved config and do nothing")
-    output_options(parser)
+    parser.output_flags()
 
 
 def _train(options: Namespace, overrides: Overrides) -> int:
@@ -64,7 +56,7 @@ def _train(options: Namespace, overrides: Overrides) -> int:
 
 def _resume_options(parser: Parser) -> None:
     parser.take("run", "RUN", "the run's folder", Path)
-    output_options(parser)
+    parser.output_flags()
     parser.epilog = (
         "A run is resumed with its own settings. To train its model further with others: "
         "ragen train RECIPE --model RUN"

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragen.cli.command import Command, Overrides, Parser, output_options, program
+from ragen.cli.command import Command, Overrides, Parser, program
 from ragen.core.errors import RagenError
 
 PORT = 7246
@@ -31,7 +31,7 @@ def _sft_options(parser: Parser) -> None:
     parser.take("--episodes", "N", "episodes of optimal play [1024]", int)
     parser.take("--epochs", "E", "epochs over the examples [3]", int)
     parser.take("--lr", "LR", "learning rate [10 × the recipe's update.lr]", float)
-    output_options(parser)
+    parser.output_flags()
     parser.epilog = (
         "The recipe sets environment, prompts, budgets and model. Their keys and most\n"
         "update keys (ragen help keys) may be set too. Then: ragen train RECIPE --model DIR"
@@ -49,9 +49,7 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
 
     refuse_unread(overrides)
     if options.data and options.episodes is not None:
-        raise RagenError(
-            "--data and --episodes (of optimal play) exclude each other: leave out one"
-        )
+        raise RagenError("--episodes counts optimal play: leave out --episodes or --data")
     given = {name: getattr(options, name) for name in ("episodes", "epochs", "lr")}
     given = {name: value for name, value in given.items() if value is not None}
     watch = (lambda line: None) if options.quiet else partial(print, file=sys.stderr)

@@ -46,7 +46,7 @@ ENVS: dict[str, EnvSpec] = {
     "frozen-lake": EnvSpec(
         "ragen.envs.frozen_lake:FrozenLake",
         {},
-        "Cross slippery ice: a third of the moves go as meant.",
+        "Cross slippery ice: a third of the moves go as intended.",
     ),
     "frozen-lake-still": EnvSpec(
         "ragen.envs.frozen_lake:FrozenLake",
