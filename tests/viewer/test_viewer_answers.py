@@ -21,7 +21,7 @@ from ragen.storage.branches import FILE
 from ragen.storage.database import CONFIG, DATABASE, is_claimed
 from ragen.storage.recorder import Recorder
 from ragen.viewer import reading as viewer_reading
-from ragen.viewer.reading import NotFound, Request, Runs, Unanswered, Unreadable
+from ragen.viewer.reading import NotFound, Question, Runs, Unanswered, Unreadable
 from ragen.viewer.run_list import run_summary
 from ragen.viewer.server import ROUTES, Json
 from tests.cli.test_cli import evaluation
@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(root: Path, path: str, /, **query: Any) -> dict[str, Any]:
     """An answer as it arrives: through JSON, in which every number is finite or null."""
-    asked = Request(Runs(root), {name: str(value) for name, value in query.items()})
+    asked = Question(Runs(root), {name: str(value) for name, value in query.items()})
     found = ROUTES[f"/api/{path}"](asked)
     loaded: dict[str, Any] = json.loads(Json(found).body, parse_constant=pytest.fail)
     return loaded
@@ -525,7 +525,7 @@ def test_stored_outcomes_are_compared_where_the_game_is_one(tmp_path: Path) -> N
         ("run", {}, "the parameter 'run' is missing"),
         ("metrics", {"run": "lake"}, "the parameter 'names' is missing"),
         ("episode", {"run": "lake", "episode": "x"}, "episode = 'x': expected a whole number"),
-        ("episode", {"run": "lake", "episode": 10**30}, "too large"),
+        ("episode", {"run": "lake", "episode": 10**30}, "at most 64 bits"),
         ("episodes", {"run": "lake", "sort": "id; DROP"}, "sort by step, reward"),
         ("episodes", {"run": "lake", "reward_min": "nan"}, "expected a number"),
         ("episodes", {"run": "lake", "cursor": "%%%"}, "the cursor is not valid for this list"),

@@ -20,7 +20,7 @@ from ragen.diagnostics.collapse import HIGH_ENTROPY, HIGH_MI, MIN_PROMPTS
 from ragen.storage.database import new_run_folder
 from ragen.storage.recorder import Recorder
 from ragen.viewer.phrases import MOST_PHRASES, MOST_STEPS, spread
-from ragen.viewer.reading import NotFound, Request, Runs, Unanswered
+from ragen.viewer.reading import NotFound, Question, Runs, Unanswered
 from ragen.viewer.server import ROUTES, Json
 
 
@@ -34,7 +34,7 @@ def ask(recorder: Recorder, question: str, **params: Any) -> Any:
     recorder.commit()
     folder = recorder.folder
     query = {name: str(value) for name, value in params.items()}
-    asked = Request(Runs(folder.parent), {"run": folder.name} | query)
+    asked = Question(Runs(folder.parent), {"run": folder.name} | query)
     return json.loads(Json(ROUTES[question](asked)).body)
 
 

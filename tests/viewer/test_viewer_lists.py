@@ -16,7 +16,7 @@ from viewed import THOUGHTS, make_run
 from ragen.storage.database import DATABASE
 from ragen.viewer import episode_list, search
 from ragen.viewer.episode_list import SORTS, RowPosition, episodes, facets, selection_of
-from ragen.viewer.reading import Request, Runs, Unanswered, reading
+from ragen.viewer.reading import Question, Runs, Unanswered, reading
 from ragen.viewer.search import match_of
 
 
@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def listed(root: Path, **query: Any) -> dict[str, Any]:
     said = {name: str(value) for name, value in query.items()}
-    return episodes(Request(Runs(root), {"run": "lake", **said}))
+    return episodes(Question(Runs(root), {"run": "lake", **said}))
 
 
 def ids(root: Path, **query: Any) -> list[int]:
@@ -193,7 +193,7 @@ def test_lists_read_the_index_alone(root: Path) -> None:
             assert not any(step.startswith("SCAN episodes") for step in steps[1:])
         filters = {"success": "1", "alarm": "1", "reward_min": "0"}
         for sort in SORTS:
-            wanted = selection_of(Request(Runs(root), {"sort": sort, **filters}))
+            wanted = selection_of(Question(Runs(root), {"sort": sort, **filters}))
             pages: list[str] = []
             connection.set_trace_callback(pages.append)
             wanted.page(run, RowPosition(0.0, 1), 10)

@@ -8,7 +8,7 @@ from typing import Any
 from ragen.core.metrics import Series
 from ragen.diagnostics.collapse import HIGH_ENTROPY, HIGH_MI, MIN_PROMPTS, REGIMES
 from ragen.reports.facts import GRADIENTS, current
-from ragen.viewer.reading import Answer, NotFound, Request, RunReader, array_of, loaded
+from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of, loaded
 
 INFORMATION = "information/"
 """Prefix of the information metrics; the path of the sampling follows."""
@@ -28,7 +28,7 @@ DIGITS = 4
 """Decimals of a score, in nats: more than the drawing of the matrix needs."""
 
 
-def collapse(asked: Request) -> Answer:
+def collapse(asked: Question) -> Answer:
     """``/api/collapse``: information metrics over steps, the recorded matrices, gradient norms.
 
     Raises:
@@ -82,7 +82,7 @@ def _gradients(course: Mapping[str, Series]) -> Answer:
     }
 
 
-def matrix(asked: Request) -> Answer:
+def matrix(asked: Question) -> Answer:
     """``/api/matrix``: the cross-scores of a step, with its thoughts and prompts.
 
     A score of −∞ is null.

@@ -24,7 +24,7 @@ from ragen.core.statistics import (
 from ragen.evaluation.outcomes import how_sampled
 from ragen.evaluation.targets import DISPLAY_KEYS
 from ragen.viewer.episode_page import detail
-from ragen.viewer.reading import Answer, Request, RunReader, loaded
+from ragen.viewer.reading import Answer, Question, RunReader, loaded
 from ragen.viewer.run_list import evaluations, read_settings
 
 MOST_OF_LEVEL = 400
@@ -49,7 +49,7 @@ Recorded = Mapping[tuple[str, str], list[EpisodeSet]]
 """A run's own evaluations that count, by phase and environment, in the order of the steps."""
 
 
-def compare(asked: Request) -> Answer:
+def compare(asked: Question) -> Answer:
     """``/api/compare``: how much better the second of two sets of episodes does than the first.
 
     Without ``other``, these are the first and the last evaluation of a run. With it, they are the
@@ -72,7 +72,7 @@ def compare(asked: Request) -> Answer:
     return {"comparisons": found}
 
 
-def levels(asked: Request) -> Answer:
+def levels(asked: Question) -> Answer:
     """``/api/levels``: the levels that were evaluated at more than one step.
 
     ``successes`` are the shares of the episodes of each step that succeeded.
@@ -94,7 +94,7 @@ def levels(asked: Request) -> Answer:
     return {"levels": found}
 
 
-def level(asked: Request) -> Answer:
+def level(asked: Question) -> Answer:
     """``/api/level``: the episodes of one level that count, by step.
 
     Raises:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ragen.reports.facts import ALARM
-from ragen.viewer.reading import Answer, Request, RunReader, Unanswered
+from ragen.viewer.reading import Answer, Question, RunReader, Unanswered
 from ragen.viewer.search import HITS, found_among, found_by, match_of, snippet
 
 SORTS = {
@@ -52,16 +52,16 @@ FROM = "FROM episodes INDEXED BY episodes_for_lists"
 FACETS = ("phase", "env", "stop_reason")
 """Columns with a choice of values; they are the first ones of the index."""
 
-FILTERS: Mapping[str, tuple[str, Callable[[Request, str], Any]]] = {
-    **{name: (f"{name} = ?", Request.text) for name in FACETS},
-    "step_from": ("step >= ?", Request.whole_number),
-    "step_to": ("step <= ?", Request.whole_number),
-    "group": ('"group" = ?', Request.whole_number),
-    "level_seed": ("level_seed = ?", Request.whole_number),
-    "success": ("success = ?", Request.whole_number),
-    "kept": ("kept = ?", Request.whole_number),
-    "reward_min": ("reward >= ?", Request.number),
-    "reward_max": ("reward <= ?", Request.number),
+FILTERS: Mapping[str, tuple[str, Callable[[Question, str], Any]]] = {
+    **{name: (f"{name} = ?", Question.text) for name in FACETS},
+    "step_from": ("step >= ?", Question.whole_number),
+    "step_to": ("step <= ?", Question.whole_number),
+    "group": ('"group" = ?', Question.whole_number),
+    "level_seed": ("level_seed = ?", Question.whole_number),
+    "success": ("success = ?", Question.whole_number),
+    "kept": ("kept = ?", Question.whole_number),
+    "reward_min": ("reward >= ?", Question.number),
+    "reward_max": ("reward <= ?", Question.number),
 }
 """By parameter, a condition on the rows of a list and how its value is read."""
 
@@ -104,7 +104,7 @@ class Selection(NamedTuple):
         return f"{FROM} WHERE {' AND '.join(('TRUE', *self.conditions))}"
 
 
-def episodes(asked: Request) -> Answer:
+def episodes(asked: Question) -> Answer:
     """``/api/episodes``: one page of the list.
 
     Raises:
@@ -131,7 +131,7 @@ def episodes(asked: Request) -> Answer:
     return {"episodes": rows, "next": following, "total": total, "facets": choices}
 
 
-def selection_of(asked: Request) -> Selection:
+def selection_of(asked: Question) -> Selection:
     """The conditions and the order in a request.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ragen.core.types import FAILED
 from ragen.viewer.episode_list import NAMED, as_json
-from ragen.viewer.reading import Answer, NotFound, Request, RunReader, array_of, loaded
+from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of, loaded
 from ragen.viewer.run_list import read_settings
 
 FULL = f"{NAMED}, final_observation, final_picture"
@@ -32,7 +32,7 @@ TRAINED = {
 """The numbers of a trained token, and their columns."""
 
 
-def episode(asked: Request) -> Answer:
+def episode(asked: Question) -> Answer:
     """``/api/episode``: one episode, turn by turn.
 
     Raises:
@@ -84,7 +84,7 @@ def _samples(run: RunReader, row: sqlite3.Row, columns: str) -> list[sqlite3.Row
     return run.rows(f"SELECT {columns} FROM samples WHERE {where} ORDER BY id", *place)
 
 
-def group(asked: Request) -> Answer:
+def group(asked: Question) -> Answer:
     """``/api/group``: the episodes of one prompt, and how the filter treated them.
 
     Raises:
@@ -130,7 +130,7 @@ def _changes(run: RunReader, attempt: int) -> dict[str, Any]:
     return changes
 
 
-def tokens(asked: Request) -> Answer:
+def tokens(asked: Question) -> Answer:
     """``/api/tokens``: flat token sequences, in the order of the turns.
 
     The ``source`` is ``trained`` for the samples of the optimiser, with its numbers for each token.

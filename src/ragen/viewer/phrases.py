@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TypeVar
 
-from ragen.viewer.reading import Answer, Request, RunReader, Unanswered
+from ragen.viewer.reading import Answer, Question, RunReader, Unanswered
 
 MOST_STEPS, MOST_EPISODES = 40, 128
 """Steps that are counted, evenly over the run, and episodes of each: more would take long and
@@ -22,7 +22,7 @@ LONGEST = 12
 Item = TypeVar("Item")
 
 
-def phrases(asked: Request) -> Answer:
+def phrases(asked: Question) -> Answer:
     """``/api/phrases``: the most frequent phrases, and the share of thoughts with them by step.
 
     Raises:

@@ -114,8 +114,8 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request: the runs that it is about, and its parameters as text."""
+class Question:
+    """A request to the API: the runs that it is about, and its parameters as text."""
 
     runs: Runs
     query: Mapping[str, str]
@@ -139,13 +139,10 @@ class Request:
         if default is not None and name not in self.query:
             return default
         text = self.text(name)
-        try:
-            number = int(text)
-        except ValueError:
-            raise Unanswered(f"{name} = {text[:40]!r}: expected a whole number") from None
-        if not -(2**63) <= number < 2**63:
-            raise Unanswered(f"{name} = {text[:40]!r}: too large")
-        return number
+        with contextlib.suppress(ValueError):
+            if -(2**63) <= (number := int(text)) < 2**63:
+                return number
+        raise Unanswered(f"{name} = {text[:40]!r}: expected a whole number of at most 64 bits")
 
     def number(self, name: str) -> float:
         """A required parameter that is a finite number.

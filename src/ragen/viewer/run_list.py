@@ -10,8 +10,9 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
 
 from ragen.config.config import Config
 from ragen.config.earlier import present_values
@@ -24,7 +25,7 @@ from ragen.storage.database import CONFIG, is_claimed
 from ragen.storage.reader import attempts_of
 from ragen.viewer.reading import (
     Answer,
-    Request,
+    Question,
     RunReader,
     Runs,
     Unreadable,
@@ -50,7 +51,7 @@ UNKNOWN: Answer = {
 """The values of a run that cannot be read."""
 
 
-def runs(asked: Request) -> Answer:
+def runs(asked: Question) -> Answer:
     """``/api/runs``: the runs of the folder, latest start first."""
     found = [run_summary(asked.runs, run) for run in asked.runs.ids()]
     found.sort(key=lambda run: (run["started"], run["run"]), reverse=True)
@@ -133,7 +134,7 @@ def _progress(run: RunReader, config: Flat) -> Answer:
         "gain": _gain(trained),
         "random": shown.get("random"),
         "optimal": shown.get("optimal"),
-        "spark": thinned(list(course.get("success/mean", {}).values()), SPARK),
+        "spark": _thinned(list(course.get("success/mean", {}).values()), SPARK),
         "alarms": run.value("SELECT count(*) FROM events WHERE kind = ?", ALARM),
         "last_event": last_event,
     }
@@ -187,13 +188,7 @@ def _gain(evaluated: list[Answer]) -> Answer | None:
     return asdict(difference(Interval(**latest), Interval(**first)))
 
 
-def thinned(numbers: list[float], most: int) -> list[float]:
-    """At most `most` numbers, each the mean of a range.
-
-    Example:
-        >>> thinned([1.0, 3.0, 5.0, 7.0], 2)
-        [2.0, 6.0]
-    """
-    cells = min(most, len(numbers))
-    edges = [round(place * len(numbers) / cells) for place in range(cells + 1)] if cells else []
-    return [sum(numbers[a:b]) / (b - a) for a, b in pairwise(edges)]
+def _thinned(numbers: list[float], most: int) -> list[float]:
+    """At most `most` numbers, each the mean of a range."""
+    ranges = np.array_split(numbers, min(most, len(numbers))) if numbers else []
+    return [float(each.mean()) for each in ranges]

@@ -13,7 +13,7 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
 from ragen.reports.facts import EXACT, SIGNALS, TERMS, current, rolled_back, seconds_by_phase
 from ragen.storage.database import CONFIG
-from ragen.viewer.reading import Answer, Request, RunReader, Unreadable, loaded
+from ragen.viewer.reading import Answer, Question, RunReader, Unreadable, loaded
 from ragen.viewer.run_list import evaluations, read_settings, run_summary
 
 COUNTED = {
@@ -24,7 +24,7 @@ COUNTED = {
 """The horizontal axes besides the step, and their metrics."""
 
 
-def about(asked: Request) -> Answer:
+def about(asked: Question) -> Answer:
     """``/api/run``: one run, without its curves and episodes.
 
     Raises:
@@ -95,7 +95,7 @@ def _differences(folder: Path) -> list[Answer] | None:
     ]
 
 
-def difference(asked: Request) -> Answer:
+def difference(asked: Question) -> Answer:
     """``/api/difference``: the keys in which two runs' configs differ.
 
     Raises:
@@ -111,7 +111,7 @@ def difference(asked: Request) -> Answer:
     }
 
 
-def metrics(asked: Request) -> Answer:
+def metrics(asked: Question) -> Answer:
     """``/api/metrics``: curves over any axis, with the rolled-back parts.
 
     Raises:

@@ -21,8 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -39,10 +38,10 @@ from ragen.viewer import (
 )
 from ragen.viewer.branching import Branching
 from ragen.viewer.live import Live
-from ragen.viewer.reading import Answer, Request, Runs, Unanswered
+from ragen.viewer.reading import Answer, Question, Runs, Unanswered
 from ragen.viewer.security import AccessControl, is_loopback, refusal
 
-ROUTES: Mapping[str, Callable[[Request], Answer]] = MappingProxyType(
+ROUTES: Mapping[str, Callable[[Question], Answer]] = MappingProxyType(
     {
         "/api/runs": run_list.runs,
         "/api/run": run_page.about,
@@ -73,7 +72,7 @@ COMPRESSED = 2000
 LARGEST_BODY = 10_000
 """Largest body of a POST request, in bytes; it holds a few numbers."""
 
-Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Json(JSONResponse):
@@ -107,7 +106,7 @@ def application(root: Path, port: int, token: str | None = None) -> Viewer:
     runs, branching = Runs(root), Branching()
     live = Live(runs)
 
-    def branches(asked: Request) -> Answer:
+    def branches(asked: Question) -> Answer:
         return branching.branches(asked.folder(), asked.whole_number("episode"))
 
     routes = [
@@ -136,20 +135,20 @@ class Viewer(NamedTuple):
     branching: Branching
 
 
-async def _front_page(request: HttpRequest) -> Response:
+async def _front_page(request: Request) -> Response:
     return FileResponse(STATIC / "index.html")
 
 
-def _endpoint(runs: Runs, answer: Callable[[Request], Answer]) -> Endpoint:
-    async def endpoint(request: HttpRequest) -> Response:
+def _endpoint(runs: Runs, answer: Callable[[Question], Answer]) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
         # Reading and building JSON take time, and must not block the event loop.
-        return await run_in_threadpool(lambda: Json(answer(Request(runs, request.query_params))))
+        return await run_in_threadpool(lambda: Json(answer(Question(runs, request.query_params))))
 
     return endpoint
 
 
 def _events(runs: Runs, live: Live) -> Endpoint:
-    async def endpoint(request: HttpRequest) -> Response:
+    async def endpoint(request: Request) -> Response:
         run = request.query_params.get("run")
         folder = None if run is None else await run_in_threadpool(runs.folder, run)
         if request.method == "HEAD":
@@ -160,7 +159,7 @@ def _events(runs: Runs, live: Live) -> Endpoint:
 
 
 def _branch(runs: Runs, branching: Branching) -> Endpoint:
-    async def endpoint(request: HttpRequest) -> Response:
+    async def endpoint(request: Request) -> Response:
         body = await _body(request)
         if not isinstance(body.get("run"), str):
             raise Unanswered("the key 'run' is missing")
@@ -171,7 +170,7 @@ def _branch(runs: Runs, branching: Branching) -> Endpoint:
     return endpoint
 
 
-async def _body(request: HttpRequest) -> dict[str, Any]:
+async def _body(request: Request) -> dict[str, Any]:
     """The JSON object in the body of a request.
 
     Raises:
@@ -198,16 +197,16 @@ async def _body(request: HttpRequest) -> dict[str, Any]:
     return asked
 
 
-async def _http_error(request: HttpRequest, error: HTTPException) -> Response:
+async def _http_error(request: Request, error: HTTPException) -> Response:
     return refusal(error.status_code, error.detail)
 
 
-async def _unanswered(request: HttpRequest, error: RagenError) -> Response:
+async def _unanswered(request: Request, error: RagenError) -> Response:
     status = error.status if isinstance(error, Unanswered) else 409
     return refusal(status, " ".join(str(error).split()))
 
 
-async def _bug(request: HttpRequest, error: Exception) -> Response:
+async def _bug(request: Request, error: Exception) -> Response:
     return refusal(500, "a bug in the viewer; see its terminal for details")
 
 

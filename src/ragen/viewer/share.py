@@ -19,7 +19,7 @@ from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
 from ragen.viewer.bundle import page
 from ragen.viewer.phrases import spread
-from ragen.viewer.reading import Request, Runs
+from ragen.viewer.reading import Answer, Question, Runs
 from ragen.viewer.server import ROUTES, finite
 
 MOST_MATRICES, MOST_LEVELS = 8, 12
@@ -46,8 +46,6 @@ _FOLDERS = re.compile(
 )
 _SERVER = re.compile(r"\b(https?|grpc|tcp)://[^\s/'\"`,;()<>]+")
 _PLACES = ((_SERVER, r"\1://…"), (_QUOTED, ""), (_HOME, "~"), (_FOLDERS, ""))
-
-Answers = dict[str, Any]
 
 
 def share(run: Path, out: Path, *, episode: int | None = None, group: int | None = None) -> Path:
@@ -95,14 +93,14 @@ class _Held:
     def __init__(self, folder: Path, start: str) -> None:
         self.runs, self.run, self.start = Runs(folder.parent), folder.name, start
         self.pages = [start.partition("?")[0]]
-        self.answers: Answers = {}
+        self.answers: Answer = {}
         self._anonymizer = Anonymizer(folder)
         self.about_run = self.ask("/api/run")
 
     def ask(self, question: str, /, **params: Any) -> Any:
         """The answer to a request about the run, which is added to the file."""
         query = {"run": self.run} | {name: str(value) for name, value in params.items()}
-        answer = ROUTES[question](Request(self.runs, query))
+        answer = ROUTES[question](Question(self.runs, query))
         found = self._anonymizer.anonymized(finite(answer))
         # All curves are one answer, whichever of them a page requests (`static/api.js`).
         held = {"run": self.run} if question == "/api/metrics" else query
@@ -152,9 +150,9 @@ def _run(folder: Path) -> _Held:
     return held
 
 
-def _shorten(found: Answers, name: str, kind: str, most: int) -> None:
+def _shorten(found: Answer, name: str, kind: str, most: int) -> None:
     """Keep at most `most` of each kind, evenly spaced; ``all`` has the number of each kind."""
-    alike: dict[str, list[Answers]] = {}
+    alike: dict[str, list[Answer]] = {}
     for each in found[name]:
         alike.setdefault(each[kind], []).append(each)
     found["all"] = {one: len(those) for one, those in alike.items()}
