@@ -23,8 +23,7 @@ from ragen.rollout.episode import play_episode
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import random_player
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.setup import Setup, make_setup
-from ragen.rollout.specs import EpisodeSpec
+from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 RIGHT = "t</think><answer>Right || Right || Right || Right || Right</answer>"

@@ -17,8 +17,7 @@ from ragen.envs.registry import make
 from ragen.rollout.episode import play_episode
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.policies import NoCompletion, ScriptedPolicy
-from ragen.rollout.setup import Setup
-from ragen.rollout.specs import EpisodeSpec
+from ragen.rollout.setup import EpisodeSpec, Setup
 from tests.rogue import Rogue
 
 

@@ -27,8 +27,7 @@ from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode, require_unchanged
 from ragen.rollout.policies import fingerprint
-from ragen.rollout.setup import Setup
-from ragen.rollout.specs import BranchSpec, EpisodeSpec
+from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 from ragen.storage.branches import FILE, Request, write_branches
 from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder

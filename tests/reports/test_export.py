@@ -32,8 +32,7 @@ from ragen.reports.facts import read_facts
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.setup import make_setup
-from ragen.rollout.specs import EpisodeSpec
+from ragen.rollout.setup import EpisodeSpec, make_setup
 from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_state
 from ragen.training.trainer import train
 from tests.speaker import settings

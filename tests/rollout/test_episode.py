@@ -23,8 +23,7 @@ from ragen.rollout.episode import play_episode
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player, solver
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.setup import Setup, make_setup
-from ragen.rollout.specs import EpisodeSpec
+from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
 from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_tokenizer
 

@@ -39,8 +39,7 @@ from ragen.rollout.reward_terms import (
     thought_info,
     thought_metrics,
 )
-from ragen.rollout.setup import Setup, make_setup
-from ragen.rollout.specs import EpisodeSpec
+from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
 
 FULL = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError, nearest
-from ragen.core.plugins import LOAD_S, Loaded, installed, load_object
+from ragen.core.plugins import LOAD_S, installed, load_object
 from ragen.envs.contract import Env
 
 GROUP = "ragen.envs"
@@ -32,37 +32,32 @@ class EnvSpec:
     description: str = ""
 
 
+BANDIT = "ragen.envs.bandit:Bandit"
+FROZEN_LAKE = "ragen.envs.frozen_lake:FrozenLake"
+SOKOBAN = "ragen.envs.sokoban:Sokoban"
 ENVS: dict[str, EnvSpec] = {
-    "bandit": EnvSpec(
-        "ragen.envs.bandit:Bandit",
-        {},
-        "Two named arms, one pull: tell from the names which pays more.",
-    ),
+    "bandit": EnvSpec(BANDIT, {}, "Two named arms, one pull: tell from the names which pays more."),
     "bandit-rev": EnvSpec(
-        "ragen.envs.bandit:Bandit",
+        BANDIT,
         {"reverse": True},
         "Bandit with the meanings swapped: the name that sounds safe is the risky arm.",
     ),
     "frozen-lake": EnvSpec(
-        "ragen.envs.frozen_lake:FrozenLake",
-        {},
-        "Cross slippery ice: a third of the moves go as intended.",
+        FROZEN_LAKE, {}, "Cross slippery ice: a third of the moves go as intended."
     ),
     "frozen-lake-still": EnvSpec(
-        "ragen.envs.frozen_lake:FrozenLake",
+        FROZEN_LAKE,
         {"success_probability": 1.0},
         "FrozenLake without slipping: a shortest path around the holes.",
     ),
-    "sokoban": EnvSpec(
-        "ragen.envs.sokoban:Sokoban", {}, "Push one box onto its target; a wrong push may be final."
-    ),
+    "sokoban": EnvSpec(SOKOBAN, {}, "Push one box onto its target; a wrong push may be final."),
     "sokoban-large": EnvSpec(
-        "ragen.envs.sokoban:Sokoban",
+        SOKOBAN,
         {"rows": 8, "cols": 8, "boxes": 2, "search_depth": 10},
         "Sokoban on 8×8 cells with two boxes.",
     ),
     "sokoban-new-symbols": EnvSpec(
-        "ragen.envs.sokoban:Sokoban",
+        SOKOBAN,
         {"symbols": "new"},
         "Sokoban drawn with other symbols: does the skill carry over?",
     ),
@@ -117,9 +112,8 @@ def env_factory(name: str, **params: Any) -> Callable[[], Env]:
     Raises:
         RagenError: As `make`, except for what the class itself raises.
     """
-    cls: type[Env] = load_env(name).object
-    spec = ENVS.get(name)
-    settings = {**(spec.params if spec else {}), **params}
+    cls = env_class(name)
+    settings = {**(ENVS[name].params if name in ENVS else {}), **params}
     _check_params(name, cls, settings)
 
     def factory() -> Env:
@@ -133,8 +127,8 @@ def env_factory(name: str, **params: Any) -> Callable[[], Env]:
     return factory
 
 
-def load_env(name: str) -> Loaded:
-    """The class of an environment, with the provenance of its code.
+def env_class(name: str) -> type[Env]:
+    """The class of an environment.
 
     Raises:
         RagenError: There is no such environment, its file cannot be loaded, or the class lacks a
@@ -144,12 +138,11 @@ def load_env(name: str) -> Loaded:
         otherwise = "`ragen envs` lists them, and path/to/file.py:Class names your own"
         raise RagenError(f"unknown environment {name!r}{nearest(name, known, otherwise)}")
     reference = ENVS[name].entry if name in ENVS else name
-    loaded = load_object(
-        reference, GROUP, kind="environment (subclass of ragen.Env)", accepts=_is_env_class
-    )
-    if missing := sorted(loaded.object.__abstractmethods__):
+    kind = "environment (subclass of ragen.Env)"
+    cls: type[Env] = load_object(reference, GROUP, kind=kind, accepts=_is_env_class).object
+    if missing := sorted(cls.__abstractmethods__):
         raise RagenError(f"environment {name} lacks {', '.join(missing)}")
-    return loaded
+    return cls
 
 
 def parameter_names(name: str) -> list[str]:
@@ -162,21 +155,17 @@ def parameter_names(name: str) -> list[str]:
         >>> parameter_names("frozen-lake")
         ['size', 'p_frozen', 'success_probability', 'observation']
     """
-    return _parameters(load_env(name).object)
+    signature = inspect.signature(env_class(name)).parameters.values()
+    return [p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _is_env_class(value: Any) -> bool:
     return inspect.isclass(value) and issubclass(value, Env) and value is not Env
 
 
-def _parameters(cls: type[Env]) -> list[str]:
-    signature = inspect.signature(cls).parameters.values()
-    return [p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
 def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
     signature = inspect.signature(cls).parameters.values()
-    known = _parameters(cls)
+    known = parameter_names(name)
     open_ended = any(p.kind == p.VAR_KEYWORD for p in signature) and "__init__" in vars(cls)
     hints = get_type_hints(cls.__init__)
     for key, value in params.items():

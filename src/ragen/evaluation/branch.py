@@ -29,8 +29,7 @@ from ragen.evaluation.outcomes import how_sampled
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_unchanged
 from ragen.rollout.groups import run_episodes
-from ragen.rollout.setup import Setup, make_setup
-from ragen.rollout.specs import BranchSpec
+from ragen.rollout.setup import BranchSpec, Setup, make_setup
 from ragen.storage.branches import MOST, Request, write_branches
 from ragen.storage.checkpoint import checkpoint_of, choose, folders, read_state, step_of
 from ragen.storage.database import CONFIG, check_run_folder

@@ -31,8 +31,7 @@ from ragen.rollout.endpoint import Server
 from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Closable, Policy
-from ragen.rollout.setup import Setup, make_setup
-from ragen.rollout.specs import EpisodeSpec
+from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
 
 EVALS = Path("evals")
 """The folder of outcomes whose target is no run."""

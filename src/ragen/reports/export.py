@@ -27,8 +27,7 @@ from ragen.reports.facts import read_facts
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.setup import make_setup
-from ragen.rollout.specs import EpisodeSpec
+from ragen.rollout.setup import EpisodeSpec, make_setup
 from ragen.rollout.template import DAY
 from ragen.storage.checkpoint import Damaged, choose, folders, new_folder, step_of, verified_state
 

@@ -83,11 +83,10 @@ class Chat:
         # Episodes of a group begin alike, and in a small environment often show the same again.
         self._cached_ids = lru_cache(maxsize=1024)(self._ids)
         self._pieces: dict[int, str] = {}
-        self._prefills: dict[str, Ids] = {"": ()}
-
         self._template = Template(tokenizer, think)
         self.opening = self._template.opening
         start = self._template.start
+        self._prefill_ids = lru_cache(lambda text: self._ids_after(start, text) if text else ())
         self._num_opening = len(self._ids_after(start.removesuffix(self.opening), self.opening))
         self._end = self._special_token(self._template.closing())
         ends = (self._end, tokenizer.eos_token_id)
@@ -224,9 +223,7 @@ class Chat:
     def _prefilled(self, ids: Ids, prefill: str) -> tuple[Ids, int]:
         if self.opening and prefill.strip() in ("", self.opening.strip()):
             return ids, self._num_opening
-        if prefill not in self._prefills:
-            self._prefills[prefill] = self._ids_after(self._template.start, prefill)
-        more = self._prefills[prefill]
+        more = self._prefill_ids(prefill)
         return ids + more, len(more)
 
     def _special_token(self, text: str) -> int | None:

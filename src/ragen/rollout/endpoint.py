@@ -30,31 +30,22 @@ from ragen.rollout.policies import NoCompletion
 
 KEY_ENV = "OPENAI_API_KEY"
 """Default environment variable of the key."""
-
 CONNECT_S = 10.0
 """Time limit for opening a connection."""
-
 TRIES = 8
 """Number of attempts for one completion."""
-
 GIVE_UP_S = 900.0
 """Time limit for all attempts at one completion, waits included."""
-
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 """The wait before the second attempt, doubled before each further one, and its limit."""
-
 MAX_LOST = 16
 """Consecutive lost completions after which the server counts as gone."""
-
 TEMPORARY = (408, 409, 425, 429)
 """Status codes below 500 after which the same request may succeed later."""
-
 MAX_SHOWN = 300
 """Greatest number of characters of a server's error message that are shown."""
-
 MAX_TOKENS = 2**31
 """A server's token count from here on is not believed."""
-
 MIN_KEY = 8
 """Length from which a key is a secret; shorter ones are dummies for local servers."""
 
@@ -156,15 +147,14 @@ class ChatEndpoint:
         for number in range(TRIES):
             try:
                 completion = await self._ask(prompt)
-            except _TemporaryError as error:
-                failure = error
-                wait = max(error.after_s, backoff(number, chance.random()))
-                if number + 1 == TRIES or time.monotonic() + wait - begun > GIVE_UP_S:
-                    break
-                await asyncio.sleep(wait)
-            else:
                 self._answered, self._lost = True, 0
                 return completion
+            except _TemporaryError as error:
+                failure = error
+            wait = max(failure.after_s, backoff(number, chance.random()))
+            if number + 1 == TRIES or time.monotonic() + wait - begun > GIVE_UP_S:
+                break
+            await asyncio.sleep(wait)
         self._lost += 1
         if not self._answered:
             raise RagenError(f"{self._server.url} answered no request: {failure}; is it running?")
@@ -187,9 +177,8 @@ class ChatEndpoint:
             raise _TemporaryError(f"no answer in {self._server.timeout_s:g} s") from None
         except httpx.RequestError as error:
             reason = self._server.hide(str(error))
-            raise _TemporaryError(
-                f"{type(error).__name__}{f' ({reason})' if reason else ''}"
-            ) from None
+            name = type(error).__name__
+            raise _TemporaryError(f"{name} ({reason})" if reason else name) from None
         text = self._server.hide(response.text)
         if response.status_code == 200:
             return read_reply(text, self._think)
@@ -200,7 +189,7 @@ class ChatEndpoint:
     ) -> Completion:
         """Act on a status other than 200: raise, or repeat the request in the server's dialect."""
         status, (message, code) = response.status_code, error_message(text)
-        what = f"HTTP {status}{f': {message}' if message else ''}"
+        what = f"HTTP {status}: {message}".removesuffix(": ")
         if code == "insufficient_quota":  # OpenAI's 429 that waiting does not cure
             raise RagenError(f"{self._server.url} has no quota left ({what})")
         if status in TEMPORARY or status >= 500:
@@ -227,15 +216,14 @@ class ChatEndpoint:
         raise RagenError(f"{self._server.url} refused {self._model!r} ({what}); {remedy}")
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:
-        body: dict[str, Any] = {
+        return {
             "model": self._model,
             "messages": [dict(message) for message in prompt.messages],
             self._length_key: prompt.max_tokens,
             "temperature": prompt.temperature,
+            # Some servers store the seed in 32 bits.
+            **({"seed": prompt.seed % 2**31} if self._takes_seed else {}),
         }
-        if self._takes_seed:
-            body["seed"] = prompt.seed % 2**31  # some servers store it in 32 bits
-        return body
 
     def _adapts(self, sent: Mapping[str, Any], message: str) -> bool:
         """Whether the server needs the same request in another dialect, which is used from now."""

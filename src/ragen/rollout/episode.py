@@ -22,8 +22,7 @@ from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import NoCompletion, Policy, written_completion
 from ragen.rollout.prompt import Limits, PromptBuilder
 from ragen.rollout.reward_terms import apply_reward_terms, thought_info
-from ragen.rollout.setup import Setup
-from ragen.rollout.specs import BranchSpec, EpisodeSpec
+from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 
 
 async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: EpisodeSpec) -> Episode:

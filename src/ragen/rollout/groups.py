@@ -10,8 +10,7 @@ from ragen.core.types import Episode, Group
 from ragen.rollout.episode import play_episode
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Policy
-from ragen.rollout.setup import Setup
-from ragen.rollout.specs import EpisodeSpec
+from ragen.rollout.setup import EpisodeSpec, Setup
 
 
 async def run_groups(

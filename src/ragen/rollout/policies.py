@@ -66,18 +66,13 @@ class ScriptedPolicy:
         script: Sequence[str] | Callable[[Prompt], str],
         encode: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
-        self._replies = iter(script) if not callable(script) else None
-        self._script = script
+        replies = iter(() if callable(script) else script)
+        self._reply = script if callable(script) else lambda prompt: next(replies)
         self._encode = encode
 
     async def complete(self, prompt: Prompt) -> Completion:
         """The next reply of the list, or that of the function; too short a list is a bug."""
-        if self._replies is not None:
-            text = next(self._replies)
-        else:
-            assert callable(self._script)
-            text = self._script(prompt)
-        return written_completion(text, self._encode)
+        return written_completion(self._reply(prompt), self._encode)
 
 
 def written_completion(

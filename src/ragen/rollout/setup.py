@@ -1,4 +1,4 @@
-"""The set-up of a rollout: the environment, its budgets, the prompts and the parser."""
+"""What is played: the set-up of a rollout, and the level and the seeds of one episode."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Literal
 
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
+from ragen.core.seeding import derive
+from ragen.core.types import Turn
 from ragen.envs.contract import Env
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import build_env, env_factory
@@ -129,3 +131,62 @@ def _require_reading(env: Env, terms: Mapping[str, float]) -> None:
                 f"reward.terms.{name}: the environment {env.name} cannot read thoughts; leave the "
                 "term out, or give the environment a read_thought (docs/environments.md)"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """The level, the place in its group, and the seeds of one episode.
+
+    `path` begins with the run's seed. `derive(*path, "noise", …)` gives every number that the
+    episode needs, so an episode can be played again alone.
+
+    Example:
+        >>> first = EpisodeSpec(10000, 0, 3, (0, "train", 0))
+        >>> second = EpisodeSpec(10000, 0, 5, (0, "train", 0))
+        >>> first.noise_seed == second.noise_seed
+        False
+    """
+
+    level_seed: int
+    group: int
+    member: int
+    path: tuple[int | str, ...]
+
+    @property
+    def noise_seed(self) -> int:
+        """Seed of the environment's random events."""
+        return self._derive("noise", self.group, self.member)
+
+    def request_seed(self, turn: int) -> int:
+        """Seed of one completion's sampling."""
+        return self._derive("sample", self.group, self.member, turn)
+
+    def _derive(self, *rest: int | str) -> int:
+        run_seed, *above = self.path
+        return derive(int(run_seed), *above, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchSpec(EpisodeSpec):
+    """A recorded episode that is played anew from one of its turns.
+
+    `turns` are the recorded turns up to that one. Of the last, only what came before the reply
+    counts: the environment restarts from its snapshot. `noise` is the recorded episode's noise
+    seed, so the random events stay the same; `path` decides the sampling alone.
+
+    Raises:
+        RagenError: The last turn has no snapshot.
+    """
+
+    noise: int
+    turns: tuple[Turn, ...]
+
+    def __post_init__(self) -> None:
+        if self.turns[-1].snapshot is None:
+            number = len(self.turns) - 1
+            raise RagenError(f"no snapshot of the environment is kept of turn {number}")
+
+    @property
+    def noise_seed(self) -> int:
+        """The noise seed of the recorded episode."""
+        return self.noise
