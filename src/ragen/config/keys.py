@@ -129,12 +129,7 @@ def dotted(tree: Mapping[Any, Any], where: str = "") -> Flat:
 
 
 def table_of(key: str) -> str | None:
-    """The open table that a key is an entry of, if it is one.
-
-    Example:
-        >>> table_of("reward.terms.my_terms.py:brevity"), table_of("update.lr")
-        ('reward.terms', None)
-    """
+    """The open table that a key is an entry of, if it is one."""
     return next((table for table in TABLES if key.startswith(f"{table}.")), None)
 
 

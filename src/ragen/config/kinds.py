@@ -130,6 +130,10 @@ LOSS_INPUTS = ("clip_low", "clip_high", "dual_clip", "episode_N")
 """What a policy loss may name as a keyword parameter: ε₋, ε₊, c, and the episode of each token."""
 
 
+def _takes(argument: str) -> Callable[[Callable[..., Any]], None]:
+    return lambda function: check_positional(function, argument)
+
+
 ESTIMATOR = Kind(
     "estimator",
     "ragen.advantages",
@@ -145,27 +149,14 @@ LOSS = Kind(
     ("ppo_clip", "gspo", "cispo", "nll"),
     lambda function: inputs_of(function, LOSS_INPUTS, 2),
 )
-SCORE = Kind(
-    "filter score",
-    "ragen.filters",
-    ("reward_std", "variance"),
-    lambda function: check_positional(function, "group"),
+SCORE = Kind("filter score", "ragen.filters", ("reward_std", "variance"), _takes("group"))
+_TERMS = ("grounding", "consistency", "length", "repetition")
+TERM = Kind("reward term", "ragen.rewards", _TERMS, _takes("turn"))
+_DETECTORS = (
+    *("reward_std_cliff", "entropy_cliff", "entropy_blowup", "grad_spike", "reward_drop"),
+    *("mi_drop", "format_loss", "degenerate_text", "non_finite", "empty_filter", "stalled"),
 )
-TERM = Kind(
-    "reward term",
-    "ragen.rewards",
-    ("grounding", "consistency", "length", "repetition"),
-    lambda function: check_positional(function, "turn"),
-)
-DETECTOR = Kind(
-    "detector",
-    "ragen.detectors",
-    (
-        *("reward_std_cliff", "entropy_cliff", "entropy_blowup", "grad_spike", "reward_drop"),
-        *("mi_drop", "format_loss", "degenerate_text", "non_finite", "empty_filter", "stalled"),
-    ),
-    lambda function: check_positional(function, "history"),
-)
+DETECTOR = Kind("detector", "ragen.detectors", _DETECTORS, _takes("history"))
 ENV = Kind("environment", "ragen.envs", ())
 """The registry knows RAGEN's own environments, and checks their names."""
 

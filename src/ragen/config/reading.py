@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tomli_w
@@ -39,7 +36,12 @@ from ragen.core.files import file_errors
 
 
 class Difference(NamedTuple):
-    """A key whose value is not the preset's."""
+    """A key whose value is not the preset's.
+
+    Example:
+        >>> differences(resolve(None, {"update.lr": 0.5}))
+        [Difference(key='update.lr', preset=1e-06, value=0.5)]
+    """
 
     key: str
     preset: Any
@@ -160,12 +162,7 @@ def dump(config: Config) -> str:
 
 
 def differences(config: Config) -> list[Difference]:
-    """What a config changes of its algorithm's preset (or of the defaults), in the config's order.
-
-    Example:
-        >>> differences(resolve(None, {"update.lr": 0.5}))
-        [Difference(key='update.lr', preset=1e-06, value=0.5)]
-    """
+    """What a config changes of its algorithm's preset, in the config's order."""
     preset = flatten(resolve(None, {"algorithm": config.algorithm}))
     return [
         Difference(key, preset.get(key), value)
@@ -200,7 +197,7 @@ def load_preset(algorithm: str) -> Flat:
     return _read_toml(_named(algorithm, presets(), "algorithm"), f"preset {algorithm}")
 
 
-def _named(name: str, known: Mapping[str, Traversable], kind: str) -> Traversable:
+def _named(name: str, known: Mapping[str, Path], kind: str) -> Path:
     if name not in known:
         also = ", or a path to a .toml" if kind == "recipe" else ""
         hint = nearest(name, known, f"{kind}s are {', '.join(known)}{also}")
@@ -209,18 +206,18 @@ def _named(name: str, known: Mapping[str, Traversable], kind: str) -> Traversabl
 
 
 @cache
-def recipes() -> Mapping[str, Traversable]:
+def recipes() -> Mapping[str, Path]:
     """The recipes that come with the package, by name: ``paper/bandit`` is that folder's."""
-    return MappingProxyType(dict(_toml_files(resources.files("ragen.config") / "recipes")))
+    return _toml_files("recipes")
 
 
 @cache
-def presets() -> Mapping[str, Traversable]:
+def presets() -> Mapping[str, Path]:
     """The algorithm presets, by name: ``starpo-s/grpo`` is ``presets/starpo-s/grpo.toml``."""
-    return MappingProxyType(dict(_toml_files(resources.files("ragen.config") / "presets")))
+    return _toml_files("presets")
 
 
-def first_comment(file: Traversable) -> str:
+def first_comment(file: Path) -> str:
     """The comment at the start of a recipe or preset, which describes it."""
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
@@ -252,19 +249,17 @@ def _one_line(error: ValidationError, source: Mapping[str, str]) -> str:
     return f"{wrong}{in_place(source.get(key, ''))}: {reason}"
 
 
-def _toml_files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:
-    for entry in sorted(folder.iterdir(), key=lambda item: item.name):
-        if entry.is_dir():
-            yield from _toml_files(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(".toml"):
-            yield prefix + entry.name.removesuffix(".toml"), entry
+def _toml_files(folder: str) -> Mapping[str, Path]:
+    root = Path(__file__).parent / folder
+    paths = sorted(root.rglob("*.toml"))
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in paths}
 
 
-def _read_toml(file: Traversable, where: str) -> Flat:
+def _read_toml(file: Path, where: str) -> Flat:
     return dotted(_read_tree(file, where), where)
 
 
-def _read_tree(file: Traversable, where: str) -> dict[str, Any]:
+def _read_tree(file: Path, where: str) -> dict[str, Any]:
     try:
         with file_errors("read", file):
             return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -279,10 +274,6 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
     Raises:
         RagenError: The values exclude each other.
-
-    Example:
-        >>> changed(Config(), {"update.lr": 0.5, "seed": 3}).update.lr
-        0.5
     """
     try:
         return Config.model_validate(nest({**flatten(config), **present_values(changes)}))

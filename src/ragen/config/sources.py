@@ -12,12 +12,7 @@ from ragen.core.plugins import installed
 
 
 def value_of(config: Config, key: str) -> str | dict[str, Any]:
-    """The name, or the table by name, under one of the keys of `KINDS`.
-
-    Example:
-        >>> value_of(Config(), "loss.name"), value_of(Config(), "reward.terms")
-        ('ppo_clip', {})
-    """
+    """The name, or the table by name, under one of the keys of `KINDS`."""
     section, name = key.split(".")
     value: str | dict[str, Any] = getattr(getattr(config, section), name)
     return value
@@ -28,10 +23,6 @@ def sources(config: Config) -> dict[str, str]:
 
     Raises:
         RagenError: A name cannot be loaded.
-
-    Example:
-        >>> sources(Config())
-        {}
     """
     found = {}
     for key, kind in KINDS.items():

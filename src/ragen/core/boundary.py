@@ -15,14 +15,9 @@ from types import FrameType
 
 
 class UserCodeError(Exception):
-    r"""User code raised, hung or returned nonsense; the text is the traceback or the reason.
+    """User code raised, hung or returned nonsense; the text is the traceback or the reason.
 
-    Attributes:
-        timed_out: Whether the code took longer than its time limit.
-
-    Example:
-        >>> UserCodeError("Traceback (most recent call last):\nKeyError: 1\n").reason
-        'KeyError: 1'
+    `timed_out` says that the code took longer than its time limit.
     """
 
     def __init__(self, text: str, timed_out: bool = False) -> None:
@@ -37,11 +32,9 @@ class UserCodeError(Exception):
 
 @contextmanager
 def boundary(call: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Run user code in the body of a ``with`` statement.
+    """Run user code in the body of a ``with`` statement; `call` is its name in the message.
 
-    Args:
-        call: The name of the call, for the message.
-        timeout_s: Seconds after which Python code is interrupted; ``None`` sets no limit.
+    Python code is interrupted after `timeout_s`; ``None`` sets no limit.
 
     Raises:
         UserCodeError: The code raised or took too long.

@@ -15,13 +15,9 @@ OTHER_OUT = "free space there or choose another place with --out"
 
 
 def cannot(do: str, path: object, error: Exception, remedy: str = "") -> RagenError:
-    """The error for a file that cannot be read or written.
+    """The error for a file that cannot be read or written; `do` is the verb.
 
-    Args:
-        do: ``"read"`` or ``"write"``.
-        path: The file.
-        error: What was raised. The system's reason is given without its number and path.
-        remedy: What the user can do, if the reason does not say it.
+    The system's reason is given without its number and path.
 
     Example:
         >>> str(cannot("write", "a.md", OSError(28, ""), "name another file"))

@@ -50,7 +50,6 @@ def check_positional(function: Callable[..., Any], *names: str) -> None:
         ValueError: It takes fewer, or needs more.
 
     Example:
-        >>> check_positional(lambda group: 0.0, "group")
         >>> check_positional(lambda: 0.0, "group")
         Traceback (most recent call last):
         ValueError: <lambda>() cannot be called with (group): too many positional arguments

@@ -69,13 +69,15 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 def _combine(name: str, a: Metric, b: Metric) -> Metric:
     if a.kind != b.kind:
         raise ValueError(f"metric {name} has two kinds: {a.kind} and {b.kind}")
-    if a.kind == "mean":
-        weight = a.weight + b.weight
-        value = (a.value * a.weight + b.value * b.weight) / weight if weight else a.value
-        return Metric(value, weight, "mean")
-    if a.kind == "sum":
-        return Metric(a.value + b.value, 1.0, "sum")
-    return Metric(max(a.value, b.value) if a.kind == "max" else b.value, 1.0, a.kind)
+    match a.kind:
+        case "mean":
+            weight = a.weight + b.weight
+            return mean((a.value * a.weight + b.value * b.weight) / weight, weight) if weight else a
+        case "sum":
+            return total(a.value + b.value)
+        case "max":
+            return largest(max(a.value, b.value))
+    return b
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:

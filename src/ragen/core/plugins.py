@@ -49,12 +49,7 @@ class Loaded:
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group by name.
-
-    Example:
-        >>> installed("ragen.no_such_group")
-        {}
-    """
+    """The entry points of a group by name."""
     return {point.name: point for point in entry_points(group=group)}
 
 
@@ -103,8 +98,7 @@ def load_object(
     """Load what a reference names.
 
     Args:
-        reference: ``path/to/file.py:name``, ``package.module:name``, or the name of an entry point
-            in `group`.
+        reference: As the head of this module says.
         group: Entry-point group of names without a colon; ``None`` accepts no such names.
         kind: What is loaded, for messages, such as ``"loss"``.
         accepts: Whether a value is of that kind. It also decides which names a message suggests.
@@ -112,10 +106,6 @@ def load_object(
     Raises:
         RagenError: There is no such file, module, name or entry point, the code raised or took
             longer than `LOAD_S`, or the value is of another kind.
-
-    Example:
-        >>> load_object("ragen.core.errors:RagenError", kind="class").object.__name__
-        'RagenError'
     """
     if reference in _PASSED:
         return Loaded(_PASSED[reference], _source_of_passed(reference))

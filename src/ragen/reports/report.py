@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from ragen.config.reading import differences
 from ragen.core.files import OTHER_OUT, file_errors, whole_file
-from ragen.core.formatting import format_duration, format_rate, sparkline
 from ragen.core.statistics import difference
-from ragen.core.tables import Section, markdown
+from ragen.core.tables import Section, format_duration, format_rate, markdown, sparkline
 from ragen.evaluation.results import Evaluation
 from ragen.reports.facts import EXACT, GRADIENTS, SIGNALS, TERMS, Facts, phases
 from ragen.reports.plots import draw_signals, draw_success, draw_time

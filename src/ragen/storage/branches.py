@@ -96,12 +96,8 @@ def write_branches(
 ) -> None:
     """Store branches in one transaction; earlier branches of the same request are replaced.
 
-    Args:
-        run: The run's folder.
-        request: The request.
-        episodes: The branches in order.
-        exact: Whether the prompts have the same tokens as the original's.
-        text_of: The text of one token.
+    `exact` says that the prompts have the same tokens as the original's. `text_of` is the text of
+    one token.
 
     Raises:
         RagenError: The database cannot be written, or has another schema.

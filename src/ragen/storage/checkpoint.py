@@ -59,12 +59,7 @@ def folders(run: Path, complete: bool = True) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name.
-
-    Example:
-        >>> step_of(Path("runs/bandit-1/checkpoints/step-20"))
-        20
-    """
+    """The step in a checkpoint's name."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -254,16 +249,6 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises:
         RagenError: `target` exists already, or the disk is full or cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> target = Path(tempfile.mkdtemp()) / "model"
-        >>> with new_folder(target) as folder:
-        ...     _ = (folder / "config.json").write_text("{}")
-        ...     target.exists()
-        False
-        >>> (target / "config.json").exists()
-        True
     """
     remedy = "free space there or name a folder that can be written"
     try:

@@ -110,11 +110,7 @@ def open_database(
 ) -> sqlite3.Connection:
     """Open a database for writing; the writer of a run's metrics must `claim` it, too.
 
-    Args:
-        folder: The run's folder.
-        make: Whether to create the database if it is missing.
-        file: The database's name.
-        schema: The tables of a new database.
+    With `make`, a missing database is created with the tables of `schema`.
 
     Raises:
         RagenError: The database is missing, damaged, has another schema, or cannot be created.

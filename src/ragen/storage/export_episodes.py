@@ -28,11 +28,7 @@ TURN_COLUMNS = {name: kind for name, kind in TURN.items() if name != "prompt_joi
 
 
 def export_episodes(run: Path, out: Path) -> int:
-    """Write all episodes of a run to a file; returns their number.
-
-    Args:
-        run: The run's folder, finished or not.
-        out: A new file, ``….jsonl`` or ``….parquet``.
+    """Write all episodes of a run to a new ``.jsonl`` or ``.parquet`` file; returns their number.
 
     Raises:
         RagenError: There is no run, the file exists, has another suffix or cannot be written, or

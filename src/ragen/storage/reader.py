@@ -91,12 +91,8 @@ def read_metrics(
 ) -> dict[str, dict[int, float]]:
     """A run's metrics: name, then step, to value, in the order of the steps.
 
-    Each attempt replaces earlier ones from its first step on.
-
-    Args:
-        folder: The run's folder.
-        names: The metrics to read; ``None`` means all.
-        after: An attempt and a step, after which rows are read; ``None`` means all.
+    Each attempt replaces earlier ones from its first step on. `names` and `after`, an attempt and a
+    step, select some; ``None`` means all.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
@@ -115,9 +111,7 @@ def read_metrics(
 def standing(folder: Path, after: tuple[int, int] | None = None) -> Counts:
     """Whether a step of an attempt still counts: no later attempt began at or before it.
 
-    Args:
-        folder: The run's folder.
-        after: A step of the last attempt; then only later steps count.
+    With `after`, a step of the last attempt, only later steps count.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.

@@ -12,7 +12,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -117,7 +116,7 @@ class Recorder:
             RagenError: The database cannot be written.
         """
         with transaction(self._connection, self.folder):
-            _insert_event(self._connection, self.attempt, step, kind, text, data)
+            insert(self._connection, "events", [_event(self.attempt, step, kind, text, data)])
 
     def episodes(
         self,
@@ -129,12 +128,8 @@ class Recorder:
     ) -> None:
         """Record episodes of a step with their turns.
 
-        Args:
-            step: The step.
-            groups: The groups of episodes.
-            kept: For each group, whether the filter kept it; ``None`` means all.
-            phase: ``train``, ``eval`` or ``eval greedy``.
-            scores: For each group, the filter's score, if there is one.
+        For each group, `kept` is whether the filter kept it (``None``: all were), and `scores` its
+        score, if there is one. The phase is ``train``, ``eval`` or ``eval greedy``.
         """
         pending = self._step(step)
         flags = [True] * len(groups) if kept is None else kept
@@ -146,11 +141,7 @@ class Recorder:
                 pending.token_ids |= rows.token_ids
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Record training samples with the learner's arrays.
-
-        Args:
-            step: The step.
-            samples: For each sample its ``group`` and ``member`` and any of `SAMPLE_ARRAYS`.
+        """Record training samples: their ``group`` and ``member``, and any of `SAMPLE_ARRAYS`.
 
         Raises:
             ValueError: An array has an unknown name or another length than the sample.
@@ -179,9 +170,7 @@ class Recorder:
         thoughts: Sequence[str],
         prompts: Sequence[str],
     ) -> None:
-        """Record the log-probabilities of thoughts under each other's prompts.
-
-        The metrics of information are computed from these.
+        """Record log-probabilities of thoughts, from which metrics of information are computed.
 
         Args:
             step: The step.
@@ -260,12 +249,7 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close; if an exception is raised, the unfinished step is dropped."""
         if kind is not None:
             self.discard()
@@ -316,19 +300,12 @@ def append_event(
     """
     try:
         with contextlib.closing(sqlite3.connect(folder / DATABASE, timeout=2.0)) as connection:
-            _insert_event(connection, attempt, step, kind, text, data)
+            insert(connection, "events", [_event(attempt, step, kind, text, data)])
             connection.commit()
     except sqlite3.Error as error:
         raise cannot_write(folder, error) from None
 
 
-def _insert_event(
-    connection: sqlite3.Connection,
-    attempt: int,
-    step: int,
-    kind: str,
-    text: str,
-    data: Mapping[str, Any] | None,
-) -> None:
+def _event(attempt: int, step: int, kind: str, text: str, data: Mapping[str, Any] | None) -> Row:
     row = {"attempt": attempt, "step": step, "time": time.time(), "kind": kind, "text": text}
-    insert(connection, "events", [row | {"data": None if data is None else as_json(data)}])
+    return row | {"data": None if data is None else as_json(data)}

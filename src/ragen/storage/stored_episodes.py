@@ -43,13 +43,8 @@ def episode_rows(
 
     Its ``entropy`` is the mean of −logprob over its sampled tokens, in nats. Given the tokens
     before it, −logprob of a sampled token has the entropy as its expectation, so this estimate
-    needs no other logprobs.
-
-    Args:
-        episode: The episode.
-        phase: ``train``, ``eval``, ``eval greedy`` or ``branch``.
-        kept: Whether the filter kept its group.
-        group_score: The filter's score of its group, if there is one.
+    needs no other logprobs. `kept` is whether the filter kept its group, and `group_score` the
+    filter's score, if there is one.
     """
     turns = episode.turns
     sampled = [turn.completion.token_ids for turn in turns]
@@ -188,13 +183,9 @@ def read_episodes(run: Path) -> Iterator[Recorded]:
 
 
 def records(run: Path, episode: int | None = None) -> Iterator[Row]:
-    """Read the rows of a run's episodes, each with its ``turns``, one at a time.
+    """Read the rows of a run's episodes (or of one), each with its ``turns``, one at a time.
 
     Episodes that are written meanwhile are left out.
-
-    Args:
-        run: The run's folder.
-        episode: The id of a single episode; ``None`` reads all.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.

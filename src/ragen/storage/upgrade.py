@@ -30,12 +30,7 @@ GUARD_KEYS: Mapping[str, str] = MappingProxyType(
 
 
 def upgrade_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint with the present names of its keys.
-
-    Example:
-        >>> upgrade_state({"guard": {"looked": 3, "grace": 0}})
-        {'guard': {'checked_step': 3, 'grace': 0}}
-    """
+    """The state of a checkpoint with the present names of its keys."""
     return state | {"guard": _renamed(state["guard"], GUARD_KEYS)} if "guard" in state else state
 
 

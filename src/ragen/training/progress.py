@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from ragen.config.config import Config
 from ragen.config.reading import recipes
-from ragen.core.formatting import format_duration, format_rate, sparkline
+from ragen.core.tables import format_duration, format_rate, sparkline
 from ragen.core.types import Episode
 from ragen.storage.database import CONFIG
 
