@@ -87,7 +87,7 @@ function Collapse({ run, answer, signs }) {
 function Sign({ label, values }) {
   if (values.length === 0) return null;
   const [first, last] = [values[0], values.at(-1)].map(number);
-  return html`<div class="row apart small" title="${label}: first ${first}, last ${last}">
+  return html`<div class="row tight apart small" title="${label}: first ${first}, last ${last}">
     <span class="muted">${label}</span> <b>${last}</b>
     <${Spark} values=${values} label=${label} />
   </div>`;

@@ -70,7 +70,7 @@ const tone = (x) => (x > 0 ? "good" : x < 0 ? "bad" : "muted");
 export function Outcome({ episode }) {
   const good = episode.success ? ["✓", "good"] : ["✗", "bad"];
   const [sign, kind] = known(episode.error) ? ["!", "bad"] : good;
-  return html`<span class="number outcome ${kind}" title=${ENDS[episode.stop_reason]}
+  return html`<span class="number ${kind}" title=${ENDS[episode.stop_reason]}
     ><span aria-hidden="true">${sign}</span> ${episode.stop_reason.replace("_", " ")}</span>`;
 }
 

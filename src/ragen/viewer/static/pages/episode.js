@@ -86,7 +86,7 @@ function Headline({ run, episode, view }) {
   const { step, phase, group, member, env, level_seed: level, previous, next } = episode;
   return html`<header class="row headline">
     <div class="roomy">
-      <h1>Episode ${episode.id} <${Outcome} episode=${episode} /></h1>
+      <h1>Episode ${episode.id} <small><${Outcome} episode=${episode} /></small></h1>
       <p class="muted"><${Text} text=${env} />, level ${level} · ${phase}, step ${step}${
         episode.attempt > 0 && `, attempt ${episode.attempt}`} <${Undone} ...${episode} /> · <a href=${groupLink(run, episode)}>
         group ${group}</a>, member ${member}${
