@@ -43,7 +43,7 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
     {
         "world.common_noise": Removed(False, "every episode has its own random events"),
         "model.device": Removed(
-            None, "a model runs on the GPU where there is one; CUDA_VISIBLE_DEVICES= hides it"
+            None, "a GPU is used if there is one; CUDA_VISIBLE_DEVICES= hides it"
         ),
         "model.attention": Removed(None, "transformers chooses the implementation"),
         "rollout.min_tokens": Removed(0, "a reply may end at any token"),
@@ -61,11 +61,7 @@ REMOVED: Mapping[str, Removed] = MappingProxyType(
         "update.max_grad_norm": Removed(1.0, "it is 1, as published"),
         "diagnose.thoughts": Removed(64, "64 thoughts are scored"),
         "guard.rollbacks": Removed(2, "a run may be rolled back twice"),
-        "guard.stalled_s": Removed(
-            1800.0,
-            "half an hour without progress counts as stalled; guard.responses.stalled sets the "
-            "response",
-        ),
+        "guard.stalled_s": Removed(1800.0, "it is half an hour; guard.responses.stalled responds"),
     }
 )
 """Removed keys. A value of None means that the key never changed what a run computes."""

@@ -276,7 +276,6 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
         RagenError: The values exclude each other.
     """
     try:
-        return Config.model_validate(nest({**flatten(config), **present_values(changes)}))
-    except ValidationError as error:
-        reason = _one_line(error, {})
-        raise RagenError(f"cannot change {', '.join(changes)}: {reason}") from None
+        return _validate([("", flatten(config) | present_values(changes))])
+    except RagenError as error:
+        raise RagenError(f"cannot change {', '.join(changes)}: {error}") from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ragen.config.kinds import ESTIMATOR, LOSS, TERM
@@ -75,14 +74,7 @@ def _normalises_twice(c: Sections) -> bool:
 
 
 def vllm_refuses(temperature: float) -> str | None:
-    """Why vLLM cannot sample at a temperature, if so.
-
-    Example:
-        >>> vllm_refuses(0.0) is vllm_refuses(0.5) is None
-        True
-        >>> vllm_refuses(3.0)
-        'vLLM samples at 0.01 to 2'
-    """
+    """Why vLLM cannot sample at a temperature, if so."""
     low, high = VLLM_TEMPERATURES
     return None if temperature == 0 or low <= temperature <= high else _VLLM_RANGE
 
@@ -206,60 +198,48 @@ class Use(NamedTuple):
     words: str
 
 
-_RANKS = Use(lambda c: c.filter.rule in ("top_k", "top_p"), 'filter.rule = "top_k" or "top_p"')
-_CRITIC = Use(
-    lambda c: _estimator_in(c, *CRITIC),
-    'an advantage.name that uses a critic, "gae" or "bi_level_gae"',
-)
+_USES: Mapping[tuple[str, ...], Use] = {
+    ("prompt.history_thoughts",): Use(
+        lambda c: c.prompt.think and c.prompt.window != 1,
+        "prompt.think = true and prompts that show earlier turns (prompt.window)",
+    ),
+    ("model.critic", "advantage.gae_lambda", "update.critic_lr"): Use(
+        lambda c: _estimator_in(c, *CRITIC),
+        'an advantage.name that uses a critic, "gae" or "bi_level_gae"',
+    ),
+    ("lora.alpha", "lora.targets"): Use(lambda c: c.lora.rank > 0, "lora.rank above 0"),
+    ("rollout.gpu_memory",): Use(lambda c: c.rollout.sampler == "vllm", 'rollout.sampler = "vllm"'),
+    ("reward.placement",): Use(
+        lambda c: _estimator_in(c, *CRITIC, "reinforce_pp", "gigpo"),
+        "an advantage.name that looks inside an episode: "
+        '"gae", "bi_level_gae", "reinforce_pp" or "gigpo"',
+    ),
+    ("reward.over",): Use(
+        lambda c: c.reward.normalise != "identity", 'a reward.normalise other than "identity"'
+    ),
+    ("filter.score", "filter.value"): Use(
+        lambda c: c.filter.rule in ("top_k", "top_p"), 'filter.rule = "top_k" or "top_p"'
+    ),
+    ("advantage.gamma",): Use(
+        lambda c: _estimator_in(c, "gae", "reinforce_pp"),
+        'advantage.name = "gae" or "reinforce_pp"',
+    ),
+    ("advantage.turn_gamma",): Use(
+        lambda c: _estimator_in(c, "bi_level_gae", "gigpo"),
+        'advantage.name = "bi_level_gae" or "gigpo"',
+    ),
+    ("loss.dual_clip",): Use(
+        lambda c: c.loss.name == "ppo_clip" or c.loss.name not in LOSS.names,
+        'loss.name = "ppo_clip"',
+    ),
+    ("loss.kl_kind",): Use(lambda c: c.loss.kl > 0, "loss.kl above 0"),
+    ("eval.every", "eval.temperature"): Use(lambda c: c.eval.episodes > 0, "eval.episodes above 0"),
+    ("diagnose.information_every",): Use(lambda c: c.prompt.think, "prompt.think = true"),
+    ("guard.remedy",): Use(
+        lambda c: "rollback" in c.guard.responses.values(), 'a "rollback" among guard.responses'
+    ),
+}
 
-_LORA = Use(lambda c: c.lora.rank > 0, "lora.rank above 0")
-
-_EVALUATES = Use(lambda c: c.eval.episodes > 0, "eval.episodes above 0")
-
-READ_WITH: Mapping[str, Use] = MappingProxyType(
-    {
-        "prompt.history_thoughts": Use(
-            lambda c: c.prompt.think and c.prompt.window != 1,
-            "prompt.think = true and prompts that show earlier turns (prompt.window)",
-        ),
-        "model.critic": _CRITIC,
-        "lora.alpha": _LORA,
-        "lora.targets": _LORA,
-        "rollout.gpu_memory": Use(
-            lambda c: c.rollout.sampler == "vllm", 'rollout.sampler = "vllm"'
-        ),
-        "reward.placement": Use(
-            lambda c: _estimator_in(c, *CRITIC, "reinforce_pp", "gigpo"),
-            "an advantage.name that looks inside an episode: "
-            '"gae", "bi_level_gae", "reinforce_pp" or "gigpo"',
-        ),
-        "reward.over": Use(
-            lambda c: c.reward.normalise != "identity", 'a reward.normalise other than "identity"'
-        ),
-        "filter.score": _RANKS,
-        "filter.value": _RANKS,
-        "advantage.gamma": Use(
-            lambda c: _estimator_in(c, "gae", "reinforce_pp"),
-            'advantage.name = "gae" or "reinforce_pp"',
-        ),
-        "advantage.gae_lambda": _CRITIC,
-        "advantage.turn_gamma": Use(
-            lambda c: _estimator_in(c, "bi_level_gae", "gigpo"),
-            'advantage.name = "bi_level_gae" or "gigpo"',
-        ),
-        "loss.dual_clip": Use(
-            lambda c: c.loss.name == "ppo_clip" or c.loss.name not in LOSS.names,
-            'loss.name = "ppo_clip"',
-        ),
-        "loss.kl_kind": Use(lambda c: c.loss.kl > 0, "loss.kl above 0"),
-        "update.critic_lr": _CRITIC,
-        "eval.every": _EVALUATES,
-        "eval.temperature": _EVALUATES,
-        "diagnose.information_every": Use(lambda c: c.prompt.think, "prompt.think = true"),
-        "guard.remedy": Use(
-            lambda c: "rollback" in c.guard.responses.values(), 'a "rollback" among guard.responses'
-        ),
-    }
-)
+READ_WITH: Mapping[str, Use] = {key: use for keys, use in _USES.items() for key in keys}
 """Keys that are read only with certain settings; `reading.resolve` refuses them otherwise. All
 other keys are always read."""

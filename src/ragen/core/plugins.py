@@ -6,9 +6,6 @@ A reference is one of
 - ``package.module:name``: an object in a module that can be imported;
 - ``name``: an entry point of an installed package, in a group such as ``ragen.envs``;
 - ``python:name``: an object that was passed in Python and lies in no file (`reference_to`).
-
-This module knows nothing of what is loaded. The caller says what kind of object is expected, and
-decides which built-in names come before entry points.
 """
 
 from __future__ import annotations

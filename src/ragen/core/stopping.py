@@ -20,10 +20,6 @@ class StopRequested(Exception):
         super().__init__(text)
         self.signal_number = signal_number
 
-    def with_text(self, text: str) -> StopRequested:
-        """The same request with another message for the user."""
-        return StopRequested(self.signal_number, text)
-
 
 class Stop:
     """A request to stop, which takes effect where nothing is lost.

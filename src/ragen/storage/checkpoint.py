@@ -33,12 +33,7 @@ FILES, SEAL = "files", "seal"
 
 
 class Damaged(RagenError):
-    """A file of a checkpoint is unreadable or was changed; `reason` says which and why.
-
-    Example:
-        >>> Damaged(Path("step-3/model.safetensors"), "it is missing").reason
-        'model.safetensors is damaged (it is missing)'
-    """
+    """A file of a checkpoint is unreadable or was changed; `reason` says which and why."""
 
     def __init__(self, path: Path, error: object) -> None:
         super().__init__(
@@ -224,14 +219,6 @@ def writing(
 
     Raises:
         RagenError: The disk is full or cannot be written; earlier checkpoints are untouched.
-
-    Example:
-        >>> import tempfile
-        >>> run = Path(tempfile.mkdtemp())
-        >>> with writing(run, 7, keep=2) as folder:
-        ...     write_state(folder, {"step": 7})
-        >>> newest(run).name
-        'step-7'
     """
     target = run / "checkpoints" / f"step-{step}"
     shutil.rmtree(target, ignore_errors=True)  # at most an incomplete one

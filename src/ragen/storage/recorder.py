@@ -204,7 +204,8 @@ class Recorder:
         Raises:
             RagenError: The disk is full or read-only; nothing of the step is written.
         """
-        pending, self._pending = self._pending, _Step(self.attempt, self._pending.step)
+        pending = self._pending
+        self.discard()
         if pending.empty:
             return
         new = pending.token_ids - self._known_tokens

@@ -265,9 +265,10 @@ async def run_to_the_end(run: Run) -> Result:
                 # Only work that changes no weights is interrupted: they are the last step's.
                 run.recorder.discard()
                 await save(run)
-                raise request.with_text(
+                text = (
                     f"stopped after {run.state.step} steps; resume with: ragen resume {run.folder}"
-                ) from None
+                )
+                raise StopRequested(request.signal_number, text) from None
     finally:
         run.watcher.end()
         run.setup.close()
