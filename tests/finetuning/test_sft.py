@@ -23,7 +23,7 @@ from ragen.core.types import Prompt
 from ragen.engines.learner import Learner
 from ragen.engines.tensors import hash_weights
 from ragen.envs.registry import make
-from ragen.finetuning.demonstrations import Planner
+from ragen.finetuning.demonstrations import plan_in_words
 from ragen.finetuning.sft import (
     collate_examples,
     epoch_minibatches,
@@ -36,7 +36,7 @@ from ragen.finetuning.tokenizer import build
 from ragen.models.loading import load_policy
 from ragen.models.names import is_adapter
 from ragen.rollout.chat import Chat
-from ragen.rollout.players import solver
+from ragen.rollout.players import PlayerPolicy, solver
 from ragen.rollout.prompt import Limits
 from tests.cli.test_bad_input import ROGUE, mistake
 from tests.speaker import SETTINGS, settings, speaker
@@ -175,13 +175,14 @@ def test_the_plan_is_the_thought_and_the_answer() -> None:
     lake.reset(seed=123)
     prompt, limits = Prompt((), None, 0, 64, 1.0, 0), Limits(1, 5, 10, 5)
     for start, rest in (("", "<think>try "), ("<think>", "try "), ("<think>\n", "try ")):
-        said = Planner(lambda _: solver, prefill=start).act(lake, Limits(1, 5, 10, 5), prompt)
+        policy = PlayerPolicy(lambda _: solver, prefill=start, thought=plan_in_words)
+        said = policy.act(lake, Limits(1, 5, 10, 5), prompt)
         plan = lake.solve(5, 10, 5)
         assert len(plan) > 2
         assert said.text == (
             f"{rest}{' then '.join(plan)}</think><answer>{' || '.join(plan)}</answer>"
         )
-    spoken = Planner(lambda _: solver, think=False).act(lake, limits, prompt).text
+    spoken = PlayerPolicy(lambda _: solver, think=False).act(lake, limits, prompt).text
     assert spoken == f"<answer>{' || '.join(plan)}</answer>"
 
 
@@ -196,7 +197,7 @@ def test_the_best_player_is_understood_in_every_chat(template: str, prefill: boo
 
 def test_the_embedded_tokenizer_knows_the_words_of_a_plan() -> None:
     plan = ["Left", "Down", "Dragon", "Phoenix", "Up"]
-    said = Planner(lambda _: solver).thought(plan)
+    said = plan_in_words(plan)
     assert len(build().encode(said, add_special_tokens=False)) == len(said.split()) == 10
 
 

@@ -188,13 +188,16 @@ USER, REPLY = TALK[:2]
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{not json", "it is not JSON"),
-        ("[" * 100_000, "it is not JSON"),
+        ("{not json", "Invalid JSON"),
+        ("[" * 100_000, "Invalid JSON"),
         ("[1, 2]", r"expected \{"),
         ('{"text": "hello"}', r"expected \{"),
         ([], r"expected \{"),
-        ([USER, "hello"], 'is not {"role": text, "content": text}'),
-        ([USER, {"role": "assistant"}], 'is not {"role": text, "content": text}'),
+        (
+            [USER, "hello"],
+            r'messages.1: .* expected {"messages": .*{"role": text, "content": text}',
+        ),
+        ([USER, {"role": "assistant"}], "messages.1.content: Field required; expected"),
         ([REPLY], "message 1 has role 'assistant', expected 'user'"),
         ([USER, USER], "message 2 has role 'user', expected 'assistant'"),
         (
@@ -204,7 +207,7 @@ USER, REPLY = TALK[:2]
         ([USER], "has no assistant message"),
         ([{"role": "system", "content": "x"}], "has no assistant message"),
         ([USER, {"role": "assistant", "content": " \n"}], "message is empty"),
-        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a character"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "hex escape"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, complaint: str) -> None:

@@ -1,11 +1,9 @@
 """What the commands share: the command record, the argument parser and output to the terminal.
 
-Argparse reads a command's own options. Commands that take config keys accept any of them as
-``--section.key value``. Keys are removed before argparse sees them, because an unknown key is
-refused with the nearest name. Every mistake is a `RagenError` of one line.
-
-The command that needs a heavy package (torch, the environments, pydantic, even rich) imports it, so
-help and error messages do not wait for it.
+Argparse reads a command's own options. Config keys (``--section.key value``) are removed before it
+sees them, because an unknown key is refused with the nearest name. Every mistake is a `RagenError`
+of one line. A command imports its heavy packages (torch, pydantic, even rich) itself, so help and
+error messages do not wait for them.
 """
 
 from __future__ import annotations

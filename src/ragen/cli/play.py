@@ -73,13 +73,8 @@ def show_episode(console: Console, episode: Episode) -> None:
             console.print(Text(turn.completion.text, style="red"))
             actions += ", the reply was invalid"
         console.print(Text(f"> {actions}  ({turn.reward + turn.penalty:+g})", style="bold"))
-    error = (episode.error or "").strip().splitlines()
-    _ending(
-        console,
-        error[-1] if error else "",
-        episode.stop_reason.replace("_", " "),
-        episode.total_reward,
-    )
+    error = (episode.error or "").strip().rpartition("\n")[2]
+    _ending(console, error, episode.stop_reason.replace("_", " "), episode.total_reward)
 
 
 def _ending(console: Console, observation: str, how: str, total: float) -> None:

@@ -63,22 +63,18 @@ def answer(actions: list[str]) -> str:
     return f"</think><answer>{' || '.join(actions)}</answer>"
 
 
-class Planner(PlayerPolicy):
-    """A player that states its plan before it answers, in words that fit every environment.
+def plan_in_words(actions: Sequence[str]) -> str:
+    """The thought of a solver that states its plan, in words that fit every environment.
 
-    Its thoughts are short, true and carried out. They show no reasoning, since a solver has none to
-    show: they teach the form of a reply and the plan, and leave longer thoughts to reinforcement
-    learning. The embedded models' tokenizer knows the words.
+    It is short, true and carried out. It shows no reasoning, since a solver has none to show: it
+    teaches the form of a reply and the plan, and leaves longer thoughts to reinforcement learning.
+    The embedded models' tokenizer knows the words.
 
     Example:
-        >>> from ragen.rollout.players import solver
-        >>> Planner(lambda _: solver).thought(["Right", "Down"])
+        >>> plan_in_words(["Right", "Down"])
         'try Right then Down'
     """
-
-    def thought(self, actions: Sequence[str]) -> str:
-        """The plan in words."""
-        return f"try {' then '.join(actions)}"
+    return f"try {' then '.join(actions)}"
 
 
 # Look-up: read the contents of a named cell from a map. Demonstrations of play do not teach it:

@@ -30,18 +30,15 @@ from ragen.engines.factory import load_model, make_chat, prepare_model, save_tra
 from ragen.engines.learner import Learner
 from ragen.engines.threads import use_threads
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
-from ragen.finetuning.demonstrations import Planner
+from ragen.finetuning.demonstrations import plan_in_words
 from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchanges
 from ragen.models.names import resolve_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
-from ragen.rollout.players import solver
+from ragen.rollout.players import PlayerPolicy, solver
 from ragen.rollout.prompt import prefill
 from ragen.rollout.setup import make_setup
 from ragen.storage.checkpoint import new_folder
-
-EPISODES, EPOCHS = 1024, 3
-"""Defaults: number of solver episodes, and epochs over the examples."""
 
 HELD_OUT = 0.1
 """Share of the examples that are held out to measure the loss."""
@@ -62,17 +59,20 @@ KEYS = (
 )
 """The keys and sections that `sft` reads, besides `update.lr` (`LR_FACTOR`)."""
 
+Example = list[Exchange]
+"""The prompts and completions of an episode or a conversation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Training examples: the prompts and completions of each episode.
+    """Training examples.
 
     `unsolved` counts episodes that the optimal player failed, `too_long` those that do not fit into
     a rollout; both are left out.
     """
 
     source: str
-    kept: list[list[Exchange]]
+    kept: list[Example]
     unsolved: int
     too_long: int
 
@@ -119,8 +119,8 @@ def sft(
     out: Path,
     data: Path | None = None,
     *,
-    episodes: int = EPISODES,
-    epochs: int = EPOCHS,
+    episodes: int = 1024,
+    epochs: int = 3,
     lr: float | None = None,
     watch: Callable[[str], None] = lambda line: None,
 ) -> SftResult:
@@ -227,21 +227,19 @@ def solver_examples(config: Config, chat: Chat, episodes: int) -> Examples:
         RagenError: The environment has no solver, fails in every episode, or too few are solved.
     """
     setup = make_setup(config, chat)
-    remedy = "give conversations to learn from with --data FILE.jsonl"
-    player = partial(solver, instead=remedy)
-    policy = Planner(
-        lambda _: player, setup.think, setup.prefill, lambda text: (*chat.encode(text), chat.end)
-    )
+    player = partial(solver, instead="give conversations to learn from with --data FILE.jsonl")
+
+    def encode(text: str) -> tuple[int, ...]:
+        return (*chat.encode(text), chat.end)
+
+    policy = PlayerPolicy(lambda _: player, setup.think, setup.prefill, encode, plan_in_words)
     levels = [SFT_LEVELS + index for index in range(episodes)]
     with closing(setup):
         groups = run_async(run_groups(policy, setup, levels, 1, (config.seed, "sft")))
     played = [group.episodes[0] for group in groups]
     refuse_unplayable([outcome_of(episode) for episode in played])
-    solved = [
-        [(turn.prompt, turn.completion) for turn in episode.turns]
-        for episode in played
-        if episode.success
-    ]
+    won = [episode for episode in played if episode.success]
+    solved = [[(turn.prompt, turn.completion) for turn in episode.turns] for episode in won]
     return _fitting("solver episodes", solved, len(played) - len(solved), config)
 
 
@@ -258,9 +256,7 @@ def transcript_examples(config: Config, chat: Chat, transcripts: Sequence[Transc
     return _fitting("conversations", examples, 0, config)
 
 
-def _fitting(
-    source: str, examples: list[list[Exchange]], unsolved: int, config: Config
-) -> Examples:
+def _fitting(source: str, examples: list[Example], unsolved: int, config: Config) -> Examples:
     """The examples that fit into a rollout."""
     most, longest = config.rollout.max_tokens, config.model.max_length
 
@@ -281,9 +277,7 @@ def _fitting(
     raise RagenError(f"{result}; at least two are needed, one of them held out: {remedy}")
 
 
-def split_examples(
-    examples: Sequence[list[Exchange]], seed: int
-) -> tuple[list[list[Exchange]], list[list[Exchange]]]:
+def split_examples(examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
     """The training examples and the held-out share, at least one of each.
 
     Example:
@@ -297,7 +291,7 @@ def split_examples(
     return training, [examples[i] for i in sorted(held_out)]
 
 
-def collate_examples(examples: Sequence[list[Exchange]]) -> Batch:
+def collate_examples(examples: Sequence[Example]) -> Batch:
     """One batch in which each example is an episode and a group of its own."""
     return collate([sample for i, each in enumerate(examples) for sample in join(each, i, i)])
 

@@ -12,10 +12,11 @@ policy would have to sample; none is searched for in rendered text.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from ragen.algorithms.samples import Exchange
 from ragen.core.errors import RagenError
@@ -73,15 +74,26 @@ def read_transcripts(path: Path) -> list[Transcript]:
     return transcripts
 
 
-def _messages(line: str, where: str) -> list[Message]:
+class _Message(BaseModel):
+    role: str
+    content: str
+
+
+class _Line(BaseModel):
+    messages: list[_Message] = Field(min_length=1)
+
+
+def _messages(line: str, where: str) -> Sequence[Message]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RagenError(f"{where}: it is not JSON ({error})") from None
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise RagenError(f'{where}: expected {{"messages": [{{"role": …, "content": …}}, …]}}')
-    parsed = [_message(message, where) for message in messages]
+        found = _Line.model_validate_json(line).messages
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the line"
+        raise RagenError(
+            f"{where}: {place}: {first['msg']}; "
+            'expected {"messages": [{"role": text, "content": text}, …]}'
+        ) from None
+    parsed = [each.model_dump() for each in found]
     turns = parsed[1:] if parsed[0]["role"] == "system" else parsed
     for number, message in enumerate(turns):
         expected = "assistant" if number % 2 else "user"
@@ -91,22 +103,13 @@ def _messages(line: str, where: str) -> list[Message]:
                 f"{message['role']!r}, expected {expected!r}; user and assistant alternate, "
                 "after at most one system message"
             )
+        if expected == "assistant":
+            message["content"] = message["content"].strip()
+            if not message["content"]:
+                raise RagenError(f"{where}: an assistant message is empty")
     if len(turns) < 2:
         raise RagenError(f"{where}: it has no assistant message")
-    if any(message["role"] == "assistant" and not message["content"] for message in turns):
-        raise RagenError(f"{where}: an assistant message is empty")
     return parsed if len(turns) % 2 == 0 else parsed[:-1]
-
-
-def _message(message: Any, where: str) -> Message:
-    role, content = (
-        (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    )
-    if not (isinstance(role, str) and isinstance(content, str)):
-        raise RagenError(f'{where}: a message is not {{"role": text, "content": text}}')
-    if any("\ud800" <= char <= "\udfff" for char in content):
-        raise RagenError(f"{where}: a message holds half a character (a lone surrogate)")
-    return {"role": role, "content": content.strip() if role == "assistant" else content}
 
 
 def to_exchanges(

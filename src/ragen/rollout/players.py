@@ -132,6 +132,7 @@ class PlayerPolicy:
     `make` makes the player of a turn from the seed of its prompt, so that an episode does not
     depend on those before it. `prefill` is the start of the reply that is already part of the
     prompt. `encode` turns text into token ids with the end-of-turn token; ``None`` gives text only.
+    `thought` writes the thought before the actions.
     """
 
     def __init__(
@@ -140,22 +141,19 @@ class PlayerPolicy:
         think: bool = True,
         prefill: str = "",
         encode: Callable[[str], tuple[int, ...]] | None = None,
+        thought: Callable[[Sequence[str]], str] = lambda actions: "",
     ) -> None:
-        self._make = make
+        self._make, self._thought = make, thought
         self._think, self._prefill, self._encode = think, prefill, encode
 
     def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
         """The player's turn as a completion."""
         play = self._make(prompt.seed)
         actions = play(env, limits.turns_left, limits.actions_left, limits.actions_per_turn)
-        thought = f"<think>{self.thought(actions)}</think>" if self._think else ""
+        thought = f"<think>{self._thought(actions)}</think>" if self._think else ""
         reply = f"{thought}<answer>{' || '.join(actions)}</answer>"
         # A template may open the thought with white space behind the tag.
         return written_completion(reply.removeprefix(self._prefill.rstrip()), self._encode)
-
-    def thought(self, actions: Sequence[str]) -> str:
-        """The thought of a reply: empty, unless a subclass overrides this."""
-        return ""
 
 
 PLAYERS: dict[str, Callable[[int], Player]] = {
