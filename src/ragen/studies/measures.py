@@ -126,9 +126,9 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
         RagenError: No measure has this name.
 
     Example:
-        >>> run = RunFacts({}, {"a": dict.fromkeys(range(1, 6), 1.0) | {6: 3.0}})
+        >>> run = RunFacts({}, {"a": dict.fromkeys(range(1, 6), 1.0) | {6: 6.0}})
         >>> measure_of("last:a")(run), measure_of("last:a - first:a")(run)
-        (1.4, 0.4)
+        (2.0, 1.0)
     """
     if " - " in name:
         one, other = (measure_of(part) for part in name.split(" - ", 1))
