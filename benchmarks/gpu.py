@@ -37,7 +37,7 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive
-from ragen.engines.local import LocalEngine
+from ragen.engines.engine import Engine
 from ragen.engines.sampler import Sampler
 from ragen.rollout.setup import make_setup
 from ragen.training.collection import collect_groups, make_batch, split_batch
@@ -174,7 +174,7 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
     phases, operations, tokens, sampled = Phases(), 0.0, 0, 0
     metrics: Metrics = {}
     with phases("load"):
-        engine = LocalEngine(config, config.model.path)
+        engine = Engine(config, config.model.path)
     assert isinstance(engine.policy, Sampler)
     engine.policy.end_ids = engine.policy.end_ids[:0]  # every completion has `max_tokens`
     setup = make_setup(config, engine.chat)

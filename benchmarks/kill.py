@@ -32,7 +32,7 @@ from typing import Any
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
-from ragen.engines.local import LocalEngine
+from ragen.engines.engine import Engine
 from ragen.storage.checkpoint import newest_intact
 from ragen.storage.database import DATABASE
 from ragen.training import loop, running
@@ -59,7 +59,7 @@ IDENTICAL = "identical"
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (loop, "play"),
     "score": (loop, "make_batch"),
-    "update": (LocalEngine, "update"),
+    "update": (Engine, "update"),
     "record": (loop, "record_step"),
     "checkpoint": (loop, "save"),
     "evaluation": (running, "evaluate_policy"),

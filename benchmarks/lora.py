@@ -33,7 +33,7 @@ import ragen
 from ragen.config.reading import resolve
 from ragen.core.errors import GuardStop
 from ragen.core.statistics import wilson
-from ragen.engines.local import LocalEngine
+from ragen.engines.engine import Engine
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.evaluation.results import Evaluation
 from ragen.models import fast_qwen2
@@ -100,7 +100,7 @@ def memory(recipe: str, rank: int, algorithm: str) -> dict[str, int]:
     """Bytes of weights, gradients and optimiser of a run after its first update."""
     more = {"algorithm": algorithm, "loss.kl": 1e-3} if algorithm else {}
     engine = local_engine(resolve(recipe, changes(rank, None) | more))
-    assert isinstance(engine, LocalEngine)
+    assert isinstance(engine, Engine)
     learner = engine.learner
     modules = [m for m in (learner.model, learner.critic, learner.reference) if m is not None]
     weights = {id(p): p for module in modules for p in module.parameters()}

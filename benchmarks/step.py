@@ -54,7 +54,7 @@ LENGTH = 382
 ROUNDS, WARM_UP = 3, 2
 """Runs of each side, and steps at the start of each that are not counted."""
 
-LOCAL_SAMPLER = factory.make_local_sampler
+LOCAL_SAMPLER = factory.Sampler
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -162,11 +162,9 @@ class Meter(Watcher):
         self._since = now
 
 
-def endless(*args: Any) -> Sampler:
+def endless(model: Any, _: Any, decode: Any, **sizes: int) -> Sampler:
     """The local sampler, with no token that ends a completion: each has `TURN_TOKENS`."""
-    sampler = LOCAL_SAMPLER(*args)
-    sampler.end_ids = sampler.end_ids[:0]
-    return sampler
+    return LOCAL_SAMPLER(model, (), decode, **sizes)
 
 
 def operations(lengths: list[int], prompts: list[int] | None = None) -> float:
@@ -215,7 +213,7 @@ def ours(steps: int) -> dict[str, float]:
         tempfile.TemporaryDirectory() as folder,
         patch.object(running, "time", clock),
         patch.object(guarded, "time", clock),
-        patch.object(factory, "make_local_sampler", endless),
+        patch.object(factory, "Sampler", endless),
     ):
         make_model(Path(folder, "model"))
         config = make_config(Path(folder, "model"), WARM_UP + steps)

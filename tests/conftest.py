@@ -24,7 +24,7 @@ def one_thread() -> Iterator[None]:
     """
     torch.set_num_threads(int(os.environ.get("RAGEN_TEST_THREADS", "1")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ragen.engines.threads._probe", lambda: 1)
+        patch.setattr("ragen.engines.machine._probe", lambda: 1)
         yield
 
 

@@ -62,7 +62,8 @@ class PretendVllm:
             logprobs.append(float(log_p_V[token]))
             if token in end_ids:
                 break
-        return Sampled(name, tuple(ids[-len(logprobs) :]), tuple(logprobs), 1)
+        num_prompt = len(prompt.token_ids or ())
+        return Sampled(name, num_prompt, tuple(ids[num_prompt:]), tuple(logprobs), 1)
 
     def drop(self, names: Sequence[str]) -> None:
         self.calls.append("drop")

@@ -25,7 +25,7 @@ from ragen.diagnostics.collapse import REGIMES
 from ragen.diagnostics.information import measure
 from ragen.diagnostics.step_metrics import averaged, gradients_by_std, smooth, std_buckets
 from ragen.engines.learner import Learner
-from ragen.engines.tensors import optimizer_tensors
+from ragen.engines.optimizers import optimizer_tensors
 from ragen.storage import checkpoint
 from ragen.storage.database import DATABASE, read
 from ragen.storage.schema import decompress

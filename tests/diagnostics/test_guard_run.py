@@ -24,7 +24,7 @@ from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
 from ragen.diagnostics.detectors import EMPTY_STEPS, EVALUATED, LEVELS
 from ragen.diagnostics.guard import GRACE_STEPS, Alarm, GuardState, read_history
-from ragen.engines.local import LocalEngine
+from ragen.engines.engine import Engine
 from ragen.storage import checkpoint
 from ragen.storage.checkpoint import folders
 from ragen.storage.reader import read_events, read_metrics
@@ -280,7 +280,7 @@ def test_killed_in_the_middle_of_a_rollback(tmp_path: Path, alarms_at: Plan, ste
             "drop_after": (recovery, "drop_after"),
             "replace_state": (recovery, "replace_state"),
             "event": (Recorder, "event"),
-            "build": (LocalEngine, "load"),
+            "build": (Engine, "load"),
         }[step]
         real = getattr(place, name)
 
@@ -327,14 +327,14 @@ def test_a_collapse_of_the_embedded_model_is_rolled_back(tmp_path: Path) -> None
 def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, update = tmp_path / "run", LocalEngine.update
+    run, update = tmp_path / "run", Engine.update
 
-    async def hangs(engine: LocalEngine, batch: Batch, step: int) -> Metrics:
+    async def hangs(engine: Engine, batch: Batch, step: int) -> Metrics:
         if step == 2:
             time.sleep(60)  # blocks the event loop, as a broken collective would
         return await update(engine, batch, step)
 
-    monkeypatch.setattr(LocalEngine, "update", hangs)
+    monkeypatch.setattr(Engine, "update", hangs)
     monkeypatch.setattr(trainer, "STALLED_S", 1.0)
     start = time.monotonic()
     assert end_of(forked(lambda: train(config(), run))) == 3
@@ -348,13 +348,13 @@ def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
 
 
 def test_a_stall_can_be_logged_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish, seen = LocalEngine.publish, Seen()
+    publish, seen = Engine.publish, Seen()
 
-    async def slow(engine: LocalEngine) -> None:
+    async def slow(engine: Engine) -> None:
         time.sleep(1.5 if engine.version == 1 else 0)
         await publish(engine)
 
-    monkeypatch.setattr(LocalEngine, "publish", slow)
+    monkeypatch.setattr(Engine, "publish", slow)
     monkeypatch.setattr(trainer, "STALLED_S", 1.0)
     asked = config(guard__responses={"stalled": "log"})
     result = train(asked, tmp_path / "run", watcher=seen)

@@ -29,7 +29,7 @@ from ragen.diagnostics.information import (
     prompt_and_thought,
     retrieval,
 )
-from ragen.models.cross_scores import cross_scores, rectangles
+from ragen.models.model import cross_scores, rectangles
 from tests.models.test_model import tiny
 from tests.tolerance import LOGPROB, assert_close, rounding
 

@@ -21,8 +21,7 @@ from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Sample
 from ragen.engines.learner import IMPORTANCE_CAP, Learner
-from ragen.engines.optimizers import optimizers
-from ragen.engines.tensors import optimizer_tensors, restore_optimizer
+from ragen.engines.optimizers import optimizer_tensors, optimizers, restore_optimizer
 from ragen.models.loading import load_policy
 from ragen.models.model import Critic
 from ragen.storage.database import DATABASE

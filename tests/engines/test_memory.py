@@ -17,8 +17,8 @@ from ragen.config.reading import changed, resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
 from ragen.engines import memory
-from ragen.engines.free_memory import container_rooms
-from ragen.engines.local import LocalEngine
+from ragen.engines.engine import Engine
+from ragen.engines.machine import container_rooms
 from ragen.engines.memory import CHANGES, cache_bytes, held, plan, refuse_too_large
 from ragen.engines.sampler import Sampler
 from ragen.models.fast_decoder import Qwen2Decoder
@@ -63,7 +63,7 @@ def of_masters(masters: Masters) -> tuple[int, int]:
 def test_weights_gradients_and_optimisers_are_exact(mode: str) -> None:
     config = config_of(**MODES[mode])
     planned = plan(config)
-    engine = LocalEngine(config, config.model.path)
+    engine = Engine(config, config.model.path)
     learner = engine.learner
     states = sum(map(of_optimizer, learner.optimizers))
     gradients, masters = of_masters(learner.masters)
@@ -79,7 +79,7 @@ def test_weights_gradients_and_optimisers_are_exact(mode: str) -> None:
 
 def test_the_sampler_is_exact() -> None:
     config = config_of()
-    engine = LocalEngine(config, config.model.path)
+    engine = Engine(config, config.model.path)
     decoder = engine.policy._decoder  # type: ignore[attr-defined]
     assert isinstance(decoder, Qwen2Decoder)
     fused = chain.from_iterable(decoder.weights)

@@ -129,9 +129,9 @@ def test_an_adapter_goes_under_a_name_of_its_own() -> None:
     ("path", "answer", "words"),
     [
         ("/version", (200, {"version": "0.10.2"}), "runs vLLM 0.10.2, and RAGEN was tested with"),
-        ("/version", (200, b"<html>"), "no vLLM server .HTTP 200 and no JSON"),
+        ("/version", (200, b"<html>"), "no vLLM server .HTTP 200 and no JSON object"),
         ("/version", (404, {"detail": "Not Found"}), "refuses: .*Not Found"),
-        ("/v1/models", (200, []), "no vLLM server .JSON that is no object"),
+        ("/v1/models", (200, []), "no vLLM server .HTTP 200 and no JSON object"),
         ("/v1/models", (200, {"data": [{"id": "x"}]}), "no list of models"),
         ("/v1/models", (200, {"data": [MODEL | {"max_model_len": 32}]}), "--max-model-len 64"),
         ("/collective_rpc", (404, {"detail": "Not Found"}), "VLLM_SERVER_DEV_MODE=1"),

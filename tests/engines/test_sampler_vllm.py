@@ -16,9 +16,8 @@ from tiny import tiny_model, tiny_tokenizer
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
+from ragen.engines.engine import Engine, check_parity
 from ragen.engines.factory import make_policy
-from ragen.engines.local import LocalEngine
-from ragen.engines.parity import check_parity
 from ragen.engines.sampler_vllm import VllmSampler
 from ragen.engines.vllm_engine import TESTED, Vllm
 from ragen.evaluation.evaluation import evaluate_target, play_target
@@ -239,11 +238,11 @@ def test_another_model_is_found_out_before_anything_is_written(
 def test_a_checkpoint_is_pushed_when_it_is_loaded(
     folder: str, tmp_path: Path, pretended: list[PretendVllm]
 ) -> None:
-    engine = LocalEngine(settings(folder), folder)
+    engine = Engine(settings(folder), folder)
     with torch.no_grad():
         engine.model.get_input_embeddings().weight.mul_(1.5)
     state = asyncio.run(engine.save(tmp_path))
-    again = LocalEngine(settings(folder), folder)
+    again = Engine(settings(folder), folder)
     asyncio.run(again.load(tmp_path, state | {"version": 3}))
     assert pretended[1].calls.count("load") == 1
     assert again.metrics()["publish/logprob_difference"].value < LOGPROB
@@ -325,7 +324,7 @@ def test_vllm_gets_the_folder_that_was_loaded(
 def test_agreement_is_judged_by_what_the_arithmetic_allows(
     folder: str, pretended: list[PretendVllm]
 ) -> None:
-    engine = LocalEngine(settings(folder, **{"rollout.temperature": 0.5}), folder)
+    engine = Engine(settings(folder, **{"rollout.temperature": 0.5}), folder)
 
     def off_by(distance: float, dtype: str) -> float:
         class Off:

@@ -21,7 +21,6 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import SFT_LEVELS
 from ragen.core.types import Prompt
 from ragen.engines.learner import Learner
-from ragen.engines.tensors import hash_weights
 from ragen.envs.registry import make
 from ragen.finetuning.demonstrations import plan_in_words
 from ragen.finetuning.sft import (
@@ -33,6 +32,7 @@ from ragen.finetuning.sft import (
     split_examples,
 )
 from ragen.finetuning.tokenizer import build
+from ragen.models.adapter_folder import hash_tensors
 from ragen.models.loading import load_policy
 from ragen.models.names import is_adapter
 from ragen.rollout.chat import Chat
@@ -57,7 +57,7 @@ def tiny(**more: Any) -> Config:
 
 
 def weights(folder: Path) -> str:
-    return hash_weights(AutoModelForCausalLM.from_pretrained(folder))
+    return hash_tensors(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
 
 
 def talks(path: Path, count: int, reply: str = "<answer>Dragon</answer>") -> Path:

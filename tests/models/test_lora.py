@@ -86,9 +86,9 @@ def test_by_hand() -> None:
     # x = (1, 10): A x = x, B A x = (10, 2), three times that is (30, 6); W x = (1, 10).
     x = torch.tensor([1.0, 10.0])
     assert layer(x).tolist() == [31.0, 16.0]
-    assert (fast_qwen2.affine(layer).weight @ x).tolist() == [31.0, 16.0]
+    assert (fast_qwen2.effective_weight(layer) @ x).tolist() == [31.0, 16.0]
     with acting(one, "reference"):
-        assert layer(x).tolist() == (fast_qwen2.affine(layer).weight @ x).tolist() == [1.0, 10.0]
+        assert layer(x).tolist() == (fast_qwen2.effective_weight(layer) @ x).tolist() == [1.0, 10.0]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])

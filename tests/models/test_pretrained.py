@@ -250,18 +250,18 @@ def test_an_unreachable_hub_is_asked_once_for_as_long_as_patience_lasts(
 ) -> None:
     """Nothing there, or something that accepts the connection and never answers."""
     patience, answer, knocked = [], threading.Event(), threading.Event()
-    urlopen = pretrained.urllib.request.urlopen
+    head = pretrained.httpx.head
 
-    def watched(request: Any, timeout: float) -> Any:
+    def watched(url: str, timeout: float, **more: Any) -> Any:
         patience.append(timeout)
-        return urlopen(request, timeout=timeout)
+        return head(url, timeout=timeout, **more)
 
     def keep_silent(_: Hub) -> None:
         knocked.set()
         answer.wait()
 
     monkeypatch.setattr(pretrained, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(pretrained.urllib.request, "urlopen", watched)
+    monkeypatch.setattr(pretrained.httpx, "head", watched)
     monkeypatch.setattr(Hub, "do_HEAD", keep_silent)
     if not listens:
         hub()

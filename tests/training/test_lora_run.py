@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
+from ragen.engines.engine import Engine
 from ragen.engines.factory import load_model, make_policy
-from ragen.engines.local import LocalEngine
-from ragen.engines.tensors import load_tensors
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.evaluation.results import load_evaluations
 from ragen.evaluation.targets import config_for
@@ -82,7 +81,7 @@ def test_a_checkpoint_holds_the_adapter_and_not_the_base(finished: Path) -> None
     assert {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "tokenizer.json", "chat_template.jinja"} <= names
     assert {"critic.safetensors", "optimizer-0.safetensors", "state.json"} <= names
     assert not {"config.json", "model.safetensors"} & names
-    critic = load_tensors(newest / "critic.safetensors")
+    critic = load_file(newest / "critic.safetensors")
     matrices = {name.rpartition(".lora_")[2] for name in critic if "lora_" in name}
     assert matrices == {"A.weight", "B.weight"} and "head.weight" in critic
 
@@ -108,10 +107,10 @@ def test_the_general_path_agrees_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_run_is_played_as_it_is_and_merged(finished: Path) -> None:
     """The checkpoint alone, the base found by its name, is the policy that was trained."""
     newest = checkpoint.newest(finished)
-    engine = LocalEngine(asked(**GAE), config().model.path)
+    engine = Engine(asked(**GAE), config().model.path)
     asyncio.run(engine.load(newest, checkpoint.read_state(newest)["engine"]))
     policy, _ = make_policy(config(), str(newest))
-    plain = LocalEngine(config(), str(newest)).model
+    plain = Engine(config(), str(newest)).model
     assert not lora.has_adapters(plain) and lora.has_adapters(engine.model)
     probe = torch.arange(1, 9)[None]
     expected = engine.model(probe).logits
@@ -146,8 +145,8 @@ def test_training_goes_on_from_a_run(finished: Path, tmp_path: Path) -> None:
     """With adapters of the same shape, or merged with all weights."""
     on = {"model__path": str(finished), "steps": 1, "algorithm": "starpo/grpo", "loss__kl": 0.0}
     train(asked(**on), tmp_path / "on")
-    start = load_tensors(tmp_path / "on" / "checkpoints" / "step-0" / ADAPTER_WEIGHTS)
-    end = load_tensors(checkpoint.newest(finished) / ADAPTER_WEIGHTS)
+    start = load_file(tmp_path / "on" / "checkpoints" / "step-0" / ADAPTER_WEIGHTS)
+    end = load_file(checkpoint.newest(finished) / ADAPTER_WEIGHTS)
     assert start.keys() == end.keys() and all(torch.equal(start[k], end[k]) for k in end)
     base = json.loads((checkpoint.newest(tmp_path / "on") / ADAPTER_CONFIG).read_text())
     assert base["base_model_name_or_path"] == config().model.path
@@ -195,7 +194,7 @@ def test_a_run_is_evaluated_under_other_settings(finished: Path) -> None:
 def test_the_base_is_known_again(tmp_path: Path) -> None:
     model = shutil.copytree(config().model.path, tmp_path / "model")
     train(asked(model__path=str(model), steps=1), tmp_path / "run")
-    weights = load_tensors(model / "model.safetensors")
+    weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"][0] *= 2
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     for use in (lambda: resume(tmp_path / "run"), lambda: evaluate_target(str(tmp_path / "run"))):

@@ -33,8 +33,8 @@ from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Role
 from ragen.engines import factory
+from ragen.engines.engine import Engine
 from ragen.engines.learner import Learner
-from ragen.engines.local import LocalEngine
 from ragen.engines.sampler import Sampler
 from ragen.storage import checkpoint
 from ragen.storage.database import DATABASE
@@ -72,10 +72,10 @@ def test_a_run_that_does_not_begin_closes_what_was_opened(
 ) -> None:
     closed: list[str] = []
 
-    async def close(engine: LocalEngine) -> None:
+    async def close(engine: Engine) -> None:
         closed.append("engine")
 
-    monkeypatch.setattr(LocalEngine, "close", close)
+    monkeypatch.setattr(Engine, "close", close)
     (tmp_path / "file").write_text("")
     with pytest.raises(RagenError, match="cannot make the run folder"):
         train(config(), out=tmp_path / "file" / "run")
@@ -331,13 +331,13 @@ def test_the_same_run_twice_is_the_same_run(tmp_path: Path, more: dict[str, Any]
 def test_where_rounding_differs_the_old_logprobs_are_the_learners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, roles: list[str]
 ) -> None:
-    asked, score = [], LocalEngine.score
+    asked, score = [], Engine.score
 
-    async def watched(engine: LocalEngine, batch: Batch, role: Role) -> Batch:
+    async def watched(engine: Engine, batch: Batch, role: Role) -> Batch:
         asked.append(role)
         return await score(engine, batch, role)
 
-    monkeypatch.setattr(LocalEngine, "score", watched)
+    monkeypatch.setattr(Engine, "score", watched)
     once = config(steps=1, model__dtype=dtype, eval__episodes=0, record__tokens_every=0)
     train(once, tmp_path / "run")
     assert asked == roles

@@ -1,5 +1,5 @@
 """Where a policy samples and learns.
 
-The engine protocol, the local engine, samplers, the learner, checkpoints, exactness checks and the
-memory plan. It may import `rollout` and the folders below.
+The engine, samplers, the learner, checkpoints, exactness checks and the memory plan. It may import
+`rollout` and the folders below.
 """

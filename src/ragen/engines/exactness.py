@@ -67,18 +67,6 @@ def verify(microbatches: Sequence[Batch]) -> Metrics:
 
     Raises:
         RagenError: The first difference, with the turn it is in.
-
-    Example:
-        >>> from ragen.algorithms.batch import collate
-        >>> from ragen.core.types import Sample
-        >>> mask = (False, True)
-        >>> batch = collate([Sample((1, 8), mask, (0.0, -0.5), (-1, 0), mask, 0, 0)])
-        >>> good, bad = torch.tensor([[fingerprint([8], [-0.5])]]), torch.tensor([[7]])
-        >>> verify([replace(batch, born_BK=good)])["exactness/completions_checked"].value
-        1.0
-        >>> verify([replace(batch, born_BK=bad)])  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ragen.core.errors.RagenError: stopped before an update: the tokens or logprobs of turn 1 ...
     """
     sampled: dict[TurnId, int] = {}
     trained: dict[TurnId, int] = {}

@@ -7,74 +7,43 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen.config.config import Config
-from ragen.engines.engine import WeightedPolicy
 from ragen.engines.sampler import Sampler
 from ragen.engines.sampler_server import VllmServer
 from ragen.engines.sampler_vllm import VllmSampler
+from ragen.engines.sampling import WeightedPolicy
 from ragen.engines.vllm_engine import Vllm
 from ragen.models import lora
-from ragen.models.adapter_folder import fingerprint_of_base, put_on, save_adapter
-from ragen.models.loading import (
-    load_policy,
-    load_tokenizer,
-    recompute_layers,
-    save_model,
-    usable_device,
-)
+from ragen.models.adapter_folder import put_on
+from ragen.models.loading import load_policy, load_tokenizer, recompute_layers, usable_device
 from ragen.models.names import base_of, is_adapter
 from ragen.rollout.chat import Chat
 
 
-def may_use_kl(config: Config) -> bool:
-    """Whether a run has a KL term, or may get one when the guard rolls it back."""
-    guard = config.guard
-    rollback_adds_kl = guard.remedy == "kl" and "rollback" in guard.responses.values()
-    return config.loss.kl > 0 or rollback_adds_kl
-
-
 def make_sampler(
-    config: Config, model: PreTrainedModel, chat: Chat, path: str
+    name: str, config: Config, model: PreTrainedModel, chat: Chat, path: str
 ) -> Sampler | VllmSampler | VllmServer:
-    """The sampler that `rollout.sampler` names, with the weights of `model`, loaded from `path`.
+    """The sampler of this name (`rollout.sampler`), with the weights of `model`.
+
+    `path` is the folder or hub id that the model was loaded from.
 
     Raises:
         RagenError: vLLM is missing, cannot be reached, or cannot serve the model.
     """
-    sampler, max_length = config.rollout.sampler, config.model.max_length
-    if sampler == "local":
-        return make_local_sampler(config, model, chat)
-    if sampler == "vllm":
-        return make_vllm_sampler(config, model, chat, path)
-    return VllmServer(sampler, model, chat.end_ids, chat.decode, max_length=max_length)
-
-
-def make_local_sampler(config: Config, model: PreTrainedModel, chat: Chat) -> Sampler:
-    """A sampler that reads the model's weights in place."""
-    return Sampler(
-        model,
-        chat.end_ids,
-        chat.decode,
-        slots=config.rollout.slots,
-        max_length=config.model.max_length,
-    )
-
-
-def make_vllm_sampler(config: Config, model: PreTrainedModel, chat: Chat, path: str) -> VllmSampler:
-    """A vLLM engine in this process, with the weights of `model`, loaded from `path`.
-
-    Raises:
-        RagenError: As `Vllm`.
-    """
-    max_length = config.model.max_length
+    end_ids, decode, max_length = chat.end_ids, chat.decode, config.model.max_length
+    slots = config.rollout.slots
+    if name == "local":
+        return Sampler(model, end_ids, decode, slots=slots, max_length=max_length)
+    if name != "vllm":
+        return VllmServer(name, model, end_ids, decode, max_length=max_length)
     vllm = Vllm(
         str(model.name_or_path),  # the folder that was loaded, so that the Hub is not asked again
         dtype=config.model.dtype,
         max_length=max_length,
-        slots=config.rollout.slots,
+        slots=slots,
         gpu_memory=config.rollout.gpu_memory,
         adapter_rank=config.lora.rank if lora.has_adapters(model) else 0,
     )
-    sampler = VllmSampler(vllm, chat.end_ids, chat.decode, max_length=max_length)
+    sampler = VllmSampler(vllm, end_ids, decode, max_length=max_length)
     if is_adapter(path):  # it has loaded the base alone
         sampler.push(model)
     return sampler
@@ -86,14 +55,14 @@ def make_policy(config: Config, path: str) -> tuple[WeightedPolicy, Chat]:
     A server belongs to the run that trains with it, so the local sampler takes its place here.
 
     Raises:
-        RagenError: As `LocalEngine`.
+        RagenError: As `Engine`.
     """
     model, tokenizer = load_model(config, path)
-    chat = make_chat(config, tokenizer)
-    if config.rollout.sampler != "vllm":
-        return make_local_sampler(config, model, chat), chat
-    plain = lora.merge(model) if lora.has_adapters(model) else model
-    return make_vllm_sampler(config, plain, chat, path), chat
+    chat = Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
+    name = "vllm" if config.rollout.sampler == "vllm" else "local"
+    if name == "vllm" and lora.has_adapters(model):
+        model = lora.merge(model)
+    return make_sampler(name, config, model, chat, path), chat
 
 
 def load_model(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -102,12 +71,9 @@ def load_model(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTo
     Raises:
         RagenError: As `load_policy` and `put_on`.
     """
-    settings = config.model
+    settings, base = config.model, base_of(path)
     model, tokenizer = load_policy(
-        base_of(path),
-        usable_device(),
-        settings.dtype,
-        max_length=settings.max_length,
+        base, usable_device(), settings.dtype, max_length=settings.max_length
     )
     if is_adapter(path):
         put_on(model, Path(path))
@@ -118,22 +84,12 @@ def load_model(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTo
     return model, tokenizer
 
 
-def make_chat(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """The chat of a tokenizer's template, with a config's settings.
-
-    Raises:
-        RagenError: As `Chat`.
-    """
-    return Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
-
-
 def prepare_model(
     config: Config, path: str, model: PreTrainedModel, critic: bool
 ) -> PreTrainedModel:
-    """A loaded model made ready for training: with adapters for LoRA, without them otherwise.
+    """A model of `load_model` made ready for training: with adapters for LoRA, else without.
 
-    The model comes from `load_model(config, path)`. Its adapter is trained further, or merged if
-    LoRA is off.
+    An adapter that it has is trained further, or merged if LoRA is off.
 
     Raises:
         RagenError: As `ragen.models.lora.attach`.
@@ -152,20 +108,3 @@ def prepare_model(
         base=base_of(path),
     )
     return model
-
-
-def save_trained(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    base: str | None = None,
-) -> None:
-    """Write the trained model, or its adapter as a PEFT folder, with the tokenizer.
-
-    `base` is the `fingerprint_of_base`, if known already.
-    """
-    if not lora.has_adapters(model):
-        save_model(model, tokenizer, folder)
-        return
-    save_adapter(model, folder, base or fingerprint_of_base(model))
-    tokenizer.save_pretrained(str(folder))

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,8 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.metrics import Metrics, largest, last, mean, merge, total
 from ragen.engines.exactness import verify
 from ragen.engines.optimizers import WEIGHT_DECAY, optimizers
-from ragen.models.cross_scores import cross_scores
 from ragen.models.lora import acting, adapter_of, has_adapters
-from ragen.models.model import Critic, hidden_states, shares_prompts, token_logprobs
+from ragen.models.model import Critic, cross_scores, hidden_states, shares_prompts, token_logprobs
 from ragen.models.precision import Masters
 
 SHARED_VALUE_WEIGHT = 0.5
@@ -61,12 +61,11 @@ class Learner:
     the adapters and the value head are trained.
 
     With LoRA `model` comes with its adapters, including the critic's unless it is `shared`. Trained
-    weights that are not float32 get a float32 master (`ragen.models.precision.Masters`). An update
-    with a shared backbone is one pass over it with the sum of both losses, the critic's weighted by
-    `SHARED_VALUE_WEIGHT`. With `reference` the initial policy is kept. The learning rate decays
-    over `steps`, the whole run. All logprobs are computed at the sampling temperature. `longest` is
-    the most sampled tokens that an episode can have. With `muon_lr` above 0, Muon trains the weight
-    matrices at that rate; `weight_decay` is that of both optimisers.
+    weights that are not float32 get a float32 master (`ragen.models.precision.Masters`). With
+    `reference` the initial policy is kept. The learning rate decays over `steps`, the whole run.
+    All logprobs are computed at the sampling temperature. `longest` is the most sampled tokens that
+    an episode can have. With `muon_lr` above 0, Muon trains the weight matrices at that rate;
+    `weight_decay` is that of both optimisers.
     """
 
     def __init__(
@@ -84,20 +83,18 @@ class Learner:
         weight_decay: float = WEIGHT_DECAY,
     ) -> None:
         self.model = model
-        self.trained: nn.Module = adapter_of(model, "policy") if has_adapters(model) else model
-        own = adapter_of(model, "critic") if has_adapters(model) and critic and not shared else None
-        self.critic = Critic(model, shared, own) if critic else None
-        self.reference = _reference_of(model) if reference else None
+        adapted = has_adapters(model)
+        self.trained: nn.Module = adapter_of(model, "policy") if adapted else model
+        self.critic = Critic(model, shared) if critic else None
+        self.reference: PreTrainedModel | None = None
+        if reference:  # with adapters the base without them, which does not change
+            self.reference = model if adapted else copy.deepcopy(model).requires_grad_(False)
         self.masters = Masters(self.trained.named_parameters())
         self.critic_masters = Masters(self.critic.named_parameters() if self.critic else ())
-        decay, beta2 = weight_decay, update.beta2
-        self.optimizers = optimizers(self.masters.trained, update.lr, beta2, muon_lr, decay)
+        make = partial(optimizers, beta2=update.beta2, muon_lr=muon_lr, weight_decay=weight_decay)
+        self.optimizers = make(self.masters.trained, update.lr)
         critic_trained = self.critic_masters.trained
-        self.critic_optimizers = (
-            optimizers(critic_trained, update.critic_lr, beta2, muon_lr, decay)
-            if self.critic
-            else []
-        )
+        self.critic_optimizers = make(critic_trained, update.critic_lr) if critic else []
         self.synced = True
         self._update, self._loss = update, loss
         self._steps, self._temperature, self._longest = steps, temperature, longest
@@ -115,15 +112,12 @@ class Learner:
         return {name: masters for name, masters in named.items() if masters.tensors()}
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, reference: bool = False) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: Batch, reference: bool = False) -> tuple[Tensor, ...]:
         """Logprobs and entropies ``(B, T)`` of the trained tokens, by policy or reference."""
         model = self.reference if reference else self.model
         assert model is not None, "this learner keeps no reference"
         with acting(model, "reference" if reference else "policy"):
-            logprobs_BT, entropies_BT = self._per_token(
-                batch, lambda part: self._policy_outputs(model, part)
-            )
-        return logprobs_BT, entropies_BT
+            return self._per_token(batch, lambda part: self._policy_outputs(model, part))
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
@@ -136,7 +130,7 @@ class Learner:
     def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Log-probability of each thought under each prompt; see `ragen.models.cross_scores`."""
+        """See `ragen.models.model.cross_scores`."""
         most = self._update.microbatch_tokens
         return cross_scores(self.model, prompts, thoughts, self._temperature, most)
 
@@ -229,11 +223,8 @@ class Learner:
             parts.append(padding(microbatches))
         for part in microbatches:
             tokens = flatten(part).to(self._device)
-            if self.critic is not None and self.critic.shared:
-                parts.append(self._shared_backward(self.critic, part, tokens))
-                continue
             parts.append(self._policy_backward(part, tokens))
-            if self.critic is not None:
+            if self.critic is not None and not self.critic.shared:
                 with acting(self.model, "critic"):
                     loss = value_loss(self._critic_values(part), tokens, value_clip=VALUE_CLIP)
                     loss.value.backward()  # type: ignore[no-untyped-call]
@@ -249,36 +240,33 @@ class Learner:
         return metrics
 
     def _policy_backward(self, part: Batch, tokens: TokenFields) -> Metrics:
-        loss = self._policy_loss(tokens, *self._policy_outputs(self.model, part))
+        """Gradients of the policy's loss, and of the critic's if it shares the backbone."""
+        hidden_ND = hidden_states(self.model, *self._model_inputs(part))
+        loss = self._policy_loss(tokens, *self._outputs_of_states(self.model, part, hidden_ND))
+        if self.critic is not None and self.critic.shared:
+            value = value_loss(self.critic.read(hidden_ND), tokens, value_clip=VALUE_CLIP)
+            both = SHARED_VALUE_WEIGHT * value.value + loss.value
+            loss = Loss(both, value.metrics | loss.metrics)
         loss.value.backward()  # type: ignore[no-untyped-call]
         return loss.metrics
-
-    def _shared_backward(self, critic: Critic, part: Batch, tokens: TokenFields) -> Metrics:
-        """One pass over the backbone for both losses."""
-        hidden_ND = hidden_states(self.model, *self._model_inputs(part))
-        value = value_loss(critic.read(hidden_ND), tokens, value_clip=VALUE_CLIP)
-        policy = self._policy_loss(tokens, *self._outputs_of_states(self.model, part, hidden_ND))
-        both = SHARED_VALUE_WEIGHT * value.value + policy.value
-        both.backward()  # type: ignore[no-untyped-call]
-        return value.metrics | policy.metrics
 
     def _policy_loss(self, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor) -> Loss:
         """The policy's loss with its entropy bonus and KL term."""
         settings = self._loss
-        metrics = Metrics()
-        if settings.name != "nll":
-            tokens, metrics = correct_for_sampler(tokens, IMPORTANCE_CAP)
-        loss = self._task_loss(logprobs_N, tokens)
         bonus = entropy_bonus(entropy_N, tokens)
-        value, metrics = loss.value, metrics | loss.metrics | bonus.metrics
-        if settings.name != "nll":
-            if self.synced:
-                metrics |= mismatch_kl(tokens.sampled_logprobs_N, logprobs_N.detach())
-            value = value + settings.entropy * bonus.value
-            if settings.kl > 0 and settings.kl_kind != "k1":
-                term = kl_loss(logprobs_N, tokens, kind=settings.kl_kind)
-                value = value + settings.kl * term.value
-                metrics |= term.metrics
+        if settings.name == "nll":
+            loss = self._task_loss(logprobs_N, tokens)
+            return Loss(loss.value, loss.metrics | bonus.metrics)
+        tokens, metrics = correct_for_sampler(tokens, IMPORTANCE_CAP)
+        loss = self._task_loss(logprobs_N, tokens)
+        value = loss.value + settings.entropy * bonus.value
+        metrics |= loss.metrics | bonus.metrics
+        if self.synced:
+            metrics |= mismatch_kl(tokens.sampled_logprobs_N, logprobs_N.detach())
+        if settings.kl > 0 and settings.kl_kind != "k1":
+            term = kl_loss(logprobs_N, tokens, kind=settings.kl_kind)
+            value = value + settings.kl * term.value
+            metrics |= term.metrics
         return Loss(value, metrics)
 
     def _task_loss(self, logprobs_N: Tensor, tokens: TokenFields) -> Loss:
@@ -340,8 +328,3 @@ class Learner:
         before_BT[:, :-1] = part.weight_BT[:, 1:] > 0
         ids_BT, lengths_B = part.token_ids_BT, part.lengths_B
         return ids_BT.to(self._device), lengths_B.to(self._device), before_BT.to(self._device)
-
-
-def _reference_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A frozen copy; with adapters the model itself, whose base does not change."""
-    return model if has_adapters(model) else copy.deepcopy(model).requires_grad_(False)

@@ -8,7 +8,7 @@ are estimates.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
@@ -22,15 +22,17 @@ from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.config.reading import changed, flatten
 from ragen.core.errors import RagenError
-from ragen.engines.free_memory import available
+from ragen.engines.factory import prepare_model
+from ragen.engines.machine import available
 from ragen.engines.vllm_engine import CPU_CACHE_BYTES
 from ragen.models import fast_qwen2
 from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.loading import usable_device
-from ragen.models.lora import linear_layers, target_names
-from ragen.models.model import KEPT_LOGITS, KEPT_LOGITS_GPU, backbone
+from ragen.models.lora import adapter_of
+from ragen.models.model import KEPT_LOGITS, KEPT_LOGITS_GPU, Critic
 from ragen.models.names import base_of, resolve_model
-from ragen.models.pretrained import LOAD_ERRORS, cannot_load, model_config, model_folder
+from ragen.models.precision import Masters
+from ragen.models.pretrained import load_errors, model_config, model_folder
 
 GIB = 2**30
 WORTH_TELLING = GIB
@@ -104,24 +106,28 @@ def plan(config: Config) -> Plan:
     asked, device = config.model, usable_device()
     path = base_of(resolve_model(asked.path, config.env.name))
     read = model_config(model_folder(path, weights=False), path, asked.max_length)
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                read, dtype=getattr(torch, asked.dtype)
-            )
-    except LOAD_ERRORS as error:
-        raise cannot_load(path, error) from error
-    trained = dict(trained_weights(model, config))
+    with load_errors(path), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            read, dtype=getattr(torch, asked.dtype)
+        )
+    base, sampler = held(model), sampler_bytes(model, config, device)
+    has_critic = needs_values(find_estimator(config.advantage.name))
+    with torch.device("meta"):
+        model = prepare_model(config, path, model, has_critic)
     adapted = config.lora.rank > 0
+    policy = adapter_of(model, "policy") if adapted else model
+    gradients, optimizer = trained_bytes(Masters(policy.named_parameters()))
+    critic = 0
+    if has_critic:
+        own = Critic(model, shared=asked.critic == "shared")
+        critic = held(own) + sum(trained_bytes(Masters(own.named_parameters())))
     return Plan(
-        weights=held(model) + (held(trained.values()) if adapted else 0),
-        gradients=sum(weight.numel() * FLOAT for weight in trained.values()),
-        optimizer=sum(map(optimizer_bytes, trained.values())),
-        reference=held(model) if config.loss.kl > 0 and not adapted else 0,
-        critic=critic_bytes(model, trained, config)
-        if needs_values(find_estimator(config.advantage.name))
-        else 0,
-        sampler=sampler_bytes(model, config, device),
+        weights=base + (held(policy) if adapted else 0),
+        gradients=gradients,
+        optimizer=optimizer,
+        reference=base if config.loss.kl > 0 and not adapted else 0,
+        critic=critic,
+        sampler=sampler,
         logits=logits_bytes(model, config, device),
         activations=activations_bytes(model, config),
         device=device,
@@ -168,44 +174,11 @@ def smallest_change(config: Config, free: int) -> dict[str, Any] | None:
     return None
 
 
-def trained_weights(model: PreTrainedModel, config: Config) -> Iterator[tuple[str, Tensor]]:
-    """The policy's trained weights by name: the model's own, or the adapter's.
-
-    Raises:
-        RagenError: The model has no layer that `lora.targets` names.
-    """
-    lora = config.lora
-    if not lora.rank:
-        yield from model.named_parameters()
-        return
-    names = target_names(model, lora.targets, lora.rank)
-    for name, layer in linear_layers(model).items():
-        if name.rpartition(".")[2] in names:
-            rows, columns = layer.weight.shape  # (of a Conv1D the other way round: the sum counts)
-            yield f"{name}.lora_A", torch.empty(lora.rank, columns, device="meta")
-            yield f"{name}.lora_B", torch.empty(rows, lora.rank, device="meta")
-
-
-def optimizer_bytes(weight: Tensor) -> int:
-    """Bytes that AdamW keeps of one weight: two moments, a count of steps, a float32 master."""
-    master = 0 if weight.dtype == torch.float32 else FLOAT * weight.numel()
-    return master + 2 * FLOAT * weight.numel() + FLOAT
-
-
-def critic_bytes(model: PreTrainedModel, trained: dict[str, Tensor], config: Config) -> int:
-    """Bytes of the critic: its head, a separate critic's backbone or adapter, and their states."""
-    width = model.config.get_text_config().hidden_size
-    head = {"head.weight": torch.empty(1, width, device="meta")}
-    head["head.bias"] = torch.empty(1, device="meta")
-    own, weights = head, held(head.values())
-    if config.model.critic == "separate":
-        seen = backbone(model)
-        if config.lora.rank:
-            own, weights = head | trained, weights + held(trained.values())
-        else:
-            own, weights = head | dict(seen.named_parameters()), weights + held(seen)
-    states = sum(map(optimizer_bytes, own.values()))
-    return weights + states + sum(weight.numel() * FLOAT for weight in own.values())
+def trained_bytes(masters: Masters) -> tuple[int, int]:
+    """Bytes of the gradients, and of the float32 masters and AdamW's moments and step counts."""
+    numbers = sum(weight.numel() for weight in masters.trained.values())
+    optimizer = held(masters.tensors().values()) + FLOAT * (2 * numbers + len(masters.trained))
+    return FLOAT * numbers, optimizer
 
 
 def sampler_bytes(model: PreTrainedModel, config: Config, device: str) -> int:
@@ -288,12 +261,7 @@ def _head_width(config: Any) -> int:
 
 
 def size(number: int) -> str:
-    """Bytes as text, in GiB or MiB.
-
-    Example:
-        >>> size(3 * 2**29), size(5 * 2**20)
-        ('1.50 GiB', '5 MiB')
-    """
+    """Bytes as text, in GiB or MiB."""
     return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / 2**20:.0f} MiB"
 
 

@@ -1,9 +1,10 @@
-"""The optimisers of a model's weights: AdamW, or Muon for matrices and AdamW for the rest."""
+"""The optimisers of a model's weights, and their states as tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
@@ -40,3 +41,23 @@ def is_matrix(name: str, weight: Tensor) -> bool:
     row, which Muon would move by the same length at every step.
     """
     return weight.ndim == 2 and not name.endswith(("embed_tokens.weight", "head.weight"))
+
+
+def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """An optimiser's state under flat names: ``"3.exp_avg"`` is `exp_avg` of its parameter 3."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{index}.{name}": torch.as_tensor(value)
+        for index, values in state.items()
+        for name, value in values.items()
+    }
+
+
+def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Load what `optimizer_tensors` returned into an optimiser."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for path, value in tensors.items():
+        index, name = path.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -13,7 +13,7 @@ Axes: **N** rows of a forward, **V** vocabulary.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ragen.core.types import Completion, Prompt
-from ragen.engines.sampling import QUIET_ROUNDS, Driver, Stats, completion_of, fail
+from ragen.core.types import Prompt
+from ragen.engines.sampling import QUIET_ROUNDS, Decode, QueuedPolicy
 from ragen.engines.slots import SlotTable, Tokens
 from ragen.models.decoder import make_decoder
 
@@ -35,47 +35,36 @@ PREFILL_TOKENS = 1024
 class _Request:
     prompt: Prompt
     tokens: Tokens
-    answer: asyncio.Future[Completion]
     slot: int = -1
 
 
-class Sampler:
-    """A `Policy` on a local model.
+class Sampler(QueuedPolicy):
+    """A `WeightedPolicy` on a local model.
 
     `model` is any causal language model of transformers with a key–value cache. Its weights are
-    read in place; call `publish` after changing them. `end_ids` end a completion, which includes
-    the one drawn; without any, every completion has `Prompt.max_tokens` tokens, as benchmarks need.
-    `decode` turns token ids, without the end token, into text. `slots` completions are sampled at
-    once. A prompt and its completion have at most `max_length` tokens together, which the caller
-    respects. `fast` uses the fast path where the architecture has one.
+    read in place; call `publish` after changing them. `slots` completions are sampled at once.
+    `fast` uses the fast path where the architecture has one.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         end_ids: Collection[int],
-        decode: Callable[[Sequence[int]], str],
+        decode: Decode,
         *,
         slots: int = 64,
         max_length: int = 1024,
         fast: bool = True,
     ) -> None:
-        assert slots > 0
-        self.version = 0
-        self.stats = Stats()
-        self.max_length = max_length
-        self.end_ids = np.array(sorted(end_ids), dtype=np.int64)
+        super().__init__(end_ids, decode, max_length)
         self._decoder = make_decoder(model, slots, max_length, fast=fast)
-        self._decode = decode
-
-        self._driver = Driver(self._drive, lambda: bool(self._waiting), self._abandon)
-        self._open: dict[_Request, None] = {}  # sent and not answered, in order
         self._waiting: list[_Request] = []
         self._running: dict[int, _Request] = {}
         self._rows: NDArray[np.int64] | None = None  # the running slots; None after a change
         self._table = SlotTable(slots)
 
         # The running requests as arrays over slots, so that a step costs no Python per slot.
+        self._end_ids = np.array(self.end_ids, dtype=np.int64)
         self._length = np.zeros(slots, dtype=np.int64)
         self._next_token = np.zeros(slots, dtype=np.int64)
         self._count = np.zeros(slots, dtype=np.int64)
@@ -85,40 +74,9 @@ class Sampler:
         self._max_tokens = np.zeros(slots, dtype=np.int64)
         self._temperature = np.ones(slots)
 
-    async def complete(self, prompt: Prompt) -> Completion:
-        """Sample one completion: the next tokens of `prompt.token_ids`.
-
-        Temperature 0 takes the most likely token and reports its logprob at temperature 1. The
-        logprobs are those of the distribution actually drawn from.
-        """
-        assert prompt.token_ids, "the sampler needs token ids"
-        assert prompt.max_tokens > 0 and prompt.temperature >= 0
-        assert len(prompt.token_ids) + prompt.max_tokens <= self.max_length, (
-            "over the model's length"
-        )
-        self._driver.ensure()
-        answer = asyncio.get_running_loop().create_future()
-        request = _Request(prompt, tuple(prompt.token_ids), answer)
-        self._open[request] = None
-        self._waiting.append(request)
-        try:
-            return await request.answer
-        finally:
-            self._open.pop(request, None)
-            if request.answer.cancelled() and self._running.get(request.slot) is request:
-                self._stop(request)
-                self._table.free(request.slot)
-
-    async def publish(self, model: PreTrainedModel, version: int) -> None:
-        """See `WeightedPolicy.publish`: the weights are read in place; the cache is dropped."""
-        self.version = version
+    def push(self, model: PreTrainedModel) -> None:
+        """Drop the cache; the weights are read in place."""
         self.forget()
-
-    def rest(self) -> None:
-        """Keep keys and values: they are small compared with a model of this sampler's size."""
-
-    async def close(self) -> None:
-        """Nothing is held beyond the model's own memory."""
 
     def forget(self) -> None:
         """Drop all keys and values."""
@@ -126,7 +84,10 @@ class Sampler:
         self._table.clear()
         self._decoder.refresh()
 
-    # The driver's task.
+    def _send(self, prompt: Prompt) -> _Request:
+        request = _Request(prompt, self._checked_ids(prompt))
+        self._waiting.append(request)
+        return request
 
     async def _drive(self) -> None:
         while True:
@@ -145,20 +106,26 @@ class Sampler:
             await asyncio.sleep(0)
             quiet = quiet + 1 if len(self._waiting) == before else 0
 
+    def _drop(self, requests: Iterable[_Request]) -> None:
+        for request in requests:
+            if request in self._waiting:
+                self._waiting.remove(request)
+            elif self._running.get(request.slot) is request:
+                self._stop(request)
+                self._table.free(request.slot)
+
     def _abandon(self, error: BaseException | None) -> None:
-        dropped = list(self._open)
-        self._open.clear()
         self._running.clear()
         self._waiting.clear()
         self._rows = None
         self.forget()
-        fail((request.answer for request in dropped), error)
+        super()._abandon(error)
 
     # From waiting to running to answered.
 
     def _admit(self) -> None:
         """Give waiting requests their slots, read their prompts and draw their first tokens."""
-        self._waiting = [r for r in self._waiting if not r.answer.done()]
+        self._waiting = [r for r in self._waiting if not self._open[r].done()]
         resumed = [r for r in self._waiting if self._resume(r)]
         fresh = []
         for request in self._waiting:
@@ -238,11 +205,8 @@ class Sampler:
         token_ids = tuple(self._tokens[slot, :count].tolist())
         self._table.remember(slot, request.tokens + token_ids)
         self.stats.sampled += count
-        if not request.answer.done():
-            logprobs = tuple(self._logprobs[slot, :count].tolist())
-            request.answer.set_result(
-                completion_of(token_ids, logprobs, self.end_ids, self._decode, self.version)
-            )
+        logprobs = tuple(self._logprobs[slot, :count].tolist())
+        self._answer(request, self._completion(token_ids, logprobs))
 
     # Forwards.
 
@@ -280,7 +244,7 @@ class Sampler:
         self._logprobs[slots, count] = logprobs
         self._next_token[slots] = tokens
         self._count[slots] = count + 1
-        done = np.isin(tokens, self.end_ids) | (count + 1 >= self._max_tokens[slots])
+        done = np.isin(tokens, self._end_ids) | (count + 1 >= self._max_tokens[slots])
         for slot in slots[done].tolist():
             self._finish(slot)
 

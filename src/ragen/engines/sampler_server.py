@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
-from ragen.engines.sampling import Stats, completion_of
+from ragen.engines.sampling import Decode, WeightedPolicy
 from ragen.engines.vllm_engine import ADAPTER, TESTED
 from ragen.models.adapter_folder import save_adapter
 from ragen.models.lora import has_adapters
@@ -33,11 +33,10 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 """Seconds before the server counts as lost: completions queue for long, connections do not."""
 
 
-class VllmServer:
+class VllmServer(WeightedPolicy):
     """A `WeightedPolicy` over a vLLM server, which has the learner's weights from the start.
 
-    `url` is its address, such as ``http://127.0.0.1:8000``; the other arguments are those of
-    `Sampler`.
+    `url` is its address, such as ``http://127.0.0.1:8000``.
 
     Raises:
         RagenError: The server cannot be reached, is not vLLM of the tested release, does not let
@@ -49,25 +48,21 @@ class VllmServer:
         url: str,
         model: PreTrainedModel,
         end_ids: Collection[int],
-        decode: Callable[[Sequence[int]], str],
+        decode: Decode,
         *,
         max_length: int,
     ) -> None:
-        self.version = 0
-        self.stats = Stats()
-        self.max_length = max_length
+        super().__init__(end_ids, decode, max_length)
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.end_ids = sorted(end_ids)
-        self._decode = decode
         with self._reaching():
             self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
         self._async_http: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop of those connections
         self._served = self._model_of()
-        self._push(model)
+        self.push(model)
 
     async def complete(self, prompt: Prompt) -> Completion:
-        """Sample one completion; the contract is that of `Sampler.complete`.
+        """See `WeightedPolicy.complete`.
 
         Raises:
             RagenError: The server cannot be reached, or its answer is invalid.
@@ -81,7 +76,7 @@ class VllmServer:
             response = await self._async_http.post("/v1/completions", json=self._request(prompt))
         completion, num_cached = self._read(response, prompt)
         if num_cached is not None:
-            self.stats.prefilled += len(prompt.token_ids or ()) - num_cached
+            self.stats.prefilled += len(self._checked_ids(prompt)) - num_cached
             self.stats.reused += num_cached
         self.stats.sampled += len(completion.token_ids or ())
         return completion
@@ -92,15 +87,6 @@ class VllmServer:
             response = self._http.post("/v1/completions", json=self._request(prompt))
         return self._read(response, prompt)[0]
 
-    async def publish(self, model: PreTrainedModel, version: int) -> None:
-        """See `WeightedPolicy.publish`: the weights, or the adapter, pass through a folder.
-
-        Raises:
-            RagenError: The server cannot be reached, or refused them.
-        """
-        self._push(model)
-        self.version = version
-
     def forget(self) -> None:
         """Drop all keys and values."""
         if not self._json(self._post("/reset_prefix_cache")).get("success"):
@@ -109,16 +95,18 @@ class VllmServer:
                 "use one server per run"
             )
 
-    def rest(self) -> None:
-        """Nothing to do: the server does not share the learner's memory."""
-
     async def close(self) -> None:
         """Close the connections; the server keeps running."""
         self._http.close()
         if self._async_http is not None and self._loop is asyncio.get_running_loop():
             await self._async_http.aclose()
 
-    def _push(self, model: PreTrainedModel) -> None:
+    def push(self, model: PreTrainedModel) -> None:
+        """Send the weights, or the adapter, through a folder.
+
+        Raises:
+            RagenError: The server cannot be reached, or refused them.
+        """
         with tempfile.TemporaryDirectory(prefix="ragen-weights-") as folder:
             if has_adapters(model):
                 save_adapter(model, Path(folder))
@@ -132,10 +120,9 @@ class VllmServer:
         self.forget()
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:
-        assert prompt.token_ids, "the sampler needs token ids"
         return {
             "model": self._served,
-            "prompt": list(prompt.token_ids),
+            "prompt": list(self._checked_ids(prompt)),
             "max_tokens": prompt.max_tokens,
             "seed": prompt.seed,
             "stop_token_ids": self.end_ids,
@@ -161,13 +148,12 @@ class VllmServer:
             logprobs = tuple(float(logprob) for logprob in choice["logprobs"]["token_logprobs"])
             details = answer["usage"].get("prompt_tokens_details")
             num_cached = None if details is None else int(details["cached_tokens"] or 0)
-            exact = choice["prompt_token_ids"] == list(prompt.token_ids or ())
+            exact = choice["prompt_token_ids"] == list(self._checked_ids(prompt))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._strange(f"a completion without {error}") from error
         if not exact or not ids or len(ids) != len(logprobs):
             raise self._strange("a completion of other tokens")
-        completion = completion_of(ids, logprobs, self.end_ids, self._decode, self.version)
-        return completion, num_cached
+        return self._completion(ids, logprobs), num_cached
 
     def _model_of(self) -> str:
         """The name of the served model, after checking that the server can be trained with."""
@@ -206,12 +192,11 @@ class VllmServer:
 
     def _json(self, response: httpx.Response) -> dict[str, Any]:
         """A server's answer; an error if it is none or not a JSON object."""
-        try:
+        answer: Any = None
+        with suppress(ValueError):
             answer = response.json()
-        except ValueError as error:
-            raise self._strange(f"HTTP {response.status_code} and no JSON") from error
         if not isinstance(answer, dict):
-            raise self._strange("JSON that is no object")
+            raise self._strange(f"HTTP {response.status_code} and no JSON object")
         if response.is_error:
             problem = answer.get("error", answer)
             reason = str(problem.get("message", problem) if isinstance(problem, dict) else problem)

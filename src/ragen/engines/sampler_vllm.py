@@ -7,80 +7,50 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from ragen.core.types import Completion, Prompt
-from ragen.engines.sampling import QUIET_ROUNDS, Driver, Stats, completion_of, fail
+from ragen.engines.sampling import QUIET_ROUNDS, Decode, QueuedPolicy
 from ragen.engines.vllm_engine import Sampled, Vllm
 from ragen.models.adapter_folder import save_adapter
 from ragen.models.lora import has_adapters
 
 
-class VllmSampler:
+class VllmSampler(QueuedPolicy):
     """A `WeightedPolicy` over vLLM in this process.
 
     Logprobs are those of the distribution drawn from, as with the local sampler. A request's seed
     decides its random numbers, but the composition of a batch changes the last digits of its
     logits; so sampling is not reproducible bit for bit.
 
-    `vllm` has the learner's weights; the other arguments are those of `Sampler`.
+    `vllm` has the learner's weights.
     """
 
     def __init__(
-        self,
-        vllm: Vllm,
-        end_ids: Collection[int],
-        decode: Callable[[Sequence[int]], str],
-        *,
-        max_length: int,
+        self, vllm: Vllm, end_ids: Collection[int], decode: Decode, *, max_length: int
     ) -> None:
-        self.version = 0
-        self.stats = Stats()
-        self.max_length = max_length
+        super().__init__(end_ids, decode, max_length)
         self._vllm = vllm
-        self.end_ids = sorted(end_ids)
-        self._decode = decode
         self._names = map(str, count())
-        self._open: dict[str, asyncio.Future[Sampled]] = {}  # sent and not answered
-        self._driver = Driver(self._drive, lambda: bool(self._open), self._abandon)
         self._closed = False
-
-    async def complete(self, prompt: Prompt) -> Completion:
-        """Sample one completion; the contract is that of `Sampler.complete`."""
-        self._driver.ensure()
-        name, answer = self._add(prompt), asyncio.get_running_loop().create_future()
-        self._open[name] = answer
-        try:
-            sampled = await answer
-        finally:
-            if self._open.pop(name, None) is not None:  # the caller was cancelled
-                self._vllm.drop([name])
-        self.stats.prefilled += len(prompt.token_ids or ()) - sampled.num_cached
-        self.stats.reused += sampled.num_cached
-        self.stats.sampled += len(sampled.token_ids)
-        return self._completion(sampled)
 
     def ask(self, prompt: Prompt) -> Completion:
         """Sample one completion without an event loop; it does not count in `stats`."""
         assert not self._open, "no other completion may be open"
-        name, finished = self._add(prompt), list[Sampled]()
+        name, finished = self._send(prompt), list[Sampled]()
         while not finished:
             finished = self._vllm.step()
         (sampled,) = finished
         assert sampled.name == name
-        return self._completion(sampled)
-
-    async def publish(self, model: PreTrainedModel, version: int) -> None:
-        """See `WeightedPolicy.publish`: all weights are copied, or the adapter is read again."""
-        self.push(model)
-        self.version = version
+        return self._completion(sampled.token_ids, sampled.logprobs)
 
     def push(self, model: PreTrainedModel) -> None:
-        """Sample with these weights from now on; the version stays."""
+        """Copy all weights, or let vLLM read the adapter again."""
         self._vllm.wake()
         if has_adapters(model):
             with tempfile.TemporaryDirectory(prefix="ragen-adapter-") as folder:
@@ -106,32 +76,23 @@ class VllmSampler:
             self._closed = True
             self._vllm.close()
 
-    def _add(self, prompt: Prompt) -> str:
-        assert prompt.token_ids, "the sampler needs token ids"
-        assert len(prompt.token_ids) + prompt.max_tokens <= self.max_length, (
-            "over the model's length"
-        )
+    def _send(self, prompt: Prompt) -> str:
+        self._checked_ids(prompt)
         name = next(self._names)
         self._vllm.wake()
         self._vllm.add(name, prompt, self.end_ids)
         return name
-
-    def _completion(self, sampled: Sampled) -> Completion:
-        ids, logprobs = sampled.token_ids, sampled.logprobs
-        return completion_of(ids, logprobs, self.end_ids, self._decode, self.version)
-
-    # The driver's task.
 
     async def _drive(self) -> None:
         while self._open:
             for _ in range(QUIET_ROUNDS):  # let every episode send its request
                 await asyncio.sleep(0)
             for sampled in self._vllm.step() if self._open else ():
-                answer = self._open.pop(sampled.name)
-                if not answer.done():
-                    answer.set_result(sampled)
+                self.stats.prefilled += sampled.num_prompt - sampled.num_cached
+                self.stats.reused += sampled.num_cached
+                self.stats.sampled += len(sampled.token_ids)
+                completion = self._completion(sampled.token_ids, sampled.logprobs)
+                self._answer(sampled.name, completion)
 
-    def _abandon(self, error: BaseException | None) -> None:
-        dropped, self._open = self._open, {}
-        self._vllm.drop(list(dropped))
-        fail(dropped.values(), error)
+    def _drop(self, requests: Iterable[Any]) -> None:
+        self._vllm.drop(list(requests))

@@ -1,18 +1,21 @@
-"""What the samplers share: token counts, the record of a completion, the task that drives requests.
-
-Loads no torch.
-"""
+"""What the samplers share: token counts, publications, the task that answers open requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ragen.core.metrics import Metrics, mean
-from ragen.core.types import Completion
+from ragen.core.types import Completion, Prompt
 from ragen.rollout.policies import fingerprint
+
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text."""
 
 QUIET_ROUNDS = 4
 """Rounds of the event loop without a new request after which the next forward begins.
@@ -43,57 +46,113 @@ class Stats:
         return {"rollout/prefix_cache_hit_fraction": mean(self.reused / prompts, prompts)}
 
 
-def completion_of(
-    token_ids: tuple[int, ...],
-    logprobs: tuple[float, ...],
-    end_ids: Container[int],
-    decode: Callable[[Sequence[int]], str],
-    version: int,
-) -> Completion:
-    """The record of sampled tokens: its text leaves the end token out, its fingerprint is set here.
+class WeightedPolicy:
+    """A `Policy` whose weights are published to it: the local sampler, vLLM, a server.
 
-    Example:
-        >>> completion = completion_of((8, 9, 2), (-0.5, -0.25, -0.125), {2}, str, 3)
-        >>> completion.text, completion.finish_reason
-        ('(8, 9)', 'stop')
-    """
-    ended = token_ids[-1] in end_ids
-    return Completion(
-        token_ids,
-        logprobs,
-        decode(token_ids[:-1] if ended else token_ids),
-        "stop" if ended else "length",
-        version,
-        fingerprint(token_ids, logprobs),
-    )
-
-
-class Driver:
-    """A task that samples while there are requests, and never leaves one without an answer.
-
-    `drive` samples until no request is open (`is_open`), then returns. `abandon` drops all requests
-    and fails them with an error, or cancels them if it is ``None``.
+    `end_ids` end a completion, which includes the one drawn; without any, every completion has
+    `Prompt.max_tokens` tokens. `decode` turns token ids, without the end token, into text. A prompt
+    and its completion have at most `max_length` tokens together, which the caller respects.
+    `version` is the policy version of the weights, which completions carry. `stats` count tokens
+    since they were last reset.
     """
 
-    def __init__(
-        self,
-        drive: Callable[[], Coroutine[Any, Any, None]],
-        is_open: Callable[[], bool],
-        abandon: Callable[[BaseException | None], None],
-    ) -> None:
-        self._drive, self._is_open, self._abandon = drive, is_open, abandon
+    def __init__(self, end_ids: Collection[int], decode: Decode, max_length: int) -> None:
+        self.version = 0
+        self.stats = Stats()
+        self.max_length = max_length
+        self.end_ids = sorted(end_ids)
+        self._decode = decode
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        """Sample one completion: the next tokens of `prompt.token_ids`.
+
+        Temperature 0 takes the most likely token and reports its logprob at temperature 1. The
+        logprobs are those of the distribution actually drawn from.
+        """
+        raise NotImplementedError
+
+    async def publish(self, model: PreTrainedModel, version: int) -> None:
+        """Sample with these weights from now on; called while nothing is sampled."""
+        self.push(model)
+        self.version = version
+
+    def push(self, model: PreTrainedModel) -> None:
+        """Take over the weights, or the adapter, and drop all keys and values of earlier ones."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drop all keys and values."""
+        raise NotImplementedError
+
+    def rest(self) -> None:
+        """Free memory that only sampling needs, until the next completion or publication."""
+
+    async def close(self) -> None:
+        """Free its resources."""
+
+    def _checked_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        ids = prompt.token_ids
+        assert ids, "the sampler needs token ids"
+        assert prompt.max_tokens > 0 and prompt.temperature >= 0
+        assert len(ids) + prompt.max_tokens <= self.max_length, "over the model's length"
+        return ids
+
+    def _completion(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion:
+        """The record of sampled tokens; the text leaves the end token out."""
+        ended = token_ids[-1] in self.end_ids
+        return Completion(
+            token_ids,
+            logprobs,
+            self._decode(token_ids[:-1] if ended else token_ids),
+            "stop" if ended else "length",
+            self.version,
+            fingerprint(token_ids, logprobs),
+        )
+
+
+class QueuedPolicy(WeightedPolicy, ABC):
+    """A policy with a task that samples while requests are open, and leaves none unanswered."""
+
+    def __init__(self, end_ids: Collection[int], decode: Decode, max_length: int) -> None:
+        super().__init__(end_ids, decode, max_length)
+        self._open: dict[Any, asyncio.Future[Completion]] = {}  # sent and not answered
         self._task: asyncio.Task[None] | None = None
 
-    def ensure(self) -> None:
-        """Make sure that the task runs in the current event loop; call before adding a request."""
+    @abstractmethod
+    def _send(self, prompt: Prompt) -> Any:
+        """Queue a request; returns its key in `_open`."""
+
+    @abstractmethod
+    async def _drive(self) -> None:
+        """Answer requests (`_answer`) until none is open."""
+
+    @abstractmethod
+    def _drop(self, requests: Iterable[Any]) -> None:
+        """Stop sampling requests that were cancelled or failed."""
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        """See `WeightedPolicy.complete`."""
         loop = asyncio.get_running_loop()
         if self._task is not None and self._task.get_loop() is not loop:
             self._task = None  # left behind by a loop that was torn down
             self._abandon(None)
         if self._task is None:
-            self._start(loop)
+            self._launch(loop)
+        request, answer = self._send(prompt), loop.create_future()
+        self._open[request] = answer
+        try:
+            completion: Completion = await answer
+            return completion
+        finally:
+            if self._open.pop(request, None) is not None:  # the caller was cancelled
+                self._drop([request])
 
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _answer(self, request: Any, completion: Completion) -> None:
+        answer = self._open.pop(request)
+        if not answer.done():
+            answer.set_result(completion)
+
+    def _launch(self, loop: asyncio.AbstractEventLoop) -> None:
         self._task = loop.create_task(self._drive())
         self._task.add_done_callback(self._ended)
 
@@ -105,16 +164,17 @@ class Driver:
             self._abandon(None)
         elif (error := task.exception()) is not None:
             self._abandon(error)
-        elif self._is_open():  # a request came between the task's last look and its end
-            self._start(task.get_loop())
+        elif self._open:  # a request came between the task's last look and its end
+            self._launch(task.get_loop())
 
-
-def fail(answers: Iterable[asyncio.Future[Any]], error: BaseException | None) -> None:
-    """Give every answer that is still awaited an error, or cancel it if there is none."""
-    for answer in answers:
-        if answer.done() or answer.get_loop().is_closed():
-            continue
-        if error is None:
-            answer.cancel()
-        else:
-            answer.set_exception(error)
+    def _abandon(self, error: BaseException | None) -> None:
+        """Drop all requests: fail them with an error, or cancel them if there is none."""
+        dropped, self._open = self._open, {}
+        self._drop(dropped)
+        for answer in dropped.values():
+            if answer.done() or answer.get_loop().is_closed():
+                continue
+            if error is None:
+                answer.cancel()
+            else:
+                answer.set_exception(error)

@@ -37,9 +37,10 @@ ADAPTER = "ragen"
 
 
 class Sampled(NamedTuple):
-    """A finished request: its name, its sampled tokens, and how many prompt tokens were cached."""
+    """A finished request; `num_cached` of its prompt's tokens were cached."""
 
     name: str
+    num_prompt: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     num_cached: int
@@ -137,9 +138,9 @@ class Vllm:
             drawn = zip(output.token_ids, output.logprobs, strict=True)
             logprobs = tuple(float(known[token].logprob) for token, known in drawn)
             ids = tuple(int(token) for token in output.token_ids)
-            finished.append(
-                Sampled(request.request_id, ids, logprobs, request.num_cached_tokens or 0)
-            )
+            name, num_prompt = request.request_id, len(request.prompt_token_ids)
+            num_cached = request.num_cached_tokens or 0
+            finished.append(Sampled(name, num_prompt, ids, logprobs, num_cached))
         return finished
 
     def drop(self, names: Sequence[str]) -> None:

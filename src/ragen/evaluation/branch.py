@@ -22,9 +22,9 @@ from ragen.core.statistics import Interval, wilson
 from ragen.core.stopping import run_async
 from ragen.core.tables import Section
 from ragen.core.types import Episode
-from ragen.engines.engine import WeightedPolicy
 from ragen.engines.factory import make_policy
-from ragen.engines.threads import use_threads
+from ragen.engines.machine import use_threads
+from ragen.engines.sampling import WeightedPolicy
 from ragen.evaluation.outcomes import how_sampled
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_unchanged

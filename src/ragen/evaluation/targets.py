@@ -203,7 +203,7 @@ def load_target(
         return PlayerPolicy(PLAYERS[target], setup.think, setup.prefill), setup
     path = resolve_model(target, config.env.name, TARGETS)
     from ragen.engines.factory import make_policy
-    from ragen.engines.threads import use_threads
+    from ragen.engines.machine import use_threads
 
     use_threads(config.threads)
     policy, chat = make_policy(config, path)

@@ -32,7 +32,7 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Episode, Sample
 from ragen.engines.learner import Learner
-from ragen.engines.threads import use_threads
+from ragen.engines.machine import use_threads
 from ragen.finetuning.curriculum import FAMILIES, LAYERS, WARMUP_STEPS, Lesson, Stage
 from ragen.finetuning.demonstrations import Demonstrator
 from ragen.finetuning.tokenizer import build

@@ -26,12 +26,13 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import SFT_LEVELS, derive
 from ragen.core.stopping import run_async
-from ragen.engines.factory import load_model, make_chat, prepare_model, save_trained
+from ragen.engines.factory import load_model, prepare_model
 from ragen.engines.learner import Learner
-from ragen.engines.threads import use_threads
+from ragen.engines.machine import use_threads
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.finetuning.demonstrations import plan_in_words
 from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchanges
+from ragen.models.loading import save_model
 from ragen.models.names import resolve_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
@@ -144,7 +145,7 @@ def sft(
     path = resolve_model(config.model.path, config.env.name)
     model, tokenizer = load_model(config, path)
     model = prepare_model(config, path, model, critic=False)
-    chat = make_chat(config, tokenizer)
+    chat = Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
     if chat.warning:
         watch(chat.warning)
     if transcripts is None:
@@ -164,7 +165,7 @@ def sft(
         after = mean_nll(learner, test_batch)
         if not math.isfinite(after):
             raise RagenError(f"the loss is {after} after {num_steps} steps: set a lower --lr")
-        save_trained(model, tokenizer, folder)
+        save_model(model, tokenizer, folder)
     return SftResult(
         model=out,
         examples=len(training),

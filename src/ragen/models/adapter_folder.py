@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragen.core.errors import RagenError
@@ -122,10 +124,17 @@ def fingerprint_of_base(model: PreTrainedModel) -> str:
     The weights are rounded to bfloat16 first, so that a base loaded as float32 or as bfloat16 has
     the same hash.
     """
+    return hash_tensors(
+        (name.replace(".base_layer.", "."), weight.to(torch.bfloat16))
+        for name, weight in model.named_parameters()
+        if not is_adapter_weight(name)
+    )
+
+
+def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A hash of names and tensors, bit for bit."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, weight in model.named_parameters():
-        if not is_adapter_weight(name):
-            digest.update(name.replace(".base_layer.", ".").encode())
-            rounded = weight.detach().to(torch.bfloat16).cpu().contiguous()
-            digest.update(rounded.view(torch.uint8).numpy().tobytes())
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

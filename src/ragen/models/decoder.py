@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,35 +30,9 @@ from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.precision import output_logits, shape_of
 
 
-class Decoder(Protocol):
-    """What the sampler needs of a model."""
-
-    def prefill(
-        self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> Tensor:
-        """Read several new tokens in each of several slots, each given at most once.
-
-        `starts` says how many tokens of each slot's sequence are in the cache already; each has at
-        least one new token. Returns logits (N, V) in float32 after each slot's last new token.
-        """
-        ...
-
-    def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
-        """Read one new token in each of several slots, given in ascending order."""
-        ...
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Give `target` the first `length` keys and values of `source`."""
-        ...
-
-    def refresh(self) -> None:
-        """Read changed weights, with which every stored key and value is out of date."""
-        ...
-
-
 def make_decoder(
     model: PreTrainedModel, num_slots: int, max_length: int, *, fast: bool = True
-) -> Decoder:
+) -> HFDecoder | Qwen2Decoder:
     """The fastest decoder that is exact for this model, or the general one if not `fast`.
 
     The fast one keeps fused copies of all weights, which pays off for small models on a CPU.
@@ -102,7 +76,11 @@ class HFDecoder:
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
-        """See `Decoder.prefill`."""
+        """Read several new tokens in each of several slots, each given at most once.
+
+        `starts` says how many tokens of each slot's sequence are in the cache already; each has at
+        least one new token. Returns logits (N, V) in float32 after each slot's last new token.
+        """
         counts_N = torch.tensor([len(row) for row in tokens])
         tokens_NT = torch.zeros(len(slots), int(counts_N.max()), dtype=torch.long)
         is_real_NT = torch.arange(tokens_NT.shape[1]) < counts_N[:, None]
@@ -113,16 +91,20 @@ class HFDecoder:
 
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
-        """See `Decoder.decode`."""
+        """Read one new token in each of several slots, given in ascending order."""
         is_real_N1 = torch.ones(len(slots_N), 1, dtype=torch.bool)
         return self._logits(self._read(slots_N, starts_N, tokens_N[:, None], is_real_N1)[:, 0])
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See `Decoder.copy`."""
-        self.cache.copy(source, target, length)
+        """Give `target` the first `length` keys and values of `source`."""
+        for stored in chain.from_iterable(self.cache.stored):
+            stored[target, :, :length] = stored[source, :, :length]
 
     def refresh(self) -> None:
-        """See `Decoder.refresh`: nothing to do, the weights are read at every call."""
+        """Read changed weights, with which every stored key and value is out of date.
+
+        Nothing to do here: the weights are read at every call.
+        """
 
     def _logits(self, states_ND: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
@@ -209,7 +191,7 @@ class _SlotCache(Cache):
     def __init__(self, num_slots: int, max_length: int) -> None:
         super().__init__(layers=[])
         self.num_slots, self.max_length = num_slots, max_length
-        self.stored: list[tuple[Tensor, Tensor]] = []
+        self.stored: list[list[Tensor]] = []
 
     def aim(
         self,
@@ -236,24 +218,17 @@ class _SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values (N, H, T, D); returns all up to the width in use."""
+        new = key_states, value_states
         if layer_idx == len(self.stored):  # the first forward, which shows the shapes
-            self.stored.append((self._room(key_states), self._room(value_states)))
+            sizes = [(self.num_slots, x.shape[1], self.max_length, x.shape[3]) for x in new]
+            self.stored.append([x.new_zeros(size) for x, size in zip(new, sizes, strict=True)])
         used = []
-        for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
-            real_FHD = new.transpose(1, 2)[self.sources]
+        for stored, states in zip(self.stored[layer_idx], new, strict=True):
+            real_FHD = states.transpose(1, 2)[self.sources]
             stored[self.target_slots, :, self.target_positions] = real_FHD
             used.append(stored[self.slots, :, : self.width])
         return used[0], used[1]
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Give `target` the first `length` keys and values of `source`."""
-        for stored in chain.from_iterable(self.stored):
-            stored[target, :, :length] = stored[source, :, :length]
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions and masks are always given."""
         return 0
-
-    def _room(self, states: Tensor) -> Tensor:
-        heads, width = states.shape[1], states.shape[3]
-        return states.new_zeros(self.num_slots, heads, self.max_length, width)

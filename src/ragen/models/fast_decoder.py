@@ -1,4 +1,4 @@
-"""A fast `ragen.models.decoder.Decoder` for a plain float32 Qwen2.
+"""A fast counterpart of `ragen.models.decoder.HFDecoder` for a plain float32 Qwen2.
 
 Layers that read the same input are fused. New tokens of all slots pass the linear layers as one
 flat list; only attention distinguishes slots. After the last layer's keys, only the tokens whose
@@ -20,13 +20,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ragen.models.fast_qwen2 import (
-    affine,
     as_complex,
     chunks,
-    fuse,
+    effective_weight,
+    gate_and_up,
     inverse_rms,
-    num_heads,
-    paired,
+    projection_biases,
+    projections,
     rope_table,
 )
 
@@ -44,7 +44,8 @@ class Qwen2Decoder:
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model
         attn = model.model.layers[0].self_attn
-        self.heads, self.kv_heads = num_heads(attn)
+        self.heads = attn.q_proj.out_features // attn.head_dim
+        self.kv_heads = attn.k_proj.out_features // attn.head_dim
         self.max_length = max_length
         # In each layer the keys of the heads, then their values, so that both are one write.
         shape = (num_slots, 2 * self.kv_heads, max_length, attn.head_dim)
@@ -57,21 +58,19 @@ class Qwen2Decoder:
         self.rope_T1R = rope_table(self.model.model, self.max_length)
         self.weights = []
         for layer in self.model.model.layers:
-            attn, mlp = layer.self_attn, layer.mlp
-            query, key = (paired(affine(x), attn.head_dim) for x in (attn.q_proj, attn.k_proj))
-            qkv, bias = fuse([query, key, affine(attn.v_proj)], layer.input_layernorm)
-            assert bias is not None
+            attn = layer.self_attn
+            qkv = torch.cat(projections(attn)) * layer.input_layernorm.weight
+            bias = torch.cat(projection_biases(attn))
             qkv[: attn.q_proj.out_features] *= attn.scaling
             bias[: attn.q_proj.out_features] *= attn.scaling
-            inner = [affine(mlp.gate_proj), affine(mlp.up_proj)]
-            gate_up, _ = fuse(inner, layer.post_attention_layernorm)
-            mix, down = (affine(x).weight.clone() for x in (attn.o_proj, mlp.down_proj))
+            gate_up = gate_and_up(layer)
+            mix, down = (effective_weight(x).clone() for x in (attn.o_proj, layer.mlp.down_proj))
             self.weights.append((qkv.t(), bias, mix.t(), gate_up.t(), down.t()))
         self.head = (self.model.lm_head.weight * self.model.model.norm.weight).t()
         self.embedding = self.model.model.embed_tokens.weight.clone()
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See `Decoder.copy`."""
+        """See `HFDecoder.copy`."""
         for stored in self.cached:
             stored[target, :, :length] = stored[source, :, :length]
 
@@ -79,36 +78,27 @@ class Qwen2Decoder:
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
-        """See `Decoder.prefill`: flat through the linear layers, padded inside attention."""
+        """See `HFDecoder.prefill`: flat through the linear layers, padded inside attention."""
         device = self.model.device
         slots_N, starts_N = torch.tensor(slots), torch.tensor(starts)
         counts_N = torch.tensor([len(row) for row in tokens])
-        rows_F = torch.repeat_interleave(counts_N)
-        columns_F = torch.arange(len(rows_F)) - (counts_N.cumsum(0) - counts_N)[rows_F]
-        every = _Reach(slots_N, starts_N, int(counts_N.max()), (rows_F, columns_F), device)
-        last = _Reach(slots_N, starts_N + counts_N - 1, 1, None, device)
+        every = _Reach(slots_N, starts_N, counts_N, device)
+        last = _Reach(slots_N, starts_N + counts_N - 1, torch.ones_like(counts_N), device)
         tokens_F = torch.tensor(list(chain.from_iterable(tokens)), device=device)
-        places = slots_N[rows_F].to(device), (starts_N[rows_F] + columns_F).to(device)
-        return self._forward(tokens_F, places, every, last, (counts_N.cumsum(0) - 1).to(device))
+        return self._forward(tokens_F, every, last, (counts_N.cumsum(0) - 1).to(device))
 
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
-        """See `Decoder.decode`."""
+        """See `HFDecoder.decode`."""
         device = self.model.device
-        reach = _Reach(slots_N, starts_N, 1, None, device)
-        places = slots_N.to(device), starts_N.to(device)
-        return self._forward(tokens_N.to(device), places, reach, reach, None)
+        reach = _Reach(slots_N, starts_N, torch.ones_like(slots_N), device)
+        return self._forward(tokens_N.to(device), reach, reach, None)
 
     def _forward(
-        self,
-        tokens_F: Tensor,
-        places: tuple[Tensor, Tensor],
-        every: _Reach,
-        last: _Reach,
-        last_N: Tensor | None,
+        self, tokens_F: Tensor, every: _Reach, last: _Reach, last_N: Tensor | None
     ) -> Tensor:
         """Logits (N, V). `last_N` are the flat rows that are needed after the last layer's keys."""
-        slots_F, positions_F = places
+        slots_F, positions_F = every.places
         epsilon = self.model.config.rms_norm_eps
         rope_F1R = self.rope_T1R[positions_F]
         heads, all_heads = self.heads, self.heads + self.kv_heads
@@ -135,20 +125,19 @@ class Qwen2Decoder:
 class _Reach:
     """The stored keys that the queries of one forward see: those up to their own position.
 
-    `slots_N` ascend where they can be, and `starts_N` are the positions of their first queries; a
-    slot has T queries at `most`. `flat` are row and column of each flat query in (N, T); it is
-    ``None`` where every slot has one query.
+    `slots_N` ascend where they can be, `starts_N` are the positions of their first queries, and
+    `counts_N` the numbers of their queries. `places` are slot and position of each flat query.
     """
 
     def __init__(
-        self,
-        slots_N: Tensor,
-        starts_N: Tensor,
-        most: int,
-        flat: tuple[Tensor, Tensor] | None,
-        device: torch.device,
+        self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor, device: torch.device
     ) -> None:
-        self.most = most
+        rows_F = torch.repeat_interleave(counts_N)
+        columns_F = torch.arange(len(rows_F)) - (counts_N.cumsum(0) - counts_N)[rows_F]
+        # The slot with the latest start need not be the one with the most queries.
+        positions_F = starts_N[rows_F] + columns_F
+        self.places = slots_N[rows_F].to(device), positions_F.to(device)
+        self.most, self.width = int(counts_N.max()), int(positions_F.max()) + 1
         rows_N = torch.arange(len(slots_N))
         first, end = int(slots_N.min()), int(slots_N.max()) + 1
         self.slots: slice | Tensor = slots_N.to(device)
@@ -160,16 +149,9 @@ class _Reach:
             rows_N = slots_N - first
         starts_R = torch.zeros(self.num_rows, dtype=torch.long)
         starts_R[rows_N] = starts_N
-        self.dense = flat is None and self.num_rows == len(slots_N)
-        rows_F, columns_F = (rows_N, torch.zeros_like(rows_N)) if flat is None else flat
-        self.flat = (
-            (rows_N[rows_F] if flat is not None else rows_F).to(device),
-            columns_F.to(device),
-        )
-        # The slot with the latest start need not be the one with the most queries.
-        places_F = starts_N if flat is None else starts_N[flat[0]] + flat[1]
-        self.width = int(places_F.max()) + 1
-        last_RT = starts_R[:, None] + torch.arange(most)
+        self.dense = self.most == 1 and self.num_rows == len(slots_N)
+        self.flat = rows_N[rows_F].to(device), columns_F.to(device)
+        last_RT = starts_R[:, None] + torch.arange(self.most)
         hidden_RTW = torch.arange(self.width) > last_RT[:, :, None]
         self.mask_R1TW = torch.zeros(hidden_RTW.shape).masked_fill_(hidden_RTW, -torch.inf)[:, None]
         self.mask_R1TW = self.mask_R1TW.to(device)

@@ -13,8 +13,7 @@ Axes: **B** samples, **T** tokens, **F** flat tokens, **N** flat tokens with a q
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +46,10 @@ def supports(model: PreTrainedModel) -> bool:
         and config.rope_parameters["rope_type"] == "default"
         and set(config.layer_types) == {"full_attention"}
         and config.attention_dropout == 0.0
-        and all(type(getattr(each, "base_layer", each)) is nn.Linear for each in linears)
-        and all(hasattr(each, "lora_A") or type(each) is nn.Linear for each in linears)
+        and all(
+            type(each.base_layer if hasattr(each, "lora_A") else each) is nn.Linear
+            for each in linears
+        )
         and all(type(weight) is nn.Parameter for weight in model.parameters())
     )
 
@@ -89,68 +90,59 @@ def _layer(
     """One layer for N of the F tokens; the others only provide keys and values."""
     attn, norm = layer.self_attn, layer.input_layernorm
     epsilon = norm.variance_epsilon
-    query, key = (paired(affine(each), attn.head_dim) for each in (attn.q_proj, attn.k_proj))
-    q_NE = _NormLinear.apply(states_ND, *fuse([query], norm), epsilon)
-    kv_FE = _NormLinear.apply(states_FD, *fuse([key, affine(attn.v_proj)], norm), epsilon)
+    query, key, value = projections(attn)
+    query_bias, key_bias, value_bias = projection_biases(attn)
+    kv_weight, kv_bias = torch.cat((key, value)), torch.cat((key_bias, value_bias))
+    q_NE = _NormLinear.apply(states_ND, query * norm.weight, query_bias, epsilon)
+    kv_FE = _NormLinear.apply(states_FD, kv_weight * norm.weight, kv_bias, epsilon)
     mixed_NE = _Attention.apply(q_NE, kv_FE, attn.head_dim, rope_N1R, rope_F1R, blocks)
-    return _mlp(layer, torch.addmm(states_ND, mixed_NE, affine(attn.o_proj).weight.t()))
+    states_ND = torch.addmm(states_ND, mixed_NE, effective_weight(attn.o_proj).t())
+    gate_up, down = gate_and_up(layer), effective_weight(layer.mlp.down_proj)
+    out_ND: Tensor = _NormMLP.apply(states_ND, gate_up, down, epsilon)
+    return out_ND
 
 
-def _mlp(layer: Any, states_FD: Tensor) -> Tensor:
-    norm = layer.post_attention_layernorm
-    weight, _ = fuse([affine(layer.mlp.gate_proj), affine(layer.mlp.up_proj)], norm)
-    down = affine(layer.mlp.down_proj).weight
-    out: Tensor = _NormMLP.apply(states_FD, weight, down, norm.variance_epsilon)
-    return out
-
-
-class Affine(NamedTuple):
-    """Weight and bias of a linear layer."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-def affine(linear: Any) -> Affine:
+def effective_weight(linear: Any) -> Tensor:
     """A linear layer as one matrix: W, or W + (α / r) B A if it has an active LoRA adapter.
 
     The sum costs as much as r more rows of input, and its gradient reaches A and B, so the code
     that uses the matrix does not depend on adapters.
     """
-    if not hasattr(linear, "base_layer"):
-        return Affine(linear.weight, linear.bias)
-    weight: Tensor = linear.base_layer.weight
-    for name in () if linear.disable_adapters else linear.active_adapters:
-        thin, wide = linear.lora_A[name].weight, linear.lora_B[name].weight
-        weight = torch.addmm(weight, wide, thin, alpha=linear.scaling[name])
-    return Affine(weight, linear.base_layer.bias)
+    weight: Tensor = linear.weight  # with adapters the base's
+    if hasattr(linear, "lora_A") and not linear.disable_adapters:
+        for name in linear.active_adapters:
+            thin, wide = linear.lora_A[name].weight, linear.lora_B[name].weight
+            weight = torch.addmm(weight, wide, thin, alpha=linear.scaling[name])
+    return weight
 
 
-def paired(linear: Affine, head_dim: int) -> Affine:
-    """A layer whose heads return numbers that are rotated together, i and i + D/2, as neighbours.
+def projections(attn: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of queries, keys and values, the first two `_paired`."""
+    query, key, value = map(effective_weight, (attn.q_proj, attn.k_proj, attn.v_proj))
+    return _paired(query, attn.head_dim), _paired(key, attn.head_dim), value
+
+
+def projection_biases(attn: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Biases of queries, keys and values, the first two `_paired`."""
+    query, key = _paired(attn.q_proj.bias, attn.head_dim), _paired(attn.k_proj.bias, attn.head_dim)
+    return query, key, attn.v_proj.bias
+
+
+def _paired(x: Tensor, head_dim: int) -> Tensor:
+    """Rows of each head so that those rotated together, i and i + D/2, become neighbours.
 
     In memory, pairs of neighbours are complex numbers. The same new order in queries and keys
     leaves their products as they are.
     """
-
-    def side_by_side(x: Tensor) -> Tensor:
-        pairs: Tensor = x.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2)
-        return pairs.flatten(0, 2)
-
-    bias = linear.bias
-    return Affine(side_by_side(linear.weight), None if bias is None else side_by_side(bias))
+    pairs: Tensor = x.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2)
+    return pairs.flatten(0, 2)
 
 
-def fuse(linears: Sequence[Affine], norm: Any) -> tuple[Tensor, Tensor | None]:
-    """One weight for layers that read the same normed input, with the norm's gain folded in."""
-    weight: Tensor = torch.cat(tuple(linear.weight for linear in linears)) * norm.weight
-    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    return weight, torch.cat(biases) if biases else None
-
-
-def num_heads(attn: Any) -> tuple[int, int]:
-    """Heads of the queries, and of the keys and values."""
-    return attn.q_proj.out_features // attn.head_dim, attn.k_proj.out_features // attn.head_dim
+def gate_and_up(layer: Any) -> Tensor:
+    """One weight for gate and up, with the gain of the norm before them folded in."""
+    layers = (layer.mlp.gate_proj, layer.mlp.up_proj)
+    gain: Tensor = layer.post_attention_layernorm.weight
+    return torch.cat(tuple(map(effective_weight, layers))) * gain
 
 
 def rope_table(backbone: Any, length: int) -> Tensor:
@@ -259,18 +251,14 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_FD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, epsilon: float
+        ctx: Any, x_FD: Tensor, weight_ED: Tensor, bias_E: Tensor, epsilon: float
     ) -> Tensor:
         inverse_F1 = inverse_rms(x_FD, epsilon)
         out_FE = x_FD.new_empty(len(x_FD), len(weight_ED))
         for part in chunks(x_FD):
             normed = x_FD[part] * inverse_F1[part]
-            if bias_E is None:
-                torch.mm(normed, weight_ED.t(), out=out_FE[part])
-            else:
-                torch.addmm(bias_E, normed, weight_ED.t(), out=out_FE[part])
+            torch.addmm(bias_E, normed, weight_ED.t(), out=out_FE[part])
         ctx.save_for_backward(x_FD, weight_ED, inverse_F1)
-        ctx.has_bias = bias_E is not None
         return out_FE
 
     @staticmethod
@@ -283,7 +271,7 @@ class _NormLinear(torch.autograd.Function):
             normed = x_FD[part] * inverse_F1[part]
             grad_weight_ED.addmm_(grad_FE[part].t(), normed)
             grad_x_FD[part] = _norm_backward(grad_FE[part] @ weight_ED, normed, inverse_F1[part])
-        return grad_x_FD, grad_weight_ED, grad_FE.sum(0) if ctx.has_bias else None, None
+        return grad_x_FD, grad_weight_ED, grad_FE.sum(0), None
 
 
 class _NormMLP(torch.autograd.Function):

@@ -24,13 +24,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ragen.core.errors import RagenError
+from ragen.models.adapter_folder import fingerprint_of_base, save_adapter
+from ragen.models.lora import has_adapters
 from ragen.models.model import backbone
 from ragen.models.precision import shape_of
 from ragen.models.pretrained import (
     LOAD_ERRORS,
-    cannot_load,
     check_weights,
     first_line,
+    load_errors,
     model_config,
     model_folder,
 )
@@ -80,17 +82,16 @@ def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str)
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it would print a table of what is one error line here
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            config=config,
-            dtype=getattr(torch, dtype),
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except LOAD_ERRORS as error:
-        raise cannot_load(name, error) from error
+        with load_errors(name):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                config=config,
+                dtype=getattr(torch, dtype),
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     finally:
         logging.set_verbosity(level)
     model: PreTrainedModel = loaded[0]
@@ -122,13 +123,6 @@ def load_tokenizer(folder: Path, name: str, model: PreTrainedModel) -> PreTraine
     # transformers replaces a missing tokenizer by one that has special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise RagenError(f"the model '{name}' has no tokenizer; save one in its folder")
-    _check_vocabulary(model, tokenizer, name)
-    return tokenizer
-
-
-def _check_vocabulary(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
-) -> None:
     token, largest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
@@ -137,6 +131,7 @@ def _check_vocabulary(
             f"the tokenizer of '{name}' does not fit its weights: token {token!r} has the id "
             f"{largest}, but the embedding has {rows} rows; use the model's own tokenizer"
         )
+    return tokenizer
 
 
 def keep_freed_memory() -> None:
@@ -155,12 +150,21 @@ def keep_freed_memory() -> None:
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    base: str | None = None,
 ) -> None:
-    """Write weights (safetensors), config and tokenizer; `load_policy` reads them back."""
+    """Write the tokenizer with the model, or with its adapter as a PEFT folder.
+
+    `base` is the adapter's `fingerprint_of_base`, computed if it is not given.
+    """
     logging.disable_progress_bar()
-    model.save_pretrained(str(folder))
-    tokenizer.save_pretrained(str(folder))
+    if has_adapters(model):
+        save_adapter(model, folder, base or fingerprint_of_base(model))
+    else:
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def recompute_layers(model: PreTrainedModel) -> None:

@@ -172,11 +172,8 @@ def adapter_of(model: PreTrainedModel, role: Role) -> nn.Module:
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The policy's matrices under their names in a PEFT folder."""
-    return {
-        f"base_model.model.{name}.{matrix}.weight": getattr(layer, matrix)["policy"].weight
-        for name, layer in _adapted_layers(model).items()
-        for matrix in MATRICES
-    }
+    weights = adapter_of(model, "policy").named_parameters()
+    return {f"base_model.model.{name.replace('/', '.')}": weight for name, weight in weights}
 
 
 def merge(model: PreTrainedModel) -> PreTrainedModel:
@@ -199,10 +196,7 @@ def is_adapter_weight(name: str) -> bool:
 
 
 def _inject(model: PreTrainedModel, role: Role, config: Any, base: str) -> None:
-    """Let peft add its layers; the caller sets their weights.
-
-    The output layer, which is read as a matrix, and embeddings are refused.
-    """
+    """Let peft add its layers, but none to the output layer, which is read as a matrix."""
     # peft's linear layers begin with random weights, which are replaced: draw none of the run's.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second role
@@ -235,11 +229,7 @@ def _act(model: PreTrainedModel, role: Role) -> None:
 
 def _adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
     """The layers with adapters, by name, in the model's order."""
-    if not has_adapters(model):
-        return {}
-    from peft.tuners.lora import LoraLayer
-
-    return {name: each for name, each in model.named_modules() if isinstance(each, LoraLayer)}
+    return {name: each for name, each in model.named_modules() if hasattr(each, "lora_A")}
 
 
 def _refuse_other_shape(model: PreTrainedModel, rank: int, alpha: int, names: list[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ def resolve_model(name: str, env: str, words: str = "base") -> str:
     path = Path(name)
     if (path / "config.toml").exists():
         return str(newest(path))
-    if not path.exists() and not _may_be_hub_id(path, name):
+    owner, *rest = name.split("/")  # a hub id is owner/name, and no folder here has that owner
+    mistyped = owner in ("", ".", "..", "~", "runs") or path.parent.is_dir()
+    if not path.exists() and (mistyped or len(rest) != 1):
         raise RagenError(
             f"there is no model or run {name!r}: name a run or model folder that exists, {words}, "
             "or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
@@ -80,13 +83,6 @@ def resolve_model(name: str, env: str, words: str = "base") -> str:
     if path.is_dir() and not any((path / config).exists() for config in CONFIGS):
         raise RagenError(f"{name}: this folder holds no model and no run (config.json is missing)")
     return name
-
-
-def _may_be_hub_id(path: Path, name: str) -> bool:
-    """Whether a name is ``owner/name`` and not a mistyped path: no folder here has that owner."""
-    owner, slash, rest = name.partition("/")
-    mistyped = owner in ("", ".", "..", "~", "runs") or path.parent.is_dir()
-    return bool(slash) and "/" not in rest and not mistyped
 
 
 def is_available_offline(name: str | Path) -> bool:
@@ -104,7 +100,7 @@ def is_available_offline(name: str | Path) -> bool:
 def hash_model_folder(folder: Path) -> str:
     """A hash of the files that decide what a policy says: weights, tokenizer, template, config."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(path for pattern in POLICY_FILES for path in folder.glob(pattern)):
+    for path in sorted(chain.from_iterable(map(folder.glob, POLICY_FILES))):
         if path.name != STATE:
             digest.update(f"{path.name} {hash_file(path)}\n".encode())
     return digest.hexdigest()

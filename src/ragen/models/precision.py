@@ -131,12 +131,6 @@ def output_logits(states_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -
 
     Its products are accumulated in float32 anyway; rounding the sums to bfloat16 would cause the
     largest difference between a sampler's logprobs and a learner's (arXiv:2506.13585, section 3.2).
-
-    Example:
-        >>> half = torch.full((1, 2), 2.0**-9, dtype=torch.bfloat16)
-        >>> one = torch.ones(1, 2, dtype=torch.bfloat16)
-        >>> output_logits(one, one + half, None).dtype
-        torch.float32
     """
     if weight_VD.dtype == torch.float32:
         return nn.functional.linear(states_ND, weight_VD, bias_V)

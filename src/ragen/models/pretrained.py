@@ -8,12 +8,11 @@ folder in the local cache; from then on nothing asks the network.
 from __future__ import annotations
 
 import json
-import ssl
-import urllib.error
-import urllib.request
-from http.client import HTTPException
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -32,10 +31,8 @@ half a minute."""
 
 WORDS = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files of a model on the Hub that are read: config, tokenizer, chat template."""
-WEIGHTS = "*.safetensors"
 OTHERS = ("*/*", "consolidated*")
 """Files that hold the same weights in other layouts."""
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 LOAD_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
@@ -58,14 +55,11 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
     """
     if Path(name).exists():
         return Path(name)
-    wanted = [*WORDS, WEIGHTS] if weights else [*WORDS]
+    wanted = [*WORDS, "*.safetensors"] if weights else [*WORDS]
     offline = constants.HF_HUB_OFFLINE or not _hub_answers()
     try:
         found = snapshot_download(
-            str(name),
-            allow_patterns=wanted,
-            ignore_patterns=[*OTHERS],
-            local_files_only=offline,
+            str(name), allow_patterns=wanted, ignore_patterns=[*OTHERS], local_files_only=offline
         )
     except GatedRepoError as error:
         raise RagenError(
@@ -105,7 +99,7 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
         raise RagenError(f"{name} is a file: name the folder of the model") from error
     except OSError as error:
         raise RagenError(f"{name}: this folder holds no model (config.json is missing)") from error
-    try:
+    with load_errors(name):
         raw = json.loads(text)
         if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
             raise RagenError(
@@ -113,10 +107,6 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
                 "whose architecture is part of transformers"
             )
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    except RagenError:
-        raise
-    except LOAD_ERRORS as error:
-        raise cannot_load(name, error) from error
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RagenError(
             f"the model '{name}' ({config.model_type}) is no causal language model: it does not "
@@ -143,11 +133,8 @@ def check_weights(folder: Path, name: str | Path) -> None:
         RagenError: They do not, or are pointer files of git-lfs.
     """
     for file in folder.glob("*.safetensors"):
-        try:
-            with file.open("rb") as opened:
-                start = opened.read(len(LFS))
-        except OSError as error:
-            raise cannot_load(name, error) from error
+        with load_errors(name), file.open("rb") as opened:
+            start = opened.read(len(LFS))
         if start == LFS:
             raise RagenError(
                 f"the model '{name}' was cloned without its weights: {file.name} is a note of "
@@ -156,36 +143,34 @@ def check_weights(folder: Path, name: str | Path) -> None:
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return
-    if index.is_file():
-        try:
-            shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        except LOAD_ERRORS as error:
-            raise cannot_load(name, error) from error
-        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-        if missing:
-            raise RagenError(
-                f"the model '{name}' is not complete: {missing[0]} is missing "
-                f"({len(missing)} of {len(shards)} shards); copy or download it again"
-            )
-    elif any(found for pattern in PICKLES for found in folder.glob(pattern)):
-        raise RagenError(
-            f"the weights of '{name}' are pickles, which can run code when they are read and are "
-            "not loaded here; where you trust them, convert them once with transformers: "
-            "from_pretrained, then save_pretrained, which writes safetensors"
-        )
-    else:
+    if not index.is_file():
         raise RagenError(
             f"the model '{name}' has no weights as safetensors (model.safetensors is missing); "
-            "others, such as pickles, are not loaded here"
+            "pickles can run code when they are read: where you trust them, convert them once with "
+            "transformers (from_pretrained, then save_pretrained)"
+        )
+    with load_errors(name):
+        shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        raise RagenError(
+            f"the model '{name}' is not complete: {missing[0]} is missing "
+            f"({len(missing)} of {len(shards)} shards); copy or download it again"
         )
 
 
-def cannot_load(name: str | Path, error: BaseException) -> RagenError:
-    """An error of transformers about a model, in one line."""
-    return RagenError(
-        f"cannot load the model '{name}': {first_line(error)}; "
-        "name a folder in Hugging Face layout, a model id of the Hub, or base"
-    )
+@contextmanager
+def load_errors(name: str | Path) -> Iterator[None]:
+    """Turn an error of transformers about a model into one line."""
+    try:
+        yield
+    except RagenError:
+        raise
+    except LOAD_ERRORS as error:
+        raise RagenError(
+            f"cannot load the model '{name}': {first_line(error)}; "
+            "name a folder in Hugging Face layout, a model id of the Hub, or base"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:
@@ -196,14 +181,8 @@ def first_line(error: BaseException) -> str:
 
 def _hub_answers() -> bool:
     """Whether the Hub answers at all within `PATIENCE_S`."""
-    try:
-        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
-        urllib.request.urlopen(request, timeout=PATIENCE_S).close()
-    except urllib.error.HTTPError:
-        return True
-    except urllib.error.URLError as error:
-        # Something answers: the Hub's library has certificates of its own.
-        return isinstance(error.reason, ssl.SSLError)
-    except (OSError, ValueError, HTTPException):  # HF_ENDPOINT may be an invalid address
+    try:  # without certificates, since the Hub's library has its own
+        httpx.head(constants.ENDPOINT, timeout=PATIENCE_S, verify=False)
+    except (httpx.HTTPError, httpx.InvalidURL):
         return False
     return True

@@ -18,7 +18,7 @@ from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
-from ragen.engines.factory import load_model, make_chat
+from ragen.engines.factory import load_model
 from ragen.models import lora
 from ragen.models.adapter_folder import ADAPTER_WEIGHTS, BASE
 from ragen.models.names import ADAPTER_CONFIG, is_adapter
@@ -78,7 +78,7 @@ def export(
             f"{run} trained all weights and has no adapter to merge: leave --merge out"
         )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    chat = make_chat(config, tokenizer)
+    chat = Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
     usage = usage_of(config, chat, tokenizer.chat_template, adapter and not merge)
     with new_folder(target) as folder:
         if merge:

@@ -19,7 +19,7 @@ from ragen.config.reading import read_config
 from ragen.core.errors import GuardStop, RagenError
 from ragen.core.files import OTHER_OUT, file_errors
 from ragen.core.stopping import StopRequested
-from ragen.engines.threads import usable_cpus
+from ragen.engines.machine import usable_cpus
 from ragen.evaluation.results import load_evaluations
 from ragen.finetuning.sft import sft
 from ragen.storage.database import CONFIG

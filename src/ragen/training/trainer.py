@@ -21,9 +21,8 @@ from ragen.core.stopping import StopRequested, run_async
 from ragen.diagnostics.guard import REMEDIES, GuardState
 from ragen.diagnostics.information import measure_thoughts
 from ragen.engines.engine import Engine
-from ragen.engines.local import LocalEngine
+from ragen.engines.machine import use_threads
 from ragen.engines.memory import refuse_too_large
-from ragen.engines.threads import use_threads
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_room
 from ragen.rollout.setup import Setup, make_setup
@@ -179,7 +178,7 @@ def examine(folder: Path) -> dict[str, float]:
 
 def local_engine(config: Config) -> Engine:
     """The engine of one process, with the model that the config names."""
-    return LocalEngine(config, resolve_model(config.model.path, config.env.name))
+    return Engine(config, resolve_model(config.model.path, config.env.name))
 
 
 @asynccontextmanager
