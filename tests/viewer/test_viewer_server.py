@@ -28,7 +28,7 @@ from ragen.storage.recorder import Recorder
 from ragen.viewer import live
 from ragen.viewer.reading import Runs
 from ragen.viewer.security import POLICY
-from ragen.viewer.server import application, listen
+from ragen.viewer.server import Viewer, listen
 from tests.cli.test_cli import evaluation
 
 Capture = pytest.CaptureFixture[str]
@@ -42,7 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(root: Path) -> TestClient:
-    app = application(root, 7246).app
+    app = Viewer(root, 7246).app
     return TestClient(app, headers=OURS, raise_server_exceptions=False)
 
 
@@ -170,7 +170,7 @@ def test_nothing_is_posted_by_another_page(client: TestClient) -> None:
 
 
 def test_beyond_this_machine_a_token_is_needed(root: Path) -> None:
-    app = application(root, 7246, token="secret").app
+    app = Viewer(root, 7246, token="secret").app
     client = TestClient(app, "http://box:7246", follow_redirects=False)
     for path in ("/", "/api/runs", "/?token=wrong", "/?token=", "/?token=%C3%A9", "/static/app.js"):
         assert client.get(path).status_code == 403

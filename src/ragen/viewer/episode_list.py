@@ -101,7 +101,8 @@ class Selection(NamedTuple):
     @property
     def source(self) -> str:
         """The index with the conditions."""
-        return f"{FROM} WHERE {' AND '.join(('TRUE', *self.conditions))}"
+        where = " AND ".join(self.conditions)
+        return f"{FROM} WHERE {where}" if where else FROM
 
 
 def episodes(asked: Question) -> Answer:

@@ -22,7 +22,6 @@ from ragen.core.statistics import Interval, difference
 from ragen.evaluation.outcomes import how_sampled
 from ragen.reports.facts import ALARM, current
 from ragen.storage.database import CONFIG, is_claimed
-from ragen.storage.reader import attempts_of
 from ragen.viewer.reading import (
     Answer,
     Question,
@@ -111,8 +110,8 @@ def read_settings(folder: Path) -> Flat:
 
 def _progress(run: RunReader, config: Flat) -> Answer:
     """How far a run got, and how successful it is."""
-    attempts = attempts_of(run.connection)
-    course = current(run.histories(("success/mean", "progress/updates")))
+    histories = run.histories(("success/mean", "progress/updates"))
+    attempts, course = list(histories), current(histories)
     # Evaluations by `ragen eval` have no step and may be of any environment: they are left out.
     evaluated = [each for each in evaluations(run) if each["step"] is not None]
     temperature = config.get("eval.temperature")

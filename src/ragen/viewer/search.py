@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -48,9 +49,12 @@ def found_by(run: RunReader, words: str) -> list[int] | None:
 def found_among(run: RunReader, words: str, episodes: Sequence[int]) -> set[int]:
     """Which of the given episodes match; the closer their ids, the faster."""
     first, last = min(episodes, default=0), max(episodes, default=0)
-    bounds = first * TURNS_AN_EPISODE, (last + 1) * TURNS_AN_EPISODE - 1
-    hits = run.rows(f"SELECT {HITS} AND rowid BETWEEN ? AND ?", words, *bounds)
-    return {number for (number,) in hits}.intersection(episodes)
+    hits = run.rows(
+        f"SELECT DISTINCT {HITS} AND rowid BETWEEN ? AND ?"
+        f" AND rowid / {TURNS_AN_EPISODE} IN (SELECT value FROM json_each(?))",
+        *(words, first * TURNS_AN_EPISODE, (last + 1) * TURNS_AN_EPISODE - 1, json.dumps(episodes)),
+    )
+    return {number for (number,) in hits}
 
 
 def snippet(run: RunReader, episode: int, words: str | None) -> str | None:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from pydantic_core import to_jsonable_python
@@ -72,8 +72,6 @@ COMPRESSED = 2000
 LARGEST_BODY = 10_000
 """Largest body of a POST request, in bytes; it holds a few numbers."""
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
 
 class Json(JSONResponse):
     """An answer as JSON; a lone surrogate, which UTF-8 cannot encode, is written as its escape."""
@@ -95,79 +93,71 @@ def finite(value: Any) -> Any:
     return to_jsonable_python(value, inf_nan_mode="null", bytes_mode="base64")
 
 
-def application(root: Path, port: int, token: str | None = None) -> Viewer:
+class Viewer:
     """The viewer of the runs below a folder.
 
-    Args:
-        root: The folder, or one run.
-        port: The server's port; a Host header has to name it.
-        token: What every request has to present; ``None`` if only this machine has access.
+    Attributes:
+        app: The application that a server runs.
+        live: The streams of news, and `branching` the processes, which end with the server.
     """
-    runs, branching = Runs(root), Branching()
-    live = Live(runs)
 
-    def branches(asked: Question) -> Answer:
-        return branching.branches(asked.folder(), asked.whole_number("episode"))
+    def __init__(self, root: Path, port: int, token: str | None = None) -> None:
+        """Make the application.
 
-    routes = [
-        Route("/", _front_page),
-        *(Route(path, _endpoint(runs, answer)) for path, answer in ROUTES.items()),
-        Route("/api/branches", _endpoint(runs, branches)),
-        Route("/api/branch", _branch(runs, branching), methods=["POST"]),
-        Route("/api/events", _events(runs, live)),
-        Mount("/static", StaticFiles(directory=STATIC)),
-    ]
-    handlers = {HTTPException: _http_error, RagenError: _unanswered, Exception: _bug}
-    compressing = Middleware(GZipMiddleware, minimum_size=COMPRESSED, compresslevel=1)
-    app = Starlette(
-        routes=routes,
-        middleware=[compressing],
-        exception_handlers=handlers,  # type: ignore[arg-type]
-    )
-    return Viewer(AccessControl(app, port, token), live, branching)
+        Args:
+            root: The folder, or one run.
+            port: The server's port; a Host header has to name it.
+            token: What every request has to present; ``None`` if only this machine has access.
+        """
+        self._runs, self.branching = Runs(root), Branching()
+        self.live = Live(self._runs)
+        answers = {**ROUTES, "/api/branches": self._branches}
+        routes = [
+            Route("/", _front_page),
+            *(Route(path, self._endpoint(answer)) for path, answer in answers.items()),
+            Route("/api/branch", self._branch, methods=["POST"]),
+            Route("/api/events", self._events),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ]
+        handlers = {HTTPException: _http_error, RagenError: _unanswered, Exception: _bug}
+        compressing = Middleware(GZipMiddleware, minimum_size=COMPRESSED, compresslevel=1)
+        app = Starlette(
+            routes=routes,
+            middleware=[compressing],
+            exception_handlers=handlers,  # type: ignore[arg-type]
+        )
+        self.app = AccessControl(app, port, token)
 
+    def _endpoint(
+        self, answer: Callable[[Question], Answer]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            asked = Question(self._runs, request.query_params)
+            # Reading and building JSON take time, and must not block the event loop.
+            return await run_in_threadpool(lambda: Json(answer(asked)))
 
-class Viewer(NamedTuple):
-    """The application, and what has to end with the server: streams and processes."""
+        return endpoint
 
-    app: AccessControl
-    live: Live
-    branching: Branching
+    def _branches(self, asked: Question) -> Answer:
+        return self.branching.branches(asked.folder(), asked.whole_number("episode"))
+
+    async def _branch(self, request: Request) -> Response:
+        body = await _body(request)
+        if not isinstance(body.get("run"), str):
+            raise Unanswered("the key 'run' is missing")
+        folder = await run_in_threadpool(self._runs.folder, body["run"])
+        return Json({"id": await run_in_threadpool(self.branching.start, folder, body)})
+
+    async def _events(self, request: Request) -> Response:
+        run = request.query_params.get("run")
+        folder = None if run is None else await run_in_threadpool(self._runs.folder, run)
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        return StreamingResponse(self.live.stream(folder), media_type="text/event-stream")
 
 
 async def _front_page(request: Request) -> Response:
     return FileResponse(STATIC / "index.html")
-
-
-def _endpoint(runs: Runs, answer: Callable[[Question], Answer]) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        # Reading and building JSON take time, and must not block the event loop.
-        return await run_in_threadpool(lambda: Json(answer(Question(runs, request.query_params))))
-
-    return endpoint
-
-
-def _events(runs: Runs, live: Live) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        run = request.query_params.get("run")
-        folder = None if run is None else await run_in_threadpool(runs.folder, run)
-        if request.method == "HEAD":
-            return Response(media_type="text/event-stream")
-        return StreamingResponse(live.stream(folder), media_type="text/event-stream")
-
-    return endpoint
-
-
-def _branch(runs: Runs, branching: Branching) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        body = await _body(request)
-        if not isinstance(body.get("run"), str):
-            raise Unanswered("the key 'run' is missing")
-        return await run_in_threadpool(
-            lambda: Json({"id": branching.start(runs.folder(body["run"]), body)})
-        )
-
-    return endpoint
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -253,7 +243,7 @@ def serve(root: Path, host: str, port: int, say: Callable[[str], None]) -> None:
     with listen(host, port) as listening:
         port = listening.getsockname()[1]
         token = None if is_loopback(host) else secrets.token_urlsafe(24)
-        viewer = application(root, port, token)
+        viewer = Viewer(root, port, token)
         config = uvicorn.Config(
             viewer.app,
             http="h11",  # httptools, the default if installed, does not limit the size of headers

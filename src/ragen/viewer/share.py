@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
@@ -27,6 +27,9 @@ MOST_MATRICES, MOST_LEVELS = 8, 12
 
 PHRASE_LENGTHS = (3, 5, 8)
 """The lengths that the page offers (`static/phrases.js`)."""
+
+UNRESERVED = "!'()*-._~"
+"""The characters that JavaScript's `encodeURIComponent` keeps besides letters and digits."""
 
 OUR_TEXTS = frozenset(
     {
@@ -70,29 +73,28 @@ def share(run: Path, out: Path, *, episode: int | None = None, group: int | None
         raise RagenError(
             f"{out} exists already and is never overwritten; choose another file with --export"
         )
-    folder = run.resolve()
+    held = _Held(run.resolve())
     if episode is not None:
-        held = _Held(folder, f"#/episode/{_encoded(folder.name)}/{episode}")
         held.episode(episode)
-    elif group is not None:
-        held = _group(folder, group)
+        start = held.pages[0]
     else:
-        held = _run(folder)
-    text = page(f"{folder.name} · RAGEN", held.answers, held.start, " ".join(held.pages))
+        start = held.whole_run() if group is None else held.group(group)
+    text = page(f"{held.run} · RAGEN", held.answers, start, " ".join(held.pages))
     with file_errors("write", out, "choose another place"), whole_file(out) as temporary:
         temporary.write_text(text, "utf-8")
     return out
 
 
 class _Held:
-    """The contents of a file: answers by key, the pages that they support, and the first page.
+    """The contents of a file: answers by key, and the addresses of the pages that they support.
 
     The root is the parent of the run's folder, so that the run's id is the name of its folder.
     """
 
-    def __init__(self, folder: Path, start: str) -> None:
-        self.runs, self.run, self.start = Runs(folder.parent), folder.name, start
-        self.pages = [start.partition("?")[0]]
+    def __init__(self, folder: Path) -> None:
+        self.runs, self.run = Runs(folder.parent), folder.name
+        self.name = quote(folder.name, safe=UNRESERVED)
+        self.pages: list[str] = []
         self.answers: Answer = {}
         self._anonymizer = Anonymizer(folder)
         self.about_run = self.ask("/api/run")
@@ -107,47 +109,38 @@ class _Held:
         self.answers[key_of(question, held)] = found
         return found
 
-    def episode(self, number: int) -> Any:
+    def episode(self, number: int) -> None:
         """An episode with its tokens."""
-        found = self.ask("/api/episode", episode=number)
-        if found["has_tokens"]:
+        self.pages.append(f"#/episode/{self.name}/{number}")
+        if self.ask("/api/episode", episode=number)["has_tokens"]:
             self.ask("/api/tokens", episode=number)
-        return found
 
+    def group(self, member: int) -> str:
+        """A group side by side, and each of its episodes; the group's address."""
+        first = self.ask("/api/episode", episode=member)
+        place = {name: first[name] for name in ("attempt", "step", "phase", "group")}
+        self.pages.append(f"#/group/{self.name}")
+        for each in self.ask("/api/group", **place)["episodes"]:
+            self.episode(each["id"])
+        return f"{self.pages[0]}?{_encoded(place)}"
 
-def _group(folder: Path, member: int) -> _Held:
-    """A group side by side, and each of its episodes."""
-    held = _Held(folder, "")
-    first = held.episode(member)
-    place = {name: first[name] for name in ("attempt", "step", "phase", "group")}
-    found = held.ask("/api/group", **place)
-    for each in found["episodes"]:
-        held.episode(each["id"])
-        held.pages.append(f"#/episode/{_encoded(held.run)}/{each['id']}")
-    query = "&".join(f"{name}={_encoded(value)}" for name, value in place.items())
-    held.pages[0] = f"#/group/{_encoded(held.run)}"
-    held.start = f"{held.pages[0]}?{query}"
-    return held
-
-
-def _run(folder: Path) -> _Held:
-    """The pages of a run: curves, evaluations, collapse, and some levels then and now."""
-    name = _encoded(folder.name)
-    held = _Held(folder, f"#/run/{name}")
-    held.pages += [f"#/{page}/{name}" for page in ("evaluations", "collapse", "levels")]
-    held.ask("/api/metrics", names=",".join(held.about_run["names"]))
-    held.ask("/api/compare")
-    for words in PHRASE_LENGTHS:
-        held.ask("/api/phrases", words=words, phase="train")
-    collapse = held.ask("/api/collapse")
-    _shorten(collapse, "matrix_steps", "path", MOST_MATRICES)
-    for each in collapse["matrix_steps"]:
-        held.ask("/api/matrix", step=each["step"], path=each["path"])
-    levels = held.ask("/api/levels")
-    _shorten(levels, "levels", "phase", MOST_LEVELS)
-    for each in levels["levels"]:
-        held.ask("/api/level", phase=each["phase"], level_seed=each["level_seed"])
-    return held
+    def whole_run(self) -> str:
+        """Curves, evaluations, collapse, and some levels then and now; the run's address."""
+        pages = ("run", "evaluations", "collapse", "levels")
+        self.pages += [f"#/{page}/{self.name}" for page in pages]
+        self.ask("/api/metrics", names=",".join(self.about_run["names"]))
+        self.ask("/api/compare")
+        for words in PHRASE_LENGTHS:
+            self.ask("/api/phrases", words=words, phase="train")
+        collapse = self.ask("/api/collapse")
+        _shorten(collapse, "matrix_steps", "path", MOST_MATRICES)
+        for each in collapse["matrix_steps"]:
+            self.ask("/api/matrix", step=each["step"], path=each["path"])
+        levels = self.ask("/api/levels")
+        _shorten(levels, "levels", "phase", MOST_LEVELS)
+        for each in levels["levels"]:
+            self.ask("/api/level", phase=each["phase"], level_seed=each["level_seed"])
+        return self.pages[0]
 
 
 def _shorten(found: Answer, name: str, kind: str, most: int) -> None:
@@ -166,14 +159,12 @@ def key_of(path: str, params: Mapping[str, Any]) -> str:
         >>> key_of("/api/level", {"run": "a b", "phase": "eval", "level_seed": 5})
         '/api/level?level_seed=5&phase=eval&run=a%20b'
     """
-    known = {name: value for name, value in params.items() if value not in (None, "")}
-    pairs = (f"{_encoded(name)}={_encoded(known[name])}" for name in sorted(known))
-    return "?".join(filter(None, (path, "&".join(pairs))))
+    known = {name: params[name] for name in sorted(params) if params[name] not in (None, "")}
+    return "?".join(filter(None, (path, _encoded(known))))
 
 
-def _encoded(value: Any) -> str:
-    """As JavaScript's `encodeURIComponent`."""
-    return quote(str(value), safe="!'()*-._~")
+def _encoded(params: Mapping[str, Any]) -> str:
+    return urlencode(params, safe=UNRESERVED, quote_via=quote)
 
 
 class Anonymizer:
