@@ -93,7 +93,7 @@ function Cell({ character }) {
       <text class="letter" x=".5" y=".5">${seen(character)}</text>`;
   }
   return html`<rect class=${`ground ${cell.ground}`} width="1" height="1" />
-    ${cell.ground === "wall" && html`<path class="line" d="M0 0H1M0 .5H1M.5 0V.5M0 .5V1" />`}
+    ${cell.ground === "wall" && html`<path class="wall line" d="M0 0H1M0 .5H1M.5 0V.5M0 .5V1" />`}
     ${cell.ground === "hole" && html`<ellipse class="water" cx=".5" cy=".53" rx=".39" ry=".34" />`}
     ${(cell.on ?? []).map((what) => html`<g class=${what}>${SHAPES[what]()}</g>`)}`;
 }
