@@ -126,13 +126,13 @@ def test_the_list_goes_on_as_one_scrolls(visitor: Visitor) -> None:
     expect(rows).to_have_count(FIRST)
     page.locator(".pager").scroll_into_view_if_needed()
     expect(rows).to_have_count(2 * FIRST)
-    links = [row.get_attribute("href") for row in page.locator("tbody a.plain").all()]
+    links = [row.get_attribute("href") for row in page.locator("tbody .snippet a").all()]
     assert len(set(links)) == len(links) == 2 * FIRST
 
 
 def test_keys_open_an_episode_and_its_group(visitor: Visitor) -> None:
     page = visitor.visit("#/episodes/lake")
-    second = page.locator("tbody tr").nth(1).locator("a.plain").get_attribute("href")
+    second = page.locator("tbody tr").nth(1).locator(".snippet a").get_attribute("href")
     page.keyboard.press("j")
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile(re.escape(second) + "$"))
