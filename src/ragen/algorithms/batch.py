@@ -332,18 +332,13 @@ def flatten(batch: Batch) -> TokenFields:
     """
     weighted_BT = batch.weight_BT > 0
 
-    def pick(field_BT: Tensor | None) -> Tensor | None:
-        return None if field_BT is None else field_BT[weighted_BT]
-
+    names = ("old_logprobs", "reference_logprobs", "values", "advantages", "returns")
+    found = {name: getattr(batch, f"{name}_BT") for name in names}
     return TokenFields(
         token_ids_N=batch.token_ids_BT[weighted_BT],
         mask_N=batch.mask_BT[weighted_BT],
         weights_N=batch.weight_BT[weighted_BT],
         episode_N=batch.episode_B[:, None].expand(weighted_BT.shape)[weighted_BT],
         sampled_logprobs_N=batch.sampled_logprobs_BT[weighted_BT],
-        old_logprobs_N=pick(batch.old_logprobs_BT),
-        reference_logprobs_N=pick(batch.reference_logprobs_BT),
-        values_N=pick(batch.values_BT),
-        advantages_N=pick(batch.advantages_BT),
-        returns_N=pick(batch.returns_BT),
+        **{f"{name}_N": field[weighted_BT] for name, field in found.items() if field is not None},
     )

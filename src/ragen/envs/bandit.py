@@ -15,39 +15,23 @@ class Pair(NamedTuple):
     high: str
 
 
+def _pairs(text: str) -> tuple[Pair, ...]:
+    return tuple(Pair(*names.split("/")) for names in text.split())
+
+
 NAMES: dict[str, dict[str, tuple[Pair, ...]]] = {
-    "dragon_phoenix": {
-        "train": (Pair("Phoenix", "Dragon"),),
-        "test": (Pair("Phoenix", "Dragon"),),
-    },
-    "professions": {
-        "train": (Pair("Teacher", "Engineer"),),
-        "test": (Pair("Librarian", "Trader"),),
-    },
+    "dragon_phoenix": {"train": _pairs("Phoenix/Dragon"), "test": _pairs("Phoenix/Dragon")},
+    "professions": {"train": _pairs("Teacher/Engineer"), "test": _pairs("Librarian/Trader")},
     "pairs": {
-        "train": (
-            Pair("Teacher", "Trader"),
-            Pair("Nurse", "StartupFounder"),
-            Pair("Librarian", "Investor"),
-            Pair("Accountant", "StockBroker"),
-            Pair("Engineer", "RealEstateAgent"),
-            Pair("Pharmacist", "Musician"),
-            Pair("Clerk", "Freelancer"),
-            Pair("Technician", "Youtuber"),
-            Pair("Planner", "Artist"),
-            Pair("Postman", "Pilot"),
-            Pair("Banker", "VentureCapitalist"),
-            Pair("Gardener", "Cryptominer"),
+        "train": _pairs(
+            "Teacher/Trader Nurse/StartupFounder Librarian/Investor Accountant/StockBroker "
+            "Engineer/RealEstateAgent Pharmacist/Musician Clerk/Freelancer Technician/Youtuber "
+            "Planner/Artist Postman/Pilot Banker/VentureCapitalist Gardener/Cryptominer"
         ),
-        "test": (
-            Pair("Receptionist", "Explorer"),
-            Pair("Archivist", "Filmmaker"),
-            Pair("Bookkeeper", "Consultant"),
-            Pair("SocialWorker", "Photographer"),
-            Pair("Mechanic", "GameDesigner"),
-            Pair("Secretary", "Entrepreneur"),
-            Pair("Cashier", "DataScientist"),
-            Pair("CivilServant", "StartupAccelerator"),
+        "test": _pairs(
+            "Receptionist/Explorer Archivist/Filmmaker Bookkeeper/Consultant "
+            "SocialWorker/Photographer Mechanic/GameDesigner Secretary/Entrepreneur "
+            "Cashier/DataScientist CivilServant/StartupAccelerator"
         ),
     },
 }

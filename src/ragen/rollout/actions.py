@@ -57,13 +57,7 @@ class Parsed:
     problem: str | None
 
 
-def parse(
-    reply: str,
-    *,
-    think: bool,
-    actions: tuple[str, ...] | None,
-    max_actions: int,
-) -> Parsed:
+def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actions: int) -> Parsed:
     """Parse a whole reply: pre-filled start and sampled text together.
 
     A well-formed reply has the thought block if `think`, then the answer block, white space around
@@ -71,10 +65,9 @@ def parse(
     reply, unknown names are dropped and cost the format penalty; legal actions beyond `max_actions`
     are dropped without a penalty.
 
-    With `think` the reply must begin with ``<think>…</think>``; without it a thought makes the
-    reply invalid. `actions` are the environment's names, matched regardless of case; ``None`` is
-    for environments of free text, where the whole answer is one action. `max_actions` is the
-    smaller of the turn's limit and the actions left in the episode.
+    Without `think` a thought makes the reply invalid. `actions` are the environment's names,
+    matched regardless of case; ``None`` is for environments of free text, where the whole answer is
+    one action.
     """
     thought_chars, answer = _structure(reply, think)
     thought = None if thought_chars is None else reply[slice(*thought_chars)]
@@ -91,20 +84,11 @@ def parse(
         pieces = (piece.strip(WHITESPACE) for piece in answer.split(SEPARATOR))
         asked = tuple(piece for piece in pieces if piece)
         legal, unknown = _match(asked, actions)
-    problem: str | None = None
-    if not asked:
-        problem = "The answer names no action."
-    elif unknown is not None:
+    problem = None if asked else "The answer names no action."
+    if unknown is not None:
         problem = f"{_quote(unknown)} is not an action and was left out."
-    return Parsed(
-        thought,
-        thought_chars,
-        asked,
-        tuple(legal[: max(0, max_actions)]),
-        well_formed=True,
-        valid=problem is None,
-        problem=problem,
-    )
+    carried_out = tuple(legal[: max(0, max_actions)])
+    return Parsed(thought, thought_chars, asked, carried_out, True, problem is None, problem)
 
 
 def _structure(reply: str, think: bool) -> tuple[tuple[int, int] | None, str | None]:

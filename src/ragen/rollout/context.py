@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ragen.core.types import Completion, Message
-from ragen.rollout.chat import Chat, without_thought
+from ragen.rollout.chat import without_thought
 from ragen.rollout.prompt import Limits, PromptBuilder
+from ragen.rollout.setup import Setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,49 +36,34 @@ class Conversation:
     running token sequence grows by the sampled ids and the template's bridge and is never rendered
     again. Otherwise a prompt is rendered from the messages in the turn's context.
 
-    `env_texts` are the environment's rules, its goal and its action names. `chat` is ``None`` for
-    policies that take messages only. A prompt shows `window` turns, the present one included (0
-    shows all), and has at most `max_length` tokens; `turns_dropped` are the turns in the window for
-    which the last one had no room. `prefill` is the pre-filled start of a reply, such as
-    ``"<think>"``, or ``""``. With `drops_thoughts` replies are shown without their thoughts, and
-    `chat` must be made for this.
+    `env_texts` are the environment's rules, its goal and its action names. `turns_dropped` are the
+    turns in the set-up's window for which the last prompt had no room.
     """
 
-    def __init__(
-        self,
-        builder: PromptBuilder,
-        env_texts: tuple[str, str, tuple[str, ...] | None],
-        chat: Chat | None,
-        window: int,
-        max_length: int,
-        prefill: str,
-        drops_thoughts: bool = False,
-    ) -> None:
-        assert not (drops_thoughts and chat is not None and chat.exact), "the chat keeps thoughts"
-        self._builder = builder
-        self._env_texts = env_texts
-        self._chat = chat
-        self._window, self._max_length = window, max_length
-        self._prefill, self._drops_thoughts = prefill, drops_thoughts
+    def __init__(self, setup: Setup, env_texts: tuple[str, str, tuple[str, ...] | None]) -> None:
+        chat = setup.chat
+        exact = chat is not None and chat.exact
+        assert not (setup.drops_thoughts and exact), "the chat keeps thoughts"
+        self._setup, self._chat, self._env_texts = setup, chat, env_texts
+        self._builder = PromptBuilder(setup.style, setup.think, setup.max_tokens)
         self.turns_dropped = 0
         self._views: list[View] = []
         self._replies: list[str] = []
         self._first = 0  # the oldest turn that is shown; a turn that is dropped stays dropped
-        self._running: tuple[int, ...] | None = (
-            None  # tokens of the prompts that begin with that turn
-        )
+        # The tokens of the prompts that begin with that turn.
+        self._running: tuple[int, ...] | None = None
 
     def ask(self, view: View) -> tuple[tuple[Message, ...], tuple[int, ...] | None, int]:
         """The next prompt: its messages, its token ids, and how many of them are pre-filled.
 
-        It is longer than `max_length` only if the present turn alone is.
+        It leaves no room for a reply only if the present turn alone does not.
         """
         self._views.append(view)
-        present = len(self._views) - 1
-        oldest = max(0, present + 1 - self._window) if self._window else 0
+        present, window = len(self._views) - 1, self._setup.window
+        oldest = max(0, present + 1 - window) if window else 0
         self._begin_with(max(self._first, oldest))
         messages, ids, num_prefill = self._prompt()
-        while ids is not None and len(ids) > self._max_length and self._first < present:
+        while not self._setup.has_room(ids) and self._first < present:
             self._begin_with(self._first + 1)
             messages, ids, num_prefill = self._prompt()
         self._running = ids
@@ -93,15 +79,13 @@ class Conversation:
         if self._chat is None:
             return messages, None, 0
         if self._running is not None and self._chat.exact:
-            ids, num_prefill = self._chat.extend(self._running, messages, self._prefill)
-        else:
-            ids, num_prefill = self._chat.open(messages, self._prefill)
-        return messages, ids, num_prefill
+            return messages, *self._chat.extend(self._running, messages, self._setup.prefill)
+        return messages, *self._chat.open(messages, self._setup.prefill)
 
     def reply(self, completion: Completion) -> None:
         """Append the policy's completion of the last prompt."""
-        reply = self._prefill + completion.text
-        self._replies.append(without_thought(reply) if self._drops_thoughts else reply)
+        reply = self._setup.prefill + completion.text
+        self._replies.append(without_thought(reply) if self._setup.drops_thoughts else reply)
         if self._running is not None and completion.token_ids is not None:
             self._running += completion.token_ids
 

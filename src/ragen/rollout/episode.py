@@ -20,7 +20,7 @@ from ragen.rollout.context import Conversation, View
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import NoCompletion, Policy, written_completion
-from ragen.rollout.prompt import Limits, PromptBuilder
+from ragen.rollout.prompt import Limits
 from ragen.rollout.reward_terms import apply_reward_terms, thought_info
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 
@@ -60,7 +60,7 @@ def require_room(setup: Setup, level: int) -> None:
     except UserCodeError:
         return  # the episodes report this failure
     _, token_ids, _ = conversation.ask(view)
-    if token_ids and len(token_ids) + setup.max_tokens > setup.max_length:
+    if token_ids is not None and not setup.has_room(token_ids):
         setup.close()
         raise RagenError(
             f"the first prompt of the environment {setup.env!r} has {len(token_ids)} tokens, which "
@@ -106,7 +106,7 @@ class _Playthrough:
         conversation, view = self.begin(env)
         for number in range(len(self.turns), setup.turns):
             prompt = self.prompt(conversation, view, number)
-            if prompt.token_ids and len(prompt.token_ids) + setup.max_tokens > setup.max_length:
+            if not setup.has_room(prompt.token_ids):
                 self.stop_reason = "context"
                 return
             if isinstance(policy, PlayerPolicy):
@@ -133,15 +133,7 @@ class _Playthrough:
         """
         setup, spec = self.setup, self.spec
         observation = env.reset(spec.level_seed, spec.noise_seed)
-        conversation = Conversation(
-            PromptBuilder(setup.style, setup.think, max_tokens=setup.max_tokens),
-            (env.rules, env.goal, env.actions),
-            setup.chat,
-            setup.window,
-            setup.max_length - setup.max_tokens,
-            setup.prefill,
-            setup.drops_thoughts,
-        )
+        conversation = Conversation(setup, (env.rules, env.goal, env.actions))
         if isinstance(spec, BranchSpec):
             return conversation, self._replay(env, conversation, spec)
         return conversation, View(observation, self._limits(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Literal
@@ -70,6 +70,10 @@ class Setup:
         # A worker process enforces the time limit itself.
         timeout_s = None if self.workers else self.timeout_s
         return GuardedEnv(self.make, timeout_s, self.env_time)
+
+    def has_room(self, token_ids: Sequence[int] | None) -> bool:
+        """Whether a prompt leaves room for a reply."""
+        return token_ids is None or len(token_ids) + self.max_tokens <= self.max_length
 
     def close(self) -> None:
         """Stop the worker processes, if there are any."""
