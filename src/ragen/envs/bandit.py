@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ragen.core.errors import RagenError
-from ragen.envs.contract import Baselines, Env, Info, State, generators, pick
+from ragen.envs.contract import Baselines, Env, Info, Options, Probability, State, generators, pick
 
 
 class Pair(NamedTuple):
@@ -76,11 +76,9 @@ class Bandit(Env):
         name_set: Literal["dragon_phoenix", "professions", "pairs"] = "dragon_phoenix",
         split: Literal["train", "test"] = "train",
         safe_reward: float = 0.15,
-        risky_probability: float = 0.25,
+        risky_probability: Probability = 0.25,
         reverse: bool = False,
     ) -> None:
-        if not 0 <= risky_probability <= 1:
-            raise RagenError(f"risky_probability = {risky_probability} is no probability (0 to 1)")
         if safe_reward == risky_probability:
             raise RagenError("safe_reward equals risky_probability: no arm would be the better one")
         self.name = "bandit-rev" if reverse else "bandit"
@@ -108,9 +106,7 @@ class Bandit(Env):
         """Whether an arm's name is the one of its pair that sounds risky, however the arm pays."""
         return any(arm == pair.high for pair in self._pairs)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, Info]:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         level, self._noise = generators(seed, options)
         pair = pick(level, self._pairs)
         self._safe, self._risky = (pair.high, pair.low) if self._reverse else pair

@@ -9,15 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 from unicodedata import category
 
 import gymnasium
 import numpy as np
+from pydantic import Field
 
 Item = TypeVar("Item")
+Probability: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+"""A parameter of an environment; `registry.make` checks its bounds."""
 Info: TypeAlias = dict[str, Any]
 """What `Env.step` returns besides the observation: ``success``, ``effective`` and details."""
+Options: TypeAlias = dict[str, Any] | None
+"""What `Env.reset` takes besides the seed."""
 State: TypeAlias = dict[str, Any]
 """A snapshot that survives ``json.loads(json.dumps(state))``."""
 
@@ -89,9 +94,7 @@ class Env(gymnasium.Env[str, str], ABC):
         """The action names that `step` accepts, or ``None`` if it accepts any text."""
 
     @abstractmethod
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, Info]:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         """Begin a level.
 
         Returns the observation and an info. ``options["noise_seed"]`` determines the random events,

@@ -8,13 +8,22 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from ragen.core.errors import RagenError
-from ragen.envs.contract import Baselines, Info, State, fresh_seed, generators, pick
+from ragen.envs.contract import (
+    Baselines,
+    Info,
+    Options,
+    Probability,
+    State,
+    fresh_seed,
+    generators,
+    pick,
+)
 from ragen.envs.grid import GridEnv, Observation, format_note
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
@@ -225,19 +234,11 @@ class FrozenLake(GridEnv):
 
     def __init__(
         self,
-        size: int = 4,
-        p_frozen: float = 0.8,
-        success_probability: float = 1 / 3,
+        size: Annotated[int, Field(ge=2, le=26)] = 4,
+        p_frozen: Annotated[float, Field(ge=0.05, le=1)] = 0.8,
+        success_probability: Probability = 1 / 3,
         observation: Observation = "grid",
     ) -> None:
-        if not 2 <= size <= 26:
-            raise RagenError(f"size = {size} must be from 2 to 26")
-        if not 0.05 <= p_frozen <= 1:
-            raise RagenError(f"p_frozen = {p_frozen} must be from 0.05 to 1")
-        if not 0 <= success_probability <= 1:
-            raise RagenError(
-                f"success_probability = {success_probability} is no probability (0 to 1)"
-            )
         self.name = "frozen-lake"
         self._size, self._p_frozen = size, p_frozen
         self._success_probability = success_probability
@@ -262,9 +263,7 @@ class FrozenLake(GridEnv):
     def actions(self) -> tuple[str, ...]:
         return tuple(MOVES)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, Info]:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed
         _, self._noise = generators(seed, options)
         self._set_lake(generate(seed, self._size, self._p_frozen))

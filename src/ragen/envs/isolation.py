@@ -17,7 +17,7 @@ from typing import Any
 
 from ragen.core.boundary import UserCodeError, boundary, timeout_error
 from ragen.core.errors import RagenError
-from ragen.envs.contract import Baselines, Env, Info, Reading, State
+from ragen.envs.contract import Baselines, Env, Info, Options, Reading, State
 from ragen.envs.registry import build_env, env_factory
 
 START_S = 60.0
@@ -179,9 +179,7 @@ class IsolatedEnv(Env):
         vars(self).update(self._worker.ask(call))
         self.actions = None if self.actions is None else tuple(self.actions)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, Info]:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         """See `Env.reset`."""
         observation, info = self._worker.ask("reset", seed, options)
         self._keep_texts()

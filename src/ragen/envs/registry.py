@@ -167,7 +167,7 @@ def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
     signature = inspect.signature(cls).parameters.values()
     known = parameter_names(name)
     open_ended = any(p.kind == p.VAR_KEYWORD for p in signature) and "__init__" in vars(cls)
-    hints = get_type_hints(cls.__init__)
+    hints = get_type_hints(cls.__init__, include_extras=True)
     for key, value in params.items():
         if key not in known and not open_ended:
             has = f"it has {', '.join(known)}" if known else "it has none"

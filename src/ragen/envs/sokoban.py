@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+from pydantic import Field
 
 from ragen.core.errors import RagenError
-from ragen.envs.contract import Baselines, Info, State, fresh_seed, generators, pick
+from ragen.envs.contract import Baselines, Info, Options, State, fresh_seed, generators, pick
 from ragen.envs.grid import GridEnv, Observation, format_note
 
 ACTIONS = ("Up", "Down", "Left", "Right")
@@ -273,19 +274,15 @@ class Sokoban(GridEnv):
 
     def __init__(
         self,
-        rows: int = 6,
-        cols: int = 6,
-        boxes: int = 1,
-        search_depth: int = 300,
+        rows: Annotated[int, Field(ge=4, le=26)] = 6,
+        cols: Annotated[int, Field(ge=4, le=26)] = 6,
+        boxes: Annotated[int, Field(ge=1)] = 1,
+        search_depth: Annotated[int, Field(ge=3)] = 300,
         symbols: Literal["standard", "new"] = "standard",
         observation: Observation = "grid",
     ) -> None:
-        if not (4 <= rows <= 26 and 4 <= cols <= 26):
-            raise RagenError(f"rows = {rows}, cols = {cols}: each must be from 4 to 26")
-        if not 1 <= boxes <= (rows - 2) * (cols - 2) - 2:
+        if boxes > (rows - 2) * (cols - 2) - 2:
             raise RagenError(f"boxes = {boxes} does not fit into {rows} × {cols} cells")
-        if search_depth < 3:
-            raise RagenError(f"search_depth = {search_depth} must be at least 3 to move a box")
         self.name = "sokoban"
         self._size = (rows, cols, boxes, search_depth)
         self._symbols = s = SYMBOLS[symbols]
@@ -313,9 +310,7 @@ class Sokoban(GridEnv):
     def actions(self) -> tuple[str, ...]:
         return ACTIONS
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, Info]:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed
         self.room, self.board = generate(seed, *self._size)
         return self.observe(), {}

@@ -76,14 +76,9 @@ def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actio
         wrong = f"The reply must be exactly {form} with nothing else around it."
         return Parsed(thought, thought_chars, (), (), False, False, wrong)
 
-    unknown: str | None = None
-    if actions is None:
-        asked = tuple(text for text in (answer.strip(WHITESPACE),) if text)
-        legal = list(asked)
-    else:
-        pieces = (piece.strip(WHITESPACE) for piece in answer.split(SEPARATOR))
-        asked = tuple(piece for piece in pieces if piece)
-        legal, unknown = _match(asked, actions)
+    pieces = [answer] if actions is None else answer.split(SEPARATOR)
+    asked = tuple(name for piece in pieces if (name := piece.strip(WHITESPACE)))
+    legal, unknown = (list(asked), None) if actions is None else _match(asked, actions)
     problem = None if asked else "The answer names no action."
     if unknown is not None:
         problem = f"{_quote(unknown)} is not an action and was left out."
@@ -99,16 +94,15 @@ def _structure(reply: str, think: bool) -> tuple[tuple[int, int] | None, str | N
     if think:
         start = at + len("<think>")
         stop = reply.find("</think>", start)
-        if not reply.startswith("<think>", at) or stop == -1:
-            return None, None
-        if any(reply.find(tag, start, stop) != -1 for tag in TAGS):
+        nested = any(reply.find(tag, start, stop) != -1 for tag in TAGS)
+        if not reply.startswith("<think>", at) or stop == -1 or nested:
             return None, None
         thought_chars = (start, stop)
         at = _skip(reply, stop + len("</think>"))
     end = reply.find("</answer>", at)
     if not once or not reply.startswith("<answer>", at) or end == -1:
         return thought_chars, None
-    if _skip(reply, end + len("</answer>")) != len(reply):
+    if reply[end + len("</answer>") :].strip(WHITESPACE):
         return thought_chars, None
     return thought_chars, reply[at + len("<answer>") : end]
 

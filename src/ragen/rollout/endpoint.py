@@ -355,7 +355,9 @@ def read_reply(text: str, think: bool) -> Completion:
     reasoning = _joined(message.get("reasoning_content")) or _joined(message.get("reasoning"))
     if think and "<think>" not in reply:
         if reasoning:
-            reply = f"<think>{_untagged(reasoning)}</think>{reply}"
+            for tag in TAGS:
+                reasoning = reasoning.replace(tag, tag.strip("<>"))
+            reply = f"<think>{reasoning}</think>{reply}"
         elif reply.count("</think>") == 1:
             reply = f"<think>{reply}"
     cut = choice.get("finish_reason") in ("length", "max_tokens")
@@ -368,12 +370,6 @@ def _joined(content: Any) -> str:
     if isinstance(content, list):
         return "".join(_joined(part.get("text")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
-
-
-def _untagged(reasoning: str) -> str:
-    for tag in TAGS:
-        reasoning = reasoning.replace(tag, tag.strip("<>"))
-    return reasoning
 
 
 def _usage(counted: Any) -> Usage | None:

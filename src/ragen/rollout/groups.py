@@ -66,11 +66,5 @@ async def run_episodes(
         mistakes, bugs = errors.split(RagenError)
         if mistakes is None or bugs is not None:
             raise
-        raise _first(mistakes) from None
+        raise mistakes.exceptions[0] from None
     return [task.result() for task in running]
-
-
-def _first(errors: BaseException) -> BaseException:
-    while isinstance(errors, BaseExceptionGroup):
-        errors = errors.exceptions[0]
-    return errors

@@ -100,7 +100,13 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
     make = workers.make if workers else env_factory(env.name, **env.params)
     try:
         with closing(build_env(make, env.name)) as built:  # so that errors show before the run
-            _require_reading(built, config.reward.terms)
+            unread = NEED_READING.intersection(config.reward.terms)
+            if unread and not built.reads_thoughts:
+                raise RagenError(
+                    f"reward.terms.{min(unread)}: the environment {built.name} cannot read "
+                    "thoughts; leave the term out, or give the environment a read_thought "
+                    "(docs/environments.md)"
+                )
     except RagenError:
         if workers is not None:
             workers.close()
@@ -125,16 +131,6 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         timeout_s=env.timeout_s,
         workers=workers,
     )
-
-
-def _require_reading(env: Env, terms: Mapping[str, float]) -> None:
-    """Refuse reward terms about facts and plans where the environment reads no thoughts."""
-    for name in terms:
-        if name in NEED_READING and not env.reads_thoughts:
-            raise RagenError(
-                f"reward.terms.{name}: the environment {env.name} cannot read thoughts; leave the "
-                "term out, or give the environment a read_thought (docs/environments.md)"
-            )
 
 
 @dataclass(frozen=True, slots=True)
