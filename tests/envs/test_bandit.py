@@ -89,7 +89,7 @@ def test_the_safe_arm_is_optimal_if_it_has_the_higher_mean():
 
 
 def test_impossible_constants_are_refused():
-    with pytest.raises(RagenError, match="no probability"):
+    with pytest.raises(RagenError, match="less than or equal to 1"):
         make("bandit", risky_probability=1.5)
     with pytest.raises(RagenError, match="no arm would be the better one"):
         make("bandit", safe_reward=0.25)
