@@ -95,22 +95,6 @@ def _differences(folder: Path) -> list[Answer] | None:
     ]
 
 
-def difference(asked: Question) -> Answer:
-    """``/api/difference``: the keys in which two runs' configs differ.
-
-    Raises:
-        Unanswered: There is no such run, or its config cannot be read.
-    """
-    a, b = (read_settings(asked.folder(name)) for name in ("run", "other"))
-    return {
-        "differences": [
-            {"key": key, "a": a.get(key), "b": b.get(key)}
-            for key in a | b
-            if a.get(key) != b.get(key)
-        ]
-    }
-
-
 def metrics(asked: Question) -> Answer:
     """``/api/metrics``: curves over any axis, with the rolled-back parts.
 

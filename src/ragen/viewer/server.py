@@ -46,7 +46,6 @@ ROUTES: Mapping[str, Callable[[Question], Answer]] = MappingProxyType(
         "/api/runs": run_list.runs,
         "/api/run": run_page.about,
         "/api/metrics": run_page.metrics,
-        "/api/difference": run_page.difference,
         "/api/episodes": episode_list.episodes,
         "/api/episode": episode_page.episode,
         "/api/group": episode_page.group,
