@@ -63,7 +63,7 @@ export function Board({ picture, env, turn = null, after = null }) {
   if (picture?.length && picture.length * picture[0].length <= MOST_CELLS) {
     return html`<${Grid} rows=${picture} env=${env} />`;
   }
-  const arms = env.startsWith("bandit") && turn ? armsOf(turn.observation) : null;
+  const arms = env.startsWith("bandit") && turn && armsOf(turn.observation);
   if (arms) return html`<${Arms} arms=${arms} turn=${turn} after=${after} />`;
   const text = picture ? picture.join("\n") : (after ?? turn)?.observation;
   return html`<div class="board board-text mono" data-testid="board" tabindex="0">
@@ -113,11 +113,8 @@ function described(cells) {
 /** Row letter and column number, as in the environments' texts. */
 const place = (y, x) => `${String.fromCharCode(97 + y)}${x}`;
 
-/** The arms of Bandit, from `Arms: Dragon, Phoenix`; null for any other text. */
-function armsOf(observation) {
-  const list = /^Arms: (.+)$/.exec(observation);
-  return list ? list[1].split(", ") : null;
-}
+/** The arms of Bandit, from `Arms: Dragon, Phoenix`; undefined for any other text. */
+const armsOf = (observation) => /^Arms: (.+)$/.exec(observation)?.[1].split(", ");
 
 /** The two arms; the one that was pulled is marked, with its reward. */
 function Arms({ arms, turn, after }) {

@@ -140,10 +140,7 @@ function columnsOf(run, facets = { phases: [], envs: [] }) {
       render: (row) => html`<a href=${groupLink(run, row)}>${row.group}</a>·${row.member}`,
     },
     { key: "outcome", title: "outcome", render: (row) => html`<${Outcome} episode=${row} />` },
-    {
-      key: "reward", title: "reward", align: right, sort: true,
-      render: (row) => html`<${Earned} ...${row} />`,
-    },
+    { key: "reward", title: "reward", align: right, sort: true, render: Earned },
     {
       key: "turns", title: "turns", align: right, sort: true,
       render: ({ num_turns: n }) => html`${n}<${Unit} of=${n === 1 ? "turn" : "turns"} />`,
