@@ -36,7 +36,7 @@ export function signed(x) {
 }
 
 /** The actions of a turn; those that the environment did not execute are struck through. */
-export function Actions({ asked, executed }) {
+export function Actions({ actions_asked: asked, actions_executed: executed }) {
   if (!asked.length) return html`<span class="muted">no action</span>`;
   return html`<span class="actions">${matched(asked, executed).map(({ action, done }, i) => done
     ? html`<span key=${i} class="action"><${Text} text=${action} limit=${80} /></span>`
@@ -98,7 +98,7 @@ export function TurnCard({ turn, sum, current, onChoose }) {
     aria-current=${current ? "true" : undefined} data-testid="turn">
     <header class="row tight">
       <button class="quiet" onClick=${onChoose}>turn ${turn.turn + 1}</button>
-      <${Actions} asked=${turn.actions_asked} executed=${turn.actions_executed} />
+      <${Actions} ...${turn} />
       ${!turn.well_formed && html`<${Chip} kind="bad" title="the reply was not valid">format<//>`}
       ${turn.finish_reason === "length" && html`<${Chip} kind="warn"
         title="the reply reached rollout.max_tokens">cut off<//>`}
@@ -125,7 +125,7 @@ function Thought({ turn }) {
 /**
  * Episodes side by side: one column each, one row a turn.
  *
- * @param columns `[{title, episode, href}]`; without `href` the title is no link.
+ * @param columns `[{title, episode, href}]`; without `href` the title is plain text.
  * @param from The first turn that is shown.
  * @param selected The column that the keyboard has selected, or null.
  */
@@ -162,7 +162,7 @@ export function SideBySide({ columns, from = 0, selected = null }) {
 
 /** The head of an episode beside others: its title, which may be a link, and its outcome. */
 export function ColumnHead({ title, episode, href }) {
-  return html`${href ? html`<a href=${href}>${title}</a>` : title}
+  return html`<a href=${href}>${title}</a>
     <div><${Outcome} episode=${episode} /></div>
     <div class="muted"><${Earned} ...${episode} />${" "}
       in ${plural(episode.turns.length, "turn")}</div>`;
@@ -170,11 +170,9 @@ export function ColumnHead({ title, episode, href }) {
 
 function SmallTurn({ turn, env, board }) {
   return html`<div class="turn-body">
-    ${board && turn.picture && html`<${Board} picture=${turn.picture} env=${env}
-      turn=${turn} />`}
+    ${board && turn.picture && html`<${Board} picture=${turn.picture} env=${env} turn=${turn} />`}
     <div>
-      <div><${Actions} asked=${turn.actions_asked}
-        executed=${turn.actions_executed} /> <${Earned} ...${turn} /></div>
+      <div><${Actions} ...${turn} /> <${Earned} ...${turn} /></div>
       ${!turn.picture && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
         limit=${SHORT} /></p>`}
       <${Thought} turn=${turn} />

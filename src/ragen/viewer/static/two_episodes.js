@@ -88,7 +88,7 @@ function Turn({ episode, place, list, marks, over, setOver }) {
   return html`<article>
     <div class="row tight">
       <span class="muted">${place + 1}</span>
-      <${Actions} asked=${turn.actions_asked} executed=${turn.actions_executed} />
+      <${Actions} ...${turn} />
       <${Earned} ...${turn} />
     </div>
     <div class="turn-body">
