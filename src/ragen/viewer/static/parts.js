@@ -236,14 +236,17 @@ export function Chip({ kind = "", title, onRemove, children }) {
 
 /** Links and keys to the previous and the next one of a kind. */
 export function Neighbours({ of, previous, next }) {
-  const ways = [["[", "‹", `previous ${of}`, previous], ["]", "›", `next ${of}`, next]];
+  const ways = [
+    { key: "[", sign: "‹", name: `previous ${of}`, href: previous },
+    { key: "]", sign: "›", name: `next ${of}`, href: next },
+  ];
   useKeys(
-    Object.fromEntries(ways.map(([key, , , href]) => [key, () => visit(href)])),
-    Object.fromEntries(ways.map(([key, , name, href]) => [key, href && name])),
+    Object.fromEntries(ways.map(({ key, href }) => [key, () => visit(href)])),
+    Object.fromEntries(ways.map(({ key, name, href }) => [key, href && name])),
   );
   return html`<nav class="neighbours" aria-label="neighbouring ${of}s">${ways.map(
-    ([key, sign, name, href]) => html`<a href=${href} aria-label=${name} title="${name} (${key})">
-      ${sign}</a>`)}</nav>`;
+    ({ key, sign, name, href }) => html`<a href=${href} aria-label=${name} title="${name} (${key})"
+      >${sign}</a>`)}</nav>`;
 }
 
 /** Numbers with their names: `[[name, number], …]`. */
