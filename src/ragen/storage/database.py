@@ -128,14 +128,12 @@ def open_database(
         if make and _version(connection) == 0:
             fill(connection, schema)
         check_schema(connection, database)
-    except (sqlite3.DatabaseError, OSError) as error:
-        if connection is not None:
-            connection.close()
-        raise RagenError(f"{database} cannot be read: {error}") from None
-    except RagenError:
+    except (sqlite3.DatabaseError, OSError, RagenError) as error:
         if connection is not None:
             close_database(connection)
-        raise
+        if isinstance(error, RagenError):
+            raise
+        raise RagenError(f"{database} cannot be read: {error}") from None
     return connection
 
 
@@ -143,7 +141,7 @@ def close_database(connection: sqlite3.Connection) -> None:
     """Close a database; it is a single file afterwards, unless other processes have it open."""
     # A reader keeps the log alive and cannot merge it into the database, so the writer waits for
     # readers. Other writers may stay open for long; the last one to close merges the log.
-    with contextlib.suppress(sqlite3.OperationalError):
+    with contextlib.suppress(sqlite3.DatabaseError):
         _journal(connection, "DELETE", READERS_S)
     connection.close()
 
