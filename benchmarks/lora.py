@@ -38,7 +38,7 @@ from ragen.evaluation.evaluation import evaluate_target
 from ragen.evaluation.results import Evaluation
 from ragen.models import fast_qwen2
 from ragen.training.progress import Watcher
-from ragen.training.trainer import local_engine
+from ragen.training.running import local_engine
 
 RATES = {0: None, 8: 5e-3, 64: 5e-4}
 """Learning rate by rank: the recipe's own for rank 0, the best of four on Bandit's seed 0 for 8, of
@@ -76,7 +76,7 @@ def trained(recipe: str, values: dict[str, Any], folder: Path) -> tuple[Evaluati
     except GuardStop:  # a collapse is a result too
         after = None
     episodes = values["eval.episodes"]
-    found = after or evaluate_target(str(folder), {"threads": 1}, episodes=max(1, episodes))
+    found = after or evaluate_target(str(folder), {"threads": 1}, episodes=max(1, episodes))[0]
     return found, statistics.median(meter.seconds[WARM_UP:])
 
 

@@ -35,7 +35,7 @@ EVERY = 5
 SIGNALS: tuple[tuple[Any, str], ...] = (
     (loop, "summarize"),
     (loop, "batch_metrics"),
-    (loop, "progress_metrics"),
+    (loop, "count_step"),
     (loop, "smooth"),
     (loop, "averaged"),
     (learner, "mismatch_kl"),

@@ -149,9 +149,10 @@ def evaluate(
     from ragen.evaluation.evaluation import evaluate_target
 
     values = dotted(overrides or {})
-    return evaluate_target(
+    evaluation, _ = evaluate_target(
         str(target), values, episodes=episodes, seed=seed, temperature=temperature
     )
+    return evaluation
 
 
 def compare(

@@ -29,7 +29,7 @@ from ragen.storage import checkpoint
 from ragen.storage.checkpoint import folders
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.recorder import Recorder
-from ragen.training import loop, recovery, trainer
+from ragen.training import loop, recovery
 from ragen.training.progress import Watcher
 from ragen.training.recovery import Watchdog
 from ragen.training.running import LoopState, kept_checkpoints
@@ -335,7 +335,7 @@ def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
         return await update(engine, batch, step)
 
     monkeypatch.setattr(Engine, "update", hangs)
-    monkeypatch.setattr(trainer, "STALLED_S", 1.0)
+    monkeypatch.setattr(loop, "STALLED_S", 1.0)
     start = time.monotonic()
     assert end_of(forked(lambda: train(config(), run))) == 3
     assert time.monotonic() - start < 30
@@ -355,7 +355,7 @@ def test_a_stall_can_be_logged_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         await publish(engine)
 
     monkeypatch.setattr(Engine, "publish", slow)
-    monkeypatch.setattr(trainer, "STALLED_S", 1.0)
+    monkeypatch.setattr(loop, "STALLED_S", 1.0)
     asked = config(guard__responses={"stalled": "log"})
     result = train(asked, tmp_path / "run", watcher=seen)
     assert [alarm.detector for alarm in result.alarms] == ["stalled"]

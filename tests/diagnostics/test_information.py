@@ -22,7 +22,6 @@ from ragen.core.types import Group, Turn
 from ragen.diagnostics.collapse import REGIMES
 from ragen.diagnostics.information import (
     Information,
-    Thoughts,
     draw_thoughts,
     measure,
     measure_thoughts,
@@ -220,15 +219,21 @@ def test_equal_prompts_and_thoughts_are_scored_once() -> None:
         Group((episode(thinking((1,), (7, 8))), episode(thinking((1,), (7, 8))))),
         Group((episode(thinking((2,), (7, 8))), episode(thinking((2,), (9,))))),
     ]
-    assert draw_thoughts(groups, "first", 64, 0) == Thoughts(
-        prompts=((1,), (2,)),
-        thoughts=((7, 8), (9,)),
-        prompt_N=(0, 0, 1, 1),
-        thought_N=(0, 0, 0, 1),
-        left_out=0,
-        observations=("sees 1", "sees 2"),
-        texts=("7 8", "9"),
-    )
+    asked: list[Any] = []
+
+    class Numbers:
+        async def cross_scores(self, prompts: Any, thoughts: Any) -> Tensor:
+            asked.append((prompts, thoughts))
+            return torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
+
+    engine: Any = Numbers()
+    _, matrices = asyncio.run(measure_thoughts(engine, groups, 0, 0))
+    assert asked == [([(1,), (2,)], [(7, 8), (9,)])] * 2
+    for matrix in matrices:
+        assert matrix.own_N == (0, 0, 1, 1)
+        assert matrix.scores_NM.tolist() == [[-1, -2]] * 3 + [[-3, -4]]
+        assert matrix.thoughts == ("7 8", "7 8", "7 8", "9")
+        assert matrix.prompts == ("sees 1", "sees 2")
 
 
 def test_turns_without_a_thought_are_left_out_and_counted() -> None:
@@ -237,12 +242,12 @@ def test_turns_without_a_thought_are_left_out_and_counted() -> None:
         Group((episode(silent, speaks), episode(speaks, silent), episode(speaks, stop="error"))),
         Group((episode(),)),
     ]
-    first = draw_thoughts(groups, "first", 64, 0)
-    assert (len(first.prompt_N), first.left_out) == (1, 1)
+    drawn, left_out = draw_thoughts(groups, "first", 64, 0)
+    assert (len(drawn), left_out) == (1, 1)
     for seed in range(20):  # the turn is drawn first, then looked at
-        drawn = draw_thoughts(groups, "any", 64, seed)
-        assert len(drawn.prompt_N) + drawn.left_out == 2
-    assert {draw_thoughts(groups, "any", 64, seed).left_out for seed in range(20)} == {0, 1, 2}
+        drawn, left_out = draw_thoughts(groups, "any", 64, seed)
+        assert len(drawn) + left_out == 2
+    assert {draw_thoughts(groups, "any", 64, seed)[1] for seed in range(20)} == {0, 1, 2}
 
 
 def test_the_drawn_thoughts_depend_on_the_seed_only() -> None:
@@ -250,11 +255,11 @@ def test_the_drawn_thoughts_depend_on_the_seed_only() -> None:
     groups = [Group(tuple(episode(*turns) for _ in range(40)))]
     assert draw_thoughts(groups, "any", 10, 5) == draw_thoughts(groups, "any", 10, 5)
     assert draw_thoughts(groups, "any", 10, 5) != draw_thoughts(groups, "any", 10, 6)
-    assert len(draw_thoughts(groups, "any", 10, 5).prompt_N) == 10
+    assert len(draw_thoughts(groups, "any", 10, 5)[0]) == 10
     counts = Counter[int]()
     for seed in range(50):
-        drawn = draw_thoughts(groups, "any", 40, seed)
-        counts.update(drawn.prompts[place][1] for place in drawn.prompt_N)
+        drawn, _ = draw_thoughts(groups, "any", 40, seed)
+        counts.update(prompt[1] for prompt, _, _ in drawn)
     # 2,000 draws, a third each: within 4 standard errors, √(2000 · 2/9) = 21.
     assert all(abs(counts[number] - 2000 / 3) < 84 for number in range(3))
 

@@ -153,8 +153,8 @@ def test_an_environment_that_refuses_is_the_users_mistake() -> None:
 
 def test_evaluation_in_workers() -> None:
     values = {"env": ROGUE, "env.params": {"slip": 0.25}}
-    plain = evaluate_target("random", values, episodes=6)
-    alone = evaluate_target("random", values | {"env.isolate": True}, episodes=6)
+    plain, _ = evaluate_target("random", values, episodes=6)
+    alone, _ = evaluate_target("random", values | {"env.isolate": True}, episodes=6)
     assert (alone.success, alone.mean_return) == (plain.success, plain.mean_return)
     assert (alone.random, alone.optimal) == (plain.random, plain.optimal)
     assert not multiprocessing.active_children()

@@ -22,7 +22,8 @@ from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, FinishReason, Group, Prompt, Turn
-from ragen.evaluation.branch import branch
+from ragen.evaluation import branch as branching
+from ragen.evaluation.branch import branch, branch_specs
 from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode, require_unchanged
@@ -31,7 +32,7 @@ from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 from ragen.storage.branches import FILE, Request, write_branches
 from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
-from ragen.storage.stored_episodes import read_episode
+from ragen.storage.stored_episodes import Recorded, read_episode
 from ragen.training.trainer import train
 from tests.made import episode as made_episode
 from tests.made import turn as made_turn
@@ -307,15 +308,20 @@ def test_greedy_play_goes_on_as_it_did(run: Path) -> None:
             assert again.total_reward == original.total_reward
 
 
+def recorded_specs(request: Request, recorded: Recorded, seed: int) -> list[BranchSpec]:
+    """Specs with the original's sampling seeds, which repeat the original."""
+    origin = {"member": recorded.episode.member, "path": (seed, *recorded.path)}
+    return [replace(spec, **origin) for spec in branch_specs(request, recorded, seed)]
+
+
 @pytest.mark.parametrize(("phase", "step"), [("train", 1), ("train", 2), ("eval", 1)])
 def test_the_same_draws_by_the_same_weights_go_on_as_it_did(
-    run: Path, phase: str, step: int
+    run: Path, phase: str, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training step is played by the weights of the step before, an evaluation by its own."""
     weights = step - 1 if phase == "train" else step
-    found = branch(
-        run, long_one(run, phase, step), 1, n=1, checkpoint=weights, temperature=1.0, _again=True
-    )
+    monkeypatch.setattr(branching, "branch_specs", recorded_specs)
+    found = branch(run, long_one(run, phase, step), 1, n=1, checkpoint=weights, temperature=1.0)
     (again,), original = found.episodes, found.original.episode
     assert tokens(again) == tokens(original)
     assert again.total_reward == original.total_reward
@@ -368,7 +374,10 @@ def test_environments_in_processes_of_their_own_come_back(run: Path) -> None:
     assert branch(run, episode, 1, n=3, checkpoint=1).episodes == here.episodes
 
 
-def test_an_adapter_plays_on_what_it_played(tmp_path: Path) -> None:
+def test_an_adapter_plays_on_what_it_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(branching, "branch_specs", recorded_specs)
     more: dict[str, Any] = {"lora__rank": 4, "steps": 2, "checkpoint__keep": 9}
     run = train(resolve("bandit", settings(**more)), tmp_path / "bandit").run
     for phase, step, weights in (("eval greedy", 2, 2), ("train", 2, 1)):
@@ -380,7 +389,6 @@ def test_an_adapter_plays_on_what_it_played(tmp_path: Path) -> None:
             1,
             checkpoint=weights,
             temperature=heat,
-            _again=True,
         )
         assert tokens(found.episodes[0]) == tokens(found.original.episode)
 

@@ -22,10 +22,10 @@ from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.evaluation import evaluation
 from ragen.evaluation.baselines import Budget, measure_baselines
-from ragen.evaluation.evaluation import EVALS, evaluate_outcomes
+from ragen.evaluation.evaluation import EVALS, evaluate_target
 from ragen.evaluation.outcomes import Outcome, describe_failures
 from ragen.evaluation.results import summarize
-from ragen.evaluation.tables import Prices, evaluation_table
+from ragen.evaluation.tables import evaluation_table
 from ragen.evaluation.targets import config_for, outcome_settings, run_of
 from ragen.models.names import hash_model_folder
 from ragen.rollout import endpoint
@@ -110,7 +110,7 @@ def test_an_endpoint_is_measured_like_anyone(
 def test_an_endpoint_is_asked_in_full_words() -> None:
     with FaultyServer(lambda *_: said(SLOWLY)) as server:
         values = {"env": "frozen-lake-still"}
-        found, outcomes = evaluate_outcomes("m", values, episodes=1, server=Server(server.url))
+        found, outcomes = evaluate_target("m", values, episodes=1, server=Server(server.url))
     first, second, *_ = server.requests
     system, user = first["messages"]
     assert system["role"] == "system"
@@ -170,9 +170,9 @@ def test_no_more_at_once_than_asked() -> None:
     with FaultyServer(slowly) as server:
         how = Server(server.url)
         values = {"env": ROGUE, "env.max_turns": 1}
-        evaluate_outcomes("m", values, episodes=12, server=how, concurrency=3)
+        evaluate_target("m", values, episodes=12, server=how, concurrency=3)
         assert server.most <= 3
-        evaluate_outcomes("m", values, episodes=12, server=how, concurrency=12, seed=1)
+        evaluate_target("m", values, episodes=12, server=how, concurrency=12, seed=1)
         assert server.most > 3
 
 
@@ -246,11 +246,11 @@ def test_players_resume_and_more_levels_cost_only_those() -> None:
         played.append(outcome)
         assert 0 <= left < 24
 
-    _, some = evaluate_outcomes("random", {"env": "bandit"}, episodes=4, samples=2, out=EVALS)
-    found, more = evaluate_outcomes(
+    _, some = evaluate_target("random", {"env": "bandit"}, episodes=4, samples=2, out=EVALS)
+    found, more = evaluate_target(
         "random", {"env": "bandit"}, episodes=8, samples=3, out=EVALS, on_outcome=count
     )
-    fresh, whole = evaluate_outcomes(
+    fresh, whole = evaluate_target(
         "random", {"env": "bandit"}, episodes=8, samples=3, out=Path("new")
     )
     assert more == whole and len(played) == 24
@@ -268,8 +268,8 @@ def test_a_run_keeps_its_results_and_its_checkpoints_are_told_apart(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = read_evaluations(run)
-    newest, _ = evaluate_outcomes(str(run), {}, episodes=4, out=run)
-    first, _ = evaluate_outcomes(str(run / "checkpoints" / "step-0"), {}, episodes=4, out=run)
+    newest, _ = evaluate_target(str(run), {}, episodes=4, out=run)
+    first, _ = evaluate_target(str(run / "checkpoints" / "step-0"), {}, episodes=4, out=run)
     assert not Path("evals").exists() and read_evaluations(run) == own
     by_step = {each["step"]: each for each in own if each["temperature"] == 1.0}
     assert (
@@ -278,7 +278,7 @@ def test_a_run_keeps_its_results_and_its_checkpoints_are_told_apart(
     assert first.success == by_step[0]["success"] and first.mean_return == by_step[0]["mean_return"]
     # Stored: no model is loaded.
     monkeypatch.setattr(evaluation, "load_target", lambda *_: pytest.fail("it was played again"))
-    again, _ = evaluate_outcomes(str(run / "checkpoints" / "step-1"), {}, episodes=4, out=run)
+    again, _ = evaluate_target(str(run / "checkpoints" / "step-1"), {}, episodes=4, out=run)
     assert without_seconds(again.record()) | {"target": str(run)} == without_seconds(
         newest.record()
     )
@@ -343,7 +343,7 @@ def test_several_environments_and_samples_in_tables(capsys: Capture) -> None:
 
 def test_a_table_by_hand() -> None:
     """Two levels of two samples, 1 and 0 solved; 3 turns of which 2 valid, 4 actions, 2 of use."""
-    found, _ = evaluate_outcomes("solver", {"env": "bandit"}, episodes=2, samples=2)
+    found, _ = evaluate_target("solver", {"env": "bandit"}, episodes=2, samples=2)
     outcomes = [
         Outcome("bandit", 123, 0, True, 1.0, 1, 2, 1, 1, 6, 10, 5, "solved"),
         Outcome("bandit", 123, 1, False, 0.0, 1, 1, 1, 1, 3, 10, 5, "failed"),
@@ -356,7 +356,7 @@ def test_a_table_by_hand() -> None:
     assert made.pass_at["1"] == pytest.approx([0.25, 0.0, 1.0]) and made.pass_at["2"][0] == 0.5
     assert (made.valid_fraction, made.effective_fraction) == (2 / 3, 2 / 4)
     assert (made.thought_words, made.completion_tokens, made.mean_turns) == (3.0, 5.0, 0.75)
-    section = evaluation_table(made, outcomes, Prices(1000.0, 2000.0))
+    section = evaluation_table(made, outcomes, (1000.0, 2000.0))
     assert section.rows[1][:2] == ("m, greedy", "25.0%") and section.columns[4] == "pass@2"
     assert section.rows[0][:2] == ("random play", "50.0%")
     # Half of one of two levels, drawn beside a 0 and a 1; k = 2 is Wilson's of 1 of 2.

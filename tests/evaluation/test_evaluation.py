@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("env", ["bandit", "frozen-lake-still", "frozen-lake"])
 @pytest.mark.parametrize("player", ["random", "solver"])
 def test_players_reach_their_baselines(player: str, env: str) -> None:
-    found = evaluate_target(player, {"env": env}, episodes=128, seed=3)
+    found, _ = evaluate_target(player, {"env": env}, episodes=128, seed=3)
     baseline = found.random if player == "random" else found.optimal
     assert baseline is not None
     assert found.success_low <= baseline <= found.success_high
@@ -65,7 +65,7 @@ def test_players_reach_their_baselines(player: str, env: str) -> None:
 
 def test_the_same_question_gets_the_same_answer() -> None:
     def ask(seed: int) -> dict[str, Any]:
-        record = evaluate_target("random", {"env": "bandit"}, episodes=32, seed=seed).record()
+        record = evaluate_target("random", {"env": "bandit"}, episodes=32, seed=seed)[0].record()
         return {key: value for key, value in record.items() if key != "seconds"}
 
     assert ask(1) == ask(1)
@@ -75,14 +75,13 @@ def test_the_same_question_gets_the_same_answer() -> None:
 
 def test_numbers_by_hand() -> None:
     """Two turns of two moves (.25 each) on each level, then invalid replies: nobody arrives."""
-    config = resolve(None, {"env": ROGUE, "env.max_turns": 4})
+    few = {"eval.episodes": 2, "rollout.slots": 1}
+    config = resolve(None, {"env": ROGUE, "env.max_turns": 4, **few})
     setup = make_setup(config, None)
     said = "t</think><answer>Right || Left</answer>"
     count = iter(range(8))
     policy = ScriptedPolicy(lambda prompt: said if next(count) % 4 < 2 else "no")
-    found, groups = asyncio.run(
-        evaluate_policy(policy, setup, {}, target="script", episodes=2, concurrency=1)
-    )
+    found, groups = asyncio.run(evaluate_policy(policy, setup, config, "script", 0))
     assert (found.success, found.episodes, found.mean_turns) == (0.0, 2, 4.0)
     assert (found.mean_return, found.mean_actions, found.valid_fraction) == (1.0, 4.0, 0.5)
     assert (
@@ -121,7 +120,7 @@ def test_baselines_have_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_failed_episodes_count_as_no_success() -> None:
     values = {"env": ROGUE, "env.params": {"misdeed": "raise in state_key", "every": 2}}
-    found = evaluate_target("solver", values, episodes=4)
+    found, _ = evaluate_target("solver", values, episodes=4)
     assert (found.failed, found.success, found.episodes) == (2, 0.5, 4)
 
 
@@ -137,15 +136,15 @@ def without_seconds(found: Evaluation) -> dict[str, Any]:
 
 
 def test_greedy_does_not_depend_on_the_seed(run: Path) -> None:
-    first = evaluate_target(str(run), episodes=8, temperature=0.0, seed=0)
+    first, _ = evaluate_target(str(run), episodes=8, temperature=0.0, seed=0)
     assert first.temperature == 0 and "greedy" in str(first)
-    second = evaluate_target(str(run), episodes=8, temperature=0.0, seed=9)
+    second, _ = evaluate_target(str(run), episodes=8, temperature=0.0, seed=9)
     for key in ("success", "valid_fraction", "mean_turns", "completion_tokens"):
         assert getattr(first, key) == getattr(second, key)
 
 
 def test_sampling_follows_the_seed(run: Path) -> None:
-    first, again, other = (evaluate_target(str(run), episodes=32, seed=s) for s in (0, 0, 1))
+    first, again, other = (evaluate_target(str(run), episodes=32, seed=s)[0] for s in (0, 0, 1))
     assert without_seconds(first) == without_seconds(again)
     assert without_seconds(first) != without_seconds(other)
     assert first.valid_fraction > 0.5 and first.completion_tokens > 1
@@ -158,13 +157,13 @@ def test_the_run_s_own_evaluation_is_repeated_exactly(run: Path) -> None:
     (written,) = [
         each for each in read_evaluations(run) if (each["step"], each["temperature"]) == (1, 1.0)
     ]
-    found = evaluate_target(str(run), episodes=4, seed=0)
+    found, _ = evaluate_target(str(run), episodes=4, seed=0)
     assert (found.success, found.mean_return) == (written["success"], written["mean_return"])
 
 
 def test_a_run_in_another_environment(run: Path) -> None:
     values = {"env": "bandit-rev"}
-    found = evaluate_target(str(run), values, episodes=4)
+    found, _ = evaluate_target(str(run), values, episodes=4)
     assert (found.env, found.random, found.optimal) == ("bandit-rev", 0.5, 1.0)
     config = config_for(str(run), values)
     assert not config.prompt.think and config.rollout.max_tokens == 10
@@ -201,7 +200,7 @@ def test_a_model_folder_and_a_watched_episode(run: Path) -> None:
     values = {"env": "bandit"} | {
         key: value for key, value in settings().items() if key.startswith(("prompt", "rollout"))
     }
-    found = evaluate_target(str(speaker()), values, episodes=4)
+    found, _ = evaluate_target(str(speaker()), values, episodes=4)
     assert found.episodes == 4
     episode = play_target(str(run), seed=2)
     assert episode.level_seed == 125 and len(episode.turns) == 1

@@ -10,13 +10,14 @@ import pytest
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Usage
-from ragen.evaluation.outcomes import Outcome, OutcomeStore, key_of, outcome_of
+from ragen.evaluation.outcomes import Outcome, OutcomeStore, outcome_of
 from ragen.storage.database import DATABASE, new_run_folder
 from ragen.storage.reader import read_evaluations
 from ragen.storage.recorder import Recorder
 from tests import made
 
 LOST = Outcome("bandit", 124, 1, False, -0.5, 2, 3, 2, 1, 7, 90, 12, "failed")
+A, B = {"settings": "a"}, {"settings": "b"}
 
 
 def test_an_episode_in_numbers() -> None:
@@ -34,66 +35,73 @@ def test_an_episode_in_numbers() -> None:
 
 
 def test_the_table_has_the_record_s_fields(tmp_path: Path) -> None:
-    with OutcomeStore(tmp_path), sqlite3.connect(tmp_path / DATABASE) as connection:
+    with OutcomeStore(tmp_path, A), sqlite3.connect(tmp_path / DATABASE) as connection:
         columns = [row[1] for row in connection.execute("PRAGMA table_info(outcomes)")]
     assert columns == ["key", *(field.name for field in fields(Outcome))]
 
 
 def test_a_database_in_which_nothing_was_played_is_gone_again(tmp_path: Path) -> None:
     broken = replace(LOST, error="KeyError: 1")
-    with OutcomeStore(tmp_path / "new") as store:
-        store.add("a", broken)
+    with OutcomeStore(tmp_path / "new", A) as store:
+        store.add(broken)
     assert not (tmp_path / "new").exists()
     for outcome in (LOST, broken):  # one that was there stays, whatever comes
-        with OutcomeStore(tmp_path / "kept") as store:
-            store.add("a", outcome)
+        with OutcomeStore(tmp_path / "kept", A) as store:
+            store.add(outcome)
     assert (tmp_path / "kept" / DATABASE).is_file()
 
 
 def test_outcomes_come_back_in_order_and_replace_their_like(tmp_path: Path) -> None:
-    with OutcomeStore(tmp_path) as store:
+    with OutcomeStore(tmp_path, A) as store, OutcomeStore(tmp_path, B) as other:
         for outcome in (LOST, replace(LOST, sample=0, success=True), replace(LOST, level_seed=123)):
-            store.add("a", outcome)
-        store.add("b", replace(LOST, error="half a pair: \ud83d"))
-        store.add("a", replace(LOST, success=True))
-        found = store.outcomes("a")
+            store.add(outcome)
+        other.add(replace(LOST, error="half a pair: \ud83d"))
+        store.add(replace(LOST, success=True))
+        found = store.outcomes()
         assert [(o.level_seed, o.sample, o.success) for o in found] == [
             (123, 1, False),
             (124, 0, True),
             (124, 1, True),
         ]
-        assert store.outcomes("b")[0].error == "half a pair: ?"
-    with OutcomeStore(tmp_path) as store:
-        assert store.outcomes("a") == found
+        assert [each.error for each in other.outcomes()] == ["half a pair: ?"]
+    with OutcomeStore(tmp_path, A) as store:
+        assert store.outcomes() == found
 
 
 def test_two_write_at_once(tmp_path: Path) -> None:
-    with OutcomeStore(tmp_path) as one, OutcomeStore(tmp_path) as other:
-        one.add("a", LOST)
-        other.add("a", replace(LOST, sample=2))
-        one.add("a", replace(LOST, sample=3))
-        assert len(other.outcomes("a")) == 3
+    with OutcomeStore(tmp_path, A) as one, OutcomeStore(tmp_path, A) as other:
+        one.add(LOST)
+        other.add(replace(LOST, sample=2))
+        one.add(replace(LOST, sample=3))
+        assert len(other.outcomes()) == 3
     assert [path.name for path in tmp_path.iterdir()] == [DATABASE]
 
 
 def test_a_database_that_another_process_is_at_stays(tmp_path: Path) -> None:
     """The one made it and played nothing; the other came later, and has yet to play."""
-    one = OutcomeStore(tmp_path)
-    with OutcomeStore(tmp_path) as other:
-        assert other.outcomes("a") == []
+    one = OutcomeStore(tmp_path, A)
+    with OutcomeStore(tmp_path, A) as other:
+        assert other.outcomes() == []
         one.close()
-        other.add("a", LOST)
-    with OutcomeStore(tmp_path) as store:
-        assert store.outcomes("a") == [LOST]
+        other.add(LOST)
+    with OutcomeStore(tmp_path, A) as store:
+        assert store.outcomes() == [LOST]
 
 
 def test_a_result_is_known_by_its_levels_and_samples(tmp_path: Path) -> None:
     record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "samples": 2}
-    with OutcomeStore(tmp_path) as store:
-        assert not store.holds("a", 4, 2)
-        store.finish("a", {}, record)
-        found = [store.holds("a", 4, 2), store.holds("a", 4, 1), store.holds("a", 8, 2)]
-        assert [*found, store.holds("b", 4, 2)] == [True, False, False, False]
+
+    def count(settings: dict[str, str], again: bool = False, **changes: int) -> int:
+        with OutcomeStore(tmp_path, settings) as store:
+            store.add(LOST)  # or the database would be gone again
+            store.finish(record | changes, again)
+        with sqlite3.connect(tmp_path / DATABASE) as connection:
+            ((number,),) = connection.execute("SELECT count(*) FROM evaluations")
+        return int(number)
+
+    assert [count(A), count(A)] == [1, 1], "it is stored once"
+    assert [count(A, samples=1), count(A, episodes=8), count(B)] == [2, 3, 4]
+    assert count(A, again=True) == 5
 
 
 def test_a_run_s_own_evaluations_stay_apart(tmp_path: Path) -> None:
@@ -103,15 +111,16 @@ def test_a_run_s_own_evaluations_stay_apart(tmp_path: Path) -> None:
     with Recorder.create(folder, "seed = 0") as recorder:
         recorder.evaluation(3, record)
         recorder.commit()
-        with OutcomeStore(folder) as store:
-            store.add("a", LOST)
-            store.finish("a", {"seed": 1}, {**record, "success": 1.0})
+        with OutcomeStore(folder, {"seed": 1}) as store:
+            store.add(LOST)
+            store.finish({**record, "success": 1.0})
+            key = store.key
         recorder.evaluation(5, record)
         recorder.forget_after(0, 3)
     assert read_evaluations(folder) == [{**record, "attempt": 0, "step": 3}]
     with sqlite3.connect(folder / DATABASE) as connection:
         rows = connection.execute("SELECT step, key, settings, success FROM evaluations").fetchall()
-    assert rows == [(3, None, None, 0.5), (None, "a", '{"seed": 1}', 1.0)]
+    assert rows == [(3, None, None, 0.5), (None, key, '{"seed": 1}', 1.0)]
 
 
 def test_a_run_of_an_older_version_is_left_alone(tmp_path: Path) -> None:
@@ -124,7 +133,7 @@ def test_a_run_of_an_older_version_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(
         RagenError, match=r"has schema 1, .*that wrote it; or .*elsewhere with --out"
     ):
-        OutcomeStore(folder)
+        OutcomeStore(folder, A)
     # Opening set the journal's mode and set it back; the header counts such changes.
     assert (folder / DATABASE).read_bytes()[100:] == before[100:]
 
@@ -132,14 +141,18 @@ def test_a_run_of_an_older_version_is_left_alone(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RagenError, match=r"cannot be read: .*--out DIR") as caught:
-        OutcomeStore(tmp_path / "file" / "evals")
+        OutcomeStore(tmp_path / "file" / "evals", A)
     assert "\n" not in str(caught.value)
-    with OutcomeStore(tmp_path / "evals") as store:
+    with OutcomeStore(tmp_path / "evals", A) as store:
         store._connection.execute("PRAGMA query_only = ON")
         with pytest.raises(RagenError, match=r"cannot write .*readonly"):
-            store.add("a", LOST)
+            store.add(LOST)
 
 
-def test_keys_tell_settings_apart() -> None:
+def test_keys_tell_settings_apart(tmp_path: Path) -> None:
+    def key_of(settings: dict[str, object]) -> str:
+        with OutcomeStore(tmp_path, settings) as store:
+            return store.key
+
     assert key_of({"a": 1, "b": [1, 2]}) == key_of({"b": [1, 2], "a": 1})
     assert key_of({"a": 1}) != key_of({"a": 1.5}) != key_of({"a": "1.5"})

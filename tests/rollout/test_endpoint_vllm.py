@@ -19,7 +19,7 @@ import pytest
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
-from ragen.evaluation.evaluation import evaluate_outcomes
+from ragen.evaluation.evaluation import evaluate_target
 from ragen.models.names import base_folder
 from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.policies import NoCompletion
@@ -90,8 +90,8 @@ def _healthy(address: str) -> bool:
 def test_the_server_s_agent_is_the_local_one(url: str, folder: Path, tmp_path: Path) -> None:
     """Greedy, in float32: the same words, so the same episodes, and the same count of tokens."""
     how = {"episodes": 16, "temperature": 0.0, "out": tmp_path}
-    here, local = evaluate_outcomes(str(folder), SETTINGS, **how)
-    there, served = evaluate_outcomes(MODEL, SETTINGS, server=Server(url), **how)
+    here, local = evaluate_target(str(folder), SETTINGS, **how)
+    there, served = evaluate_target(MODEL, SETTINGS, server=Server(url), **how)
     assert served == local
     assert there.success == here.success > 0 and there.mean_turns > 1
     assert there.valid_fraction > 0.9 and there.total_completion_tokens > 0
@@ -100,15 +100,15 @@ def test_the_server_s_agent_is_the_local_one(url: str, folder: Path, tmp_path: P
 def test_a_sampled_evaluation_repeats(url: str, tmp_path: Path) -> None:
     """The seed of each request is the server's, too."""
     how = {"episodes": 8, "server": Server(url)}
-    _, first = evaluate_outcomes(MODEL, SETTINGS, out=tmp_path / "a", concurrency=1, **how)
-    _, again = evaluate_outcomes(MODEL, SETTINGS, out=tmp_path / "b", concurrency=1, **how)
-    _, other = evaluate_outcomes(MODEL, SETTINGS, out=tmp_path / "a", seed=1, **how)
+    _, first = evaluate_target(MODEL, SETTINGS, out=tmp_path / "a", concurrency=1, **how)
+    _, again = evaluate_target(MODEL, SETTINGS, out=tmp_path / "b", concurrency=1, **how)
+    _, other = evaluate_target(MODEL, SETTINGS, out=tmp_path / "a", seed=1, **how)
     assert first == again != other
 
 
 def test_errors_of_vllm_are_understood(url: str, tmp_path: Path) -> None:
     with pytest.raises(RagenError, match=r"refused 'another' \(HTTP 404: .*most end in /v1"):
-        evaluate_outcomes("another", SETTINGS, server=Server(url), out=tmp_path, episodes=1)
+        evaluate_target("another", SETTINGS, server=Server(url), out=tmp_path, episodes=1)
 
     async def too_long() -> None:
         policy = ChatEndpoint(Server(url), MODEL)

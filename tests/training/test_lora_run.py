@@ -119,7 +119,7 @@ def test_a_run_is_played_as_it_is_and_merged(finished: Path) -> None:
     assert_close(plain(probe).logits, expected)
     assert torch.equal(merged(engine.model)(probe).logits, plain(probe).logits)
     assert policy.version == 0
-    found = evaluate_target(str(finished), episodes=4)
+    found, _ = evaluate_target(str(finished), episodes=4)
     (last,) = [
         each
         for each in load_evaluations(finished)

@@ -135,12 +135,14 @@ def test_a_recipe_of_the_embedded_model_names_the_one_for_real_models(
 def test_it_is_said_when_a_run_begins_and_not_when_it_goes_on(tmp_path: Path) -> None:
     config = resolve("sokoban", {"model.path": "there"})
     for terminal in (True, False):
-        for step in (0, 3):
-            console = Console(record=True, file=io.StringIO(), force_terminal=terminal, width=120)
-            watcher = watcher_for(console)
-            watcher.begin(tmp_path, config, step)
-            watcher.end()
-            assert ("paper/sokoban" in console.export_text()) == (step == 0)
+        console = Console(record=True, file=io.StringIO(), force_terminal=terminal, width=120)
+        watcher = watcher_for(console)
+        with pytest.raises(RagenError, match="there"):
+            train(config, tmp_path / "run", watcher=watcher)
+        assert "paper/sokoban" in console.export_text()
+        watcher.begin(tmp_path, config, 3)
+        watcher.end()
+        assert "paper/sokoban" not in console.export_text()
 
 
 def test_a_run_is_no_other_model(tmp_path: Path) -> None:

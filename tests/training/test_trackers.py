@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from ragen.config.sections import TRACKERS
 from ragen.core.errors import RagenError
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.training import trackers
-from ragen.training.progress import Watcher
-from ragen.training.trackers import ID, Tracked, with_trackers
+from ragen.training.progress import Watcher, Watchers
+from ragen.training.trackers import ID, Tracker, with_trackers
 from ragen.training.trainer import resume, train
 from tests.speaker import settings
 
@@ -195,15 +196,13 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """One tracker that only remembers."""
     calls: list[Any] = []
 
-    class Pretended:
-        def __init__(self, run: Path, config: Any, step: int) -> None:
+    class Pretended(Tracker):
+        def begin(self, run: Path, config: Any, step: int) -> None:
+            self._run = SimpleNamespace(finish=lambda: calls.append("close"))
             calls.append(("begin", run, step))
 
-        def log(self, step: int, numbers: Mapping[str, float]) -> None:
-            calls.append(("log", step, dict(numbers)))
-
-        def close(self) -> None:
-            calls.append("close")
+        def step(self, step: int, metrics: Mapping[str, float]) -> None:
+            calls.append(("log", step, dict(metrics)))
 
     monkeypatch.setattr(trackers, "TRACKERS", {"pretended": Pretended})
     yield calls
@@ -211,7 +210,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def test_all_is_passed_on(pretended: list[Any], tmp_path: Path) -> None:
     inner = Heard()
-    watcher = Tracked(inner, ["pretended"])
+    watcher = Watchers(inner, trackers.TRACKERS["pretended"]())
     watcher.note("by the way")
     watcher.begin(tmp_path, resolve("bandit"), 3)
     watcher.episode(None)  # type: ignore[arg-type]
@@ -228,25 +227,23 @@ def test_a_run_that_fails_is_closed(pretended: list[Any], tmp_path: Path) -> Non
         def step(self, step: int, metrics: Mapping[str, float]) -> None:
             raise ZeroDivisionError
 
-    config = resolve("bandit", settings())
+    config, pretending = resolve("bandit", settings()), trackers.TRACKERS["pretended"]()
     with pytest.raises(ZeroDivisionError):
-        train(config, tmp_path / "run", watcher=Tracked(Fails(), ["pretended"]))
+        train(config, tmp_path / "run", watcher=Watchers(Fails(), pretending))
     assert pretended[-1] == "close"
 
 
 def test_a_run_whose_tracker_does_not_begin_is_gone_on_with(
-    pretended: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pretended: list[Any], tmp_path: Path
 ) -> None:
-    def refuses(run: Path, config: Any, step: int) -> Any:
-        raise RagenError("no login")
+    class Refuses(Tracker):
+        def begin(self, run: Path, config: Any, step: int) -> None:
+            raise RagenError("no login")
 
     config, run = resolve("bandit", settings()), tmp_path / "run"
-    begins = trackers.TRACKERS["pretended"]
-    monkeypatch.setattr(trackers, "TRACKERS", {"pretended": refuses})
     with pytest.raises(RagenError, match="no login"):
-        train(config, run, watcher=Tracked(Watcher(), ["pretended"]))
-    monkeypatch.setattr(trackers, "TRACKERS", {"pretended": begins})
-    assert resume(run, Tracked(Watcher(), ["pretended"])).after is not None
+        train(config, run, watcher=Refuses())
+    assert resume(run, trackers.TRACKERS["pretended"]()).after is not None
     assert {each[1] for each in pretended[1:-1]} == {0, 1, 2, 3}
 
 

@@ -34,7 +34,7 @@ def test_a_bandit_learns(tmp_path: Path) -> None:
 
     # The run is one to go on with and to evaluate: each makes an engine where one was closed.
     assert resume(tmp_path / "run").after.success == found.after.success
-    again = evaluate_target(str(tmp_path / "run"), episodes=64)
+    again, _ = evaluate_target(str(tmp_path / "run"), episodes=64)
     assert again.success > 0.85
 
 
@@ -64,5 +64,5 @@ def test_a_bandit_learns_with_adapters(tmp_path: Path) -> None:
     assert max(metrics["publish/logprob_difference"].values()) < 1e-3
     assert max(metrics["mismatch/max_abs"].values()) < 1e-3
     assert resume(tmp_path / "run").after.success == found.after.success
-    again = evaluate_target(str(tmp_path / "run"), episodes=64)
+    again, _ = evaluate_target(str(tmp_path / "run"), episodes=64)
     assert again.success == pytest.approx(found.after.success, abs=0.1)

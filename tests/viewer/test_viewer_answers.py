@@ -271,9 +271,9 @@ def test_a_run_says_what_there_is_to_see(root: Path) -> None:
 def test_what_was_asked_for_since_is_not_the_runs_success(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     before = ask(tmp_path, "runs")["runs"][0]
-    with OutcomeStore(tmp_path / "a") as store:
-        settings = {"env.name": "w", "seed": 0, "temperature": 1.0}
-        store.finish("asked", settings, evaluation(0.12).record() | {"env": "w", "random": 0.01})
+    settings = {"env.name": "w", "seed": 0, "temperature": 1.0}
+    with OutcomeStore(tmp_path / "a", settings) as store:
+        store.finish(evaluation(0.12).record() | {"env": "w", "random": 0.01})
     after = ask(tmp_path, "runs")["runs"][0]
     names = ("success", "before", "random", "optimal", "state")
     assert {name: after[name] for name in names} == {name: before[name] for name in names}
@@ -503,12 +503,12 @@ def test_stored_outcomes_are_compared_where_the_game_is_one(tmp_path: Path) -> N
     for name in ("a", "b"):
         make_run(tmp_path / name)
     for name, solved, agent in (("a", 0, "early"), ("a", 3, "late"), ("b", 1, "late")):
-        with OutcomeStore(tmp_path / name) as store:
+        game = {"env.name": "w", "seed": 0, "temperature": 0.5, "target": agent}
+        with OutcomeStore(tmp_path / name, game) as store:
             for level in range(4):
                 played = Outcome("w", level, 0, level < solved, 0.0, 1, 1, 1, 1, 7, 9, 9, "failed")
-                store.add(agent, played)
-            game = {"env.name": "w", "seed": 0, "temperature": 0.5, "target": agent}
-            store.finish(agent, game, evaluation(0.5, 0.5).record() | {"env": "w"})
+                store.add(played)
+            store.finish(evaluation(0.5, 0.5).record() | {"env": "w"})
     found = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
     (stored,) = (each for each in found if each["env"] == "w")
     assert (stored["how"], stored["levels"], stored["mcnemar_p"]) == ("T=0.5", 4, 0.5)

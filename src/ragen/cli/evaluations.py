@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,11 +29,13 @@ def _eval_options(parser: Parser) -> None:
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
     from ragen.envs.registry import make
-    from ragen.evaluation.tables import Prices, evaluation_record, evaluation_table
+    from ragen.evaluation.tables import evaluation_record, evaluation_table
     from ragen.evaluation.targets import config_for
 
     server = _server(options)
-    prices = Prices(options.price_in, options.price_out)
+    prices = options.price_in, options.price_out
+    if not all(0 <= price < math.inf for price in prices):
+        raise RagenError("--price-in and --price-out: expected numbers ≥ 0")
     asked_in = [overrides | {"env": name} for name in _named_envs(options)] or [overrides]
     envs = [config_for(options.target, values, server).env for values in asked_in]
     for env in envs:  # all must exist before one is played
@@ -83,7 +86,7 @@ def _evaluate(
     """Evaluate a target as the options say, with a progress bar if there is a terminal."""
     from rich.progress import Progress
 
-    from ragen.evaluation.evaluation import Options, default_out, evaluate_outcomes
+    from ragen.evaluation.evaluation import Options, default_out, evaluate_target
 
     given = {key: getattr(options, key) for key in Options.__annotations__}
     given["out"] = options.out or default_out(target, server)
@@ -95,7 +98,7 @@ def _evaluate(
             def count(_: Outcome, left: int) -> None:
                 bar.update(task, completed=total - left)
 
-            return evaluate_outcomes(target, settings, server=server, on_outcome=count, **given)
+            return evaluate_target(target, settings, server=server, on_outcome=count, **given)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command continues from here") from None
 

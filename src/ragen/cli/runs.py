@@ -151,7 +151,8 @@ def _show_result(console: Console, result: Result) -> None:
             lines += [f"  {sign}" for sign in result.signs] or ["  none"]
     run, ragen = shlex.quote(str(result.run)), program()
     lines += [
-        f"\n{result.seconds:.0f} s; the run is in {result.run}",
+        f"\nthe steps took {result.seconds:.0f} s, besides start-up and evaluations",
+        f"the run is in {result.run}",
         f"watch it play:  {ragen} play {result.env} --player {run}",
         f"evaluate it:    {ragen} eval {run}",
         f"view it:        {ragen} view {run}",

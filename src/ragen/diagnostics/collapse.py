@@ -74,13 +74,6 @@ def regime_of(
 WINDOW = 5
 """Steps of the baseline at the start of a run, and of the trailing mean compared with it."""
 
-SPIKE = 5
-"""A gradient norm is a spike if it is more than this multiple of the median norm."""
-
-OUTLIER = 3.5
-"""Modified z-score of an outlier (Iglewicz and Hoaglin 1993), whose σ is 1.4826 times the median
-absolute deviation."""
-
 
 def baseline_of(series: Series) -> float:
     """Mean of the first `WINDOW` steps."""
@@ -97,10 +90,11 @@ def trailing_means(series: Series) -> list[tuple[int, float]]:
 def detect_spike(norms: Sequence[float]) -> float | None:
     """The median of all norms before the last one, if the last one is a spike, else ``None``.
 
-    A spike is above `SPIKE` times the median, and its logarithm is an `OUTLIER` among the
-    logarithms: where few episodes contribute to a gradient, norms spread over orders of magnitude
-    in a healthy run. Fewer than two windows of norms before it never give a spike, and neither does
-    a norm that is not finite, because its update is skipped.
+    A spike is above 5 times the median, and its logarithm is an outlier among the logarithms: where
+    few episodes contribute to a gradient, norms spread over orders of magnitude in a healthy run.
+    An outlier has a modified z-score above 3.5 (Iglewicz and Hoaglin 1993), whose σ is 1.4826 times
+    the median absolute deviation. Fewer than two windows of norms before it never give a spike, and
+    neither does a norm that is not finite, because its update is skipped.
 
     Example:
         >>> usual = [1.0, 1.2, 0.9, 1.1, 1.0] * 2
@@ -113,7 +107,7 @@ def detect_spike(norms: Sequence[float]) -> float | None:
         return None
     usual = median(before)
     spread = 1.4826 * median(abs(math.log(norm / usual)) for norm in before)
-    return usual if norms[-1] > usual * max(SPIKE, math.exp(OUTLIER * spread)) else None
+    return usual if norms[-1] > usual * max(5, math.exp(3.5 * spread)) else None
 
 
 # The Echo Trap: an early gain, then one rewarded template instead of varied thoughts.
@@ -124,7 +118,6 @@ SIGNS = {
     "std_before_reward": "reward std falls before the reward does",
     "gradient_spike": "a spike of the gradient norm",
 }
-"""What each sign says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +141,7 @@ class Sign:
 def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:
     """The signs of the Echo Trap that a run shows, in the order in which they appeared.
 
-    A baseline is the mean of the first `WINDOW` steps. It is compared with the mean of the last
-    `WINDOW` steps. The rules, with the metric that each reads:
+    Trailing means are compared with the baseline. The rules, with the metric that each reads:
 
     - ``early_gain`` (``reward/mean``): the trailing mean exceeds the baseline by 10 % of it and by
       two of its standard errors, and falls below that mark again before the end. Step and value are
@@ -202,9 +194,9 @@ def _reward_fall(reward: Series) -> float:
     return -math.inf
 
 
-def _gradient_spike(norm: Series) -> Sign | None:
-    steps, numbers = list(norm), list(norm.values())
-    for i in range(WINDOW, len(numbers)):
-        if (usual := detect_spike(numbers[: i + 1])) is not None:
-            return Sign("gradient_spike", steps[i], numbers[i], usual)
+def _gradient_spike(norms: Series) -> Sign | None:
+    numbers = list(norms.values())
+    for count, (step, norm) in enumerate(norms.items(), 1):
+        if (usual := detect_spike(numbers[:count])) is not None:
+            return Sign("gradient_spike", step, norm, usual)
     return None

@@ -253,11 +253,6 @@ def active_detectors(guard: GuardConfig) -> dict[str, Detector]:
 
     Raises:
         RagenError: One from outside cannot be loaded.
-
-    Example:
-        >>> from ragen.config.sections import GuardConfig
-        >>> "grad_spike" in active_detectors(GuardConfig(responses={"grad_spike": "off"}))
-        False
     """
     names = dict.fromkeys([*DETECTORS, *guard.responses])
     return {

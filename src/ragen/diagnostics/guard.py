@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ragen.config.config import Config
@@ -76,13 +75,9 @@ class Alarm:
 class GuardState:
     """What the guard remembers, saved with every checkpoint.
 
-    Attributes:
-        checked_step: The last step that was checked.
-        grace: The last step at which no detector fires.
-        rollbacks: Rollbacks so far.
-        last_held: For each detector that has fired, the last step at which its condition held.
-        changes: The settings that rollbacks changed, by key. The run's config is its `config.toml`
-            with these applied.
+    No detector fires up to the step `grace`. `last_held` has, for each detector that has fired, the
+    last step at which its condition held. `changes` are the settings that rollbacks changed, by
+    key: the run's config is its `config.toml` with these applied.
     """
 
     checked_step: int = 0
@@ -96,21 +91,12 @@ def raise_alarms(
     history: History,
     step: int,
     state: GuardState,
-    detectors: Mapping[str, Detector] = MappingProxyType(DETECTORS),
+    detectors: Mapping[str, Detector] = DETECTORS,
 ) -> list[Alarm]:
     """The alarms of a step. `state` is updated to this step.
 
     A detector fires once for each period of trouble: it fires again only after its condition has
     not held for `REARM_STEPS` steps.
-
-    Example:
-        >>> norms = dict.fromkeys(range(1, 20), 1.0)
-        >>> state = GuardState()
-        >>> history = {"gradient/policy_norm": norms | {20: 9.0}}
-        >>> [str(alarm) for alarm in raise_alarms(history, 20, state)]
-        ['step 20, grad_spike: the gradient norm jumped to 9, usual is 1']
-        >>> raise_alarms({"gradient/policy_norm": norms | {21: 8.0}}, 21, state)
-        []
     """
     state.checked_step = step
     alarms = []
@@ -134,12 +120,9 @@ def read_history(
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
-    stands = standing(folder, after)
-    evaluations = [
-        each
-        for each in read_evaluations(folder)
-        if each["temperature"] == temperature and stands(each["attempt"], each["step"])
-    ]
+    stands, every = standing(folder, after), read_evaluations(folder)
+    counting = (each for each in every if stands(each["attempt"], each["step"]))
+    evaluations = [each for each in counting if each["temperature"] == temperature]
     return read_metrics(folder, after=after) | {
         EVALUATED: {each["step"]: each["success"] for each in evaluations},
         LEVELS: {each["step"]: each["episodes"] for each in evaluations},
@@ -157,11 +140,6 @@ def read_alarms(folder: Path) -> list[Alarm]:
         for event in read_events(folder, "alarm")
     }
     return [Alarm(**data) for data in events.values()]
-
-
-Remedy = Callable[[Config, int], dict[str, Any]]
-"""The signature of every remedy: from the run's config and the number of the attempt that begins,
-to new values by config key."""
 
 
 def lower_learning_rate(config: Config, attempt: int) -> dict[str, Any]:
@@ -193,10 +171,11 @@ def change_seed(config: Config, attempt: int) -> dict[str, Any]:
     return {"seed": derive(config.seed, "attempt", attempt)}
 
 
-REMEDIES: dict[str, Remedy] = {
+REMEDIES: dict[str, Callable[[Config, int], dict[str, Any]]] = {
     "lr": lower_learning_rate,
     "filter": tighten_filter,
     "kl": raise_kl,
     "seeds": change_seed,
 }
-"""Remedies by their name in the config."""
+"""Remedies by their name in the config: from the run's config and the number of the attempt that
+begins, to new values by config key."""

@@ -36,30 +36,14 @@ from ragen.diagnostics.collapse import REGIMES, SAMPLINGS, Regime, Sampling, reg
 from ragen.engines.engine import Engine
 
 Tokens = tuple[int, ...]
+Draw = tuple[Tokens, Tokens, Turn]
+"""A prompt, a thought, and the turn that they are from."""
+
 THOUGHTS = 64
 """Thoughts of a step that are scored at most, each under all prompts of the others."""
 STD_FLOOR = 1e-3
 """Added to the standard deviation that the z-score divides by (arXiv:2604.06268), in nats per
 token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Thoughts:
-    """The distinct thoughts that are measured, and the distinct prompts they are scored under.
-
-    The tokens of thought i are ``thoughts[thought_N[i]]`` and its prompt is
-    ``prompts[prompt_N[i]]``. Equal thoughts and equal prompts, which a collapse makes frequent, are
-    scored once. `left_out` counts the drawn turns without a valid thought. `texts` are the thoughts
-    as text; `observations` are the last observations that the prompts show.
-    """
-
-    prompts: tuple[Tokens, ...]
-    thoughts: tuple[Tokens, ...]
-    prompt_N: tuple[int, ...]
-    thought_N: tuple[int, ...]
-    left_out: int
-    observations: tuple[str, ...]
-    texts: tuple[str, ...]
 
 
 class CrossScores(NamedTuple):
@@ -93,8 +77,10 @@ def prompt_and_thought(turn: Turn) -> tuple[Tokens, Tokens] | None:
     return prompt + sampled[: span[0]], sampled[slice(*span)]
 
 
-def draw_thoughts(groups: Sequence[Group], sampling: Sampling, count: int, seed: int) -> Thoughts:
-    """Draw at most `count` thoughts, one per episode.
+def draw_thoughts(
+    groups: Sequence[Group], sampling: Sampling, count: int, seed: int
+) -> tuple[list[Draw], int]:
+    """Draw at most `count` thoughts, one per episode, and count the turns that have none.
 
     Failed episodes and episodes without a turn are ignored. `sampling` says which turn of an
     episode is drawn; drawn turns without a valid thought are left out and not replaced. `seed`
@@ -108,19 +94,7 @@ def draw_thoughts(groups: Sequence[Group], sampling: Sampling, count: int, seed:
     left_out = len(turns) - len(drawn)
     if len(drawn) > count:
         drawn = [drawn[index] for index in sorted(generator.sample(range(len(drawn)), count))]
-    prompts = {prompt: turn.observation for prompt, _, turn in drawn}
-    thoughts = {thought: turn.thought or "" for _, thought, turn in drawn}
-    prompt_index = {prompt: index for index, prompt in enumerate(prompts)}
-    thought_index = {thought: index for index, thought in enumerate(thoughts)}
-    return Thoughts(
-        tuple(prompts),
-        tuple(thoughts),
-        tuple(prompt_index[prompt] for prompt, _, _ in drawn),
-        tuple(thought_index[thought] for _, thought, _ in drawn),
-        left_out,
-        tuple(prompts.values()),
-        tuple(thoughts.values()),
-    )
+    return drawn, left_out
 
 
 _NOT_AVERAGED = ("chance_1", "chance_5", "prompt_entropy", "prompts", "thoughts", "regime")
@@ -245,15 +219,19 @@ async def measure_thoughts(
     matrices: list[CrossScores] = []
     for sampling in SAMPLINGS:
         path = (seed, "information", step, sampling)
-        drawn = draw_thoughts(groups, sampling, THOUGHTS, derive(*path))
-        metrics[f"information/{sampling}/left_out"] = total(drawn.left_out)
-        if drawn.thoughts:
-            scores = await engine.cross_scores(drawn.prompts, drawn.thoughts)
-            scores_NM = scores[list(drawn.thought_N)]
-            lengths = [len(drawn.thoughts[index]) for index in drawn.thought_N]
-            information = measure(scores_NM, drawn.prompt_N, lengths)
-            metrics |= information.metrics(f"information/{sampling}")
-            texts = tuple(drawn.texts[index] for index in drawn.thought_N)
-            matrix = CrossScores(sampling, scores_NM, drawn.prompt_N, texts, drawn.observations)
-            matrices.append(matrix)
+        drawn, left_out = draw_thoughts(groups, sampling, THOUGHTS, derive(*path))
+        metrics[f"information/{sampling}/left_out"] = total(left_out)
+        if not drawn:
+            continue
+        # Equal prompts and equal thoughts, which a collapse makes frequent, are scored once.
+        observations = {prompt: turn.observation for prompt, _, turn in drawn}
+        prompts, thoughts = list(observations), list(dict.fromkeys(z for _, z, _ in drawn))
+        own_N = tuple(prompts.index(prompt) for prompt, _, _ in drawn)
+        scores = await engine.cross_scores(prompts, thoughts)
+        scores_NM = scores[[thoughts.index(thought) for _, thought, _ in drawn]]
+        information = measure(scores_NM, own_N, [len(thought) for _, thought, _ in drawn])
+        metrics |= information.metrics(f"information/{sampling}")
+        texts = tuple(turn.thought or "" for _, _, turn in drawn)
+        shown = tuple(observations.values())
+        matrices.append(CrossScores(sampling, scores_NM, own_N, texts, shown))
     return metrics, matrices

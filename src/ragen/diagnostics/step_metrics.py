@@ -3,10 +3,6 @@
 A new metric of the episodes is a line in `summarize`, one of the trained batch in `batch_metrics`.
 Names of metrics are paths. A metric that cannot be computed (no thought, no token ids) is left out.
 
-`gradients_by_std` shows where the learning signal comes from: RAGEN-2 (arXiv:2604.06268) expects of
-a healthy signal that the task's gradient norm grows with the reward std of the groups, and that the
-norms of the regularisers do not. Measuring changes no weight, no stored gradient, no optimiser and
-no random generator.
 """
 
 from __future__ import annotations
@@ -29,8 +25,6 @@ from ragen.rollout.reward_terms import repeated_ngrams, reward_term_metrics, tho
 
 EMA_WEIGHT = 0.1
 """Weight of the newest value in a moving average: the last ten values make up two thirds."""
-REPEATS = 8
-"""A completion is degenerate if one token comes this often in a row and makes up half of it."""
 
 
 def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
@@ -85,14 +79,14 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
 
 
 def is_degenerate(token_ids: Sequence[int]) -> bool:
-    """Whether one repeated token makes up most of a completion, such as "!!!!!!!!".
+    """Whether one token comes 8 times in a row and makes up half of a completion: "!!!!!!!!".
 
     Example:
         >>> is_degenerate([5, 6, *[9] * 8, 2]), is_degenerate([9] * 7)
         (True, False)
     """
     longest = max((len(list(run)) for _, run in groupby(token_ids)), default=0)
-    return longest >= REPEATS and 2 * longest >= len(token_ids)
+    return longest >= 8 and 2 * longest >= len(token_ids)
 
 
 def batch_metrics(batch: Batch) -> Metrics:
@@ -156,20 +150,20 @@ NUM_BUCKETS = 4
 async def gradients_by_std(engine: Engine, batch: Batch, groups: Sequence[Group]) -> Metrics:
     """Gradient norms of task, entropy and KL by quartile of the in-group reward std.
 
+    RAGEN-2 (arXiv:2604.06268) expects of a healthy signal that the task's gradient norm grows with
+    the std, and that the norms of the regularisers do not. Measuring changes no state.
+
     The engine has the weights that played the groups, which `Batch.group_B` indexes; the batch has
     advantages. For each bucket that holds a row, from 0 for the lowest:
     ``gradient_by_std/<bucket>/<term>_per_token``, ``…_per_sample``, the mean ``reward_std`` of its
     groups, and the number of its ``groups``.
     """
-    present = sorted(set(batch.group_B.tolist()))
-    stds = [reward_std(groups[index]) for index in present]
-    bucket_of = dict(zip(present, std_buckets(stds), strict=True))
+    stds = {index: reward_std(groups[index]) for index in sorted(set(batch.group_B.tolist()))}
+    bucket_of = dict(zip(stds, std_buckets(list(stds.values())), strict=True))
     bucket_B = batch.group_B.new_tensor([bucket_of[index] for index in batch.group_B.tolist()])
     metrics = await engine.gradient_norms(batch, bucket_B)
     for bucket in sorted(set(bucket_of.values())):
-        inside = [
-            std for index, std in zip(present, stds, strict=True) if bucket_of[index] == bucket
-        ]
+        inside = [std for index, std in stds.items() if bucket_of[index] == bucket]
         metrics[f"{bucket}/reward_std"] = last(fmean(inside))
         metrics[f"{bucket}/groups"] = last(len(inside))
     return {f"gradient_by_std/{name}": metric for name, metric in metrics.items()}

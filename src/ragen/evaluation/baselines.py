@@ -12,12 +12,12 @@ import hashlib
 import inspect
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ragen.core.boundary import UserCodeError, boundary
@@ -56,15 +56,8 @@ def measure_baselines(
     """Mean baselines over `levels`, from the cache if they were computed before.
 
     They are exact for environments with `Env.baselines` (all of RAGEN's). In others, both players
-    play `draws` episodes per level.
-
-    Args:
-        name: The environment, as for `make`.
-        params: Its parameters.
-        budget: The budgets of an episode.
-        levels: Level seeds.
-        draws: Episodes per level and player if the baselines are sampled.
-        build: Makes the instance to play; ``None`` uses `make`.
+    play `draws` episodes per level. `name` and `params` are those of `make`, `levels` are seeds,
+    and `build` makes the instance to play, by default with `make`.
 
     Raises:
         RagenError: The environment cannot be made, or fails when it is played.
@@ -88,18 +81,21 @@ def measure_baselines(
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
     path = cache_folder() / "baselines" / f"{digest[:32]}.json"
-    cached = _read(path)
-    if cached is None:
-        try:
-            with closing(build() if build else env) as played:
-                cached = compute_baselines(played, budget, levels, draws=draws)
-        except UserCodeError as error:
-            raise RagenError(
-                f"the environment {name!r} failed while it was played for its baselines: "
-                f"{error.reason}; run `ragen check` on it"
-            ) from error
-        _write(path, cached)
-    return cached
+    with suppress(OSError, ValueError, TypeError):  # missing or unreadable: computed again
+        return Baselines(**json.loads(path.read_text(encoding="utf-8")))
+    try:
+        with closing(build() if build else env) as played:
+            baselines = compute_baselines(played, budget, levels, draws=draws)
+    except UserCodeError as error:
+        raise RagenError(
+            f"the environment {name!r} failed while it was played for its baselines: "
+            f"{error.reason}; run `ragen check` on it"
+        ) from error
+    with suppress(OSError):  # without a cache the baselines are computed every time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as temporary:
+            temporary.write_text(json.dumps(asdict(baselines)), encoding="utf-8")
+    return baselines
 
 
 def compute_baselines(
@@ -109,14 +105,13 @@ def compute_baselines(
     parts = [level_baselines(env, budget, level, draws) for level in levels]
     optimal = [part.optimal for part in parts if part.optimal is not None]
     optimal_return = [part.optimal_return for part in parts if part.optimal_return is not None]
-    sampled = [part.draws for part in parts if part.draws is not None]
     complete = len(optimal) == len(parts) == len(optimal_return)
     return Baselines(
-        random=statistics.fmean(part.random for part in parts),
-        optimal=statistics.fmean(optimal) if complete else None,
-        random_return=statistics.fmean(part.random_return for part in parts),
-        optimal_return=statistics.fmean(optimal_return) if complete else None,
-        draws=sum(sampled) if sampled else None,
+        random=fmean(part.random for part in parts),
+        optimal=fmean(optimal) if complete else None,
+        random_return=fmean(part.random_return for part in parts),
+        optimal_return=fmean(optimal_return) if complete else None,
+        draws=sum(part.draws or 0 for part in parts) or None,
     )
 
 
@@ -133,24 +128,20 @@ def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baseli
 
     Random play is undefined for free-text environments: it counts as no success and no reward.
     """
+
+    def means(player: Player) -> tuple[float, float]:
+        played = [_play(env, player, budget, level, draw) for draw in range(draws)]
+        return fmean(success for success, _ in played), fmean(total for _, total in played)
+
     env.reset(seed=level, options={"noise_seed": 0})
-    random = [(False, 0.0)]
+    random = random_return = 0.0
     if env.actions is not None:
-        player = random_player(derive(0, "reference", level))
-        random = [_play(env, player, budget, level, draw) for draw in range(draws)]
+        random, random_return = means(random_player(derive(0, "reference", level)))
     with boundary("solve", CALL_S):
         env.reset(seed=level, options={"noise_seed": 0})
         plan = env.solve(budget.turns, budget.actions, budget.actions_per_turn)
-    optimal: list[tuple[bool, float]] = []
-    if plan is not None:
-        optimal = [_play(env, solver, budget, level, draw) for draw in range(draws)]
-    return Baselines(
-        random=statistics.fmean(success for success, _ in random),
-        optimal=statistics.fmean(success for success, _ in optimal) if optimal else None,
-        random_return=statistics.fmean(total for _, total in random),
-        optimal_return=statistics.fmean(total for _, total in optimal) if optimal else None,
-        draws=draws,
-    )
+    optimal, optimal_return = (None, None) if plan is None else means(solver)
+    return Baselines(random, optimal, random_return, optimal_return, draws)
 
 
 def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tuple[bool, float]:
@@ -184,17 +175,3 @@ def sources(cls: type[Env]) -> list[str]:
     """Hashes of the source files of an environment class and its base classes."""
     files = {inspect.getsourcefile(base) for base in cls.__mro__ if issubclass(base, Env)}
     return sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
-
-
-def _read(path: Path) -> Baselines | None:
-    try:
-        return Baselines(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None  # missing or unreadable: computed again
-
-
-def _write(path: Path, baselines: Baselines) -> None:
-    with suppress(OSError):  # without a cache the baselines are computed every time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as temporary:
-            temporary.write_text(json.dumps(asdict(baselines)), encoding="utf-8")

@@ -7,8 +7,6 @@ generators, so that all branches meet the original's noise and differ by the pol
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.reading import changed, read_config
-from ragen.config.rules import vllm_refuses
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, wilson
 from ragen.core.stopping import run_async
@@ -25,7 +22,7 @@ from ragen.core.types import Episode
 from ragen.engines.factory import make_policy
 from ragen.engines.machine import use_threads
 from ragen.engines.sampling import WeightedPolicy
-from ragen.evaluation.outcomes import how_sampled
+from ragen.evaluation.outcomes import check_sampling, how_sampled
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_unchanged
 from ragen.rollout.groups import run_episodes
@@ -98,7 +95,6 @@ def branch(
     checkpoint: int | None = None,
     temperature: float | None = None,
     seed: int = 0,
-    _again: bool = False,
 ) -> BranchResult:
     """Replay a recorded episode from one of its turns, `n` times, and store the branches.
 
@@ -112,8 +108,7 @@ def branch(
         checkpoint: The step whose weights play; ``None`` takes the newest. Without a checkpoint of
             step 0, or without any checkpoint, step 0 is the model that the run started from.
         temperature: Sampling temperature; ``None`` takes the run's.
-        seed: Seed of the branches.
-        _again: For tests: use the original's sampling seeds, so that the original is repeated.
+        seed: Seed of the branches' sampling.
 
     Raises:
         RagenError: A number is out of its range, there is no such run, episode, turn or checkpoint,
@@ -123,36 +118,35 @@ def branch(
     check_run_folder(run)
     recorded, config = read_episode(run, episode), read_config(run / CONFIG)
     step, model, saved = weights(run, config, checkpoint)
-    config = changed(config, saved["guard"]["changes"] if saved else {})
+    config = changed(config, saved["guard"]["changes"])
     if temperature is None:
         temperature = config.rollout.temperature
     request = Request(episode, turn, step, n, temperature, seed)
     _refuse_out_of_range(request, recorded, config)
-    use_threads(int(saved["loop"]["threads"]) if saved else config.threads)
-    places = _places(request, recorded, config.seed, _again)
-    playing = replace(make_setup(config, None), temperature=temperature)
-    with closing(playing):
-        require_unchanged(playing, places[0])  # before the model is loaded
+    use_threads(int(saved["loop"]["threads"]))
+    specs = branch_specs(request, recorded, config.seed)
+    with closing(replace(make_setup(config, None), temperature=temperature)) as setup:
+        require_unchanged(setup, specs[0])  # before the model is loaded
         policy, chat = make_policy(config, model)
-        policy.version = int(saved["engine"]["version"]) if saved else 0
-        playing = replace(playing, chat=chat)
-        episodes = run_async(_played(policy, playing, places, config.rollout.slots))
+        policy.version = int(saved["engine"]["version"])
+        setup = replace(setup, chat=chat)
+        episodes = run_async(_played(policy, setup, specs, config.rollout.slots))
     exact = recorded.exact(turn)
     write_branches(run, request, episodes, exact, chat.text_of)
     return BranchResult(run, request, recorded, exact, tuple(episodes))
 
 
-def weights(
-    run: Path, config: Config, checkpoint: int | None
-) -> tuple[int, str, Mapping[str, Any] | None]:
-    """Step, path and loop state of the requested weights.
+def weights(run: Path, config: Config, checkpoint: int | None) -> tuple[int, str, dict[str, Any]]:
+    """Step, path and state of the requested weights.
 
     Raises:
         RagenError: The run has no such checkpoint, or it is damaged.
     """
     step = 0 if checkpoint is None and not folders(run) else checkpoint
     if step == 0 and checkpoint_of(run, 0) is None:
-        return 0, resolve_model(config.model.path, config.env.name), None
+        began = {"guard": {"changes": {}}, "loop": {"threads": config.threads}}
+        model = resolve_model(config.model.path, config.env.name)
+        return 0, model, began | {"engine": {"version": 0}}
     folder = choose(run, step)
     return step_of(folder), str(folder), read_state(folder)
 
@@ -167,37 +161,23 @@ def _refuse_out_of_range(request: Request, recorded: Recorded, config: Config) -
         )
     if not 1 <= request.n <= MOST:
         raise RagenError(f"n = {request.n}: expected a whole number from 1 to {MOST}")
-    if not 0 <= request.temperature < math.inf:
-        raise RagenError(f"temperature = {request.temperature}: expected a number ≥ 0")
-    if request.seed < 0:
-        raise RagenError(f"seed = {request.seed}: expected a whole number ≥ 0")
-    if config.rollout.sampler == "vllm" and (reason := vllm_refuses(request.temperature)):
-        raise RagenError(f"temperature = {request.temperature:g}: {reason}, or greedily at 0")
+    check_sampling(request.seed, request.temperature, config.rollout.sampler)
 
 
-def _places(request: Request, recorded: Recorded, seed: int, again: bool) -> list[BranchSpec]:
-    """The start of each branch, with sampling seeds of its own or, if `again`, the original's."""
-    episode, path = recorded.episode, recorded.path if again else request.path
-    turns = episode.turns[: request.turn + 1]
-    return [
-        BranchSpec(
-            episode.level_seed,
-            episode.group,
-            episode.member if again else member,
-            (seed, *path),
-            episode.noise_seed,
-            turns,
-        )
-        for member in range(request.n)
-    ]
+def branch_specs(request: Request, recorded: Recorded, seed: int) -> list[BranchSpec]:
+    """The start of each branch, with sampling seeds of its own."""
+    episode, path = recorded.episode, (seed, *request.path)
+    origin = episode.level_seed, episode.group
+    replayed = episode.noise_seed, episode.turns[: request.turn + 1]
+    return [BranchSpec(*origin, member, path, *replayed) for member in range(request.n)]
 
 
 async def _played(
-    policy: WeightedPolicy, setup: Setup, places: list[BranchSpec], slots: int
+    policy: WeightedPolicy, setup: Setup, specs: list[BranchSpec], slots: int
 ) -> list[Episode]:
     try:
-        require_unchanged(setup, places[0])
-        return await run_episodes(policy, setup, places, slots)
+        require_unchanged(setup, specs[0])
+        return await run_episodes(policy, setup, specs, slots)
     finally:
         await policy.close()
 

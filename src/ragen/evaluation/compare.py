@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Unpack
 
 import numpy as np
@@ -25,12 +24,12 @@ from ragen.core.statistics import (
     paired_difference,
     smallest_detectable,
 )
-from ragen.evaluation.evaluation import Options, evaluate_outcomes
+from ragen.evaluation.evaluation import Options, evaluate_target
 from ragen.evaluation.outcomes import Outcome, describe_failures
 from ragen.evaluation.results import Evaluation
 from ragen.evaluation.targets import (
     Overrides,
-    home_env,
+    config_for,
     is_local,
     refuse_absent,
     run_of,
@@ -40,30 +39,22 @@ from ragen.models.names import base_folder
 from ragen.rollout.endpoint import Server
 
 Measure = Callable[[str, Overrides], tuple[Evaluation, list[Outcome]]]
-"""Evaluates a target under settings, as `evaluate_outcomes` does."""
+"""Evaluates a target under settings, as `evaluate_target` does."""
 
-SUITES: Mapping[str, Mapping[str, Overrides]] = MappingProxyType(
-    {
-        "bandit": {
-            "bandit": {"env": "bandit"},
-            "bandit-rev": {"env": "bandit-rev"},
-            "bandit, held-out professions": {
-                "env": "bandit",
-                "env.params.name_set": "professions",
-                "env.params.split": "test",
-            },
-            "bandit, held-out pairs": {
-                "env": "bandit",
-                "env.params.name_set": "pairs",
-                "env.params.split": "test",
-            },
-        },
-        "sokoban": {
-            name: {"env": name}
-            for name in ("sokoban", "sokoban-large", "sokoban-new-symbols", "frozen-lake")
-        },
-    }
-)
+HELD_OUT = {"env": "bandit", "env.params.split": "test"}
+
+SUITES: Mapping[str, Mapping[str, Overrides]] = {
+    "bandit": {
+        "bandit": {"env": "bandit"},
+        "bandit-rev": {"env": "bandit-rev"},
+        "bandit, held-out professions": {**HELD_OUT, "env.params.name_set": "professions"},
+        "bandit, held-out pairs": {**HELD_OUT, "env.params.name_set": "pairs"},
+    },
+    "sokoban": {
+        name: {"env": name}
+        for name in ("sokoban", "sokoban-large", "sokoban-new-symbols", "frozen-lake")
+    },
+}
 """Environments for agents that were trained on the first entry of a suite (arXiv:2504.20073)."""
 
 FEW_SEEDS = 5
@@ -75,10 +66,8 @@ much more often than in 5 % of cases (`statistics.interquartile_mean`)."""
 class Arm:
     """One side of a comparison: an agent, or the training seeds of one method.
 
-    Attributes:
-        name: The target, or the first of several with their number.
-        evaluations: One evaluation per training seed.
-        success: The agent's success rate, or the seeds' interquartile mean, with a 95 % interval.
+    `name` is the target, or the first of several with their number. There is one evaluation per
+    training seed. `success` is the agent's rate or the seeds' interquartile mean.
     """
 
     name: str
@@ -151,12 +140,9 @@ def compare(
 ) -> Comparison:
     """Compare two agents, or two methods of several training seeds each, in one environment.
 
-    Args:
-        a: A target as for `evaluate_target`, or the runs of one method's training seeds.
-        b: The same for the second arm.
-        overrides: Values by config key; without an environment, both play that of the first run.
-        server: The endpoint of targets that are not found on this machine.
-        options: How each target is evaluated.
+    An arm is a target of `evaluate_target`, or the runs of one method's training seeds. Without an
+    environment in `overrides`, both play that of the first run. Targets that are not found on this
+    machine are models of the server.
 
     Raises:
         RagenError: A target is missing or named twice, runs were trained in different
@@ -166,7 +152,7 @@ def compare(
 
     def measure(target: str, settings: Overrides) -> tuple[Evaluation, list[Outcome]]:
         at = None if is_local(target) else server
-        return evaluate_outcomes(target, settings, server=at, **options)
+        return evaluate_target(target, settings, server=at, **options)
 
     refuse_absent_targets(arm_a, arm_b, server)
     only_env = {"": overrides or {}}
@@ -177,12 +163,15 @@ def refuse_absent_targets(a: Sequence[str], b: Sequence[str], server: Server | N
     """Refuse missing targets before anything is played.
 
     Raises:
-        RagenError: An arm is empty or has an empty name, or a target does not exist.
+        RagenError: An arm is empty or names a target twice, or a target does not exist.
     """
-    for target in (*(a or [""]), *(b or [""])):
-        if not target:
+    for arm in (a, b):
+        if not all(arm or [""]):
             raise RagenError("an arm is one target, or several separated by commas: A1,A2,A3")
-        refuse_absent(target, server)
+        for target in arm:
+            if [Path(each) for each in arm].count(Path(target)) > 1:
+                raise RagenError(f"{target} is named twice: a training seed counts once")
+            refuse_absent(target, server)
 
 
 def compare_in_envs(
@@ -204,20 +193,18 @@ def compare_in_envs(
     `is_served`, targets that are not found on this machine are models of a server.
 
     Raises:
-        RagenError: As `compare`; an arm names a target twice; the environment has no embedded
-            model.
+        RagenError: As `compare`; the environment has no embedded model.
     """
-    for arm in (a, b):
-        for target in arm:
-            if [Path(each) for each in arm].count(Path(target)) > 1:
-                raise RagenError(f"{target} is named twice: a training seed counts once")
     targets = [*a, *b]
     settings = {name: {**overrides, **values} for name, values in envs.items()}
     for values in settings.values():  # check all environments before anything is played
         shared_settings(targets, values, is_served)
     base = "base"
     if "base" in targets:
-        base = str(base_folder(home_env(targets, next(iter(settings.values())))))
+        runs = [target for target in targets if run_of(target)]
+        in_first_env = next(iter(settings.values()))
+        home = config_for(runs[0], {}) if runs else config_for(targets[0], in_first_env)
+        base = str(base_folder(home.env.name))
 
     def measure_from_home(target: str, values: Overrides) -> tuple[Evaluation, list[Outcome]]:
         return measure(base if target == "base" else target, values)
@@ -236,8 +223,8 @@ def compare_arms(
 ) -> Comparison:
     """Compare two arms in one environment, with arguments as in `compare_in_envs`.
 
-    `name` is the environment's in the result; an empty one takes the environment's own. Without an
-    environment in `overrides`, both arms play that of the first run.
+    An empty `name` takes the environment's own. Without an environment in `overrides`, both arms
+    play that of the first run.
 
     Raises:
         RagenError: There is no such environment, or runs were trained in different environments.
@@ -273,11 +260,8 @@ def compare_arms(
 
 def _level_rates(outcomes: Sequence[Outcome]) -> Floats:
     """Share of successes on each level, in the order of the levels."""
-    levels = sorted({outcome.level_seed for outcome in outcomes})
-    index = {level: number for number, level in enumerate(levels)}
-    solved = np.zeros(len(levels))
-    for outcome in outcomes:
-        solved[index[outcome.level_seed]] += outcome.success
+    levels, index = np.unique([outcome.level_seed for outcome in outcomes], return_inverse=True)
+    solved = np.bincount(index, [outcome.success for outcome in outcomes])
     return solved * len(levels) / len(outcomes)
 
 

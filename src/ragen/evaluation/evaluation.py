@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 from ragen.config.config import Config
-from ragen.config.rules import vllm_refuses
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 from ragen.core.stopping import run_async
 from ragen.core.types import Episode, Group
-from ragen.envs.contract import Baselines
 from ragen.evaluation.baselines import Budget, measure_baselines
 from ragen.evaluation.outcomes import (
     Outcome,
     OutcomeStore,
-    key_of,
+    check_sampling,
     outcome_of,
     refuse_unplayable,
 )
@@ -41,18 +38,7 @@ CONCURRENCY = 16
 
 
 class Options(TypedDict, total=False):
-    """The options of `evaluate_outcomes`, where their defaults are.
-
-    Attributes:
-        episodes: Number of levels. They are the same for every target and never used in training.
-        seed: Seed of the environment's events and of sampling; the levels do not depend on it.
-        temperature: Sampling temperature; 0 is greedy.
-        samples: Episodes per level.
-        concurrency: Number of concurrent episodes; ``None`` takes the target's default.
-        out: A folder whose database stores each outcome when its episode ends. The same call then
-            resumes after a kill, plays only new levels and samples, and repeats episodes for which
-            the server failed. ``None`` reads and writes no file.
-    """
+    """The options of `evaluate_target`, which explains them."""
 
     episodes: int
     seed: int
@@ -62,38 +48,12 @@ class Options(TypedDict, total=False):
     out: Path | None
 
 
-def evaluate_target(
-    target: str,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    server: Server | None = None,
-    **options: Unpack[Options],
-) -> Evaluation:
-    """Evaluate a run, a checkpoint, a model, an endpoint or a player on fixed levels.
-
-    Args:
-        target: A run folder (its newest checkpoint), one of its checkpoints, ``base``, ``random``,
-            ``solver``, a model folder or a hub id; with `server`, the model's name there.
-        overrides: Values by config key, such as ``{"env": "sokoban"}``.
-        server: The endpoint that serves the model.
-        options: See `Options`.
-
-    Returns:
-        Success, returns and counts, with random and optimal play as baselines.
-
-    Raises:
-        RagenError: There is no such target or environment, the target cannot play it, a number is
-            out of its range, every episode failed, or the outcomes cannot be stored.
-    """
-    return evaluate_outcomes(target, overrides, server=server, **options)[0]
-
-
 def default_out(target: str, server: Server | None = None) -> Path:
     """Where ``ragen eval`` stores outcomes: the target's run, or `EVALS` for other targets."""
     return (None if server else run_of(target)) or EVALS
 
 
-def evaluate_outcomes(
+def evaluate_target(
     target: str,
     overrides: Mapping[str, Any] | None = None,
     *,
@@ -104,78 +64,79 @@ def evaluate_outcomes(
     samples: int = 1,
     concurrency: int | None = None,
     out: Path | None = None,
-    on_outcome: Callable[[Outcome, int], None] | None = None,
+    on_outcome: Callable[[Outcome, int], None] = lambda outcome, left: None,
 ) -> tuple[Evaluation, list[Outcome]]:
-    """`evaluate_target` with each episode's outcome, in the order of (level, sample).
+    """Evaluate a run, a checkpoint, a model, an endpoint or a player on fixed levels.
 
-    `on_outcome` is called with each outcome and the number of episodes still to play; stored
-    outcomes come first.
+    Args:
+        target: A run folder (its newest checkpoint), one of its checkpoints, ``base``, ``random``,
+            ``solver``, a model folder or a hub id; with `server`, the model's name there.
+        overrides: Values by config key, such as ``{"env": "sokoban"}``.
+        server: The endpoint that serves the model.
+        episodes: Number of levels. They are the same for every target and never used in training.
+        seed: Seed of the environment's events and of sampling; the levels do not depend on it.
+        temperature: Sampling temperature; 0 is greedy.
+        samples: Episodes per level.
+        concurrency: Number of concurrent episodes; ``None`` takes the target's default.
+        out: A folder whose database stores each outcome when its episode ends. The same call then
+            resumes after a kill, plays only new levels and samples, and repeats episodes for which
+            the server failed. ``None`` reads and writes no file.
+        on_outcome: Called with each outcome and the number of episodes still to play; stored
+            outcomes come first.
+
+    Returns:
+        Success, returns and counts, with random and optimal play as baselines; and the outcome of
+        each episode, in the order of (level, sample).
 
     Raises:
-        RagenError: As `evaluate_target`.
+        RagenError: There is no such target or environment, the target cannot play it, a number is
+            out of its range, every episode failed, or the outcomes cannot be stored.
     """
     start = time.monotonic()
-    _refuse_out_of_range(episodes, seed, temperature, samples, concurrency)
+    _refuse_out_of_range(episodes, samples, concurrency)
     config = config_for(target, overrides or {}, server)
-    if config.rollout.sampler == "vllm" and (reason := vllm_refuses(temperature)):
-        raise RagenError(
-            f"temperature = {temperature:g}: {reason}, or greedily at 0; "
-            'for another set rollout.sampler = "local"'
-        )
+    check_sampling(seed, temperature, config.rollout.sampler)
     settings = outcome_settings(target, config, server, seed, temperature)
-    key, path = key_of(settings), (seed, "eval")
-    levels = [EVAL_LEVELS + index for index in range(episodes)]
-    places = {
-        (level, sample): EpisodeSpec(level, group, sample, path)
-        for group, level in enumerate(levels)
+    specs = {
+        (level, sample): EpisodeSpec(level, group, sample, (seed, "eval"))
+        for group, level in enumerate(range(EVAL_LEVELS, EVAL_LEVELS + episodes))
         for sample in range(samples)
     }
     known: dict[tuple[int, int], Outcome] = {}
 
     def add(outcome: Outcome) -> None:
         known[outcome.level_seed, outcome.sample] = outcome
-        if on_outcome is not None:
-            on_outcome(outcome, len(places) - len(known))
+        on_outcome(outcome, len(specs) - len(known))
 
-    with OutcomeStore(out) if out else nullcontext() as store:
-        for outcome in store.outcomes(key) if store else ():
-            if outcome.stop_reason != "request" and (outcome.level_seed, outcome.sample) in places:
+    with OutcomeStore(out, settings) if out else nullcontext() as store:
+        for outcome in store.outcomes() if store else ():
+            if outcome.stop_reason != "request" and (outcome.level_seed, outcome.sample) in specs:
                 add(outcome)
-        missing = [place for at, place in places.items() if at not in known]
 
         def on_episode(episode: Episode) -> None:
             outcome = outcome_of(episode)
             if store is not None:
-                store.add(key, outcome)
+                store.add(outcome)
             add(outcome)
 
-        if missing:
-            slots = concurrency or (CONCURRENCY if server else config.rollout.slots)
+        slots = concurrency or (CONCURRENCY if server else config.rollout.slots)
+        if missing := [spec for place, spec in specs.items() if place not in known]:
             run_async(
                 play_episodes(target, config, missing, server, temperature, slots, on_episode)
             )
-        outcomes = [known[at] for at in places]
-        refuse_unplayable(outcomes)
+        outcomes = [known[place] for place in specs]
         with closing(make_setup(config, None)) as setup:
-            baselines = baselines_for(setup, config.env.params, levels)
-        seconds = time.monotonic() - start
-        evaluation = summarize(outcomes, baselines, target, temperature, seconds)
-        # A process killed between its last episode and this line left outcomes without a result.
-        if store is not None and (missing or not store.holds(key, episodes, samples)):
-            store.finish(key, settings, evaluation.record())
+            setup = replace(setup, temperature=temperature)
+            evaluation = evaluation_of(outcomes, setup, config.env.params, target, start)
+        if store is not None:
+            store.finish(evaluation.record(), again=bool(missing))
     return evaluation, outcomes
 
 
-def _refuse_out_of_range(
-    episodes: int, seed: int, temperature: float, samples: int, concurrency: int | None
-) -> None:
+def _refuse_out_of_range(episodes: int, samples: int, concurrency: int | None) -> None:
     most = TRAIN_LEVELS - EVAL_LEVELS
     if not 1 <= episodes <= most:
         raise RagenError(f"episodes = {episodes}: expected a whole number from 1 to {most}")
-    if not 0 <= temperature < math.inf:
-        raise RagenError(f"temperature = {temperature}: expected a number ≥ 0")
-    if seed < 0:
-        raise RagenError(f"seed = {seed}: expected a whole number ≥ 0")
     for name, number in (("samples", samples), ("concurrency", concurrency)):
         if number is not None and number < 1:
             raise RagenError(f"{name} = {number}: expected a whole number ≥ 1")
@@ -208,39 +169,37 @@ async def play_episodes(
 async def evaluate_policy(
     policy: Policy | PlayerPolicy,
     setup: Setup,
-    params: Mapping[str, Any],
-    *,
+    config: Config,
     target: str,
-    episodes: int,
-    seed: int = 0,
-    first_level: int = EVAL_LEVELS,
-    concurrency: int = 64,
+    seed: int,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> tuple[Evaluation, list[Group]]:
-    """Play one episode on each of `episodes` fixed levels.
+    """Play one episode on each of the levels that `config.eval` asks for.
 
-    The levels are counted up from the seed `first_level`; `seed` is that of the environment's
-    events and of sampling. `params` are the environment's, for its baselines, and `target` names
-    the agent in the result. The episodes are returned in groups of one.
+    `seed` is that of the environment's events and of sampling, and `target` names the agent in the
+    result. The episodes are returned in groups of one.
 
     Raises:
         RagenError: Every episode failed (the message holds the first error), or had no room.
     """
-    start = time.monotonic()
-    levels = [first_level + index for index in range(episodes)]
-    groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), concurrency, on_episode)
+    start, slots = time.monotonic(), config.rollout.slots
+    levels = range(EVAL_LEVELS, EVAL_LEVELS + config.eval.episodes)
+    groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), slots, on_episode)
     outcomes = [outcome_of(group.episodes[0]) for group in groups]
+    return evaluation_of(outcomes, setup, config.env.params, target, start), groups
+
+
+def evaluation_of(
+    outcomes: Sequence[Outcome], setup: Setup, params: Mapping[str, Any], target: str, start: float
+) -> Evaluation:
+    """The evaluation that began at `start`, with the baselines under the budgets of `setup`."""
     refuse_unplayable(outcomes)
-    baselines = baselines_for(setup, params, levels)
-    seconds = time.monotonic() - start
-    return summarize(outcomes, baselines, target, setup.temperature, seconds), groups
-
-
-def baselines_for(setup: Setup, params: Mapping[str, Any], levels: Sequence[int]) -> Baselines:
-    """Random and optimal play on the levels, under the budgets of `setup`."""
     budget = Budget(setup.turns, setup.actions_per_turn, setup.actions)
+    levels = list(dict.fromkeys(outcome.level_seed for outcome in outcomes))
     build = setup.make if setup.workers else None
-    return measure_baselines(setup.env, params, budget, levels, build=build)
+    baselines = measure_baselines(setup.env, params, budget, levels, build=build)
+    seconds = time.monotonic() - start
+    return summarize(outcomes, baselines, target, setup.temperature, seconds)
 
 
 def play_target(

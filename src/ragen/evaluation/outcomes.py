@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from ragen.config.rules import vllm_refuses
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, StopReason, Turn, Usage
 from ragen.storage.database import DATABASE, cannot_write, close_database, open_database
@@ -24,13 +25,22 @@ from ragen.storage.schema import storable
 
 
 def how_sampled(temperature: float) -> str:
-    """How tokens were chosen: ``greedy``, or by sampling at a temperature.
-
-    Example:
-        >>> how_sampled(0.0), how_sampled(0.7)
-        ('greedy', 'T=0.7')
-    """
+    """How tokens were chosen: ``greedy``, or by sampling at a temperature, such as ``T=0.7``."""
     return "greedy" if temperature == 0 else f"T={temperature:g}"
+
+
+def check_sampling(seed: int, temperature: float, sampler: str) -> None:
+    """Refuse a seed or a temperature that cannot be sampled with.
+
+    Raises:
+        RagenError: It is out of its range, or vLLM cannot sample exactly at the temperature.
+    """
+    if not 0 <= temperature < math.inf:
+        raise RagenError(f"temperature = {temperature}: expected a number ≥ 0")
+    if seed < 0:
+        raise RagenError(f"seed = {seed}: expected a whole number ≥ 0")
+    if sampler == "vllm" and (reason := vllm_refuses(temperature)):
+        raise RagenError(f"temperature = {temperature:g}: {reason}, or greedily at 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,10 @@ class Outcome:
     def reason(self) -> str:
         """The last line of the error, or an empty string."""
         return (self.error or "").strip().rpartition("\n")[2]
+
+
+COLUMNS = ", ".join(field.name for field in fields(Outcome))
+"""The columns of the table of outcomes, after the key."""
 
 
 def _usage_of(turn: Turn) -> Usage:
@@ -124,13 +138,7 @@ def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
 
 
 def describe_failures(outcomes: Sequence[Outcome]) -> list[str]:
-    """One line for server failures and one for environment failures, with the commonest reason.
-
-    Example:
-        >>> lost = Outcome("w", 123, 0, False, 0.0, *(0,) * 7, "request", "it said HTTP 500")
-        >>> describe_failures([lost])[0].partition(":")[0]
-        '1 of 1 episodes failed at the server and counts as no success'
-    """
+    """One line for server failures and one for environment failures, with the commonest reason."""
     lines = []
     for where, at_server, advice in (
         ("at the server", True, "; the same command plays them again"),
@@ -148,25 +156,20 @@ def describe_failures(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 class OutcomeStore:
-    """Stores outcomes in a folder's database: a run's, or one for outcomes only.
+    """Stores the outcomes of an evaluation in a folder's database: a run's, or one of its own.
 
-    Several processes may write at once, including the run itself. On closing, the store deletes a
-    database that it created if no episode was played, so that a mistake leaves no file behind.
-    Every method raises a `RagenError` if the database is damaged, has another version, or cannot be
-    read or written.
-
-    Example:
-        >>> import tempfile
-        >>> lost = Outcome("bandit", 123, 0, False, 0.0, 1, 1, 1, 1, 7, 90, 12, "failed")
-        >>> with OutcomeStore(Path(tempfile.mkdtemp())) as store:
-        ...     store.add("a", lost)
-        ...     store.outcomes("a") == [lost], store.outcomes("b")
-        (True, [])
+    They are found by a key of the evaluation's settings. Several processes may write at once,
+    including the run itself. On closing, the store deletes a database that it created if no episode
+    was played, so that a mistake leaves no file behind. Every method raises a `RagenError` if the
+    database is damaged, has another version, or cannot be read or written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Open the folder's database, or create one."""
         self.folder = folder
+        canonical = json.dumps(settings, sort_keys=True, default=repr)
+        self.key = hashlib.sha256(canonical.encode()).hexdigest()[:32]
+        self._settings = json.dumps(settings, default=repr)
         self._made = not (folder / DATABASE).exists()
         self._made_folder = not folder.exists()
         try:
@@ -176,47 +179,41 @@ class OutcomeStore:
         # A killed process loses nothing with this setting; a crashed machine loses some episodes.
         self._connection.execute("PRAGMA synchronous = NORMAL")
 
-    def outcomes(self, key: str) -> list[Outcome]:
-        """The outcomes under a key, in the order of (level, sample)."""
-        names = ", ".join(field.name for field in fields(Outcome))
-        query = f"SELECT {names} FROM outcomes WHERE key = ? ORDER BY level_seed, sample"
-        with self._errors():
-            rows = self._connection.execute(query, (key,)).fetchall()
-        records = (dict(zip(names.split(", "), row, strict=True)) for row in rows)
-        return [Outcome(**{**each, "success": bool(each["success"])}) for each in records]
+    def _execute(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise cannot_write(self.folder, error) from None
 
-    def add(self, key: str, outcome: Outcome) -> None:
+    def outcomes(self) -> list[Outcome]:
+        """The outcomes in the order of (level, sample)."""
+        query = f"SELECT {COLUMNS} FROM outcomes WHERE key = ? ORDER BY level_seed, sample"
+        found = [Outcome(*row) for row in self._execute(query, self.key)]
+        return [replace(outcome, success=bool(outcome.success)) for outcome in found]
+
+    def add(self, outcome: Outcome) -> None:
         """Store an outcome; it replaces one of the same level and sample."""
         error = None if outcome.error is None else storable(outcome.error)
-        row = (key, *astuple(replace(outcome, error=error)))
-        names = ", ".join(("key", *(field.name for field in fields(Outcome))))
-        with self._errors():
-            self._connection.execute(
-                f"INSERT OR REPLACE INTO outcomes ({names}) VALUES ({','.join('?' * len(row))})",
-                row,
-            )
+        row = (self.key, *astuple(replace(outcome, error=error)))
+        values = ",".join("?" * len(row))
+        self._execute(f"INSERT OR REPLACE INTO outcomes (key, {COLUMNS}) VALUES ({values})", *row)
 
-    def finish(self, key: str, settings: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Store the result of a whole evaluation."""
-        columns = ("env", "temperature", "episodes", "success")
-        names = ", ".join(("time", *columns, "record", "key", "settings"))
-        shown = (record[name] for name in columns)
-        row = (time.time(), *shown, json.dumps(record), key, json.dumps(settings, default=repr))
-        with self._errors():
-            self._connection.execute(
-                f"INSERT INTO evaluations ({names}) VALUES (?,?,?,?,?,?,?,?)", row
-            )
+    def finish(self, record: Mapping[str, Any], again: bool = True) -> None:
+        """Store the result of a whole evaluation; unless `again`, only if it is not stored yet.
 
-    def holds(self, key: str, episodes: int, samples: int) -> bool:
-        """Whether a result with these counts of levels and samples is stored under a key.
-
-        Raises:
-            RagenError: The database cannot be read.
+        A process that is killed after its last episode leaves outcomes without a result.
         """
         query = "SELECT record FROM evaluations WHERE key = ? AND episodes = ?"
-        with self._errors():
-            rows = self._connection.execute(query, (key, episodes)).fetchall()
-        return any(json.loads(record).get("samples", 1) == samples for (record,) in rows)
+        stored = (json.loads(row) for (row,) in self._execute(query, self.key, record["episodes"]))
+        samples = record.get("samples", 1)
+        if not again and any(each.get("samples", 1) == samples for each in stored):
+            return
+        shown = [record[name] for name in ("env", "temperature", "episodes", "success")]
+        self._execute(
+            "INSERT INTO evaluations (time, env, temperature, episodes, success, record, key, "
+            "settings) VALUES (?,?,?,?,?,?,?,?)",
+            *(time.time(), *shown, json.dumps(record), self.key, self._settings),
+        )
 
     def close(self) -> None:
         """Leave one plain file, unless another process still uses it."""
@@ -234,21 +231,3 @@ class OutcomeStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.DatabaseError as error:
-            raise cannot_write(self.folder, error) from None
-
-
-def key_of(settings: Mapping[str, Any]) -> str:
-    """The key under which outcomes of these settings are stored.
-
-    Example:
-        >>> key_of({"seed": 0, "env": "bandit"}) == key_of({"env": "bandit", "seed": 0})
-        True
-    """
-    text = json.dumps(settings, sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

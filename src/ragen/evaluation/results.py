@@ -25,7 +25,6 @@ class Evaluation:
     format penalties. `ragen eval --json` prints these fields.
 
     Attributes:
-        env: The environment's name.
         target: The name of the agent, as it was given.
         temperature: Sampling temperature; 0 is greedy.
         episodes: Number of levels.
@@ -35,15 +34,11 @@ class Evaluation:
         optimal: Success of optimal play; ``None`` if the environment has no solver.
         mean_return, mean_return_low, mean_return_high: Mean return per episode and the ends of its
             interval (`statistics.bootstrap_mean`).
-        random_return: Mean return of random play.
-        optimal_return: Mean return of optimal play, or ``None``.
-        mean_turns: Turns per episode.
-        mean_actions: Executed actions per episode.
+        random_return, optimal_return: Mean returns of random and optimal play.
+        mean_turns, mean_actions: Turns and executed actions per episode.
         valid_fraction: Share of turns whose reply had the required form and legal actions only.
         completion_tokens: Sampled tokens per turn; 0 for players that are no model.
-        failed: Number of failed episodes.
         first_level: The first level seed.
-        seconds: Wall-clock time.
         samples: Episodes per level.
         pass_at_k, pass_at_k_low, pass_at_k_high: Chance that at least one of k = `samples` episodes
             of a level succeeds, and the ends of its interval.
@@ -55,7 +50,7 @@ class Evaluation:
 
     Example:
         >>> from ragen.evaluation.evaluation import evaluate_target
-        >>> evaluation = evaluate_target("solver", {"env": "bandit"}, episodes=8)
+        >>> evaluation, _ = evaluate_target("solver", {"env": "bandit"}, episodes=8)
         >>> evaluation.success, evaluation.random, evaluation.optimal
         (1.0, 0.5, 1.0)
         >>> print(evaluation)
@@ -94,7 +89,6 @@ class Evaluation:
     pass_at: dict[str, list[float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """One line: success with its interval and the baselines."""
         optimal = "" if self.optimal is None else f", optimal play {self.optimal:.1%}"
         return (
             f"{self.how}: success {self.success:.1%} "
@@ -183,13 +177,11 @@ def summarize(
     }
     pass_at_samples = pass_at[num_samples]
     mean_return = bootstrap_mean([outcome.total_reward for outcome in outcomes], levels)
-    turns = sum(outcome.num_turns for outcome in outcomes)
-    actions = sum(outcome.num_actions for outcome in outcomes)
 
-    def per_turn(total: int) -> float:
-        return total / max(1, turns)
+    def total(name: str) -> int:
+        return sum(getattr(outcome, name) for outcome in outcomes)
 
-    completion_tokens = sum(outcome.completion_tokens for outcome in outcomes)
+    num_turns, num_actions = max(1, total("num_turns")), max(1, total("num_actions"))
     return Evaluation(
         env=outcomes[0].env,
         target=target,
@@ -205,21 +197,21 @@ def summarize(
         mean_return_high=mean_return.high,
         random_return=baselines.random_return,
         optimal_return=baselines.optimal_return,
-        mean_turns=turns / len(outcomes),
-        mean_actions=actions / len(outcomes),
-        valid_fraction=per_turn(sum(outcome.valid_turns for outcome in outcomes)),
-        completion_tokens=per_turn(completion_tokens),
-        failed=sum(outcome.failed for outcome in outcomes),
+        mean_turns=total("num_turns") / len(outcomes),
+        mean_actions=total("num_actions") / len(outcomes),
+        valid_fraction=total("valid_turns") / num_turns,
+        completion_tokens=total("completion_tokens") / num_turns,
+        failed=total("failed"),
         first_level=min(levels),
         seconds=seconds,
         samples=num_samples,
         pass_at_k=pass_at_samples.value,
         pass_at_k_low=pass_at_samples.low,
         pass_at_k_high=pass_at_samples.high,
-        thought_words=per_turn(sum(outcome.thought_words for outcome in outcomes)),
-        effective_fraction=sum(outcome.effective_actions for outcome in outcomes) / max(1, actions),
-        total_prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
-        total_completion_tokens=completion_tokens,
+        thought_words=total("thought_words") / num_turns,
+        effective_fraction=total("effective_actions") / num_actions,
+        total_prompt_tokens=total("prompt_tokens"),
+        total_completion_tokens=total("completion_tokens"),
         pass_at={str(k): [p.value, p.low, p.high] for k, p in pass_at.items() if num_samples > 1},
     )
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ragen.core.errors import RagenError
 from ragen.core.statistics import interquartile_mean
 from ragen.core.tables import Section
 from ragen.evaluation.compare import Arm, Comparison
@@ -18,32 +15,14 @@ PLAYER_COLUMNS = ("player", "success", "95 %", "mean return")
 """The columns of `Evaluation.row`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What an endpoint charges for a million prompt tokens and a million completion tokens.
-
-    Raises:
-        RagenError: A price is below 0.
-
-    Example:
-        >>> Prices(0.5, 2.0).cost(1_000_000, 250_000)
-        1.0
-    """
-
-    prompt: float = 0.0
-    completion: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.prompt < math.inf and 0 <= self.completion < math.inf):
-            raise RagenError("--price-in and --price-out: expected numbers ≥ 0")
-
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """The price of these tokens."""
-        return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
+def cost_of(evaluation: Evaluation, prices: tuple[float, float]) -> float:
+    """The cost of all tokens, at prices per million of prompt and of completion tokens."""
+    tokens = evaluation.total_prompt_tokens, evaluation.total_completion_tokens
+    return sum(price * count for price, count in zip(prices, tokens, strict=True)) / 1e6
 
 
 def evaluation_table(
-    evaluation: Evaluation, outcomes: Sequence[Outcome], prices: Prices
+    evaluation: Evaluation, outcomes: Sequence[Outcome], prices: tuple[float, float]
 ) -> Section:
     """One target in one environment."""
     e = evaluation
@@ -54,10 +33,10 @@ def evaluation_table(
         title, columns = f"{title} × {e.samples}", (*columns, f"pass@{e.samples}", "95 %")
         chance = f"{e.pass_at_k:.1%}", f"{e.pass_at_k_low:.1%} – {e.pass_at_k_high:.1%}"
         rows = tuple((*row, *(chance if row[2] else ("", ""))) for row in rows)
-    return Section(title, tuple(_lines(e, outcomes, prices)), columns, rows)
+    return Section(title, tuple(_lines(e, outcomes, cost_of(e, prices))), columns, rows)
 
 
-def _lines(e: Evaluation, outcomes: Sequence[Outcome], prices: Prices) -> list[str]:
+def _lines(e: Evaluation, outcomes: Sequence[Outcome], cost: float) -> list[str]:
     # One level says nothing about the spread over levels.
     spread = f" [{e.mean_return_low:.3f}, {e.mean_return_high:.3f}]" if e.episodes > 1 else ""
     lines = [
@@ -73,7 +52,6 @@ def _lines(e: Evaluation, outcomes: Sequence[Outcome], prices: Prices) -> list[s
         )
         lines.append(f"At least one of k episodes of a level: {', '.join(chances)}.")
     if e.total_prompt_tokens:
-        cost = prices.cost(e.total_prompt_tokens, e.total_completion_tokens)
         lines.append(
             f"Tokens: {e.total_prompt_tokens:,} read, {e.total_completion_tokens:,} written"
             + (f"; at the given prices they cost {cost:.4g}." if cost else ".")
@@ -82,12 +60,11 @@ def _lines(e: Evaluation, outcomes: Sequence[Outcome], prices: Prices) -> list[s
 
 
 def evaluation_record(
-    evaluation: Evaluation, outcomes: Sequence[Outcome], prices: Prices
+    evaluation: Evaluation, outcomes: Sequence[Outcome], prices: tuple[float, float]
 ) -> dict[str, Any]:
     """What ``ragen eval --json`` prints for one environment."""
-    e = evaluation
-    return e.record() | {
-        "cost": prices.cost(e.total_prompt_tokens, e.total_completion_tokens),
+    return evaluation.record() | {
+        "cost": cost_of(evaluation, prices),
         "failed_requests": sum(outcome.stop_reason == "request" for outcome in outcomes),
         "failures": describe_failures(outcomes),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ragen.config.config import Config
@@ -29,14 +28,12 @@ TARGETS = "base, random, solver"
 VERSION = 1
 """Incremented when equal settings begin to give other episodes; environment sources are hashed."""
 
-ENDPOINT_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "prompt.style": "paper",
-        "prompt.prefill": False,
-        "rollout.max_tokens": 1024,
-        "model.max_length": 2**20,
-    }
-)
+ENDPOINT_DEFAULTS: Mapping[str, Any] = {
+    "prompt.style": "paper",
+    "prompt.prefill": False,
+    "rollout.max_tokens": 1024,
+    "model.max_length": 2**20,
+}
 """Default prompts of an endpoint's model: full words and room to think. The server knows how long a
 conversation may be."""
 
@@ -51,12 +48,7 @@ PROMPT_KEYS = ("prompt.", "rollout.max_tokens", "model.max_length", "env.params.
 
 
 def run_of(target: str) -> Path | None:
-    """The run folder of a target that is a run or a checkpoint of one, else ``None``.
-
-    Example:
-        >>> run_of("random") is None
-        True
-    """
+    """The run folder of a target that is a run or a checkpoint of one, else ``None``."""
     folder = Path(target)
     if folder.parent.name == "checkpoints":
         folder = folder.parent.parent
@@ -64,12 +56,7 @@ def run_of(target: str) -> Path | None:
 
 
 def is_local(target: str) -> bool:
-    """Whether a target is found on this machine, by its name or as a folder.
-
-    Example:
-        >>> is_local("base"), is_local("gpt-5")
-        (True, False)
-    """
+    """Whether a target is found on this machine, by its name or as a folder."""
     return target == "base" or target in PLAYERS or Path(target).exists()
 
 
@@ -172,19 +159,8 @@ def shared_settings(
 
 def _task_settings(config: Config) -> dict[str, Any]:
     """The keys that determine the task: levels, events and budgets."""
-    return {
-        key: value
-        for key, value in flatten(config).items()
-        if key.startswith("env.") and key not in DISPLAY_KEYS
-    }
-
-
-def home_env(targets: Sequence[str], overrides: Overrides) -> str:
-    """The environment in which the first run was trained; without a run, the one to be played."""
-    for target in targets:
-        if (run := run_of(target)) is not None:
-            return read_config(run / CONFIG).env.name
-    return config_for(targets[0], overrides).env.name
+    keys = flatten(config)
+    return {k: v for k, v in keys.items() if k.startswith("env.") and k not in DISPLAY_KEYS}
 
 
 def load_target(
@@ -223,9 +199,16 @@ def outcome_settings(
     """
     env = make(config.env.name, **config.env.params)
     env.close()
+    if server is not None:
+        identity = f"{target} at {server.url}"
+    elif target in PLAYERS:
+        identity = target
+    else:
+        model = resolve_model(target, config.env.name, TARGETS)
+        identity = hash_model_folder(Path(model)) if Path(model).is_dir() else model
     return {
         "version": VERSION,
-        "target": _identity(target, config.env.name, server),
+        "target": identity,
         "seed": seed,
         "temperature": temperature,
         "sources": sources(type(env)),
@@ -233,12 +216,3 @@ def outcome_settings(
         "model.path": None,
         **({"rollout.sampler": "vllm"} if config.rollout.sampler == "vllm" else {}),
     }
-
-
-def _identity(target: str, env: str, server: Server | None) -> str:
-    if server is not None:
-        return f"{target} at {server.url}"
-    if target in PLAYERS:
-        return target
-    model = resolve_model(target, env, TARGETS)
-    return hash_model_folder(Path(model)) if Path(model).is_dir() else model

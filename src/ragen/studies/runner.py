@@ -26,7 +26,8 @@ from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_events
 from ragen.studies.results import Findings, conclude
 from ragen.studies.study import Cell, Scale, Study, cells_of, with_model
-from ragen.training.trainer import resolve_paths, resume, train
+from ragen.training.code_check import resolve_paths
+from ragen.training.trainer import resume, train
 
 
 def run_study(

@@ -1,20 +1,34 @@
-"""Checks of functions from outside: their kind, their signature, and a call with an example."""
+"""Functions from outside: loaded and recorded for a run, and checked by a call with an example."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import MappingProxyType
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import TokenFields
-from ragen.algorithms.estimator import Credit, estimate
+from ragen.algorithms.estimator import Credit, compares_group, estimate
 from ragen.algorithms.filters import find_score
 from ragen.algorithms.losses import find_loss, policy_loss
-from ragen.config.kinds import DETECTOR, ESTIMATOR, ESTIMATOR_INPUTS, LOSS, SCORE, TERM, Kind, load
+from ragen.config.config import Config
+from ragen.config.kinds import (
+    DETECTOR,
+    ESTIMATOR,
+    ESTIMATOR_INPUTS,
+    KINDS,
+    LOSS,
+    SCORE,
+    TERM,
+    Kind,
+    load,
+)
+from ragen.config.reading import changed
+from ragen.config.sources import absolute, sources, value_of
 from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
@@ -23,24 +37,15 @@ from ragen.core.types import Completion, Episode, Group, Prompt, Turn
 from ragen.diagnostics.detectors import Detection, find_detector
 from ragen.rollout.reward_terms import find_term
 
-CHECK_S = 30.0
-"""Seconds that a function may take for an example."""
+Check = Callable[[str], str | None]
+"""Calls the function of a name with an example; says what is wrong with its result, if anything."""
 
-_SAID = Completion((5, 6), (-0.5, -1.5), "<think>left</think><answer>Left</answer>", "stop", 0)
-TURN = Turn(
-    observation="P _ G",
-    prompt=Prompt((), (1, 2), 0, 8, 1.0, 0),
-    completion=_SAID,
-    thought="left",
-    thought_span=(0, 1),
-    actions_asked=("Left",),
-    actions_executed=("Left",),
-    reward=1.0,
-    penalty=0.0,
-    well_formed=True,
-    state_key="0",
-)
-"""The example of a turn."""
+PROMPT = Prompt((), (1, 2), 0, 8, 1.0, 0)
+REPLY = Completion((5, 6), (-0.5, -1.5), "<think>left</think><answer>Left</answer>", "stop", 0)
+TURN = Turn("P _ G", PROMPT, REPLY, "left", (0, 1), ("Left",), ("Left",), 1.0, 0.0, True, "0")
+LOST = Episode("example", 0, 0, 0, 0, (replace(TURN, reward=0.0),), "failed", True, False, False)
+WON = replace(LOST, member=1, turns=(TURN,), stop_reason="solved", success=True)
+"""The records of the examples: a group of two episodes, each of one turn."""
 
 
 def check_function(name: str) -> str:
@@ -57,10 +62,10 @@ def check_function(name: str) -> str:
         RagenError: It cannot be loaded, it is of no kind, or its result is not what the kind asks.
     """
     load.cache_clear()  # The file may have been edited since it was loaded.
-    kind = _kind_of(name)
+    kind, check = _kind_of(name)
     try:
-        with boundary(f"the {kind.noun} {name}", CHECK_S):
-            complaint = _CHECKS[kind][1](name)
+        with boundary(f"the {kind.noun} {name}", timeout_s=30.0):
+            complaint = check(name)
     except UserCodeError as failure:
         raise RagenError(f"{name} ({kind.noun}) failed on an example: {failure.reason}") from None
     if complaint:
@@ -68,11 +73,11 @@ def check_function(name: str) -> str:
     return kind.noun
 
 
-def _kind_of(name: str) -> Kind:
+def _kind_of(name: str) -> tuple[Kind, Check]:
     function = load_object(name, kind="function", accepts=callable).object
-    for kind, (parameters, _) in _CHECKS.items():
+    for kind, parameters, check in _CHECKS:
         if any(names_input(function, parameter) for parameter in parameters):
-            return kind
+            return kind, check
     raise RagenError(
         f"{name} is of no kind that RAGEN knows: its parameters are neither an estimator's "
         "(rewards_ES, mask_ES, …), a loss's (logprobs_N, tokens), a filter score's (group), a "
@@ -82,15 +87,16 @@ def _kind_of(name: str) -> Kind:
 
 def _check_estimator(name: str) -> str | None:
     mask_ES = torch.tensor([[True, True, True], [True, True, False]] * 2)
+    turn_ES = torch.tensor([[0, 0, 1]] * 4).where(mask_ES, -1)
     rewards_ES = torch.tensor([[0.0, 0, 1], [0, 0.5, 0], [0, 0, 0], [1, 0, 0]]) * mask_ES
     credit = estimate(
         find_estimator(name),
         rewards_ES=rewards_ES,
         mask_ES=mask_ES,
         values_ES=0.5 * mask_ES,
-        turn_ES=torch.tensor([[0, 0, 1]] * 4).where(mask_ES, -1),
+        turn_ES=turn_ES,
         turn_ends_ES=torch.tensor([[False, True, True]] * 4) & mask_ES,
-        state_ES=torch.tensor([[0, 0, 1]] * 4).where(mask_ES, -1),
+        state_ES=turn_ES,
         group_E=torch.tensor([0, 0, 1, 1]),
         gamma=1.0,
         gae_lambda=1.0,
@@ -135,20 +141,7 @@ def _check_loss(name: str) -> str | None:
 
 
 def _check_score(name: str) -> str | None:
-    lost = Episode(
-        env="example",
-        level_seed=0,
-        noise_seed=0,
-        group=0,
-        member=0,
-        turns=(replace(TURN, reward=0.0),),
-        stop_reason="failed",
-        terminated=True,
-        truncated=False,
-        success=False,
-    )
-    won = replace(lost, member=1, turns=(TURN,), stop_reason="solved", success=True)
-    return _refuse_infinite(find_score(name)(Group((lost, won))))
+    return _refuse_infinite(find_score(name)(Group((LOST, WON))))
 
 
 def _check_term(name: str) -> str | None:
@@ -169,13 +162,46 @@ def _check_detector(name: str) -> str | None:
     return None
 
 
-_CHECKS: Mapping[Kind, tuple[Iterable[str], Callable[[str], str | None]]] = MappingProxyType(
-    {
-        LOSS: (("logprobs_N",), _check_loss),
-        ESTIMATOR: (ESTIMATOR_INPUTS, _check_estimator),
-        SCORE: (("group",), _check_score),
-        TERM: (("turn",), _check_term),
-        DETECTOR: (("history",), _check_detector),
-    }
+_CHECKS: tuple[tuple[Kind, Iterable[str], Check], ...] = (
+    (LOSS, ["logprobs_N"], _check_loss),
+    (ESTIMATOR, ESTIMATOR_INPUTS, _check_estimator),
+    (SCORE, ["group"], _check_score),
+    (TERM, ["turn"], _check_term),
+    (DETECTOR, ["history"], _check_detector),
 )
-"""The parameters that a kind is known by, any one of them, and its check."""
+"""Each kind with the parameters that it is known by, any one of them, and its check."""
+
+
+def resolve_paths(config: Config) -> Config:
+    """The config with absolute paths to the model and to files of code.
+
+    The run can then be resumed from any working directory.
+    """
+    changes: dict[str, Any] = {}
+    if config.model.path != "base" and Path(config.model.path).exists():
+        changes["model.path"] = str(Path(config.model.path).resolve())
+    for key in KINDS:
+        value = value_of(config, key)
+        if isinstance(value, str):
+            changes[key] = absolute(value)
+        else:
+            changes[key] = {absolute(entry): each for entry, each in value.items()}
+    return changed(config, changes)
+
+
+def load_code(config: Config) -> Config:
+    """The config with the sources of all code from outside, which is loaded and checked.
+
+    Raises:
+        RagenError: A name cannot be loaded, a signature is wrong, or an estimator that compares the
+            episodes of a group would have one only.
+    """
+    load.cache_clear()  # What runs is what is recorded, also where a file was edited.
+    found = changed(config, {"sources": sources(config)})
+    estimator = find_estimator(config.advantage.name)
+    if compares_group(estimator) and config.rollout.group_size < 2:
+        raise RagenError(
+            f"advantage.name = {config.advantage.name!r} compares the episodes of a group "
+            "(group_E): set rollout.group_size to 2 or more"
+        )
+    return found

@@ -17,7 +17,7 @@ from ragen.algorithms.filters import reward_std, scores_of, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.sections import AdvantageConfig, FilterConfig, RolloutConfig, UpdateConfig
-from ragen.core.metrics import Metrics, total
+from ragen.core.metrics import Metrics
 from ragen.core.seeding import refill_level, train_level
 from ragen.core.types import Episode, Group, Sample
 from ragen.diagnostics.information import CrossScores
@@ -122,13 +122,6 @@ def split_batch(batch: Batch, update: UpdateConfig, seed: int) -> list[Batch]:
     parts = minibatches(batch, update.minibatch_episodes, update.epochs, seed)
     verify_split(batch, parts, update.epochs)
     return parts
-
-
-def refill_metrics(groups: Sequence[Group], rollout: RolloutConfig) -> Metrics:
-    """How many groups were played in place of flat ones, in runs that do so."""
-    if not rollout.refill:
-        return {}
-    return {"rollout/refilled_groups": total(len(groups) - rollout.num_groups)}
 
 
 async def record_step(

@@ -1,4 +1,4 @@
-"""The training loop: play, filter, credit, update, publish, record, guard.
+"""The training loop: play, filter, credit, update, publish, record, guard; evaluated around it.
 
 It knows neither algorithm nor machine: the config names the first, the engine hides the second.
 """
@@ -6,12 +6,15 @@ It knows neither algorithm nor machine: the config names the first, the engine h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import group_weights, select
 from ragen.algorithms.samples import to_samples
-from ragen.core.metrics import Metrics, last, merge, values
+from ragen.config.sections import RolloutConfig
+from ragen.core.metrics import Metrics, last, merge, total, values
 from ragen.core.seeding import derive
+from ragen.core.stopping import StopRequested
 from ragen.core.types import Episode, Group
 from ragen.diagnostics.information import CrossScores, measure_thoughts
 from ragen.diagnostics.step_metrics import averaged, batch_metrics, smooth, summarize
@@ -22,11 +25,10 @@ from ragen.training.collection import (
     gradient_norms,
     make_batch,
     record_step,
-    refill_metrics,
     split_batch,
 )
-from ragen.training.recovery import run_guard
-from ragen.training.running import Clock, LoopState, Run, evaluate, is_due, save
+from ragen.training.recovery import STALLED_S, Watchdog, report_stall, run_guard
+from ragen.training.running import Clock, LoopState, Run, evaluate, evaluate_missing, is_due, save
 
 
 async def loop(run: Run) -> None:
@@ -56,10 +58,9 @@ async def loop(run: Run) -> None:
                         break
             with clock("publish"):
                 await engine.publish()
-        count_step(state, groups)
+        counters = count_step(state, groups, config.rollout)
         with clock("record"):
             await record_step(run, groups, kept, episodes, batch, matrices)
-        counters = progress_metrics(state) | refill_metrics(groups, config.rollout)
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counters, engine.metrics()])
         metrics |= batch_metrics(batch) if batch else {}
         metrics |= clock.metrics(run.setup.env_time.seconds, metrics["tokens/sampled"].value)
@@ -109,17 +110,66 @@ async def diagnose(
     return metrics, matrices
 
 
-def count_step(state: LoopState, groups: Sequence[Group]) -> None:
-    """Count a finished step, its episodes and its sampled tokens."""
+def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig) -> Metrics:
+    """Count a finished step, its episodes and its sampled tokens.
+
+    Returns:
+        Updates, episodes and tokens so far, the other units that a curve may be drawn against, and
+        the step's groups that were played in place of flat ones.
+    """
     episodes = [episode for group in groups for episode in group.episodes]
     state.step += 1
     state.episodes += len(episodes)
     state.tokens += sum(
         len(turn.completion.token_ids or ()) for episode in episodes for turn in episode.turns
     )
-
-
-def progress_metrics(state: LoopState) -> Metrics:
-    """Updates, episodes and tokens so far: the other units that a curve may be drawn against."""
     counts = {"updates": state.updates, "episodes": state.episodes, "tokens": state.tokens}
-    return {f"progress/{name}": last(count) for name, count in counts.items()}
+    metrics = {f"progress/{name}": last(count) for name, count in counts.items()}
+    if rollout.refill:
+        metrics["rollout/refilled_groups"] = total(len(groups) - rollout.num_groups)
+    return metrics
+
+
+async def run_to_the_end(run: Run) -> None:
+    """Evaluate, train and evaluate again.
+
+    Raises:
+        GuardStop: The run is in trouble and `config.guard` asks to stop.
+        StopRequested: SIGINT or SIGTERM came; the run is saved and can be resumed.
+    """
+    both = dict.fromkeys((run.config.eval.temperature, 0.0))
+    limit = 0.0 if run.original.guard.response("stalled") == "off" else STALLED_S
+    watchdog = Watchdog(limit, partial(report_stall, run))
+    run.beat = watchdog.beat
+    try:
+        with run.stop.listening(), watchdog:
+            if run.state.step == 0:
+                await save(run)  # from here on the run can be resumed, whatever happens
+            run.watcher.begin(run.folder, run.config, run.state.step)
+            if run.is_complete:
+                run.watcher.note(
+                    f"the run is finished at step {run.state.step}; to train its model further: "
+                    f"ragen train RECIPE --model {run.folder}"
+                )
+            try:
+                if run.state.step == 0:
+                    await evaluate_missing(run, *both)
+                    await save(run)
+                elif is_due(run.state.step, run.config.eval.every):
+                    # The run may have stopped between the step and its evaluation or the guard.
+                    await evaluate_missing(run, run.config.eval.temperature)
+                    await run_guard(run)
+                    await save(run)
+                await loop(run)
+                await evaluate_missing(run, *both)
+                await save(run)
+            except StopRequested as request:
+                # Only work that changes no weights is interrupted: they are the last step's.
+                run.recorder.discard()
+                await save(run)
+                done = f"stopped after {run.state.step} steps"
+                text = f"{done}; resume with: ragen resume {run.folder}"
+                raise StopRequested(request.signal_number, text) from None
+    finally:
+        run.watcher.end()
+        await run.engine.close()

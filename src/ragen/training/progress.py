@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -32,19 +32,14 @@ if TYPE_CHECKING:
 TREND = 20
 """Width of a sparkline in characters; the live table then fits into 80 columns."""
 
-MIN_DONE = 0.2
-"""Steps before the remaining time is shown: an estimate from less is far off."""
 
-
-SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = MappingProxyType(
-    {
-        "success/mean": ("success", "{:.0%}".format),
-        "reward/std_in_group": ("reward std", "{:.2f}".format),
-        "entropy/mean": ("entropy", "{:.2f}".format),
-        "gradient/policy_norm": ("gradient norm", "{:.2f}".format),
-        "time/tokens_per_s": ("tokens/s", format_rate),
-    }
-)
+SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "success/mean": ("success", "{:.0%}".format),
+    "reward/std_in_group": ("reward std", "{:.2f}".format),
+    "entropy/mean": ("entropy", "{:.2f}".format),
+    "gradient/policy_norm": ("gradient norm", "{:.2f}".format),
+    "time/tokens_per_s": ("tokens/s", format_rate),
+}
 """The metrics that are shown, each with its label and format."""
 
 
@@ -55,7 +50,7 @@ class Watcher:
     """The run's folder, once there is one."""
 
     def note(self, text: str) -> None:
-        """Show a remark about a run that is about to begin."""
+        """Show a remark."""
 
     def begin(self, run: Path, config: Config, step: int) -> None:
         """A run begins, or is resumed after `step` steps."""
@@ -77,6 +72,18 @@ class Watcher:
         """The run ended, finished or not."""
 
 
+class Watchers(Watcher):
+    """Several watchers as one."""
+
+    def __init__(self, *watchers: Watcher) -> None:
+        def tell_all(method: str, *arguments: Any) -> None:
+            for watcher in watchers:
+                getattr(watcher, method)(*arguments)
+
+        for method in ("note", "begin", "episode", "step", "evaluated", "alarm", "end"):
+            setattr(self, method, partial(tell_all, method))
+
+
 class Lines(Watcher):
     """One plain line for each step, evaluation and alarm, for logs and pipes."""
 
@@ -86,32 +93,27 @@ class Lines(Watcher):
 
     @override
     def note(self, text: str) -> None:
-        self._say(text)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @override
     def begin(self, run: Path, config: Config, step: int) -> None:
         super().begin(run, config, step)
         self._total = f"/{config.steps}" if config.budget == "steps" else ""
-        self._say(f"{run}: {config.recipe}, {config.algorithm}, {config.steps} {config.budget}")
+        self.note(f"{run}: {config.recipe}, {config.algorithm}, {config.steps} {config.budget}")
         if step:
-            self._say(f"resumed after step {step}")
-        elif advice := hint(config):
-            self._say(advice)
+            self.note(f"resumed after step {step}")
 
     @override
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._say(f"step {step}{self._total}  {summary(metrics)}")
+        self.note(f"step {step}{self._total}  {summary(metrics)}")
 
     @override
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._say(f"step {step}{self._total}  {evaluation}")
+        self.note(f"step {step}{self._total}  {evaluation}")
 
     @override
     def alarm(self, step: int, text: str) -> None:
-        self._say(f"! {text}")
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.note(f"! {text}")
 
 
 class LiveTable(Watcher):
@@ -123,30 +125,26 @@ class LiveTable(Watcher):
     def __init__(self, console: Console) -> None:
         self._config = Config()
         self._step = self._episodes = 0
-        # How much of the budget is used: now, and at the start. A resumed run with a budget of
-        # updates knows the latter only after its first step.
+        # How much of the budget is used, and since when and from which share on steps are timed. A
+        # resumed run with a budget of updates knows its share only after its first step.
         self._used = 0.0
-        self._used_at_start: float | None = 0.0
-        self._began = time.monotonic()
+        self._timed: tuple[float, float] | None = None
         self._history: dict[str, list[float]] = {name: [] for name in SHOWN}
         self._evaluations: list[tuple[int, Evaluation]] = []
         self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=4)
 
     @override
-    def note(self, text: str) -> None:
-        self._above(text)
+    def note(self, text: str, style: str = "") -> None:
+        self._live.console.print(Text(text, style), soft_wrap=True)
 
     @override
     def begin(self, run: Path, config: Config, step: int) -> None:
         super().begin(run, config, step)
-        self._config = config
-        self._step = step
-        self._used = float(step) if config.budget == "steps" else 0.0
-        self._used_at_start = self._used if config.budget == "steps" or not step else None
-        self._began = time.monotonic()
+        self._config, self._step = config, step
+        if config.budget == "steps":
+            self._used = step
+        self._timed = None if self._used < step else (time.monotonic(), self._used)
         self._live.start(refresh=True)
-        if (advice := hint(config)) and not step:
-            self._above(advice)
 
     @override
     def episode(self, episode: Episode) -> None:
@@ -156,29 +154,26 @@ class LiveTable(Watcher):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._episodes = step, 0
         self._used = metrics["progress/updates"] if self._config.budget == "updates" else step
-        if self._used_at_start is None:
-            self._used_at_start, self._began = self._used, time.monotonic()
+        if self._timed is None:
+            self._timed = time.monotonic(), self._used
         for name, value in shown(metrics).items():
             self._history[name].append(value)
 
     @override
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        if self._used == self._used_at_start:  # The remaining time is that of steps.
-            self._began = time.monotonic()
+        if self._timed is not None and self._timed[1] == self._used:  # before the first step
+            self._timed = time.monotonic(), self._used
         if evaluation.temperature == self._config.eval.temperature:
             self._evaluations.append((step, evaluation))
-        self._above(f"step {step}  {evaluation}")
+        self.note(f"step {step}  {evaluation}")
 
     @override
     def alarm(self, step: int, text: str) -> None:
-        self._above(f"! {text}", "bold red")
+        self.note(f"! {text}", "bold red")
 
     @override
     def end(self) -> None:
         self._live.stop()
-
-    def _above(self, line: str, style: str = "") -> None:
-        self._live.console.print(Text(line, style), soft_wrap=True)
 
     def _draw(self) -> RenderableType:
         signals = Table.grid(
@@ -231,14 +226,13 @@ class LiveTable(Watcher):
 
     def _left(self) -> str:
         """The remaining time at the pace so far, evaluations included."""
-        total = self._config.steps
+        total, finished = self._config.steps, self._finished()
         if self._used >= total or (self._step == 0 and not self._episodes):
             return "evaluating"
-        finished = self._finished()
-        done = 0.0 if self._used_at_start is None else finished - self._used_at_start
-        if done < MIN_DONE:
+        began, used = self._timed or (0.0, finished)
+        if finished - used < 0.2:  # an estimate from so little of a step is far off
             return ""
-        pace = (time.monotonic() - self._began) / done
+        pace = (time.monotonic() - began) / (finished - used)
         return f"{format_duration(pace * (total - finished))} left"
 
 
@@ -252,15 +246,7 @@ def watcher_for(console: Console, quiet: bool = False) -> Watcher:
 def hint(config: Config) -> str | None:
     """A better recipe, if one for the embedded model is used with another model.
 
-    The model of a run gives no hint: it derives from the embedded model, or the hint was shown when
-    that run began.
-
-    Example:
-        >>> from ragen.config.reading import resolve
-        >>> hint(resolve("sokoban-large", {"model": "Qwen/Qwen2.5-0.5B-Instruct"}))
-        'recipe sokoban-large is for the embedded model; for other models: paper/sokoban --env ...'
-        >>> hint(resolve("sokoban")), hint(resolve("paper/sokoban"))
-        (None, None)
+    The model of a run gives no hint: it derives from the embedded model, or has given one before.
     """
     env, model = config.env.name, config.model.path
     if config.prompt.style == "paper" or model == "base" or (Path(model) / CONFIG).is_file():
@@ -274,12 +260,7 @@ def hint(config: Config) -> str | None:
 
 
 def shown(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of `SHOWN` that were measured in a step.
-
-    Example:
-        >>> shown({"success/mean": 0.5, "entropy/mean": math.nan, "reward/mean": 1.0})
-        {'success/mean': 0.5}
-    """
+    """The metrics of `SHOWN` that were measured in a step."""
     return {name: metrics[name] for name in SHOWN if not math.isnan(metrics.get(name, math.nan))}
 
 

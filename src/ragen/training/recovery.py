@@ -30,13 +30,10 @@ from ragen.storage.checkpoint import (
     verified_state,
 )
 from ragen.storage.recorder import append_event
-from ragen.training.running import LoopState, Run, save
+from ragen.training.running import LoopState, Run, local_engine, save
 
 STACKS = "stalled.txt"
 """The file to which a run that hangs writes the stacks of its threads."""
-
-TICK = 1.0
-"""Seconds between two checks of the watchdog, unless its limit asks for shorter ones."""
 
 
 async def run_guard(run: Run) -> bool:
@@ -51,8 +48,7 @@ async def run_guard(run: Run) -> bool:
     state, config = run.state, run.config
     if state.step <= run.guard.checked_step:  # a resumed run: the guard has seen this step
         return False
-    # The first time read everything, then only what is new: reading it all at every step would
-    # take longer and longer.
+    # Everything is read once, then only what is new: reading it all would take longer every step.
     after = (state.attempt, run.guard.checked_step) if run.history else None
     for name, series in read_history(run.folder, config.eval.temperature, after).items():
         run.history.setdefault(name, {}).update(series)
@@ -115,17 +111,18 @@ async def roll_back(run: Run, alarm: Alarm) -> None:
     )
     drop_after(run.folder, began)
     replace_state(checkpoint, saved | {"loop": asdict(state), "guard": asdict(guard)})
-    text = f"rolled back to step {began}, attempt {attempt}: " + ", ".join(
+    settings = ", ".join(
         f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {value}"
         for key, value in changes.items()
     )
+    text = f"rolled back to step {began}, attempt {attempt}: {settings}"
     data = {"action": "rollback", "to": began, "attempt": attempt, "changes": changes}
     run.recorder.event(step, "guard", text, data)
     run.watcher.alarm(step, text)
     await run.engine.close()
     run.config, run.state = changed(run.original, guard.changes), state
     run.guard, run.history = guard, {}
-    run.engine = run.build(run.config)
+    run.engine = local_engine(run.config)
     await run.engine.load(checkpoint, saved["engine"])
     run.recorder.attempt = attempt
 
@@ -142,14 +139,6 @@ class Watchdog:
     has not stalled.
 
     A `limit` of 0 turns the watchdog off. `on_stall` is called with the seconds.
-
-    Example:
-        >>> import time
-        >>> stalls = []
-        >>> with Watchdog(0.04, stalls.append):
-        ...     time.sleep(0.5)
-        >>> [seconds >= 0.04 for seconds in stalls]
-        [True]
     """
 
     def __init__(self, limit: float, on_stall: Callable[[float], None]) -> None:
@@ -163,7 +152,7 @@ class Watchdog:
         self._silent, self._called = 0.0, False
 
     def _watch(self) -> None:
-        tick = min(TICK, self._limit / 4)
+        tick = min(1.0, self._limit / 4)
         while not self._over.wait(tick):
             self._silent += tick
             if self._silent >= self._limit and not self._called:

@@ -18,6 +18,7 @@ from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alar
 from ragen.engines.engine import Engine
 from ragen.evaluation.evaluation import evaluate_policy
 from ragen.evaluation.results import Evaluation, load_evaluations
+from ragen.models.names import resolve_model
 from ragen.rollout.setup import Setup
 from ragen.storage.checkpoint import (
     checkpoint_of,
@@ -37,8 +38,8 @@ class Result:
     """A finished run: its evaluations, the guard's alarms, and signs of collapse.
 
     `evaluations` has the keys ``before``, ``after``, ``before_greedy`` and ``after_greedy``; it is
-    empty where ``eval.episodes`` is 0. The properties of the same names are never ``None``: they
-    raise a `RagenError` there. `seconds` is the time that the steps took.
+    empty where ``eval.episodes`` is 0. `seconds` is the time that the steps took, without start-up
+    and evaluations.
 
     Example:
         >>> result = Result(Path("runs/bandit-1"), "bandit", 12.5, {})
@@ -64,16 +65,6 @@ class Result:
         """Of the trained policy, at ``eval.temperature``."""
         return self._evaluation("after")
 
-    @property
-    def before_greedy(self) -> Evaluation:
-        """Of the untrained policy, greedy."""
-        return self._evaluation("before_greedy")
-
-    @property
-    def after_greedy(self) -> Evaluation:
-        """Of the trained policy, greedy."""
-        return self._evaluation("after_greedy")
-
     def _evaluation(self, name: str) -> Evaluation:
         if name not in self.evaluations:
             raise RagenError(f"{self.run} was not evaluated: set eval.episodes above 0")
@@ -84,13 +75,12 @@ class Result:
 class LoopState:
     """Where the loop stands; saved with every checkpoint.
 
+    `step`, `updates`, `episodes` and `tokens` count finished steps, optimiser steps, training
+    episodes and sampled tokens.
+
     Attributes:
-        step: Finished steps.
         attempt: How often the guard has rolled the run back.
         began: The step after which the present attempt began.
-        updates: Optimiser steps so far.
-        episodes: Training episodes so far.
-        tokens: Sampled tokens so far.
         best_step: Of the evaluated steps with a regular checkpoint, the one with most success.
         best_success: Its success; −1 before the first evaluation.
         seconds: Time of the steps, those that were rolled back included.
@@ -122,7 +112,6 @@ class Run:
     Attributes:
         original: The config that the run began with.
         config: The config in force; it differs from `original` by what the guard changed.
-        build: Makes the engine of a config.
         history: The metrics that the guard has read so far, by name and step.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
@@ -131,7 +120,6 @@ class Run:
     folder: Path
     original: Config
     config: Config
-    build: Callable[[Config], Engine]
     engine: Engine
     setup: Setup
     recorder: Recorder
@@ -163,15 +151,7 @@ class Run:
 
 
 class Clock:
-    """Seconds of a step by phase; `beat` is called where a phase begins and ends.
-
-    Example:
-        >>> clock = Clock(lambda: None)
-        >>> with clock("rollout"):
-        ...     pass
-        >>> sorted(clock.metrics(env_s=0.0, num_tokens=10))[:2]
-        ['time/env_s', 'time/generate_s']
-    """
+    """Seconds of a step by phase; `beat` is called where a phase begins and ends."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._seconds: dict[str, float] = {}
@@ -202,6 +182,11 @@ class Clock:
         return {f"time/{name}_s": total(seconds) for name, seconds in phases.items()} | speed
 
 
+def local_engine(config: Config) -> Engine:
+    """The engine of one process, with the model that the config names."""
+    return Engine(config, resolve_model(config.model.path, config.env.name))
+
+
 def is_due(step: int, every: int) -> bool:
     """Whether something that happens every `every` steps (0: never) happens after `step`."""
     return every > 0 and step % every == 0
@@ -213,17 +198,10 @@ async def evaluate(run: Run, temperature: float) -> None:
     if config.eval.episodes == 0:
         return
     run.engine.forget()
+    policy, setup = run.engine.policy, replace(run.setup, temperature=temperature)
+    target, seed = str(run.folder), run.original.seed
     evaluation, groups = await run.stop.or_finish(
-        evaluate_policy(
-            run.engine.policy,
-            replace(run.setup, temperature=temperature),
-            config.env.params,
-            target=str(run.folder),
-            episodes=config.eval.episodes,
-            seed=run.original.seed,
-            concurrency=config.rollout.slots,
-            on_episode=lambda _: run.beat(),
-        )
+        evaluate_policy(policy, setup, config, target, seed, lambda _: run.beat())
     )
     run.recorder.evaluation(step, evaluation.record())
     if config.record.episodes_every:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -24,8 +23,7 @@ from typing_extensions import override
 from ragen.config.config import Config
 from ragen.config.reading import flatten
 from ragen.core.errors import RagenError
-from ragen.core.types import Episode
-from ragen.training.progress import Watcher
+from ragen.training.progress import Watcher, Watchers
 
 if TYPE_CHECKING:
     from ragen.evaluation.results import Evaluation
@@ -42,61 +40,71 @@ EVALUATED = ("success", "success_low", "success_high", "mean_return")
 """The numbers of an evaluation that are logged, under ``eval/`` or ``eval_greedy/``."""
 
 
-class Tracker:
-    """Takes numbers, step by step, and appends them to the library's `_run`.
+class Tracker(Watcher):
+    """Appends the numbers of steps and evaluations to the `_run` of its library.
 
     What a library prints goes to standard error: standard output is for results.
     """
 
-    _run: Any
+    _run: Any = None
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log the numbers of a step, which may have been logged before."""
+    @override
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
         with redirect_stdout(sys.stderr):
-            self._run.log({**numbers, STEP: step})
+            self._run.log({**metrics, STEP: step})
 
-    def close(self) -> None:
-        """Write pending data."""
-        with redirect_stdout(sys.stderr):
-            self._run.finish()
+    @override
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        section = "eval" if evaluation.temperature else "eval_greedy"
+        self.step(step, {f"{section}/{name}": getattr(evaluation, name) for name in EVALUATED})
+
+    @override
+    def end(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            with redirect_stdout(sys.stderr):
+                run.finish()
 
 
 class TensorBoard(Tracker):
     """Event files in the run's folder, which ``tensorboard --logdir runs`` finds."""
 
-    def __init__(self, run: Path, config: Config, step: int) -> None:
+    @override
+    def begin(self, run: Path, config: Config, step: int) -> None:
         self._folder = str(run / "tensorboard")
         self._last, self._named = step, set[str]()
-        self._writer = self._opened(step + 1 if step else None)
+        self._open(step + 1 if step else None)
 
-    def _opened(self, purge_step: int | None) -> Any:
+    def _open(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(self._folder, purge_step=purge_step)
+        self._run = SummaryWriter(self._folder, purge_step=purge_step)
 
     @override
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        again = step == self._last and not self._named.isdisjoint(numbers)
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        again = step == self._last and not self._named.isdisjoint(metrics)
         if step < self._last or again:  # rolled back
-            self._writer.close()
-            self._writer = self._opened(step)
+            self._run.close()
+            self._open(step)
         if step != self._last or again:
             self._named.clear()
         self._last = step
-        self._named |= numbers.keys()
-        for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)
-        self._writer.flush()
+        self._named |= metrics.keys()
+        for name, number in metrics.items():
+            self._run.add_scalar(name, number, step)
+        self._run.flush()
 
     @override
-    def close(self) -> None:
-        self._writer.close()
+    def end(self) -> None:
+        if self._run is not None:
+            self._run.close()
 
 
 class Wandb(Tracker):
     """A run of Weights & Biases; ``WANDB_MODE=offline`` keeps it in the run's folder."""
 
-    def __init__(self, run: Path, config: Config, step: int) -> None:
+    @override
+    def begin(self, run: Path, config: Config, step: int) -> None:
         import wandb
 
         try:
@@ -121,7 +129,8 @@ class Wandb(Tracker):
 class Trackio(Tracker):
     """A run of trackio, in its folder on this machine or where its own variables say."""
 
-    def __init__(self, run: Path, config: Config, step: int) -> None:
+    @override
+    def begin(self, run: Path, config: Config, step: int) -> None:
         with redirect_stdout(sys.stderr):
             import trackio
 
@@ -136,62 +145,15 @@ class Trackio(Tracker):
             )
 
 
-TRACKERS: Mapping[str, Callable[[Path, Config, int], Tracker]] = MappingProxyType(
-    {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
-)
-"""Trackers by name, which is that of the library: made from a folder, a config and a step."""
+TRACKERS: Mapping[str, Callable[[], Watcher]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
+"""Trackers by name, which is that of the library."""
 
 
-class Tracked(Watcher):
-    """Passes everything on to another watcher, and the numbers to trackers."""
-
-    def __init__(self, inner: Watcher, names: list[str]) -> None:
-        self._inner = inner
-        self._names = names
-        self._trackers: list[Tracker] = []
-
-    @override
-    def note(self, text: str) -> None:
-        self._inner.note(text)
-
-    @override
-    def begin(self, run: Path, config: Config, step: int) -> None:
-        self._inner.begin(run, config, step)
-        for name in self._names:
-            self._trackers.append(TRACKERS[name](run, config, step))
-
-    @override
-    def episode(self, episode: Episode) -> None:
-        self._inner.episode(episode)
-
-    @override
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._inner.step(step, metrics)
-        self._log(step, metrics)
-
-    @override
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._inner.evaluated(step, evaluation)
-        section = "eval" if evaluation.temperature else "eval_greedy"
-        self._log(step, {f"{section}/{name}": getattr(evaluation, name) for name in EVALUATED})
-
-    @override
-    def alarm(self, step: int, text: str) -> None:
-        self._inner.alarm(step, text)
-
-    @override
-    def end(self) -> None:
-        trackers, self._trackers = self._trackers, []
-        for tracker in trackers:
-            tracker.close()
-        self._inner.end()
-
-    def _log(self, step: int, numbers: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, numbers)
-
-
-def with_trackers(watcher: Watcher, trackers: str) -> Watcher:
+def with_trackers(watcher: Watcher | None, trackers: str) -> Watcher:
     """The watcher, joined by the trackers that ``record.trackers`` names.
 
     Raises:
@@ -203,7 +165,8 @@ def with_trackers(watcher: Watcher, trackers: str) -> Watcher:
             raise RagenError(
                 f"record.trackers: {name} is not installed: pip install 'ragen-rl[{name}]'"
             )
-    return Tracked(watcher, names) if names else watcher
+    watcher = watcher or Watcher()
+    return Watchers(watcher, *(TRACKERS[name]() for name in names)) if names else watcher
 
 
 def _id(run: Path) -> str:
