@@ -84,7 +84,7 @@ def mistake(cwd: Path, *arguments: str | Path) -> str:
         (["train", "bandit", "--env", "bandti"], "did you mean 'bandit'?"),
         (["train", "bandit", "--env.params.slip", "1"], "it has name_set"),
         (["train", "bandit", "--env.params.split", "tset"], "split"),
-        (["train", "bandit", "--env.params.risky_probability", "2.0"], "no probability"),
+        (["train", "bandit", "--env.params.risky_probability", "2.0"], "less than or equal to 1"),
         (["train", "bandit", "--rollout.group_size", "1"], "set rollout.group_size to 2 or more"),
         (["train", "bandit", "--rollout.max_tokens", "2000"], "below model.max_length"),
         (["train", "bandit", "--model", "./no-model"], "no-model"),
