@@ -179,7 +179,7 @@ def test_it_is_a_model_to_ragen_again(run: Path) -> None:
     alike = {key: value for key, value in settings().items() if key.startswith(("prompt", "model"))}
     overrides = alike | {"env.name": "bandit", "threads": 1, "model.path": str(folder)}
     mine, runs = (
-        evaluate_target(str(target), overrides, episodes=4, temperature=0.5)
+        evaluate_target(str(target), overrides, episodes=4, temperature=0.5)[0]
         for target in (folder, run)
     )
     assert mine.mean_return == runs.mean_return
