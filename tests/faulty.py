@@ -27,18 +27,18 @@ class Answer:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     wait_s: float = 0.0
-    hangs_up: bool = False
+    drops_connection: bool = False
     length: int | None = None
 
 
-def said(content: Any = GOOD, finish: str = "stop", **message: Any) -> Answer:
+def chat_reply(content: Any = GOOD, finish: str = "stop", **message: Any) -> Answer:
     """A valid answer in OpenAI's format."""
     choice = {"index": 0, "message": {"content": content, **message}, "finish_reason": finish}
     usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
     return Answer({"object": "chat.completion", "choices": [choice], "usage": usage})
 
 
-def refused(status: int, text: str, code: str | None = None, **headers: str) -> Answer:
+def api_error(status: int, text: str, code: str | None = None, **headers: str) -> Answer:
     """An error in OpenAI's format; underscores in header names become hyphens."""
     error = {"message": text, "type": "invalid_request_error", "param": None, "code": code}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -61,13 +61,13 @@ class FaultyServer:
     Attributes:
         requests: The bodies of the requests in order of arrival.
         headers: Their headers.
-        most: Greatest number of requests in the server at once.
+        max_concurrent: Greatest number of requests in the server at once.
     """
 
     def __init__(self, script: Callable[[int, dict[str, Any]], Answer]) -> None:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.most = 0
+        self.max_concurrent = 0
         self._inside = 0
         self._lock = threading.Lock()
         outer = self
@@ -82,7 +82,7 @@ class FaultyServer:
                     outer.requests.append(body)
                     outer.headers.append(dict(self.headers))
                     outer._inside += 1
-                    outer.most = max(outer.most, outer._inside)
+                    outer.max_concurrent = max(outer.max_concurrent, outer._inside)
                 try:
                     self._answer(script(number, body))
                 finally:
@@ -91,7 +91,7 @@ class FaultyServer:
 
             def _answer(self, answer: Answer) -> None:
                 time.sleep(answer.wait_s)
-                if answer.hangs_up:
+                if answer.drops_connection:
                     self.close_connection = True
                     return
                 text = answer.body if isinstance(answer.body, str) else json.dumps(answer.body)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made import episode, groups, turn
+from records import episode, groups, turn
 from torch import Tensor
 
 from ragen.algorithms.advantages import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made import episode, samples, turn
+from records import episode, samples, turn
 
 from ragen.algorithms.batch import (
     collate,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made import episode, groups, turn
+from records import episode, groups, turn
 
 from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch, collate, episode_index, scatter_to_rows

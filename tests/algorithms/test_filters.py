@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made import episode, group, turn
+from records import episode, group, turn
 
 from ragen.algorithms.filters import (
     FILTERS,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made import samples
+from records import samples
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch, TokenFields, collate, flatten, row_splits, take

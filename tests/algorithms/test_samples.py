@@ -20,7 +20,7 @@ from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup
-from tests import made
+from tests import records
 from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_tokenizer
 
@@ -29,7 +29,7 @@ def sampled(sample: Sample) -> list[int]:
     return [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
 
 
-@given(made.groups())
+@given(records.groups())
 def test_samples_hold_what_was_recorded(groups: list[Group]) -> None:
     samples, episodes = to_samples(groups)
     expected = [(number, e) for number, group in enumerate(groups) for e in group.episodes]
@@ -63,7 +63,7 @@ def test_samples_hold_what_was_recorded(groups: list[Group]) -> None:
         assert covered == list(range(len(episode.turns)))
 
 
-@given(made.groups())
+@given(records.groups())
 def test_one_rule_decides_where_a_sample_begins(groups: list[Group]) -> None:
     samples, episodes = to_samples(groups)
     for index, episode in enumerate(episodes):
@@ -77,11 +77,11 @@ def test_one_rule_decides_where_a_sample_begins(groups: list[Group]) -> None:
 
 
 def test_failed_and_empty_episodes_are_left_out() -> None:
-    good, bad = made.episode(made.turn(1.0)), made.episode(made.turn(1.0), stop="error")
+    good, bad = records.episode(records.turn(1.0)), records.episode(records.turn(1.0), stop="error")
     groups = [
-        Group((bad, good, made.episode(stop="context"))),
-        Group((made.episode(made.turn(), stop="timeout"),)),
-        Group((good, made.episode(made.turn(), stop="context"))),
+        Group((bad, good, records.episode(stop="context"))),
+        Group((records.episode(records.turn(), stop="timeout"),)),
+        Group((good, records.episode(records.turn(), stop="context"))),
     ]
     samples, episodes = to_samples(groups)
     assert episodes == [good, good, groups[2].episodes[1]]
@@ -91,13 +91,13 @@ def test_failed_and_empty_episodes_are_left_out() -> None:
 
 @pytest.mark.parametrize("missing", ["prompt", "token_ids", "logprobs"])
 def test_text_alone_cannot_be_trained_on(missing: str) -> None:
-    turn = made.turn()
+    turn = records.turn()
     if missing == "prompt":
         turn = replace(turn, prompt=replace(turn.prompt, token_ids=None))
     else:
         turn = replace(turn, completion=replace(turn.completion, **{missing: None}))
     with pytest.raises(RagenError, match="keep the endpoint for evaluation"):
-        to_samples([Group((made.episode(turn),))])
+        to_samples([Group((records.episode(turn),))])
 
 
 # The three context windows, with real prompts.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import expect
-from viewed import evaluation, groups, log_step, make_run, steps
+from viewer_run import evaluation, groups, log_step, make_run, steps
 
 from ragen.config.reading import dump, resolve
 from ragen.storage.recorder import Recorder

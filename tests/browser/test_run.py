@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
-from viewed import log_step
+from viewer_run import log_step
 
 from ragen.config.reading import dump, resolve
 from ragen.reports.facts import SIGNALS

@@ -21,7 +21,7 @@ from ragen.core.errors import RagenError
 from ragen.models.loading import save_model
 from ragen.storage.checkpoint import write_state, writing
 from ragen.training.trainer import train
-from tests.speaker import settings, speaker
+from tests.bandit_model import bandit_model, settings
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROGUE = Path(__file__).parents[1] / "rogue.py"
@@ -153,13 +153,13 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str, remedy: str) ->
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").write_text("data")
-    line = mistake(tmp_path, "train", "bandit", "--out", "run", "--model", speaker())
+    line = mistake(tmp_path, "train", "bandit", "--out", "run", "--model", bandit_model())
     assert "give another --out" in line
     (tmp_path / "file").write_text("")
     assert "exists already" in mistake(
-        tmp_path, "train", "bandit", "--out", "file", "--model", speaker()
+        tmp_path, "train", "bandit", "--out", "file", "--model", bandit_model()
     )
-    line = mistake(tmp_path, "train", "bandit", "--out", "file/run", "--model", speaker())
+    line = mistake(tmp_path, "train", "bandit", "--out", "file/run", "--model", bandit_model())
     assert "choose a writable place with --out" in line
 
 
@@ -175,7 +175,7 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
 
 def spoilt(folder: Path, **changes: str | None) -> Path:
     """A copy of a model that could be trained, some files of it changed, or gone."""
-    shutil.copytree(speaker(), folder)
+    shutil.copytree(bandit_model(), folder)
     for name, text in changes.items():
         (found,) = folder.glob(f"{name}.*")
         if text is None:
@@ -224,9 +224,9 @@ def test_a_template_that_raises(tmp_path: Path, template: str) -> None:
 
 
 def test_a_context_that_is_too_small(tmp_path: Path) -> None:
-    line = refused(tmp_path, speaker(), "--model.max_length", "4096")
+    line = refused(tmp_path, bandit_model(), "--model.max_length", "4096")
     assert "knows 2048 positions; set model.max_length to 2048 or less" in line
-    keys = ("--model", speaker(), "--rollout.max_tokens", "24", "--model.max_length", "26")
+    keys = ("--model", bandit_model(), "--rollout.max_tokens", "24", "--model.max_length", "26")
     assert "raise model.max_length from 26" in mistake(tmp_path, "train", "bandit", *keys)
 
 
@@ -255,7 +255,7 @@ def test_an_environment_that_breaks_in_every_episode(tmp_path: Path, misdeed: st
     assert "failed in every episode" in line and "ragen check" in line
     values = settings(eval__episodes=2, env__timeout_s=0.05, env__name=f"{ROGUE}:Rogue")
     keys = [text for key, value in values.items() for text in (f"--{key}", str(value).lower())]
-    keys[keys.index("--model.path") + 1] = str(speaker())
+    keys[keys.index("--model.path") + 1] = str(bandit_model())
     keys[keys.index("--env.name") + 1] = f"{ROGUE}:Rogue"
     keys += ["--env.params.misdeed", misdeed]
     code, _, err = ragen("train", "bandit", *keys, "--out", "run", cwd=tmp_path)
@@ -265,7 +265,7 @@ def test_an_environment_that_breaks_in_every_episode(tmp_path: Path, misdeed: st
 
 def test_a_prompt_that_leaves_no_room(tmp_path: Path) -> None:
     more = ("--env", "bandit", "--rollout.max_tokens", "24", "--model.max_length", "26")
-    assert "raise model.max_length" in mistake(tmp_path, "eval", speaker(), *more)
+    assert "raise model.max_length" in mistake(tmp_path, "eval", bandit_model(), *more)
     values = settings(steps=1, model__max_length=16, eval__episodes=0)
     with pytest.raises(RagenError, match=r"raise model\.max_length"):
         train(resolve("bandit", values), tmp_path / "run")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from made import group
+from records import group
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made import episode, turn
+from records import episode, turn
 from torch import Tensor
 from transformers import PreTrainedModel
 

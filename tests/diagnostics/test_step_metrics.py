@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from made import episode, group, turn
+from records import episode, group, turn
 
 from ragen.algorithms.losses import mismatch_kl
 from ragen.core.metrics import values

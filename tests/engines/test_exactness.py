@@ -26,8 +26,8 @@ from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_metrics
 from ragen.training import collection, loop
 from ragen.training.trainer import train
-from tests import made
-from tests.speaker import settings
+from tests import records
+from tests.bandit_model import settings
 from tests.tolerance import LOGPROB
 
 # The hash.
@@ -54,7 +54,7 @@ def test_a_fingerprint_tells_everything_apart() -> None:
 # Batches.
 
 
-@given(made.groups())
+@given(records.groups())
 def test_a_true_batch_passes_however_it_is_split(groups: list[Group]) -> None:
     samples, episodes = to_samples(groups)
     batch = with_fingerprints(collate(samples), episodes)
@@ -70,13 +70,13 @@ def test_a_true_batch_passes_however_it_is_split(groups: list[Group]) -> None:
 
 
 def test_demonstrations_are_not_compared() -> None:
-    assert verify([collate(to_samples([made.group(0.0, 1.0)])[0])]) == {}
+    assert verify([collate(to_samples([records.group(0.0, 1.0)])[0])]) == {}
 
 
 def test_a_policy_without_fingerprints_is_told_what_to_do() -> None:
-    turn = made.turn()
+    turn = records.turn()
     turn = replace(turn, completion=replace(turn.completion, fingerprint=None))
-    groups = [Group((made.episode(turn),))]
+    groups = [Group((records.episode(turn),))]
     with pytest.raises(RagenError, match=r"let it set Completion\.fingerprint to"):
         with_fingerprints(collate(to_samples(groups)[0]), groups[0].episodes)
 

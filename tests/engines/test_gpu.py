@@ -28,8 +28,8 @@ from ragen.models.loading import recompute_layers
 from ragen.storage.checkpoint import newest
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import resume, train
+from tests.bandit_model import settings
 from tests.engines.test_learner import PLAIN, batch
-from tests.speaker import settings
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tolerance import LOGPROB
 

@@ -27,7 +27,7 @@ from ragen.models.model import Critic
 from ragen.storage.database import DATABASE
 from ragen.storage.schema import SAMPLE_ARRAYS, decompress
 from ragen.training.trainer import train
-from tests.speaker import settings
+from tests.bandit_model import settings
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tolerance import GRADIENT, LOGPROB, assert_close, rounding
 

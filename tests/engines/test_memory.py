@@ -25,7 +25,7 @@ from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.loading import save_model
 from ragen.models.model import padded_hidden_states
 from ragen.models.precision import Masters
-from tests.speaker import settings
+from tests.bandit_model import settings
 from tests.tiny import tiny_model, tiny_tokenizer
 
 WORDS = tiny_tokenizer("chatml")

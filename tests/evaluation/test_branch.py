@@ -34,10 +34,10 @@ from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
 from ragen.storage.stored_episodes import Recorded, read_episode
 from ragen.training.trainer import train
-from tests.made import episode as made_episode
-from tests.made import turn as made_turn
+from tests.bandit_model import settings
+from tests.records import episode as made_episode
+from tests.records import turn as made_turn
 from tests.rogue import Rogue
-from tests.speaker import settings
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
 from tests.tolerance import LOGPROB
 

@@ -31,8 +31,8 @@ from ragen.evaluation.tables import closing_sections, comparison_table
 from ragen.evaluation.targets import shared_settings
 from ragen.storage.database import CONFIG
 from ragen.training.trainer import train
-from tests.faulty import FaultyServer, said
-from tests.speaker import settings
+from tests.bandit_model import settings
+from tests.faulty import FaultyServer, chat_reply
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -277,7 +277,7 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_served_model_against_a_player(capsys: pytest.CaptureFixture[str]) -> None:
     """Only what is not found here is asked at the endpoint."""
     rogue = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
-    with FaultyServer(lambda number, body: said()) as server:
+    with FaultyServer(lambda number, body: chat_reply()) as server:
         command = ["compare", "some/model", "random", "--env", rogue, "--episodes", "4"]
         assert main([*command, "--base-url", server.url, "--json"]) == 0
     assert {body["model"] for body in server.requests} == {"some/model"}

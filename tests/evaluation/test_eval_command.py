@@ -33,8 +33,8 @@ from ragen.rollout.endpoint import Server
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_evaluations
 from ragen.training.trainer import train
-from tests.faulty import GOOD, Answer, FaultyServer, refused, said
-from tests.speaker import settings
+from tests.bandit_model import settings
+from tests.faulty import GOOD, Answer, FaultyServer, api_error, chat_reply
 
 Capture = pytest.CaptureFixture[str]
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
@@ -65,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def half(_: int, body: dict[str, Any]) -> Answer:
     """By the request's own seed: one that walks to the end, or one that walks the wrong way."""
-    return said(GOOD if body["seed"] % 2 else SLOWLY)
+    return chat_reply(GOOD if body["seed"] % 2 else SLOWLY)
 
 
 def ask(server: FaultyServer, *more: str, episodes: int = 8, env: str = ROGUE) -> list[str]:
@@ -108,7 +108,7 @@ def test_an_endpoint_is_measured_like_anyone(
 
 
 def test_an_endpoint_is_asked_in_full_words() -> None:
-    with FaultyServer(lambda *_: said(SLOWLY)) as server:
+    with FaultyServer(lambda *_: chat_reply(SLOWLY)) as server:
         values = {"env": "frozen-lake-still"}
         found, outcomes = evaluate_target("m", values, episodes=1, server=Server(server.url))
     first, second, *_ = server.requests
@@ -130,7 +130,7 @@ def test_partial_failure_is_shown_and_mended_by_the_same_command(capsys: Capture
 
     def script(_: int, body: dict[str, Any]) -> Answer:
         lost = broken and body["seed"] % 3 == 0
-        return refused(500, "out of memory") if lost else half(0, body)
+        return api_error(500, "out of memory") if lost else half(0, body)
 
     with FaultyServer(script) as server:
         assert main(ask(server, "--concurrency", "1", episodes=16)) == 0
@@ -153,8 +153,10 @@ def test_partial_failure_is_shown_and_mended_by_the_same_command(capsys: Capture
 
 def test_a_server_that_fails_in_every_episode_is_one_line(capsys: Capture) -> None:
     for script in (
-        lambda *_: refused(503, "loading"),  # it never answers
-        lambda _, body: said("?") if len(body["messages"]) == 2 else refused(500, "no memory"),
+        lambda *_: api_error(503, "loading"),  # it never answers
+        lambda _, body: (
+            chat_reply("?") if len(body["messages"]) == 2 else api_error(500, "no memory")
+        ),
     ):
         with FaultyServer(script) as server:
             assert main(ask(server, episodes=4)) == 2
@@ -171,9 +173,9 @@ def test_no_more_at_once_than_asked() -> None:
         how = Server(server.url)
         values = {"env": ROGUE, "env.max_turns": 1}
         evaluate_target("m", values, episodes=12, server=how, concurrency=3)
-        assert server.most <= 3
+        assert server.max_concurrent <= 3
         evaluate_target("m", values, episodes=12, server=how, concurrency=12, seed=1)
-        assert server.most > 3
+        assert server.max_concurrent > 3
 
 
 def in_a_copy(command: list[str], error: Path) -> int:

@@ -28,7 +28,7 @@ from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import make_setup
 from ragen.storage.database import CONFIG
 from ragen.training.trainer import train
-from tests.speaker import settings, speaker
+from tests.bandit_model import bandit_model, settings
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 
@@ -200,7 +200,7 @@ def test_a_model_folder_and_a_watched_episode(run: Path) -> None:
     values = {"env": "bandit"} | {
         key: value for key, value in settings().items() if key.startswith(("prompt", "rollout"))
     }
-    found, _ = evaluate_target(str(speaker()), values, episodes=4)
+    found, _ = evaluate_target(str(bandit_model()), values, episodes=4)
     assert found.episodes == 4
     episode = play_target(str(run), seed=2)
     assert episode.level_seed == 125 and len(episode.turns) == 1

@@ -14,7 +14,7 @@ from ragen.evaluation.outcomes import Outcome, OutcomeStore, outcome_of
 from ragen.storage.database import DATABASE, new_run_folder
 from ragen.storage.reader import read_evaluations
 from ragen.storage.recorder import Recorder
-from tests import made
+from tests import records
 
 LOST = Outcome("bandit", 124, 1, False, -0.5, 2, 3, 2, 1, 7, 90, 12, "failed")
 A, B = {"settings": "a"}, {"settings": "b"}
@@ -22,8 +22,8 @@ A, B = {"settings": "a"}, {"settings": "b"}
 
 def test_an_episode_in_numbers() -> None:
     """Two turns: 2 prompt and 2 sampled tokens; then as the server counted, 50 and 9."""
-    first = made.turn(1.0, thought="go up  now", executed=2, info={"effective": 1})
-    second = made.turn(-0.5, thought=None, penalty=-0.1, executed=1, info={"effective": 1})
+    first = records.turn(1.0, thought="go up  now", executed=2, info={"effective": 1})
+    second = records.turn(-0.5, thought=None, penalty=-0.1, executed=1, info={"effective": 1})
     completion = replace(second.completion, token_ids=None, logprobs=None, usage=Usage(50, 9))
     turns = (first, replace(second, completion=completion))
     ends = {"terminated": True, "truncated": False, "success": True}

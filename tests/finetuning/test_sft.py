@@ -38,8 +38,8 @@ from ragen.models.names import is_adapter
 from ragen.rollout.chat import Chat
 from ragen.rollout.players import PlayerPolicy, solver
 from ragen.rollout.prompt import Limits
+from tests.bandit_model import SETTINGS, bandit_model, settings
 from tests.cli.test_bad_input import ROGUE, mistake
-from tests.speaker import SETTINGS, settings, speaker
 from tests.tiny import TEMPLATES, tiny_tokenizer
 from tests.tolerance import LOGPROB
 
@@ -139,7 +139,7 @@ def test_conversations_teach_what_they_say(tmp_path: Path) -> None:
 
 def test_held_out_loss_is_the_mean_over_the_learnt_tokens(tmp_path: Path) -> None:
     """By hand: log softmax of the model's own logits at the tokens that the mask names."""
-    model, tokenizer = load_policy(speaker(), "cpu", "float32")
+    model, tokenizer = load_policy(bandit_model(), "cpu", "float32")
     batch = collate_examples(solver_examples(tiny(), Chat(tokenizer, think=False), 4).kept)
     learner = Learner(model, UpdateConfig(), LossConfig(name="nll"))
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_mistakes_are_one_line(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     talks(tmp_path / "talks", 3)
     (tmp_path / "mute.py").write_text(MUTE)
-    start = ("sft", "bandit", "--model", speaker(), "--prompt.think", "false")
+    start = ("sft", "bandit", "--model", bandit_model(), "--prompt.think", "false")
     out = () if "--out" in arguments else ("--out", "tuned")
     assert complaint in mistake(tmp_path, *start, *out, *arguments)
 
@@ -293,7 +293,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         for text in (key, value)
         if key in ("--prompt.think", "--rollout.max_tokens", "--model.max_length", "--threads")
     ]
-    keys += ["--model", str(speaker()), "--episodes", "12", "--epochs", "1"]
+    keys += ["--model", str(bandit_model()), "--episodes", "12", "--epochs", "1"]
     assert main(["sft", "bandit", "--out", str(out), *keys, "--json"]) == 0
     shown = capsys.readouterr()
     record = json.loads(shown.out)
@@ -315,7 +315,7 @@ def test_the_command_says_how_an_adapter_is_trained_further(
 ) -> None:
     """Without its shape it would be merged into all weights."""
     out, shape = tmp_path / "tuned", ["--lora.rank", "4", "--lora.alpha", "8"]
-    keys = ["--model", str(speaker()), "--prompt.think", "false", "--threads", "1"]
+    keys = ["--model", str(bandit_model()), "--prompt.think", "false", "--threads", "1"]
     asked = ["--episodes", "4", "--epochs", "1", "--quiet", *shape]
     assert main(["sft", "bandit", "--out", str(out), *keys, *asked]) == 0
     evaluate, train = capsys.readouterr().out.splitlines()[-2:]

@@ -18,8 +18,8 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.engines.engine import Engine
 from ragen.engines.learner import Learner
 from ragen.models.precision import Masters, output_logits
+from tests.bandit_model import settings
 from tests.engines.test_learner import PLAIN, batch
-from tests.speaker import settings
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tolerance import assert_close
 

@@ -35,7 +35,7 @@ from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import EpisodeSpec, make_setup
 from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_state
 from ragen.training.trainer import train
-from tests.speaker import settings
+from tests.bandit_model import settings
 from tests.tiny import TEMPLATES, tiny_tokenizer
 from tests.tolerance import assert_close
 

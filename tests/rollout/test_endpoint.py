@@ -24,7 +24,7 @@ from ragen.rollout.endpoint import (
     retry_after,
 )
 from ragen.rollout.policies import NoCompletion
-from tests.faulty import GOOD, Answer, FaultyServer, refused, said
+from tests.faulty import GOOD, Answer, FaultyServer, api_error, chat_reply
 
 KEY = "sk-test-0123456789abcdef"
 PROMPT = Prompt(({"role": "user", "content": "go"},), None, 0, 64, 0.5, 2**40 + 7)
@@ -61,7 +61,7 @@ def in_turn(*answers: Answer) -> Callable[[int, dict[str, Any]], Answer]:
 
 
 def test_the_request_and_the_answer() -> None:
-    with FaultyServer(in_turn(said())) as server:
+    with FaultyServer(in_turn(chat_reply())) as server:
         (found,) = ask(server)
     assert found == Completion(None, None, GOOD, "stop", 0, usage=Usage(100, 20))
     assert server.requests == [
@@ -79,20 +79,20 @@ def test_the_request_and_the_answer() -> None:
 def test_a_prompt_may_contain_any_text() -> None:
     odd = 'half a pair: \ud83d, a nul: \x00, "quotes", é'
     prompt = replace(PROMPT, messages=({"role": "user", "content": odd},))
-    with FaultyServer(in_turn(said("\ud83d"))) as server:
+    with FaultyServer(in_turn(chat_reply("\ud83d"))) as server:
         (found,) = ask(server, [prompt])
     assert server.requests[0]["messages"][0]["content"] == odd
     assert isinstance(found, Completion) and found.text == "\ud83d"
 
 
 FAULTS = {
-    "busy": refused(429, "slow down", Retry_After="0.02"),
+    "busy": api_error(429, "slow down", Retry_After="0.02"),
     "broken": Answer("<html>Internal Server Error</html>", 500),
-    "overloaded": refused(503, "overloaded"),
-    "hangs up": Answer(hangs_up=True),
-    "too slow": Answer(said().body, wait_s=0.7),
+    "overloaded": api_error(503, "overloaded"),
+    "hangs up": Answer(drops_connection=True),
+    "too slow": Answer(chat_reply().body, wait_s=0.7),
     "truncated JSON": Answer('{"choices": [{"message": {"content": "<thi'),
-    "breaks off": Answer(said().body, length=10_000),
+    "breaks off": Answer(chat_reply().body, length=10_000),
     "no JSON": Answer("OK"),
     "a list": Answer([1]),
     "brackets without end": Answer("[" * 200_000),
@@ -100,7 +100,7 @@ FAULTS = {
     "no choices": Answer({"object": "chat.completion"}),
     "no message": Answer({"choices": [{"text": "legacy"}]}),
     "an error inside": Answer({"error": {"message": "upstream failed", "code": 502}}),
-    "failed half way": said("half", finish="error"),
+    "failed half way": chat_reply("half", finish="error"),
 }
 
 
@@ -111,7 +111,7 @@ def test_temporary_errors_are_retried_and_lasting_ones_lose_the_completion(
     """The first completion comes in the third try; the second one never does."""
     monkeypatch.setattr(endpoint, "TRIES", 3)
     bad = FAULTS[fault]
-    with FaultyServer(in_turn(bad, bad, said(), bad)) as server:
+    with FaultyServer(in_turn(bad, bad, chat_reply(), bad)) as server:
         good, lost = ask(server, [PROMPT, PROMPT], timeout_s=0.5 if bad.wait_s else 60.0)
     assert isinstance(good, Completion) and good.text == GOOD
     assert isinstance(lost, NoCompletion) and lost.stop_reason == "request"
@@ -124,7 +124,7 @@ def test_a_server_that_never_answers_is_an_error_for_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "TRIES", 2)
-    with FaultyServer(in_turn(said())) as server:
+    with FaultyServer(in_turn(chat_reply())) as server:
         pass  # its port is closed again
     (found,) = ask(server)
     assert isinstance(found, RagenError)
@@ -136,7 +136,7 @@ def test_a_server_that_is_gone_ends_the_run(
 ) -> None:
     monkeypatch.setattr(endpoint, "TRIES", 1)
     monkeypatch.setattr(endpoint, "MAX_LOST", 3)
-    with FaultyServer(in_turn(said(), Answer("", 502))) as server:
+    with FaultyServer(in_turn(chat_reply(), Answer("", 502))) as server:
         found = ask(server, [PROMPT] * 4)
     assert [type(each) for each in found] == [Completion, NoCompletion, NoCompletion, RagenError]
     assert "no longer answers: HTTP 502; run the same command again to continue" in str(found[-1])
@@ -145,16 +145,16 @@ def test_a_server_that_is_gone_ends_the_run(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (refused(400, "messages: wrong"), "(HTTP 400: messages: wrong)"),
+        (api_error(400, "messages: wrong"), "(HTTP 400: messages: wrong)"),
         (
-            refused(401, f"Incorrect API key provided: {KEY}."),
+            api_error(401, f"Incorrect API key provided: {KEY}."),
             "put a valid key into OPENAI_API_KEY",
         ),
-        (refused(403, "no access"), "does not give access to this model"),
-        (refused(404, "The model does not exist", "model_not_found"), "most end in /v1"),
+        (api_error(403, "no access"), "does not give access to this model"),
+        (api_error(404, "The model does not exist", "model_not_found"), "most end in /v1"),
         (Answer("", 301, {"Location": "http://127.0.0.1:9/"}), "(HTTP 301)"),
         (Answer("who knows", 499), "(HTTP 499: who knows)"),
-        (refused(429, "You exceeded your quota", "insufficient_quota"), "has no quota left"),
+        (api_error(429, "You exceeded your quota", "insufficient_quota"), "has no quota left"),
     ],
 )
 def test_errors_that_a_retry_cannot_cure_are_raised_at_once(
@@ -172,11 +172,11 @@ def test_a_prompt_that_is_refused_ends_one_episode() -> None:
     """After an answer, a 400 is about this prompt."""
     with FaultyServer(
         in_turn(
-            said(),
-            refused(400, "odd characters"),
-            refused(400, "maximum context length is 4096 tokens", "context_length_exceeded"),
-            refused(400, "This model's context length is 4096"),
-            refused(400, "filtered", "content_filter"),
+            chat_reply(),
+            api_error(400, "odd characters"),
+            api_error(400, "maximum context length is 4096 tokens", "context_length_exceeded"),
+            api_error(400, "This model's context length is 4096"),
+            api_error(400, "filtered", "content_filter"),
         )
     ) as server:
         _, odd, long, longer, filtered = ask(server, [PROMPT] * 5)
@@ -189,10 +189,10 @@ def test_a_prompt_that_is_refused_ends_one_episode() -> None:
 def test_another_dialect_is_learned_once() -> None:
     def script(_: int, body: dict[str, Any]) -> Answer:
         if "max_tokens" in body:
-            return refused(400, "Unsupported parameter: use 'max_completion_tokens' instead.")
+            return api_error(400, "Unsupported parameter: use 'max_completion_tokens' instead.")
         if "seed" in body:
             return Answer({"detail": [{"loc": ["body", "seed"], "msg": "extra"}]}, 422)
-        return said()
+        return chat_reply()
 
     with FaultyServer(script) as server:
         first, second = ask(server, [PROMPT, PROMPT])
@@ -205,14 +205,16 @@ def test_another_dialect_is_learned_once() -> None:
 def test_retry_after_is_waited_for() -> None:
     for after in ("0.3", 0.3):
         wait = {"Retry_After": str(after)}
-        with FaultyServer(in_turn(refused(429, "slow", **wait), said())) as server:
+        with FaultyServer(in_turn(api_error(429, "slow", **wait), chat_reply())) as server:
             start = time.monotonic()
             ask(server)
         assert time.monotonic() - start >= 0.3
 
 
 def test_a_wait_beyond_the_limit_does_not_begin() -> None:
-    with FaultyServer(in_turn(said(), refused(429, "tomorrow", Retry_After="86400"))) as server:
+    with FaultyServer(
+        in_turn(chat_reply(), api_error(429, "tomorrow", Retry_After="86400"))
+    ) as server:
         start = time.monotonic()
         _, lost = ask(server, [PROMPT, PROMPT])
     assert isinstance(lost, NoCompletion) and "tomorrow" in str(lost)
@@ -405,7 +407,9 @@ def test_the_key_comes_only_from_an_environment_variable(monkeypatch: pytest.Mon
 
 def test_a_server_that_repeats_the_key_is_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(endpoint.KEY_ENV, KEY)
-    with FaultyServer(in_turn(said(f"your key is {KEY}"), refused(400, f"no: {KEY}"))) as server:
+    with FaultyServer(
+        in_turn(chat_reply(f"your key is {KEY}"), api_error(400, f"no: {KEY}"))
+    ) as server:
         found, lost = ask(server, [PROMPT, PROMPT])
     assert isinstance(found, Completion) and found.text == "your key is ***"
     assert isinstance(lost, NoCompletion) and KEY not in str(lost) and "no: ***" in str(lost)

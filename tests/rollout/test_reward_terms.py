@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made import episode, group, turn
+from records import episode, group, turn
 
 from ragen.config.kinds import TERM
 from ragen.config.reading import resolve

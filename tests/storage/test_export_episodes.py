@@ -21,8 +21,8 @@ from ragen.storage.export_episodes import COLUMNS, TURN_COLUMNS, export_episodes
 from ragen.storage.recorder import Recorder
 from ragen.storage.stored_episodes import read_episode
 from ragen.training.trainer import train
-from tests.made import episode, turn
-from tests.speaker import settings
+from tests.bandit_model import settings
+from tests.records import episode, turn
 
 Capture = pytest.CaptureFixture[str]
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "episodes.md"

@@ -18,7 +18,7 @@ from ragen.storage.database import connect_to_read, fill, read
 from ragen.storage.recorder import Recorder
 from ragen.storage.schema import PLAYED, decompress
 from ragen.storage.stored_episodes import episode_rows, write_episodes, write_tokens
-from tests.made import episode, groups, turn
+from tests.records import episode, groups, turn
 
 
 @pytest.fixture

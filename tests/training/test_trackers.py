@@ -23,7 +23,7 @@ from ragen.training import trackers
 from ragen.training.progress import Watcher, Watchers
 from ragen.training.trackers import ID, Tracker, with_trackers
 from ragen.training.trainer import resume, train
-from tests.speaker import settings
+from tests.bandit_model import settings
 
 Capture = pytest.CaptureFixture[str]
 Points = dict[str, dict[int, list[float]]]

@@ -42,7 +42,7 @@ from ragen.storage.recorder import Recorder
 from ragen.training import running
 from ragen.training.progress import Watcher
 from ragen.training.trainer import Result, resume, train
-from tests.speaker import settings
+from tests.bandit_model import settings
 from tests.tolerance import LOGPROB
 
 GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__epochs": 2, "update__lr_end": 0.1}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewed import THOUGHTS, log_step, make_run
+from viewer_run import THOUGHTS, log_step, make_run
 
 from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError

@@ -24,7 +24,7 @@ from ragen.storage.database import DATABASE
 from ragen.training.trainer import train
 from ragen.viewer import job_queue
 from ragen.viewer.branching import Branching
-from tests.speaker import settings
+from tests.bandit_model import settings
 
 ASKED: dict[str, Any] = {"episode": 1, "turn": 0, "n": 3}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import episode, turn
+from records import episode, turn
 
 from ragen.core.metrics import Metrics, last
 from ragen.core.statistics import mcnemar, paired_difference

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from viewed import THOUGHTS, make_run
+from viewer_run import THOUGHTS, make_run
 
 from ragen.storage.database import DATABASE
 from ragen.viewer import episode_list, search

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.testclient import TestClient
-from viewed import log_step, make_run
+from viewer_run import log_step, make_run
 
 from ragen.cli import tools
 from ragen.cli.main import main

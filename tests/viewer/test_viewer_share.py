@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import episode, turn
+from records import episode, turn
 
 from ragen.cli.main import main
 from ragen.config.reading import dump, resolve

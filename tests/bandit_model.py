@@ -37,13 +37,13 @@ def settings(**more: Any) -> dict[str, Any]:
     """`SETTINGS` with the model's folder and with `more` (double underscores for dots)."""
     return (
         SETTINGS
-        | {"model.path": str(speaker())}
+        | {"model.path": str(bandit_model())}
         | {key.replace("__", "."): value for key, value in more.items()}
     )
 
 
 @cache
-def speaker() -> Path:
+def bandit_model() -> Path:
     """The folder of the model, made once in a process."""
     import torch
 
@@ -74,6 +74,6 @@ def speaker() -> Path:
     batch = collate(to_samples(groups)[0])
     for step in range(80):
         learner.update(batch, step)
-    folder = Path(mkdtemp(prefix="ragen-speaker-"))
+    folder = Path(mkdtemp(prefix="ragen-bandit-model-"))
     save_model(model, tokenizer, folder)
     return folder

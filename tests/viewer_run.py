@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from made import turn
+from records import turn
 
 from ragen.config.reading import dump, resolve
 from ragen.core.metrics import last
