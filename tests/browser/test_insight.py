@@ -89,6 +89,17 @@ def test_a_point_of_the_plane_is_pressed_by_a_key(visitor: Visitor) -> None:
         assert page.evaluate("scrollY") == top
 
 
+def test_the_plane_leaves_out_a_path_without_measured_points(visitor: Visitor) -> None:
+    answer = visitor.api("/api/collapse?run=lake")
+    first = answer["paths"]["first"]
+    answer["paths"]["any"] = {**first, "mi": [None] * len(first["steps"])}
+    visitor.page.route("**/api/collapse?*", lambda route: route.fulfill(json=answer))
+    page = visitor.visit("#/collapse/lake")
+    plane = page.get_by_test_id("plane")
+    expect(plane).to_have_attribute("aria-label", re.compile("^first turns: from [^;]*$"))
+    expect(plane.get_by_role("button")).to_have_count(len(first["steps"]))
+
+
 def test_the_matrix_tells_its_cells(visitor: Visitor) -> None:
     page = visitor.visit("#/collapse/lake")
     heat = page.get_by_test_id("matrix")

@@ -19,7 +19,9 @@ export const PATHS = {
 export function Plane({ paths, thresholds, path, step, onPick }) {
   const [over, setOver] = useState(null);
   const [place, width] = useWidth();
-  const courses = Object.keys(paths).map((name) => [name, pointsOf(name, paths[name], thresholds)]);
+  const courses = Object.keys(paths)
+    .map((name) => [name, pointsOf(name, paths[name], thresholds)])
+    .filter(([, points]) => points.length > 0);
   const all = courses.flatMap(([, points]) => points);
   const scale = scaleOf(all, thresholds, width);
   const shown = over ?? all.find((one) => one.path === path && one.step === step) ?? null;
@@ -32,7 +34,8 @@ export function Plane({ paths, thresholds, path, step, onPick }) {
         ...${{ name, points, scale, shown, onPick }} onOver=${setOver} />`)}
     </svg>
     <p class="readout" aria-live="polite">
-      ${shown ? html`<${Facts} ...${shown} />` : html`<${Legend} names=${Object.keys(paths)} />`}</p>
+      ${shown ? html`<${Facts} ...${shown} />`
+        : html`<${Legend} names=${courses.map(([name]) => name)} />`}</p>
   </div>`;
 }
 
