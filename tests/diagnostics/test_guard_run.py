@@ -1,4 +1,4 @@
-"""The guard in a run: stops, rollbacks and their resumes, and a run that hangs."""
+"""The guard in a run: stops, rollbacks, resumes after them, and a run that hangs."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from ragen.training.recovery import Watchdog
 from ragen.training.running import LoopState, kept_checkpoints
 from ragen.training.trainer import resume, train
 from tests.training.test_trainer import (
-    Interrupts,
-    config,
-    end_of,
-    forked,
+    SendSignal,
+    assert_same_results,
+    exit_code,
+    fork,
     kill_and_resume,
-    numbers,
+    make_config,
+    recorded_results,
     rows,
-    same,
 )
 
 Plan = Callable[..., None]
 
-BACK: dict[str, Any] = {"guard__responses": {"grad_spike": "rollback"}, "steps": 5}
+ROLLBACK: dict[str, Any] = {"guard__responses": {"grad_spike": "rollback"}, "steps": 5}
 PPO: dict[str, Any] = {"algorithm": "starpo/ppo", "loss__kl": 0.01}
 
 
-class Seen(Watcher):
+class NotedAlarms(Watcher):
     def __init__(self) -> None:
         self.alarms: list[tuple[int, str]] = []
 
@@ -61,7 +61,7 @@ class Seen(Watcher):
 
 @pytest.fixture
 def alarms_at(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """Raises an alarm with its onset one step before, by (rollbacks so far, step)."""
+    """Raises an alarm, with its onset one step earlier, at each (rollbacks so far, step)."""
 
     def plan(*moments: tuple[int, int], detector: str = "grad_spike") -> None:
         def scripted(history: Any, step: int, state: GuardState, detectors: Any) -> list[Alarm]:
@@ -86,22 +86,22 @@ def steps_of(run: Path) -> list[tuple[int, int]]:
 # Log and stop.
 
 
-def test_the_response_log_changes_no_number_of_a_run(tmp_path: Path, alarms_at: Plan) -> None:
-    train(config(), tmp_path / "quiet")
+def test_the_response_log_changes_no_result_of_a_run(tmp_path: Path, alarms_at: Plan) -> None:
+    train(make_config(), tmp_path / "quiet")
     alarms_at((0, 2))
-    seen = Seen()
-    result = train(config(), tmp_path / "run", watcher=seen)
+    seen = NotedAlarms()
+    result = train(make_config(), tmp_path / "run", watcher=seen)
     alarm = Alarm("grad_spike", 2, 1, 9.0, 1.0)
     assert result.alarms == (alarm,) and seen.alarms == [(2, str(alarm))]
     (event,) = read_events(tmp_path / "run")
     assert (event["kind"], event["text"], event["data"]["baseline"]) == ("alarm", str(alarm), 1.0)
-    same(tmp_path / "run", numbers(tmp_path / "quiet"))
+    assert_same_results(tmp_path / "run", recorded_results(tmp_path / "quiet"))
 
 
 def test_a_stop_saves_first_and_can_be_resumed(tmp_path: Path, alarms_at: Plan) -> None:
     alarms_at((0, 2), detector="empty_filter")
     with pytest.raises(GuardStop, match=r"step 2, empty_filter: .* ragen resume"):
-        train(config(checkpoint__every=0), tmp_path / "run")
+        train(make_config(checkpoint__every=0), tmp_path / "run")
     assert checkpoint.newest(tmp_path / "run").name == "step-2"
     assert events(tmp_path / "run") == [(0, 2, "alarm"), (0, 2, "guard")]
     assert resume(tmp_path / "run").after is not None
@@ -111,7 +111,7 @@ def test_a_resumed_run_stops_again_if_the_condition_still_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "select", lambda *_, **__: [])
-    settings = config(steps=30, checkpoint__every=0, eval__episodes=0)
+    settings = make_config(steps=30, checkpoint__every=0, eval__episodes=0)
     with pytest.raises(GuardStop, match=f"step {EMPTY_STEPS}, empty_filter"):
         train(settings, tmp_path / "run")
     with pytest.raises(GuardStop, match=f"step {EMPTY_STEPS + GRACE_STEPS + 1}, empty_filter"):
@@ -123,48 +123,49 @@ def test_a_stop_is_one_line_and_exit_code_3(
 ) -> None:
     alarms_at((0, 1), detector="degenerate_text")
     recipe = tmp_path / "mine.toml"
-    recipe.write_text(dump(config()))
+    recipe.write_text(dump(make_config()))
     assert main(["train", str(recipe), "--out", str(tmp_path / "run"), "--quiet"]) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ragen: the guard stopped the run: step 1, degenerate_text: ")
 
 
-def test_reading_step_by_step_equals_reading_all(
+def test_history_kept_step_by_step_equals_history_read_from_the_database(
     tmp_path: Path, alarms_at: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alarms_at((0, 3))
     scripted, seen = recovery.raise_alarms, []
 
-    def listening(history: Any, step: int, state: GuardState, detectors: Any) -> list[Alarm]:
+    def recording(history: Any, step: int, state: GuardState, detectors: Any) -> list[Alarm]:
         seen.append(copy.deepcopy(history))
         return scripted(history, step, state, detectors)
 
-    monkeypatch.setattr(recovery, "raise_alarms", listening)
-    train(config(**BACK, eval__every=2), tmp_path / "run")
-    whole = read_history(tmp_path / "run", 1.0)
-    del whole[EVALUATED][5], whole[LEVELS][5]  # the last evaluation, after the last look
-    del whole["time/save_s"], seen[-1]["time/save_s"]  # written after the guard's look
-    assert seen[-1] == whole and list(whole[EVALUATED]) == [0, 2, 4]
-    assert all(list(series) == list(whole[name]) for name, series in seen[-1].items())
+    monkeypatch.setattr(recovery, "raise_alarms", recording)
+    train(make_config(**ROLLBACK, eval__every=2), tmp_path / "run")
+    history = read_history(tmp_path / "run", 1.0)
+    # The last evaluation comes after the guard's last check.
+    del history[EVALUATED][5], history[LEVELS][5]
+    del history["time/save_s"], seen[-1]["time/save_s"]  # written after the guard's check
+    assert seen[-1] == history and list(history[EVALUATED]) == [0, 2, 4]
+    assert all(list(series) == list(history[name]) for name, series in seen[-1].items())
 
 
 # Rollback.
 
 
-def test_a_rollback_begins_another_attempt_before_the_onset(
+def test_a_rollback_starts_another_attempt_from_before_the_onset(
     tmp_path: Path, alarms_at: Plan
 ) -> None:
-    run, seen = tmp_path / "run", Seen()
+    run, seen = tmp_path / "run", NotedAlarms()
     alarms_at((0, 3))
-    result = train(config(**BACK), run, watcher=seen)
-    # Onset 2: the checkpoint of step 1 is the newest one before it.
+    result = train(make_config(**ROLLBACK), run, watcher=seen)
+    # The newest checkpoint before onset 2 is that of step 1.
     assert [text for _, text in seen.alarms][1] == (
         "rolled back to step 1, attempt 1: update.lr = 0.000333333, update.critic_lr = 3.33333e-06"
     )
     assert events(run) == [(0, 3, "alarm"), (0, 3, "guard")]
     assert steps_of(run) == [*((0, s) for s in (1, 2, 3)), *((1, s) for s in (2, 3, 4, 5))]
     rates = read_metrics(run)["update/lr"]
-    # Bandit's rate falls to a tenth in a line over the five steps: at the second by a fifth of .9.
+    # Linear decay to a tenth over five steps: by a fifth of .9 at the second.
     assert rates[1] == pytest.approx(1e-3)
     assert rates[2] == pytest.approx(1e-3 / 3 * (1 - 0.9 / 5))
     state = checkpoint.read_state(checkpoint.newest(run))
@@ -174,33 +175,35 @@ def test_a_rollback_begins_another_attempt_before_the_onset(
 
 
 @pytest.mark.parametrize("remedy", ["lr", "filter", "kl", "seeds"])
-def test_a_remedy_changes_one_thing(tmp_path: Path, alarms_at: Plan, remedy: str) -> None:
+def test_a_remedy_changes_only_its_setting(tmp_path: Path, alarms_at: Plan, remedy: str) -> None:
     run = tmp_path / "run"
     alarms_at((0, 3))
-    asked = config(**BACK, guard__remedy=remedy, filter__rule="all", rollout__num_groups=4)
-    train(asked, run)
-    noise = 'SELECT noise_seed FROM episodes WHERE step = 2 AND attempt = ? ORDER BY "group", id'
-    first, second = (rows(run, noise.replace("?", str(attempt))) for attempt in (0, 1))
-    assert (first != second) == (remedy == "seeds"), "other random numbers only where asked for"
+    config = make_config(
+        **ROLLBACK, guard__remedy=remedy, filter__rule="all", rollout__num_groups=4
+    )
+    train(config, run)
+    query = 'SELECT noise_seed FROM episodes WHERE step = 2 AND attempt = ? ORDER BY "group", id'
+    first, second = (rows(run, query.replace("?", str(attempt))) for attempt in (0, 1))
+    assert (first != second) == (remedy == "seeds"), "only this remedy changes random numbers"
     levels = "SELECT DISTINCT level_seed FROM episodes WHERE step = 2"
-    assert len(rows(run, levels)) == 4, "the same levels"
+    assert len(rows(run, levels)) == 4, "both attempts play the same levels"
     evaluated = "SELECT DISTINCT noise_seed FROM episodes WHERE phase = 'eval' AND level_seed = 123"
-    assert len(rows(run, evaluated)) == 1, "evaluations can be compared"
+    assert len(rows(run, evaluated)) == 1, "evaluations stay comparable"
     kept = "SELECT attempt, avg(kept) FROM episodes WHERE phase = 'train' GROUP BY 1"
     assert rows(run, kept) == [(0, 1.0), (1, 0.25 if remedy == "filter" else 1.0)]
     with_kl = {a for (a,) in rows(run, "SELECT attempt FROM metrics WHERE name = 'kl/reference'")}
     assert with_kl == ({1} if remedy == "kl" else set())
 
 
-def test_the_first_attempt_stays_readable_and_its_later_checkpoints_go(
+def test_a_rollback_keeps_earlier_attempts_readable_and_drops_their_later_checkpoints(
     tmp_path: Path, alarms_at: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     monkeypatch.setattr(recovery, "ROLLBACKS", 1)
     alarms_at((0, 4), (1, 4))
     with pytest.raises(GuardStop, match="no rollback is left"):
-        train(config(**BACK, checkpoint__keep=5), run)
-    # Onset 3: back to 2 and on to 4, where the second alarm stops and saves.
+        train(make_config(**ROLLBACK, checkpoint__keep=5), run)
+    # Onset 3: back to step 2 and on to 4, where the second alarm saves and stops the run.
     assert [path.name for path in folders(run)] == [f"step-{s}" for s in range(5)]
     assert steps_of(run) == [*((0, s) for s in (1, 2, 3, 4)), (1, 3), (1, 4)]
     assert checkpoint.read_state(folders(run)[3])["loop"]["attempt"] == 1
@@ -212,68 +215,68 @@ def test_without_a_checkpoint_before_the_onset_the_run_stops(
 ) -> None:
     alarms_at((0, 1))
     with pytest.raises(GuardStop, match="no checkpoint before step 0 is left"):
-        train(config(**BACK), tmp_path / "run")
+        train(make_config(**ROLLBACK), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("response", "every", "kept"),
     [
         ({}, 20, 2),
-        ({"grad_spike": "rollback"}, 20, 3),  # ten steps back, at steps that 5 divides
+        ({"grad_spike": "rollback"}, 20, 3),  # ten steps back, one checkpoint every five
         ({"reward_drop": "log", "grad_spike": "rollback"}, 20, 3),
         ({"reward_drop": "rollback"}, 20, 9),  # an alarm at 100, an onset at 61: 60, 65 … 100
         ({"reward_drop": "rollback"}, 3, 3),
     ],
 )
-def test_checkpoints_reach_back_to_before_an_onset(
+def test_enough_checkpoints_are_kept_to_precede_an_onset(
     response: dict[str, str], every: int, kept: int
 ) -> None:
-    asked = config(guard__responses=response, checkpoint__every=5, eval__every=every)
+    config = make_config(guard__responses=response, checkpoint__every=5, eval__every=every)
     run: Any = SimpleNamespace(
-        config=asked, guard=GuardState(checked_step=100), state=LoopState(100), spacing=5
+        config=config, guard=GuardState(checked_step=100), state=LoopState(100), spacing=5
     )
     assert kept_checkpoints(run) == kept
 
 
-_WHOLE: dict[str, dict[str, Any]] = {}
+_UNINTERRUPTED: dict[str, dict[str, Any]] = {}
 
 
-def uninterrupted(asked: Config, tmp_path: Path, name: str) -> dict[str, Any]:
-    """The numbers of a run, made once for each name."""
-    if name not in _WHOLE:
-        train(asked, tmp_path / "whole")
-        _WHOLE[name] = numbers(tmp_path / "whole")
-    return _WHOLE[name]
+def uninterrupted(config: Config, tmp_path: Path, name: str) -> dict[str, Any]:
+    """The recorded results of an uninterrupted run, trained once per name."""
+    if name not in _UNINTERRUPTED:
+        train(config, tmp_path / "uninterrupted")
+        _UNINTERRUPTED[name] = recorded_results(tmp_path / "uninterrupted")
+    return _UNINTERRUPTED[name]
 
 
 CASES = [
     pytest.param("grpo", {}, id="grpo", marks=pytest.mark.slow),
     pytest.param("gae", PPO, id="gae"),
 ]
-ASKED: dict[str, Any] = BACK | {"eval__every": 2}
+ROLLBACK_AND_EVAL: dict[str, Any] = ROLLBACK | {"eval__every": 2}
 
 
 @pytest.mark.parametrize(("kind", "more"), CASES)
 @pytest.mark.parametrize(
-    ("what", "at"),
+    ("event", "at"),
     [("episode", 3 * 8 + 2), ("step", 4), ("evaluated", 4), ("step", 6)],
 )
-def test_a_run_stopped_after_a_rollback_resumes_exactly(
-    tmp_path: Path, alarms_at: Plan, kind: str, more: dict[str, Any], what: str, at: int
+def test_resume_after_a_stop_after_a_rollback_equals_the_uninterrupted_run(
+    tmp_path: Path, alarms_at: Plan, kind: str, more: dict[str, Any], event: str, at: int
 ) -> None:
     alarms_at((0, 3), (1, 4))
-    asked = config(**ASKED, **more)
+    config = make_config(**ROLLBACK_AND_EVAL, **more)
     with pytest.raises(StopRequested):
-        train(asked, tmp_path / "run", watcher=Interrupts(what, at, signal.SIGINT))
+        train(config, tmp_path / "run", watcher=SendSignal(event, at, signal.SIGINT))
     resume(tmp_path / "run")
     assert steps_of(tmp_path / "run")[-3:] == [(2, 3), (2, 4), (2, 5)]
-    same(tmp_path / "run", uninterrupted(asked, tmp_path, kind))
+    assert_same_results(tmp_path / "run", uninterrupted(config, tmp_path, kind))
 
 
 @pytest.mark.parametrize("step", ["drop_after", "replace_state", "event", "build"])
-def test_killed_in_the_middle_of_a_rollback(tmp_path: Path, alarms_at: Plan, step: str) -> None:
+def test_resume_after_a_kill_during_a_rollback(tmp_path: Path, alarms_at: Plan, step: str) -> None:
     alarms_at((0, 3))
-    asked, run = config(**ASKED), tmp_path / "run"
+    config, run = make_config(**ROLLBACK_AND_EVAL), tmp_path / "run"
 
     def work() -> None:
         place, name = {
@@ -284,33 +287,33 @@ def test_killed_in_the_middle_of_a_rollback(tmp_path: Path, alarms_at: Plan, ste
         }[step]
         real = getattr(place, name)
 
-        def dies(*arguments: Any, **named: Any) -> Any:
+        def killing(*arguments: Any, **named: Any) -> Any:
             if step != "event" or "rolled" in arguments[3]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*arguments, **named)
 
-        setattr(place, name, dies)
-        train(asked, run)
+        setattr(place, name, killing)
+        train(config, run)
 
-    assert end_of(forked(work)) == -signal.SIGKILL
+    assert exit_code(fork(work)) == -signal.SIGKILL
     resume(run)
-    same(run, uninterrupted(asked, tmp_path, "one rollback"))
+    assert_same_results(run, uninterrupted(config, tmp_path, "one rollback"))
 
 
 @pytest.mark.slow
-def test_kills_at_many_moments_around_a_rollback(tmp_path: Path, alarms_at: Plan) -> None:
+def test_resume_after_many_kills_around_a_rollback(tmp_path: Path, alarms_at: Plan) -> None:
     import random
 
     alarms_at((0, 3), (1, 4))
-    asked = config(**ASKED)
-    train(asked, tmp_path / "whole")
-    assert kill_and_resume(tmp_path, asked, 1.5, random.Random(3), most=20) > 0
-    same(tmp_path / "run", numbers(tmp_path / "whole"))
+    config = make_config(**ROLLBACK_AND_EVAL)
+    train(config, tmp_path / "uninterrupted")
+    assert kill_and_resume(tmp_path, config, 1.5, random.Random(3), most=20) > 0
+    assert_same_results(tmp_path / "run", recorded_results(tmp_path / "uninterrupted"))
 
 
 @pytest.mark.slow
 def test_a_collapse_of_the_embedded_model_is_rolled_back(tmp_path: Path) -> None:
-    """Nothing is scripted: with vanilla GRPO on Bandit the reward std falls before success does."""
+    """With vanilla GRPO on the bandit, the reward std falls before success does."""
     more = {"guard.responses.reward_std_cliff": "rollback", "guard.remedy": "filter"}
     small = {"steps": 12, "threads": 1, "eval.episodes": 0, "seed": 4, "checkpoint.every": 5}
     result = train(resolve("collapse", more | small), tmp_path / "run")
@@ -337,7 +340,7 @@ def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
     monkeypatch.setattr(Engine, "update", hangs)
     monkeypatch.setattr(loop, "STALLED_S", 1.0)
     start = time.monotonic()
-    assert end_of(forked(lambda: train(config(), run))) == 3
+    assert exit_code(fork(lambda: train(make_config(), run))) == 3
     assert time.monotonic() - start < 30
     stacks = (run / recovery.STACKS).read_text()
     assert "the last checkpoint is step-2" in stacks and "hangs" in stacks
@@ -348,7 +351,7 @@ def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
 
 
 def test_a_stall_can_be_logged_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish, seen = Engine.publish, Seen()
+    publish, seen = Engine.publish, NotedAlarms()
 
     async def slow(engine: Engine) -> None:
         time.sleep(1.5 if engine.version == 1 else 0)
@@ -356,30 +359,30 @@ def test_a_stall_can_be_logged_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Engine, "publish", slow)
     monkeypatch.setattr(loop, "STALLED_S", 1.0)
-    asked = config(guard__responses={"stalled": "log"})
-    result = train(asked, tmp_path / "run", watcher=seen)
+    config = make_config(guard__responses={"stalled": "log"})
+    result = train(config, tmp_path / "run", watcher=seen)
     assert [alarm.detector for alarm in result.alarms] == ["stalled"]
     assert [step for step, _ in seen.alarms] == [1]
     off = GuardConfig(responses={"stalled": "off"})
-    silent = config().model_copy(update={"guard": off})
+    silent = make_config().model_copy(update={"guard": off})
     assert train(silent, tmp_path / "silent", watcher=seen).alarms == ()
     assert len(seen.alarms) == 1
 
 
 def test_every_beat_resets_the_watchdog() -> None:
-    heard: list[float] = []
-    with Watchdog(0.4, heard.append) as dog:
+    silences: list[float] = []
+    with Watchdog(0.4, silences.append) as dog:
         for _ in range(10):
             time.sleep(0.1)
             dog.beat()
-        assert not heard
+        assert not silences
         time.sleep(1.0)
         dog.beat()
         time.sleep(1.0)
-    assert len(heard) == 2, "once for each silence"
-    with Watchdog(0.0, heard.append):
+    assert len(silences) == 2, "once per silence"
+    with Watchdog(0.0, silences.append):
         time.sleep(0.1)
-    assert len(heard) == 2
+    assert len(silences) == 2
 
 
 def test_the_guards_state_survives_json() -> None:
@@ -389,7 +392,7 @@ def test_the_guards_state_survives_json() -> None:
     assert GuardState(**json.loads(json.dumps(asdict(state)))) == state
 
 
-def test_a_checkpoint_of_a_stop_displaces_no_regular_one(tmp_path: Path) -> None:
+def test_the_checkpoint_of_a_stop_replaces_no_regular_checkpoint(tmp_path: Path) -> None:
     def saved(*steps: int) -> list[int]:
         for step in steps:
             folder = tmp_path / "checkpoints" / f"step-{step}"

@@ -1,4 +1,4 @@
-"""The papers' recipes: their values, how they are named, and their first steps with a stand-in."""
+"""Recipes of the paper: values, names, and first steps with a small stand-in model."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ SMALL = {
     "eval.episodes": 2,
     "eval.every": 1,
 }
-"""All that is smaller than in the recipe, and the room for prompts that are spelt byte by byte."""
+"""Settings that make a recipe small."""
 
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture and a template like Qwen's, on a byte-level tokenizer."""
+    """A small Qwen2 with a byte-level tokenizer and a chat template like Qwen2.5's."""
     tokenizer = tiny_tokenizer("qwen2.5")
     folder = tmp_path_factory.mktemp("qwen")
     save_model(tiny_model(tokenizer, max_position_embeddings=8192), tokenizer, folder)
     return folder
 
 
-def test_there_is_one_for_each_environment_of_the_paper() -> None:
+def test_each_environment_of_the_paper_has_a_recipe() -> None:
     assert PAPER == ["paper/bandit", "paper/frozen-lake", "paper/sokoban"]
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_they_hold_the_published_values(name: str) -> None:
+def test_paper_recipes_hold_the_published_values(name: str) -> None:
     config = resolve(name)
     rollout, update, env = config.rollout, config.update, config.env
     assert (config.algorithm, config.prompt.style, config.model.path) == (
@@ -64,7 +64,7 @@ def test_they_hold_the_published_values(name: str) -> None:
     assert (config.filter.rule, config.filter.value, config.loss.kl) == ("top_k", 0.25, 0.0)
     budgets = (1, 1, 1) if name == "paper/bandit" else (5, 5, 10)
     assert (env.max_turns, env.actions_per_turn, env.max_actions) == budgets
-    assert env.params == {}  # .15; slip 1/3; 6×6, one box: the environments'
+    assert env.params == {}  # the environments' defaults: .15; slip 1/3; 6×6, one box
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_they_hold_the_published_values(name: str) -> None:
         for name in PAPER
     ],
 )
-def test_two_steps_with_a_small_model_of_the_same_architecture(
+def test_paper_recipes_train_two_steps_with_a_small_model(
     name: str, stand_in: Path, tmp_path: Path
 ) -> None:
-    # 4 episodes, of which one group of 2 is learnt from: one update a step.
+    # 4 episodes, of which the filter keeps one group of 2: one update a step.
     config = resolve(name, {**SMALL, "model.path": str(stand_in), "model.max_length": 4096})
     result = train(config, tmp_path / "run")
     metrics = read_metrics(result.run)
@@ -88,20 +88,22 @@ def test_two_steps_with_a_small_model_of_the_same_architecture(
     assert result.after is not None and result.after.random > 0
 
 
-def test_the_longest_episode_has_room() -> None:
-    """A first prompt is under 450 tokens of English and map, a later message under 120."""
+def test_the_longest_episode_fits_into_max_length() -> None:
+    """A first prompt has under 450 tokens of English and map, a later message under 120."""
     for name in PAPER:
         config = resolve(name)
         turns = config.env.max_turns
         assert 450 + (turns - 1) * 120 + turns * 400 <= config.model.max_length
 
 
-def test_runs_lie_side_by_side(tmp_path: Path) -> None:
+def test_run_folders_of_a_recipe_are_numbered(tmp_path: Path) -> None:
     assert new_run_folder(tmp_path, "paper/bandit").name == "paper-bandit-1"
     assert new_run_folder(tmp_path, "paper/bandit") == tmp_path / "paper-bandit-2"
 
 
-def test_names_with_a_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_names_with_a_slash_are_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert resolve("paper/bandit").recipe == "paper/bandit"
     with pytest.raises(RagenError, match="did you mean 'paper/sokoban'"):
         resolve("paper/sokobann")
@@ -128,11 +130,11 @@ def test_a_recipe_of_the_embedded_model_names_the_one_for_real_models(
     arguments: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", *arguments.split(), "--dry-run"]) == 0
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == bool(words)
+    printed = capsys.readouterr().err
+    assert words in printed and printed.count("\n") == bool(words)
 
 
-def test_it_is_said_when_a_run_begins_and_not_when_it_goes_on(tmp_path: Path) -> None:
+def test_the_hint_is_shown_at_the_start_of_a_run_but_not_after_a_resume(tmp_path: Path) -> None:
     config = resolve("sokoban", {"model.path": "there"})
     for terminal in (True, False):
         console = Console(record=True, file=io.StringIO(), force_terminal=terminal, width=120)
@@ -145,7 +147,7 @@ def test_it_is_said_when_a_run_begins_and_not_when_it_goes_on(tmp_path: Path) ->
         assert "paper/sokoban" not in console.export_text()
 
 
-def test_a_run_is_no_other_model(tmp_path: Path) -> None:
+def test_training_from_a_run_folder_shows_no_hint(tmp_path: Path) -> None:
     config = resolve("sokoban", {"model.path": str(tmp_path)})
     assert hint(config)
     (tmp_path / "config.toml").touch()

@@ -1,4 +1,4 @@
-"""Other people's trackers: the same names and numbers, nothing unless asked, nothing lost."""
+"""Trackers (TensorBoard, W&B, trackio): equal names and values, imported only if configured."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def needs(name: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Nothing leaves this folder; trackio asks where to only once in a process."""
+def local_trackers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keeps all trackers local; trackio reads its folder only once per process."""
     home = tmp_path_factory.mktemp("trackers")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
@@ -47,7 +47,7 @@ def at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
-# What each holds, read back by its own means.
+# What each tracker holds, read back with its own library.
 
 
 def in_tensorboard(run: Path) -> Points:
@@ -66,28 +66,28 @@ def in_wandb(run: Path) -> Points:
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
-    wandb.teardown()  # its own process writes the rest when this one ends
+    wandb.teardown()  # wandb's process writes the rest on teardown
     found: Points = {}
     for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
         for data in log_records(path.read_bytes()):
             items = Record.FromString(data).history.item
             row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
-            into(found, row)
+            add_row(found, row)
     return found
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
-    """The records of LevelDB's log format, in which an offline run is kept: blocks of 32 kB."""
-    at, parts = 7, b""  # behind the file's own header
+    """Parse LevelDB's log format, in which offline runs are stored: blocks of 32 kB."""
+    at, parts = 7, b""  # after the file's header
     while at + 7 <= len(data):
         left = 2**15 - at % 2**15
-        if left < 7:  # no header fits into the rest of a block
+        if left < 7:  # the rest of a block is too short for a header
             at += left
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a whole one, or the last part of one
+        if kind in (1, 4):  # a complete record, or the last part of one
             yield parts
             parts = b""
 
@@ -103,33 +103,35 @@ def in_trackio(run: Path) -> Points:
     connection.close()
     found: Points = {}
     for _, text in rows:
-        into(found, json.loads(text))
+        add_row(found, json.loads(text))
     steps = [step for step, _ in rows]
-    assert steps == list(range(len(rows)))  # its own count goes on, wherever the run is
+    # trackio's own step counter continues, whatever the run's step.
+    assert steps == list(range(len(rows)))
     return found
 
 
-def into(found: Points, row: Mapping[str, Any]) -> None:
+def add_row(found: Points, row: Mapping[str, Any]) -> None:
     step = row.get(trackers.STEP)
     for name, value in row.items():
         if step is not None and not name.startswith("_") and name != trackers.STEP:
             found.setdefault(name, {}).setdefault(int(step), []).append(value)
 
 
-READ = {"tensorboard": in_tensorboard, "wandb": in_wandb, "trackio": in_trackio}
-EACH = pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in TRACKERS])
+READERS = {"tensorboard": in_tensorboard, "wandb": in_wandb, "trackio": in_trackio}
+TRACKER_PARAMS = [pytest.param(name, marks=needs(name)) for name in TRACKERS]
+EACH_TRACKER = pytest.mark.parametrize("name", TRACKER_PARAMS)
 
 
-@EACH
-def test_a_run_is_tracked_under_the_same_names(name: str, tmp_path: Path) -> None:
+@EACH_TRACKER
+def test_trackers_receive_metrics_under_ragens_names(name: str, tmp_path: Path) -> None:
     config = resolve("bandit", settings(record__trackers=name))
     run = train(config, tmp_path / "bandit-7").run
-    recorded, found = read_metrics(run), READ[name](run)
-    told = {each for each in found if not each.startswith("eval")}
-    # The database has averages and the time of a checkpoint besides, which nobody is told.
-    assert told <= recorded.keys() and len(told) > 40
-    assert {"success/mean", "reward/std_in_group", "time/rollout_s"} <= told
-    for metric in told:
+    recorded, found = read_metrics(run), READERS[name](run)
+    tracked = {each for each in found if not each.startswith("eval")}
+    # Averages and the time of a checkpoint are only in the database.
+    assert tracked <= recorded.keys() and len(tracked) > 40
+    assert {"success/mean", "reward/std_in_group", "time/rollout_s"} <= tracked
+    for metric in tracked:
         for step, values in found[metric].items():
             assert values == [pytest.approx(recorded[metric][step], rel=1e-5)], metric
     assert set(found["success/mean"]) == {1, 2, 3}
@@ -139,36 +141,36 @@ def test_a_run_is_tracked_under_the_same_names(name: str, tmp_path: Path) -> Non
         assert value == pytest.approx(evaluation["success"])
 
 
-@EACH
-def test_a_resumed_run_goes_on_in_the_same_place(name: str, tmp_path: Path) -> None:
+@EACH_TRACKER
+def test_a_resumed_run_continues_its_tracker_run(name: str, tmp_path: Path) -> None:
     config = resolve("bandit", settings(record__trackers=name, steps=2, eval__episodes=0))
     run = train(config, tmp_path / "bandit-7").run
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace("\nsteps = 2\n", "\nsteps = 4\n"))
     resume(run)
-    found = READ[name](run)["success/mean"]
+    found = READERS[name](run)["success/mean"]
     assert {step: len(values) for step, values in found.items()} == {1: 1, 2: 1, 3: 1, 4: 1}
 
 
-@EACH
-def test_a_rollback_leaves_what_counts(name: str, tmp_path: Path) -> None:
-    """Steps 1 to 4, back to 2, and on: what came after it is replaced, or there with the new."""
+@EACH_TRACKER
+def test_trackers_show_the_values_after_a_rollback(name: str, tmp_path: Path) -> None:
+    """Steps 1 to 4, back to 2, and on: later values replace earlier ones, or are added to them."""
     run = tmp_path / "bandit-7"
     run.mkdir()
     watcher = with_trackers(Watcher(), name)
     watcher.begin(run, resolve("bandit"), 0)
     for step, loss in ((1, 0.5), (2, 0.25), (3, 8.0), (4, 9.0), (3, 0.125), (4, 0.0625)):
         watcher.step(step, {"loss/policy": loss, "loss/kl": 0.0})
-    watcher.step(4, {"loss/policy": 0.5, "loss/kl": 0.0})  # back to 3, and on
+    watcher.step(4, {"loss/policy": 0.5, "loss/kl": 0.0})  # after another rollback, to step 3
     watcher.end()
-    found = READ[name](run)["loss/policy"]
-    hidden = {} if name == "tensorboard" else {3: [8.0], 4: [9.0, 0.0625]}
-    stands = {1: 0.5, 2: 0.25, 3: 0.125, 4: 0.5}
-    assert found == {step: [*hidden.get(step, []), value] for step, value in stands.items()}
+    found = READERS[name](run)["loss/policy"]
+    earlier = {} if name == "tensorboard" else {3: [8.0], 4: [9.0, 0.0625]}
+    current = {1: 0.5, 2: 0.25, 3: 0.125, 4: 0.5}
+    assert found == {step: [*earlier.get(step, []), value] for step, value in current.items()}
 
 
 @needs("trackio")
-def test_standard_output_is_left_to_results(tmp_path: Path, capsys: Capture) -> None:
+def test_trackers_write_nothing_to_standard_output(tmp_path: Path, capsys: Capture) -> None:
     run = tmp_path / "bandit-7"
     run.mkdir()
     watcher = with_trackers(Watcher(), "trackio")
@@ -178,10 +180,10 @@ def test_standard_output_is_left_to_results(tmp_path: Path, capsys: Capture) -> 
     assert capsys.readouterr().out == ""
 
 
-# Whatever is installed.
+# Tests that need no tracker installed.
 
 
-class Heard(Watcher):
+class CallRecorder(Watcher):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -192,11 +194,11 @@ class Heard(Watcher):
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """One tracker that only remembers."""
+def tracker_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The calls of a fake tracker, which is the only one."""
     calls: list[Any] = []
 
-    class Pretended(Tracker):
+    class FakeTracker(Tracker):
         def begin(self, run: Path, config: Any, step: int) -> None:
             self._run = SimpleNamespace(finish=lambda: calls.append("close"))
             calls.append(("begin", run, step))
@@ -204,37 +206,37 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         def step(self, step: int, metrics: Mapping[str, float]) -> None:
             calls.append(("log", step, dict(metrics)))
 
-    monkeypatch.setattr(trackers, "TRACKERS", {"pretended": Pretended})
+    monkeypatch.setattr(trackers, "TRACKERS", {"fake": FakeTracker})
     yield calls
 
 
-def test_all_is_passed_on(pretended: list[Any], tmp_path: Path) -> None:
-    inner = Heard()
-    watcher = Watchers(inner, trackers.TRACKERS["pretended"]())
+def test_watchers_forward_every_call(tracker_calls: list[Any], tmp_path: Path) -> None:
+    inner = CallRecorder()
+    watcher = Watchers(inner, trackers.TRACKERS["fake"]())
     watcher.note("by the way")
     watcher.begin(tmp_path, resolve("bandit"), 3)
     watcher.episode(None)  # type: ignore[arg-type]
     watcher.step(4, {"loss/policy": 0.5})
     watcher.alarm(4, "look")
     watcher.end()
-    watcher.end()  # the command ends it, too
+    watcher.end()  # the command calls it again
     assert inner.calls == ["note", "begin", "episode", "step", "alarm", "end", "end"]
-    assert pretended == [("begin", tmp_path, 3), ("log", 4, {"loss/policy": 0.5}), "close"]
+    assert tracker_calls == [("begin", tmp_path, 3), ("log", 4, {"loss/policy": 0.5}), "close"]
 
 
-def test_a_run_that_fails_is_closed(pretended: list[Any], tmp_path: Path) -> None:
+def test_a_failing_run_closes_its_tracker(tracker_calls: list[Any], tmp_path: Path) -> None:
     class Fails(Watcher):
         def step(self, step: int, metrics: Mapping[str, float]) -> None:
             raise ZeroDivisionError
 
-    config, pretending = resolve("bandit", settings()), trackers.TRACKERS["pretended"]()
+    config, fake_tracker = resolve("bandit", settings()), trackers.TRACKERS["fake"]()
     with pytest.raises(ZeroDivisionError):
-        train(config, tmp_path / "run", watcher=Watchers(Fails(), pretending))
-    assert pretended[-1] == "close"
+        train(config, tmp_path / "run", watcher=Watchers(Fails(), fake_tracker))
+    assert tracker_calls[-1] == "close"
 
 
-def test_a_run_whose_tracker_does_not_begin_is_gone_on_with(
-    pretended: list[Any], tmp_path: Path
+def test_a_run_resumes_after_its_tracker_failed_to_start(
+    tracker_calls: list[Any], tmp_path: Path
 ) -> None:
     class Refuses(Tracker):
         def begin(self, run: Path, config: Any, step: int) -> None:
@@ -243,26 +245,26 @@ def test_a_run_whose_tracker_does_not_begin_is_gone_on_with(
     config, run = resolve("bandit", settings()), tmp_path / "run"
     with pytest.raises(RagenError, match="no login"):
         train(config, run, watcher=Refuses())
-    assert resume(run, trackers.TRACKERS["pretended"]()).after is not None
-    assert {each[1] for each in pretended[1:-1]} == {0, 1, 2, 3}
+    assert resume(run, trackers.TRACKERS["fake"]()).after is not None
+    assert {each[1] for each in tracker_calls[1:-1]} == {0, 1, 2, 3}
 
 
-def test_nothing_is_imported_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here without a new interpreter, which takes seconds; below with one."""
+def test_no_tracker_is_imported_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the seconds that a new interpreter takes; the slow test below starts one."""
     for name in [name for name in sys.modules if name.partition(".")[0] in TRACKERS]:
         monkeypatch.delitem(sys.modules, name)
-    quiet = Watcher()
-    assert with_trackers(quiet, "") is quiet
+    watcher = Watcher()
+    assert with_trackers(watcher, "") is watcher
     assert not [name for name in TRACKERS if name in sys.modules]
 
 
 @pytest.mark.slow
-def test_training_imports_no_tracker_unless_asked() -> None:
+def test_a_new_interpreter_imports_no_tracker_unless_configured() -> None:
     code = (
         "import sys, ragen.training.trainer\n"
         "from ragen.training.trackers import with_trackers\n"
         "from ragen.training.progress import Watcher\n"
-        "quiet = Watcher(); assert with_trackers(quiet, '') is quiet\n"
+        "watcher = Watcher(); assert with_trackers(watcher, '') is watcher\n"
         "print([name for name in ('tensorboard', 'wandb', 'trackio') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -270,23 +272,23 @@ def test_training_imports_no_tracker_unless_asked() -> None:
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_what_is_missing_is_one_line_before_anything_begins(
+def test_a_missing_tracker_is_one_line_before_the_run_starts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda found: None if found == name else find(found)
+        importlib.util, "find_spec", lambda module: None if module == name else find(module)
     )
     out = tmp_path / "run"
     assert main(["train", "bandit", "--out", str(out), "--record.trackers", name]) == 2
-    said = capsys.readouterr().err
-    assert said == (
+    error = capsys.readouterr().err
+    assert error == (
         f"ragen: record.trackers: {name} is not installed: pip install 'ragen-rl[{name}]'\n"
     )
     assert not out.exists()
 
 
-def test_names_that_nobody_has_are_refused() -> None:
+def test_unknown_tracker_names_are_refused() -> None:
     for wrong in ("mlflow", "wandb,mlflow", "wandb tensorboard"):
         with pytest.raises(RagenError, match=r"record.trackers = .*: expected nothing, or names"):
             resolve("bandit", {"record.trackers": wrong})
@@ -294,5 +296,5 @@ def test_names_that_nobody_has_are_refused() -> None:
     assert resolve("bandit", {"record.trackers": "wandb, trackio"}).record.trackers
 
 
-def test_the_names_are_those_of_the_config() -> None:
+def test_tracker_names_equal_those_of_the_config() -> None:
     assert tuple(trackers.TRACKERS) == TRACKERS

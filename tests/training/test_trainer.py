@@ -1,4 +1,4 @@
-"""The loop as a whole: what a run leaves behind, and that stopping it changes no number."""
+"""Whole training runs: what they record, and that stopping and resuming changes no result."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"model__dtype": "bfloat16"},
     "bfloat16 gae": GAE | {"model__dtype": "bfloat16"},
 }
-BOTH = pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
-# Where each is a run more: the one with a critic saves and restores all that the other does.
-CRITIC = pytest.mark.parametrize(
+GRPO_AND_GAE = pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
+# One run suffices: with a critic, a run saves and restores everything that it does without one.
+GAE_AND_SLOW_GRPO = pytest.mark.parametrize(
     "more", [pytest.param({}, id="grpo", marks=pytest.mark.slow), pytest.param(GAE, id="gae")]
 )
 
 
-def config(**more: Any) -> Config:
+def make_config(**more: Any) -> Config:
     return resolve("bandit", settings(**more))
 
 
-def test_a_run_that_does_not_begin_closes_what_was_opened(
+def test_a_run_that_fails_to_start_closes_its_engine_and_recorder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[str] = []
@@ -78,9 +78,9 @@ def test_a_run_that_does_not_begin_closes_what_was_opened(
     monkeypatch.setattr(Engine, "close", close)
     (tmp_path / "file").write_text("")
     with pytest.raises(RagenError, match="cannot make the run folder"):
-        train(config(), out=tmp_path / "file" / "run")
+        train(make_config(), out=tmp_path / "file" / "run")
     assert closed == ["engine"]
-    train(config(steps=1), out=tmp_path / "run")
+    train(make_config(steps=1), out=tmp_path / "run")
     assert len(closed) > 1
     closed.clear()
 
@@ -92,7 +92,7 @@ def test_a_run_that_does_not_begin_closes_what_was_opened(
         with pytest.raises(RagenError, match="no space left"):
             resume(tmp_path / "run")
     assert closed == ["engine"]
-    Recorder.open(tmp_path / "run").close()  # nobody claims it any more
+    Recorder.open(tmp_path / "run").close()  # the database is no longer locked
 
 
 def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
@@ -103,8 +103,8 @@ def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
         connection.close()
 
 
-def numbers(run: Path) -> dict[str, Any]:
-    """All that a run came to, except for the time it took and the events on its way."""
+def recorded_results(run: Path) -> dict[str, Any]:
+    """All results of a run except for durations and events."""
     newest = checkpoint.newest(run)
     state = json.loads((newest / checkpoint.STATE).read_text())
     del state["loop"]["seconds"], state[checkpoint.SEAL]
@@ -150,14 +150,14 @@ def numbers(run: Path) -> dict[str, Any]:
     }
 
 
-def same(run: Path, whole: dict[str, Any]) -> None:
-    found = numbers(run)
-    for part, value in whole.items():
-        assert found[part] == value, part
+def assert_same_results(run: Path, expected: dict[str, Any]) -> None:
+    actual = recorded_results(run)
+    for part, value in expected.items():
+        assert actual[part] == value, part
 
 
-def forked(work: Callable[[], object]) -> int:
-    """Start `work` in a copy of this process; returns its id. It ends with the code of `ragen`."""
+def fork(work: Callable[[], object]) -> int:
+    """Run `work` in a fork of this process; returns its id. It exits as `ragen` would."""
     pid = os.fork()
     if pid:
         return pid
@@ -175,19 +175,19 @@ def forked(work: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def end_of(pid: int) -> int:
+def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-class Interrupts(Watcher):
-    """Sends this process a signal when something happens for the n-th time."""
+class SendSignal(Watcher):
+    """Sends this process a signal when an event happens for the n-th time."""
 
-    def __init__(self, what: str, at: int, number: int) -> None:
-        self.what, self.left, self.number = what, at, number
+    def __init__(self, event: str, at: int, number: int) -> None:
+        self.event, self.left, self.number = event, at, number
 
-    def _happens(self, what: str) -> None:
-        self.left -= what == self.what
-        if self.left == 0 and what == self.what:
+    def _happens(self, event: str) -> None:
+        self.left -= event == self.event
+        if self.left == 0 and event == self.event:
             os.kill(os.getpid(), self.number)
 
     def episode(self, episode: Any) -> None:
@@ -200,11 +200,11 @@ class Interrupts(Watcher):
         self._happens("evaluated")
 
 
-# What a run leaves behind.
+# What a run records.
 
 
-def test_a_run_and_its_database(tmp_path: Path) -> None:
-    result = train(config(), tmp_path / "run")
+def test_contents_of_run_folder_and_database(tmp_path: Path) -> None:
+    result = train(make_config(), tmp_path / "run")
     run = tmp_path / "run"
     assert isinstance(result, Result) and result.run == run and result.env == "bandit"
     greedy = [result.evaluations[name] for name in ("before_greedy", "after_greedy")]
@@ -245,15 +245,15 @@ def test_a_run_and_its_database(tmp_path: Path) -> None:
     state = json.loads((checkpoint.newest(run) / "state.json").read_text())
     assert state["loop"]["step"] == 3 and state["loop"]["episodes"] == 24
     assert state["engine"]["version"] == 3
-    # Every, but two newest kept (and the best).
+    # Every step is saved; the two newest and the best are kept.
     best = state["loop"]["best_step"]
     assert {p.name for p in checkpoint.folders(run)} == {"step-2", "step-3", f"step-{best}"}
 
 
-def test_the_best_checkpoint_stays_whatever_is_evaluated_between_checkpoints(
+def test_best_checkpoint_is_kept_when_a_step_without_checkpoint_does_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 3 does best and has no checkpoint: of those that have one, step 2 does."""
+    """Step 3 does best but has no checkpoint; step 2 does best of those that have one."""
     evaluate, success = running.evaluate_policy, iter([0.1, 0.2, 0.6, 0.9, 0.3])
 
     async def scripted(*args: Any, **more: Any) -> Any:
@@ -262,24 +262,24 @@ def test_the_best_checkpoint_stays_whatever_is_evaluated_between_checkpoints(
         return replace(evaluation, success=next(success, 0.0) if sampled else 0.0), groups
 
     monkeypatch.setattr(running, "evaluate_policy", scripted)
-    asked = config(steps=5, eval__every=1, checkpoint__every=2, checkpoint__keep=1)
-    train(asked, tmp_path / "run")
+    config = make_config(steps=5, eval__every=1, checkpoint__every=2, checkpoint__keep=1)
+    train(config, tmp_path / "run")
     names = [p.name for p in checkpoint.folders(tmp_path / "run")]
     assert names == ["step-2", "step-4", "step-5"]
 
 
-def test_weights_move_and_the_model_of_the_start_does_not(tmp_path: Path) -> None:
-    asked = config()
-    before = load_file(Path(asked.model.path) / "model.safetensors")
-    train(asked, tmp_path / "run")
+def test_training_changes_the_weights(tmp_path: Path) -> None:
+    config = make_config()
+    before = load_file(Path(config.model.path) / "model.safetensors")
+    train(config, tmp_path / "run")
     after = load_file(checkpoint.newest(tmp_path / "run") / "model.safetensors")
     assert after.keys() == before.keys()
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_every_estimator_trains(tmp_path: Path, name: str) -> None:
-    asked = config(
+def test_every_advantage_estimator_trains(tmp_path: Path, name: str) -> None:
+    config = make_config(
         algorithm="starpo/ppo",
         steps=1,
         advantage__name=name,
@@ -288,7 +288,7 @@ def test_every_estimator_trains(tmp_path: Path, name: str) -> None:
         eval__episodes=0,
         checkpoint__every=0,
     )
-    train(asked, tmp_path / "run")
+    train(config, tmp_path / "run")
     critic = checkpoint.newest(tmp_path / "run") / "critic.safetensors"
     assert critic.exists() == needs_values(ADVANTAGES[name])
     query = "SELECT value FROM metrics WHERE name = 'gradient/policy_norm'"
@@ -296,7 +296,7 @@ def test_every_estimator_trains(tmp_path: Path, name: str) -> None:
 
 
 def test_filters_read_raw_rewards_however_they_are_normalised(tmp_path: Path) -> None:
-    asked = config(
+    config = make_config(
         algorithm="starpo-s/ppo",
         rollout__num_groups=4,
         filter__value=0.5,
@@ -304,10 +304,12 @@ def test_filters_read_raw_rewards_however_they_are_normalised(tmp_path: Path) ->
         eval__episodes=0,
         checkpoint__every=0,
     )
-    train(asked, tmp_path / "run")
+    train(config, tmp_path / "run")
     spread: dict[int, list[tuple[bool, float]]] = {}
-    told = rows(tmp_path / "run", 'SELECT step, "group", kept, reward FROM episodes ORDER BY 1, 2')
-    for (step, _, kept), members in groupby(told, key=lambda row: row[:3]):
+    episodes = rows(
+        tmp_path / "run", 'SELECT step, "group", kept, reward FROM episodes ORDER BY 1, 2'
+    )
+    for (step, _, kept), members in groupby(episodes, key=lambda row: row[:3]):
         std = statistics.stdev(reward for *_, reward in members)
         spread.setdefault(step, []).append((bool(kept), std))
     assert list(spread) == [1, 2, 3]
@@ -315,34 +317,40 @@ def test_filters_read_raw_rewards_however_they_are_normalised(tmp_path: Path) ->
         assert min(std for kept, std in groups if kept) >= max(
             std for kept, std in groups if not kept
         )
-    assert len({std for groups in spread.values() for _, std in groups}) > 2, "there was a choice"
+    assert len({std for groups in spread.values() for _, std in groups}) > 2, (
+        "the filter had a choice"
+    )
 
 
-@BOTH
-def test_the_same_run_twice_is_the_same_run(tmp_path: Path, more: dict[str, Any]) -> None:
+@GRPO_AND_GAE
+def test_training_twice_gives_identical_results(tmp_path: Path, more: dict[str, Any]) -> None:
     for name in ("a", "b"):
-        train(config(**more), tmp_path / name)
-    same(tmp_path / "b", numbers(tmp_path / "a"))
+        train(make_config(**more), tmp_path / name)
+    assert_same_results(tmp_path / "b", recorded_results(tmp_path / "a"))
     query = "SELECT count(*) FROM metrics WHERE name = 'kl/reference' AND value > -1e-6"
-    assert rows(tmp_path / "a", query) == [(3 if more else 0,)], "in every step with a reference"
-    train(config(seed=1, **more), tmp_path / "c")
-    assert numbers(tmp_path / "c")["tensors"] != numbers(tmp_path / "a")["tensors"]
+    assert rows(tmp_path / "a", query) == [(3 if more else 0,)], (
+        "one in every step of a run with a reference"
+    )
+    train(make_config(seed=1, **more), tmp_path / "c")
+    assert (
+        recorded_results(tmp_path / "c")["tensors"] != recorded_results(tmp_path / "a")["tensors"]
+    )
 
 
 @pytest.mark.parametrize(("dtype", "roles"), [("bfloat16", ["policy"]), ("float32", [])])
-def test_where_rounding_differs_the_old_logprobs_are_the_learners(
+def test_learner_recomputes_old_logprobs_in_bfloat16_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, roles: list[str]
 ) -> None:
-    asked, score = [], Engine.score
+    scored_roles, score = [], Engine.score
 
     async def watched(engine: Engine, batch: Batch, role: Role) -> Batch:
-        asked.append(role)
+        scored_roles.append(role)
         return await score(engine, batch, role)
 
     monkeypatch.setattr(Engine, "score", watched)
-    once = config(steps=1, model__dtype=dtype, eval__episodes=0, record__tokens_every=0)
-    train(once, tmp_path / "run")
-    assert asked == roles
+    config = make_config(steps=1, model__dtype=dtype, eval__episodes=0, record__tokens_every=0)
+    train(config, tmp_path / "run")
+    assert scored_roles == roles
 
 
 LOSSES = {
@@ -355,37 +363,37 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_trains(tmp_path: Path, name: str) -> None:
     more = {"loss__name": name, "update__epochs": 2, "eval__episodes": 0} | LOSSES[name]
-    train(config(steps=1, **more), tmp_path / "run")
+    train(make_config(steps=1, **more), tmp_path / "run")
     found = dict(rows(tmp_path / "run", "SELECT name, value FROM metrics"))
     assert found["importance/mean"] == 1, "one set of weights, float32"
-    assert found["ratio/max"] > 1 and found["kl/old"] > 0, "the second pass is off-policy"
+    assert found["ratio/max"] > 1 and found["kl/old"] > 0, "the second epoch is off-policy"
     assert found["gradient/policy_norm"] > 0 and found["update/skipped_policy"] == 0
     assert ("clip/dual_fraction" in found) == (name == "ppo_clip")
 
 
-def test_constant_weights_count_by_the_longest_episode_there_can_be(tmp_path: Path) -> None:
-    """8 episodes of one turn of 10 tokens at most: Σ ÷ 80, where the mean is Σ ÷ tokens sampled."""
+def test_constant_aggregation_divides_by_the_maximum_episode_length(tmp_path: Path) -> None:
+    """8 episodes of one turn of at most 10 tokens: Σ ÷ 80 instead of Σ ÷ tokens sampled."""
     norms = []
     for aggregation in ("token_mean", "constant"):
         more = {"filter__rule": "all", "update__minibatch_episodes": 8, "loss__entropy": 0.0}
-        asked = config(steps=1, eval__episodes=0, loss__aggregation=aggregation, **more)
-        train(asked, tmp_path / aggregation)
+        config = make_config(steps=1, eval__episodes=0, loss__aggregation=aggregation, **more)
+        train(config, tmp_path / aggregation)
         found = dict(rows(tmp_path / aggregation, "SELECT name, value FROM metrics"))
         norms.append(found["gradient/policy_norm"])
     assert norms[0] > 0
     assert norms[1] / norms[0] == pytest.approx(found["tokens/sampled"] / 80, rel=1e-4)
 
 
-def test_a_budget_of_updates_is_spent_to_the_last(tmp_path: Path) -> None:
-    """Two updates a step, five in all: 2, 2 and 1, and the learning rate falls over those five."""
-    result = train(config(**KINDS["updates"], eval__every=2), tmp_path / "run")
+def test_update_budget_is_spent_exactly(tmp_path: Path) -> None:
+    """Five updates, at most two a step: 2, 2 and 1; the learning rate decays over all five."""
+    result = train(make_config(**KINDS["updates"], eval__every=2), tmp_path / "run")
     run = tmp_path / "run"
     state = json.loads((checkpoint.newest(run) / "state.json").read_text())["loop"]
     assert (state["step"], state["updates"]) == (3, 5)
     query = "SELECT value FROM metrics WHERE name = '{}' ORDER BY step"
     assert rows(run, query.format("update/count")) == [(2,), (2,), (1,)]
     rates = [rate for (rate,) in rows(run, query.format("update/lr"))]
-    # The last update of each step, at 1, 3 and 4 of 5, on the way from 1 to .1: 1 − .9 · at / 5.
+    # Each step's last update, number 1, 3 or 4 of 0–4; decay from 1 to .1: 1 − .9 · number / 5.
     assert rates == pytest.approx([1e-3 * (1 - 0.9 * at / 5) for at in (1, 3, 4)])
     assert result.evaluations.keys() == {"before", "after", "before_greedy", "after_greedy"}
     evaluated = rows(run, "SELECT step FROM evaluations WHERE temperature = 1 ORDER BY id")
@@ -393,14 +401,14 @@ def test_a_budget_of_updates_is_spent_to_the_last(tmp_path: Path) -> None:
 
 
 FLAT = {"safe_reward": 0.0, "risky_probability": 1e-12}
-"""A bandit that pays the same whatever happens."""
+"""Bandit parameters under which every action has the same reward."""
 
 
-def test_groups_without_spread_are_replaced_on_new_levels(tmp_path: Path) -> None:
-    """2 groups and 2 rounds of 2 more in each of five steps, none of which has any spread."""
-    asked = config(steps=20, eval__episodes=0, **DAPO, **{"env.params": FLAT})
+def test_refill_replaces_groups_without_spread_on_new_levels(tmp_path: Path) -> None:
+    """Five steps of 2 groups and 2 refills of 2 groups, all without any reward spread."""
+    config = make_config(steps=20, eval__episodes=0, **DAPO, **{"env.params": FLAT})
     with pytest.raises(RagenError, match="no group had any spread of reward for 5 steps"):
-        train(asked, tmp_path / "run")
+        train(config, tmp_path / "run")
     run = tmp_path / "run"
     query = "SELECT value FROM metrics WHERE name = 'rollout/refilled_groups' ORDER BY step"
     assert rows(run, query) == [(4,)] * 5
@@ -408,34 +416,34 @@ def test_groups_without_spread_are_replaced_on_new_levels(tmp_path: Path) -> Non
     assert [(step, group, members) for step, group, _, members in played] == [
         (step, group, 4) for step in range(1, 6) for group in range(6)
     ]
-    assert len({level for _, _, level, _ in played}) == len(played), "no level comes twice"
+    assert len({level for _, _, level, _ in played}) == len(played), "no level is repeated"
     assert len(rows(run, "SELECT DISTINCT noise_seed FROM episodes")) == 5 * 6 * 4
     first = [level for _, group, level, _ in played if group < 2]
-    assert first == list(range(10_000, 10_010)), "as in a run that does not refill"
+    assert first == list(range(10_000, 10_010)), "the levels of a run without refills"
     assert rows(run, "SELECT max(value) FROM metrics WHERE name = 'progress/episodes'") == [(120,)]
 
 
-def test_only_groups_with_spread_are_learnt_from_and_no_more_than_asked(tmp_path: Path) -> None:
-    train(config(**DAPO, eval__episodes=0), tmp_path / "run")
+def test_refill_keeps_only_groups_with_spread_and_at_most_num_groups(tmp_path: Path) -> None:
+    train(make_config(**DAPO, eval__episodes=0), tmp_path / "run")
     query = """SELECT step, "group", kept, max(reward) > min(reward) FROM episodes GROUP BY 1, 2"""
     groups = rows(tmp_path / "run", query)
     assert all(kept == spread for _, _, kept, spread in groups)
     for step in range(1, 4):
-        mine = [kept for at, _, kept, _ in groups if at == step]
-        assert sum(mine) <= 2 <= len(mine) <= 6
-        assert sum(mine) == 2 or len(mine) > 2, "what is missing has been looked for"
+        kept_flags = [kept for at, _, kept, _ in groups if at == step]
+        assert sum(kept_flags) <= 2 <= len(kept_flags) <= 6
+        assert sum(kept_flags) == 2 or len(kept_flags) > 2, "missing groups were refilled"
 
 
-def test_another_seed_evaluates_the_same_levels(tmp_path: Path) -> None:
+def test_evaluation_levels_do_not_depend_on_the_seed(tmp_path: Path) -> None:
     for seed in (0, 1):
-        train(config(seed=seed, steps=0), tmp_path / str(seed))
+        train(make_config(seed=seed, steps=0), tmp_path / str(seed))
     query = "SELECT level_seed FROM episodes WHERE phase = 'eval' ORDER BY id"
     assert rows(tmp_path / "0", query) == rows(tmp_path / "1", query)
 
 
-def test_nothing_evaluated_nothing_recorded(tmp_path: Path) -> None:
+def test_evaluation_and_recording_can_be_switched_off(tmp_path: Path) -> None:
     more = {"eval__episodes": 0, "record__episodes_every": 0, "record__tokens_every": 0}
-    result = train(config(checkpoint__every=0, **more), tmp_path / "run")
+    result = train(make_config(checkpoint__every=0, **more), tmp_path / "run")
     assert result.evaluations == {}
     with pytest.raises(RagenError, match=r"was not evaluated: set eval\.episodes above 0"):
         _ = result.after
@@ -444,23 +452,23 @@ def test_nothing_evaluated_nothing_recorded(tmp_path: Path) -> None:
     assert [p.name for p in checkpoint.folders(tmp_path / "run")] == ["step-0", "step-3"]
 
 
-def test_train_inside_a_running_event_loop(tmp_path: Path) -> None:
+def test_train_works_inside_a_running_event_loop(tmp_path: Path) -> None:
     async def notebook() -> Result:
-        return train(config(steps=1), tmp_path / "run")
+        return train(make_config(steps=1), tmp_path / "run")
 
     assert asyncio.run(notebook()).after is not None
 
 
-def test_isolated_environments_change_no_number(tmp_path: Path) -> None:
-    train(config(steps=1), tmp_path / "a")
-    train(config(steps=1, env__isolate=True), tmp_path / "b")
-    same(tmp_path / "b", numbers(tmp_path / "a"))
+def test_isolated_environments_give_identical_results(tmp_path: Path) -> None:
+    train(make_config(steps=1), tmp_path / "a")
+    train(make_config(steps=1, env__isolate=True), tmp_path / "b")
+    assert_same_results(tmp_path / "b", recorded_results(tmp_path / "a"))
 
 
 # Resume.
 
 
-MOMENTS = {  # what happens, for the how many-th time, after how many finished steps
+MOMENTS = {  # event, its occurrence, number of finished steps by then
     "first evaluation": ("evaluated", 1, 0),
     "first rollout": ("episode", 2, 0),
     "second rollout": ("episode", 10, 1),
@@ -486,85 +494,89 @@ CASES += [
 
 
 @pytest.mark.parametrize(("moment", "number", "kind"), CASES)
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+def test_resume_after_a_stop_equals_the_uninterrupted_run(
     tmp_path: Path, moment: str, number: int, kind: str
 ) -> None:
-    what, at, steps = MOMENTS[moment]
-    asked = config(eval__every=2, rollout__slots=2, **KINDS[kind])
+    event, at, steps = MOMENTS[moment]
+    config = make_config(eval__every=2, rollout__slots=2, **KINDS[kind])
     run = tmp_path / "run"
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(StopRequested, match=f"after {steps} steps; resume with: ragen resume"):
-        train(asked, run, watcher=Interrupts(what, at, number))
+        train(config, run, watcher=SendSignal(event, at, number))
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert checkpoint.newest(run).name == f"step-{steps}"
     assert not list(run.glob(f"{DATABASE}-*")), "the database is a plain file again"
     result = resume(run)
     assert result.after is not None
-    same(run, uninterrupted(asked, tmp_path))
+    assert_same_results(run, uninterrupted(config, tmp_path))
     ((kind, data),) = rows(run, "SELECT kind, data FROM events")
     assert (kind, json.loads(data)) == ("resume", {"checkpoint": f"step-{steps}"})
 
 
-_WHOLE: dict[str, dict[str, Any]] = {}
+_UNINTERRUPTED: dict[str, dict[str, Any]] = {}
 
 
-def uninterrupted(asked: Config, tmp_path: Path) -> dict[str, Any]:
-    key = asked.model_dump_json()
-    if key not in _WHOLE:
-        train(asked, tmp_path / "whole")
-        _WHOLE[key] = numbers(tmp_path / "whole")
-    return _WHOLE[key]
+def uninterrupted(config: Config, tmp_path: Path) -> dict[str, Any]:
+    key = config.model_dump_json()
+    if key not in _UNINTERRUPTED:
+        train(config, tmp_path / "uninterrupted")
+        _UNINTERRUPTED[key] = recorded_results(tmp_path / "uninterrupted")
+    return _UNINTERRUPTED[key]
 
 
 def kill_and_resume(
-    tmp_path: Path, asked: Config, seconds: float, chooser: random.Random, most: int
+    tmp_path: Path, config: Config, seconds: float, chooser: random.Random, most: int
 ) -> int:
-    """Kill a run at random moments and go on with it until it ends; returns the kills."""
+    """Kill and resume a run at random moments until it finishes; returns the number of kills."""
     run, kills = tmp_path / "run", 0
     while True:
         try:
             checkpoint.newest(run)
             work: Callable[[], object] = lambda: resume(run)  # noqa: E731
-        except RagenError:  # killed before its first checkpoint: it is begun anew
+        except RagenError:  # killed before its first checkpoint: start again
             shutil.rmtree(run, ignore_errors=True)
-            work = lambda: train(asked, run)  # noqa: E731
-        pid = forked(work)
+            work = lambda: train(config, run)  # noqa: E731
+        pid = fork(work)
         if kills < most:
             time.sleep(chooser.uniform(0.02, seconds))
             os.kill(pid, signal.SIGKILL)
-        if end_of(pid) == 0:
+        if exit_code(pid) == 0:
             return kills
         kills += 1
 
 
-@CRITIC
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, more: dict[str, Any]) -> None:
-    asked = config(eval__every=2, **more)
+@GAE_AND_SLOW_GRPO
+def test_resume_after_a_kill_equals_the_uninterrupted_run(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    config = make_config(eval__every=2, **more)
     start = time.monotonic()
-    train(asked, tmp_path / "timed")
+    train(config, tmp_path / "timed")
     seconds = time.monotonic() - start
-    kills = kill_and_resume(tmp_path, asked, seconds, random.Random(1), most=6)
+    kills = kill_and_resume(tmp_path, config, seconds, random.Random(1), most=6)
     assert kills > 0
-    same(tmp_path / "run", uninterrupted(asked, tmp_path))
+    assert_same_results(tmp_path / "run", uninterrupted(config, tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-@BOTH
-def test_kills_at_many_moments(tmp_path: Path, more: dict[str, Any], seed: int) -> None:
-    asked = config(eval__every=2, steps=5, checkpoint__every=2, **more)
-    kill_and_resume(tmp_path, asked, 1.5, random.Random(seed), most=20)
-    same(tmp_path / "run", uninterrupted(asked, tmp_path))
-
-
-def killed(
-    asked: Config, run: Path, place: tuple[Any, str], number: int, after: str = "step-1"
+@GRPO_AND_GAE
+def test_resume_after_many_kills_equals_the_uninterrupted_run(
+    tmp_path: Path, more: dict[str, Any], seed: int
 ) -> None:
-    """Begin a run in a process that is killed at a function's `number`-th call after a step."""
+    config = make_config(eval__every=2, steps=5, checkpoint__every=2, **more)
+    kill_and_resume(tmp_path, config, 1.5, random.Random(seed), most=20)
+    assert_same_results(tmp_path / "run", uninterrupted(config, tmp_path))
+
+
+def train_and_kill(
+    config: Config, run: Path, place: tuple[Any, str], number: int, after: str = "step-1"
+) -> None:
+    """Train in a process that is killed at the `number`-th call of a function after a step."""
     owner, name = place
     before, left = getattr(owner, name), number
 
-    def then(*arguments: Any, **named: Any) -> Any:
+    def killing(*arguments: Any, **named: Any) -> Any:
         nonlocal left
         left -= (run / "checkpoints" / after).exists()
         if left == 0:
@@ -572,15 +584,16 @@ def killed(
         return before(*arguments, **named)
 
     def work() -> None:
-        setattr(owner, name, then)
-        train(asked, run)
+        setattr(owner, name, killing)
+        train(config, run)
 
-    assert end_of(forked(work)) == -signal.SIGKILL
+    assert exit_code(fork(work)) == -signal.SIGKILL
 
 
-PHASES: dict[str, tuple[tuple[Any, str], int]] = {  # a call in it, the how many-th after step 1
+# A call in each phase, and its occurrence after step 1.
+PHASES: dict[str, tuple[tuple[Any, str], int]] = {
     "rollout": ((Sampler, "_draw"), 5),
-    "update": ((Learner, "_apply"), 2),  # the first pass, or the policy, has moved
+    "update": ((Learner, "_apply"), 2),  # after the first epoch, or after the policy's update
     "inside an optimiser": ((torch.optim.AdamW, "step"), 2),
     "before a commit": ((Recorder, "commit"), 1),
     "after a commit": ((Watcher, "step"), 1),
@@ -588,85 +601,91 @@ PHASES: dict[str, tuple[tuple[Any, str], int]] = {  # a call in it, the how many
 }
 
 
-@CRITIC
+@GAE_AND_SLOW_GRPO
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_in_every_phase(tmp_path: Path, phase: str, more: dict[str, Any]) -> None:
-    asked, run = config(eval__every=2, **more | {"update__epochs": 2}), tmp_path / "run"
+def test_resume_after_a_kill_in_each_phase(
+    tmp_path: Path, phase: str, more: dict[str, Any]
+) -> None:
+    config, run = make_config(eval__every=2, **more | {"update__epochs": 2}), tmp_path / "run"
     place, number = PHASES[phase]
-    killed(asked, run, place, number)
+    train_and_kill(config, run, place, number)
     assert checkpoint.newest(run).name == "step-1"
     resume(run)
-    same(run, uninterrupted(asked, tmp_path))
+    assert_same_results(run, uninterrupted(config, tmp_path))
 
 
-@CRITIC
+@GAE_AND_SLOW_GRPO
 @pytest.mark.parametrize("number", [1, 2], ids=["sampled", "greedy"])
-def test_killed_in_the_first_evaluation(tmp_path: Path, number: int, more: dict[str, Any]) -> None:
-    asked, run = config(**more), tmp_path / "run"
-    killed(asked, run, PHASES["evaluation"][0], number, after="step-0")
+def test_resume_after_a_kill_in_the_first_evaluation(
+    tmp_path: Path, number: int, more: dict[str, Any]
+) -> None:
+    config, run = make_config(**more), tmp_path / "run"
+    train_and_kill(config, run, PHASES["evaluation"][0], number, after="step-0")
     resume(run)
-    same(run, uninterrupted(asked, tmp_path))
+    assert_same_results(run, uninterrupted(config, tmp_path))
 
 
-@CRITIC
+@GAE_AND_SLOW_GRPO
 @pytest.mark.parametrize("moment", ["write_state", "save_model", "flush", "rename", "drop_old"])
-def test_killed_while_a_checkpoint_is_written(
+def test_resume_after_a_kill_while_writing_a_checkpoint(
     tmp_path: Path, moment: str, more: dict[str, Any]
 ) -> None:
-    asked, run = config(**more), tmp_path / "run"
+    config, run = make_config(**more), tmp_path / "run"
     owners = {"write_state": running, "save_model": factory, "flush": files, "rename": Path}
-    killed(asked, run, (owners.get(moment, checkpoint), moment), 1)
-    for folder in checkpoint.folders(run):  # each is whole
+    train_and_kill(config, run, (owners.get(moment, checkpoint), moment), 1)
+    for folder in checkpoint.folders(run):  # every remaining one is intact
         checkpoint.verified_state(folder)
     resume(run)
-    same(run, uninterrupted(asked, tmp_path))
+    assert_same_results(run, uninterrupted(config, tmp_path))
     assert not list((run / "checkpoints").glob(".*"))
 
 
 def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path) -> None:
-    first = train(config(), tmp_path / "run")
-    before = numbers(tmp_path / "run")
+    first = train(make_config(), tmp_path / "run")
+    before = recorded_results(tmp_path / "run")
     weights = checkpoint.newest(tmp_path / "run") / "model.safetensors"
     written = weights.stat().st_mtime_ns
-    hears = Hears()
-    again = resume(tmp_path / "run", hears)
+    watcher = NotedWatcher()
+    again = resume(tmp_path / "run", watcher)
     assert (again.before, again.after) == (first.before, first.after)
-    (note,) = hears.notes
+    (note,) = watcher.notes
     assert note.startswith("the run is finished at step 3; to train its model further: ragen train")
-    same(tmp_path / "run", before)
+    assert_same_results(tmp_path / "run", before)
     assert weights.stat().st_mtime_ns == written
 
 
-def test_a_second_signal_is_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who insists while the last step is saved leaves at once; what was there is whole."""
+def test_a_second_signal_interrupts_immediately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C, while the last step is saved, exits; older checkpoints stay intact."""
     run, before = tmp_path / "run", running.write_state
 
-    def impatient(folder: Path, state: dict[str, Any]) -> None:
+    def interrupted_write(folder: Path, state: dict[str, Any]) -> None:
         if state["loop"]["step"] == 2:
             os.kill(os.getpid(), signal.SIGINT)
         before(folder, state)
 
-    asked = config(checkpoint__every=0)
-    monkeypatch.setattr(running, "write_state", impatient)
+    config = make_config(checkpoint__every=0)
+    monkeypatch.setattr(running, "write_state", interrupted_write)
     with pytest.raises(KeyboardInterrupt):
-        train(asked, run, watcher=Interrupts("step", 2, signal.SIGINT))
+        train(config, run, watcher=SendSignal("step", 2, signal.SIGINT))
     monkeypatch.undo()
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-0"]
     resume(run)
-    same(run, uninterrupted(asked, tmp_path))
+    assert_same_results(run, uninterrupted(config, tmp_path))
 
 
-# What cannot go on says so in one line.
+# Runs that cannot be resumed or started: one line of error.
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("finished") / "run"
-    train(config(steps=1, **{"algorithm": "starpo/ppo"}), run)
+    train(make_config(steps=1, **{"algorithm": "starpo/ppo"}), run)
     return run
 
 
-class Hears(Watcher):
+class NotedWatcher(Watcher):
     def __init__(self) -> None:
         self.alarms: list[str] = []
         self.notes: list[str] = []
@@ -678,12 +697,12 @@ class Hears(Watcher):
         self.alarms.append(text)
 
 
-def goes_on_from_the_one_before(run: Path, finished: Path, name: str) -> None:
-    """The damage is told, nothing is lost but the damaged checkpoint, and no number changes."""
-    hears = Hears()
-    resume(run, hears)
-    same(run, numbers(finished))
-    (line,) = hears.alarms
+def assert_resumes_from_step_0(run: Path, finished: Path, name: str) -> None:
+    """The damage is reported, only the damaged checkpoint is lost, and no result changes."""
+    watcher = NotedWatcher()
+    resume(run, watcher)
+    assert_same_results(run, recorded_results(finished))
+    (line,) = watcher.alarms
     aside = run / "checkpoints" / "damaged-step-1"
     assert line.startswith(f"resuming from step-0: in {aside}, {name} is damaged (")
     assert "\n" not in line and aside.is_dir()
@@ -698,8 +717,8 @@ def goes_on_from_the_one_before(run: Path, finished: Path, name: str) -> None:
         "reason": line.partition(f"{aside}, ")[2],
     }
     assert [path.name for path in checkpoint.folders(run)] == ["step-0", "step-1"]
-    resume(run, hears)
-    assert len(hears.alarms) == 1, "what was set aside is not met again"
+    resume(run, watcher)
+    assert len(watcher.alarms) == 1, "a checkpoint that was set aside is not read again"
 
 
 def half(data: bytes) -> bytes:
@@ -725,23 +744,27 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize(
     "name", ["state.json", "model.safetensors", "critic.safetensors", "optimizer-0.safetensors"]
 )
-def test_a_damaged_checkpoint(tmp_path: Path, finished: Path, name: str, damage: str) -> None:
+def test_resume_sets_a_damaged_checkpoint_aside(
+    tmp_path: Path, finished: Path, name: str, damage: str
+) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     path = checkpoint.newest(run) / name
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    goes_on_from_the_one_before(run, finished, name)
+    assert_resumes_from_step_0(run, finished, name)
 
 
 @pytest.mark.parametrize(
     "name", ["state.json", "config.json", "tokenizer.json", "model.safetensors"]
 )
-def test_a_checkpoint_without_a_file(tmp_path: Path, finished: Path, name: str) -> None:
+def test_resume_sets_a_checkpoint_with_a_missing_file_aside(
+    tmp_path: Path, finished: Path, name: str
+) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     (checkpoint.newest(run) / name).unlink()
-    goes_on_from_the_one_before(run, finished, name)
+    assert_resumes_from_step_0(run, finished, name)
 
 
-def test_no_checkpoint_is_whole(tmp_path: Path, finished: Path) -> None:
+def test_resume_without_an_intact_checkpoint_is_refused(tmp_path: Path, finished: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     (run / "checkpoints" / "step-1" / "model.safetensors").unlink()
     (run / "checkpoints" / "step-0" / "state.json").write_text("{")
@@ -755,14 +778,14 @@ def test_no_checkpoint_is_whole(tmp_path: Path, finished: Path) -> None:
     assert "\n" not in str(caught.value) and sorted(run.rglob("*")) == before
 
 
-def test_a_damaged_database(tmp_path: Path, finished: Path) -> None:
+def test_resume_with_a_damaged_database_is_refused(tmp_path: Path, finished: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     (run / DATABASE).write_bytes(b"no database at all" * 100)
     with pytest.raises(RagenError, match="cannot be read"):
         resume(run)
 
 
-def test_no_checkpoint_no_run(tmp_path: Path, finished: Path) -> None:
+def test_resume_without_a_run_or_checkpoint_is_refused(tmp_path: Path, finished: Path) -> None:
     with pytest.raises(RagenError, match="nowhere"):
         resume(tmp_path / "nowhere")
     run = shutil.copytree(finished, tmp_path / "run")
@@ -771,31 +794,33 @@ def test_no_checkpoint_no_run(tmp_path: Path, finished: Path) -> None:
         resume(run)
 
 
-def test_the_reference_is_known_again(tmp_path: Path) -> None:
-    model = shutil.copytree(config().model.path, tmp_path / "model")
-    asked = config(steps=1, loss__kl=0.01, model__path=str(model), **{"algorithm": "starpo/ppo"})
-    train(asked, tmp_path / "run")
+def test_resume_with_a_changed_reference_is_refused(tmp_path: Path) -> None:
+    model = shutil.copytree(make_config().model.path, tmp_path / "model")
+    config = make_config(
+        steps=1, loss__kl=0.01, model__path=str(model), **{"algorithm": "starpo/ppo"}
+    )
+    train(config, tmp_path / "run")
     newest = checkpoint.newest(tmp_path / "run")
     shutil.copy(newest / "model.safetensors", model / "model.safetensors")
     with pytest.raises(RagenError, match="reference is lost"):
         resume(tmp_path / "run")
 
 
-def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
+def test_train_refuses_an_existing_folder(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(RagenError, match="exists already"):
-        train(config(), tmp_path / "run")
+        train(make_config(), tmp_path / "run")
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_train_reports_a_run_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RagenError, match="cannot make the run folder"):
-        train(config(), tmp_path / "file" / "run")
+        train(make_config(), tmp_path / "file" / "run")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
-def test_a_read_only_run(tmp_path: Path, finished: Path) -> None:
+def test_resume_of_a_read_only_run_is_refused(tmp_path: Path, finished: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     for path in (run, *run.rglob("*")):
         path.chmod(0o500 if path.is_dir() else 0o400)
@@ -808,11 +833,11 @@ def test_a_read_only_run(tmp_path: Path, finished: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [20_000, 60_000, 200_000])
-def test_a_full_disk_leaves_what_was_saved(tmp_path: Path, size: int) -> None:
+def test_a_full_disk_leaves_saved_checkpoints_intact(tmp_path: Path, size: int) -> None:
     """No file may grow beyond `size`: the database, a tensor file or the WAL meets the limit."""
     run = tmp_path / "run"
-    asked = config()
-    train(config(steps=1), run)
+    config = make_config()
+    train(make_config(steps=1), run)
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace("steps = 1\n", "steps = 3\n", 1))
     before = sorted(checkpoint.folders(run))
@@ -822,22 +847,23 @@ def test_a_full_disk_leaves_what_was_saved(tmp_path: Path, size: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         resume(run)
 
-    assert end_of(forked(work)) == 2
+    assert exit_code(fork(work)) == 2
     for folder in before:
         load_file(folder / "model.safetensors")
         load_file(folder / "optimizer-0.safetensors")
         checkpoint.read_state(folder)
     assert not list((run / "checkpoints").glob(".*"))
     resume(run)
-    found, whole = numbers(run), uninterrupted(asked, tmp_path)
-    # This run was evaluated after its first step too; all else is what it would have been.
-    assert [e for e in found["metrics"] if e[1] == 3] == [e for e in whole["metrics"] if e[1] == 3]
-    assert found["tensors"] == whole["tensors"]
+    actual, expected = recorded_results(run), uninterrupted(config, tmp_path)
+    # This run was also evaluated after its first step; everything else is equal.
+    last_metrics = [row for row in actual["metrics"] if row[1] == 3]
+    assert last_metrics == [row for row in expected["metrics"] if row[1] == 3]
+    assert actual["tensors"] == expected["tensors"]
 
 
-def test_a_run_with_nothing_to_learn_stops(tmp_path: Path) -> None:
-    """One arm pays the same whatever happens: no spread in any group, for five steps."""
-    asked = config(
+def test_a_run_without_reward_spread_stops(tmp_path: Path) -> None:
+    """Equal rewards for every action: no group has any spread for five steps."""
+    config = make_config(
         steps=20,
         filter__include_zero=False,
         eval__episodes=0,
@@ -845,15 +871,15 @@ def test_a_run_with_nothing_to_learn_stops(tmp_path: Path) -> None:
         **{"env.params": FLAT},
     )
     with pytest.raises(RagenError, match="no group had any spread of reward for 5 steps"):
-        train(asked, tmp_path / "run")
+        train(config, tmp_path / "run")
     assert checkpoint.newest(tmp_path / "run").name == "step-5"
     assert not rows(tmp_path / "run", "SELECT * FROM metrics WHERE name = 'update/count'")
 
 
-def test_a_config_built_in_python_trains_by_its_preset(
+def test_a_config_built_in_python_applies_its_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`Config(algorithm="dapo")` trains by DAPO, and the saved config says so."""
+    """`Config(algorithm="dapo")` trains by DAPO, and the saved config holds its values."""
     values = settings(steps=0, eval__episodes=0, algorithm="dapo")
     chosen = {key: values[key] for key in ("model.path", "steps", "eval.episodes")}
     train(

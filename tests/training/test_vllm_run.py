@@ -1,4 +1,4 @@
-"""Whole runs on vLLM in this process, and engines that follow one another."""
+"""Whole runs on vLLM in this process, and several engines in sequence."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ pytestmark = pytest.mark.vllm
 SETTINGS = {"rollout.sampler": "vllm", "eval.episodes": 64, "threads": 1}
 
 
-def test_a_bandit_learns(tmp_path: Path) -> None:
-    """From about even odds; the local sampler reaches the same in as many steps."""
-    found = train(resolve("bandit", SETTINGS | {"steps": 25}), tmp_path / "run")
-    assert found.before.success < 0.75 < 0.85 < found.after.success
+def test_training_on_vllm_learns_the_bandit(tmp_path: Path) -> None:
+    """From about even odds; the local sampler reaches the same success in as many steps."""
+    result = train(resolve("bandit", SETTINGS | {"steps": 25}), tmp_path / "run")
+    assert result.before.success < 0.75 < 0.85 < result.after.success
     metrics = read_metrics(tmp_path / "run")
     assert len(metrics["publish/logprob_difference"]) == 25
     assert max(metrics["publish/logprob_difference"].values()) < 1e-3
     assert max(metrics["mismatch/max_abs"].values()) < 1e-3
     assert set(metrics["importance/capped_fraction"].values()) == {0.0}
 
-    # The run is one to go on with and to evaluate: each makes an engine where one was closed.
-    assert resume(tmp_path / "run").after.success == found.after.success
+    # Resume and evaluation each start an engine after one was closed.
+    assert resume(tmp_path / "run").after.success == result.after.success
     again, _ = evaluate_target(str(tmp_path / "run"), episodes=64)
     assert again.success > 0.85
 
 
-def test_a_rank_that_vllm_does_not_take_is_one_line() -> None:
-    asked: dict[str, Any] = {"dtype": "float32", "max_length": 64, "slots": 2, "gpu_memory": 0.4}
+def test_an_adapter_rank_too_high_for_vllm_is_one_line() -> None:
+    options: dict[str, Any] = {"dtype": "float32", "max_length": 64, "slots": 2, "gpu_memory": 0.4}
     with pytest.raises(RagenError, match=r"lora.rank = 600: vLLM takes adapters up to rank 512"):
-        Vllm(resolve_model("base", "bandit"), **asked, adapter_rank=600)
+        Vllm(resolve_model("base", "bandit"), **options, adapter_rank=600)
 
 
-def test_an_engine_follows_a_closed_one() -> None:
-    """As when the guard rolls back."""
+def test_a_second_engine_starts_after_the_first_is_closed() -> None:
+    """As in a rollback by the guard."""
     config = resolve("bandit", SETTINGS)
     path = resolve_model("base", "bandit")
     for _ in range(2):
@@ -55,14 +55,14 @@ def test_an_engine_follows_a_closed_one() -> None:
         asyncio.run(engine.close())
 
 
-def test_a_bandit_learns_with_adapters(tmp_path: Path) -> None:
-    """Pushed at each step, taken up again by a resume, merged for an evaluation."""
+def test_lora_training_on_vllm_learns_the_bandit(tmp_path: Path) -> None:
+    """The adapter is pushed at each step, restored on resume and merged for an evaluation."""
     settings = SETTINGS | {"steps": 15, "lora.rank": 8, "update.lr": 5e-3}
-    found = train(resolve("bandit", settings), tmp_path / "run")
-    assert found.after.success > found.before.success + 0.1
+    result = train(resolve("bandit", settings), tmp_path / "run")
+    assert result.after.success > result.before.success + 0.1
     metrics = read_metrics(tmp_path / "run")
     assert max(metrics["publish/logprob_difference"].values()) < 1e-3
     assert max(metrics["mismatch/max_abs"].values()) < 1e-3
-    assert resume(tmp_path / "run").after.success == found.after.success
+    assert resume(tmp_path / "run").after.success == result.after.success
     again, _ = evaluate_target(str(tmp_path / "run"), episodes=64)
-    assert again.success == pytest.approx(found.after.success, abs=0.1)
+    assert again.success == pytest.approx(result.after.success, abs=0.1)
