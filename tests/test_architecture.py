@@ -1,7 +1,7 @@
 """The architecture: which folder may import which, and what stays light.
 
-`FOLDERS` is the house. An import between folders may only point down this list, and the modules of
-one folder import each other without circles.
+An import between folders may only point down the list `FOLDERS`, and the modules of one folder
+import each other without cycles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ragen
 
 PACKAGE = Path(ragen.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
-FOLDERS = {  # Top to bottom; whether the folder does without torch, in part or whole.
+FOLDERS = {  # Top to bottom, with the use of torch that each folder may make.
     "cli": "no torch at import",
     "viewer": "no torch",
     "studies": "torch",
@@ -43,9 +43,9 @@ LIGHT_MODULES = {
     *("studies.study", "studies.measures", "studies.results"),
     "models.names",
 }
-"""Modules of folders with torch that load none themselves."""
+"""Modules in folders with torch that do not load it themselves."""
 HEAVY_MODULES = {"evaluation.branch"}
-"""Modules of folders without torch at import that need it."""
+"""Modules that load torch at import, in folders that otherwise do not."""
 ONLY_IN = {
     "ray": {"engines.ray"},
     "vllm": {"engines.vllm_engine"},
@@ -57,12 +57,12 @@ MODULES = [path for path in FILES if path.parent != PACKAGE]
 
 
 def name_of(path: Path) -> str:
-    """A module's dotted name below `ragen`, its package's for an ``__init__.py``."""
+    """A module's dotted name below `ragen`; for an ``__init__.py``, the name of its package."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import of a file, also inside functions and for types only."""
+    """Line and dotted name of every import in a file, including local and type-only imports."""
     package = ["ragen", *path.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -74,7 +74,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def module_of(name: str) -> str | None:
-    """The module below `ragen` that an imported name lies in; none for another package."""
+    """The module below `ragen` that contains an imported name; None for another package."""
     root, _, rest = name.partition(".")
     if root != "ragen":
         return None
@@ -91,7 +91,7 @@ def module_of(name: str) -> str | None:
 def test_imports_point_down(path: Path) -> None:
     own = name_of(path)
     folder = own.split(".")[0]
-    assert folder in PLACE, f"ragen/{folder} is no folder of the house: see FOLDERS in this file"
+    assert folder in PLACE, f"ragen/{folder} is not in FOLDERS of this file"
     for line, name in imports(path):
         target = module_of(name)
         if target is not None:
@@ -100,36 +100,36 @@ def test_imports_point_down(path: Path) -> None:
             assert PLACE[other] >= PLACE[folder], f"{own}:{line} imports {target}, which is above"
         root = name.partition(".")[0]
         if root in ("torch", "transformers"):
-            assert FOLDERS[folder] != "no torch", f"{own}:{line}: {folder} does without {root}"
-        assert own in ONLY_IN.get(root, {own}), f"{own}:{line}: {root} is for {ONLY_IN[root]}"
+            assert FOLDERS[folder] != "no torch", f"{own}:{line}: {folder} must not import {root}"
+        assert own in ONLY_IN.get(root, {own}), f"{own}:{line}: {root} belongs in {ONLY_IN[root]}"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_has_no_circles(folder: str) -> None:
+def test_folder_has_no_import_cycles(folder: str) -> None:
     edges = {
         name_of(path): {module_of(name) for _, name in imports(path)} - {name_of(path)}
         for path in sorted((PACKAGE / folder).rglob("*.py"))
     }
     while edges:
         free = [name for name, targets in edges.items() if not targets & edges.keys()]
-        assert free, f"the modules {', '.join(edges)} import each other in a circle"
+        assert free, f"the modules {', '.join(edges)} import each other in a cycle"
         for name in free:
             del edges[name]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_says_what_lives_in_it(folder: str) -> None:
+def test_folder_docstring_describes_its_contents(folder: str) -> None:
     tree = ast.parse((PACKAGE / folder / "__init__.py").read_text("utf-8"))
     assert ast.get_docstring(tree)
-    assert len(tree.body) == 1, "an __init__.py of a folder holds its paragraph and nothing else"
+    assert len(tree.body) == 1, "the __init__.py of a folder contains only its docstring"
 
 
-def test_the_page_shows_every_module_in_its_folder() -> None:
+def test_architecture_page_lists_every_module() -> None:
     rows = re.findall(
         r"^\| `(\w+)/` \| [^|]* \| ([^|]*) \|$", PAGE.read_text("utf-8"), re.MULTILINE
     )
     shown = {folder: re.findall(r"`(\w+)`", modules) for folder, modules in rows}
-    assert list(shown) == list(FOLDERS), "the page has the folders in their order"
+    assert list(shown) == list(FOLDERS), "the page lists the folders in this order"
     for folder, modules in shown.items():
         files = {path.stem for path in (PACKAGE / folder).glob("[!_]*.py")}
         assert sorted(modules) == sorted(files), folder
@@ -158,7 +158,7 @@ def test_light_modules_load_neither_torch_nor_transformers() -> None:
     assert len(out.splitlines()) == len(present)
 
 
-def test_help_is_light() -> None:
+def test_help_loads_no_heavy_modules() -> None:
     code = (
         "import sys; sys.argv = ['ragen', '--help']\n"
         "from ragen.cli.main import main\n"
@@ -174,8 +174,8 @@ def test_import_ragen_is_quick() -> None:
     assert min(float(python(code)) for _ in range(3)) < 0.3
 
 
-def test_a_wrong_import_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule itself, on a house of one wrong module."""
+def test_wrong_imports_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules applied to a package with one wrong module."""
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     for name in ("rollout/chat", "rollout/prompt", "cli/main", "core/errors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -195,10 +195,10 @@ def test_a_wrong_import_would_be_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     wrong.write_text("from ragen.rollout.prompt import Limits\nimport json\n")
     test_imports_point_down(wrong)
     (tmp_path / "rollout" / "prompt.py").write_text("from ragen.rollout.chat import Chat")
-    with pytest.raises(AssertionError, match="in a circle"):
-        test_a_folder_has_no_circles("rollout")
-    stranger = tmp_path / "elsewhere" / "new.py"
-    stranger.parent.mkdir()
-    stranger.write_text("")
-    with pytest.raises(AssertionError, match="no folder of the house"):
-        test_imports_point_down(stranger)
+    with pytest.raises(AssertionError, match="in a cycle"):
+        test_folder_has_no_import_cycles("rollout")
+    unknown = tmp_path / "elsewhere" / "new.py"
+    unknown.parent.mkdir()
+    unknown.write_text("")
+    with pytest.raises(AssertionError, match="is not in FOLDERS"):
+        test_imports_point_down(unknown)

@@ -1,4 +1,4 @@
-"""The benchmarks can be started, and the one for GPUs runs through on any machine."""
+"""Every benchmark starts, and the tiny GPU benchmark completes on any machine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 
 
-def test_there_are_some() -> None:
+def test_benchmark_scripts_exist() -> None:
     assert len(SCRIPTS) >= 10
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_help(
+def test_script_prints_help(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, which has loaded torch already."""
+    """Runs in this process, where torch is already loaded."""
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -35,7 +35,7 @@ def test_help(
 
 
 def gpu_benchmark(*arguments: str) -> list[str]:
-    """The lines it prints."""
+    """The lines that the GPU benchmark prints."""
     done = subprocess.run(
         [sys.executable, str(FOLDER / "gpu.py"), *arguments],
         capture_output=True,
@@ -48,11 +48,11 @@ def gpu_benchmark(*arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
-def test_without_a_gpu_it_says_so_in_one_line(
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would run the benchmark")
+def test_gpu_benchmark_without_a_gpu_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, as above."""
+    """Runs in this process, where torch is already loaded."""
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     monkeypatch.setattr(os, "environ", dict(os.environ))
     runpy.run_path(str(FOLDER / "gpu.py"), run_name="__main__")
@@ -61,12 +61,12 @@ def test_without_a_gpu_it_says_so_in_one_line(
 
 
 @pytest.mark.slow
-def test_every_phase_runs_anywhere() -> None:
+def test_tiny_gpu_benchmark_runs_every_phase() -> None:
     _, *runs = (line for line in gpu_benchmark("--tiny", "--steps", "1", "--json"))
-    found = [json.loads(line) for line in runs]
-    assert [each["env"] for each in found] == ["bandit", "frozen-lake", *["sokoban"] * 4]
-    assert len({each["mode"] for each in found}) == 4
-    for each in found:
+    records = [json.loads(line) for line in runs]
+    assert [each["env"] for each in records] == ["bandit", "frozen-lake", *["sokoban"] * 4]
+    assert len({each["mode"] for each in records}) == 4
+    for each in records:
         assert each["tokens_sampled"] == 2 * 2 * 2 * 8 < each["tokens_trained_on"]
         assert min(each["rollout_s"], each["update_s"], each["update_mfu"]) > 0
         assert 0 <= each["padding_fraction"] < 0.5 and each["mismatch_kl"] < 1e-3

@@ -1,4 +1,4 @@
-"""The pages say what is there: links lead somewhere, named tests exist, commands are accepted."""
+"""The documentation matches the code: links resolve, named tests exist, commands are accepted."""
 
 import re
 import shlex
@@ -22,13 +22,13 @@ NAMES = [page.name for page in PAGES]
 
 
 def anchors(page: Path) -> set[str]:
-    """The names of a page's headings in links: lower case, no punctuation, hyphens for spaces."""
+    """The link anchors of a page's headings: lower case, no punctuation, hyphens for spaces."""
     titles = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """What follows ``ragen`` in the page's shell examples, comments left out."""
+    """The arguments of ``ragen`` in the page's shell examples, without comments."""
     for block in re.findall(r"```sh\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r"&&|&|;", line.partition("#")[0]):
@@ -38,7 +38,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text("utf-8")):
         path, _, anchor = target.partition("#")
         other = (page.parent / path) if path else page
@@ -46,46 +46,46 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(other), target
 
 
-def test_the_first_page_leads_to_every_other() -> None:
-    first = PAGES[0].read_text("utf-8")
-    assert [name for name in NAMES[1:] if f"(docs/{name}" not in first] == []
+def test_readme_links_to_every_page() -> None:
+    readme = PAGES[0].read_text("utf-8")
+    assert [name for name in NAMES[1:] if f"(docs/{name}" not in readme] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_named_tests_exist(page: Path) -> None:
+def test_tests_named_in_pages_exist(page: Path) -> None:
     for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text("utf-8")):
         assert f"def {name}" in (ROOT / file).read_text("utf-8"), f"{file}::{name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_commands_are_accepted(
+def test_commands_in_pages_are_accepted(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every key exists, and what the page trains is a run that could begin."""
+    """Every key exists, and every training command passes a dry run."""
     for key in re.findall(r"--([a-z_]+\.[a-z_.]+[a-z_])", page.read_text("utf-8")):
         canonical_key(key)
     monkeypatch.chdir(tmp_path)
-    (own,) = re.findall(r"into `mine.py`.*?```python\n(.*?)```", EXTEND, re.DOTALL)
-    Path("mine.py").write_text(own, "utf-8")
+    (example,) = re.findall(r"into `mine.py`.*?```python\n(.*?)```", EXTEND, re.DOTALL)
+    Path("mine.py").write_text(example, "utf-8")
     for name, *rest in commands(page):
         assert name in COMMANDS
         if name == "train":
             assert main([name, *rest, "--dry-run"]) == 0, capsys.readouterr().err
 
 
-def test_the_table_of_presets_has_them_all() -> None:
+def test_preset_table_is_complete() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text("utf-8")
     (header,) = re.findall(r"^\| (\| `starpo.*)$", page, re.MULTILINE)
     assert set(re.findall(r"`([^`]+)`", header)) == set(presets())
 
 
-def test_the_table_of_detectors_has_them_all_with_their_responses() -> None:
+def test_detector_table_lists_every_detector_and_response() -> None:
     page = (ROOT / "docs" / "diagnostics.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)` \|.*\| (off|log|stop|rollback) \|$", page, re.MULTILINE)
     assert dict(rows) == RESPONSES
 
 
-SHAPES = {  # of Qwen2.5: width, layers, heads, key–value heads, inner width, vocabulary, tied
+SHAPES = {  # Qwen2.5 models: width, layers, heads, key–value heads, inner width, vocabulary, tied
     "0.5B": (896, 24, 14, 2, 4864, 151936, True),
     "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
     "3B": (2048, 36, 16, 2, 11008, 151936, True),
@@ -94,7 +94,7 @@ SHAPES = {  # of Qwen2.5: width, layers, heads, key–value heads, inner width, 
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_table_of_memory_follows_from_its_formulas(name: str) -> None:
+def test_memory_table_follows_from_its_formulas(name: str) -> None:
     width, layers, heads, kv_heads, inner, vocabulary, tied = SHAPES[name]
     with torch.device("meta"):
         model = Qwen2ForCausalLM(
@@ -109,12 +109,12 @@ def test_the_table_of_memory_follows_from_its_formulas(name: str) -> None:
             )
         )
     linear = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
-    whole, backbone = (sum(p.numel() for p in m.parameters()) for m in (model, model.model))
+    total, backbone = (sum(p.numel() for p in m.parameters()) for m in (model, model.model))
     adapters = sum(64 * (m.in_features + m.out_features) for m in linear)
     cache = 2 * layers * kv_heads * (width // heads) * 2 * 128 * 3072
-    parts = [16 * whole, 16 * (whole + backbone), 18 * whole, 18 * (whole + backbone)]
-    parts += [2 * whole + 16 * adapters, 2 * whole + 32 * adapters, cache]
-    counts = [f"{number / 1e6:,.0f} M" for number in (whole, adapters)]
+    parts = [16 * total, 16 * (total + backbone), 18 * total, 18 * (total + backbone)]
+    parts += [2 * total + 16 * adapters, 2 * total + 32 * adapters, cache]
+    counts = [f"{number / 1e6:,.0f} M" for number in (total, adapters)]
     row = " | ".join([name, *counts, *(f"{part / 2**30:.1f}" for part in parts)])
     assert f"| {row} |" in (ROOT / "docs" / "models.md").read_text("utf-8")
 
@@ -122,8 +122,8 @@ def test_the_table_of_memory_follows_from_its_formulas(name: str) -> None:
 HINT = re.compile(r"pip install[^\n`]*")
 
 
-def test_hints_install_this_distribution() -> None:
-    """The name `ragen` on PyPI is another project's; every hint names an extra that exists."""
+def test_install_hints_name_this_distribution() -> None:
+    """The name `ragen` on PyPI belongs to another project; every hint names an existing extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
     sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]

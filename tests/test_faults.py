@@ -1,4 +1,4 @@
-"""The faults known from elsewhere: the list in docs/algorithms.md names a test for each."""
+"""Known faults of other implementations: docs/algorithms.md names a test for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_every_known_fault_names_a_test_that_exists() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| (.+) \| `(tests/[\w/]+\.py)::(\w+)` \|$", text, re.MULTILINE)
     for fault in FAULTS:
-        assert any(fault in told for told, _, _ in table), fault
+        assert any(fault in description for description, _, _ in table), fault
     for _, file, name in table:
         assert re.search(
             rf"^(async )?def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE

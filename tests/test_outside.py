@@ -1,4 +1,4 @@
-"""Extensions and the Python API from a project that only has RAGEN installed, as the pages show."""
+"""Extensions and the Python API, used as documented from a project with RAGEN installed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of somebody else's project with the files of the pages."""
+    """A user's project folder with the example files of the pages."""
     (tmp_path / "mine.py").write_text(blocks("extend.md", "python")[0], "utf-8")
     (tmp_path / "my_env.py").write_text(blocks("environments.md", "python")[0], "utf-8")
     monkeypatch.chdir(tmp_path)
@@ -41,7 +41,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def console(project: Path, installed: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """A command of the page, as a shell runs it in a project where RAGEN's wheel is installed."""
+    """Run a command of the page in a project where RAGEN's wheel is installed."""
     words = command.replace("\\\n", " ").split()
     assert words.pop(0) == "ragen"
     environment = os.environ | {"PYTHONPATH": str(installed)}
@@ -55,13 +55,13 @@ def console(project: Path, installed: Path, command: str) -> subprocess.Complete
     )
 
 
-def test_the_page_stays_small() -> None:
+def test_extend_page_example_is_short() -> None:
     assert len(blocks("extend.md", "python")[0].splitlines()) < 60
 
 
-def test_the_page_of_extensions_works_as_written(project: Path, installed: Path) -> None:
-    shown = [*blocks("extend.md", "text"), ""]
-    for command, output in zip(blocks("extend.md", "sh"), shown, strict=True):
+def test_extend_page_runs_as_written(project: Path, installed: Path) -> None:
+    outputs = [*blocks("extend.md", "text"), ""]
+    for command, output in zip(blocks("extend.md", "sh"), outputs, strict=True):
         done = console(project, installed, command)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(output)
@@ -82,7 +82,7 @@ def test_the_page_of_extensions_works_as_written(project: Path, installed: Path)
         assert resolve(recipe).advantage.name == "mine.py:leave_one_out"
 
 
-def test_a_run_refuses_code_that_has_changed(
+def test_resume_refuses_code_that_has_changed(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = SMALL | {"advantage.name": "mine.py:leave_one_out"}
@@ -95,7 +95,7 @@ def test_a_run_refuses_code_that_has_changed(
     assert error.count("\n") == 1
 
 
-def test_the_python_page_works_as_written(
+def test_api_page_runs_as_written(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(project))
@@ -106,8 +106,8 @@ def test_the_python_page_works_as_written(
     assert scope["result"].run == scope["run"].path
 
 
-def test_objects_work_inside_a_running_event_loop() -> None:
-    """A notebook's loop runs already when its cells do."""
+def test_train_accepts_functions_inside_a_running_event_loop() -> None:
+    """In a notebook, cells run inside an event loop that is already running."""
 
     def short(turn: Turn) -> float:
         return 1.0
@@ -119,16 +119,16 @@ def test_objects_work_inside_a_running_event_loop() -> None:
     run = ragen.load_run(result.run)
     assert list(run.config.reward.terms) == [reference_to(short)]
     assert run.config.sources[reference_to(short)].startswith("blake2b:")
-    metric = run.metrics["reward_terms/short"][1:]  # nothing is played for step 0
+    metric = run.metrics["reward_terms/short"][1:]  # no episode is played for step 0
     assert np.all(metric == 0.25)
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-WRONG = {
+WRONG_SIGNATURES = {
     "advantage.name": ("def f(rewards, mask): ...", "f has a parameter 'rewards'; it may have"),
     "loss.name": ("def f(logprobs_N, tokens, *, temperature): ...", "a parameter 'temperature'"),
     "filter.score": ("def f(): ...", "f() cannot be called with (group)"),
@@ -137,9 +137,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("key", WRONG)
-def test_a_wrong_signature_is_one_line(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, words = WRONG[key]
+@pytest.mark.parametrize("key", WRONG_SIGNATURES)
+def test_wrong_signature_gives_one_line(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, words = WRONG_SIGNATURES[key]
     Path("wrong.py").write_text(code)
     value = {"reward.terms": 0.1, "guard.responses": "log"}.get(key)
     arguments = [f"--{key}", "wrong.py:f"] if value is None else [f"--{key}.wrong.py:f", str(value)]
@@ -149,22 +149,22 @@ def test_a_wrong_signature_is_one_line(key: str, capsys: pytest.CaptureFixture[s
     assert not Path("run").exists()
 
 
-MISSING = {
+UNKNOWN_NAMES = {
     "advantage.name": "there is no such estimator; did you mean 'grpo'?",
     "loss.name": "did you mean 'ppo_clip'?",
     "filter.score": "there is no such filter score; did you mean",
 }
 
 
-@pytest.mark.parametrize("key", MISSING)
-def test_a_missing_name_suggests_the_nearest(key: str) -> None:
+@pytest.mark.parametrize("key", UNKNOWN_NAMES)
+def test_unknown_name_suggests_the_nearest(key: str) -> None:
     wrong = {"advantage.name": "grpoo", "loss.name": "ppo_clop", "filter.score": "reward_sdt"}
     with pytest.raises(RagenError) as raised:
         resolve("bandit", {key: wrong[key]})
-    assert MISSING[key] in str(raised.value)
+    assert UNKNOWN_NAMES[key] in str(raised.value)
 
 
-BROKEN = {
+BROKEN_CODE = {
     "def f(rewards_ES): return rewards_ES": "returned a Tensor: a Credit is expected",
     "def f(group): return float('nan')": "returned nan: a finite number is expected",
     "def f(turn): return 1 / 0": "failed on an example: ZeroDivisionError",
@@ -173,12 +173,12 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("code", BROKEN)
-def test_check_says_what_is_wrong(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("code", BROKEN_CODE)
+def test_check_reports_what_is_wrong(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("broken.py").write_text(code)
     assert main(["check", "broken.py:f"]) == 2
     error = capsys.readouterr().err
-    assert BROKEN[code] in error and error.count("\n") == 1
+    assert BROKEN_CODE[code] in error and error.count("\n") == 1
 
 
 def test_a_reward_that_raises_fails_its_episode() -> None:
@@ -187,8 +187,8 @@ def test_a_reward_that_raises_fails_its_episode() -> None:
         ragen.train("bandit", SMALL, rewards={"bad.py:f": 1.0}, out="run")
 
 
-def test_names_from_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry point goes by one word; its distribution's version is what a run records."""
+def test_entry_points_are_resolved_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point is named by one word; the run records the version of its distribution."""
     site = Path("site")
     info = site / "others-1.2.dist-info"
     info.mkdir(parents=True)
@@ -201,7 +201,7 @@ def test_names_from_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["check", "others_module:number"]) == 0
 
 
-def test_the_groups_are_named_by_their_kind() -> None:
+def test_entry_point_groups_and_kinds_are_documented() -> None:
     groups = {kind.group for kind in KINDS.values()}
     assert groups == {
         *("ragen.envs", "ragen.advantages", "ragen.losses", "ragen.filters"),
@@ -212,9 +212,9 @@ def test_the_groups_are_named_by_their_kind() -> None:
     assert all(f"| {noun} |" in page for noun in nouns) and all(f"`{g}`" in page for g in groups)
 
 
-def test_an_object_of_another_process_has_to_be_passed_again() -> None:
+def test_object_passed_by_another_process_cannot_be_loaded() -> None:
     class Local(Env):
-        """Not in any file's top level."""
+        """Not at the top level of any file."""
 
     reference = reference_to(Local)
     assert reference.startswith("python:") and load_object(reference).object is Local
@@ -222,7 +222,7 @@ def test_an_object_of_another_process_has_to_be_passed_again() -> None:
         load_object("python:Nobody")
 
 
-def test_two_functions_of_one_name_are_refused() -> None:
+def test_two_functions_with_the_same_name_are_refused() -> None:
     """Both would be ``python:<lambda>``, and one of them would be dropped."""
     rewards = {lambda turn: 1.0: 0.1, lambda turn: 2.0: 0.1}
     with pytest.raises(RagenError, match="two functions have this name; rename one of them"):

@@ -1,4 +1,4 @@
-"""The set-up of demo.sh and test.sh, with a stand-in for Python; and what a wheel has to hold."""
+"""Setup by demo.sh and test.sh, tested with a fake Python, and the contents of the wheel."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 FAKE_PYTHON = r"""#!/bin/sh
-# Answers like Python $version; making an environment copies this file; installing is written down.
+# Answers like Python $version. A virtual environment is a copy of this file; installs are logged.
 version=@VERSION@ has_venv=@VENV@ log='@LOG@'
 case "$*" in
     *'"%d.%d"'*) echo "$version" ;;
@@ -28,7 +28,7 @@ esac
 
 
 class Checkout:
-    """A copy of the scripts under a path with a space, and a PATH with one fake Python on it."""
+    """A copy of the scripts under a path with a space, and a PATH with one fake Python."""
 
     def __init__(self, folder: Path, version: str = "3.12", has_venv: bool = True) -> None:
         self.root = folder / "my files" / "ragen"
@@ -79,7 +79,7 @@ def test_first_start_installs_and_second_does_not(tmp_path: Path) -> None:
     assert len(checkout.installs) == 1
 
 
-def test_tests_bring_the_dev_extra_which_serves_the_demo_too(tmp_path: Path) -> None:
+def test_test_script_installs_the_dev_extra_and_the_demo_reuses_it(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     assert checkout.run("test.sh", "-k", "a b")[1] == "ran: -m pytest -k a b\n"
     assert checkout.installs[0].endswith("-e .[dev]")
@@ -87,7 +87,7 @@ def test_tests_bring_the_dev_extra_which_serves_the_demo_too(tmp_path: Path) -> 
     assert len(checkout.installs) == 1
 
 
-def test_changed_requirements_and_a_moved_folder_are_installed_again(tmp_path: Path) -> None:
+def test_changed_requirements_or_a_moved_folder_trigger_reinstallation(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     checkout.run("demo.sh")
     with (checkout.root / "constraints.txt").open("a") as file:
@@ -99,7 +99,7 @@ def test_changed_requirements_and_a_moved_folder_are_installed_again(tmp_path: P
     assert len(checkout.installs) == 3
 
 
-def test_failed_and_interrupted_set_up_is_done_again(tmp_path: Path) -> None:
+def test_failed_or_interrupted_setup_is_repeated(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     failure = Path(f"{checkout.log}.fail")
     failure.touch()
@@ -110,7 +110,7 @@ def test_failed_and_interrupted_set_up_is_done_again(tmp_path: Path) -> None:
     process = checkout.start("demo.sh", install_s=30)
     while len(checkout.installs) < 2:
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)  # Leaves its lock behind.
+    os.killpg(process.pid, signal.SIGKILL)  # The lock stays behind.
     process.communicate()
     assert (checkout.root / ".venv.lock").exists()
     assert checkout.run("demo.sh")[0] == 0
@@ -118,7 +118,7 @@ def test_failed_and_interrupted_set_up_is_done_again(tmp_path: Path) -> None:
     assert not (checkout.root / ".venv.lock").exists()
 
 
-def test_an_environment_without_pip_is_made_anew(tmp_path: Path) -> None:
+def test_virtual_environment_without_pip_is_recreated(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     python = checkout.root / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_an_environment_without_pip_is_made_anew(tmp_path: Path) -> None:
     assert len(checkout.installs) == 1
 
 
-def test_two_at_once_install_once(tmp_path: Path) -> None:
+def test_concurrent_setups_install_once(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     processes = [checkout.start("demo.sh", install_s=1) for _ in range(3)]
     results = [process.communicate(timeout=60) for process in processes]
@@ -149,7 +149,7 @@ def test_two_at_once_install_once(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_machine_that_will_not_do(
+def test_unsuitable_python_is_reported(
     tmp_path: Path, version: str, has_venv: bool, words: str
 ) -> None:
     checkout = Checkout(tmp_path, version, has_venv)
@@ -159,7 +159,7 @@ def test_a_machine_that_will_not_do(
     assert not (checkout.root / ".venv.lock").exists()
 
 
-def test_constraints_are_exact_and_name_no_place() -> None:
+def test_constraints_pin_exact_versions_without_paths_or_urls() -> None:
     pins = (ROOT / "constraints.txt").read_text().splitlines()[1:]
     assert {"torch==2.13.0", "transformers==5.19.0"} <= set(pins)
     for pin in pins:
@@ -167,7 +167,7 @@ def test_constraints_are_exact_and_name_no_place() -> None:
         assert not set(pin) & set("@/+ ")
 
 
-def test_scripts_are_plain_sh() -> None:
+def test_scripts_are_posix_sh() -> None:
     shell = shutil.which("dash") or "/bin/sh"
     for name in ("demo.sh", "test.sh", "scripts/setup.sh"):
         subprocess.run([shell, "-n", ROOT / name], check=True)
@@ -175,7 +175,7 @@ def test_scripts_are_plain_sh() -> None:
     assert "./test.sh 2>&1" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_wheel_has_recipes_presets_and_weights(installed: Path, tmp_path: Path) -> None:
+def test_wheel_contains_recipes_presets_and_weights(installed: Path, tmp_path: Path) -> None:
     code = (
         "import ragen; from importlib import resources; "
         "from ragen.config import reading as settings; "

@@ -24,12 +24,12 @@ def options(command: str) -> tuple[str, dict[str, Any]]:
     return recipe, {key[2:]: parse_value(canonical_key(key[2:]), text) for key, text in pairs}
 
 
-def studied(tree: Any, prefix: str = "") -> Iterator[str]:
-    """The keys in a study's file, in whichever of its tables."""
+def keys_in_study(tree: Any, prefix: str = "") -> Iterator[str]:
+    """The keys in a study's file, in any of its tables."""
     if isinstance(tree, dict):
         for name, value in tree.items():
             yield from (name, f"{prefix}{name}")
-            yield from studied(value, f"{name}.")
+            yield from keys_in_study(value, f"{name}.")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -44,6 +44,6 @@ def test_every_key_is_used_somewhere() -> None:
     used |= {key for command in COMMANDS for key in options(command)[1]}
     for file in (resources.files("ragen.studies") / "findings").iterdir():
         if file.name.endswith(".toml"):
-            used |= set(studied(tomllib.loads(file.read_text("utf-8"))))
+            used |= set(keys_in_study(tomllib.loads(file.read_text("utf-8"))))
     used |= {table for key in used if (table := table_of(key))}
     assert keys().keys() - used - FILLED_IN == set()

@@ -1,4 +1,4 @@
-"""How a run's values are settled, and how a mistake in them is told."""
+"""Resolving a run's settings from its layers, and reporting mistakes in them."""
 
 import itertools
 import tomllib
@@ -36,14 +36,14 @@ def message(*args: object) -> str:
     return str(caught.value)
 
 
-def test_a_sampler_is_named_or_addressed() -> None:
-    for wrong in ("vlm", "127.0.0.1:8000", "local "):
-        text = message(None, {"rollout.sampler": wrong})
-        assert f"{wrong!r}: expected local, vllm, or the URL of a vLLM server" in text
+def test_sampler_is_a_name_or_a_url() -> None:
+    for invalid in ("vlm", "127.0.0.1:8000", "local "):
+        text = message(None, {"rollout.sampler": invalid})
+        assert f"{invalid!r}: expected local, vllm, or the URL of a vLLM server" in text
     assert resolve(None, {"rollout.sampler": "http://127.0.0.1:8000"})
 
 
-def test_layers_win_in_order(tmp_path: Path) -> None:
+def test_later_layers_override_earlier_ones(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('algorithm = "starpo-s/grpo"\n[loss]\nclip_high = 0.3\nentropy = 0.5\n')
     config = resolve(recipe, {"loss.entropy": 0.25})
@@ -54,7 +54,7 @@ def test_layers_win_in_order(tmp_path: Path) -> None:
     assert config.loss.entropy == 0.25  # override over recipe (0.5)
 
 
-def test_preset_named_on_the_command_line_goes_below_the_recipe(tmp_path: Path) -> None:
+def test_recipe_overrides_a_preset_named_on_the_command_line(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('algorithm = "starpo-s/grpo"\n[loss]\nclip_high = 0.3\n')
     config = resolve(recipe, {"algorithm": "starpo/ppo"})
@@ -81,8 +81,8 @@ def test_preset_is_valid_alone(name: str) -> None:
     assert settings.first_comment(settings.presets()[name])
 
 
-def what_it_does(name: str) -> dict[str, object]:
-    """A preset's values, without those that it never reads."""
+def effective_values(name: str) -> dict[str, object]:
+    """A preset's values, except those that have no effect."""
     config = resolve(None, {"algorithm": name})
     return {
         key: value
@@ -92,13 +92,13 @@ def what_it_does(name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(PRESETS, 2)))
-def test_any_two_presets_differ_in_what_they_do(one: str, other: str) -> None:
-    assert what_it_does(one) != what_it_does(other)
+def test_any_two_presets_differ_in_effect(one: str, other: str) -> None:
+    assert effective_values(one) != effective_values(other)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_key_of_a_preset_has_an_effect(name: str) -> None:
-    """As the preset is, or with the weight that it sets to 0 and a user may switch on again."""
+    """As the preset is, or with the KL loss that it switches off and a user may switch on."""
     config = resolve(None, {"algorithm": name, "loss.kl": 0.1})
     assert not settings.load_preset(name).keys() & set(settings.unread(config))
 
@@ -160,10 +160,10 @@ def test_recipe_resolves_and_is_short(name: str) -> None:
 
 
 FILLED_IN = {"recipe", "sources"}
-"""Keys that RAGEN fills in when a run begins: no settings of a user."""
+"""Keys that RAGEN fills in when a run starts; users do not set them."""
 
 
-def test_number_of_knobs() -> None:
+def test_number_of_settings_is_bounded() -> None:
     assert len(keys().keys() - FILLED_IN) <= 75
 
 
@@ -178,7 +178,7 @@ def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
     seed=st.integers(0, 2**62),
     name=st.text(st.characters(exclude_categories=("Cs",))),
 )
-def test_any_value_survives_the_toml(lr: float, seed: int, name: str) -> None:
+def test_any_value_round_trips_through_toml(lr: float, seed: int, name: str) -> None:
     config = resolve(None, {"update.lr": lr, "seed": seed, "env.params.name": name})
     assert Config.model_validate(tomllib.loads(dump(config))) == config
 
@@ -273,26 +273,26 @@ def test_differences_name_the_preset_value() -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_line_with_the_way_out(overrides: dict[str, object], words: str) -> None:
+def test_mistake_gives_one_line_with_the_remedy(overrides: dict[str, object], words: str) -> None:
     assert words in message(None, overrides)
 
 
-GROUP_OF_THEIRS = {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gigpo"}
+GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gigpo"}
 
 
 @pytest.mark.parametrize(
     ("normalise", "over", "refused"),
     [
-        *[(method, "group", GROUP_OF_THEIRS) for method in ("mean", "mean_std", "asym_clip")],
-        ("mean", "batch", GROUP_OF_THEIRS | {"reinforce_pp"}),
-        ("mean_std", "batch", GROUP_OF_THEIRS - {"dr_grpo", "rloo"} | {"reinforce_pp"}),
+        *[(method, "group", GROUP_RELATIVE) for method in ("mean", "mean_std", "asym_clip")],
+        ("mean", "batch", GROUP_RELATIVE | {"reinforce_pp"}),
+        ("mean_std", "batch", GROUP_RELATIVE - {"dr_grpo", "rloo"} | {"reinforce_pp"}),
         ("asym_clip", "batch", set()),
         ("identity", "group", set()),
     ],
 )
 def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: set[str]) -> None:
     for name in get_args(AdvantageConfig.model_fields["name"].annotation):
-        asked = {
+        values = {
             "advantage.name": name,
             "reward.normalise": normalise,
             "reward.over": over,
@@ -300,12 +300,12 @@ def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: se
             "loss.kl": 0.0,
         }
         if name in refused:
-            assert 'set reward.normalise to "identity"' in message(None, asked)
+            assert 'set reward.normalise to "identity"' in message(None, values)
         else:
-            assert resolve(None, asked).reward.over == over
+            assert resolve(None, values).reward.over == over
 
 
-UNREAD = {  # a value other than the default for each key, and an algorithm that never reads it
+UNREAD = {  # for each key, a value other than the default and settings that leave it unread
     "prompt.history_thoughts": ("drop", {"prompt.window": 1}),
     "model.critic": ("shared", {"algorithm": "starpo/grpo"}),
     "lora.alpha": (8, {}),
@@ -336,26 +336,26 @@ READ = {
     "filter.value": {"filter.rule": "top_k"},
     "guard.remedy": {"guard.responses.mi_drop": "rollback"},
 }
-"""What has to be set beside a key, of the default algorithm, for it to be read."""
+"""The settings that make the default algorithm read a key."""
 
 
-def test_every_key_that_may_go_unread_has_a_case() -> None:
+def test_every_conditional_key_has_a_case() -> None:
     assert UNREAD.keys() == READ_WITH.keys() <= keys().keys()
 
 
 @pytest.mark.parametrize("key", UNREAD)
-def test_a_value_that_no_one_reads_is_refused(key: str) -> None:
+def test_value_without_effect_is_refused(key: str) -> None:
     value, setting = UNREAD[key]
     assert f"has no effect: it takes {READ_WITH[key].words}" in message(
         None, {key: value, **setting}
     )
     assert key not in settings.unread(resolve(None, {key: value, **READ.get(key, {})}))
     standard = flatten(resolve(None, setting))[key]
-    assert resolve(None, {key: standard, **setting}), "the standard value says nothing"
+    assert resolve(None, {key: standard, **setting}), "the default value is accepted"
 
 
-def test_a_recipe_keeps_its_word_under_its_own_algorithm_only(tmp_path: Path) -> None:
-    """Another algorithm on the command line leaves behind what the recipe's own has set."""
+def test_recipe_values_without_effect_are_dropped_under_another_algorithm(tmp_path: Path) -> None:
+    """A recipe's values for its own algorithm are dropped under another from the command line."""
     recipe = tmp_path / "mine.toml"
     recipe.write_text('algorithm = "starpo-s/grpo"\n[filter]\nvalue = 0.5\n')
     assert resolve(recipe).filter.value == 0.5
@@ -371,13 +371,13 @@ def test_a_recipe_keeps_its_word_under_its_own_algorithm_only(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_whole_config_resolves_to_itself(name: str) -> None:
-    """As evaluation does with a run's: what is not read stands at its standard value."""
+def test_resolved_config_resolves_to_itself(name: str) -> None:
+    """Evaluation resolves a run's config again: keys without effect have their default values."""
     config = resolve("sokoban", {"algorithm": name})
     assert resolve(None, flatten(config)) == config
 
 
-def test_unknown_recipe_names_the_nearest() -> None:
+def test_unknown_recipe_suggests_the_nearest() -> None:
     assert "unknown recipe 'banditt'; did you mean 'bandit'?" in message("banditt")
 
 
@@ -395,7 +395,7 @@ def test_mistake_in_a_recipe_names_the_file(tmp_path: Path) -> None:
     assert "is a directory" in message(tmp_path)
 
 
-def test_what_toml_cannot_hold_is_refused_before_a_run_begins() -> None:
+def test_value_that_toml_cannot_represent_is_refused() -> None:
     with pytest.raises(RagenError, match="cannot be saved"):
         dump(resolve(None, {"env.params.x": {1, 2}}))
 
@@ -416,20 +416,20 @@ def test_what_toml_cannot_hold_is_refused_before_a_run_begins() -> None:
         ("update.lr", "fast", "fast"),
     ],
 )
-def test_values_from_the_command_line(key: str, text: str, value: object) -> None:
+def test_command_line_values_are_parsed(key: str, text: str, value: object) -> None:
     parsed = parse_value(key, text)
     assert parsed == value and type(parsed) is type(value)
 
 
 @pytest.mark.parametrize("key", [*RENAMED, *REMOVED])
-def test_a_key_of_an_earlier_version_has_one_line_and_no_successor_of_its_name(key: str) -> None:
+def test_key_of_an_earlier_version_is_refused_with_one_line(key: str) -> None:
     assert key not in keys()
     assert RENAMED.get(key, "env") in {*keys(), "env"}
     text = refusal(key)
     assert text is not None and text.startswith(key) and "\n" not in text
 
 
-def test_a_removed_keys_value_is_the_one_that_is_left() -> None:
+def test_keys_of_an_earlier_version_are_translated_in_saved_configs() -> None:
     saved = {key: removed.value for key, removed in REMOVED.items()}
     assert present_values(saved) == {}
     assert present_values({"filter.rule": "all", "filter.reweight": True}) == {
@@ -439,7 +439,7 @@ def test_a_removed_keys_value_is_the_one_that_is_left() -> None:
     assert present_values({"world.params.slip": 0.5}) == {"env.params.slip": 0.5}
 
 
-def test_gspo_and_cispo_hold_their_papers_values() -> None:
+def test_gspo_and_cispo_hold_the_published_values() -> None:
     gspo, cispo = (resolve(None, {"algorithm": name}) for name in ("gspo", "cispo"))
     assert (gspo.loss.name, gspo.loss.clip_low, gspo.loss.clip_high) == ("gspo", 3e-4, 4e-4)
     assert (cispo.loss.name, cispo.loss.clip_low, cispo.rollout.refill) == ("cispo", 1.0, 3)
@@ -449,20 +449,20 @@ def test_gspo_and_cispo_hold_their_papers_values() -> None:
         assert episodes / config.update.minibatch_episodes == updates
 
 
-def test_the_page_lists_every_preset() -> None:
+def test_algorithms_page_lists_every_preset() -> None:
     page = Path(__file__).parents[2] / "docs" / "algorithms.md"
-    (head,) = (
+    (header,) = (
         row for row in page.read_text("utf-8").splitlines() if row.startswith("| | `starpo/")
     )
-    assert sorted(cell.strip(" `") for cell in head.split("|")[2:-1]) == PRESETS
+    assert sorted(cell.strip(" `") for cell in header.split("|")[2:-1]) == PRESETS
 
 
-def test_a_config_built_in_python_takes_its_preset_like_a_recipe() -> None:
+def test_config_built_in_python_applies_its_preset() -> None:
     for name in PRESETS:
         assert with_preset(Config(algorithm=name)) == resolve(None, {"algorithm": name})
-    own = with_preset(Config(algorithm="dapo", loss=LossConfig(clip_high=0.4), seed=3))
-    assert (own.loss.clip_high, own.loss.kl, own.seed) == (0.4, 0.0, 3)
-    for whole in (resolve("sokoban", {"update.lr": 0.5}), changed(Config(), {"seed": 3})):
-        assert with_preset(whole) == whole
+    custom = with_preset(Config(algorithm="dapo", loss=LossConfig(clip_high=0.4), seed=3))
+    assert (custom.loss.clip_high, custom.loss.kl, custom.seed) == (0.4, 0.0, 3)
+    for resolved in (resolve("sokoban", {"update.lr": 0.5}), changed(Config(), {"seed": 3})):
+        assert with_preset(resolved) == resolved
     with pytest.raises(RagenError, match="unknown algorithm 'dapoo'; did you mean 'dapo'"):
         with_preset(Config(algorithm="dapoo"))

@@ -1,8 +1,8 @@
-"""Every interval of `ragen.core.statistics` holds the truth as often as its docstring says.
+"""Every interval of `ragen.core.statistics` has the coverage that its docstring states.
 
-Where outcomes can be counted (rates), coverage is a sum over all of them; elsewhere it is measured
-on made samples of a known truth, by fixed seeds. `HELD` is the promise; what is outside stands in
-the docstrings and is tested here as well.
+For rates, coverage is an exact sum over all outcomes. Elsewhere it is measured on synthetic samples
+with a known true value and fixed seeds. `NOMINAL` is the range to expect; exceptions are stated in
+the docstrings and tested here as well.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ from ragen.core.statistics import (
     wilson,
 )
 
-HELD = (0.935, 0.965)
+NOMINAL = (0.935, 0.965)
 """95 ± 1.5 %."""
 
 SAMPLES = 2000
-"""Made samples for one number, whose standard error is then 0.5 %."""
+"""Synthetic samples per coverage; its standard error is then 0.5 %."""
 
 SLOW = pytest.mark.slow
-"""Sizes between others that are tested by default; all take half a minute."""
+"""Intermediate sizes; the default tests cover those on either side. All take half a minute."""
 
 Draw = Callable[[np.random.Generator, int], Floats]
 
 
-def covers(intervals: Iterable[Interval], truth: float) -> float:
-    """Share of intervals that hold the truth, but for rounding."""
-    held = [i.low - 1e-9 <= truth <= i.high + 1e-9 for i in intervals]
-    return sum(held) / len(held)
+def coverage_of(intervals: Iterable[Interval], truth: float) -> float:
+    """Share of intervals that contain the true value, up to rounding."""
+    contained = [i.low - 1e-9 <= truth <= i.high + 1e-9 for i in intervals]
+    return sum(contained) / len(contained)
 
 
-def holds(coverage: float) -> bool:
-    return HELD[0] <= coverage <= HELD[1]
+def is_nominal(coverage: float) -> bool:
+    return NOMINAL[0] <= coverage <= NOMINAL[1]
 
 
-# Rates: every outcome, weighed by its chance.
+# Rates: every outcome, weighted by its probability.
 
 
 def exact_wilson(trials: int, rate: float) -> float:
     counts = np.arange(trials + 1)
-    held = [i.low <= rate <= i.high for i in (wilson(int(c), trials) for c in counts)]
-    return float(binom.pmf(counts, trials, rate) @ np.array(held))
+    contained = [i.low <= rate <= i.high for i in (wilson(int(c), trials) for c in counts)]
+    return float(binom.pmf(counts, trials, rate) @ np.array(contained))
 
 
-def test_wilson_from_128_trials_on_at_any_rate() -> None:
+def test_wilson_is_nominal_from_128_trials_at_any_rate() -> None:
     rates = np.linspace(0.01, 0.99, 99)
     for trials in (128, 256, 512):
         found = [exact_wilson(trials, rate) for rate in rates]
-        assert holds(min(found)) and holds(max(found)), (trials, min(found), max(found))
+        assert is_nominal(min(found)) and is_nominal(max(found)), (trials, min(found), max(found))
 
 
-def test_wilson_with_few_trials_swings() -> None:
-    """92–99 % with 16: what its docstring warns of."""
+def test_wilson_coverage_varies_with_few_trials() -> None:
+    """92–99 % with 16 trials, as its docstring warns."""
     found = [exact_wilson(16, rate) for rate in np.linspace(0.1, 0.9, 81)]
     assert 0.915 < min(found) < 0.93 and 0.975 < max(found) < 0.99
 
@@ -94,10 +94,10 @@ def exact_difference(trials: int, rate: float, other: float) -> float:
     [(32, 0.5, 0.5), (32, 0.3, 0.1), (64, 0.2, 0.25), (64, 0.1, 0.1), (128, 0.9, 0.5)],
 )
 def test_difference_of_independent_rates(trials: int, rate: float, other: float) -> None:
-    assert holds(exact_difference(trials, rate, other))
+    assert is_nominal(exact_difference(trials, rate, other))
 
 
-# Means: levels drawn from environments with long tails and short ones.
+# Means: levels drawn from distributions with long and short tails.
 
 
 def measured(draw: Draw, size: int, interval: Callable[[Floats], Interval]) -> list[Interval]:
@@ -110,13 +110,13 @@ def over_levels(values: Floats) -> Interval:
 
 
 def sokoban(generator: np.random.Generator, size: int) -> Floats:
-    """Returns of an agent that solves a fifth: about 10.5 where it does, about −1 where not."""
+    """Returns of an agent that solves a fifth of levels: about 10.5 if solved, about −1 if not."""
     solved = generator.random(size) < 0.2
     return np.where(solved, 10.9 - 0.1 * generator.integers(9, size=size), -1.0)
 
 
 def bandit(generator: np.random.Generator, size: int) -> Floats:
-    """Returns of random play: 0.15 from the safe arm, else 1 with chance ¼."""
+    """Returns of random play: 0.15 from the safe arm, else 1 with probability ¼."""
     paid = (generator.random(size) < 0.25).astype(float)
     return np.where(generator.random(size) < 0.5, 0.15, paid)
 
@@ -133,20 +133,20 @@ def bandit(generator: np.random.Generator, size: int) -> Floats:
 )
 def test_bootstrap_mean(draw: Draw, mean: float, sizes: tuple[int, ...]) -> None:
     for size in sizes:
-        coverage = covers(measured(draw, size, over_levels), mean)
-        assert holds(coverage), (size, coverage)
+        coverage = coverage_of(measured(draw, size, over_levels), mean)
+        assert is_nominal(coverage), (size, coverage)
 
 
-def played(
+def successes(
     generator: np.random.Generator, num_levels: int, samples: int, spread: float, centre: float
 ) -> Floats:
-    """Successes on each level, whose difficulty is normal on the logit's scale."""
+    """Successes on each level; difficulty is normally distributed on the logit scale."""
     chances = expit(centre + generator.normal(0, spread, num_levels))
     return generator.binomial(samples, chances).astype(float)
 
 
 def mean_chance(spread: float, centre: float, power: int = 1) -> float:
-    """E[1 − (1 − p)^power] over such levels; with power 1 the success rate."""
+    """E[1 − (1 − p)^power] over such levels; for power 1, the success rate."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(99)
     chances = 1 - (1 - expit(centre + spread * nodes)) ** power
     return float(weights @ chances / weights.sum())
@@ -155,14 +155,14 @@ def mean_chance(spread: float, centre: float, power: int = 1) -> float:
 @pytest.mark.parametrize(
     ("num_levels", "centre"), [(128, 0.0), pytest.param(128, 1.0, marks=SLOW), (128, -2.0)]
 )
-def test_success_rate_of_several_samples_a_level(num_levels: int, centre: float) -> None:
+def test_success_rate_with_several_samples_per_level(num_levels: int, centre: float) -> None:
     def interval(solved: Floats) -> Interval:
         won = [sample < count for count in solved for sample in range(4)]
         return success_rate(won, np.repeat(np.arange(num_levels), 4).tolist())
 
-    found = measured(lambda g, n: played(g, n, 4, 1.5, centre), num_levels, interval)
-    coverage = covers(found, mean_chance(1.5, centre))
-    assert holds(coverage), coverage
+    found = measured(lambda g, n: successes(g, n, 4, 1.5, centre), num_levels, interval)
+    coverage = coverage_of(found, mean_chance(1.5, centre))
+    assert is_nominal(coverage), coverage
 
 
 @pytest.mark.parametrize(
@@ -170,29 +170,29 @@ def test_success_rate_of_several_samples_a_level(num_levels: int, centre: float)
 )
 def test_pass_at_k(num_levels: int, k: int) -> None:
     found = measured(
-        lambda g, n: played(g, n, 8, 1.5, -1.0),
+        lambda g, n: successes(g, n, 8, 1.5, -1.0),
         num_levels,
         lambda solved: pass_at_k(solved.astype(int).tolist(), 8, k),
     )
-    coverage = covers(found, mean_chance(1.5, -1.0, k))
-    assert holds(coverage), coverage
+    coverage = coverage_of(found, mean_chance(1.5, -1.0, k))
+    assert is_nominal(coverage), coverage
 
 
 def few_hard(generator: np.random.Generator, num_levels: int, samples: int) -> Floats:
-    """Successes on levels of which one in twenty is hardly ever solved."""
+    """Successes on levels of which one in twenty is almost never solved."""
     chances = np.where(generator.random(num_levels) < 0.95, 0.98, 0.02)
     return generator.binomial(samples, chances).astype(float)
 
 
 def easy(generator: np.random.Generator, num_levels: int, samples: int) -> Floats:
-    return played(generator, num_levels, samples, 0.3, 1.0)
+    return successes(generator, num_levels, samples, 0.3, 1.0)
 
 
 @pytest.mark.parametrize("num_levels", [32, 128])
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("solves", [few_hard, easy])
-def test_pass_at_k_near_its_ends(solves: Callable[..., Floats], k: int, num_levels: int) -> None:
-    """The plain bootstrap covers 78–86 % here with 32 levels; too wide is no lie."""
+def test_pass_at_k_near_0_and_1(solves: Callable[..., Floats], k: int, num_levels: int) -> None:
+    """The plain bootstrap covers 78–86 % here with 32 levels; too much coverage is accepted."""
     truth = mean_chance(0.3, 1.0, k)
     if solves is few_hard:
         truth = float(1 - np.array([0.95, 0.05]) @ (1 - np.array([0.98, 0.02])) ** k)
@@ -201,15 +201,15 @@ def test_pass_at_k_near_its_ends(solves: Callable[..., Floats], k: int, num_leve
         num_levels,
         lambda solved: pass_at_k(solved.astype(int).tolist(), 8, k),
     )
-    coverage = covers(found, truth)
-    assert HELD[0] <= coverage <= (0.995 if num_levels == 32 else 0.98), coverage
+    coverage = coverage_of(found, truth)
+    assert NOMINAL[0] <= coverage <= (0.995 if num_levels == 32 else 0.98), coverage
 
 
 # Two agents on the same levels.
 
 
-def disagreeing(size: int, won: float, lost: float) -> list[Interval]:
-    """Samples in which a level is solved by the one alone, or by the other, with these chances."""
+def paired_intervals(size: int, won: float, lost: float) -> list[Interval]:
+    """Intervals for agents that alone solve a level with probability `won` and `lost`."""
     generator = np.random.default_rng(size)
     same = [0.0] * size
     counts = generator.multinomial(size, [won, lost, 1 - won - lost], size=SAMPLES)
@@ -224,20 +224,20 @@ def disagreeing(size: int, won: float, lost: float) -> list[Interval]:
     [(64, 0.3, 0.3), (64, 0.4, 0.1), (128, 0.15, 0.05), (256, 0.05, 0.05), (256, 0.2, 0.02)],
 )
 def test_paired_difference(size: int, won: float, lost: float) -> None:
-    coverage = covers(disagreeing(size, won, lost), won - lost)
-    assert holds(coverage), coverage
+    coverage = coverage_of(paired_intervals(size, won, lost), won - lost)
+    assert is_nominal(coverage), coverage
 
 
-def test_paired_difference_with_little_disagreement_is_careful() -> None:
-    """Five levels of 256 or one of 32: 97–99 % and above, never below."""
+def test_paired_difference_with_little_disagreement_is_conservative() -> None:
+    """Agents differ on five levels of 256 or one of 32: 97–99 % and above, never below."""
     for size in (256, 32):
-        assert covers(disagreeing(size, 0.01, 0.01), 0.0) > HELD[1]
+        assert coverage_of(paired_intervals(size, 0.01, 0.01), 0.0) > NOMINAL[1]
 
 
 def arms(
     generator: np.random.Generator, seeds: tuple[int, int], num_levels: int, seed_sd: float
 ) -> list[Floats]:
-    """Success of two arms' seeds on the same levels; the second arm is the better by ½ logit."""
+    """Success of two arms' seeds on the same levels; the second arm is better by ½ logit."""
     level = generator.normal(0, 1.5, num_levels)
     found = []
     for arm, num_seeds in enumerate(seeds):
@@ -255,11 +255,11 @@ def test_paired_difference_of_training_seeds(seeds: tuple[int, int], seed_sd: fl
     spreads = [np.sqrt(1.5**2 + 0.7**2 + (seed_sd**2 if n > 1 else 0)) for n in seeds]
     truth = mean_chance(spreads[0], 0.0) - mean_chance(spreads[1], 0.5)
     found = [paired_difference(*arms(generator, seeds, 64, seed_sd)) for _ in range(SAMPLES)]
-    assert holds(covers(found, truth)), covers(found, truth)
+    assert is_nominal(coverage_of(found, truth)), coverage_of(found, truth)
 
 
-def test_seeds_that_collapse_unseen() -> None:
-    """Three of ten seeds of the one method do: what the docstring warns of."""
+def test_paired_difference_covers_less_when_some_seeds_collapse() -> None:
+    """Three in ten seeds of one method collapse, as the docstring of the interval warns."""
     generator = np.random.default_rng(0)
 
     def share(num_seeds: int, rate: Floats) -> Floats:
@@ -271,10 +271,10 @@ def test_seeds_that_collapse_unseen() -> None:
             rates = np.where(generator.random(num_seeds) < 0.3, 0.1, 0.8)
             healthy = np.full(num_seeds, 0.8)
             found.append(paired_difference(share(num_seeds, rates), share(num_seeds, healthy)))
-        assert low < covers(found, 0.3 * (0.1 - 0.8)) < high
+        assert low < coverage_of(found, 0.3 * (0.1 - 0.8)) < high
 
 
-def test_paired_difference_of_several_samples_a_level() -> None:
+def test_paired_difference_with_several_samples_per_level() -> None:
     for samples in (2, 4):
         generator = np.random.default_rng(samples)
         found = []
@@ -284,21 +284,21 @@ def test_paired_difference_of_several_samples_a_level() -> None:
                 generator.binomial(samples, expit(centre + level)) / samples for centre in (0, 0.5)
             )
             found.append(paired_difference([one.tolist()], [other.tolist()], samples))
-        assert holds(covers(found, mean_chance(1.5, 0.0) - mean_chance(1.5, 0.5)))
+        assert is_nominal(coverage_of(found, mean_chance(1.5, 0.0) - mean_chance(1.5, 0.5)))
 
 
 @pytest.mark.parametrize(("size", "disagreement"), [(128, 0.3), (256, 0.2), (512, 0.1)])
-def test_the_smallest_detectable_effect_is_shown_in_four_of_five_samples(
+def test_smallest_detectable_effect_has_a_power_of_80_percent(
     size: int, disagreement: float
 ) -> None:
-    none = disagreeing(size, disagreement / 2, disagreement / 2)
+    none = paired_intervals(size, disagreement / 2, disagreement / 2)
     effect = float(np.median([smallest_detectable(interval) for interval in none]))
-    shown = disagreeing(size, (disagreement + effect) / 2, (disagreement - effect) / 2)
-    assert np.mean([interval.low > 0 for interval in shown]) == pytest.approx(0.8, abs=0.04)
+    detected = paired_intervals(size, (disagreement + effect) / 2, (disagreement - effect) / 2)
+    assert np.mean([interval.low > 0 for interval in detected]) == pytest.approx(0.8, abs=0.04)
 
 
-def test_equal_agents_are_rarely_told_apart() -> None:
-    """McNemar's p is 0.05 or less in at most 5 % of samples, the interval leaves out 0 as often."""
+def test_false_positive_rate_for_equal_agents_is_at_most_5_percent() -> None:
+    """McNemar's p is at most 0.05 in at most 5 % of samples; the interval excludes 0 as often."""
     generator = np.random.default_rng(0)
     for disagreement in (0.05, 0.2):
         counts = generator.multinomial(
@@ -307,8 +307,8 @@ def test_equal_agents_are_rarely_told_apart() -> None:
         p_value = cache(lambda a, b: mcnemar([1] * a + [-1] * b))
         rejected = np.mean([p_value(a, b) <= 0.05 for a, b, _ in counts])
         assert 0.01 < rejected <= 0.05
-        intervals = disagreeing(256, disagreement / 2, disagreement / 2)
-        assert 1 - covers(intervals, 0.0) == pytest.approx(0.045, abs=0.02)
+        intervals = paired_intervals(256, disagreement / 2, disagreement / 2)
+        assert 1 - coverage_of(intervals, 0.0) == pytest.approx(0.045, abs=0.02)
 
 
 # Training seeds: their mean, and the difference of two arms.
@@ -317,7 +317,7 @@ def test_equal_agents_are_rarely_told_apart() -> None:
 @pytest.mark.parametrize("seeds", [3, 5, 10])
 def test_mean_of_seeds(seeds: int) -> None:
     found = measured(lambda g, n: g.normal(0.5, 0.1, n), seeds, lambda s: mean_interval(s.tolist()))
-    assert holds(covers(found, 0.5)), covers(found, 0.5)
+    assert is_nominal(coverage_of(found, 0.5)), coverage_of(found, 0.5)
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])
@@ -329,13 +329,13 @@ def test_difference_of_the_means_of_two_arms(seeds: int, ratio: float) -> None:
         seeds,
         lambda arms: mean_difference(*arms.tolist()),
     )
-    assert holds(covers(found, 0.1)), covers(found, 0.1)
+    assert is_nominal(coverage_of(found, 0.1)), coverage_of(found, 0.1)
 
 
-# Training seeds: the middle half of their scores.
+# Training seeds: the interquartile mean of their scores.
 
 BY_SEEDS = {3: 0.75, 4: 0.88, 5: 0.93, 6: 0.955, 8: 0.97, 12: 0.97, 16: 0.96, 20: 0.957}
-"""Coverage of one stratum's interquartile mean, as the docstring has it."""
+"""Coverage of one stratum's interquartile mean, as its docstring states."""
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_interquartile_mean_of_one_environment(seeds: int, expected: float) -> N
     found = measured(
         lambda g, n: g.normal(0.5, 0.1, n), seeds, lambda s: interquartile_mean([s.tolist()])
     )
-    assert covers(found, 0.5) == pytest.approx(expected, abs=0.015)
+    assert coverage_of(found, 0.5) == pytest.approx(expected, abs=0.015)
 
 
 @pytest.mark.parametrize("seeds", [5, pytest.param(8, marks=SLOW), 10])
@@ -357,4 +357,4 @@ def test_interquartile_mean_of_three_environments(seeds: int) -> None:
         seeds,
         lambda scores: interquartile_mean(scores.tolist()),
     )
-    assert holds(covers(found, 0.5)), covers(found, 0.5)
+    assert is_nominal(coverage_of(found, 0.5)), coverage_of(found, 0.5)

@@ -1,4 +1,4 @@
-"""A file or folder appears complete or not at all; errors name the file, the reason, the remedy."""
+"""A file or folder appears complete or not at all; errors name the file, reason and remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_file_is_replaced_only_when_it_is_complete(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
+def test_symlink_is_kept_and_its_target_is_replaced(tmp_path: Path) -> None:
     link, path = tmp_path / "link", tmp_path / "folder" / "file"
     path.parent.mkdir()
     path.write_text("before")

@@ -1,4 +1,4 @@
-"""Loading user code: from files, modules and entry points, and one clear line where it fails."""
+"""User code is loaded from files, modules and entry points; a failure gives one clear line."""
 
 import re
 import sys
@@ -15,47 +15,47 @@ TEXT = "def loss(x):\n    return x + 1\n\n\nNUMBER = 3\n"
 
 
 @pytest.fixture
-def mine(tmp_path):
+def user_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(TEXT)
     return path
 
 
-def test_an_object_in_a_file(mine):
-    loaded = load_object(f"{mine}:loss", kind="loss", accepts=callable)
+def test_object_is_loaded_from_a_file(user_file):
+    loaded = load_object(f"{user_file}:loss", kind="loss", accepts=callable)
     assert loaded.object(1) == 2
     assert re.fullmatch("blake2b:[0-9a-f]{32}", loaded.source)
 
 
-def test_an_unchanged_file_keeps_its_objects_and_an_edited_one_is_loaded_anew(mine):
-    first = load_object(f"{mine}:loss")
-    again = load_object(f"{mine}:loss")
+def test_unchanged_file_is_cached_and_edited_file_is_reloaded(user_file):
+    first = load_object(f"{user_file}:loss")
+    again = load_object(f"{user_file}:loss")
     assert again.object is first.object and again.source == first.source
-    mine.write_text(TEXT.replace("+ 1", "+ 2"))
-    edited = load_object(f"{mine}:loss")
+    user_file.write_text(TEXT.replace("+ 1", "+ 2"))
+    edited = load_object(f"{user_file}:loss")
     assert edited.object(1) == 3
     assert edited.source != first.source
-    assert not list(mine.parent.glob("__pycache__"))
+    assert not list(user_file.parent.glob("__pycache__"))
 
 
-def test_the_hash_is_that_of_the_bytes_whatever_the_path(mine):
-    other = mine.with_name("other.py")
+def test_source_hash_depends_on_content_and_not_on_path(user_file):
+    other = user_file.with_name("other.py")
     other.write_text(TEXT)
-    first, second = load_object(f"{mine}:loss"), load_object(f"{other}:loss")
+    first, second = load_object(f"{user_file}:loss"), load_object(f"{other}:loss")
     assert first.source == second.source
     assert first.object is not second.object
 
 
-def test_an_object_in_a_module(mine, monkeypatch):
-    monkeypatch.syspath_prepend(mine.parent)
+def test_object_is_loaded_from_a_module(user_file, monkeypatch):
+    monkeypatch.syspath_prepend(user_file.parent)
     loaded = load_object("mine:NUMBER")
     assert loaded.object == 3
-    assert loaded.source == load_object(f"{mine}:NUMBER").source
+    assert loaded.source == load_object(f"{user_file}:NUMBER").source
     monkeypatch.delitem(sys.modules, "mine")
 
 
-def test_an_entry_point(mine, monkeypatch):
-    monkeypatch.syspath_prepend(mine.parent)
+def test_object_is_loaded_from_an_entry_point(user_file, monkeypatch):
+    monkeypatch.syspath_prepend(user_file.parent)
     point = SimpleNamespace(
         name="mine", value="mine:loss", dist=SimpleNamespace(name="my-package", version="1.2")
     )
@@ -71,7 +71,7 @@ def test_an_entry_point(mine, monkeypatch):
     monkeypatch.delitem(sys.modules, "mine")
 
 
-def test_an_entry_point_is_an_entry_point(monkeypatch):
+def test_entry_point_without_a_distribution_has_a_source_hash(monkeypatch):
     point = EntryPoint("error", "ragen.core.errors:RagenError", "ragen.x")
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
     loaded = load_object("error", "ragen.x")
@@ -90,9 +90,9 @@ def test_an_entry_point_is_an_entry_point(monkeypatch):
         ("word", "unknown loss 'word'; path/to/file.py:name names your own"),
     ],
 )
-def test_mistakes_are_one_line(mine, reference, message):
-    with pytest.raises(RagenError, match=re.escape(message.format(mine.parent))) as caught:
-        load_object(reference.format(mine.parent), kind="loss", accepts=callable)
+def test_invalid_reference_gives_a_one_line_error(user_file, reference, message):
+    with pytest.raises(RagenError, match=re.escape(message.format(user_file.parent))) as caught:
+        load_object(reference.format(user_file.parent), kind="loss", accepts=callable)
     assert "\n" not in str(caught.value)
 
 
@@ -107,10 +107,10 @@ def test_mistakes_are_one_line(mine, reference, message):
         ("while True: pass\n", "longer than 0.05 s"),
     ],
 )
-def test_code_that_fails_while_it_is_loaded(mine, monkeypatch, text, reason):
+def test_code_that_fails_at_import_is_reported(user_file, monkeypatch, text, reason):
     monkeypatch.setattr(plugins, "LOAD_S", 0.05)
-    mine.write_text(text)
+    user_file.write_text(text)
     with pytest.raises(RagenError, match=r"mine\.py cannot be loaded: .*" + reason):
-        load_object(f"{mine}:loss")
-    mine.write_text(TEXT)  # and is loaded once it is mended
-    assert load_object(f"{mine}:loss").object(1) == 2
+        load_object(f"{user_file}:loss")
+    user_file.write_text(TEXT)  # once it is corrected, it is loaded
+    assert load_object(f"{user_file}:loss").object(1) == 2

@@ -1,4 +1,4 @@
-"""Levels: each training group plays one of its own, and no one trains on what is evaluated."""
+"""Level seeds: every training group has its own level, and no evaluation level is trained on."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from ragen.finetuning.curriculum import FAMILIES, LEVELS_PER_LESSON
 
 
 @given(st.integers(1, 512), st.integers(0, 300_000))
-def test_ranges_of_levels_do_not_meet(num_prompts: int, step: int) -> None:
-    """Up to 300,000 steps of 512 prompts, each replaced three times: 460 million levels."""
+def test_level_ranges_do_not_overlap(num_groups: int, step: int) -> None:
+    """Up to 300,000 steps of 512 groups, each replaced three times: 460 million levels."""
     last = EVAL_LEVELS + 9877 - 1
     assert expected("eval.episodes").endswith("≤ 9877")
-    assert last < TRAIN_LEVELS <= train_level(step, num_prompts - 1, num_prompts) < REFILL_LEVELS
-    most = refill_level(step, MAX_REFILLS * num_prompts - 1, num_prompts)
-    assert REFILL_LEVELS <= most < BASE_LEVELS <= BASE_LEVELS
+    assert last < TRAIN_LEVELS <= train_level(step, num_groups - 1, num_groups) < REFILL_LEVELS
+    most = refill_level(step, MAX_REFILLS * num_groups - 1, num_groups)
+    assert REFILL_LEVELS <= most < BASE_LEVELS
 
 
-def test_fine_tuning_shows_no_level_of_base_preparation() -> None:
-    """Its lessons have a million levels each, numbered from a hundred lessons a stage on."""
+def test_fine_tuning_and_base_preparation_share_no_level() -> None:
+    """Each lesson of base preparation has a million levels; each stage, room for 100 lessons."""
     stages = max(len(stages) for stages in FAMILIES.values())
-    assert BASE_LEVELS + LEVELS_PER_LESSON * 100 * stages < SFT_LEVELS == SFT_LEVELS
+    assert BASE_LEVELS + LEVELS_PER_LESSON * 100 * stages < SFT_LEVELS
 
 
 @given(st.integers(1, 5), st.integers(1, 6))
-def test_no_level_is_played_twice(num_prompts: int, steps: int) -> None:
+def test_no_training_level_is_repeated(num_groups: int, steps: int) -> None:
     levels = [
         level
         for step in range(steps)
         for level in (
-            *(train_level(step, group, num_prompts) for group in range(num_prompts)),
-            *(refill_level(step, i, num_prompts) for i in range(MAX_REFILLS * num_prompts)),
+            *(train_level(step, group, num_groups) for group in range(num_groups)),
+            *(refill_level(step, i, num_groups) for i in range(MAX_REFILLS * num_groups)),
         )
     ]
-    assert len(set(levels)) == len(levels) == steps * num_prompts * (1 + MAX_REFILLS)
+    assert len(set(levels)) == len(levels) == steps * num_groups * (1 + MAX_REFILLS)
 
 
-def test_config_allows_as_many_rounds_as_there_are_levels_for() -> None:
+def test_largest_refill_setting_matches_the_reserved_levels() -> None:
     assert expected("rollout.refill").endswith(f"≤ {MAX_REFILLS}")
