@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+RUN = "-n logical --maxprocesses 4 --dist worksteal"
 
 FAKE_PYTHON = r"""#!/bin/sh
 # Answers like Python $version. A virtual environment is a copy of this file; installs are logged.
@@ -81,7 +82,7 @@ def test_first_start_installs_and_second_does_not(tmp_path: Path) -> None:
 
 def test_test_script_installs_the_dev_extra_and_the_demo_reuses_it(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
-    assert checkout.run("test.sh", "-k", "a b")[1] == "ran: -m pytest -k a b\n"
+    assert checkout.run("test.sh", "-k", "a b")[1] == f"ran: -m pytest {RUN} -k a b\n"
     assert checkout.installs[0].endswith("-e .[dev]")
     checkout.run("demo.sh")
     assert len(checkout.installs) == 1

@@ -302,7 +302,7 @@ def test_a_run_reports_whether_thoughts_are_kept(tmp_path: Path, kept: str, told
     config = resolve("frozen-lake-still", wanted | sizes | keys | more)
     noted = Noted()
     train(config, tmp_path / "run", watcher=noted)
-    (note,) = noted.notes
+    _, note = noted.notes  # the first says for which models the recipe is
     assert told in note
     with closing(sqlite3.connect(tmp_path / "run" / "run.sqlite")) as database:
         (samples,) = database.execute("SELECT COUNT(*) FROM samples").fetchone()
