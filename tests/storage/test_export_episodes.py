@@ -1,4 +1,4 @@
-"""All episodes of a run in one file, a row each, the same in both formats."""
+"""Export of a run's episodes to JSON lines and Parquet: one row each, the same in both."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(resolve("bandit", settings()), tmp_path_factory.mktemp("runs") / "bandit").run
 
 
-def recording(folder: Path) -> Recorder:
+def new_recorder(folder: Path) -> Recorder:
     folder.mkdir()
     return Recorder.create(folder, "")
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
 
 
-def test_every_episode_is_a_line(run: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_export_writes_one_line_per_episode(run: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "all.jsonl"
     assert main(["export", str(run), "--episodes", str(out)]) == 0
-    found = lines(out)
-    assert f"{len(found)} episodes are in {out}" in capsys.readouterr().out
+    rows = read_jsonl(out)
+    assert f"{len(rows)} episodes are in {out}" in capsys.readouterr().out
     with sqlite3.connect(run / DATABASE) as connection:
         ((count, reward, turns),) = connection.execute(
             "SELECT count(*), sum(reward), sum(num_turns) FROM episodes"
         )
-    assert len(found) == count
-    assert sum(each["reward"] for each in found) == pytest.approx(reward)
-    assert sum(len(each["turns"]) for each in found) == turns
-    assert all(list(each) == [*COLUMNS, "turns"] for each in found)
-    assert all(list(each["turns"][0]) == list(TURN_COLUMNS) for each in found)
-    assert all(isinstance(each["kept"], bool) for each in found)
-    first, recorded = found[0]["turns"][0], read_episode(run, 1).episode.turns[0]
+    assert len(rows) == count
+    assert sum(row["reward"] for row in rows) == pytest.approx(reward)
+    assert sum(len(row["turns"]) for row in rows) == turns
+    assert all(list(row) == [*COLUMNS, "turns"] for row in rows)
+    assert all(list(row["turns"][0]) == list(TURN_COLUMNS) for row in rows)
+    assert all(isinstance(row["kept"], bool) for row in rows)
+    first, recorded = rows[0]["turns"][0], read_episode(run, 1).episode.turns[0]
     assert tuple(first["prompt_ids"]) == recorded.prompt.token_ids
     assert tuple(first["completion_ids"]) == recorded.completion.token_ids
     assert tuple(first["logprobs"]) == recorded.completion.logprobs
@@ -65,43 +65,43 @@ def test_every_episode_is_a_line(run: Path, tmp_path: Path, capsys: Capture) -> 
     assert json.loads(first["snapshot"]) == recorded.snapshot
 
 
-def test_prompts_are_whole(tmp_path: Path) -> None:
-    """The database keeps what a prompt adds to the turn before; a row has all of it."""
+def test_exported_prompts_hold_all_their_tokens(tmp_path: Path) -> None:
+    """The database stores what a prompt adds to the turn before; a row has all of its tokens."""
     turns = (
         turn(prompt=(1, 2), sampled=(7, 8)),
         turn(prompt=(1, 2, 7, 8, 3), sampled=(9,)),
         turn(prompt=(1, 2, 7, 8, 3, 9, 4), sampled=(9,)),
         turn(prompt=(5,), sampled=(6,)),
     )
-    with recording(tmp_path / "run") as recorder:
+    with new_recorder(tmp_path / "run") as recorder:
         recorder.episodes(1, [Group((episode(*turns),))])
         assert export_episodes(tmp_path / "run", tmp_path / "live.jsonl") == 0
-        recorder.commit()  # a run that goes on is exported as it stands
+        recorder.commit()  # An open run is exported up to its last commit.
         assert export_episodes(tmp_path / "run", tmp_path / "out.jsonl") == 1
-    (row,) = lines(tmp_path / "out.jsonl")
+    (row,) = read_jsonl(tmp_path / "out.jsonl")
     assert [tuple(each["prompt_ids"]) for each in row["turns"]] == [
         each.prompt.token_ids for each in turns
     ]
 
 
-def test_parquet_says_the_same(run: Path, tmp_path: Path) -> None:
+def test_parquet_holds_the_same_rows_as_jsonl(run: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
     out, other = tmp_path / "all.parquet", tmp_path / "all.jsonl"
     assert main(["export", str(run), "--episodes", str(out)]) == 0
     export_episodes(run, other)
     table = parquet.read_table(out)
     assert table.column_names == [*COLUMNS, "turns"]
-    assert table.to_pylist() == lines(other)
+    assert table.to_pylist() == read_jsonl(other)
     assert str(table.schema.field("turns").type.value_type.field("prompt_ids").type) in (
         "list<element: int32>",
         "list<item: int32>",
     )
 
 
-def test_many_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_is_written_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
     monkeypatch.setattr("ragen.storage.export_episodes.ROWS_AT_ONCE", 4)
-    with recording(tmp_path / "run") as recorder:
+    with new_recorder(tmp_path / "run") as recorder:
         recorder.episodes(1, [Group(tuple(episode(turn(n)) for n in range(10)))])
     assert export_episodes(tmp_path / "run", tmp_path / "out.parquet") == 10
     file = parquet.ParquetFile(tmp_path / "out.parquet")
@@ -109,34 +109,34 @@ def test_many_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert file.read().column("reward").to_pylist() == [float(n) for n in range(10)]
 
 
-def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
-    def most(num: int) -> int:
+def test_memory_of_an_export_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    def peak_memory(num: int) -> int:
         folder = tmp_path / f"run-{num}"
-        with recording(folder) as recorder:
+        with new_recorder(folder) as recorder:
             for step in range(num):
-                thinks = [episode(turn(thought="t" * 10_000)) for _ in range(10)]
-                recorder.episodes(step, [Group(tuple(thinks))])
+                episodes = [episode(turn(thought="t" * 10_000)) for _ in range(10)]
+                recorder.episodes(step, [Group(tuple(episodes))])
         tracemalloc.start()
         assert export_episodes(folder, tmp_path / f"{num}.jsonl") == 10 * num
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return peak
 
-    most(1)
-    assert most(40) < most(4) + 300_000  # 36 steps more hold 3.6 MB of thoughts
+    peak_memory(1)
+    assert peak_memory(40) < peak_memory(4) + 300_000  # 36 steps more hold 3.6 MB of thoughts
 
 
-def test_odd_texts_survive(tmp_path: Path) -> None:
-    odd = "\u2028 \x00 \x1b[31m </script> \U0001f600 \ud800"
-    with recording(tmp_path / "run") as recorder:
-        recorder.episodes(1, [Group((episode(turn(thought=odd, state=odd)),))])
+def test_control_characters_are_exported_and_lone_surrogates_replaced(tmp_path: Path) -> None:
+    text = "\u2028 \x00 \x1b[31m </script> \U0001f600 \ud800"
+    with new_recorder(tmp_path / "run") as recorder:
+        recorder.episodes(1, [Group((episode(turn(thought=text, state=text)),))])
     export_episodes(tmp_path / "run", tmp_path / "out.jsonl")
-    (row,) = lines(tmp_path / "out.jsonl")
-    assert row["turns"][0]["thought"] == odd.replace("\ud800", "?")
+    (row,) = read_jsonl(tmp_path / "out.jsonl")
+    assert row["turns"][0]["thought"] == text.replace("\ud800", "?")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ("RUN --episodes out.csv", "out.csv: expected a name that ends in .jsonl or .parquet"),
         ("RUN --episodes there.jsonl", "there.jsonl exists already"),
@@ -145,24 +145,24 @@ def test_odd_texts_survive(tmp_path: Path) -> None:
         ("RUN --episodes out.jsonl --merge", "--episodes writes no policy: leave --out"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_invalid_arguments_are_refused_in_one_line(
     run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
     arguments: str,
-    words: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there.jsonl").write_text("mine")
     assert main(["export", *arguments.replace("RUN", str(run)).split()]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["there.jsonl"]
     assert Path("there.jsonl").read_text() == "mine"
 
 
-def test_what_is_missing_for_parquet_is_said(
+def test_parquet_without_pyarrow_names_the_missing_extra(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -1,4 +1,4 @@
-"""The run database: whole steps or nothing, resumes, searchable thoughts, arrays."""
+"""The recorder: transactions of a step, attempts, searchable thoughts, arrays, and refusals."""
 
 import json
 import math
@@ -82,7 +82,7 @@ def test_metrics_of_a_step_combine_by_their_own_rule(recorder: Recorder) -> None
     ]
 
 
-def test_a_step_is_seen_as_a_whole_or_not_at_all(recorder: Recorder) -> None:
+def test_a_step_is_written_in_one_transaction(recorder: Recorder) -> None:
     recorder.log(0, {"loss": mean(1.0)})
     recorder.episodes(0, groups())
     assert count(recorder, "metrics") == count(recorder, "episodes") == 0
@@ -96,7 +96,7 @@ def test_a_step_is_seen_as_a_whole_or_not_at_all(recorder: Recorder) -> None:
     assert count(recorder, "metrics") == 2
 
 
-def test_an_interrupted_step_is_dropped_and_events_stay(recorder: Recorder) -> None:
+def test_an_interrupted_step_is_dropped_and_its_events_are_kept(recorder: Recorder) -> None:
     with pytest.raises(KeyboardInterrupt), recorder:
         recorder.log(0, {"loss": mean(1.0)})
         recorder.commit()
@@ -109,12 +109,14 @@ def test_an_interrupted_step_is_dropped_and_events_stay(recorder: Recorder) -> N
     ]
 
 
-def test_episodes_and_turns(recorder: Recorder) -> None:
+def test_episodes_and_turns_are_written_as_rows(recorder: Recorder) -> None:
     recorder.episodes(4, groups(), kept=[False, True])
     recorder.close()
-    found = rows(recorder, 'SELECT "group", member, kept, reward, penalty, num_turns FROM episodes')
+    episode_rows = rows(
+        recorder, 'SELECT "group", member, kept, reward, penalty, num_turns FROM episodes'
+    )
     # Two turns of reward .5 and penalty −.1.
-    assert found == [(g, m, g, 1.0, -0.2, 2) for g in range(2) for m in range(2)]
+    assert episode_rows == [(g, m, g, 1.0, -0.2, 2) for g in range(2) for m in range(2)]
     assert rows(
         recorder,
         'SELECT e."group", member, turn, actions_asked, t.num_tokens, state_key, snapshot '
@@ -122,7 +124,7 @@ def test_episodes_and_turns(recorder: Recorder) -> None:
     )[2] == (1, 0, 1, '["Right","Up"]', 2, "k1", '{"grid":["P_"]}')
 
 
-def test_thoughts_can_be_searched_and_are_forgotten_with_their_turns(recorder: Recorder) -> None:
+def test_thoughts_can_be_searched_until_their_turns_are_deleted(recorder: Recorder) -> None:
     search = "SELECT count(*) FROM thoughts_fts WHERE thoughts_fts MATCH 'right'"
     for step in range(3):
         recorder.episodes(step, groups())
@@ -139,7 +141,7 @@ def test_thoughts_can_be_searched_and_are_forgotten_with_their_turns(recorder: R
     check.close()
 
 
-def test_resume_forgets_what_came_after_the_checkpoint_of_that_attempt(recorder: Recorder) -> None:
+def test_forget_after_deletes_later_steps_of_the_attempt(recorder: Recorder) -> None:
     for attempt in range(2):
         recorder.attempt = attempt
         for step in range(4):
@@ -149,9 +151,9 @@ def test_resume_forgets_what_came_after_the_checkpoint_of_that_attempt(recorder:
             recorder.evaluation(step, {"env": "bandit", "success": 0.5})
             recorder.event(step, "note", "seen")
     recorder.close()
-    with Recorder.open(recorder.folder, 1) as again:
-        again.forget_after(1, 2)
-        again.log(3, {"loss": mean(9.0)})
+    with Recorder.open(recorder.folder, 1) as resumed:
+        resumed.forget_after(1, 2)
+        resumed.log(3, {"loss": mean(9.0)})
     for table in ("episodes", "samples", "evaluations"):
         assert count(recorder, table) == 4 + 3
     assert count(recorder, "turns") == 2 * 7
@@ -159,7 +161,7 @@ def test_resume_forgets_what_came_after_the_checkpoint_of_that_attempt(recorder:
     assert rows(recorder, "SELECT value FROM metrics WHERE attempt = 1") == [(0,), (1,), (2,), (9,)]
 
 
-def test_an_earlier_checkpoint_forgets_later_attempts_too(recorder: Recorder) -> None:
+def test_forget_after_deletes_later_attempts(recorder: Recorder) -> None:
     for attempt in range(3):
         recorder.attempt = attempt
         for step in (1, 2):
@@ -168,13 +170,13 @@ def test_an_earlier_checkpoint_forgets_later_attempts_too(recorder: Recorder) ->
     assert rows(recorder, "SELECT attempt, step FROM metrics") == [(0, 1), (0, 2), (1, 1)]
 
 
-def test_an_attempt_replaces_what_came_before_from_its_first_step_on(recorder: Recorder) -> None:
+def test_an_attempt_replaces_earlier_attempts_from_its_first_step_on(recorder: Recorder) -> None:
     for attempt, steps in ((0, range(1, 7)), (1, range(5, 7)), (2, range(3, 5))):
         recorder.attempt = attempt
         for step in steps:
             recorder.log(step, {"loss": mean(10 * attempt + step), "reward": mean(0)})
     recorder.commit()
-    # 3–4 are the last attempt's; 5 and 6 were of attempts that were given up.
+    # Steps 3 and 4 are those of the last attempt; 5 and 6 belong to attempts that it replaces.
     expected = {1: 1.0, 2: 2.0, 3: 23.0, 4: 24.0}
     assert read_metrics(recorder.folder, ["loss"]) == {"loss": expected}
     assert list(read_metrics(recorder.folder)) == ["loss", "reward"]
@@ -185,23 +187,23 @@ def test_an_attempt_replaces_what_came_before_from_its_first_step_on(recorder: R
     assert [stands(0, 2), stands(0, 3), stands(1, 5), stands(2, 9)] == [True, False, False, True]
 
 
-def test_events_come_back_in_order_with_their_data(recorder: Recorder) -> None:
+def test_events_are_read_in_order_with_their_data(recorder: Recorder) -> None:
     recorder.event(3, "alarm", "loud", {"value": 1.5})
     append_event(recorder.folder, 1, 4, "alarm", "from another thread", {})
     recorder.event(4, "resume", "on")
-    found = [(e["attempt"], e["step"], e["data"]) for e in read_events(recorder.folder, "alarm")]
-    assert found == [(0, 3, {"value": 1.5}), (1, 4, {})]
+    alarms = [(e["attempt"], e["step"], e["data"]) for e in read_events(recorder.folder, "alarm")]
+    assert alarms == [(0, 3, {"value": 1.5}), (1, 4, {})]
     assert [e["text"] for e in read_events(recorder.folder)][-1] == "on"
 
 
-def test_an_event_past_a_recorder_that_hangs_is_refused(recorder: Recorder) -> None:
+def test_an_event_is_refused_while_a_recorder_holds_the_lock(recorder: Recorder) -> None:
     recorder._connection.execute("BEGIN IMMEDIATE")
     with pytest.raises(RagenError, match="locked"):
         append_event(recorder.folder, 0, 1, "alarm", "", {})
     recorder._connection.execute("ROLLBACK")
 
 
-def test_forgetting_is_one_transaction(recorder: Recorder) -> None:
+def test_forget_after_is_one_transaction(recorder: Recorder) -> None:
     for step in range(3):
         recorder.log(step, {"loss": mean(step)})
         recorder.episodes(step, groups(1, 1))
@@ -227,16 +229,16 @@ def test_events_cannot_be_deleted(recorder: Recorder) -> None:
     connection.close()
 
 
-def test_sample_arrays_come_back(recorder: Recorder) -> None:
+def test_sample_arrays_are_read_as_written(recorder: Recorder) -> None:
     length = 7
     arrays = {name: np.arange(length).astype(kind) for name, kind in SAMPLE_ARRAYS.items()}
     del arrays["values"]
     recorder.samples(0, [{"group": 1, "member": 2, **arrays}])
     recorder.close()
     columns = ", ".join(f'"{name}"' for name in SAMPLE_ARRAYS)
-    (found,) = rows(recorder, f'SELECT "group", member, num_tokens, {columns} FROM samples')
-    assert found[:3] == (1, 2, length)
-    for name, blob in zip(SAMPLE_ARRAYS, found[3:], strict=True):
+    (row,) = rows(recorder, f'SELECT "group", member, num_tokens, {columns} FROM samples')
+    assert row[:3] == (1, 2, length)
+    for name, blob in zip(SAMPLE_ARRAYS, row[3:], strict=True):
         if name == "values":
             assert blob is None
         else:
@@ -244,7 +246,7 @@ def test_sample_arrays_come_back(recorder: Recorder) -> None:
             np.testing.assert_array_equal(decompress(name, blob), arrays[name])
 
 
-def test_wrong_sample_arrays_are_refused(recorder: Recorder) -> None:
+def test_invalid_sample_arrays_are_refused(recorder: Recorder) -> None:
     with pytest.raises(ValueError, match="unknown sample arrays: token_id"):
         recorder.samples(0, [{"group": 0, "member": 0, "token_ids": [1], "token_id": [1]}])
     with pytest.raises(ValueError, match=r"returns has shape \(2,\), not \(1,\)"):
@@ -273,7 +275,7 @@ def test_database_is_wal_while_open_and_one_plain_file_after(recorder: Recorder)
     assert sorted(os.listdir(recorder.folder)) == ["config.toml", "run.sqlite"]
 
 
-def test_close_with_a_reader_that_is_still_looking(recorder: Recorder) -> None:
+def test_close_writes_the_last_step_while_a_reader_is_open(recorder: Recorder) -> None:
     recorder.log(0, {"loss": mean(1.0)})
     recorder.commit()
     reader = sqlite3.connect(recorder.folder / DATABASE)
@@ -285,24 +287,22 @@ def test_close_with_a_reader_that_is_still_looking(recorder: Recorder) -> None:
     assert count(recorder, "metrics") == 2
 
 
-def test_full_disk_is_one_line_and_leaves_whole_steps(recorder: Recorder) -> None:
+def test_a_full_disk_is_one_line_and_drops_the_whole_step(recorder: Recorder) -> None:
     recorder.log(0, {"loss": mean(1.0)})
     recorder.commit()
     (pages,) = recorder._connection.execute("PRAGMA page_count").fetchone()
     recorder._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
     recorder.log(1, {"loss": mean(1.0)})
     recorder.episodes(1, groups(16, 16))
-    with pytest.raises(
-        RagenError, match=r"cannot write .*run.sqlite: .*full; free space"
-    ) as caught:
+    with pytest.raises(RagenError, match=r"cannot write .*run.sqlite: .*full; free space") as error:
         recorder.commit()
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
     recorder.close()
     assert rows(recorder, "SELECT step FROM metrics") == [(0,)]
     assert count(recorder, "episodes") == 0
 
 
-def test_read_only_database_is_one_line(recorder: Recorder) -> None:
+def test_a_read_only_database_is_refused(recorder: Recorder) -> None:
     recorder._connection.execute("PRAGMA query_only = ON")
     recorder.log(0, {"loss": mean(1.0)})
     with pytest.raises(RagenError, match=r"cannot write .*readonly"):
@@ -313,7 +313,9 @@ def test_read_only_database_is_one_line(recorder: Recorder) -> None:
     assert count(recorder, "metrics") == 0
 
 
-def test_failed_creation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_creation_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -330,7 +332,7 @@ def test_a_run_is_never_overwritten(recorder: Recorder) -> None:
     assert (recorder.folder / "config.toml").read_text() == "seed = 0\n"
 
 
-def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
+def test_a_folder_without_a_valid_database_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RagenError, match="is not a run folder"):
         Recorder.open(tmp_path)
     with pytest.raises(RagenError, match="is not a run folder"):
@@ -343,21 +345,21 @@ def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
     assert (tmp_path / DATABASE).read_bytes() == b"not a database at all" * 100
 
 
-def test_other_schema_is_refused(recorder: Recorder) -> None:
+def test_another_schema_is_refused(recorder: Recorder) -> None:
     recorder._connection.execute("PRAGMA user_version = 99")
     recorder.close()
     with pytest.raises(RagenError, match="has schema 99"):
         Recorder.open(recorder.folder)
 
 
-def test_one_writer_at_a_time(recorder: Recorder) -> None:
+def test_a_second_recorder_is_refused_until_the_first_is_closed(recorder: Recorder) -> None:
     with pytest.raises(RagenError, match="being written by another process"):
         Recorder.open(recorder.folder)
     recorder.close()
     Recorder.open(recorder.folder).close()
 
 
-def test_texts_that_utf8_cannot_hold(recorder: Recorder) -> None:
+def test_lone_surrogates_are_replaced(recorder: Recorder) -> None:
     recorder.episodes(
         0, [Group((episode(0, 0, thought="half a pair: \ud83d, a nul: \x00, \u202e"),))]
     )
@@ -367,7 +369,7 @@ def test_texts_that_utf8_cannot_hold(recorder: Recorder) -> None:
     ]
 
 
-def test_numbered_folders(tmp_path: Path) -> None:
+def test_run_folders_are_numbered_after_the_last_one(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     assert new_run_folder(root, "bandit").name == "bandit-1"
     (root / "bandit-7").mkdir()
@@ -375,34 +377,34 @@ def test_numbered_folders(tmp_path: Path) -> None:
     assert new_run_folder(root, "bandit").name == "bandit-8"
 
 
-def test_numbered_folders_are_distinct_under_a_race(tmp_path: Path) -> None:
-    found: list[Path] = []
+def test_threads_get_distinct_run_folders(tmp_path: Path) -> None:
+    folders: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: found.append(new_run_folder(tmp_path, "x")))
+        threading.Thread(target=lambda: folders.append(new_run_folder(tmp_path, "x")))
         for _ in range(16)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(found)) == 16
+    assert len(set(folders)) == 16
 
 
-def test_existing_folder_is_refused(tmp_path: Path) -> None:
+def test_an_existing_run_folder_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "run"
     assert new_run_folder(tmp_path, "bandit", out) == out
-    with pytest.raises(RagenError) as caught:
+    with pytest.raises(RagenError) as error:
         new_run_folder(tmp_path, "bandit", out)
-    refused = f"{out} exists already and {{}} is never overwritten; give another --out"
-    assert str(caught.value) == refused.format("what is there")
+    message = f"{out} exists already and {{}} is never overwritten; give another --out"
+    assert str(error.value) == message.format("what is there")
     (out / "config.toml").write_text("")
-    with pytest.raises(RagenError) as caught:
+    with pytest.raises(RagenError) as error:
         new_run_folder(tmp_path, "bandit", out)
     resume = f", or continue that run: ragen resume {out}"
-    assert str(caught.value) == refused.format("a run") + resume
+    assert str(error.value) == message.format("a run") + resume
 
 
-def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_an_unwritable_run_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RagenError, match="cannot make the run folder"):
         new_run_folder(tmp_path / "file", "bandit")
@@ -410,7 +412,7 @@ def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
         new_run_folder(tmp_path, "bandit", tmp_path / "file" / "run")
 
 
-def test_json_columns_are_json(recorder: Recorder) -> None:
+def test_actions_are_stored_as_json(recorder: Recorder) -> None:
     recorder.episodes(0, groups(1, 1))
     recorder.close()
     for asked, executed in rows(recorder, "SELECT actions_asked, actions_executed FROM turns"):
@@ -418,7 +420,7 @@ def test_json_columns_are_json(recorder: Recorder) -> None:
         assert json.loads(str(executed)) == ["Right"]
 
 
-def test_a_default_step_is_written_in_a_blink(recorder: Recorder) -> None:
+def test_a_default_step_is_written_within_half_a_second(recorder: Recorder) -> None:
     """128 episodes of 5 turns: about 20 ms; the bound only catches a lost transaction."""
     step = [Group(tuple(episode(g, m, num_turns=5) for m in range(16))) for g in range(8)]
     start = time.perf_counter()

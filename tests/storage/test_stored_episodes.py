@@ -1,4 +1,4 @@
-"""What a database keeps of episodes: every token that the model saw, once, and what it said."""
+"""Episodes in the database: their tokens, each stored once, texts, measures and indexes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def recorder(tmp_path: Path) -> Recorder:
     return Recorder.create(tmp_path / "run", "", lambda token: f"<{token}>")
 
 
-def stored(found: Episode) -> sqlite3.Connection:
+def database_of(played: Episode) -> sqlite3.Connection:
     connection = sqlite3.connect(":memory:")
     fill(connection, PLAYED)
-    write_episodes(connection, 0, 1, [episode_rows(found, "train")])
+    write_episodes(connection, 0, 1, [episode_rows(played, "train")])
     return connection
 
 
-def prompts_of(connection: sqlite3.Connection) -> list[list[int]]:
-    """The prompts as a reader puts them together."""
+def read_prompts(connection: sqlite3.Connection) -> list[list[int]]:
+    """The full prompts, joined from what each turn stores."""
     prompts, before = [], list[int]()
     for joins, ids, sampled in connection.execute(
         "SELECT prompt_joins, prompt_ids, completion_ids FROM turns ORDER BY turn"
@@ -49,12 +49,12 @@ def prompts_of(connection: sqlite3.Connection) -> list[list[int]]:
 
 
 @given(groups())
-def test_prompts_and_completions_come_back(made: list[Group]) -> None:
-    for each in (e for group in made for e in group.episodes):
-        connection = stored(each)
-        assert prompts_of(connection) == [list(t.prompt.token_ids or ()) for t in each.turns]
+def test_prompts_and_completions_are_read_as_written(made: list[Group]) -> None:
+    for played in (e for group in made for e in group.episodes):
+        connection = database_of(played)
+        assert read_prompts(connection) == [list(t.prompt.token_ids or ()) for t in played.turns]
         for t, ids, logprobs, start, end in zip(
-            each.turns,
+            played.turns,
             *zip(
                 *connection.execute(
                     "SELECT completion_ids, logprobs, thought_start, thought_end FROM turns"
@@ -69,55 +69,53 @@ def test_prompts_and_completions_come_back(made: list[Group]) -> None:
             assert (start, end) == (t.thought_span or (None, None))
 
 
-def test_what_joins_is_kept_once() -> None:
-    first, joined = turn(prompt=(1, 2), sampled=(7,)), turn(prompt=(1, 2, 7, 3), sampled=(8,))
-    opened = turn(prompt=(1, 2, 3), sampled=(9,))  # as where earlier turns are left out
-    connection = stored(episode(first, joined, opened))
-    found = connection.execute(
-        "SELECT prompt_joins, prompt_ids FROM turns ORDER BY turn"
-    ).fetchall()
-    kept = [(joins, decompress("prompt_ids", ids).tolist()) for joins, ids in found]
+def test_a_prompt_that_extends_the_last_turn_stores_only_its_new_tokens() -> None:
+    first, extending = turn(prompt=(1, 2), sampled=(7,)), turn(prompt=(1, 2, 7, 3), sampled=(8,))
+    restarting = turn(prompt=(1, 2, 3), sampled=(9,))  # As when the policy drops earlier turns.
+    connection = database_of(episode(first, extending, restarting))
+    rows = connection.execute("SELECT prompt_joins, prompt_ids FROM turns ORDER BY turn").fetchall()
+    kept = [(joins, decompress("prompt_ids", ids).tolist()) for joins, ids in rows]
     assert kept == [(0, [1, 2]), (1, [3]), (0, [1, 2, 3])]
 
 
-def test_of_an_endpoint_there_are_texts_alone() -> None:
-    said = Completion(None, None, "up", "stop", 0)
-    spoken = turn(thought="up")
+def test_episodes_of_an_endpoint_have_no_token_columns() -> None:
+    completion = Completion(None, None, "up", "stop", 0)
+    played = turn(thought="up")
     endpoint = replace(
-        spoken,
-        completion=said,
+        played,
+        completion=completion,
         thought_span=None,
-        prompt=replace(spoken.prompt, token_ids=None),
+        prompt=replace(played.prompt, token_ids=None),
     )
     rows = episode_rows(episode(endpoint, endpoint), "eval")
     assert rows.token_ids == frozenset()
-    connection = stored(episode(endpoint, endpoint))
+    connection = database_of(episode(endpoint, endpoint))
     columns = "prompt_ids, prompt_joins, completion_ids, logprobs, thought_start, num_tokens"
     assert connection.execute(f"SELECT DISTINCT {columns} FROM turns").fetchall() == [(None,) * 6]
     numbers = "num_tokens, thought_tokens, entropy, group_score"
     assert connection.execute(f"SELECT {numbers} FROM episodes").fetchall() == [(None,) * 4]
 
 
-def test_the_texts_of_all_tokens_are_written_once(recorder: Recorder) -> None:
-    asked: list[int] = []
+def test_the_text_of_a_token_is_written_once(recorder: Recorder) -> None:
+    requested: list[int] = []
 
     def text_of(token: int) -> str:
-        asked.append(token)
+        requested.append(token)
         return "half a pair \ud83d" if token == 7 else f"<{token}>"
 
     recorder.close()
-    with Recorder.open(recorder.folder, text_of=text_of) as again:
-        again.episodes(1, [Group((episode(turn(prompt=(1, 2), sampled=(7,))),))])
-        again.episodes(2, [Group((episode(turn(prompt=(1, 3), sampled=(7,))),))])
-        again.samples(2, [{"group": 0, "member": 0, "token_ids": [1, 9]}])
-    with Recorder.open(recorder.folder, text_of=text_of) as again:
-        again.episodes(3, [Group((episode(turn(prompt=(1, 2, 4), sampled=())),))])
-    assert asked == [1, 2, 7, 3, 9, 4]
+    with Recorder.open(recorder.folder, text_of=text_of) as recorder_with_texts:
+        recorder_with_texts.episodes(1, [Group((episode(turn(prompt=(1, 2), sampled=(7,))),))])
+        recorder_with_texts.episodes(2, [Group((episode(turn(prompt=(1, 3), sampled=(7,))),))])
+        recorder_with_texts.samples(2, [{"group": 0, "member": 0, "token_ids": [1, 9]}])
+    with Recorder.open(recorder.folder, text_of=text_of) as recorder_with_texts:
+        recorder_with_texts.episodes(3, [Group((episode(turn(prompt=(1, 2, 4), sampled=())),))])
+    assert requested == [1, 2, 7, 3, 9, 4]
     texts = dict(read(recorder.folder, "SELECT * FROM tokens"))
     assert texts == {7: "half a pair ?"} | {n: f"<{n}>" for n in (1, 2, 3, 4, 9)}
 
 
-def test_a_step_that_could_not_be_written_leaves_its_tokens_unknown(recorder: Recorder) -> None:
+def test_a_step_that_fails_to_write_leaves_its_tokens_to_the_next(recorder: Recorder) -> None:
     recorder._connection.execute("CREATE TRIGGER no BEFORE INSERT ON turns BEGIN SELECT 1/0; END")
     recorder._connection.execute(
         "CREATE TRIGGER stuck BEFORE INSERT ON tokens BEGIN SELECT RAISE(FAIL, 'stuck'); END"
@@ -133,8 +131,8 @@ def test_a_step_that_could_not_be_written_leaves_its_tokens_unknown(recorder: Re
     assert read(recorder.folder, "SELECT id FROM tokens") == [(1,), (7,)]
 
 
-def test_a_known_text_stays() -> None:
-    connection = stored(episode())
+def test_a_stored_token_text_is_unchanged() -> None:
+    connection = database_of(episode())
     write_tokens(connection, [1], lambda _: "first")
     write_tokens(connection, [1, 2], lambda _: "second")
     assert connection.execute("SELECT * FROM tokens").fetchall() == [(1, "first"), (2, "second")]
@@ -143,48 +141,48 @@ def test_a_known_text_stays() -> None:
 # Episodes.
 
 
-def test_an_episodes_numbers() -> None:
-    quiet = turn(sampled=(7, 8, 9))  # logprobs of −.5
+def test_the_measures_and_final_texts_of_an_episode_are_stored() -> None:
+    thoughtless = turn(sampled=(7, 8, 9))  # logprobs of −.5
     certain = replace(turn(sampled=(5,), thought="on"), picture=("P_",))
     certain = replace(certain, completion=replace(certain.completion, logprobs=(0.0,)))
-    made = replace(
-        episode(quiet, certain), final_observation="end \ud83d", final_picture=("_P", "√H")
+    played = replace(
+        episode(thoughtless, certain), final_observation="end \ud83d", final_picture=("_P", "√H")
     )
-    connection = stored(made)
+    connection = database_of(played)
     columns = "num_tokens, thought_tokens, entropy, final_observation, final_picture"
-    (found,) = connection.execute(f"SELECT {columns} FROM episodes").fetchall()
-    # Three tokens of .5 and one of 0.
-    assert found[:4] == (4, 1, 0.375, "end ?")
-    assert json.loads(found[4]) == ["_P", "√H"]
+    (row,) = connection.execute(f"SELECT {columns} FROM episodes").fetchall()
+    # Three tokens of 0.5 nats and one of 0.
+    assert row[:4] == (4, 1, 0.375, "end ?")
+    assert json.loads(row[4]) == ["_P", "√H"]
     pictures = [p for (p,) in connection.execute("SELECT picture FROM turns ORDER BY turn")]
     assert pictures == [None, '["P_"]']
 
 
-def test_what_was_sampled_greedily_has_no_entropy() -> None:
+def test_entropy_is_zero_of_greedy_tokens_and_null_without_tokens() -> None:
     certain = turn(sampled=(7, 8))
     certain = replace(certain, completion=replace(certain.completion, logprobs=(0.0, 0.0)))
-    (entropy,) = stored(episode(certain)).execute("SELECT entropy FROM episodes").fetchone()
+    (entropy,) = database_of(episode(certain)).execute("SELECT entropy FROM episodes").fetchone()
     assert entropy == 0
-    assert stored(episode()).execute("SELECT entropy FROM episodes").fetchone() == (None,)
+    assert database_of(episode()).execute("SELECT entropy FROM episodes").fetchone() == (None,)
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_each_group_carries_its_score(recorder: Recorder, score: Any) -> None:
-    made = [
+def test_each_episode_stores_the_score_of_its_group(recorder: Recorder, score: Any) -> None:
+    played = [
         Group((episode(turn(0.0)), episode(turn(1.0), turn()))),
         Group((episode(turn(), stop="error"),)),
     ]
-    made = [
+    played = [
         Group(tuple(replace(e, group=n, member=m) for m, e in enumerate(group.episodes)))
-        for n, group in enumerate(made)
+        for n, group in enumerate(played)
     ]
-    recorder.episodes(1, made, [True, False], scores=scores_of(made, score))
-    recorder.episodes(1, made[:1], phase="eval")
+    recorder.episodes(1, played, [True, False], scores=scores_of(played, score))
+    recorder.episodes(1, played[:1], phase="eval")
     recorder.close()
-    expected = SCORES[score](made[0])
+    expected = SCORES[score](played[0])
     query = "SELECT group_score FROM episodes ORDER BY id"
-    found = [value for (value,) in read(recorder.folder, query)]
-    assert found == [expected, expected, None, None, None]
+    scores = [value for (value,) in read(recorder.folder, query)]
+    assert scores == [expected, expected, None, None, None]
 
 
 # Lists.
@@ -204,28 +202,28 @@ FILTERS = (
 
 @pytest.mark.parametrize("where", FILTERS)
 @pytest.mark.parametrize("sort", SORTS)
-def test_every_list_is_one_pass_over_one_index(where: str, sort: str) -> None:
-    connection = stored(episode(turn()))
-    for order, follows in (("DESC", "<"), ("ASC", ">")):
+def test_every_list_query_reads_one_covering_index(where: str, sort: str) -> None:
+    connection = database_of(episode(turn()))
+    for order, comparison in (("DESC", "<"), ("ASC", ">")):
         query = (
             f"SELECT id FROM episodes INDEXED BY episodes_for_lists WHERE {where}"
-            f" AND ({sort}, id) {follows} (0, 1) ORDER BY {sort} {order}, id {order} LIMIT 50"
+            f" AND ({sort}, id) {comparison} (0, 1) ORDER BY {sort} {order}, id {order} LIMIT 50"
         )
         ((*_, plan), *_) = connection.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
         assert "USING COVERING INDEX episodes_for_lists" in plan
 
 
-def test_a_group_is_found_without_a_pass() -> None:
+def test_a_group_query_searches_an_index() -> None:
     where = "attempt = 0 AND step = 1 AND phase = 'train' AND \"group\" = 2"
     query = f"EXPLAIN QUERY PLAN SELECT * FROM episodes WHERE {where}"
-    ((*_, plan),) = stored(episode()).execute(query)
+    ((*_, plan),) = database_of(episode()).execute(query)
     assert "SEARCH episodes USING INDEX episodes_by_step (attempt=? AND step=? AND phase=?" in plan
 
 
 # Cross-scores.
 
 
-def test_cross_scores_come_back_and_are_forgotten_with_their_step(recorder: Recorder) -> None:
+def test_cross_scores_are_read_as_written_and_deleted_with_their_step(recorder: Recorder) -> None:
     scores = np.array([[-1.5, -np.inf, -3.25], [-0.5, -2.0, -1.0]])
     for step in (1, 2):
         for path in ("first", "any"):
@@ -246,12 +244,12 @@ def test_cross_scores_come_back_and_are_forgotten_with_their_step(recorder: Reco
 
 
 @pytest.mark.parametrize("name", ["plain", "a b?mode=rwc#x%20", "ä'\"", "two//slashes"])
-def test_reading_changes_nothing(tmp_path: Path, name: str) -> None:
+def test_reading_leaves_the_database_unchanged(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir(parents=True)
     with Recorder.create(folder, "") as recorder:
         recorder.event(0, "note", "here")
-        # While it is written, and by a connection that could not write it.
+        # During a write, and over a connection that cannot write.
         assert read(folder, "SELECT text FROM events") == [("here",)]
         reader = connect_to_read(folder / "run.sqlite")
         with pytest.raises(sqlite3.OperationalError, match="readonly"):

@@ -1,4 +1,4 @@
-"""A run of the version before this one is read, and its database brought up to date."""
+"""Runs of the previous version: reading them and upgrading their databases."""
 
 import os
 import sqlite3
@@ -24,12 +24,12 @@ def version_of(run: Path) -> int:
 
 def columns(connection: sqlite3.Connection) -> dict[str, set[tuple[object, ...]]]:
     """Name, type and constraints of the columns of every table, and the columns of every index."""
-    found = {}
+    tables = {}
     names = "SELECT type, name FROM sqlite_master WHERE name NOT LIKE 'thoughts_fts%'"
     for kind, name in connection.execute(names).fetchall():
         info = "index_info" if kind == "index" else "table_info"
-        found[name] = {row[1:] for row in connection.execute(f"PRAGMA {info}('{name}')")}
-    return found
+        tables[name] = {row[1:] for row in connection.execute(f"PRAGMA {info}('{name}')")}
+    return tables
 
 
 def test_a_database_of_schema_3_is_upgraded_when_it_is_read(tmp_path: Path) -> None:
@@ -48,22 +48,22 @@ def test_a_database_of_schema_3_is_upgraded_when_it_is_read(tmp_path: Path) -> N
     assert {path.name for path in run.iterdir()} == {"config.toml", DATABASE}
 
 
-def test_an_upgraded_database_is_one_of_schema_4(tmp_path: Path) -> None:
+def test_an_upgraded_database_has_the_columns_and_indexes_of_schema_4(tmp_path: Path) -> None:
     run = make_old_run(tmp_path / "run")
     with (
         closing(open_database(run)) as upgraded,
         closing(sqlite3.connect(":memory:")) as fresh,
     ):
         fresh.executescript(SCHEMA)
-        found, expected = columns(upgraded), columns(fresh)
-    del found["episodes"], expected["episodes"]  # A dropped column shifts the positions.
+        actual, expected = columns(upgraded), columns(fresh)
+    del actual["episodes"], expected["episodes"]  # A dropped column shifts the positions.
     # Column positions in the index over episodes shift with it, too.
     for name in ("episodes_by_step", "episodes_for_lists"):
-        assert {row[-1] for row in found.pop(name)} == {row[-1] for row in expected.pop(name)}
-    assert found == expected
+        assert {row[-1] for row in actual.pop(name)} == {row[-1] for row in expected.pop(name)}
+    assert actual == expected
 
 
-def test_an_old_database_that_a_process_writes_is_left_alone(tmp_path: Path) -> None:
+def test_an_old_database_is_not_upgraded_while_a_process_writes_it(tmp_path: Path) -> None:
     run = make_old_run(tmp_path / "run")
     handle = claim(run)
     assert handle is not None
@@ -74,7 +74,7 @@ def test_an_old_database_that_a_process_writes_is_left_alone(tmp_path: Path) -> 
     assert read_metrics(run)
 
 
-def test_an_old_database_that_cannot_be_written_is_one_line(
+def test_an_old_database_that_cannot_be_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def readonly(connection: sqlite3.Connection) -> None:
@@ -86,7 +86,7 @@ def test_an_old_database_that_cannot_be_written_is_one_line(
         read_metrics(run)
 
 
-def test_a_half_done_upgrade_changes_nothing(tmp_path: Path) -> None:
+def test_a_failed_upgrade_leaves_the_database_unchanged(tmp_path: Path) -> None:
     run = make_old_run(tmp_path / "run")
     with closing(sqlite3.connect(run / DATABASE)) as connection, connection:
         connection.execute("UPDATE evaluations SET record = '{'")
@@ -98,7 +98,7 @@ def test_a_half_done_upgrade_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [2, 5])
-def test_any_other_version_is_refused(tmp_path: Path, version: int) -> None:
+def test_any_other_schema_is_refused(tmp_path: Path, version: int) -> None:
     run = make_old_run(tmp_path / "run")
     with closing(sqlite3.connect(run / DATABASE)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
@@ -106,14 +106,14 @@ def test_any_other_version_is_refused(tmp_path: Path, version: int) -> None:
         open_database(run)
 
 
-def test_an_old_config_is_read_by_its_present_names(tmp_path: Path) -> None:
+def test_an_old_config_is_read_under_the_present_names(tmp_path: Path) -> None:
     config = read_config(make_old_run(tmp_path / "run") / "config.toml")
     assert (config.env.name, config.env.max_turns, config.env.max_actions) == ("bandit", 1, 1)
     assert (config.rollout.num_groups, config.rollout.group_size) == (16, 8)
     assert config == read_config(tmp_path / "run" / "config.toml", to_resume=True)
 
 
-def test_a_run_with_a_setting_that_is_no_more_is_read_and_not_resumed(tmp_path: Path) -> None:
+def test_a_run_with_a_removed_setting_can_be_read_but_not_resumed(tmp_path: Path) -> None:
     file = make_old_run(tmp_path / "run") / "config.toml"
     text = file.read_text("utf-8")
     file.write_text(text.replace("weight_decay = 0.01", "weight_decay = 0.1"), "utf-8")
