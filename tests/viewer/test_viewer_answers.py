@@ -1,4 +1,4 @@
-"""What the viewer says of a made-up run, question by question."""
+"""The answers of the viewer's API about a small run, question by question."""
 
 from __future__ import annotations
 
@@ -36,49 +36,49 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(root: Path, path: str, /, **query: Any) -> dict[str, Any]:
-    """An answer as it arrives: through JSON, in which every number is finite or null."""
-    asked = Question(Runs(root), {name: str(value) for name, value in query.items()})
-    found = ROUTES[f"/api/{path}"](asked)
-    loaded: dict[str, Any] = json.loads(Json(found).body, parse_constant=pytest.fail)
-    return loaded
+    """The answer of the API, decoded from JSON, in which every number is finite or null."""
+    question = Question(Runs(root), {name: str(value) for name, value in query.items()})
+    answer = ROUTES[f"/api/{path}"](question)
+    decoded: dict[str, Any] = json.loads(Json(answer).body, parse_constant=pytest.fail)
+    return decoded
 
 
 def run_of(root: Path, name: str) -> dict[str, Any]:
-    (found,) = (run for run in ask(root, "runs")["runs"] if run["run"] == name)
-    return found
+    (summary,) = (run for run in ask(root, "runs")["runs"] if run["run"] == name)
+    return summary
 
 
 # All runs
 
 
-def test_runs_tell_how_they_stand(root: Path) -> None:
+def test_the_list_of_runs_has_state_progress_and_success(root: Path) -> None:
     lake = run_of(root, "lake")
     assert (lake["state"], lake["step"], lake["steps"], lake["attempts"]) == ("finished", 6, 6, 2)
     assert (lake["env"], lake["recipe"], lake["seed"]) == ("frozen-lake", "frozen-lake", 7)
     assert lake["success"] == {"value": 0.9, "low": 0.8, "high": 1.0, "step": 6, "how": "T=1"}
     assert lake["before"]["value"] == 0.5 and (lake["random"], lake["optimal"]) == (0.5, 1.0)
-    assert lake["spark"] == [0.6, 0.7, 0.9, 0.9, 0.9, 0.9]  # what was rolled back is not in it
+    assert lake["spark"] == [0.6, 0.7, 0.9, 0.9, 0.9, 0.9]  # Without steps that were rolled back.
     assert (lake["alarms"], lake["last_event"]["kind"]) == (1, "guard")
     assert lake["num_episodes"] == 8 * 4 + 3 * 4
     assert run_of(root, "study/arms/half")["state"] == "interrupted"
 
 
-def test_the_newest_run_is_first(root: Path) -> None:
+def test_runs_are_listed_newest_first(root: Path) -> None:
     os.utime(root / "lake" / CONFIG, (1, 1))
     assert [run["run"] for run in ask(root, "runs")["runs"]] == ["study/arms/half", "lake"]
 
 
-def test_a_folder_may_be_one_run_itself(root: Path) -> None:
+def test_the_folder_of_the_viewer_may_be_a_run(root: Path) -> None:
     (run,) = ask(root / "lake", "runs")["runs"]
     assert (run["run"], run["name"]) == (".", "lake")
     assert ask(root / "lake", "run", run=".")["step"] == 6
 
 
-def test_a_run_is_running_while_somebody_writes_it(tmp_path: Path) -> None:
+def test_a_run_is_running_while_a_process_writes_it(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with Recorder.create(tmp_path / "a", dump(resolve("bandit"))) as recorder:
         assert run_of(tmp_path, "a")["state"] == "running"
-        assert is_claimed(tmp_path / "a"), "asking did not take the claim"
+        assert is_claimed(tmp_path / "a"), "reading took the claim of the run"
         log_step(recorder, 1, 0.5)
         recorder.commit()
         assert (run_of(tmp_path, "a")["step"], run_of(tmp_path, "a")["state"]) == (1, "running")
@@ -86,7 +86,7 @@ def test_a_run_is_running_while_somebody_writes_it(tmp_path: Path) -> None:
     assert run_of(tmp_path, "a")["state"] == "stopped"
 
 
-def test_a_run_counts_updates_where_they_are_its_budget(tmp_path: Path) -> None:
+def test_a_run_with_a_budget_of_updates_finishes_by_updates(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     config = resolve("bandit", {"steps": 2, "budget": "updates", "eval.episodes": 0})
     with Recorder.create(tmp_path / "a", dump(config)) as recorder:
@@ -94,7 +94,7 @@ def test_a_run_counts_updates_where_they_are_its_budget(tmp_path: Path) -> None:
     assert run_of(tmp_path, "a")["state"] == "finished"
 
 
-def test_a_run_that_has_only_begun_is_shown(tmp_path: Path) -> None:
+def test_every_question_is_answered_for_a_run_without_steps(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     Recorder.create(tmp_path / "a", dump(resolve("bandit"))).close()
     for path in ROUTES:
@@ -114,10 +114,10 @@ def test_a_run_that_has_only_begun_is_shown(tmp_path: Path) -> None:
     assert run_of(tmp_path, "a")["step"] == 0
 
 
-# One that cannot be read
+# Unreadable runs
 
 
-def test_what_cannot_be_read_says_why_in_one_line(root: Path, tmp_path: Path) -> None:
+def test_an_unreadable_run_reports_its_problem_in_one_line(root: Path, tmp_path: Path) -> None:
     for name in ("schema", "junk", "half", "config", "good"):
         make_run(tmp_path / name)
     with sqlite3.connect(tmp_path / "schema" / DATABASE) as connection:
@@ -125,21 +125,21 @@ def test_what_cannot_be_read_says_why_in_one_line(root: Path, tmp_path: Path) ->
     (tmp_path / "junk" / DATABASE).write_bytes(b"no database" * 999)
     (tmp_path / "half" / DATABASE).write_bytes((tmp_path / "half" / DATABASE).read_bytes()[:9000])
     (tmp_path / "config" / CONFIG).write_text("steps = ", encoding="utf-8")
-    said = {run["name"]: run for run in ask(tmp_path, "runs")["runs"]}
-    assert said["good"]["state"] == "finished"
-    for name, words in {
+    runs = {run["name"]: run for run in ask(tmp_path, "runs")["runs"]}
+    assert runs["good"]["state"] == "finished"
+    for name, message in {
         "schema": "run.sqlite has schema 99, this RAGEN reads 4; use the version that wrote it",
         "junk": "run.sqlite cannot be read: file is not a database",
         "half": "run.sqlite cannot be read: database disk image is malformed",
         "config": "config.toml is damaged",
     }.items():
-        assert said[name]["state"] == "unreadable"
-        assert words in said[name]["problem"] and "\n" not in said[name]["problem"]
+        assert runs[name]["state"] == "unreadable"
+        assert message in runs[name]["problem"] and "\n" not in runs[name]["problem"]
         with pytest.raises(Unreadable, match=r"run\.sqlite|config\.toml"):
             ask(tmp_path, "run", run=name)
 
 
-def test_a_run_that_could_not_be_read_is_tried_again(
+def test_an_unreadable_run_is_read_again_and_a_readable_one_is_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "a")
@@ -154,7 +154,7 @@ def test_a_run_that_could_not_be_read_is_tried_again(
     assert run_summary(runs, "a")["state"] == "finished"
     with monkeypatch.context() as patch:
         patch.setattr(viewer_reading, "connect_to_read", locked)
-        assert run_summary(runs, "a")["state"] == "finished", "it is not read again"
+        assert run_summary(runs, "a")["state"] == "finished", "a readable run was read again"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_run_that_could_not_be_read_is_tried_again(
         "UPDATE events SET text = x'ff', kind = 'guard'",
     ],
 )
-def test_values_of_another_kind_hide_no_other_run(tmp_path: Path, change: str) -> None:
+def test_invalid_values_in_one_run_do_not_hide_the_others(tmp_path: Path, change: str) -> None:
     make_run(tmp_path / "good")
     make_run(tmp_path / "odd")
     with sqlite3.connect(tmp_path / "odd" / DATABASE) as connection:
@@ -178,7 +178,9 @@ def test_values_of_another_kind_hide_no_other_run(tmp_path: Path, change: str) -
     assert run_of(tmp_path, "good")["state"] == "finished"
 
 
-def test_no_database_keeps_its_reader_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_that_takes_too_long_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_run(tmp_path / "endless")
     make_run(tmp_path / "good")
     with sqlite3.connect(tmp_path / "endless" / DATABASE) as connection:
@@ -188,7 +190,7 @@ def test_no_database_keeps_its_reader_busy(tmp_path: Path, monkeypatch: pytest.M
     assert run_of(tmp_path, "good")["state"] == "finished"
 
 
-def test_a_run_may_vanish_at_any_time(tmp_path: Path) -> None:
+def test_a_deleted_run_is_not_found(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     ask(tmp_path, "run", run="a")
     (tmp_path / "a" / DATABASE).unlink()
@@ -197,7 +199,7 @@ def test_a_run_may_vanish_at_any_time(tmp_path: Path) -> None:
     assert ask(tmp_path, "runs")["runs"] == []
 
 
-def test_a_damaged_array_is_told(tmp_path: Path) -> None:
+def test_a_damaged_array_is_reported(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
         connection.execute(
@@ -209,10 +211,10 @@ def test_a_damaged_array_is_told(tmp_path: Path) -> None:
         ask(tmp_path, "episode", run="a", episode=1)
 
 
-def test_reading_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_reading_leaves_the_folder_unchanged(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
-        connection.execute("PRAGMA journal_mode = WAL")  # as a copy of a living run says
+        connection.execute("PRAGMA journal_mode = WAL")  # As in a copy of an open run.
     connection.close()
     before = sorted(path.name for path in (tmp_path / "a").iterdir())
     stamp = (tmp_path / "a" / DATABASE).stat().st_mtime_ns
@@ -222,36 +224,36 @@ def test_reading_leaves_nothing_behind(tmp_path: Path) -> None:
     assert (tmp_path / "a" / DATABASE).stat().st_mtime_ns == stamp
 
 
-def test_a_run_that_ends_while_it_is_read_becomes_one_plain_file(tmp_path: Path) -> None:
-    """A reader cannot fold the log back: the writer has to wait for it."""
+def test_a_run_that_is_closed_during_reads_leaves_no_log_file(tmp_path: Path) -> None:
+    """Only the writer merges the write-ahead log, and it has to wait for readers."""
     (tmp_path / "a").mkdir()
     recorder = Recorder.create(tmp_path / "a", dump(resolve("bandit")))
     log_step(recorder, 1, 0.5)
     recorder.commit()
     done = threading.Event()
 
-    def read_on() -> None:
-        while not done.wait(0.01):  # two that never pause would leave the writer no moment
+    def read_repeatedly() -> None:
+        while not done.wait(0.01):  # Two readers without a pause would block the writer.
             ask(tmp_path, "episodes", run="a")
 
-    readers = [threading.Thread(target=read_on) for _ in range(2)]
+    readers = [threading.Thread(target=read_repeatedly) for _ in range(2)]
     for reader in readers:
         reader.start()
     try:
         log_step(recorder, 2, 0.5)
         recorder.close()
-        plain = not (tmp_path / "a" / f"{DATABASE}-wal").exists()
+        log_is_gone = not (tmp_path / "a" / f"{DATABASE}-wal").exists()
     finally:
         done.set()
         for reader in readers:
             reader.join()
-    assert plain and ask(tmp_path, "runs")["runs"][0]["step"] == 2
+    assert log_is_gone and ask(tmp_path, "runs")["runs"][0]["step"] == 2
 
 
 # One run
 
 
-def test_a_run_says_what_there_is_to_see(root: Path) -> None:
+def test_a_run_has_config_events_evaluations_and_metric_names(root: Path) -> None:
     run = ask(root, "run", run="lake")
     assert run["config"]["env.name"] == "frozen-lake" and run["config"]["steps"] == 6
     changes = {each["key"]: each for each in run["differences"]}
@@ -259,16 +261,17 @@ def test_a_run_says_what_there_is_to_see(root: Path) -> None:
     assert changes["seed"] == {"key": "seed", "value": 7, "base": 0, "source": "recipe frozen-lake"}
     assert [event["kind"] for event in run["events"]] == ["alarm", "guard"]
     assert run["events"][0]["data"] == {"detector": "grad_spike"}
-    assert [each["step"] for each in run["evaluations"]] == [0, 6]  # that of the lost step 4 is not
+    assert [each["step"] for each in run["evaluations"]] == [0, 6]  # Step 4 was rolled back.
     assert run["evaluations"][0]["success"] == {"value": 0.5, "low": 0.4, "high": 0.6}
     assert run["labels"]["success/mean"] == "success" and "time/step_s" in run["names"]
-    assert run["phases"] == {"update": 8.0, "evaluations": 1.0}  # all attempts, two that stand
+    # Updates of all attempts; two evaluations that were not rolled back.
+    assert run["phases"] == {"update": 8.0, "evaluations": 1.0}
     (exact,) = run["exactness"]
     assert exact["name"] == "mismatch/max_abs" and exact["last"] == exact["largest"] == 6e-6
     assert run["episode_steps"] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_what_was_asked_for_since_is_not_the_runs_success(tmp_path: Path) -> None:
+def test_a_later_evaluation_does_not_change_the_success_of_a_run(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     before = ask(tmp_path, "runs")["runs"][0]
     settings = {"env.name": "w", "seed": 0, "temperature": 1.0}
@@ -280,7 +283,7 @@ def test_what_was_asked_for_since_is_not_the_runs_success(tmp_path: Path) -> Non
     assert after["success"]["step"] == 6
 
 
-def test_settings_of_another_version_are_not_called_unchanged(tmp_path: Path) -> None:
+def test_a_config_with_unknown_settings_has_no_differences(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     with (tmp_path / "a" / CONFIG).open("a") as file:
         file.write("\n[of_another_version]\nkey = 1\n")
@@ -288,7 +291,7 @@ def test_settings_of_another_version_are_not_called_unchanged(tmp_path: Path) ->
     assert run["differences"] is None and run["config"]["of_another_version.key"] == 1
 
 
-def test_a_recipe_that_is_not_here_leaves_the_preset(tmp_path: Path) -> None:
+def test_differences_from_an_unknown_recipe_are_relative_to_the_preset(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     config = resolve("bandit").model_copy(update={"recipe": "of-mine"})
     Recorder.create(tmp_path / "a", dump(config)).close()
@@ -296,7 +299,7 @@ def test_a_recipe_that_is_not_here_leaves_the_preset(tmp_path: Path) -> None:
     assert {each["source"] for each in run["differences"]} == {"preset starpo-s/grpo"}
 
 
-def test_another_algorithm_than_the_recipes_is_a_change(tmp_path: Path) -> None:
+def test_an_algorithm_other_than_the_recipes_is_one_difference(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     config = resolve("bandit", {"algorithm": "starpo/ppo"})
     Recorder.create(tmp_path / "a", dump(config)).close()
@@ -308,7 +311,7 @@ def test_another_algorithm_than_the_recipes_is_a_change(tmp_path: Path) -> None:
     )
 
 
-def test_two_configs_differ_by_key(root: Path, tmp_path: Path) -> None:
+def test_the_configs_of_two_runs_have_the_same_keys(root: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     (tmp_path / "b").mkdir()
     Recorder.create(tmp_path / "b", dump(resolve("frozen-lake", {"steps": 6}))).close()
@@ -317,26 +320,26 @@ def test_two_configs_differ_by_key(root: Path, tmp_path: Path) -> None:
     assert (a["seed"], b["seed"]) == (7, 0)
 
 
-def test_curves_stand_on_every_axis_beside_what_was_rolled_back(root: Path) -> None:
-    found = ask(root, "metrics", run="lake", names="success/mean,nothing")
-    assert found["axes"] == {
+def test_metrics_have_every_axis_and_the_values_that_were_rolled_back(root: Path) -> None:
+    answer = ask(root, "metrics", run="lake", names="success/mean,nothing")
+    assert answer["axes"] == {
         "step": [1, 2, 3, 4, 5, 6],
         "updates": [2, 4, 6, 8, 10, 12],
         "episodes": [4, 8, 12, 16, 20, 24],
         "tokens": [10, 20, 30, 40, 50, 60],
         "seconds": [4, 8, 12, 16, 20, 24],
     }
-    curve = found["names"]["success/mean"]
+    curve = answer["names"]["success/mean"]
     assert (curve["at"], curve["values"]) == ([0, 1, 2, 3, 4, 5], [0.6, 0.7, 0.9, 0.9, 0.9, 0.9])
     assert curve["left"] == [{"attempt": 0, "steps": [2, 3, 4], "values": [0.7, 0.8, 0.9]}]
-    assert found["names"]["nothing"] == {"at": [], "values": [], "left": []}
+    assert answer["names"]["nothing"] == {"at": [], "values": [], "left": []}
 
 
-def test_curves_are_those_of_the_report(root: Path) -> None:
+def test_metrics_equal_the_curves_of_the_report(root: Path) -> None:
     curve = read_facts(root / "lake").curve("success/mean")
-    said = ask(root, "metrics", run="lake", names="success/mean")["names"]["success/mean"]
-    assert said["values"] == list(curve.standing.values())
-    assert [dict(zip(left["steps"], left["values"], strict=True)) for left in said["left"]] == [
+    metric = ask(root, "metrics", run="lake", names="success/mean")["names"]["success/mean"]
+    assert metric["values"] == list(curve.standing.values())
+    assert [dict(zip(left["steps"], left["values"], strict=True)) for left in metric["left"]] == [
         dict(left) for left in curve.rolled_back
     ]
 
@@ -344,101 +347,103 @@ def test_curves_are_those_of_the_report(root: Path) -> None:
 # Episodes
 
 
-def test_an_episode_is_told_turn_by_turn(root: Path) -> None:
-    found = ask(root, "episode", run="lake", episode=1)
-    first, second = found["turns"]
+def test_an_episode_has_its_turns_and_neighbours(root: Path) -> None:
+    answer = ask(root, "episode", run="lake", episode=1)
+    first, second = answer["turns"]
     assert (first["thought"], first["picture"]) == (THOUGHTS[0], ["P_", "_G"])
     assert (first["actions_asked"], first["actions_executed"]) == (["Up"], ["Up"])
     assert (second["reward"], second["penalty"], second["picture"]) == (1.0, -0.1, None)
     assert (first["well_formed"], second["well_formed"]) == (True, False)
-    assert found["final_observation"] == "_*" and found["final_picture"] is None
-    assert (found["previous"], found["next"]) == (None, 2)
-    assert found["has_tokens"]
+    assert answer["final_observation"] == "_*" and answer["final_picture"] is None
+    assert (answer["previous"], answer["next"]) == (None, 2)
+    assert answer["has_tokens"]
     with pytest.raises(NotFound, match="there is no episode 999"):
         ask(root, "episode", run="lake", episode=999)
 
 
-def test_a_group_stands_side_by_side_with_its_score(root: Path) -> None:
-    found = ask(root, "group", run="lake", attempt=1, step=5, phase="train", group=0)
-    assert (found["kept"], found["group_score"], found["level_seed"]) == (True, 0.5, 10010)
-    assert (found["rule"], found["score_name"]) == ("all", "reward_std")
-    assert math.isclose(found["reward_std"], math.sqrt(0.5))
-    assert [each["member"] for each in found["episodes"]] == [0, 1]
-    assert (found["previous"], found["next"]) == (None, 1)
-    assert found["still_counts"]
+def test_a_group_has_its_episodes_score_and_filter_rule(root: Path) -> None:
+    answer = ask(root, "group", run="lake", attempt=1, step=5, phase="train", group=0)
+    assert (answer["kept"], answer["group_score"], answer["level_seed"]) == (True, 0.5, 10010)
+    assert (answer["rule"], answer["score_name"]) == ("all", "reward_std")
+    assert math.isclose(answer["reward_std"], math.sqrt(0.5))
+    assert [each["member"] for each in answer["episodes"]] == [0, 1]
+    assert (answer["previous"], answer["next"]) == (None, 1)
+    assert answer["still_counts"]
     with pytest.raises(NotFound):
         ask(root, "group", run="lake", attempt=1, step=5, phase="train", group=7)
 
 
-def test_a_group_is_judged_by_the_filter_of_its_attempt(tmp_path: Path) -> None:
+def test_a_group_has_the_filter_settings_of_its_attempt(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     changes = {"filter.rule": "top_k", "filter.value": 0.125, "update.lr": 1e-5}
     with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
         data = json.dumps({"to": 2, "attempt": 1, "changes": changes})
         connection.execute("UPDATE events SET data = ? WHERE kind = 'guard'", (data,))
-        stops = (
+        stop_event = (
             "INSERT INTO events (attempt, step, time, kind, text) VALUES (1, 6, 0, 'guard', 's')"
         )
-        connection.execute(stops)
+        connection.execute(stop_event)
     rules = []
     for attempt, step in ((0, 3), (1, 5)):
         place = {"attempt": attempt, "step": step, "phase": "train", "group": 0}
-        found = ask(tmp_path, "group", run="a", **place)
-        rules.append((found["rule"], found["value"], found["include_zero"], found["num_played"]))
+        answer = ask(tmp_path, "group", run="a", **place)
+        rules.append(
+            (answer["rule"], answer["value"], answer["include_zero"], answer["num_played"])
+        )
     assert rules == [("all", 0.25, True, 2), ("top_k", 0.125, True, 2)]
 
 
 def test_episodes_that_were_rolled_back_are_marked(root: Path) -> None:
-    found = ask(root, "episodes", run="lake", limit=200)["episodes"]
-    undone = {(each["attempt"], each["step"]) for each in found if not each["still_counts"]}
-    assert undone == {(0, 3), (0, 4)}
-    assert {(1, 3), (1, 4)} <= {(each["attempt"], each["step"]) for each in found}
-    number = next(each["id"] for each in found if not each["still_counts"])
+    episodes = ask(root, "episodes", run="lake", limit=200)["episodes"]
+    rolled_back = {(each["attempt"], each["step"]) for each in episodes if not each["still_counts"]}
+    assert rolled_back == {(0, 3), (0, 4)}
+    assert {(1, 3), (1, 4)} <= {(each["attempt"], each["step"]) for each in episodes}
+    number = next(each["id"] for each in episodes if not each["still_counts"])
     assert ask(root, "episode", run="lake", episode=number)["still_counts"] is False
     assert not ask(root, "group", run="lake", attempt=0, step=3, phase="train", group=0)[
         "still_counts"
     ]
 
 
-def test_levels_that_were_evaluated_at_two_steps(root: Path) -> None:
+def test_levels_list_the_steps_at_which_they_were_evaluated(root: Path) -> None:
     levels = ask(root, "levels", run="lake")["levels"]
     assert [(each["level_seed"], each["steps"]) for each in levels] == [
         (123, [0, 6]),
         (124, [0, 6]),
     ]
-    found = ask(root, "level", run="lake", phase="eval", level_seed=124)["episodes"]
-    assert [each["step"] for each in found] == [0, 0, 6, 6]  # step 4 was rolled back
+    episodes = ask(root, "level", run="lake", phase="eval", level_seed=124)["episodes"]
+    assert [each["step"] for each in episodes] == [0, 0, 6, 6]  # step 4 was rolled back
 
 
-def test_tokens_are_those_that_were_trained(root: Path) -> None:
+def test_tokens_of_a_recorded_sample_are_those_that_were_trained(root: Path) -> None:
     listed = ask(root, "episodes", run="lake", phase="train", step_from=6, group=0)
-    found = ask(root, "tokens", run="lake", episode=listed["episodes"][0]["id"])
-    (sample,) = found["samples"]
-    assert (found["source"], sample["ids"], sample["mask"]) == (
+    answer = ask(root, "tokens", run="lake", episode=listed["episodes"][0]["id"])
+    (sample,) = answer["samples"]
+    assert (answer["source"], sample["ids"], sample["mask"]) == (
         "trained",
         [1, 2, 7, 8],
         [0, 0, 1, 1],
     )
     assert sample["texts"] == ["<1>", "<2>", "<7>", "<8>"] and sample["turn"] == [-1, -1, 0, 0]
-    assert sample["advantage"] == [None, None, 1.0, None]  # nothing outside the mask, NaN nowhere
+    assert sample["advantage"] == [None, None, 1.0, None]  # Null outside the mask and for NaN.
     assert sample["value"] is None
 
 
-def test_without_training_tokens_are_put_together_from_the_turns(root: Path) -> None:
-    found = ask(root, "tokens", run="lake", episode=1)
-    (sample,) = found["samples"]
-    assert (found["source"], sample["ids"]) == ("turns", [1, 2, 7, 8, 3, 9])
+def test_tokens_without_a_recorded_sample_are_joined_from_the_turns(root: Path) -> None:
+    answer = ask(root, "tokens", run="lake", episode=1)
+    (sample,) = answer["samples"]
+    assert (answer["source"], sample["ids"]) == ("turns", [1, 2, 7, 8, 3, 9])
     assert sample["mask"] == [0, 0, 1, 1, 0, 1] and sample["turn"] == [-1, -1, 0, 0, -1, 1]
     assert sample["sampled_logprob"] == [None, None, -0.5, -0.5, None, -0.5]
     assert sample["advantage"] is None
 
 
-def test_a_prompt_that_does_not_go_on_opens_another_sequence(tmp_path: Path) -> None:
+def test_a_prompt_that_does_not_extend_the_last_turn_starts_a_sequence(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
         connection.execute("UPDATE turns SET prompt_joins = 0")
-    found = ask(tmp_path, "tokens", run="a", episode=1)["samples"]
-    assert [sample["ids"] for sample in found] == [[1, 2, 7, 8], [3, 9]]
+    samples = ask(tmp_path, "tokens", run="a", episode=1)["samples"]
+    assert [sample["ids"] for sample in samples] == [[1, 2, 7, 8], [3, 9]]
 
 
 # Two runs
@@ -449,24 +454,24 @@ def test_two_runs_are_compared_level_by_level(root: Path, tmp_path: Path) -> Non
     make_run(tmp_path / "b")
     with sqlite3.connect(tmp_path / "b" / DATABASE) as connection:
         connection.execute("UPDATE episodes SET success = 1 WHERE phase = 'eval'")
-    (found,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
-    assert (found["env"], found["how"], found["levels"]) == ("frozen-lake", "T=1", 2)
-    assert (found["a"]["value"], found["b"]["value"]) == (0.25, 1.0)
-    assert found["difference"]["value"] == 0.75 and found["mcnemar_p"] == 0.5
-    assert "level by level" in found["note"]
+    (comparison,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
+    assert (comparison["env"], comparison["how"], comparison["levels"]) == ("frozen-lake", "T=1", 2)
+    assert (comparison["a"]["value"], comparison["b"]["value"]) == (0.25, 1.0)
+    assert comparison["difference"]["value"] == 0.75 and comparison["mcnemar_p"] == 0.5
+    assert "level by level" in comparison["note"]
 
 
-def test_what_was_rolled_back_is_compared_with_nothing(tmp_path: Path) -> None:
-    """Attempt 1 goes on from step 2; what was evaluated last, at step 4, counts no more."""
+def test_evaluations_that_were_rolled_back_are_not_compared(tmp_path: Path) -> None:
+    """Attempt 1 continues from step 2, so the last evaluation, at step 4, does not count."""
     for name in ("a", "b"):
         make_run(tmp_path / name, finish=False)
     with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
         connection.execute("UPDATE episodes SET success = step = 4 WHERE phase = 'eval'")
-    (found,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
-    assert found["a"]["value"] == 0.0 and "level by level" in found["note"]
+    (comparison,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
+    assert comparison["a"]["value"] == 0.0 and "level by level" in comparison["note"]
 
 
-def test_other_temperatures_are_not_paired(tmp_path: Path) -> None:
+def test_evaluations_at_different_temperatures_are_not_compared(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     make_run(tmp_path / "b")
     config = (tmp_path / "b" / CONFIG).read_text()
@@ -479,7 +484,7 @@ def test_other_temperatures_are_not_paired(tmp_path: Path) -> None:
     assert ask(tmp_path, "compare", run="a", other="b")["comparisons"] == []
 
 
-def test_an_evaluation_without_its_interval_is_compared_with_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_without_an_interval_is_not_compared(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_run(tmp_path / name)
         with sqlite3.connect(tmp_path / name / DATABASE) as connection:
@@ -488,40 +493,43 @@ def test_an_evaluation_without_its_interval_is_compared_with_nothing(tmp_path: P
     assert ask(tmp_path, "compare", run="a", other="b")["comparisons"] == []
 
 
-def test_other_games_are_compared_by_their_rates(tmp_path: Path) -> None:
+def test_different_environments_are_compared_by_their_rates(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     (tmp_path / "b").mkdir()
     shorter = resolve("frozen-lake", {"env.max_turns": 3})
     with Recorder.create(tmp_path / "b", dump(shorter)) as recorder:
         recorder.evaluation(0, evaluation(0.7).record() | {"env": "frozen-lake"})
-    (found,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
-    assert found["difference"]["value"] == pytest.approx(-0.2) and found["mcnemar_p"] is None
-    assert found["note"] == "two rates, not level by level: the games differ in env.max_turns"
+    (comparison,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
+    assert comparison["difference"]["value"] == pytest.approx(-0.2)
+    assert comparison["mcnemar_p"] is None
+    assert comparison["note"] == "two rates, not level by level: the games differ in env.max_turns"
 
 
-def test_stored_outcomes_are_compared_where_the_game_is_one(tmp_path: Path) -> None:
+def test_stored_outcomes_of_the_same_settings_are_compared(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_run(tmp_path / name)
-    for name, solved, agent in (("a", 0, "early"), ("a", 3, "late"), ("b", 1, "late")):
-        game = {"env.name": "w", "seed": 0, "temperature": 0.5, "target": agent}
-        with OutcomeStore(tmp_path / name, game) as store:
+    for name, num_solved, agent in (("a", 0, "early"), ("a", 3, "late"), ("b", 1, "late")):
+        settings = {"env.name": "w", "seed": 0, "temperature": 0.5, "target": agent}
+        with OutcomeStore(tmp_path / name, settings) as store:
             for level in range(4):
-                played = Outcome("w", level, 0, level < solved, 0.0, 1, 1, 1, 1, 7, 9, 9, "failed")
-                store.add(played)
+                outcome = Outcome(
+                    "w", level, 0, level < num_solved, 0.0, 1, 1, 1, 1, 7, 9, 9, "failed"
+                )
+                store.add(outcome)
             store.finish(evaluation(0.5, 0.5).record() | {"env": "w"})
-    found = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
-    (stored,) = (each for each in found if each["env"] == "w")
+    comparisons = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
+    (stored,) = (each for each in comparisons if each["env"] == "w")
     assert (stored["how"], stored["levels"], stored["mcnemar_p"]) == ("T=0.5", 4, 0.5)
     assert (stored["a"]["value"], stored["b"]["value"]) == (0.75, 0.25)
-    asked = [each for each in ask(tmp_path, "run", run="a")["evaluations"] if each["step"] is None]
-    assert [each["env"] for each in asked] == ["w", "w"]
+    later = [each for each in ask(tmp_path, "run", run="a")["evaluations"] if each["step"] is None]
+    assert [each["env"] for each in later] == ["w", "w"]
 
 
 # Mistakes
 
 
 @pytest.mark.parametrize(
-    ("path", "query", "words"),
+    ("path", "query", "message"),
     [
         ("run", {}, "the parameter 'run' is missing"),
         ("metrics", {"run": "lake"}, "the parameter 'names' is missing"),
@@ -533,10 +541,10 @@ def test_stored_outcomes_are_compared_where_the_game_is_one(tmp_path: Path) -> N
         ("episodes", {"run": "lake", "limit": "many"}, "expected a whole number"),
     ],
 )
-def test_a_wrong_question_is_one_line(
-    root: Path, path: str, query: dict[str, Any], words: str
+def test_an_invalid_question_is_refused(
+    root: Path, path: str, query: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(Unanswered, match=words):
+    with pytest.raises(Unanswered, match=message):
         ask(root, path, **query)
 
 
@@ -547,7 +555,7 @@ def test_a_wrong_question_is_one_line(
         *["lake/", "out", "x" * 5000, "study", "C:/x", "linked-file", "linked-branches", "ring"],
     ],
 )
-def test_no_run_is_found_outside_the_folder(tmp_path: Path, name: str) -> None:
+def test_runs_outside_the_folder_are_not_found(tmp_path: Path, name: str) -> None:
     make_run(tmp_path / "elsewhere")
     runs = tmp_path / "runs"
     make_run(runs / "lake")
@@ -564,24 +572,24 @@ def test_no_run_is_found_outside_the_folder(tmp_path: Path, name: str) -> None:
     assert [run["run"] for run in ask(runs, "runs")["runs"]] == ["lake"]
 
 
-def test_a_run_may_be_named_by_its_time(tmp_path: Path) -> None:
+def test_the_name_of_a_run_may_hold_colons(tmp_path: Path) -> None:
     make_run(tmp_path / "2026-11-21T22:59:48")
     assert ask(tmp_path, "run", run="2026-11-21T22:59:48")["step"] == 6
 
 
-def test_a_folder_that_is_not_ours_to_see_hides_no_run(
+def test_a_folder_without_permission_does_not_hide_other_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "lake")
     (tmp_path / "secret").mkdir()
     stat = os.stat
 
-    def refused(path: Any, *rest: Any, **more: Any) -> os.stat_result:
+    def refuse(path: Any, *rest: Any, **more: Any) -> os.stat_result:
         if "secret" in str(path):
             raise PermissionError(13, "Permission denied", path)
         return stat(path, *rest, **more)
 
-    monkeypatch.setattr(os, "stat", refused)
+    monkeypatch.setattr(os, "stat", refuse)
     assert [run["run"] for run in ask(tmp_path, "runs")["runs"]] == ["lake"]
 
 

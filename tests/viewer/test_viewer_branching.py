@@ -1,4 +1,4 @@
-"""Branches that the viewer asks for: processes of their own, two at a time, and never a shell."""
+"""Branches that the viewer starts: separate processes, at most two at a time, without a shell."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ragen.viewer import job_queue
 from ragen.viewer.branching import Branching
 from tests.bandit_model import settings
 
-ASKED: dict[str, Any] = {"episode": 1, "turn": 0, "n": 3}
+REQUEST: dict[str, Any] = {"episode": 1, "turn": 0, "n": 3}
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ def branching() -> Iterator[Branching]:
     branching.stop()
 
 
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it took too long"
+    while not condition():
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.05)
 
 
@@ -58,8 +58,8 @@ def states(branching: Branching, run: Path) -> list[str]:
     return [job["state"] for job in branching.branches(run, 1)["jobs"]]
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Let a few lines of Python stand for the command."""
+def replace_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Replace the command of a job by a few lines of Python."""
     monkeypatch.setattr(
         job_queue.Job,
         "arguments",
@@ -67,15 +67,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     )
 
 
-def test_a_branch_runs_and_is_read(run: Path, branching: Branching) -> None:
+def test_a_branch_is_played_and_read(run: Path, branching: Branching) -> None:
     before = branching.branches(run, 1)
     assert before == {"possible": True, "reason": None, "checkpoints": [0, 1, 2], "jobs": []}
-    key = branching.start(run, {**ASKED, "checkpoint": 1, "temperature": 0.5, "run": "bandit"})
+    key = branching.start(run, {**REQUEST, "checkpoint": 1, "temperature": 0.5, "run": "bandit"})
     (job,) = branching.branches(run, 1)["jobs"]
     assert (job["id"], job["state"], job["episodes"]) == (key, "running", [])
-    until(lambda: states(branching, run) == ["done"])
+    wait_until(lambda: states(branching, run) == ["done"])
     (job,) = branching.branches(run, 1)["jobs"]
-    assert {**ASKED, "id": key, "checkpoint": 1, "temperature": 0.5}.items() <= job.items()
+    assert {**REQUEST, "id": key, "checkpoint": 1, "temperature": 0.5}.items() <= job.items()
     assert (job["exact"], job["problem"], job["seed"]) == (True, None, 0)
     assert job["num_solved"] == sum(each["success"] for each in job["episodes"])
     assert job["success"] == asdict(wilson(job["num_solved"], 3))
@@ -84,7 +84,9 @@ def test_a_branch_runs_and_is_read(run: Path, branching: Branching) -> None:
     assert branching.branches(run, 2)["jobs"] == []
 
 
-def test_a_database_that_is_just_being_made_holds_nothing(run: Path, branching: Branching) -> None:
+def test_an_empty_database_has_no_branches_and_a_damaged_one_is_refused(
+    run: Path, branching: Branching
+) -> None:
     (run / FILE).touch()
     assert branching.branches(run, 1)["jobs"] == []
     (run / FILE).write_bytes(b"no database" * 99)
@@ -92,18 +94,18 @@ def test_a_database_that_is_just_being_made_holds_nothing(run: Path, branching: 
         branching.branches(run, 1)
 
 
-def test_what_is_not_said_is_the_newest_weights_and_the_runs_temperature(
+def test_a_branch_defaults_to_the_last_checkpoint_and_the_temperature_of_the_run(
     run: Path, branching: Branching
 ) -> None:
-    branching.start(run, {**ASKED, "checkpoint": None, "temperature": None})
-    branching.start(run, ASKED)
+    branching.start(run, {**REQUEST, "checkpoint": None, "temperature": None})
+    branching.start(run, REQUEST)
     jobs = branching.branches(run, 1)["jobs"]
     assert [(job["checkpoint"], job["temperature"]) for job in jobs] == [(2, 1.0)] * 2
-    assert [job["seed"] for job in jobs] == [0, 1]  # asked again, it shows others
+    assert [job["seed"] for job in jobs] == [0, 1]  # A repeated request gets another seed.
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "message"),
     [
         ("import sys; sys.exit('ragen: no')", "no"),
         ("import sys; sys.exit('Traceback\\nfirst\\nKeyError: 1\\n\\n')", "KeyError: 1"),
@@ -112,73 +114,73 @@ def test_what_is_not_said_is_the_newest_weights_and_the_runs_temperature(
         ("import sys; sys.stderr.write('x' * 10**6 + chr(10) + 'the end'); sys.exit(1)", "the end"),
     ],
 )
-def test_its_last_line_is_the_problem(
-    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+def test_a_failed_branch_reports_the_last_line_of_its_process(
+    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
-    pretend(monkeypatch, code)
-    branching.start(run, ASKED)
-    until(lambda: states(branching, run) == ["failed"])
+    replace_command(monkeypatch, code)
+    branching.start(run, REQUEST)
+    wait_until(lambda: states(branching, run) == ["failed"])
     (job,) = branching.branches(run, 1)["jobs"]
-    assert words in job["problem"] and not job["problem"].startswith("ragen")
+    assert message in job["problem"] and not job["problem"].startswith("ragen")
     assert not (run / FILE).exists()
 
 
-def test_who_asks_at_the_same_time_sees_others(
+def test_simultaneous_branches_get_distinct_seeds(
     run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(monkeypatch, "import time; time.sleep(60)")
+    replace_command(monkeypatch, "import time; time.sleep(60)")
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda _: branching.start(run, ASKED), range(8)))
+        list(threads.map(lambda _: branching.start(run, REQUEST), range(8)))
     assert {job["seed"] for job in branching.branches(run, 1)["jobs"]} == set(range(8))
 
 
-def test_two_play_and_the_others_wait(
+def test_two_branches_run_at_once_and_the_others_wait(
     run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = run / "here"
-    here.mkdir()
-    pretend(
+    playing = run / "here"
+    playing.mkdir()
+    replace_command(
         monkeypatch,
         "import pathlib, sys, time\n"
         "me = pathlib.Path(sys.argv[1], 'here', sys.argv[2]); me.touch()\n"
         "time.sleep(0.4); me.unlink(); sys.exit('over')",
     )
     for _ in range(5):
-        branching.start(run, ASKED)
+        branching.start(run, REQUEST)
     most = 0
     while "running" in states(branching, run):
-        most = max(most, len(list(here.iterdir())))
+        most = max(most, len(list(playing.iterdir())))
         time.sleep(0.01)
     assert most == job_queue.AT_ONCE == 2
-    assert states(branching, run) == ["failed"] * 5  # none of them left what it was started for
+    assert states(branching, run) == ["failed"] * 5  # None of them wrote a branch.
 
 
-def test_the_line_has_an_end(
+def test_the_queue_of_branches_is_bounded(
     run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(monkeypatch, "import time; time.sleep(60)")
+    replace_command(monkeypatch, "import time; time.sleep(60)")
     for _ in range(job_queue.AT_ONCE + job_queue.MOST_WAITING):
-        branching.start(run, ASKED)
+        branching.start(run, REQUEST)
     with pytest.raises(RagenError, match="wait already"):
-        branching.start(run, ASKED)
+        branching.start(run, REQUEST)
 
 
-def test_processes_end_with_the_server(
+def test_stop_ends_processes_and_drops_waiting_branches(
     run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(
+    replace_command(
         monkeypatch,
         "import os, pathlib, sys, time\n"
         "pathlib.Path(sys.argv[1], f'pid-{os.getpid()}').touch(); time.sleep(60)",
     )
     for _ in range(4):
-        branching.start(run, ASKED)
-    until(lambda: len(list(run.glob("pid-*"))) == 2)
+        branching.start(run, REQUEST)
+    wait_until(lambda: len(list(run.glob("pid-*"))) == 2)
     branching.stop()
     assert branching.branches(run, 1)["jobs"] == []
-    until(lambda: not any(alive(int(path.name[4:])) for path in run.glob("pid-*")))
+    wait_until(lambda: not any(alive(int(path.name[4:])) for path in run.glob("pid-*")))
     time.sleep(0.2)
-    assert len(list(run.glob("pid-*"))) == 2  # and those that waited never began
+    assert len(list(run.glob("pid-*"))) == 2  # The waiting branches never started.
 
 
 def alive(pid: int) -> bool:
@@ -190,7 +192,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("changes", "message"),
     [
         ({"episode": 10**6}, "no episode 1000000"),
         ({"episode": "1"}, "episode: expected a whole number"),
@@ -211,21 +213,21 @@ def alive(pid: int) -> bool:
         ({"temperature": 10**400}, "expected a number from 0"),
     ],
 )
-def test_a_request_is_checked(
-    run: Path, branching: Branching, asked: dict[str, Any], words: str
+def test_an_invalid_request_is_refused(
+    run: Path, branching: Branching, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RagenError, match=words):
-        branching.start(run, ASKED | asked)
+    with pytest.raises(RagenError, match=message):
+        branching.start(run, REQUEST | changes)
     assert branching.branches(run, 1)["jobs"] == []
 
 
-def written(run: Path, old: str, new: str) -> None:
+def replace_in_config(run: Path, old: str, new: str) -> None:
     text = (run / "config.toml").read_text()
     assert text.count(old) == 1
     (run / "config.toml").write_text(text.replace(old, new))
 
 
-def changed(run: Path, statement: str) -> None:
+def execute_in_database(run: Path, statement: str) -> None:
     connection = sqlite3.connect(run / DATABASE)
     connection.execute(statement)
     connection.commit()
@@ -234,68 +236,75 @@ def changed(run: Path, statement: str) -> None:
 
 def without_model(run: Path) -> None:
     model = str(resolve("bandit", settings()).model.path)
-    written(run, f'path = "{model}"', 'path = "nobody/has-this"')
+    replace_in_config(run, f'path = "{model}"', 'path = "nobody/has-this"')
 
 
 def without_checkpoints(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
 
 
-HINDRANCES: dict[str, tuple[list[Callable[[Path], None]], str]] = {
-    "no weights at all": (
+OBSTACLES: dict[str, tuple[list[Callable[[Path], None]], str]] = {
+    "neither checkpoint nor model": (
         [without_model, without_checkpoints],
         "the run has no checkpoint, and its model 'nobody/has-this' is not on this machine",
     ),
-    "an adapter without its base": (
-        [without_model, lambda run: written(run, "rank = 0", "rank = 4")],
+    "an adapter without its base model": (
+        [without_model, lambda run: replace_in_config(run, "rank = 0", "rank = 4")],
         "below the run's adapter is not on this machine",
     ),
-    "another's environment": (
-        [lambda run: written(run, 'name = "bandit"', 'name = "casino"')],
+    "an unknown environment": (
+        [lambda run: replace_in_config(run, 'name = "bandit"', 'name = "casino"')],
         "the environment 'casino' is not installed here",
     ),
     "an environment in a file": (
-        [lambda run: written(run, 'name = "bandit"', 'name = "gone.py:Casino"')],
+        [lambda run: replace_in_config(run, 'name = "bandit"', 'name = "gone.py:Casino"')],
         "the environment 'gone.py:Casino' is not installed here",
     ),
     "no snapshots": (
-        [lambda run: changed(run, "UPDATE turns SET snapshot = NULL")],
+        [lambda run: execute_in_database(run, "UPDATE turns SET snapshot = NULL")],
         "its snapshots are not kept",
     ),
     "no turns": (
-        [lambda run: changed(run, "DELETE FROM turns")],
+        [lambda run: execute_in_database(run, "DELETE FROM turns")],
         "the episode ended before its first turn",
     ),
-    "another config": (
-        [lambda run: written(run, 'name = "bandit"', "name = 3")],
+    "an invalid config": (
+        [lambda run: replace_in_config(run, 'name = "bandit"', "name = 3")],
         "env.name",
     ),
 }
 
 
-@pytest.mark.parametrize("name", HINDRANCES)
-def test_what_is_not_possible_says_why(run: Path, branching: Branching, name: str) -> None:
-    changes, words = HINDRANCES[name]
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_a_run_that_cannot_be_branched_reports_the_reason(
+    run: Path, branching: Branching, name: str
+) -> None:
+    changes, message = OBSTACLES[name]
     for change in changes:
         change(run)
-    found = branching.branches(run, 1)
-    assert found["possible"] is False and words in found["reason"] and "\n" not in found["reason"]
-    with pytest.raises(RagenError) as refused:
-        branching.start(run, ASKED)
-    assert str(refused.value) == found["reason"]
+    answer = branching.branches(run, 1)
+    assert answer["possible"] is False
+    assert message in answer["reason"] and "\n" not in answer["reason"]
+    with pytest.raises(RagenError) as error:
+        branching.start(run, REQUEST)
+    assert str(error.value) == answer["reason"]
 
 
-def test_checkpoints_are_enough_without_the_first_model(run: Path, branching: Branching) -> None:
+def test_checkpoints_suffice_when_the_initial_model_is_missing(
+    run: Path, branching: Branching
+) -> None:
     without_model(run)
     shutil.rmtree(run / "checkpoints" / "step-0")
-    found = branching.branches(run, 1)
-    assert (found["possible"], found["checkpoints"]) == (True, [1, 2])
+    answer = branching.branches(run, 1)
+    assert (answer["possible"], answer["checkpoints"]) == (True, [1, 2])
 
 
-def test_only_loading_is_left_to_the_process() -> None:
+def test_branching_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, ragen.viewer.branching\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == "[]"

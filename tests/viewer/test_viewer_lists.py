@@ -1,4 +1,4 @@
-"""The list of episodes: filters, orders, pages and the search, and what they read to answer."""
+"""The list of episodes: filters, orders, pages, the search, and the indexes they read."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "lake").parent
 
 
-def listed(root: Path, **query: Any) -> dict[str, Any]:
-    said = {name: str(value) for name, value in query.items()}
-    return episodes(Question(Runs(root), {"run": "lake", **said}))
+def list_episodes(root: Path, **query: Any) -> dict[str, Any]:
+    text_query = {name: str(value) for name, value in query.items()}
+    return episodes(Question(Runs(root), {"run": "lake", **text_query}))
 
 
 def ids(root: Path, **query: Any) -> list[int]:
-    return [each["id"] for each in listed(root, **{"limit": 200, **query})["episodes"]]
+    return [each["id"] for each in list_episodes(root, **{"limit": 200, **query})["episodes"]]
 
 
-def test_a_list_says_what_there_is(root: Path) -> None:
-    found = listed(root)
-    assert (found["total"], found["next"], len(found["episodes"])) == (44, None, 44)
-    assert found["facets"] == {
+def test_a_list_has_episodes_total_and_facets(root: Path) -> None:
+    answer = list_episodes(root)
+    assert (answer["total"], answer["next"], len(answer["episodes"])) == (44, None, 44)
+    assert answer["facets"] == {
         "phases": ["eval", "train"],
         "envs": ["frozen-lake"],
         "stop_reasons": ["max_turns", "solved"],
         "steps": [0, 6],
     }
-    first = found["episodes"][0]
+    first = answer["episodes"][0]
     assert (first["id"], first["num_turns"], first["num_tokens"]) == (1, 2, 3)
     assert first["success"] is True and first["kept"] is True and first["terminated"] is True
     assert first["snippet"] == THOUGHTS[0]
 
 
 @pytest.mark.parametrize(
-    ("query", "count", "holds"),
+    ("query", "count", "matches"),
     [
         ({"phase": "eval"}, 12, lambda e: e["phase"] == "eval"),
         ({"success": 1}, 11, lambda e: e["success"]),
@@ -67,56 +67,60 @@ def test_a_list_says_what_there_is(root: Path) -> None:
         ({"phase": ""}, 44, lambda e: True),
     ],
 )
-def test_filters(root: Path, query: dict[str, Any], count: int, holds: Any) -> None:
-    found = listed(root, limit=200, **query)
-    assert found["total"] == len(found["episodes"]) == count
-    assert all(holds(each) for each in found["episodes"])
+def test_filters_select_the_matching_episodes(
+    root: Path, query: dict[str, Any], count: int, matches: Any
+) -> None:
+    answer = list_episodes(root, limit=200, **query)
+    assert answer["total"] == len(answer["episodes"]) == count
+    assert all(matches(each) for each in answer["episodes"])
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("sort", SORTS)
 def test_pages_hold_each_episode_once_in_order(root: Path, sort: str, order: str) -> None:
-    found, cursor = [], ""
+    episodes, cursor = [], ""
     while cursor is not None:
-        page = listed(root, sort=sort, order=order, limit=7, cursor=cursor)
-        found += page["episodes"]
+        page = list_episodes(root, sort=sort, order=order, limit=7, cursor=cursor)
+        episodes += page["episodes"]
         assert page["total"] == 44
         cursor = page["next"]
-    assert sorted(each["id"] for each in found) == list(range(1, 45))
-    values = [each[SORTS[sort]] for each in found]
+    assert sorted(each["id"] for each in episodes) == list(range(1, 45))
+    values = [each[SORTS[sort]] for each in episodes]
     known = [value for value in values if value is not None]
-    assert values == known + [None] * (len(values) - len(known)), "what has no value comes last"
+    assert values == known + [None] * (len(values) - len(known)), (
+        "episodes without a value are not last"
+    )
     assert known == sorted(known, reverse=order == "desc")
     assert sort != "score" or len(known) == 16
 
 
-def test_a_page_stays_where_it_was_when_episodes_are_added(tmp_path: Path) -> None:
-    """Pages go on after a row; counted from the front, new rows would show some twice."""
+def test_the_next_page_continues_after_the_last_row_when_the_order_changes(tmp_path: Path) -> None:
+    """A page starts after a row; with an offset, rows that move would be listed twice."""
     run = make_run(tmp_path / "lake")
-    first = listed(tmp_path, sort="reward", order="desc", limit=5)
+    first = list_episodes(tmp_path, sort="reward", order="desc", limit=5)
     with sqlite3.connect(run / DATABASE) as connection:
         connection.execute("UPDATE episodes SET reward = 9 WHERE id = 44")
-    second = listed(tmp_path, sort="reward", order="desc", limit=5, cursor=first["next"])
+    second = list_episodes(tmp_path, sort="reward", order="desc", limit=5, cursor=first["next"])
     shown = [each["id"] for page in (first, second) for each in page["episodes"]]
     assert len(set(shown)) == 10
 
 
-def test_the_search_finds_words_their_beginnings_and_phrases(root: Path) -> None:
+def test_the_search_finds_words_prefixes_and_phrases(root: Path) -> None:
     assert len(ids(root, q="box")) == 11
     assert len(ids(root, q="THE WALL")) == 11 and len(ids(root, q="under wal")) == 11
     assert len(ids(root, q='"the box"')) == 11 and ids(root, q='"box the"') == []
     assert len(ids(root, q="the")) == 22 and len(ids(root, q="box wall")) == 0
-    assert ids(root, q="bo") == []  # too short to go on
+    assert ids(root, q="bo") == []  # Too short to be a prefix.
     assert len(ids(root, q="the", success=1)) == 11
     assert len(ids(root, q="  ")) == len(ids(root, q='"')) == 44
-    snippet = listed(root, q="left", group=1)["episodes"][0]["snippet"]
+    snippet = list_episodes(root, q="left", group=1)["episodes"][0]["snippet"]
     assert snippet == THOUGHTS[2]
 
 
 @pytest.mark.parametrize("words", ["she said", "the", "she sai"])
 @pytest.mark.parametrize("following", [1, 3, 500])
 @pytest.mark.parametrize("filters", [{}, {"phase": "eval"}, {"sort": "reward", "order": "desc"}])
-def test_what_is_common_is_found_as_what_is_rare_is(
+def test_the_search_for_common_words_finds_the_same_episodes(
     root: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: str,
@@ -128,9 +132,9 @@ def test_what_is_common_is_found_as_what_is_rare_is(
     def pages() -> tuple[list[int], int | None]:
         ids, cursor, total = list[int](), "", None
         while cursor is not None:
-            found = listed(root, **query, cursor=cursor)
-            ids += [each["id"] for each in found["episodes"]]
-            cursor, total = found["next"], found["total"]
+            page = list_episodes(root, **query, cursor=cursor)
+            ids += [each["id"] for each in page["episodes"]]
+            cursor, total = page["next"], page["total"]
         return ids, total
 
     rare, total = pages()
@@ -140,20 +144,20 @@ def test_what_is_common_is_found_as_what_is_rare_is(
     assert pages() == (rare, None)
 
 
-def test_a_snippet_is_cut_around_what_was_found(tmp_path: Path) -> None:
+def test_a_snippet_is_cut_around_the_match(tmp_path: Path) -> None:
     run = make_run(tmp_path / "lake")
     thought = "a " * 500_000 + "needle " + "b " * 100
     with sqlite3.connect(run / DATABASE) as connection:
         connection.execute("UPDATE turns SET thought = ? WHERE id = 65536", (thought,))
         connection.execute("INSERT INTO thoughts_fts (thoughts_fts) VALUES ('rebuild')")
-    (found,) = listed(tmp_path, q="needle")["episodes"]
-    assert len(found["snippet"]) <= 160 and "needle" in found["snippet"]
-    assert found["snippet"].startswith("…") and found["snippet"].endswith("…")
+    (listed,) = list_episodes(tmp_path, q="needle")["episodes"]
+    assert len(listed["snippet"]) <= 160 and "needle" in listed["snippet"]
+    assert listed["snippet"].startswith("…") and listed["snippet"].endswith("…")
 
 
 @given(st.text(max_size=30))
-def test_no_search_can_raise(root: Path, text: str) -> None:
-    listed(root, q=text, limit=1)
+def test_a_search_for_any_text_is_answered(root: Path, text: str) -> None:
+    list_episodes(root, q=text, limit=1)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +167,8 @@ def test_no_search_can_raise(root: Path, text: str) -> None:
         *["a\0b", "{a}:b", "'; DROP TABLE turns", "\ud800", "||", "é", "\u202e", "x" * 10_000],
     ],
 )
-def test_signs_of_the_search_language_mean_nothing(root: Path, text: str) -> None:
-    assert len(listed(root, q=text)["episodes"]) in (0, 44)
+def test_operators_of_the_search_language_are_plain_text(root: Path, text: str) -> None:
+    assert len(list_episodes(root, q=text)["episodes"]) in (0, 44)
 
 
 def test_match_of_quotes_every_word() -> None:
@@ -173,54 +177,54 @@ def test_match_of_quotes_every_word() -> None:
     assert match_of(" || ") is None
 
 
-def test_lists_read_the_index_alone(root: Path) -> None:
+def test_lists_read_only_the_covering_index(root: Path) -> None:
     """A scan of the table would read every observation and error of a run."""
     plans = []
 
-    def explained(query: str) -> None:
+    def collect(query: str) -> None:
         if "episodes" in query and "turns" not in query:
             plans.append(query)
 
     with reading(root / "lake") as run:
         connection = run.connection
-        connection.set_trace_callback(explained)
+        connection.set_trace_callback(collect)
         facets(run)
         connection.set_trace_callback(None)
         for query in plans:
             steps = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
             assert any("COVERING INDEX" in step for step in steps)
-            assert not any(")>(" in step for step in steps)  # which seeks by the first alone
+            assert not any(")>(" in step for step in steps)  # That seeks by the first column only.
             assert not any(step.startswith("SCAN episodes") for step in steps[1:])
         filters = {"success": "1", "alarm": "1", "reward_min": "0"}
         for sort in SORTS:
-            wanted = selection_of(Question(Runs(root), {"sort": sort, **filters}))
+            selection = selection_of(Question(Runs(root), {"sort": sort, **filters}))
             pages: list[str] = []
             connection.set_trace_callback(pages.append)
-            wanted.page(run, RowPosition(0.0, 1), 10)
+            selection.page(run, RowPosition(0.0, 1), 10)
             connection.set_trace_callback(None)
             (step, *_) = connection.execute(f"EXPLAIN QUERY PLAN {pages[0]}")
             assert "COVERING INDEX episodes_for_lists" in step[3]
 
 
-def test_facets_of_no_episode(tmp_path: Path) -> None:
+def test_facets_are_empty_without_episodes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "lake")
     with sqlite3.connect(run / DATABASE) as connection:
         connection.execute("DELETE FROM episodes")
-    found = listed(tmp_path)
-    assert (found["episodes"], found["total"]) == ([], 0)
-    assert found["facets"] == {"phases": [], "envs": [], "stop_reasons": [], "steps": None}
+    answer = list_episodes(tmp_path)
+    assert (answer["episodes"], answer["total"]) == ([], 0)
+    assert answer["facets"] == {"phases": [], "envs": [], "stop_reasons": [], "steps": None}
 
 
-def test_cursors_of_others_are_refused(root: Path) -> None:
+def test_invalid_cursors_are_refused(root: Path) -> None:
     for cursor in ("x", "bnVsbA", "WzEsICJhIl0", "W1tdLCAxXQ", HUGE):
         with pytest.raises(Unanswered, match="not valid for this list"):
-            listed(root, cursor=cursor)
+            list_episodes(root, cursor=cursor)
 
 
 HUGE = base64.urlsafe_b64encode(b"[1, 1" + b"0" * 400 + b"]").decode()
 """An id that no database holds."""
 
 
-def test_by_step_is_by_step_over_attempts(root: Path) -> None:
-    steps = [each["step"] for each in listed(root, limit=200)["episodes"]]
+def test_the_default_order_is_by_step_across_attempts(root: Path) -> None:
+    steps = [each["step"] for each in list_episodes(root, limit=200)["episodes"]]
     assert all(a <= b for a, b in pairwise(steps))

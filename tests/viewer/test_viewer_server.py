@@ -1,4 +1,4 @@
-"""The server: who is let in, what every answer says, and how news reach a page."""
+"""The server: allowed requests, headers of every answer, and events for open pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ragen.viewer.server import Viewer, listen
 from tests.cli.test_cli import evaluation
 
 Capture = pytest.CaptureFixture[str]
-OURS = {"host": "localhost:7246"}
+OWN_HOST = {"host": "localhost:7246"}
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(root: Path) -> TestClient:
     app = Viewer(root, 7246).app
-    return TestClient(app, headers=OURS, raise_server_exceptions=False)
+    return TestClient(app, headers=OWN_HOST, raise_server_exceptions=False)
 
 
 # Answers
 
 
-def test_pages_and_answers(client: TestClient) -> None:
+def test_pages_and_answers_have_their_content_types(client: TestClient) -> None:
     assert client.get("/").headers["content-type"] == "text/html; charset=utf-8"
     script = client.get("/static/vendor/preact-htm.js")
     assert script.headers["content-type"].startswith("text/javascript")
@@ -61,7 +61,7 @@ def test_pages_and_answers(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "words"),
+    ("path", "status", "message"),
     [
         ("/api/run", 400, "the parameter 'run' is missing"),
         ("/api/run?run=x", 404, "there is no run 'x' here"),
@@ -76,41 +76,43 @@ def test_pages_and_answers(client: TestClient) -> None:
     ],
 )
 def test_errors_are_one_line_of_json(
-    client: TestClient, path: str, status: int, words: str
+    client: TestClient, path: str, status: int, message: str
 ) -> None:
-    found = client.get(path)
-    assert (found.status_code, list(found.json())) == (status, ["error"])
-    assert words in found.json()["error"] and "\n" not in found.json()["error"]
+    response = client.get(path)
+    assert (response.status_code, list(response.json())) == (status, ["error"])
+    assert message in response.json()["error"] and "\n" not in response.json()["error"]
 
 
 @pytest.mark.parametrize(
     "path", ["/", "/api/runs", "/api/run", "/nothing", "/static/vendor/uplot.js"]
 )
-def test_every_answer_says_what_a_browser_may_do(client: TestClient, path: str) -> None:
-    for found in (client.get(path), client.get(path, headers={"host": "evil.example"})):
-        assert found.headers["content-security-policy"] == POLICY
+def test_every_answer_has_the_security_headers(client: TestClient, path: str) -> None:
+    for response in (client.get(path), client.get(path, headers={"host": "evil.example"})):
+        assert response.headers["content-security-policy"] == POLICY
         assert "script-src 'self'" in POLICY and "unsafe" not in POLICY
-        assert found.headers["x-content-type-options"] == "nosniff"
-        assert found.headers["referrer-policy"] == "no-referrer"
-        assert not [name for name in found.headers if name.startswith("access-control")]
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        assert not [name for name in response.headers if name.startswith("access-control")]
     assert client.get("/api/runs").headers["cache-control"] == "no-store"
 
 
-def test_a_bug_is_no_stack_trace(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_answered_without_details(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> None:
         raise KeyError("secret")
 
     monkeypatch.setattr("ragen.viewer.reading.Runs.ids", broken)
-    found = client.get("/api/runs")
-    assert found.status_code == 500 and "secret" not in found.text
-    assert found.headers["content-security-policy"] == POLICY
+    response = client.get("/api/runs")
+    assert response.status_code == 500 and "secret" not in response.text
+    assert response.headers["content-security-policy"] == POLICY
 
 
-# Who is let in
+# Allowed requests
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "LOCALHOST", "127.0.0.2"])
-def test_this_machine_is_let_in(client: TestClient, host: str) -> None:
+def test_hosts_of_this_machine_are_served(client: TestClient, host: str) -> None:
     assert client.get("/api/runs", headers={"host": f"{host}:7246"}).status_code == 200
 
 
@@ -122,13 +124,13 @@ def test_this_machine_is_let_in(client: TestClient, host: str) -> None:
         "2130706433:7246",
     ],
 )
-def test_another_name_is_refused(client: TestClient, host: str) -> None:
-    """A name that is pointed here (DNS rebinding) makes another site's pages ours to a browser."""
+def test_another_host_is_refused(client: TestClient, host: str) -> None:
+    """With DNS rebinding, a foreign name that resolves to this machine has the viewer's origin."""
     for path in ("/", "/api/runs", "/static/vendor/uplot.js"):
         assert client.get(path, headers={"host": host}).status_code == 403
 
 
-def test_another_page_is_refused(client: TestClient) -> None:
+def test_requests_of_another_site_are_refused(client: TestClient) -> None:
     def status(path: str = "/api/runs", **headers: str) -> int:
         return client.get(
             path, headers={n.replace("_", "-"): v for n, v in headers.items()}
@@ -139,7 +141,7 @@ def test_another_page_is_refused(client: TestClient) -> None:
         assert status(origin=origin) == 403
     assert status(sec_fetch_site="same-origin") == status(sec_fetch_site="none") == 200
     assert status(sec_fetch_site="cross-site") == status(sec_fetch_site="same-site") == 403
-    assert status("/", sec_fetch_site="cross-site") == 200  # a link to the viewer may be followed
+    assert status("/", sec_fetch_site="cross-site") == 200  # Links to the viewer work.
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "CONNECT"])
@@ -147,14 +149,15 @@ def test_other_methods_are_refused(client: TestClient, method: str) -> None:
     assert client.request(method, "/api/runs").status_code == 405
 
 
-def test_nothing_is_posted_by_another_page(client: TestClient) -> None:
+def test_invalid_and_foreign_posts_are_refused(client: TestClient) -> None:
     own = {"x-ragen": "1", "content-type": "application/json"}
 
     def post(body: bytes, headers: dict[str, str] = own) -> tuple[int, str]:
-        found = client.post("/api/branch", content=body, headers=headers)
-        return found.status_code, found.json()["error"]
+        response = client.post("/api/branch", content=body, headers=headers)
+        return response.status_code, response.json()["error"]
 
-    assert post(b"{}", {"content-type": "application/json"})[0] == 403  # what a form cannot set
+    # Without X-Ragen, which a form cannot set.
+    assert post(b"{}", {"content-type": "application/json"})[0] == 403
     assert post(b"{}", {"x-ragen": "1", "content-type": "text/plain"})[0] == 403
     assert post(b"{}", own | {"origin": "https://evil.example"})[0] == 403
     assert post(b"{}", own | {"sec-fetch-site": "same-site"})[0] == 403
@@ -169,19 +172,19 @@ def test_nothing_is_posted_by_another_page(client: TestClient) -> None:
     assert client.post("/api/runs", headers=own).status_code == 405
 
 
-def test_beyond_this_machine_a_token_is_needed(root: Path) -> None:
+def test_a_token_is_required_beyond_this_machine(root: Path) -> None:
     app = Viewer(root, 7246, token="secret").app
     client = TestClient(app, "http://box:7246", follow_redirects=False)
     for path in ("/", "/api/runs", "/?token=wrong", "/?token=", "/?token=%C3%A9", "/static/app.js"):
         assert client.get(path).status_code == 403
-    found = client.get("/?a=1&token=secret")
-    assert (found.status_code, found.headers["location"]) == (303, "/?a=1")
-    cookie = found.headers["set-cookie"].lower()
+    response = client.get("/?a=1&token=secret")
+    assert (response.status_code, response.headers["location"]) == (303, "/?a=1")
+    cookie = response.headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=strict" in cookie and "ragen-7246=secret" in cookie
-    assert client.get("/api/runs").status_code == 200  # the client keeps the cookie
+    assert client.get("/api/runs").status_code == 200  # The client keeps the cookie.
     assert client.get("/api/runs", headers={"origin": "http://evil"}).status_code == 403
-    away = client.get("//evil.example/?token=secret").headers["location"]
-    assert away.startswith("/") and not away.startswith("//")
+    location = client.get("//evil.example/?token=secret").headers["location"]
+    assert location.startswith("/") and not location.startswith("//")
     assert TestClient(app, headers={"cookie": "ragen-7246=sec"}).get("/").status_code == 403
 
 
@@ -189,8 +192,8 @@ def test_beyond_this_machine_a_token_is_needed(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def viewing(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`ragen view` in a process of its own; its address and the process."""
+def serve(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Start `ragen view` in a separate process; yield its address and the process."""
     command = [sys.executable, "-m", "ragen", "view", str(folder), "--port", "0", *options]
     environment = os.environ | {"CI": "1"}
     with subprocess.Popen(
@@ -199,15 +202,17 @@ def viewing(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
-            found = re.search(r"http://\S+", line)
-            assert found, line
-            yield found[0], process
+            url = re.search(r"http://\S+", line)
+            assert url, line
+            yield url[0], process
         finally:
             process.kill()
 
 
-def heard(address: str, said: list[tuple[str, Any, float]], ready: threading.Event) -> None:
-    """Listen to a stream until it ends."""
+def listen_to_events(
+    address: str, events: list[tuple[str, Any, float]], ready: threading.Event
+) -> None:
+    """Append the events of a stream until it ends."""
     with (
         contextlib.suppress(httpx.RemoteProtocolError),
         httpx.stream("GET", address, timeout=30) as stream,
@@ -218,22 +223,22 @@ def heard(address: str, said: list[tuple[str, Any, float]], ready: threading.Eve
             if line.startswith("event: "):
                 name = line.removeprefix("event: ")
             elif line.startswith("data: "):
-                said.append((name, json.loads(line.removeprefix("data: ")), time.monotonic()))
+                events.append((name, json.loads(line.removeprefix("data: ")), time.monotonic()))
 
 
-def test_news_reach_a_page_within_two_seconds_of_the_step(tmp_path: Path) -> None:
+def test_events_reach_a_listener_within_two_seconds_of_a_commit(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     (runs / "a").mkdir(parents=True)
-    of_run: list[tuple[str, Any, float]] = []
-    of_all: list[tuple[str, Any, float]] = []
-    with viewing(runs, "--no-browser") as (address, process):
+    run_events: list[tuple[str, Any, float]] = []
+    list_events: list[tuple[str, Any, float]] = []
+    with serve(runs, "--no-browser") as (address, process):
         recorder = Recorder.create(runs / "a", dump(resolve("bandit")))
         log_step(recorder, 1, 0.5)
         recorder.commit()
         listeners = []
-        for path, said in (("api/events?run=a", of_run), ("api/events", of_all)):
+        for path, events in (("api/events?run=a", run_events), ("api/events", list_events)):
             ready = threading.Event()
-            thread = threading.Thread(target=heard, args=(address + path, said, ready))
+            thread = threading.Thread(target=listen_to_events, args=(address + path, events, ready))
             thread.start()
             listeners.append(thread)
             assert ready.wait(10)
@@ -242,25 +247,25 @@ def test_news_reach_a_page_within_two_seconds_of_the_step(tmp_path: Path) -> Non
         committed = time.monotonic()
         recorder.commit()
         recorder.event(2, "alarm", "grad_spike: 30", {"detector": "grad_spike"})
-        wait(lambda: {"step", "alarm"} <= {name for name, _, _ in of_run})
-        (step,) = (event for event in of_run if event[0] == "step")
+        wait_until(lambda: {"step", "alarm"} <= {name for name, _, _ in run_events})
+        (step,) = (event for event in run_events if event[0] == "step")
         assert (step[1]["attempt"], step[1]["step"]) == (0, 2) and step[2] - committed < 2
-        (alarm,) = (event for event in of_run if event[0] == "alarm")
+        (alarm,) = (event for event in run_events if event[0] == "alarm")
         assert alarm[1]["text"] == "grad_spike: 30" and alarm[1]["data"]["detector"] == "grad_spike"
-        wait(lambda: "runs" in {name for name, _, _ in of_all})
+        wait_until(lambda: "runs" in {name for name, _, _ in list_events})
         recorder.close()
-        wait(lambda: bool(of_run) and of_run[-1][0] == "end")
+        wait_until(lambda: bool(run_events) and run_events[-1][0] == "end")
         assert not (runs / "a" / "run.sqlite-wal").exists()
-        told = len(of_run)
-        with Recorder.open(runs / "a") as resumed:  # the same connection tells of what goes on
-            wait(lambda: [name for name, _, _ in of_run[told:]] == ["begin"])
+        num_events = len(run_events)
+        with Recorder.open(runs / "a") as resumed:  # The stream announces the resumed run.
+            wait_until(lambda: [name for name, _, _ in run_events[num_events:]] == ["begin"])
             log_step(resumed, 3, 0.7)
             resumed.commit()
-            wait(lambda: of_run[-1][0] == "step")
-        wait(lambda: of_run[-1][0] == "end")
-        assert [name for name, _, _ in of_run[told:]] == ["begin", "step", "end"]
+            wait_until(lambda: run_events[-1][0] == "step")
+        wait_until(lambda: run_events[-1][0] == "end")
+        assert [name for name, _, _ in run_events[num_events:]] == ["begin", "step", "end"]
         begun = time.monotonic()
-        process.send_signal(signal.SIGINT)  # both streams are still open
+        process.send_signal(signal.SIGINT)  # Both streams are still open.
         assert process.wait(10) == 0 and time.monotonic() - begun < 3
         assert process.stderr is not None and process.stderr.read() == ""
         for thread in listeners:
@@ -268,33 +273,33 @@ def test_news_reach_a_page_within_two_seconds_of_the_step(tmp_path: Path) -> Non
             assert not thread.is_alive()
 
 
-def wait(holds: Any, seconds: float = 15.0) -> None:
+def wait_until(condition: Any, seconds: float = 15.0) -> None:
     end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it took too long"
+    while not condition():
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
 
 
-def test_an_evaluation_is_news_when_it_ends(tmp_path: Path) -> None:
-    """It is written after its step, which was told of before."""
+def test_an_evaluation_is_announced_when_it_is_written(tmp_path: Path) -> None:
+    """It is written after its step, which was announced before."""
     (tmp_path / "a").mkdir()
     recorder = Recorder.create(tmp_path / "a", dump(resolve("bandit")))
-    looks = live.run_news(tmp_path / "a")
-    assert next(looks) == []
+    news = live.run_news(tmp_path / "a")
+    assert next(news) == []
     for step in (0, 1):
         if step:
             log_step(recorder, step, 0.5)
             recorder.commit()
-            assert [name for name, _ in next(looks)] == ["step"]
+            assert [name for name, _ in next(news)] == ["step"]
         recorder.evaluation(step, evaluation(0.5).record())
         recorder.commit()
-        ((name, said),) = next(looks)
-        assert (name, said["attempt"], said["step"]) == ("step", 0, step)
-    assert next(looks) == []
+        ((name, data),) = next(news)
+        assert (name, data["attempt"], data["step"]) == ("step", 0, step)
+    assert next(news) == []
     recorder.close()
 
 
-def test_nobody_is_watched_for_pages_that_have_gone(tmp_path: Path) -> None:
+def test_a_run_is_not_watched_after_its_last_listener_left(tmp_path: Path) -> None:
     """The watcher of a stream ends with its last listener."""
     import asyncio
 
@@ -313,15 +318,15 @@ def test_nobody_is_watched_for_pages_that_have_gone(tmp_path: Path) -> None:
 
 
 def test_the_viewer_loads_no_torch_and_listens_on_loopback(root: Path) -> None:
-    with viewing(root) as (address, process):
+    with serve(root) as (address, process):
         assert httpx.get(address + "api/runs").json()["runs"][0]["run"] == "lake"
         assert address.startswith("http://127.0.0.1:")
         maps = Path(f"/proc/{process.pid}/maps")
         assert not maps.exists() or "libtorch" not in maps.read_text(encoding="utf-8")
 
 
-def test_a_token_is_printed_for_another_address(root: Path) -> None:
-    with viewing(root, "--host", "0.0.0.0") as (address, _):
+def test_a_token_is_printed_when_the_host_is_not_loopback(root: Path) -> None:
+    with serve(root, "--host", "0.0.0.0") as (address, _):
         port, token = re.findall(r":(\d+)/\?token=(\S{20,})$", address)[0]
         here = f"http://127.0.0.1:{port}"
         assert httpx.get(f"{here}/api/runs").status_code == 403
@@ -334,25 +339,25 @@ def test_a_token_is_printed_for_another_address(root: Path) -> None:
 
 
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
-    def refused(*arguments: str) -> str:
+    def error_of(*arguments: str) -> str:
         assert main(["view", *arguments]) == 2
         output = capsys.readouterr()
         assert output.err.startswith("ragen: ") and output.err.count("\n") == 1
         return output.err
 
-    assert "there is no folder" in refused(str(tmp_path / "none"))
-    assert "expected a whole number from 0 to 65535" in refused(str(tmp_path), "--port", "70000")
+    assert "there is no folder" in error_of(str(tmp_path / "none"))
+    assert "expected a whole number from 0 to 65535" in error_of(str(tmp_path), "--port", "70000")
     with listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
-        assert "already in use; choose another one with --port" in refused(
+        assert "already in use; choose another one with --port" in error_of(
             str(tmp_path), "--port", port
         )
-    assert "cannot listen on nowhere.invalid" in refused(
+    assert "cannot listen on nowhere.invalid" in error_of(
         str(tmp_path), "--host", "nowhere.invalid", "--port", "0"
     )
 
 
-def test_a_browser_is_opened_where_somebody_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_browser_is_opened_only_on_a_local_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     for name in ("CI", "SSH_CONNECTION", "DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
@@ -366,9 +371,9 @@ def test_a_browser_is_opened_where_somebody_sees_it(monkeypatch: pytest.MonkeyPa
     assert not tools._has_browser()
 
 
-def test_an_address_of_the_newer_kind() -> None:
+def test_the_server_listens_on_an_ipv6_address() -> None:
     if not socket.has_ipv6:
-        pytest.skip("this machine knows no IPv6")
+        pytest.skip("this machine has no IPv6")
     try:
         listen("::1", 0).close()
     except ValueError:

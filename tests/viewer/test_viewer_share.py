@@ -1,4 +1,4 @@
-"""A shared file: one page that needs nothing, says nothing of this machine, executes nothing."""
+"""A shared file: one self-contained page without foreign scripts or traces of this machine."""
 
 from __future__ import annotations
 
@@ -40,41 +40,41 @@ ATTACKS = (
 )
 
 
-each_kind = pytest.mark.parametrize(
-    "what", [{}, {"episode": 1}, {"group": 2}], ids=["run", "episode", "group"]
+each_selection = pytest.mark.parametrize(
+    "selection", [{}, {"episode": 1}, {"group": 2}], ids=["run", "episode", "group"]
 )
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run whose model writes attacks, under a folder with a blank in its path."""
+    """A run whose model writes attacks, in a folder with a space in its path."""
     folder = new_run_folder(tmp_path / "my runs", "made")
     config = resolve("bandit", {"env.name": f"{tmp_path}/secret place/w.py:World"})
     with Recorder.create(folder, dump(config)) as recorder:
         recorder.log(1, {"reward/mean": last(1.0), "success/mean": last(0.5)})
         recorder.event(1, "alarm", f"see {folder}/checkpoints and /home/alice/x.log", {"a": 1})
-        groups = [_group(number) for number in range(2)]
+        groups = [_hostile_group(number) for number in range(2)]
         recorder.episodes(1, groups)
         for step in (1, 2):
-            recorder.episodes(step, [_group(7)], phase="eval")
+            recorder.episodes(step, [_hostile_group(7)], phase="eval")
             recorder.log(step, {"reward/mean": last(1.0)})
             recorder.cross_scores(step, "first", [[-1.0]], [0], [ATTACKS[0]], ["x"])
     return folder
 
 
-def _group(number: int) -> Group:
+def _hostile_group(number: int) -> Group:
     turns = [replace(turn(thought=f"{attack} says it"), observation=attack) for attack in ATTACKS]
     error = f'File "{Path(__file__)}", line 3\nValueError: {socket.gethostname()}'
-    made = [replace(episode(*turns), group=number, member=m, error=error) for m in range(2)]
-    return Group(tuple(made))
+    episodes = [replace(episode(*turns), group=number, member=m, error=error) for m in range(2)]
+    return Group(tuple(episodes))
 
 
 class Elements(HTMLParser):
-    """The scripts and styles of a page with their texts, and all attributes."""
+    """The scripts and styles of a page with their contents, and all attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=False)
-        self.found: list[tuple[str, dict[str, str | None], str]] = []
+        self.elements: list[tuple[str, dict[str, str | None], str]] = []
         self.attributes: list[tuple[str, str, str | None]] = []
         self.inside = False
         self.feed(text)
@@ -83,39 +83,41 @@ class Elements(HTMLParser):
         self.attributes += [(tag, name, value) for name, value in attrs]
         self.inside = tag in ("script", "style")
         if self.inside:
-            self.found.append((tag, dict(attrs), ""))
+            self.elements.append((tag, dict(attrs), ""))
 
     def handle_endtag(self, tag: str) -> None:
         self.inside = False
 
     def handle_data(self, data: str) -> None:
         if self.inside:
-            tag, attributes, text = self.found[-1]
-            self.found[-1] = (tag, attributes, text + data)
+            tag, attributes, text = self.elements[-1]
+            self.elements[-1] = (tag, attributes, text + data)
 
 
-def shared(run: Path, **what: int) -> str:
-    return share(run, run.parent / "shared.html", **what).read_text("utf-8")
+def share_text(run: Path, **selection: int) -> str:
+    return share(run, run.parent / "shared.html", **selection).read_text("utf-8")
 
 
 def data_of(text: str) -> dict[str, Any]:
-    ((_, _, data),) = (each for each in Elements(text).found if each[1].get("id") == "ragen-data")
-    found: dict[str, Any] = json.loads(data)
-    return found
+    ((_, _, data),) = (
+        each for each in Elements(text).elements if each[1].get("id") == "ragen-data"
+    )
+    parsed: dict[str, Any] = json.loads(data)
+    return parsed
 
 
 # ---- one page
 
 
-@pytest.mark.parametrize(
-    "what", [{}, {"episode": 1}, {"group": 2}], ids=["run", "episode", "group"]
-)
-def test_a_file_fetches_nothing_and_runs_only_our_scripts(run: Path, what: dict[str, int]) -> None:
-    page = Elements(shared(run, **what))
+@each_selection
+def test_a_file_loads_nothing_and_executes_only_its_own_scripts(
+    run: Path, selection: dict[str, int]
+) -> None:
+    page = Elements(share_text(run, **selection))
     policy = next(value for _, _, value in page.attributes if (value or "").startswith("default"))
     assert policy is not None and "'unsafe" not in policy
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    for tag, attributes, text in page.found:
+    for tag, attributes, text in page.elements:
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         executed = tag == "style" or attributes.get("type", "module") == "module"
         assert (f"'sha256-{digest}'" in policy) == executed
@@ -123,17 +125,18 @@ def test_a_file_fetches_nothing_and_runs_only_our_scripts(run: Path, what: dict[
     assert [each for each in page.attributes if each[1].startswith("on")] == []
     links = [value or "" for _, name, value in page.attributes if name in ("href", "src")]
     assert all(link.startswith("data:image/") for link in links)
-    assert "connect-src" not in policy  # so that default-src forbids all of it
+    assert "connect-src" not in policy  # So default-src forbids all connections.
 
 
-def test_what_models_wrote_stays_text(run: Path) -> None:
-    text = shared(run, episode=1)
+def test_texts_of_models_are_embedded_as_data(run: Path) -> None:
+    text = share_text(run, episode=1)
     data = data_of(text)
     turns = data["/api/episode?episode=1&run=made-1"]["turns"]
     kept = [attack.replace("\x00", "") for attack in ATTACKS]
     assert [each["observation"].replace("\x00", "") for each in turns] == kept
     script = text[text.index('id="ragen-data"') : text.index("licences")]
-    assert script.count("<") == 2 and "<!--" not in script  # its own end, and the next one's begin
+    # The end tag of the element and the start tag of the next one.
+    assert script.count("<") == 2 and "<!--" not in script
     assert script.isascii()
 
 
@@ -144,11 +147,11 @@ def test_embedded_json_cannot_end_its_element() -> None:
         assert json.loads(text) == {"a": attack}
 
 
-# ---- what it holds
+# ---- contents
 
 
-def test_an_episode_s_file(run: Path) -> None:
-    text = shared(run, episode=2)
+def test_the_file_of_an_episode_holds_its_answers(run: Path) -> None:
+    text = share_text(run, episode=2)
     data = data_of(text)
     assert set(data) == {
         "/api/run?run=made-1",
@@ -158,16 +161,16 @@ def test_an_episode_s_file(run: Path) -> None:
     assert 'data-start="#/episode/made-1/2"' in text
 
 
-def test_a_group_s_file_has_its_members(run: Path) -> None:
-    data = data_of(shared(run, group=3))
+def test_the_file_of_a_group_holds_its_episodes(run: Path) -> None:
+    data = data_of(share_text(run, group=3))
     group = data["/api/group?attempt=0&group=1&phase=train&run=made-1&step=1"]
     members = [each["id"] for each in group["episodes"]]
     assert members == [3, 4]
     assert {f"/api/episode?episode={number}&run=made-1" for number in members} <= set(data)
 
 
-def test_a_run_s_file_has_its_pages(run: Path) -> None:
-    text = shared(run)
+def test_the_file_of_a_run_holds_its_pages(run: Path) -> None:
+    text = share_text(run)
     data = data_of(text)
     pages = html.unescape(text.split('data-pages="')[1].split('"')[0]).split()
     assert pages == [f"#/{page}/made-1" for page in ("run", "evaluations", "collapse", "levels")]
@@ -180,38 +183,36 @@ def test_a_run_s_file_has_its_pages(run: Path) -> None:
     assert f"/api/level?level_seed={level['level_seed']}&phase=eval&run=made-1" in data
 
 
-def test_a_file_that_holds_a_part_says_of_how_much() -> None:
+def test_a_shortened_list_records_its_full_length() -> None:
     levels = [{"phase": phase, "level": n} for phase in ("eval", "eval greedy") for n in range(5)]
-    found = {"levels": [*levels, {"phase": "of one", "level": 0}]}
-    _shorten(found, "levels", "phase", 3)
-    assert [each["level"] for each in found["levels"]] == [0, 2, 4, 0, 2, 4, 0]
-    assert found["all"] == {"eval": 5, "eval greedy": 5, "of one": 1}
+    answer = {"levels": [*levels, {"phase": "of one", "level": 0}]}
+    _shorten(answer, "levels", "phase", 3)
+    assert [each["level"] for each in answer["levels"]] == [0, 2, 4, 0, 2, 4, 0]
+    assert answer["all"] == {"eval": 5, "eval greedy": 5, "of one": 1}
 
 
-def test_keys_are_those_of_the_front_end() -> None:
+def test_keys_equal_those_of_the_front_end() -> None:
     assert key_of("/api/runs", {}) == "/api/runs"
-    # As encodeURIComponent: these stay, all else is %XX of its UTF-8.
+    # As encodeURIComponent: these are unchanged, and any other character becomes %XX of its UTF-8.
     assert key_of("/a", {"q": "-_.!~*'()", "b": None}) == "/a?q=-_.!~*'()"
     assert key_of("/a", {"z": "ä/ &", "a": 1}) == "/a?a=1&z=%C3%A4%2F%20%26"
 
 
-# ---- safe to mail
+# ---- anonymity
 
 
-@pytest.mark.parametrize(
-    "what", [{}, {"episode": 1}, {"group": 2}], ids=["run", "episode", "group"]
-)
-def test_a_file_tells_nothing_of_this_machine(run: Path, what: dict[str, int]) -> None:
-    text = shared(run, **what)
+@each_selection
+def test_a_file_reveals_nothing_about_this_machine(run: Path, selection: dict[str, int]) -> None:
+    text = share_text(run, **selection)
     for secret in (run.parent, Path(__file__).parent, Path.home(), "/home/alice", "secret place"):
         assert str(secret) not in text
     assert socket.gethostname() not in text
-    assert "World" in text  # the name of the environment itself is told
+    assert "World" in text  # The name of the environment is kept.
 
 
-def test_places_are_taken_out_of_our_words_alone() -> None:
+def test_paths_are_shortened_outside_texts_of_models() -> None:
     anonymizer = Anonymizer(Path("/data/my runs/a"))
-    found = anonymizer.anonymized(
+    anonymized = anonymizer.anonymized(
         {
             "thought": "look at /etc/passwd on http://evil",
             "error": 'File "/srv/my code/x.py", line 3: /usr/lib/y.py',
@@ -219,7 +220,7 @@ def test_places_are_taken_out_of_our_words_alone() -> None:
             "config": {"model.path": "/data/my runs/b/model", "lr": 0.1, "model": "Qwen/Qwen2"},
         }
     )
-    assert found == {
+    assert anonymized == {
         "thought": "look at /etc/passwd on http://evil",
         "error": 'File "x.py", line 3: y.py',
         "events": [{"text": "in a", "data": {"path": "y"}}],
@@ -230,7 +231,7 @@ def test_places_are_taken_out_of_our_words_alone() -> None:
 # ---- the command
 
 
-def test_the_command_writes_and_never_overwrites(
+def test_export_writes_a_file_and_never_overwrites_one(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run.parent / "x.html"
@@ -243,29 +244,31 @@ def test_the_command_writes_and_never_overwrites(
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["--episode", "1", "--group", "1"], "leave the other out"),
         (["--episode", "999"], "there is no episode 999"),
     ],
 )
-def test_mistakes_are_one_line_and_leave_no_file(
-    run: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_are_refused_and_leave_no_file(
+    run: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run.parent / "x.html"
     assert main(["view", str(run), "--export", str(out), *options]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not out.exists()
 
 
-def test_no_run_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_is_refused_without_a_run_and_options_without_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["view", str(tmp_path), "--export", str(tmp_path / "x.html")]) == 2
     assert "no run" in capsys.readouterr().err
     assert main(["view", "--episode", "3"]) == 2
     assert "--export" in capsys.readouterr().err
 
 
-def test_a_full_disk_leaves_no_half_file(run: Path) -> None:
+def test_a_full_disk_leaves_no_partial_file(run: Path) -> None:
     out = run.parent / "x.html"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -277,7 +280,7 @@ def test_a_full_disk_leaves_no_half_file(run: Path) -> None:
     assert not out.exists()
 
 
-def test_a_run_of_another_schema_is_one_line(run: Path) -> None:
+def test_a_run_of_another_schema_is_refused(run: Path) -> None:
     connection = sqlite3.connect(run / DATABASE)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
@@ -289,14 +292,14 @@ def test_a_run_of_another_schema_is_one_line(run: Path) -> None:
 # ---- modules as one script
 
 
-def written(folder: Path, **modules: str) -> str:
+def bundle_of(folder: Path, **modules: str) -> str:
     for name, text in modules.items():
         (folder / f"{name}.js").write_text(text, encoding="utf-8")
     return bundle.bundle(folder / "app.js")
 
 
-def test_modules_become_functions_in_their_order(tmp_path: Path) -> None:
-    found = written(
+def test_modules_become_functions_in_the_order_of_their_imports(tmp_path: Path) -> None:
+    script = bundle_of(
         tmp_path,
         app='import { two as second, three } from "./b.js";\nimport { four } from "./c.js";\n'
         'const later = () => import("./d.js");\n',
@@ -305,14 +308,14 @@ def test_modules_become_functions_in_their_order(tmp_path: Path) -> None:
         c='import one from "./b.js";\nexport async function four() {}\n',
         d="export class Five {}",
     )
-    assert re.findall(r"^// (\w)", found, re.M) == ["b", "c", "d", "a"]
-    assert "const { two: second, three } = module_0;" in found
-    assert "const { default: one } = module_0;" in found
-    assert "const { four } = module_1;" in found
-    assert "Promise.resolve(module_2)" in found
-    assert "return { default: one, three: three, two: two };" in found
-    assert "return { four: four };" in found and "return { Five: Five };" in found
-    assert not re.search(r"^(import|export)", found, re.M)
+    assert re.findall(r"^// (\w)", script, re.M) == ["b", "c", "d", "a"]
+    assert "const { two: second, three } = module_0;" in script
+    assert "const { default: one } = module_0;" in script
+    assert "const { four } = module_1;" in script
+    assert "Promise.resolve(module_2)" in script
+    assert "return { default: one, three: three, two: two };" in script
+    assert "return { four: four };" in script and "return { Five: Five };" in script
+    assert not re.search(r"^(import|export)", script, re.M)
 
 
 @pytest.mark.parametrize(
@@ -322,17 +325,17 @@ def test_modules_become_functions_in_their_order(tmp_path: Path) -> None:
         *('import "./b.js";', "import(`./${name}.js`);"),
     ],
 )
-def test_what_cannot_be_bundled_stops(tmp_path: Path, text: str) -> None:
+def test_an_unsupported_import_or_export_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(AssertionError, match="a form that a shared file cannot have"):
-        written(tmp_path, app=text)
+        bundle_of(tmp_path, app=text)
 
 
-def test_a_circle_stops(tmp_path: Path) -> None:
+def test_a_circular_import_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="imports itself"):
-        written(tmp_path, app='import b from "./b.js";', b='import a from "./app.js";')
+        bundle_of(tmp_path, app='import b from "./b.js";', b='import a from "./app.js";')
 
 
-def test_the_whole_front_end_can_be_bundled_with_its_licences() -> None:
+def test_the_front_end_is_bundled_with_its_licences() -> None:
     text = bundle.page("a < b", {}, "#/", "#/")
     assert "<title>a &lt; b</title>" in text
     for page in (bundle.STATIC / "pages").glob("*.js"):
