@@ -7,15 +7,15 @@ from ragen.envs.bandit import NAMES
 from ragen.envs.registry import make
 
 
-def pulls(env, arm, count=2000):
-    paid = []
+def pull_rewards(env, arm, count=2000):
+    rewards = []
     for noise_seed in range(count):
         env.reset(seed=123, options={"noise_seed": noise_seed})
-        paid.append(env.step(arm)[1])
-    return paid
+        rewards.append(env.step(arm)[1])
+    return rewards
 
 
-def test_one_pull_ends_and_the_better_arm_is_a_success_whatever_it_pays():
+def test_a_pull_terminates_and_the_better_arm_succeeds_for_any_payout():
     env = make("bandit")
     outcomes = set()
     for noise_seed in range(50):
@@ -29,30 +29,30 @@ def test_one_pull_ends_and_the_better_arm_is_a_success_whatever_it_pays():
 
 
 def test_the_risky_arm_pays_a_quarter_of_the_time():
-    paid = pulls(make("bandit"), "Dragon")
+    rewards = pull_rewards(make("bandit"), "Dragon")
     # Standard error √(.25·.75/2000) = .0097; four of them.
-    assert abs(sum(paid) / len(paid) - 0.25) < 0.039
+    assert abs(sum(rewards) / len(rewards) - 0.25) < 0.039
 
 
-def test_episodes_of_a_group_have_their_own_payouts():
-    # In the first released code all members shared the noise, so that no group had any spread.
-    assert len(set(pulls(make("bandit"), "Dragon", 16))) == 2
+def test_episodes_of_a_group_have_different_payouts():
+    # With the same noise for all episodes, no group would have any reward spread.
+    assert len(set(pull_rewards(make("bandit"), "Dragon", 16))) == 2
 
 
 def test_the_noise_does_not_depend_on_the_level():
     env = make("bandit")
     for noise_seed in range(10):
-        paid = set()
+        rewards = set()
         for level in range(10):
             env.reset(seed=level, options={"noise_seed": noise_seed})
-            paid.add(env.step("Dragon")[1])
-        assert len(paid) == 1
+            rewards.add(env.step("Dragon")[1])
+        assert len(rewards) == 1
 
 
 def test_reverse_swaps_the_arms_behind_the_names():
     env = make("bandit-rev")
-    assert set(pulls(env, "Phoenix", 50)) == {0.0, 1.0}
-    assert set(pulls(env, "Dragon", 5)) == {0.15}
+    assert set(pull_rewards(env, "Phoenix", 50)) == {0.0, 1.0}
+    assert set(pull_rewards(env, "Dragon", 5)) == {0.15}
     env.reset(seed=123)
     assert env.solve(1, 1, 1) == ["Phoenix"]
 
@@ -65,7 +65,7 @@ def test_both_orders_of_the_names_appear():
 
 @pytest.mark.parametrize("name_set", NAMES)
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_every_pair_of_a_set_is_played(name_set, split):
+def test_every_pair_of_a_name_set_is_played(name_set, split):
     env = make("bandit", name_set=name_set, split=split)
     seen = set()
     for level in range(300):
@@ -74,7 +74,7 @@ def test_every_pair_of_a_set_is_played(name_set, split):
     assert seen == {frozenset(pair) for pair in NAMES[name_set][split]}
 
 
-def test_names_of_the_sequel_do_not_leak_from_training_into_the_test():
+def test_training_and_test_pairs_share_no_name():
     pairs = NAMES["pairs"]
     assert (len(pairs["train"]), len(pairs["test"])) == (12, 8)
     used = {name for pair in pairs["train"] for name in pair}
@@ -88,7 +88,7 @@ def test_the_safe_arm_is_optimal_if_it_has_the_higher_mean():
     assert env.baselines(1, 1, 1).optimal_return == 0.15
 
 
-def test_impossible_constants_are_refused():
+def test_invalid_parameters_are_refused():
     with pytest.raises(RagenError, match="less than or equal to 1"):
         make("bandit", risky_probability=1.5)
     with pytest.raises(RagenError, match="no arm would be the better one"):

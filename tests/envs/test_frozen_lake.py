@@ -1,4 +1,4 @@
-"""FrozenLake: levels, slipping, formats, and the planner compared with brute force."""
+"""FrozenLake: levels, slipping, observations, and the planner compared with brute force."""
 
 import itertools
 from collections import Counter
@@ -25,7 +25,7 @@ CORRIDOR = Lake(2, frozenset({2}), 0, 3)  # P _ / O G: Right, then Down
 
 @given(st.integers(0, 2**63 - 1), st.integers(2, 7), st.sampled_from([0.3, 0.8, 0.9, 1.0]))
 @settings(max_examples=60, deadline=None)
-def test_a_path_always_leads_to_the_goal(seed, size, p_frozen):
+def test_every_level_has_a_path_to_the_goal(seed, size, p_frozen):
     lake = generate(seed, size, p_frozen)
     assert lake.start != lake.goal
     assert not lake.holes & {lake.start, lake.goal}
@@ -33,12 +33,12 @@ def test_a_path_always_leads_to_the_goal(seed, size, p_frozen):
     assert still.values(size * size, size * size, 1)[lake.start] == 1.0
 
 
-def test_a_lake_without_a_path_is_not_connected():
+def test_distances_are_infinite_without_a_path():
     assert CORRIDOR.distances() == [2, 1, np.inf, 0]
     assert Lake(2, frozenset({1, 2}), 0, 3).distances()[0] == np.inf
 
 
-def test_moves_rewards_and_ends():
+def test_steps_move_reward_and_terminate():
     env = FrozenLake(size=2, success_probability=1.0)
     start = env.get_state() | {"holes": [2], "start": 0, "goal": 3, "player": 0}
     env.set_state(start)
@@ -65,7 +65,7 @@ def test_slips_go_sideways_and_never_back(success_probability):
         assert abs(ends[cell] / n - chance) <= 4 * (chance * (1 - chance) / n) ** 0.5
 
 
-def test_noise_is_shared_where_its_seed_is_and_only_there():
+def test_equal_noise_seeds_give_equal_slips():
     def path(noise_seed):
         env = make("frozen-lake", p_frozen=1.0, size=6)
         env.reset(seed=5, options={"noise_seed": noise_seed})
@@ -75,7 +75,7 @@ def test_noise_is_shared_where_its_seed_is_and_only_there():
     assert len({tuple(path(n)) for n in range(8)}) > 1
 
 
-def test_formats():
+def test_the_named_and_grid_coord_observations():
     env = FrozenLake(size=2, success_probability=1.0, observation="named")
     env.set_state(env.get_state() | {"holes": [2], "start": 0, "goal": 3, "player": 0})
     assert env.step("Up")[0] == "a0 P a1 _\nb0 O b1 G"
@@ -87,19 +87,19 @@ def test_formats():
 def test_transition_rows_are_distributions():
     matrices = transition_matrices(CORRIDOR, 0.8)
     np.testing.assert_allclose(matrices.sum(-1), 1)
-    # Right from the corner: 0.8 on; Up 0.1 stays at the edge; Down 0.1 into the hole.
+    # Right from the corner: 0.8 moves right; 0.1 slips up and stays; 0.1 slips down into the hole.
     np.testing.assert_allclose(matrices[2, 0], [0.1, 0.8, 0.1, 0.0])
 
 
 def brute_force(lake, q, cell, turns, actions, per_turn):
-    """Best chance of success, by trying every sequence of every turn."""
+    """The best chance of success over all action sequences of all turns."""
     if cell == lake.goal:
         return 1.0
     if cell in lake.holes or not turns or not actions:
         return 0.0
     matrices = transition_matrices(lake, q)
 
-    def worth(plan):
+    def success_chance(plan):
         chances = np.eye(lake.size**2)[cell]
         for action in plan:
             chances = chances @ matrices[action]
@@ -110,21 +110,21 @@ def brute_force(lake, q, cell, turns, actions, per_turn):
         )
 
     lengths = range(1, min(per_turn, actions) + 1)
-    return max(worth(p) for k in lengths for p in itertools.product(range(4), repeat=k))
+    return max(success_chance(p) for k in lengths for p in itertools.product(range(4), repeat=k))
 
 
 @pytest.mark.parametrize("q", [1 / 3, 0.8, 1.0])
 @pytest.mark.parametrize("budget", [(1, 3, 3), (2, 3, 2), (3, 3, 1)])
-def test_the_planner_finds_what_brute_force_finds(q, budget):
+def test_the_planner_equals_brute_force(q, budget):
     planner = Planner(CORRIDOR, q)
     for cell in range(4):
         expected = brute_force(CORRIDOR, q, cell, *budget)
         assert planner.values(*budget)[cell] == pytest.approx(expected)
 
 
-def test_the_corridor_by_hand():
-    # Right succeeds with .8 (.1 stays, .1 dies), Down from there with .8 (.1 back, .1 stays).
-    # One turn of two actions: .8·.8 = .64.
+def test_the_planner_solves_a_corridor_computed_by_hand():
+    # Right succeeds with 0.8 (0.1 stays, 0.1 falls into the hole), then Down with 0.8.
+    # One turn of two actions: 0.8 · 0.8 = 0.64.
     assert Planner(CORRIDOR, 0.8).values(1, 2, 2)[0] == pytest.approx(0.64)
     assert Planner(CORRIDOR, 0.8).best(0, 1, 2, 2) == [2, 1]
 
@@ -135,18 +135,18 @@ def test_pruning_dominated_plans_changes_nothing():
     kept = undominated(plans)
     assert len(kept.values) < len(plans.values) == 4**5
     np.testing.assert_allclose(kept.values.max(0), plans.values.max(0), atol=1e-11)
-    # Six actions a turn go through the pruning, five through enumeration: more can only be better.
+    # Six actions per turn are planned with pruning, five by enumeration; more are never worse.
     planner = Planner(lake, 1 / 3)
     assert (planner.values(2, 6, 6) >= planner.values(2, 6, 5) - 1e-11).all()
     np.testing.assert_allclose(planner.values(1, 5, 6), planner.values(1, 5, 5), atol=1e-11)
 
 
-def test_of_equal_plans_one_stays():
+def test_pruning_keeps_one_of_equal_plans():
     kept = undominated(Plans(np.ones((3, 2)), np.arange(3)))
     assert len(kept.values) == 1
 
 
-def test_feedback_and_budget_only_help():
+def test_more_turns_never_lower_the_value():
     lake = generate(3, 4, 0.8)
     planner = Planner(lake, 1 / 3)
     one_turn, five_turns = planner.values(1, 10, 5), planner.values(5, 10, 5)
@@ -154,7 +154,7 @@ def test_feedback_and_budget_only_help():
     assert (one_turn <= five_turns + 1e-12).all() and (five_turns <= every_action + 1e-12).all()
 
 
-def test_on_still_ice_the_solver_takes_a_shortest_path_in_one_turn():
+def test_solve_returns_a_shortest_path_without_slipping():
     env = make("frozen-lake-still")
     for level in range(123, 133):
         env.reset(seed=level)
@@ -167,7 +167,7 @@ def test_on_still_ice_the_solver_takes_a_shortest_path_in_one_turn():
         assert [env.step(action)[2] for action in plan][-1]
 
 
-def test_impossible_parameters_are_refused():
+def test_invalid_parameters_are_refused():
     for params in ({"size": 1}, {"p_frozen": 0.0}, {"success_probability": -0.1}):
         with pytest.raises(RagenError, match=next(iter(params))):
             make("frozen-lake", **params)

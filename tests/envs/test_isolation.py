@@ -1,4 +1,4 @@
-"""Environments in worker processes: the same numbers, and a run that they cannot harm."""
+"""Environments in worker processes: equal episodes, and failures that do not stop a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from ragen.config.reading import resolve
 from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
-from ragen.envs import isolation as isolated
+from ragen.envs import isolation
 from ragen.envs.isolation import IsolatedEnv, Workers
 from ragen.envs.registry import make
 from ragen.evaluation.evaluation import evaluate_target
@@ -30,15 +30,15 @@ RIGHT = "t</think><answer>Right || Right || Right || Right || Right</answer>"
 
 
 @pytest.fixture
-def opened() -> Iterator[Any]:
-    made: list[Workers] = []
+def start_workers() -> Iterator[Any]:
+    started: list[Workers] = []
 
     def workers(env: str = ROGUE, timeout_s: float = 10.0, **params: Any) -> Workers:
-        made.append(Workers(env, params, timeout_s))
-        return made[-1]
+        started.append(Workers(env, params, timeout_s))
+        return started[-1]
 
     yield workers
-    for each in made:
+    for each in started:
         each.close()
     assert not multiprocessing.active_children()
 
@@ -48,9 +48,9 @@ def setup(workers: Workers) -> Setup:
 
 
 @pytest.mark.parametrize("name", ["frozen-lake", "sokoban", "bandit"])
-def test_the_proxy_is_the_environment(opened: Any, name: str) -> None:
-    """It shows what the environment shows, and goes back to its snapshots."""
-    proxy, plain = opened(name).make(), make(name)
+def test_the_proxy_behaves_as_the_environment(start_workers: Any, name: str) -> None:
+    """It returns the same values and restores snapshots."""
+    proxy, plain = start_workers(name).make(), make(name)
     assert (proxy.name, proxy.goal) == (plain.name, plain.goal)
     for env in (proxy, plain):
         env.reset(seed=5, options={"noise_seed": 6})
@@ -62,10 +62,10 @@ def test_the_proxy_is_the_environment(opened: Any, name: str) -> None:
     player = random_player(0)
     for _ in range(2):
         for action in player(plain, 1, 5, 5):
-            shown = plain.step(action)
-            assert (proxy.step(action), proxy.state_key()) == (shown, plain.state_key())
+            result = plain.step(action)
+            assert (proxy.step(action), proxy.state_key()) == (result, plain.state_key())
             assert proxy.picture() == plain.picture()
-            if shown[2]:
+            if result[2]:
                 break
         for env in (proxy, plain):
             env.set_state(start)
@@ -77,8 +77,8 @@ def test_the_proxy_is_the_environment(opened: Any, name: str) -> None:
     proxy.close()
 
 
-def test_episodes_are_equal_and_workers_are_used_again(opened: Any) -> None:
-    workers = opened(slip=0.5)
+def test_isolated_episodes_are_equal_and_workers_are_reused(start_workers: Any) -> None:
+    workers = start_workers(slip=0.5)
     policy = ScriptedPolicy(lambda prompt: RIGHT)
     plain = Setup("corridor", lambda: make(ROGUE, slip=0.5))
     path, levels = (0, "train", 0), [1, 2, 3]
@@ -88,7 +88,7 @@ def test_episodes_are_equal_and_workers_are_used_again(opened: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("misdeed", "stop_reason", "complaint"),
+    ("misdeed", "stop_reason", "message"),
     [
         ("hang in C", "timeout", "longer than 0.3 s in step"),
         ("hang", "timeout", "longer than 0.3 s in step"),
@@ -102,28 +102,30 @@ def test_episodes_are_equal_and_workers_are_used_again(opened: Any) -> None:
     ],
 )
 def test_a_misbehaving_environment_is_stopped(
-    opened: Any, misdeed: str, stop_reason: str, complaint: str
+    start_workers: Any, misdeed: str, stop_reason: str, message: str
 ) -> None:
-    workers = opened(timeout_s=0.3, misdeed=misdeed)
-    policy, place = ScriptedPolicy(lambda prompt: RIGHT), EpisodeSpec(0, 0, 0, (0, "t"))
+    workers = start_workers(timeout_s=0.3, misdeed=misdeed)
+    policy, spec = ScriptedPolicy(lambda prompt: RIGHT), EpisodeSpec(0, 0, 0, (0, "t"))
     start = time.monotonic()
-    found = asyncio.run(play_episode(policy, setup(workers), place))
+    episode = asyncio.run(play_episode(policy, setup(workers), spec))
     assert time.monotonic() - start < 10
-    assert found.stop_reason == stop_reason
-    assert complaint in (found.error or "")
+    assert episode.stop_reason == stop_reason
+    assert message in (episode.error or "")
 
 
-def test_the_other_episodes_continue(opened: Any) -> None:
-    workers = opened(timeout_s=0.3, misdeed="die", every=2)
+def test_other_episodes_continue_after_a_worker_dies(start_workers: Any) -> None:
+    workers = start_workers(timeout_s=0.3, misdeed="die", every=2)
     policy = ScriptedPolicy(lambda prompt: RIGHT)
     groups = asyncio.run(run_groups(policy, setup(workers), [1, 2, 3], 2, (0, "t"), 4))
-    ends = [[episode.stop_reason for episode in group.episodes] for group in groups]
-    assert ends == [["solved"] * 2, ["error"] * 2, ["solved"] * 2]
+    stop_reasons = [[episode.stop_reason for episode in group.episodes] for group in groups]
+    assert stop_reasons == [["solved"] * 2, ["error"] * 2, ["solved"] * 2]
 
 
-def test_workers_are_replaced(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated, "EPISODES", 2)
-    workers = opened()
+def test_a_worker_is_replaced_after_its_number_of_episodes(
+    start_workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation, "EPISODES", 2)
+    workers = start_workers()
     processes = set()
     for _ in range(4):
         env = workers.make()
@@ -134,8 +136,8 @@ def test_workers_are_replaced(opened: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(processes) == 2
 
 
-def test_calls_of_a_dead_worker_fail(opened: Any) -> None:
-    env = opened(misdeed="die").make()
+def test_calls_of_a_dead_worker_raise(start_workers: Any) -> None:
+    env = start_workers(misdeed="die").make()
     env.reset(seed=0)
     for call in (lambda: env.step("Right"), env.state_key):
         with pytest.raises(UserCodeError, match="process"):
@@ -143,7 +145,7 @@ def test_calls_of_a_dead_worker_fail(opened: Any) -> None:
     env.close()
 
 
-def test_an_environment_that_refuses_is_the_users_mistake() -> None:
+def test_an_environment_that_cannot_be_made_is_a_ragen_error() -> None:
     for misdeed in ("refuse", "raise in init"):
         values = {"env": ROGUE, "env.params": {"misdeed": misdeed}, "env.isolate": True}
         with pytest.raises(RagenError, match=r"no misdeed|cannot be made: KeyError"):
@@ -151,10 +153,10 @@ def test_an_environment_that_refuses_is_the_users_mistake() -> None:
         assert not multiprocessing.active_children()
 
 
-def test_evaluation_in_workers() -> None:
+def test_an_evaluation_in_workers_equals_one_without() -> None:
     values = {"env": ROGUE, "env.params": {"slip": 0.25}}
-    plain, _ = evaluate_target("random", values, episodes=6)
-    alone, _ = evaluate_target("random", values | {"env.isolate": True}, episodes=6)
-    assert (alone.success, alone.mean_return) == (plain.success, plain.mean_return)
-    assert (alone.random, alone.optimal) == (plain.random, plain.optimal)
+    in_process, _ = evaluate_target("random", values, episodes=6)
+    isolated, _ = evaluate_target("random", values | {"env.isolate": True}, episodes=6)
+    assert (isolated.success, isolated.mean_return) == (in_process.success, in_process.mean_return)
+    assert (isolated.random, isolated.optimal) == (in_process.random, in_process.optimal)
     assert not multiprocessing.active_children()

@@ -1,4 +1,4 @@
-"""Pictures of environments: one alphabet, whatever the observation uses."""
+"""Pictures of environments: one alphabet, independent of the observation."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def reply(*actions: str) -> str:
     return f"t</think><answer>{' || '.join(actions)}</answer>"
 
 
-def episode(make: Any, *replies: str, **more: Any) -> Episode:
+def play(make: Any, *replies: str, **more: Any) -> Episode:
     setup = Setup("env", make, timeout_s=5.0, **more)
     return asyncio.run(
         play_episode(ScriptedPolicy(replies), setup, EpisodeSpec(123, 0, 0, (0, "test")))
     )
 
 
-class Drawn(Rogue):
+class PictureCorridor(Rogue):
     """The corridor with a wall at each end."""
 
     name = "drawn"
@@ -49,8 +49,8 @@ class Drawn(Rogue):
 
 
 @pytest.mark.parametrize("observation", ["grid", "coord", "grid_coord", "named"])
-def test_a_lake(observation: str) -> None:
-    """Level 123 is ``___P / __O_ / ___O / _G_O``; a hole is no target, so it is drawn as H."""
+def test_the_picture_of_frozen_lake_is_the_same_for_any_observation(observation: str) -> None:
+    """Level 123 is ``___P / __O_ / ___O / _G_O``; a hole is drawn as H, as O is a target."""
     env = make("frozen-lake-still", observation=observation)
     env.reset(seed=123)
     assert env.picture() == ["___P", "__H_", "___H", "_G_H"]
@@ -65,26 +65,28 @@ def test_a_lake(observation: str) -> None:
 
 @pytest.mark.parametrize("symbols", ["standard", "new"])
 @pytest.mark.parametrize("observation", ["grid", "coord", "named"])
-def test_a_store_room(symbols: str, observation: str) -> None:
-    """The standard map, whatever the environment shows: from the start until it is solved."""
+def test_the_picture_of_sokoban_is_the_same_for_any_observation(
+    symbols: str, observation: str
+) -> None:
+    """The picture is the map in standard symbols, from the start to the solution."""
     env, plain = make("sokoban", symbols=symbols, observation=observation), make("sokoban")
     for each in (env, plain):
         each.reset(seed=123)
-    seen, ended = set[str](), False
-    while not ended:
+    symbols_seen, terminated = set[str](), False
+    while not terminated:
         assert env.picture() == plain.state_key().split("\n")
-        seen.update(*env.picture() or [])
+        symbols_seen.update(*env.picture() or [])
         (action,) = plain.solve(1, 1, 1) or []
         plain.step(action)
-        ended = env.step(action)[2]
+        terminated = env.step(action)[2]
     assert "√" in "".join(env.picture() or [])
     state = env.get_state()
     env.set_state({**state, "player": state["targets"][0], "boxes": []})
-    seen.update(*env.picture() or [])
-    assert seen == set("#_OXPS")
+    symbols_seen.update(*env.picture() or [])
+    assert symbols_seen == set("#_OXPS")
 
 
-def test_a_bandit_draws_nothing() -> None:
+def test_bandit_has_no_picture() -> None:
     env = make("bandit")
     assert not env.draws and env.picture() is None
     assert make("sokoban").draws
@@ -93,7 +95,7 @@ def test_a_bandit_draws_nothing() -> None:
 # The contract.
 
 
-BAD: list[Any] = [
+INVALID_PICTURES: list[Any] = [
     [],
     [""],
     "P_",
@@ -108,92 +110,92 @@ BAD: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_invalid_pictures_are_refused(bad: Any) -> None:
-    class Bad(Drawn):
+@pytest.mark.parametrize("invalid", INVALID_PICTURES)
+def test_invalid_pictures_are_refused(invalid: Any) -> None:
+    class InvalidPicture(PictureCorridor):
         def picture(self) -> Any:
-            return bad
+            return invalid
 
-    assert not is_picture(bad)
+    assert not is_picture(invalid)
     with pytest.raises(RagenError, match="picture must return None or a list of rows"):
-        check(Bad())
-    env = GuardedEnv(Bad, None)
+        check(InvalidPicture())
+    env = GuardedEnv(InvalidPicture, None)
     env.reset(0, 0)
     with pytest.raises(UserCodeError, match="rows of one length are expected"):
         env.picture()
-    found = episode(Bad, reply("Right"), turns=1)
-    assert (found.stop_reason, found.turns, found.final_picture) == ("error", (), None)
+    episode = play(InvalidPicture, reply("Right"), turns=1)
+    assert (episode.stop_reason, episode.turns, episode.final_picture) == ("error", (), None)
 
 
 def test_a_picture_must_not_change_the_environment() -> None:
-    class Moving(Drawn):
+    class Moving(PictureCorridor):
         def picture(self) -> list[str]:
             self.where = (self.where + 1) % 5
             return super().picture()
 
-    check(Drawn())
+    check(PictureCorridor())
     with pytest.raises(RagenError, match="picture must not change the environment"):
         check(Moving())
 
 
-def test_an_environment_may_draw_only_some_states() -> None:
-    class Shy(Drawn):
+def test_a_picture_may_be_none_in_some_states() -> None:
+    class SometimesPicture(PictureCorridor):
         def picture(self) -> Any:
             return super().picture() if self.where == 1 else None
 
-    found = episode(Shy, reply("Right"), reply("Right"), turns=2)
-    assert [turn.picture for turn in found.turns] == [None, ("#_P___#",)]
-    assert found.final_picture is None
+    episode = play(SometimesPicture, reply("Right"), reply("Right"), turns=2)
+    assert [turn.picture for turn in episode.turns] == [None, ("#_P___#",)]
+    assert episode.final_picture is None
 
 
-# In an episode.
+# In episodes.
 
 
-def test_each_turn_shows_the_board_before_it_and_the_episode_the_last() -> None:
-    found = episode(Drawn, reply("Right", "Right"), "nonsense", reply("Right"), turns=3)
+def test_a_turn_has_the_picture_before_it_and_the_episode_the_final_one() -> None:
+    episode = play(PictureCorridor, reply("Right", "Right"), "nonsense", reply("Right"), turns=3)
     boards = [("#P____#",), ("#__P__#",), ("#__P__#",)]
-    assert [turn.picture for turn in found.turns] == boards
-    assert found.stop_reason == "max_turns"
-    assert (found.final_observation, found.final_picture) == ("...A.", ("#___P_#",))
+    assert [turn.picture for turn in episode.turns] == boards
+    assert episode.stop_reason == "max_turns"
+    assert (episode.final_observation, episode.final_picture) == ("...A.", ("#___P_#",))
 
 
-def test_a_solved_level_shows_its_end() -> None:
-    found = episode(lambda: make("frozen-lake-still"), reply("Left", "Left", *["Down"] * 3))
-    assert found.success and found.final_picture == ("____", "__H_", "___H", "_*_H")
+def test_a_solved_episode_has_its_final_picture() -> None:
+    episode = play(lambda: make("frozen-lake-still"), reply("Left", "Left", *["Down"] * 3))
+    assert episode.success and episode.final_picture == ("____", "__H_", "___H", "_*_H")
 
 
-def test_without_a_picture_there_is_still_the_last_observation() -> None:
-    found = episode(Rogue, reply("Right"), turns=1)
-    assert (found.final_observation, found.final_picture) == (".A...", None)
-    assert found.turns[0].picture is None
+def test_an_episode_without_pictures_has_its_final_observation() -> None:
+    episode = play(Rogue, reply("Right"), turns=1)
+    assert (episode.final_observation, episode.final_picture) == (".A...", None)
+    assert episode.turns[0].picture is None
 
 
-def test_an_environment_that_failed_shows_nothing_and_is_no_success() -> None:
-    class Late(Drawn):
+def test_an_environment_that_raises_has_no_final_picture_and_no_success() -> None:
+    class FailingFinalPicture(PictureCorridor):
         def picture(self) -> list[str]:
             if self.where > 4:
                 raise RuntimeError("no ink")
             return super().picture()
 
-    found = episode(lambda: Drawn("raise"), reply("Right"))
-    assert (found.stop_reason, found.final_observation, found.final_picture) == (
+    failed = play(lambda: PictureCorridor("raise"), reply("Right"))
+    assert (failed.stop_reason, failed.final_observation, failed.final_picture) == (
         "error",
         None,
         None,
     )
-    solved = episode(Late, reply(*["Right"] * 5))
+    solved = play(FailingFinalPicture, reply(*["Right"] * 5))
     assert (solved.stop_reason, solved.success, len(solved.turns)) == ("error", False, 1)
     assert solved.error is not None and "no ink" in solved.error
 
 
-def test_a_server_that_fails_leaves_the_board_as_it_stands() -> None:
-    class Fails:
+def test_a_failed_request_keeps_the_last_picture() -> None:
+    class FailingPolicy:
         async def complete(self, prompt: Prompt) -> Completion:
             raise NoCompletion("gone")
 
-    setup = Setup("env", Drawn)
-    found = asyncio.run(play_episode(Fails(), setup, EpisodeSpec(0, 0, 0, (0, "test"))))
-    assert (found.stop_reason, found.error, found.final_picture) == (
+    setup = Setup("env", PictureCorridor)
+    episode = asyncio.run(play_episode(FailingPolicy(), setup, EpisodeSpec(0, 0, 0, (0, "test"))))
+    assert (episode.stop_reason, episode.error, episode.final_picture) == (
         "request",
         "gone",
         ("#P____#",),
@@ -201,7 +203,7 @@ def test_a_server_that_fails_leaves_the_board_as_it_stands() -> None:
 
 
 @pytest.mark.parametrize("name", ["frozen-lake-still", "sokoban-new-symbols", "bandit"])
-def test_environments_in_processes_draw_the_same(name: str) -> None:
+def test_isolated_environments_return_the_same_pictures(name: str) -> None:
     workers = Workers(name, {}, timeout_s=10.0)
     try:
         proxy, plain = workers.make(), make(name)
@@ -211,18 +213,18 @@ def test_environments_in_processes_draw_the_same(name: str) -> None:
         assert proxy.draws == plain.draws == (name != "bandit")
         proxy.close()
         replies = [reply("Up", "Left"), reply("Down")]
-        isolated = episode(workers.make, *replies, turns=2, workers=workers)
-        assert isolated == episode(lambda: make(name), *replies, turns=2)
+        isolated_episode = play(workers.make, *replies, turns=2, workers=workers)
+        assert isolated_episode == play(lambda: make(name), *replies, turns=2)
     finally:
         workers.close()
 
 
-def test_an_environment_that_draws_nothing_is_not_asked() -> None:
-    class Silent(Rogue):
+def test_picture_is_not_called_when_draws_is_false() -> None:
+    class WithoutPictures(Rogue):
         draws = False
 
         def picture(self) -> list[str]:
-            raise AssertionError("nobody asks")
+            raise AssertionError("picture was called")
 
-    assert issubclass(Silent, Env)
-    assert episode(Silent, reply("Right"), turns=1).final_picture is None
+    assert issubclass(WithoutPictures, Env)
+    assert play(WithoutPictures, reply("Right"), turns=1).final_picture is None

@@ -1,4 +1,4 @@
-"""The registry, its error messages, and the checker: an environment that breaks each rule."""
+"""The registry, its error messages, and the checker on environments that break one rule each."""
 
 import os
 import re
@@ -18,19 +18,19 @@ from ragen.envs.registry import ENVS, make, registered_envs
 DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
 
 
-def blocks(language):
+def code_blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.fixture
-def my_env(tmp_path):
+def documented_env(tmp_path):
     path = tmp_path / "my_env.py"
-    path.write_text(blocks("python")[0], encoding="utf-8")
+    path.write_text(code_blocks("python")[0], encoding="utf-8")
     return path
 
 
 @pytest.mark.parametrize("name", ENVS)
-def test_every_registered_environment_keeps_the_rules(name):
+def test_every_registered_environment_passes_the_checker(name):
     env = make(name)
     assert env.name == name and name in registered_envs()
     check(env)
@@ -45,7 +45,7 @@ def test_no_level_and_no_seed_depends_on_the_salt_of_hash():
         "print(derive(0, 'train', 1, 2))"
     )
     root = str(Path(ragen.__file__).parent.parent)
-    told = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", script],
             env={**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": root},
@@ -54,21 +54,21 @@ def test_no_level_and_no_seed_depends_on_the_salt_of_hash():
         ).stdout
         for salt in ("0", "1")
     ]
-    assert told[0] == told[1] and len(told[0]) > 1000
+    assert outputs[0] == outputs[1] and len(outputs[0]) > 1000
 
 
 @pytest.mark.parametrize("name", ["frozen-lake", "sokoban-large"])
 @pytest.mark.parametrize("observation", ["coord", "grid_coord", "named"])
-def test_every_format_keeps_the_rules(name, observation):
+def test_every_observation_format_passes_the_checker(name, observation):
     check(make(name, observation=observation), levels=2)
 
 
-def test_the_environment_of_the_docs_runs_as_written(my_env):
-    root = str(Path(ragen.__file__).parent.parent)  # where the package is not installed
+def test_the_environment_of_the_docs_runs_as_written(documented_env):
+    root = str(Path(ragen.__file__).parent.parent)  # For a package that is not installed.
     subprocess.run(
-        [sys.executable, str(my_env)], check=True, env={**os.environ, "PYTHONPATH": root}
+        [sys.executable, str(documented_env)], check=True, env={**os.environ, "PYTHONPATH": root}
     )
-    env = make(f"{my_env}:Guess")
+    env = make(f"{documented_env}:Guess")
     check(env)
     env.reset(seed=123)
     env.number = 5
@@ -76,12 +76,12 @@ def test_the_environment_of_the_docs_runs_as_written(my_env):
     assert env.step("5") == ("5 is right.", 1.0, True, False, {"success": True, "effective": True})
 
 
-def test_an_edited_file_is_read_again(my_env):
-    first = make(f"{my_env}:Guess")
-    assert type(make(f"{my_env}:Guess")) is type(first)
-    text = my_env.read_text(encoding="utf-8").replace("Guess the number", "Guess again")
-    my_env.write_text(text, encoding="utf-8")
-    assert make(f"{my_env}:Guess").goal == "Guess again"
+def test_an_edited_file_is_read_again(documented_env):
+    first = make(f"{documented_env}:Guess")
+    assert type(make(f"{documented_env}:Guess")) is type(first)
+    text = documented_env.read_text(encoding="utf-8").replace("Guess the number", "Guess again")
+    documented_env.write_text(text, encoding="utf-8")
+    assert make(f"{documented_env}:Guess").goal == "Guess again"
 
 
 def test_parameters_override_those_of_the_registered_name():
@@ -101,17 +101,17 @@ def test_parameters_override_those_of_the_registered_name():
         ("nowhere.py:World", {}, "no file nowhere.py"),
     ],
 )
-def test_mistakes_are_named(name, params, message):
-    with pytest.raises(RagenError, match=re.escape(message)) as caught:
+def test_unknown_names_and_parameters_are_refused(name, params, message):
+    with pytest.raises(RagenError, match=re.escape(message)) as error:
         make(name, **params)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
-def test_mistakes_in_files_are_named(my_env, tmp_path):
+def test_invalid_environment_files_are_refused(documented_env, tmp_path):
     with pytest.raises(RagenError, match="did you mean 'Guess'"):
-        make(f"{my_env}:Gues")
+        make(f"{documented_env}:Gues")
     with pytest.raises(RagenError, match="no parameter 'depth'; it has none"):
-        make(f"{my_env}:Guess", depth=3)
+        make(f"{documented_env}:Guess", depth=3)
     broken = tmp_path / "broken.py"
     broken.write_text("def f(:\n", encoding="utf-8")
     with pytest.raises(RagenError, match=r"broken\.py cannot be loaded"):
@@ -125,7 +125,7 @@ def test_mistakes_in_files_are_named(my_env, tmp_path):
 
 
 class Coin(Env):
-    """Keeps all rules; the environments below break one each."""
+    """Follows all rules; each environment below breaks one."""
 
     name, goal, rules, actions = "coin", "Coin", "Flip until heads.", ("Flip", "Wait")
     shared = 0
@@ -164,7 +164,7 @@ class Ambient(Coin):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=None, options=options)
-        self.limit = int(generators(None, None)[0].random() * 1e9)  # equal by chance never
+        self.limit = int(generators(None, None)[0].random() * 1e9)  # Never equal by chance.
         return self.show(), {}
 
 
@@ -293,10 +293,10 @@ def test_a_broken_rule_is_named(cls):
         check(cls())
 
 
-def test_level_and_noise_are_independent():
+def test_level_and_noise_generators_are_independent():
     level, noise = generators(5, {"noise_seed": 5})
     assert level.random() != noise.random()
-    # Without a noise seed a reset is still determined by its seed.
+    # Without a noise seed, the seed of the level determines the noise.
     assert generators(5, None)[1].random() == generators(5, {})[1].random()
     assert generators(None, None)[0].random() != generators(None, None)[0].random()
 

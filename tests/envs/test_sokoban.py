@@ -25,8 +25,8 @@ from ragen.envs.sokoban import (
 )
 
 
-def read(*rows):
-    """A room and a board from a map in the standard symbols."""
+def parse(*rows):
+    """The room and the board of a map in the standard symbols."""
     cols, text = len(rows[0]), "".join(rows)
 
     def where(symbols):
@@ -38,11 +38,11 @@ def read(*rows):
 
 def env_at(*rows, **params):
     env = make("sokoban", rows=len(rows), cols=len(rows[0]), **params)
-    env.room, env.board = read(*rows)
+    env.room, env.board = parse(*rows)
     return env
 
 
-def test_one_push_solution_pays_10_9():
+def test_a_solution_of_one_push_pays_10_9():
     env = env_at("#####", "#PXO#", "#___#", "#####")
     observation, reward, terminated, truncated, info = env.step("Right")
     assert observation == "#####\n#_P√#\n#___#\n#####"
@@ -55,7 +55,7 @@ def test_a_box_pushed_off_a_target_costs_one():
     assert env.step("Right")[1] == pytest.approx(-1.1)
 
 
-def test_from_target_to_target_neither_pays_nor_costs():
+def test_a_push_from_target_to_target_neither_pays_nor_costs():
     env = env_at("######", "#P√OX#", "#____#", "######", boxes=2)
     assert env.step("Right")[1] == pytest.approx(-0.1)
     assert env.state_key().split("\n")[1] == "#_S√X#"
@@ -64,9 +64,9 @@ def test_from_target_to_target_neither_pays_nor_costs():
 @pytest.mark.parametrize(
     "row", ["#_PX#", "#PXX_#", "#P#__#"], ids=["wall behind", "box behind", "wall"]
 )
-def test_blocked_moves_change_nothing(row):
+def test_blocked_moves_leave_the_board_unchanged(row):
     border = "#" * len(row)
-    room, board = read(border, row, border)
+    room, board = parse(border, row, border)
     assert room.push(board, 1) == board
 
 
@@ -78,12 +78,12 @@ def test_new_symbols_draw_the_same_levels():
     assert "@ player on target" in new.rules
 
 
-def test_named_leaves_the_outer_wall_out_and_keeps_the_names():
+def test_the_named_observation_omits_the_outer_wall_and_keeps_the_coordinates():
     env = env_at("#####", "#PXO#", "#___#", "#####", observation="named")
     assert env.step("Left")[0] == "b1 P b2 X b3 O\nc1 _ c2 _ c3 _"
 
 
-def test_coordinates():
+def test_the_coord_observation():
     env = env_at("#####", "#PXO#", "#___#", "#####", observation="coord")
     assert env.step("Left")[0] == "Size: 4 x 5\nPlayer: (1, 1)\nBoxes: (1, 2)\nTargets: (1, 3)"
 
@@ -119,13 +119,13 @@ def test_no_shorter_sequence_solves_a_level(level):
         assert all(board.boxes != env.room.targets for board in boards)
 
 
-def test_an_unsolvable_board_has_no_solution_but_a_move():
+def test_an_unsolvable_board_has_no_solution_and_solve_returns_a_move():
     env = env_at("#####", "#X__#", "#P_O#", "#####")
     assert shortest_solution(env.room, env.board) is None
     assert env.solve(5, 10, 5) == ["Up"]
 
 
-def test_solving_turn_by_turn_ends_in_success():
+def test_repeated_solve_ends_in_success():
     env = make("sokoban-large")
     for level in range(123, 133):
         env.reset(seed=level)
@@ -138,7 +138,7 @@ def test_solving_turn_by_turn_ends_in_success():
 
 
 def test_exact_random_play_equals_enumeration():
-    room, board = read("#####", "#PXO#", "#___#", "#####")
+    room, board = parse("#####", "#PXO#", "#___#", "#####")
     wins, total = 0, 0.0
     for actions in itertools.product(room.steps, repeat=4):
         here = board
@@ -159,7 +159,7 @@ GOLDEN = {
     "sokoban": "ce587f12719a4cec",
     "sokoban-large": "39fbc8c6c3ba2d4c",
 }
-"""BLAKE2b of the first observations from level 123 on: levels are the same for ever, everywhere."""
+"""BLAKE2b of the first observations from level 123 on: levels never change, on any machine."""
 
 SCRIPT = """
 import hashlib
@@ -184,7 +184,7 @@ def test_levels_are_the_same_in_every_process(hash_seed):
     assert dict(line.split() for line in result.stdout.splitlines()) == GOLDEN
 
 
-def test_generation_is_re_entrant():
+def test_levels_do_not_depend_on_earlier_resets():
     alone = [make("sokoban").reset(seed=level)[0] for level in range(20)]
     envs = [make("sokoban") for _ in range(20)]
     for env in envs:
@@ -192,7 +192,7 @@ def test_generation_is_re_entrant():
     assert [env.reset(seed=level)[0] for level, env in enumerate(envs)] == alone
 
 
-def test_a_level_takes_milliseconds():
+def test_a_level_is_generated_within_ten_milliseconds():
     env, spent = make("sokoban"), []
     for level in range(50):
         start = time.process_time()
@@ -201,7 +201,7 @@ def test_a_level_takes_milliseconds():
     assert sorted(spent)[25] < 0.010  # measured: 0.0004
 
 
-def test_impossible_parameters_are_refused():
+def test_invalid_parameters_are_refused():
     for params in ({"rows": 3}, {"boxes": 0}, {"boxes": 15}, {"search_depth": 2}):
         with pytest.raises(RagenError, match=next(iter(params))):
             make("sokoban", **params)
@@ -209,5 +209,5 @@ def test_impossible_parameters_are_refused():
         make("sokoban", rows=4, cols=4, boxes=2)
 
 
-def test_constants():
+def test_actions_and_the_search_limit():
     assert ACTIONS == ("Up", "Down", "Left", "Right") and MAX_BOARDS == 300_000
