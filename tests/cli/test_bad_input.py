@@ -1,7 +1,7 @@
-"""Whatever a user gets wrong: one line with the remedy, exit code 2, nothing left behind.
+"""A user's mistake gives one line with the remedy and exit code 2, and leaves nothing behind.
 
-The command runs in a copy of this process (a fork with its own standard streams), so that a hundred
-mistakes cost no hundred interpreters; one of them is made in a real shell.
+Each command runs in a fork of this process with its own standard streams, because starting a
+hundred interpreters would take too long. One mistake is tested in a new process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ragen(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             code = main([str(argument) for argument in arguments])
             sys.stdout.flush()
-        except BaseException:  # noqa: BLE001 (as the interpreter does)
+        except BaseException:  # noqa: BLE001 (like the interpreter)
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         finally:
             sys.stderr.flush()
@@ -52,8 +52,8 @@ def ragen(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
     return code, out, err
 
 
-def mistake(cwd: Path, *arguments: str | Path) -> str:
-    """The one line that a mistake brings; nothing is left in its folder."""
+def error_line(cwd: Path, *arguments: str | Path) -> str:
+    """The one error line of a command with a mistake; asserts that its folder is unchanged."""
     before = sorted(cwd.rglob("*"))
     code, out, err = ragen(*arguments, cwd=cwd)
     assert "Traceback" not in err, err
@@ -105,8 +105,10 @@ def mistake(cwd: Path, *arguments: str | Path) -> str:
     ],
     ids=" ".join,
 )
-def test_mistakes(tmp_path: Path, arguments: list[str], remedy: str) -> None:
-    assert remedy in mistake(tmp_path, *arguments)
+def test_invalid_arguments_give_one_line_with_the_remedy(
+    tmp_path: Path, arguments: list[str], remedy: str
+) -> None:
+    assert remedy in error_line(tmp_path, *arguments)
 
 
 ENVS = {
@@ -123,14 +125,14 @@ ENVS = {
 
 
 @pytest.mark.parametrize("name", ENVS)
-def test_an_environment_file_that_cannot_be_loaded(
+def test_environment_file_that_cannot_be_loaded_is_reported(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     text, reason = ENVS[name]
     (tmp_path / name).write_text(text)
     for command in (["train", "bandit", "--out", "run", "--env"], ["check"], ["play"]):
-        line = mistake(tmp_path, *command, f"{tmp_path / name}:World")
+        line = error_line(tmp_path, *command, f"{tmp_path / name}:World")
         assert reason in line and name in line
 
 
@@ -145,36 +147,38 @@ def test_an_environment_file_that_cannot_be_loaded(
         ("\udcff", "not UTF-8"),
     ],
 )
-def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str, remedy: str) -> None:
+def test_unreadable_recipe_is_reported(tmp_path: Path, text: str, remedy: str) -> None:
     (tmp_path / "mine.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert remedy in mistake(tmp_path, "train", "mine.toml", "--out", "run")
+    assert remedy in error_line(tmp_path, "train", "mine.toml", "--out", "run")
 
 
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").write_text("data")
-    line = mistake(tmp_path, "train", "bandit", "--out", "run", "--model", bandit_model())
+    line = error_line(tmp_path, "train", "bandit", "--out", "run", "--model", bandit_model())
     assert "give another --out" in line
     (tmp_path / "file").write_text("")
-    assert "exists already" in mistake(
+    assert "exists already" in error_line(
         tmp_path, "train", "bandit", "--out", "file", "--model", bandit_model()
     )
-    line = mistake(tmp_path, "train", "bandit", "--out", "file/run", "--model", bandit_model())
+    line = error_line(tmp_path, "train", "bandit", "--out", "file/run", "--model", bandit_model())
     assert "choose a writable place with --out" in line
 
 
-def test_a_model_that_is_none(tmp_path: Path) -> None:
+def test_invalid_model_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "config.json is missing" in mistake(tmp_path, "train", "bandit", "--model", "empty")
+    assert "config.json is missing" in error_line(tmp_path, "train", "bandit", "--model", "empty")
     for text in ("{}", "[", '{"model_type": "qwen2", "num_attention_heads": 0}'):
         (tmp_path / "empty" / "config.json").write_text(text)
-        assert "cannot load the model" in mistake(tmp_path, "train", "bandit", "--model", "./empty")
+        assert "cannot load the model" in error_line(
+            tmp_path, "train", "bandit", "--model", "./empty"
+        )
     file = ("--model", "empty/config.json")
-    assert "is a file: name the folder" in mistake(tmp_path, "train", "bandit", *file)
+    assert "is a file: name the folder" in error_line(tmp_path, "train", "bandit", *file)
 
 
-def spoilt(folder: Path, **changes: str | None) -> Path:
-    """A copy of a model that could be trained, some files of it changed, or gone."""
+def altered_model(folder: Path, **changes: str | None) -> Path:
+    """A copy of a trainable model with some files changed, or removed if their text is None."""
     shutil.copytree(bandit_model(), folder)
     for name, text in changes.items():
         (found,) = folder.glob(f"{name}.*")
@@ -185,31 +189,33 @@ def spoilt(folder: Path, **changes: str | None) -> Path:
     return folder
 
 
-def refused(tmp_path: Path, model: str | Path, *more: str) -> str:
-    """The one line about a model, the same in training and in evaluation; nothing is left."""
+def model_error(tmp_path: Path, model: str | Path, *more: str) -> str:
+    """The one error line about a model, the same in training and in evaluation."""
     (tmp_path / "cwd").mkdir()
-    asked = ("--model", model, "--rollout.max_tokens", "8", "--model.max_length", "128", *more)
-    line = mistake(tmp_path / "cwd", "train", "bandit", *asked)
-    assert mistake(tmp_path / "cwd", "eval", model, "--env", "bandit", *asked[2:]) == line
+    arguments = ("--model", model, "--rollout.max_tokens", "8", "--model.max_length", "128", *more)
+    line = error_line(tmp_path / "cwd", "train", "bandit", *arguments)
+    assert error_line(tmp_path / "cwd", "eval", model, "--env", "bandit", *arguments[2:]) == line
     return line
 
 
-def test_a_model_that_no_one_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No network: nothing listens there."""
+def test_model_absent_from_cache_and_hub_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hub is unreachable: nothing listens on that port."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    line = refused(tmp_path, "nobody/has-this-model")
+    line = model_error(tmp_path, "nobody/has-this-model")
     assert "'nobody/has-this-model' is not in the local cache" in line and "network" in line
 
 
-def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
+def test_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     changes = {"tokenizer": None, "tokenizer_config": None, "chat_template": None}
-    line = refused(tmp_path, spoilt(tmp_path / "model", **changes))
+    line = model_error(tmp_path, altered_model(tmp_path / "model", **changes))
     assert "has no tokenizer; save one in its folder" in line
 
 
-def test_a_model_without_a_template(tmp_path: Path) -> None:
-    line = refused(tmp_path, spoilt(tmp_path / "model", chat_template=None))
+def test_model_without_chat_template_is_refused(tmp_path: Path) -> None:
+    line = model_error(tmp_path, altered_model(tmp_path / "model", chat_template=None))
     assert "no chat template: choose an instruction-tuned model" in line
 
 
@@ -217,37 +223,39 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
     "template",
     ["{{ raise_exception('not today') }}", "{{ 1 + messages[0].content }}", "{% for %}"],
 )
-def test_a_template_that_raises(tmp_path: Path, template: str) -> None:
-    line = refused(tmp_path, spoilt(tmp_path / "model", chat_template=template))
+def test_chat_template_that_raises_is_reported(tmp_path: Path, template: str) -> None:
+    line = model_error(tmp_path, altered_model(tmp_path / "model", chat_template=template))
     assert "the chat template refuses a conversation of user (" in line
     assert "choose a model whose template takes user and assistant" in line
 
 
-def test_a_context_that_is_too_small(tmp_path: Path) -> None:
-    line = refused(tmp_path, bandit_model(), "--model.max_length", "4096")
+def test_max_length_must_fit_the_model_and_the_prompt(tmp_path: Path) -> None:
+    line = model_error(tmp_path, bandit_model(), "--model.max_length", "4096")
     assert "knows 2048 positions; set model.max_length to 2048 or less" in line
     keys = ("--model", bandit_model(), "--rollout.max_tokens", "24", "--model.max_length", "26")
-    assert "raise model.max_length from 26" in mistake(tmp_path, "train", "bandit", *keys)
+    assert "raise model.max_length from 26" in error_line(tmp_path, "train", "bandit", *keys)
 
 
-def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+def test_weights_with_nan_or_infinity_are_refused(tmp_path: Path) -> None:
     model = tiny_model(tiny_tokenizer("chatml"))
     with torch.no_grad():
         model.model.norm.weight[0] = torch.inf
     save_model(model, tiny_tokenizer("chatml"), tmp_path / "model")
-    line = refused(tmp_path, tmp_path / "model")
+    line = model_error(tmp_path, tmp_path / "model")
     assert "are damaged: model.norm.weight holds NaN or infinity" in line
 
 
-def test_a_run_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_exceeds_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ragen.engines.memory.available", lambda _: 4 * 2**20)
-    line = mistake(tmp_path, "train", "bandit")
+    line = error_line(tmp_path, "train", "bandit")
     assert "MiB, and 4 MiB are free on the cpu; no setting makes them fit" in line
 
 
 @pytest.mark.parametrize("misdeed", ["raise in reset", "hang in reset", "no observation"])
-def test_an_environment_that_breaks_in_every_episode(tmp_path: Path, misdeed: str) -> None:
-    line = mistake(
+def test_environment_that_fails_in_every_episode_is_reported(tmp_path: Path, misdeed: str) -> None:
+    line = error_line(
         tmp_path,
         *("eval", "random", "--env", f"{ROGUE}:Rogue", "--env.params.misdeed", misdeed),
         *("--episodes", "2", "--env.timeout_s", "0.05"),
@@ -263,39 +271,39 @@ def test_an_environment_that_breaks_in_every_episode(tmp_path: Path, misdeed: st
     assert "failed in every episode" in err.splitlines()[-1]
 
 
-def test_a_prompt_that_leaves_no_room(tmp_path: Path) -> None:
+def test_prompt_that_leaves_no_room_for_a_completion_is_refused(tmp_path: Path) -> None:
     more = ("--env", "bandit", "--rollout.max_tokens", "24", "--model.max_length", "26")
-    assert "raise model.max_length" in mistake(tmp_path, "eval", bandit_model(), *more)
+    assert "raise model.max_length" in error_line(tmp_path, "eval", bandit_model(), *more)
     values = settings(steps=1, model__max_length=16, eval__episodes=0)
     with pytest.raises(RagenError, match=r"raise model\.max_length"):
         train(resolve("bandit", values), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_an_environment_that_cannot_be_made(tmp_path: Path) -> None:
+def test_environment_whose_constructor_raises_is_reported(tmp_path: Path) -> None:
     env = ("--env", f"{ROGUE}:Rogue", "--env.params.misdeed", "raise in init")
-    assert "cannot be made: KeyError" in mistake(tmp_path, "train", "bandit", *env)
-    assert "cannot be made: KeyError" in mistake(tmp_path, "eval", "random", *env)
-    assert "cannot be made: KeyError" in mistake(tmp_path, "play", *env[1:])
+    assert "cannot be made: KeyError" in error_line(tmp_path, "train", "bandit", *env)
+    assert "cannot be made: KeyError" in error_line(tmp_path, "eval", "random", *env)
+    assert "cannot be made: KeyError" in error_line(tmp_path, "play", *env[1:])
 
 
-def test_an_environment_that_hangs_when_it_is_made(
+def test_environment_file_that_hangs_at_import_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragen.core.plugins.LOAD_S", 0.05)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "hangs.py").write_text("while True: pass\n")
-    assert "longer than 0.05 s" in mistake(tmp_path, "check", "hangs.py:World")
+    assert "longer than 0.05 s" in error_line(tmp_path, "check", "hangs.py:World")
 
 
 @pytest.mark.parametrize("misdeed", ["raise", "hang", "text as reward", "raise in solve"])
-def test_an_environment_that_breaks_while_it_is_played(tmp_path: Path, misdeed: str) -> None:
+def test_environment_that_fails_during_play_is_reported(tmp_path: Path, misdeed: str) -> None:
     more = ("--env.params.misdeed", misdeed, "--env.timeout_s", "0.05")
-    line = mistake(tmp_path, "play", f"{ROGUE}:Rogue", "--player", "solver", *more)
+    line = error_line(tmp_path, "play", f"{ROGUE}:Rogue", "--player", "solver", *more)
     assert "failed" in line and "ragen check" in line
 
 
-def test_an_environment_that_breaks_while_it_is_checked(
+def test_environment_that_fails_during_check_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -303,20 +311,20 @@ def test_an_environment_that_breaks_while_it_is_checked(
         "from tests.rogue import Rogue\n"
         "class Breaks(Rogue):\n    def __init__(self): super().__init__('raise')\n"
     )
-    line = mistake(tmp_path, "check", "breaks.py:Breaks")
+    line = error_line(tmp_path, "check", "breaks.py:Breaks")
     assert "raised while it was checked: ZeroDivisionError" in line
 
 
-def test_a_damaged_run(tmp_path: Path) -> None:
+def test_damaged_run_is_reported(tmp_path: Path) -> None:
     train(resolve("bandit", settings(steps=0)), tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step-0" / "state.json").write_text("{")
-    assert "is damaged" in mistake(tmp_path, "resume", "run")
+    assert "is damaged" in error_line(tmp_path, "resume", "run")
     (tmp_path / "run" / "config.toml").write_text("steps = [")
-    assert "not valid TOML" in mistake(tmp_path, "resume", "run")
-    assert "not valid TOML" in mistake(tmp_path, "eval", "run")
+    assert "not valid TOML" in error_line(tmp_path, "resume", "run")
+    assert "not valid TOML" in error_line(tmp_path, "eval", "run")
 
 
-def test_a_mistake_in_a_real_shell(tmp_path: Path) -> None:
+def test_mistake_in_a_real_process_gives_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ragen.cli.main", "train", "bandti"]
     done = subprocess.run(
         command,
@@ -331,13 +339,13 @@ def test_a_mistake_in_a_real_shell(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
-    def refused(step: int) -> str:
+def test_full_disk_error_explains_how_to_continue(tmp_path: Path) -> None:
+    def disk_error(step: int) -> str:
         with pytest.raises(RagenError) as caught, writing(tmp_path, step, keep=2):
             raise OSError(28, "No space left on device")
         return str(caught.value)
 
-    assert f"remove {tmp_path}, which holds no step yet, and start again" in refused(0)
+    assert f"remove {tmp_path}, which holds no step yet, and start again" in disk_error(0)
     with writing(tmp_path, 0, keep=2) as folder:
         write_state(folder, {"step": 0})
-    assert f"then continue with: ragen resume {tmp_path}" in refused(1)
+    assert f"then continue with: ragen resume {tmp_path}" in disk_error(1)

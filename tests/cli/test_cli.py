@@ -78,7 +78,7 @@ def result(run: Path) -> types.SimpleNamespace:
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Stand something in for the trainer, which would load torch and take its time."""
+    """Replace the trainer, which would load torch and take long."""
 
     def install(work: Callable[..., Any]) -> None:
         fake = types.ModuleType("ragen.training.trainer")
@@ -119,7 +119,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
         ("play banditt --player random", "unknown environment 'banditt'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
+def test_mistake_gives_one_line_and_exit_code_2(
     arguments: str, words: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -139,7 +139,7 @@ def test_overview_names_every_command(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_explains_itself(name: str, capsys: Capture) -> None:
+def test_every_command_has_help(name: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([name, "--help"])
     assert stopped.value.code == 0
@@ -165,7 +165,7 @@ def test_help_topics_list_everything(capsys: Capture) -> None:
         assert all(f"  {name} " in shown for name in names)
 
 
-def test_help_of_a_command_is_its_help(capsys: Capture) -> None:
+def test_help_command_prints_the_same_as_the_help_option(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_help_of_a_command_is_its_help(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("flag", ["-V", "--version"])
-def test_version(flag: str, capsys: Capture) -> None:
+def test_version_option_prints_the_version(flag: str, capsys: Capture) -> None:
     assert main([flag]) == 0
     assert capsys.readouterr().out == f"ragen {ragen.__version__}\n"
 
@@ -199,7 +199,7 @@ def test_bash_completes_commands_recipes_and_keys(capsys: Capture, tmp_path: Pat
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_complete_too(shell: str, capsys: Capture) -> None:
+def test_zsh_and_fish_complete_recipes_and_keys(shell: str, capsys: Capture) -> None:
     assert main(["completion", shell]) == 0
     shown = capsys.readouterr().out
     assert "sokoban-large" in shown and "rollout.group_size" in shown
@@ -226,7 +226,7 @@ def test_dry_run_prints_a_config_and_writes_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def test_dry_run_says_that_a_model_is_not_here(capsys: Capture) -> None:
+def test_dry_run_reports_a_missing_model(capsys: Capture) -> None:
     assert main(["train", "bandit", "--model", "./typo", "--dry-run"]) == 0
     assert "./typo is neither a folder nor in the Hub's cache" in capsys.readouterr().out
 
@@ -286,7 +286,7 @@ def test_quiet_run_shows_the_result_only(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stopped_run_says_how_to_go_on(
+def test_stopped_run_prints_how_to_resume(
     number: int, code: int, trainer: Callable[[Any], None], capsys: Capture, tmp_path: Path
 ) -> None:
     def train(config: Config, out: Path, *, watcher: Watcher) -> None:
@@ -299,30 +299,30 @@ def test_a_stopped_run_says_how_to_go_on(
 
 
 @pytest.fixture
-def on_ctrl_c() -> Iterator[Callable[[Any], None]]:
-    """Sets what SIGINT does; tests may themselves run where it is ignored."""
+def set_sigint() -> Iterator[Callable[[Any], None]]:
+    """Sets the handler of SIGINT; the process that runs the tests may ignore it."""
     before = signal.getsignal(signal.SIGINT)
     yield lambda handler: signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "ctrl_c"),
+    ("number", "code", "sigint_handler"),
     [
         (signal.SIGINT, 130, signal.default_int_handler),
         (signal.SIGTERM, 143, signal.default_int_handler),
         (signal.SIGTERM, 143, signal.SIG_IGN),
     ],
 )
-def test_a_signal_outside_of_the_loop(
+def test_signal_outside_the_training_loop_sets_the_exit_code(
     number: int,
     code: int,
-    ctrl_c: Any,
-    on_ctrl_c: Callable[[Any], None],
+    sigint_handler: Any,
+    set_sigint: Callable[[Any], None],
     trainer: Callable[[Any], None],
     capsys: Capture,
 ) -> None:
-    on_ctrl_c(ctrl_c)
+    set_sigint(sigint_handler)
     before = signal.getsignal(signal.SIGTERM)
     trainer(lambda *_, **__: os.kill(os.getpid(), number) or time.sleep(5))
     assert main(["train", "bandit", "--quiet"]) == code
@@ -330,7 +330,7 @@ def test_a_signal_outside_of_the_loop(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_mistake_found_by_a_task_is_a_mistake(
+def test_mistake_in_an_exception_group_gives_one_line(
     trainer: Callable[[Any], None], capsys: Capture
 ) -> None:
     def train(*_: object, **__: object) -> None:
@@ -376,12 +376,12 @@ def test_envs_lists_every_environment_with_its_baselines(capsys: Capture) -> Non
     assert "random  optimal" in capsys.readouterr().out
 
 
-def test_check_holds_environments_to_the_contract(capsys: Capture) -> None:
+def test_check_accepts_registered_environments(capsys: Capture) -> None:
     assert main(["check", "bandit", "frozen-lake"]) == 0
     assert capsys.readouterr().out.count("keeps the contract") == 2
 
 
-def test_a_person_plays_and_leaves(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_person_can_play_and_quit(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Dragon\n"))
     assert main(["play", "bandit"]) == 0
     assert "> Dragon" in capsys.readouterr().out
@@ -389,24 +389,24 @@ def test_a_person_plays_and_leaves(capsys: Capture, monkeypatch: pytest.MonkeyPa
     assert main(["play", "bandit"]) == 0
 
 
-def test_watching_the_solver(capsys: Capture) -> None:
+def test_play_with_the_solver_solves_the_level(capsys: Capture) -> None:
     assert main(["play", "frozen-lake-still", "--player", "solver"]) == 0
     assert "solved, reward 1" in capsys.readouterr().out
-    assert main(["play", "paper/bandit", "--player", "solver"]) == 0, "as a recipe has it"
+    assert main(["play", "paper/bandit", "--player", "solver"]) == 0, "by recipe"
     assert "Phoenix" in capsys.readouterr().out
 
 
-def test_doctor_finds_this_machine_well(capsys: Capture) -> None:
+def test_doctor_passes_on_this_machine(capsys: Capture) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "GFLOP/s" in found["float32 matrix product"]
     assert re.fullmatch(r"two steps of bandit in \d+\.\d s", found["end to end"])
 
 
-def test_doctor_says_why_no_agent_can_be_trained(
+def test_doctor_reports_why_training_fails(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its training fails like anyone's: here the embedded model cannot be read."""
+    """Its training fails because the embedded model cannot be read."""
 
     def broken(*_: object) -> Never:
         raise RagenError("cannot load the model 'base'")
@@ -416,8 +416,8 @@ def test_doctor_says_why_no_agent_can_be_trained(
     assert "NO  end to end               cannot load the model 'base'" in capsys.readouterr().out
 
 
-def test_help_is_quick_and_light() -> None:
-    """Under 0.5 s; the bound on modules holds also where the machine is busy."""
+def test_help_is_quick_and_imports_no_heavy_modules() -> None:
+    """Under 0.5 s when idle; the check of modules also holds on a busy machine."""
     code = (
         "import sys; from ragen.cli.main import main; main(['--help']); "
         "heavy = {'torch', 'transformers', 'numpy', 'gymnasium', 'pydantic', 'rich'}; "
@@ -430,7 +430,7 @@ def test_help_is_quick_and_light() -> None:
     assert time.perf_counter() - start < 2.0
 
 
-def test_mistakes_come_before_torch(tmp_path: Path) -> None:
+def test_mistakes_are_found_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "wrong.py").write_text("def f(rewards): ...")
     lines = (
@@ -449,21 +449,21 @@ def test_mistakes_come_before_torch(tmp_path: Path) -> None:
     assert all("no model" in message for message in messages[:4])
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_closed_output_pipe_is_not_an_error() -> None:
     line = f'"{sys.executable}" -m ragen.cli.main train --help | head -n 1'
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("usage: ragen train")
     assert done.stderr == ""
 
 
-def test_watcher_suits_the_place() -> None:
+def test_watcher_depends_on_terminal_and_quiet() -> None:
     assert type(watcher_for(Console(), quiet=True)) is Watcher
     assert type(watcher_for(Console(force_terminal=False))) is Lines
     assert type(watcher_for(Console(force_terminal=True))) is LiveTable
 
 
 def watch(watcher: Watcher, run: Path, steps: int = 2) -> None:
-    """A short run as a watcher sees it."""
+    """Send the events of a short run to a watcher."""
     watcher.begin(run, settings.resolve("bandit", {"steps": steps}), 0)
     watcher.evaluated(0, evaluation(0.5))
     watcher.evaluated(0, evaluation(0.25, temperature=0.0))
@@ -491,7 +491,7 @@ def test_live_table_shows_signals_with_the_baselines(width: int, tmp_path: Path)
     table = [line.strip() for line in shown.splitlines()[-7:]]
     assert table[0].startswith("bandit  ━━━") and table[0].endswith("step 2 of 2  evaluating")
     assert [" ".join(line.split()) for line in table[1:]] == [
-        "evaluated 50.0% ▁ [40.0%, 60.0%] T=1, step 0",  # the greedy one stays above
+        "evaluated 50.0% ▁ [40.0%, 60.0%] T=1, step 0",  # the greedy one is only in the log above
         "success 100% ▁█ random play 50.0%, optimal 100.0%",
         "reward std 0.25 ▁▁",
         "entropy 0.12 ▁▁",
@@ -500,14 +500,14 @@ def test_live_table_shows_signals_with_the_baselines(width: int, tmp_path: Path)
     ]
 
 
-def test_a_narrow_terminal_keeps_the_numbers(tmp_path: Path) -> None:
+def test_live_table_keeps_the_numbers_in_a_narrow_terminal(tmp_path: Path) -> None:
     console = Console(force_terminal=True, record=True, width=56, file=io.StringIO())
     watch(LiveTable(console), tmp_path)
     table = console.export_text().rpartition("bandit  ━")[2]
     assert all(number in table for number in ("50.0%", "100%", "0.25", "0.12", "1.50", "5.0k"))
 
 
-def test_time_left_is_that_of_the_steps_before(
+def test_time_left_is_estimated_from_finished_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -515,7 +515,7 @@ def test_time_left_is_that_of_the_steps_before(
     console = Console(force_terminal=True, record=True, width=80, file=io.StringIO())
     table = LiveTable(console)
     table.begin(tmp_path, settings.resolve("bandit", {"steps": 10}), 0)
-    now = 100.0  # evaluated; a step then takes 30 s: 8 of them are left after two
+    now = 100.0  # after the evaluation, a step takes 30 s; after two, 8 are left
     table.evaluated(0, evaluation(0.5))
     now = 160.0
     table.step(2, {"success/mean": 0.5})
@@ -523,24 +523,28 @@ def test_time_left_is_that_of_the_steps_before(
     assert "step 2 of 10  4:00 left" in console.export_text()
 
 
-@pytest.mark.parametrize(("begun", "updates"), [(0, (3, 6)), (5, (20, 23))])
-def test_a_length_in_updates_is_told_in_updates(
-    begun: int, updates: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("start_step", "updates"), [(0, (3, 6)), (5, (20, 23))])
+def test_progress_is_shown_in_updates_with_a_budget_of_updates(
+    start_step: int, updates: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     console = Console(force_terminal=True, record=True, width=80, file=io.StringIO())
     table = LiveTable(console)
-    table.begin(tmp_path, settings.resolve("bandit", {"steps": 30, "budget": "updates"}), begun)
+    table.begin(
+        tmp_path, settings.resolve("bandit", {"steps": 30, "budget": "updates"}), start_step
+    )
     for number, done in enumerate(updates, 1):
         now += 30.0  # for 3 updates
-        table.step(begun + number, {"success/mean": 0.5, "progress/updates": float(done)})
+        table.step(start_step + number, {"success/mean": 0.5, "progress/updates": float(done)})
     table.end()
     left = {6: "4:00", 23: "1:10"}[updates[-1]]
-    assert f"step {begun + 2}, {updates[-1]} of 30 updates  {left} left" in console.export_text()
+    assert (
+        f"step {start_step + 2}, {updates[-1]} of 30 updates  {left} left" in console.export_text()
+    )
 
 
-def test_lines_say_the_same_without_a_terminal(tmp_path: Path) -> None:
+def test_lines_show_the_same_without_a_terminal(tmp_path: Path) -> None:
     console = Console(force_terminal=False, record=True, width=80, file=io.StringIO())
     watch(Lines(console), tmp_path)
     signals = "reward std 0.25  entropy 0.12  gradient norm 1.50  tokens/s 5.0k"

@@ -1,4 +1,4 @@
-"""The embedded models: prepared by steps, the same each time; the shipped ones load and learn."""
+"""The embedded models: preparation is deterministic, and the shipped models load and learn."""
 
 import asyncio
 from itertools import islice
@@ -28,8 +28,8 @@ BASES = Path(__file__).parents[2] / "src" / "ragen" / "models" / "bases"
 
 def test_a_short_preparation_is_deterministic_and_in_the_right_format(tmp_path: Path) -> None:
     models = []
-    for name, kept in (("a", None), ("b", tmp_path / "stages")):
-        prepare("bandit", tmp_path / name, steps=3, stages_out=kept)
+    for name, stages_out in (("a", None), ("b", tmp_path / "stages")):
+        prepare("bandit", tmp_path / name, steps=3, stages_out=stages_out)
         models.append(AutoModelForCausalLM.from_pretrained(tmp_path / name))
     assert hash_tensors(models[0].state_dict().items()) == hash_tensors(
         models[1].state_dict().items()
@@ -50,44 +50,44 @@ def test_a_short_preparation_is_deterministic_and_in_the_right_format(tmp_path: 
 
 
 def test_another_seed_gives_another_model(tmp_path: Path) -> None:
-    prints = set()
+    hashes = set()
     for seed in (0, 1):
         prepare("bandit", tmp_path / str(seed), seed=seed, steps=1)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / str(seed))
-        prints.add(hash_tensors(model.state_dict().items()))
-    assert len(prints) == 2
+        hashes.add(hash_tensors(model.state_dict().items()))
+    assert len(hashes) == 2
 
 
-def test_an_unknown_family_is_named() -> None:
+def test_unknown_family_is_refused() -> None:
     with pytest.raises(RagenError, match="unknown family 'lake'"):
         prepare("lake", Path("nowhere"))
 
 
-def test_what_is_not_to_be_learnt_is_masked() -> None:
-    """Of a look-up ` b2 _`, the cell is asked and the content learnt."""
+def test_untrained_tokens_are_masked() -> None:
+    """In a look-up ` b2 _`, the cell is given and only its content is trained."""
     chat = Chat(build())
     lesson = Lesson(look_up, lambda: Lookup("ab", "01", "FrozenLake"), held_out=False)
     samples = LessonPlayer(chat, 0).samples(Stage("look-up", 1, (lesson,), episodes=2), 0, 0)
     assert len(samples) == 2
     for sample in samples:
-        learnt = [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
-        words = chat.decode(learnt).split()
+        trained = [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+        words = chat.decode(trained).split()
         assert len(words) == 30
         assert set(words) <= set("#_O√XPSG")
 
 
-def test_a_demonstration_is_what_the_parser_reads() -> None:
+def test_parser_reads_a_demonstration_as_written() -> None:
     chat = Chat(build())
-    speaker = Demonstrator(lambda *_: [Piece(" go"), Piece(answer(["Left"]))], chat)
+    demonstrator = Demonstrator(lambda *_: [Piece(" go"), Piece(answer(["Left"]))], chat)
     setup = Setup("lake", env_factory("frozen-lake-still"), turns=2, chat=chat)
-    (group,) = asyncio.run(run_groups(speaker, setup, [5], 1, (0, "test")))
+    (group,) = asyncio.run(run_groups(demonstrator, setup, [5], 1, (0, "test")))
     turn = group.episodes[0].turns[0]
     assert (turn.thought, turn.actions_executed, turn.well_formed) == (" go", ("Left",), True)
     assert turn.completion.token_ids is not None
     assert turn.completion.token_ids[-1] in chat.end_ids
 
 
-def test_no_demonstration_shows_an_evaluation_board() -> None:
+def test_demonstrations_exclude_evaluation_boards() -> None:
     make = env_factory("sokoban")
     lesson = Lesson(look_up, make)
     env = make()
@@ -112,15 +112,16 @@ def test_the_shipped_models_are_small_and_have_cards() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"steps": 20, "update.lr": 1e-3}, pytest.param({}, marks=pytest.mark.slow)], ids=str
+    "changes", [{"steps": 20, "update.lr": 1e-3}, pytest.param({}, marks=pytest.mark.slow)], ids=str
 )
-def test_it_learns(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Bandit from the shipped model, around even odds, to at least 90 % in seconds.
+def test_embedded_model_learns_bandit(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """From about 50 % success to at least 90 % in seconds.
 
-    In a third of the recipe's steps, at twice its learning rate; with the slow tests as it is.
+    By default, a third of the recipe's steps at twice its learning rate; the slow test runs the
+    recipe unchanged.
     """
-    asked = {"eval.episodes": 128, "threads": 1} | more
-    result = train("bandit", asked, out=tmp_path / "run")
+    overrides = {"eval.episodes": 128, "threads": 1} | changes
+    result = train("bandit", overrides, out=tmp_path / "run")
     assert result.before is not None and result.after is not None
     assert result.before.success < 0.7
     assert result.after.success >= 0.9

@@ -1,4 +1,4 @@
-"""FrozenLake's demonstrators: what they write is true, can be carried out, and is what they do."""
+"""FrozenLake's demonstrators: their thoughts are true, and their actions valid and consistent."""
 
 import re
 
@@ -40,11 +40,11 @@ def cells(env):
     return dict(re.findall(r"(\w\d) (\S)", env.observe()))
 
 
-def read(reply, max_actions=5):
+def parse_reply(reply, max_actions=5):
     return parse("<think>" + reply, think=True, actions=tuple(MOVES), max_actions=max_actions)
 
 
-def said(env, seed, careful, **options):
+def reply_text(env, seed, careful, **options):
     pieces = lake_turns(careful_turn, careful, **options)(env, LIMITS, generator(seed))
     return "".join(piece.text for piece in pieces)
 
@@ -54,7 +54,7 @@ def test_replies_are_valid_and_their_facts_are_true(careful):
     for level in LEVELS:
         env = lake(level)
         before, shown = env.get_state(), cells(env)
-        parsed = read(said(env, level, careful))
+        parsed = parse_reply(reply_text(env, level, careful))
         assert parsed.valid and 1 <= len(parsed.actions) <= 4
         assert env.get_state() == before
         head, _, body = parsed.thought.partition(":")
@@ -80,7 +80,7 @@ def test_careful_play_reaches_the_goal_by_a_shortest_path(moves):
         steps, turns = env.lake.distances()[env.player], 0
         taken, terminated, info = 0, False, {}
         while not terminated:
-            for action in read(careful_turn(env, LIMITS, generator(level), moves)).actions:
+            for action in parse_reply(careful_turn(env, LIMITS, generator(level), moves)).actions:
                 *_, terminated, _, info = env.step(action)
                 taken += 1
             turns += 1
@@ -88,47 +88,49 @@ def test_careful_play_reaches_the_goal_by_a_shortest_path(moves):
         assert (taken, turns) == (steps, -(-taken // moves))
 
 
-def test_on_slippery_ice_the_best_player_writes():
+def test_slippery_replies_follow_optimal_play():
     env = make("frozen-lake", observation="named")
     for level in range(20):
         env.reset(seed=level)
         reply = slippery_turn(env, LIMITS, generator(0))
-        assert list(read(reply).actions) == env.solve(5, 10, 2)
+        assert list(parse_reply(reply).actions) == env.solve(5, 10, 2)
         assert lake_turns(slippery_turn, 1.0)(env, LIMITS, generator(0))[0].text == reply
 
 
-def test_a_walk_goes_wherever_it_looks():
-    """Each neighbour is as likely as any other: about one in so many."""
+def test_random_walk_chooses_neighbours_uniformly():
+    """Every neighbour of the player is equally likely."""
     env = lake(123)  # the player in the corner a3
     first = [random_walk(env, 1, generator(seed)).split()[4] for seed in range(400)]
     assert set(first) == {"a2", "b3"}
     assert abs(first.count("a2") - 200) < 40  # 4·√(400·¼)
 
 
-def test_a_stroll_never_enters_a_hole():
+def test_safe_walk_never_enters_a_hole():
     for level in LEVELS:
         env = lake(level)
-        parsed = read(safe_walk(env, LIMITS, generator(level))[0].text)
+        parsed = parse_reply(safe_walk(env, LIMITS, generator(level))[0].text)
         assert parsed.valid
         outcomes = [env.step(action) for action in parsed.actions]
         assert all(outcome[4]["success"] == outcome[2] for outcome in outcomes)
 
 
-def test_budgets_are_kept():
+def test_replies_respect_the_action_budget():
     env = lake(123)
     for left in (1, 2):
         limits = Limits(turn=3, turns_left=3, actions_left=left, actions_per_turn=5)
         for careful in (0.0, 1.0):
             reply = lake_turns(careful_turn, careful)(env, limits, generator(0))
-            assert len(read(reply[0].text).actions) <= left
+            assert len(parse_reply(reply[0].text).actions) <= left
 
 
-def test_the_same_seed_writes_the_same():
+def test_same_seed_gives_the_same_reply():
     env = lake(7)
-    assert [said(env, s, 0.5) for s in range(20)] == [said(env, s, 0.5) for s in range(20)]
+    assert [reply_text(env, s, 0.5) for s in range(20)] == [
+        reply_text(env, s, 0.5) for s in range(20)
+    ]
 
 
-def test_only_walks_are_kept_from_being_learnt():
+def test_only_random_walks_are_excluded_from_training():
     env = lake(7)
     write = lake_turns(careful_turn, 0.5, walks_trained=False)
     pieces = [piece for seed in range(100) for piece in write(env, LIMITS, generator(seed))]
@@ -139,13 +141,13 @@ def test_only_walks_are_kept_from_being_learnt():
     assert all(piece.trained for piece in lake_turns(careful_turn, 0.0)(env, LIMITS, generator(0)))
 
 
-def test_straight_line():
+def test_straight_line_distance():
     env = lake(123)
     assert straight_line(env.lake, env.player) == 5  # from a3 to d1: three rows and two columns
 
 
-def test_winding_levels_are_the_far_ones_and_those_with_a_detour():
+def test_hard_levels_are_distant_or_need_a_detour():
     assert hard_level(lake(123))  # five steps
-    far = [lake(level) for level in LEVELS if hard_level(lake(level))]
-    assert all(env.lake.distances()[env.player] >= 3 for env in far)
-    assert 0.2 < len(far) / len(LEVELS) < 0.4
+    hard = [lake(level) for level in LEVELS if hard_level(lake(level))]
+    assert all(env.lake.distances()[env.player] >= 3 for env in hard)
+    assert 0.2 < len(hard) / len(LEVELS) < 0.4

@@ -1,4 +1,4 @@
-"""The Sokoban demonstrator: what it writes is true, can be carried out, and leads to the target."""
+"""The Sokoban demonstrator: its thoughts are true, its actions valid, and it solves the level."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def level(number: int) -> Sokoban:
     return env
 
 
-def written(env: Sokoban, careful: float = 1.0, seed: int = 0, limits: Limits = FULL) -> Reply:
+def demonstrate(env: Sokoban, careful: float = 1.0, seed: int = 0, limits: Limits = FULL) -> Reply:
     return sokoban_plan(careful)(env, limits, np.random.Generator(np.random.PCG64(seed)))
 
 
@@ -34,8 +34,8 @@ def text(reply: Reply) -> str:
     return "".join(piece.text for piece in reply)
 
 
-def placed(rows: list[str]) -> Sokoban:
-    """An environment with this map: P, X and O on floor."""
+def from_map(rows: list[str]) -> Sokoban:
+    """An environment with this map, in which P, X and O are on floor."""
     env = make("sokoban", rows=len(rows), cols=len(rows[0]), observation="named")
     assert isinstance(env, Sokoban)
     cells = dict(enumerate("".join(rows)))
@@ -54,29 +54,29 @@ def placed(rows: list[str]) -> Sokoban:
     return env
 
 
-CORRIDOR = placed(["######", "#P___#", "#_X_O#", "#____#", "#____#", "######"])
+CORRIDOR = from_map(["######", "#P___#", "#_X_O#", "#____#", "#____#", "######"])
 
 
-def test_golden() -> None:
+def test_reply_golden() -> None:
     # The player walks one cell down, behind the box, and pushes it over c3 onto c4.
-    assert text(written(CORRIDOR)) == (
+    assert text(demonstrate(CORRIDOR)) == (
         " P b1 X c2 O c4 push Right c1 c4 : b1 c1 _ Down c2 c3 _ Right c3 c4 O Right"
         "</think><answer>Down || Right || Right</answer>"
     )
 
 
-def test_cells_that_are_not_taken_are_looked_at() -> None:
+def test_search_also_looks_at_cells_that_are_not_taken() -> None:
     # From b2, c2 is as near to the stand c1 as b1 is, and is looked at first; it holds the box.
-    env = placed(["######", "#_P__#", "#_X_O#", "#____#", "#____#", "######"])
-    assert " : b2 c2 X b2 b1 _ Left b1 c1 _ Down c2 c3 _" in text(written(env))
+    env = from_map(["######", "#_P__#", "#_X_O#", "#____#", "#____#", "######"])
+    assert " : b2 c2 X b2 b1 _ Left b1 c1 _ Down c2 c3 _" in text(demonstrate(env))
 
 
-def test_a_turn_ends_at_its_limits_and_the_next_goes_on() -> None:
-    reply = text(written(CORRIDOR, limits=Limits(1, 5, 2, 5)))
+def test_reply_stops_at_the_action_limit() -> None:
+    reply = text(demonstrate(CORRIDOR, limits=Limits(1, 5, 2, 5)))
     assert reply.endswith(": b1 c1 _ Down c2 c3 _ Right</think><answer>Down || Right</answer>")
 
 
-def test_distances_are_those_of_shortest_solutions() -> None:
+def test_distances_equal_the_lengths_of_shortest_solutions() -> None:
     room: Room = CORRIDOR.room
     found = distances(room)
     cells = [cell for cell in range(36) if room.floor >> cell & 1]
@@ -100,27 +100,29 @@ def test_pushes_are_straight_and_stop_on_the_target() -> None:
     assert ends == {"Up": ["b2"], "Down": ["d2", "e2"], "Left": ["c1"], "Right": ["c3", "c4"]}
 
 
-def test_where_no_push_is_left_any_action_is_taken_and_not_learnt() -> None:
-    env = placed(["######", "#XP__#", "#__O_#", "#____#", "#____#", "######"])  # in a corner
+def test_reply_without_a_possible_push_is_not_trained() -> None:
+    # The box is in a corner.
+    env = from_map(["######", "#XP__#", "#__O_#", "#____#", "#____#", "######"])
     assert optimal_push(env.room, env.board) is None
-    assert [piece.trained for piece in written(env)] == [False]
+    assert [piece.trained for piece in demonstrate(env)] == [False]
 
 
-def test_a_lost_board_gets_a_slip() -> None:
-    env = placed(["######", "#_X__#", "#P___#", "#____#", "#__O_#", "######"])  # at the upper wall
+def test_unsolvable_board_gets_a_slip() -> None:
+    # The box is at the upper wall.
+    env = from_map(["######", "#_X__#", "#P___#", "#____#", "#__O_#", "######"])
     assert optimal_push(env.room, env.board) is None
-    assert text(written(env)).startswith(" P c1 X b2 push ")
+    assert text(demonstrate(env)).startswith(" P c1 X b2 push ")
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_careful_play_is_best_play(number: int) -> None:
+def test_careful_play_is_optimal_play(number: int) -> None:
     env = level(number)
     best = shortest_solution(env.room, env.board)
     assert best is not None
     played = 0
     for _ in range(12):
         actions = parse(
-            "<think>" + text(written(env)), think=True, actions=ACTIONS, max_actions=5
+            "<think>" + text(demonstrate(env)), think=True, actions=ACTIONS, max_actions=5
         ).actions
         played += len(actions)
         if any(env.step(action)[2] for action in actions):
@@ -136,8 +138,8 @@ def test_replies_are_valid_true_and_deterministic(
     env = level(number)
     before = env.get_state()
     limits = Limits(1, 5, actions_left, 5)
-    reply = written(env, float(careful), seed, limits)
-    assert reply == written(env, float(careful), seed, limits)
+    reply = demonstrate(env, float(careful), seed, limits)
+    assert reply == demonstrate(env, float(careful), seed, limits)
     assert env.get_state() == before
     parsed = parse("<think>" + text(reply), think=True, actions=ACTIONS, max_actions=actions_left)
     assert parsed.valid and parsed.actions == parsed.actions_asked and len(parsed.actions) <= 5
@@ -153,13 +155,13 @@ def test_replies_are_valid_true_and_deterministic(
     assert [shown[cell] for cell in facts[1::2]] == facts[::2]
     direction, _, end = choice.split()
     for action in parsed.actions:
-        assert env.step(action)[4]["effective"]  # nobody walks into a wall
+        assert env.step(action)[4]["effective"]  # no action walks into a wall
     if parsed.actions[-1] == direction and len(parsed.actions) < min(5, actions_left):
         boxes = env.get_state()["boxes"]
         assert [cell_name(*divmod(cell, 6)) for cell in boxes] == [end]
 
 
-def test_slips_are_hidden_where_they_shall_not_be_learnt() -> None:
+def test_slips_can_be_excluded_from_training() -> None:
     env = level(0)
     generator = np.random.Generator(np.random.PCG64(0))
     reply = sokoban_plan(0.0, slips_trained=False)(env, FULL, generator)

@@ -1,5 +1,4 @@
-"""Supervised fine-tuning: it teaches what the examples show, the same again each time, and what it
-is stopped at leaves nothing behind."""
+"""Supervised fine-tuning learns its examples, is deterministic, and leaves nothing if it fails."""
 
 from __future__ import annotations
 
@@ -39,19 +38,19 @@ from ragen.rollout.chat import Chat
 from ragen.rollout.players import PlayerPolicy, solver
 from ragen.rollout.prompt import Limits
 from tests.bandit_model import SETTINGS, bandit_model, settings
-from tests.cli.test_bad_input import ROGUE, mistake
+from tests.cli.test_bad_input import ROGUE, error_line
 from tests.tiny import TEMPLATES, tiny_tokenizer
 from tests.tolerance import LOGPROB
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
-def tiny(**more: Any) -> Config:
+def tiny_config(**more: Any) -> Config:
     """The tiny model that answers Bandit with either arm."""
     return resolve("bandit", settings(**more))
 
@@ -60,23 +59,23 @@ def weights(folder: Path) -> str:
     return hash_tensors(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
 
 
-def talks(path: Path, count: int, reply: str = "<answer>Dragon</answer>") -> Path:
-    """Bandit conversations in which everybody says the same."""
-    asked = "Bandit\nArms: Dragon, Phoenix\nturns 1 actions 1 max 1"
-    line = {"messages": [{"role": "user", "content": asked}]}
+def write_conversations(path: Path, count: int, reply: str = "<answer>Dragon</answer>") -> Path:
+    """Write a file of identical Bandit conversations."""
+    prompt = "Bandit\nArms: Dragon, Phoenix\nturns 1 actions 1 max 1"
+    line = {"messages": [{"role": "user", "content": prompt}]}
     line["messages"].append({"role": "assistant", "content": reply})
     path.write_text(f"{json.dumps(line)}\n" * count)
     return path
 
 
-def test_the_embedded_model_learns_from_the_best_player_and_training_goes_on(
+def test_embedded_model_learns_from_the_solver_and_trains_further(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "models" / "tuned"
     config = resolve("bandit", {"threads": 1})
     tuned = sft(config, out, episodes=256, epochs=4)
     assert tuned.model == out and [path.name for path in out.parent.iterdir()] == ["tuned"]
-    # A tenth of 256 is held out; 230 ÷ 32 ≈ 7 steps, four times.
+    # A tenth of 256 is held out; four epochs of 230 ÷ 32 ≈ 7 steps each.
     assert (tuned.examples, tuned.held_out, tuned.steps) == (230, 26, 28)
     assert tuned.lr == pytest.approx(5e-3) and tuned.unsolved == tuned.too_long == 0
     assert tuned.nll_before > 3 and tuned.nll_after < 0.05
@@ -85,23 +84,23 @@ def test_the_embedded_model_learns_from_the_best_player_and_training_goes_on(
     assert before.success_high < 0.7 < 0.9 < after.success_low
     assert after.valid_fraction == 1
     more = {"steps": 2, "threads": 1, "model": str(out), "eval.episodes": 32}
-    went_on = train("bandit", more, out=tmp_path / "run").after
-    assert went_on is not None and went_on.success > 0.9
+    trained_further = train("bandit", more, out=tmp_path / "run").after
+    assert trained_further is not None and trained_further.success > 0.9
 
 
-def test_training_goes_on_with_an_adapter(tmp_path: Path) -> None:
-    """With the adapter, and with all weights after merging it; below, until it is good at it."""
+def test_adapter_can_be_trained_further(tmp_path: Path) -> None:
+    """With the adapter, or with all weights after merging it. The slow test also checks success."""
     shape = {"lora__rank": 4, "lora__alpha": 8}
-    tuned = sft(tiny(**shape), tmp_path / "tuned", episodes=20, epochs=2)
+    tuned = sft(tiny_config(**shape), tmp_path / "tuned", episodes=20, epochs=2)
     assert is_adapter(tuned.model) and not (tuned.model / "model.safetensors").exists()
     assert tuned.nll_after < tuned.nll_before
     for name, more in (("adapter", shape), ("whole", {})):
-        on = tiny(model__path=str(tuned.model), steps=1, **more)
+        on = tiny_config(model__path=str(tuned.model), steps=1, **more)
         assert train(on, out=tmp_path / name).after is not None
 
 
 @pytest.mark.slow
-def test_an_adapter_learns_too_and_training_goes_on_with_it(tmp_path: Path) -> None:
+def test_adapter_learns_from_the_solver_and_trains_further(tmp_path: Path) -> None:
     out, env = tmp_path / "tuned", {"env": "bandit", "threads": 1}
     config = resolve("bandit", {"threads": 1, "lora.rank": 8, "lora.alpha": 16})
     tuned = sft(config, out, episodes=512, epochs=12)
@@ -111,84 +110,84 @@ def test_an_adapter_learns_too_and_training_goes_on_with_it(tmp_path: Path) -> N
     assert evaluate(out, env, episodes=128).success_low > 0.9
     more = {"steps": 2, "threads": 1, "model": str(out), "eval.episodes": 32}
     for rank in (8, 0):  # with the adapter, and with all weights after merging it
-        asked = more | ({"lora.rank": 8, "lora.alpha": 16} if rank else {})
-        went_on = train("bandit", asked, out=tmp_path / f"run-{rank}").after
-        assert went_on is not None and went_on.success > 0.9
+        overrides = more | ({"lora.rank": 8, "lora.alpha": 16} if rank else {})
+        trained_further = train("bandit", overrides, out=tmp_path / f"run-{rank}").after
+        assert trained_further is not None and trained_further.success > 0.9
 
 
 def test_the_same_call_gives_the_same_weights(tmp_path: Path) -> None:
-    prints = []
+    hashes = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        sft(tiny(seed=seed), tmp_path / name, episodes=12, epochs=2)
-        prints.append(weights(tmp_path / name))
-    assert prints[0] == prints[1] != prints[2]
+        sft(tiny_config(seed=seed), tmp_path / name, episodes=12, epochs=2)
+        hashes.append(weights(tmp_path / name))
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
-def test_conversations_teach_what_they_say(tmp_path: Path) -> None:
-    told: list[str] = []
-    data = talks(tmp_path / "talks.jsonl", 20)
-    tuned = sft(tiny(), tmp_path / "tuned", data, epochs=6, lr=1e-2, watch=told.append)
-    # The speaker answers with either arm: ln 2 nats for the name, among six or so certain tokens.
+def test_conversations_teach_their_replies(tmp_path: Path) -> None:
+    messages: list[str] = []
+    data = write_conversations(tmp_path / "talks.jsonl", 20)
+    tuned = sft(tiny_config(), tmp_path / "tuned", data, epochs=6, lr=1e-2, watch=messages.append)
+    # The model answers with either arm: ln 2 nats for the name, among about six certain tokens.
     assert tuned.nll_after < 0.2 * tuned.nll_before
     assert (tuned.examples, tuned.held_out) == (18, 2)
-    assert "20 conversations (left out: 0" in told[0] and "lr 0.01" in told[0]
-    assert told[-1].startswith(f"step {tuned.steps}/{tuned.steps}  nll ")
+    assert "20 conversations (left out: 0" in messages[0] and "lr 0.01" in messages[0]
+    assert messages[-1].startswith(f"step {tuned.steps}/{tuned.steps}  nll ")
     levels = evaluate(tmp_path / "tuned", SETTINGS | {"env": "bandit"}, episodes=32)
     assert levels.success == 1  # Dragon is the better arm
 
 
-def test_held_out_loss_is_the_mean_over_the_learnt_tokens(tmp_path: Path) -> None:
-    """By hand: log softmax of the model's own logits at the tokens that the mask names."""
+def test_held_out_loss_is_the_mean_over_the_trained_tokens(tmp_path: Path) -> None:
+    """By hand: log softmax of the model's own logits at the tokens of the mask."""
     model, tokenizer = load_policy(bandit_model(), "cpu", "float32")
-    batch = collate_examples(solver_examples(tiny(), Chat(tokenizer, think=False), 4).kept)
+    batch = collate_examples(solver_examples(tiny_config(), Chat(tokenizer, think=False), 4).kept)
     learner = Learner(model, UpdateConfig(), LossConfig(name="nll"))
     with torch.no_grad():
         logprobs_BTV = model(batch.token_ids_BT).logits.log_softmax(-1)
-    said = [
+    logprobs = [
         float(logprobs_BTV[row, column - 1, batch.token_ids_BT[row, column]])
         for row, column in batch.mask_BT.nonzero().tolist()
     ]
-    assert mean_nll(learner, batch) == pytest.approx(-sum(said) / len(said), abs=LOGPROB)
+    assert mean_nll(learner, batch) == pytest.approx(-sum(logprobs) / len(logprobs), abs=LOGPROB)
 
 
-def test_every_example_is_learnt_once_a_pass() -> None:
+def test_every_example_is_used_once_per_epoch() -> None:
     tokenizer = tiny_tokenizer()
     sizes = settings(model__max_length=512, rollout__max_tokens=64)
-    found = solver_examples(
+    examples = solver_examples(
         resolve("frozen-lake-still", sizes), Chat(tokenizer, think=False), 9
     ).kept
-    learnt, held_out = split_examples(found, seed=3)
-    assert len(held_out) == 1 and held_out[0] in found
-    assert [each for each in found if each in learnt or each in held_out] == found
-    batch = collate_examples(learnt)
+    training, held_out = split_examples(examples, seed=3)
+    assert len(held_out) == 1 and held_out[0] in examples
+    assert [each for each in examples if each in training or each in held_out] == examples
+    batch = collate_examples(training)
     parts = list(epoch_minibatches(batch, 3, 2, seed=0))
     seen = [int(e) for part in parts for e in part.episode_B.unique()]
-    assert len(parts) == 2 * round(8 / 3) and sorted(seen) == sorted(2 * list(range(len(learnt))))
-    assert seen[: len(learnt)] != seen[len(learnt) :]  # in another order
+    assert len(parts) == 2 * round(8 / 3) and sorted(seen) == sorted(2 * list(range(len(training))))
+    assert seen[: len(training)] != seen[len(training) :]  # in another order
 
 
-# The optimal player's episodes.
+# The solver's episodes.
 
 
-def test_the_plan_is_the_thought_and_the_answer() -> None:
+def test_solver_writes_its_plan_as_thought_and_answer() -> None:
     lake = make("frozen-lake-still")
     lake.reset(seed=123)
     prompt, limits = Prompt((), None, 0, 64, 1.0, 0), Limits(1, 5, 10, 5)
     for start, rest in (("", "<think>try "), ("<think>", "try "), ("<think>\n", "try ")):
         policy = PlayerPolicy(lambda _: solver, prefill=start, thought=plan_in_words)
-        said = policy.act(lake, Limits(1, 5, 10, 5), prompt)
+        reply = policy.act(lake, Limits(1, 5, 10, 5), prompt)
         plan = lake.solve(5, 10, 5)
         assert len(plan) > 2
-        assert said.text == (
+        assert reply.text == (
             f"{rest}{' then '.join(plan)}</think><answer>{' || '.join(plan)}</answer>"
         )
-    spoken = PlayerPolicy(lambda _: solver, think=False).act(lake, limits, prompt).text
-    assert spoken == f"<answer>{' || '.join(plan)}</answer>"
+    text = PlayerPolicy(lambda _: solver, think=False).act(lake, limits, prompt).text
+    assert text == f"<answer>{' || '.join(plan)}</answer>"
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("prefill", [True, False])
-def test_the_best_player_is_understood_in_every_chat(template: str, prefill: bool) -> None:
+def test_solver_episodes_are_solved_with_every_chat_template(template: str, prefill: bool) -> None:
     more = {"prompt.style": "paper", "prompt.prefill": prefill, "env.actions_per_turn": 1}
     sizes = {"rollout.max_tokens": 200, "model.max_length": 16384}
     examples = solver_examples(resolve("sokoban", more | sizes), Chat(tiny_tokenizer(template)), 2)
@@ -197,32 +196,32 @@ def test_the_best_player_is_understood_in_every_chat(template: str, prefill: boo
 
 def test_the_embedded_tokenizer_knows_the_words_of_a_plan() -> None:
     plan = ["Left", "Down", "Dragon", "Phoenix", "Up"]
-    said = plan_in_words(plan)
-    assert len(build().encode(said, add_special_tokens=False)) == len(said.split()) == 10
+    thought = plan_in_words(plan)
+    assert len(build().encode(thought, add_special_tokens=False)) == len(thought.split()) == 10
 
 
-def test_only_solved_levels_that_nobody_else_plays_are_learnt_from(
+def test_solver_examples_come_from_solved_levels_reserved_for_sft(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ragen.finetuning import sft as module
 
-    asked: list[int] = []
-    play = module.run_groups
+    seen_levels: list[int] = []
+    run_groups = module.run_groups
 
     async def spy(policy: Any, setup: Any, levels: Any, *rest: Any) -> Any:
-        asked.extend(levels)
-        return await play(policy, setup, levels, *rest)
+        seen_levels.extend(levels)
+        return await run_groups(policy, setup, levels, *rest)
 
     monkeypatch.setattr(module, "run_groups", spy)
     config = resolve("frozen-lake", {"threads": 1})
     examples = solver_examples(config, Chat(build()), 40)
-    assert asked == [SFT_LEVELS + index for index in range(40)]
+    assert seen_levels == [SFT_LEVELS + index for index in range(40)]
     # Optimal play on slippery ice solves about half of the levels.
     assert examples.unsolved + len(examples.kept) == 40 and 8 < examples.unsolved < 32
     assert "left out: " in str(examples)
 
 
-# What goes wrong.
+# Mistakes and failures.
 
 MUTE = """
 from tests.rogue import Rogue
@@ -232,20 +231,20 @@ class Mute(Rogue):
 """
 
 
-def test_whatever_stops_it_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_or_failed_sft_leaves_nothing_behind(tmp_path: Path) -> None:
     def interrupt(line: str) -> None:
         if line.startswith("step"):
             assert not (tmp_path / "tuned").exists()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sft(tiny(), tmp_path / "tuned", episodes=8, watch=interrupt)
+        sft(tiny_config(), tmp_path / "tuned", episodes=8, watch=interrupt)
     with pytest.raises(RagenError, match=r"the loss is nan after .* steps: set a lower --lr"):
-        sft(tiny(), tmp_path / "tuned", episodes=8, lr=1e38)
+        sft(tiny_config(), tmp_path / "tuned", episodes=8, lr=1e38)
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     with pytest.raises(RagenError, match=r"cannot write .* name a folder that can be written"):
-        sft(tiny(), tmp_path / "file" / "tuned", episodes=8)
+        sft(tiny_config(), tmp_path / "file" / "tuned", episodes=8)
 
 
 @pytest.mark.parametrize(
@@ -264,27 +263,29 @@ def test_whatever_stops_it_leaves_nothing(tmp_path: Path) -> None:
         (("--out", "talks"), "talks exists already"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_mistakes_give_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], complaint: str
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    talks(tmp_path / "talks", 3)
+    write_conversations(tmp_path / "talks", 3)
     (tmp_path / "mute.py").write_text(MUTE)
     start = ("sft", "bandit", "--model", bandit_model(), "--prompt.think", "false")
     out = () if "--out" in arguments else ("--out", "tuned")
-    assert complaint in mistake(tmp_path, *start, *out, *arguments)
+    assert complaint in error_line(tmp_path, *start, *out, *arguments)
 
 
 def test_too_long_conversations_are_left_out_and_counted(tmp_path: Path) -> None:
-    data = talks(tmp_path / "talks.jsonl", 3)
+    data = write_conversations(tmp_path / "talks.jsonl", 3)
     short = data.read_text()
-    talks(data, 2, reply=f"<answer>{'Dragon ' * 20}</answer>")
+    write_conversations(data, 2, reply=f"<answer>{'Dragon ' * 20}</answer>")
     data.write_text(short + data.read_text())
-    tuned = sft(tiny(), tmp_path / "tuned", data, epochs=1)
+    tuned = sft(tiny_config(), tmp_path / "tuned", data, epochs=1)
     assert (tuned.examples + tuned.held_out, tuned.too_long) == (3, 2)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sft_command_prints_the_next_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "tuned"
     keys = [text for key, value in settings().items() for text in (f"--{key}", str(value).lower())]
     keys = [
@@ -303,20 +304,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["sft", "bandit", "--out", str(tmp_path / "b"), *keys, "--quiet"]) == 0
     shown = capsys.readouterr()
     evaluate, train = shown.out.splitlines()[-2:]
-    asked = " --prompt.think false --rollout.max_tokens"
-    assert f"ragen eval {tmp_path / 'b'} --env bandit" in evaluate and asked in evaluate
-    assert f"ragen train bandit --model {tmp_path / 'b'}" in train and asked in train
+    options = " --prompt.think false --rollout.max_tokens"
+    assert f"ragen eval {tmp_path / 'b'} --env bandit" in evaluate and options in evaluate
+    assert f"ragen train bandit --model {tmp_path / 'b'}" in train and options in train
     assert "--threads" not in evaluate + train and shown.err == ""
     assert weights(out) == weights(tmp_path / "b")
 
 
-def test_the_command_says_how_an_adapter_is_trained_further(
+def test_sft_command_prints_adapter_options_for_further_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without its shape it would be merged into all weights."""
+    """Without the LoRA options, training would merge the adapter into all weights."""
     out, shape = tmp_path / "tuned", ["--lora.rank", "4", "--lora.alpha", "8"]
     keys = ["--model", str(bandit_model()), "--prompt.think", "false", "--threads", "1"]
-    asked = ["--episodes", "4", "--epochs", "1", "--quiet", *shape]
-    assert main(["sft", "bandit", "--out", str(out), *keys, *asked]) == 0
+    options = ["--episodes", "4", "--epochs", "1", "--quiet", *shape]
+    assert main(["sft", "bandit", "--out", str(out), *keys, *options]) == 0
     evaluate, train = capsys.readouterr().out.splitlines()[-2:]
     assert " ".join(shape) in train and "lora" not in evaluate

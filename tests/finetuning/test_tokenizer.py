@@ -1,4 +1,4 @@
-"""The embedded models' tokenizer: whole words, lossless, the same when Hugging Face loads it."""
+"""The embedded models' tokenizer: whole words, lossless, the same when loaded by transformers."""
 
 import unicodedata
 from functools import cache
@@ -27,7 +27,7 @@ def ids_of(text: str) -> list[int]:
 
 
 @given(st.lists(st.one_of(st.text(max_size=6), st.sampled_from(words())), max_size=12))
-def test_it_is_lossless(pieces: list[str]) -> None:
+def test_tokenizer_is_lossless(pieces: list[str]) -> None:
     text = unicodedata.normalize("NFC", "".join(pieces))
     assert tokenizer().decode(ids_of(text)) == text
 
@@ -39,7 +39,7 @@ def test_a_named_cell_costs_two_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(registered_envs()))
-def test_no_prompt_of_an_embedded_environment_falls_apart_into_bytes(name: str) -> None:
+def test_prompts_of_registered_environments_need_no_byte_tokens(name: str) -> None:
     params = {} if "bandit" in name else {"observation": "named"}
     env = make(name, **params)
     observation, _ = env.reset(seed=123, options={"noise_seed": 0})
@@ -53,14 +53,14 @@ def test_no_prompt_of_an_embedded_environment_falls_apart_into_bytes(name: str) 
     assert not [t for t in pieces if t not in known and t not in ":,"]
 
 
-def test_its_chat_extends_exactly() -> None:
+def test_chat_template_extends_exactly() -> None:
     chat = Chat(tokenizer())
     assert chat.exact
     assert chat.end_ids == {tokenizer().eos_token_id}
 
 
 @pytest.mark.parametrize("folder", sorted(BASES.iterdir()), ids=lambda path: path.name)
-def test_the_shipped_models_hold_this_tokenizer(folder: Path) -> None:
+def test_shipped_models_contain_this_tokenizer(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Conversations from a file: what is learnt is exactly what the assistant says, with its end."""
+"""Conversations from a file: exactly the assistant's replies and end-of-turn tokens are trained."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchan
 from ragen.rollout.chat import Chat
 from tests.tiny import TEMPLATES, tiny_tokenizer
 
-TALK = (
+CONVERSATION = (
     {"role": "user", "content": "P _ G"},
     {"role": "assistant", "content": "<think>go</think><answer>Right</answer>"},
     {"role": "user", "content": "_ P G"},
     {"role": "assistant", "content": "<think>on</think><answer>Right</answer>"},
 )
-SAID = ("go</think><answer>Right</answer>", "on</think><answer>Right</answer>")
+REPLIES = ("go</think><answer>Right</answer>", "on</think><answer>Right</answer>")
 
 CHATML_OPENING = "<|im_start|>user\nP _ G<|im_end|>\n<|im_start|>assistant\n"
 MARKED = {
     "chatml": [
-        f"{CHATML_OPENING}<think>[{SAID[0]}<|im_end|>]\n<|im_start|>user\n_ P G<|im_end|>\n"
-        f"<|im_start|>assistant\n<think>[{SAID[1]}<|im_end|>]"
+        f"{CHATML_OPENING}<think>[{REPLIES[0]}<|im_end|>]\n<|im_start|>user\n_ P G<|im_end|>\n"
+        f"<|im_start|>assistant\n<think>[{REPLIES[1]}<|im_end|>]"
     ],
     "llama3": [
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nP _ G<|eot_id|>"
-        f"<|start_header_id|>assistant<|end_header_id|>\n\n<think>[{SAID[0]}<|eot_id|>]"
+        f"<|start_header_id|>assistant<|end_header_id|>\n\n<think>[{REPLIES[0]}<|eot_id|>]"
         "<|start_header_id|>user<|end_header_id|>\n\n_ P G<|eot_id|>"
-        f"<|start_header_id|>assistant<|end_header_id|>\n\n<think>[{SAID[1]}<|eot_id|>]"
+        f"<|start_header_id|>assistant<|end_header_id|>\n\n<think>[{REPLIES[1]}<|eot_id|>]"
     ],
     "gemma": [
         "<bos><start_of_turn>user\nP _ G<end_of_turn>\n"
-        f"<start_of_turn>model\n<think>[{SAID[0]}<end_of_turn>]\n"
+        f"<start_of_turn>model\n<think>[{REPLIES[0]}<end_of_turn>]\n"
         "<start_of_turn>user\n_ P G<end_of_turn>\n"
-        f"<start_of_turn>model\n<think>[{SAID[1]}<end_of_turn>]"
+        f"<start_of_turn>model\n<think>[{REPLIES[1]}<end_of_turn>]"
     ],
-    # The space before its </s> is no part of a reply.
+    # The space before </s> is not part of the reply.
     "llama2": [
-        f"<s>[INST] P _ G [/INST] <think>[{SAID[0]}</s>]<s>"
-        f"[INST] _ P G [/INST] <think>[{SAID[1]}</s>]"
+        f"<s>[INST] P _ G [/INST] <think>[{REPLIES[0]}</s>]<s>"
+        f"[INST] _ P G [/INST] <think>[{REPLIES[1]}</s>]"
     ],
-    # It opens the thought itself, with a line of its own.
+    # The template opens the thought itself, followed by a line break.
     "thinker": [
-        f"{CHATML_OPENING}<think>\n[{SAID[0]}<|im_end|>]\n<|im_start|>user\n_ P G<|im_end|>\n"
-        f"<|im_start|>assistant\n<think>\n[{SAID[1]}<|im_end|>]"
+        f"{CHATML_OPENING}<think>\n[{REPLIES[0]}<|im_end|>]\n<|im_start|>user\n_ P G<|im_end|>\n"
+        f"<|im_start|>assistant\n<think>\n[{REPLIES[1]}<|im_end|>]"
     ],
-    # What ends a reply is the next header.
+    # The next header ends a reply.
     "glm": [
-        f"[gMASK]<|user|>\nP _ G<|assistant|>\n<think>[{SAID[0]}<|user|>]\n_ P G"
-        f"<|assistant|>\n<think>[{SAID[1]}<|user|>]"
+        f"[gMASK]<|user|>\nP _ G<|assistant|>\n<think>[{REPLIES[0]}<|user|>]\n_ P G"
+        f"<|assistant|>\n<think>[{REPLIES[1]}<|user|>]"
     ],
-    # Nothing ends a reply but the tokenizer's own end of text; then the template goes on.
+    # The template has no end-of-turn token, so the tokenizer's end of text ends a reply.
     "plain": [
-        f"user: P _ G\nassistant: <think>[{SAID[0]}<|endoftext|>]\nuser: _ P G\n"
-        f"assistant: <think>[{SAID[1]}<|endoftext|>]"
+        f"user: P _ G\nassistant: <think>[{REPLIES[0]}<|endoftext|>]\nuser: _ P G\n"
+        f"assistant: <think>[{REPLIES[1]}<|endoftext|>]"
     ],
 }
 MARKED |= {"qwen3": MARKED["chatml"], "reasoner": MARKED["chatml"], "hollow": MARKED["thinker"]}
-"""What a model is shown of `TALK`, and in brackets what it learns."""
+"""The text of `CONVERSATION` per template, with trained tokens in brackets."""
 
 
 def samples(
@@ -76,46 +76,46 @@ def samples(
     return join(to_exchanges(Transcript("talk", tuple(messages)), chat, prefill, 64, drops), 0, 0)
 
 
-def marked(sample: Sample, template: str) -> str:
-    """A sample's text, brackets around each run of learnt tokens."""
-    tokenizer, text, learnt = tiny_tokenizer(template), "", False
+def mark_trained(sample: Sample, template: str) -> str:
+    """A sample's text with brackets around each run of trained tokens."""
+    tokenizer, text, trained = tiny_tokenizer(template), "", False
     for token, on in zip(sample.token_ids, sample.loss_mask, strict=True):
-        text += ("[" if on else "]") * (on != learnt) + tokenizer.decode([token])
-        learnt = on
-    return text + "]" * learnt
+        text += ("[" if on else "]") * (on != trained) + tokenizer.decode([token])
+        trained = on
+    return text + "]" * trained
 
 
 @pytest.mark.parametrize("template", MARKED)
-def test_what_is_learnt_is_what_the_assistant_says(template: str) -> None:
-    (sample,) = samples(TALK, template)
-    assert [marked(sample, template)] == MARKED[template]
+def test_trained_tokens_are_the_assistant_replies(template: str) -> None:
+    (sample,) = samples(CONVERSATION, template)
+    assert [mark_trained(sample, template)] == MARKED[template]
     assert sum(sample.turn_ends) == 2
 
 
 @pytest.mark.parametrize("template", ["chatml", "qwen3"])
 def test_dropped_thoughts_make_each_turn_a_sample(template: str) -> None:
-    first, second = samples(TALK, template, drops=True)
-    assert marked(first, template) == f"{CHATML_OPENING}<think>[{SAID[0]}<|im_end|>]"
-    assert marked(second, template) == (
+    first, second = samples(CONVERSATION, template, drops=True)
+    assert mark_trained(first, template) == f"{CHATML_OPENING}<think>[{REPLIES[0]}<|im_end|>]"
+    assert mark_trained(second, template) == (
         f"{CHATML_OPENING}<answer>Right</answer><|im_end|>\n<|im_start|>user\n_ P G<|im_end|>\n"
-        f"<|im_start|>assistant\n<think>[{SAID[1]}<|im_end|>]"
+        f"<|im_start|>assistant\n<think>[{REPLIES[1]}<|im_end|>]"
     )
 
 
 @pytest.mark.parametrize("template", ["chatml", "gemma"])
-def test_a_system_text_goes_where_the_template_has_it(template: str) -> None:
-    (sample,) = samples([{"role": "system", "content": "Be brief."}, *TALK], template)
-    (plain,) = samples(TALK, template)
-    assert "Be brief." in marked(sample, template)
+def test_system_message_is_placed_by_the_template_and_not_trained(template: str) -> None:
+    (sample,) = samples([{"role": "system", "content": "Be brief."}, *CONVERSATION], template)
+    (plain,) = samples(CONVERSATION, template)
+    assert "Be brief." in mark_trained(sample, template)
     assert sum(sample.loss_mask) == sum(plain.loss_mask)
 
 
-def test_a_reply_without_the_prefill_is_learnt_from_its_first_token() -> None:
-    (sample,) = samples(TALK, "chatml", prefill="")
-    assert "assistant\n[<think>go" in marked(sample, "chatml")
-    talk = [TALK[0], {"role": "assistant", "content": "<answer>Right</answer>"}]
-    (sample,) = samples(talk, "chatml")
-    assert marked(sample, "chatml") == f"{CHATML_OPENING}[<answer>Right</answer><|im_end|>]"
+def test_reply_without_the_prefill_is_trained_from_its_first_token() -> None:
+    (sample,) = samples(CONVERSATION, "chatml", prefill="")
+    assert "assistant\n[<think>go" in mark_trained(sample, "chatml")
+    messages = [CONVERSATION[0], {"role": "assistant", "content": "<answer>Right</answer>"}]
+    (sample,) = samples(messages, "chatml")
+    assert mark_trained(sample, "chatml") == f"{CHATML_OPENING}[<answer>Right</answer><|im_end|>]"
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -125,7 +125,7 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
     st.sampled_from([name for name in TEMPLATES if not Chat(tiny_tokenizer(name)).opening]),
     st.lists(st.tuples(WORDS, WORDS.map(str.strip).filter(bool)), min_size=1, max_size=3),
 )
-def test_the_learnt_tokens_spell_the_replies_of_any_conversation(
+def test_trained_tokens_decode_to_the_replies_of_any_conversation(
     template: str, turns: list[tuple[str, str]]
 ) -> None:
     messages = [
@@ -134,55 +134,55 @@ def test_the_learnt_tokens_spell_the_replies_of_any_conversation(
         for role, text in zip(("user", "assistant"), turn, strict=True)
     ]
     tokenizer, end = tiny_tokenizer(template), Chat(tiny_tokenizer(template)).end
-    spoken: dict[int, list[int]] = {}
+    trained_tokens: dict[int, list[int]] = {}
     for sample in samples(messages, template):
         for token, turn, on in zip(
             sample.token_ids, sample.turn_index, sample.loss_mask, strict=True
         ):
             assert on == (turn >= 0)
             if on:
-                spoken.setdefault(turn, []).append(token)
-    assert [tokenizer.decode(ids[:-1]) for _, ids in sorted(spoken.items())] == [
+                trained_tokens.setdefault(turn, []).append(token)
+    assert [tokenizer.decode(ids[:-1]) for _, ids in sorted(trained_tokens.items())] == [
         reply for _, reply in turns
     ]
-    assert all(ids[-1] == end for ids in spoken.values())
+    assert all(ids[-1] == end for ids in trained_tokens.values())
 
 
-def test_replies_that_the_model_could_not_say_are_refused() -> None:
-    talk = [TALK[0], {"role": "assistant", "content": "<answer>Right</answer>"}]
+def test_replies_that_the_model_could_not_generate_are_refused() -> None:
+    messages = [CONVERSATION[0], {"role": "assistant", "content": "<answer>Right</answer>"}]
     with pytest.raises(RagenError, match=r"talk: this model's chat template begins .* <think>"):
-        samples(talk, "thinker")
-    talk = [TALK[0], {"role": "assistant", "content": "Right<|im_end|> and on"}]
+        samples(messages, "thinker")
+    messages = [CONVERSATION[0], {"role": "assistant", "content": "Right<|im_end|> and on"}]
     with pytest.raises(RagenError, match="talk: an assistant message contains the token"):
-        samples(talk, "chatml")
+        samples(messages, "chatml")
 
 
 # The file.
 
 
-def written(path: Path, *lines: Any) -> Path:
+def write_jsonl(path: Path, *lines: Any) -> Path:
     texts = [line if isinstance(line, str) else json.dumps({"messages": line}) for line in lines]
     path.write_text("\n".join(texts), encoding="utf-8")
     return path
 
 
-def test_conversations_are_read_as_they_stand(tmp_path: Path) -> None:
-    padded = [TALK[0], {"role": "assistant", "content": " \n<think>go</think>\n"}]
-    unanswered = [*TALK, {"role": "user", "content": "_ _ √"}]
-    # JSON allows some characters inside a text that other readers take for line ends.
+def test_conversations_are_read_from_a_file(tmp_path: Path) -> None:
+    padded = [CONVERSATION[0], {"role": "assistant", "content": " \n<think>go</think>\n"}]
+    unanswered = [*CONVERSATION, {"role": "user", "content": "_ _ √"}]
+    # JSON strings may contain characters that `str.splitlines` takes for line ends.
     odd = '{"messages": [{"role": "user", "content": "a\u2028b"}, {"role": "assistant", '
     odd += '"content": "c", "weight": 1}], "id": 7}'
-    path = written(tmp_path / "talks.jsonl", TALK, "", padded, unanswered, odd, "\n")
+    path = write_jsonl(tmp_path / "talks.jsonl", CONVERSATION, "", padded, unanswered, odd, "\n")
     path.write_text("\ufeff" + path.read_text("utf-8"), "utf-8")
     first, second, third, fourth = read_transcripts(path)
-    assert first == Transcript(f"{path}, line 1", TALK)
+    assert first == Transcript(f"{path}, line 1", CONVERSATION)
     assert second.messages[1]["content"] == "<think>go</think>"
     assert second.where.endswith("line 3")
-    assert third.messages == TALK
+    assert third.messages == CONVERSATION
     assert fourth.messages[0]["content"] == "a\u2028b"
 
 
-USER, REPLY = TALK[:2]
+USER, REPLY = CONVERSATION[:2]
 
 
 @pytest.mark.parametrize(
@@ -210,18 +210,20 @@ USER, REPLY = TALK[:2]
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "hex escape"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: Any, complaint: str) -> None:
-    path = written(tmp_path / "talks.jsonl", TALK, line)
+def test_invalid_line_is_reported_with_its_number(
+    tmp_path: Path, line: Any, complaint: str
+) -> None:
+    path = write_jsonl(tmp_path / "talks.jsonl", CONVERSATION, line)
     with pytest.raises(RagenError, match=complaint) as caught:
         read_transcripts(path)
     assert str(caught.value).startswith(f"{path}, line 2: ")
 
 
-def test_a_bad_file_is_named(tmp_path: Path) -> None:
+def test_invalid_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RagenError, match=r"cannot read .*none: no such file"):
         read_transcripts(tmp_path / "none")
     with pytest.raises(RagenError, match="holds no conversation"):
-        read_transcripts(written(tmp_path / "empty.jsonl", "", " "))
+        read_transcripts(write_jsonl(tmp_path / "empty.jsonl", "", " "))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(RagenError, match="is not UTF-8"):
         read_transcripts(tmp_path / "bytes")

@@ -1,4 +1,4 @@
-"""What leaves a run: the same model, asked in the same words, and a card that says how it plays."""
+"""Export of a policy: the same weights, the same prompts, and a card with its results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROBE = torch.tensor([[5, 6, 7, 8, 9]])
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps, evaluated at T=.5 before, at step 2 and after; all checkpoints stay."""
+    """A run of three steps with all checkpoints, evaluated at T=0.5 before, at step 2 and after."""
     more: dict[str, Any] = {"eval__every": 2, "eval__temperature": 0.5, "checkpoint__keep": 9}
     out = tmp_path_factory.mktemp("runs") / "bandit-7"
     return train(resolve("bandit", settings(**more)), out).run
@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """The same, to be spoilt."""
+    """A copy of the trained run that a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "bandit-7"))
 
 
@@ -63,12 +63,12 @@ def blocks(folder: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text("utf-8"), re.DOTALL)
 
 
-def test_plain_transformers_loads_the_very_policy(run: Path) -> None:
+def test_transformers_loads_exactly_the_policy(run: Path) -> None:
     folder = export(run)
     assert folder == run / "export-step-3"
     policy, _ = load_policy(newest(run), "cpu", "float32")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.dtype == torch.float32  # as it was trained
+    assert model.dtype == torch.float32  # the format in which it was trained
     with torch.no_grad():
         assert torch.equal(model(PROBE).logits, policy(PROBE).logits)
     same = "model.safetensors"
@@ -78,7 +78,9 @@ def test_plain_transformers_loads_the_very_policy(run: Path) -> None:
     assert not {name for name in names if "optimizer" in name or "state" in name}
 
 
-def test_the_cards_example_asks_as_the_run_did(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_example_uses_the_prompt_of_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = export(run)
     monkeypatch.chdir(folder)
     names: dict[str, Any] = {}
@@ -87,9 +89,9 @@ def test_the_cards_example_asks_as_the_run_did(run: Path, monkeypatch: pytest.Mo
     chat, config = Chat(tokenizer, think=False), read_facts(run).config
     setup = make_setup(config, chat)
     episode = run_async(play_episode(SILENT, setup, EpisodeSpec(EVAL_LEVELS, 0, 0, (0, "x"))))
-    asked = episode.turns[0].prompt.token_ids
-    assert tuple(names["prompt"]["input_ids"][0].tolist()) == asked
-    sampled = names["output"][0, len(asked or ()) :]
+    prompt_ids = episode.turns[0].prompt.token_ids
+    assert tuple(names["prompt"]["input_ids"][0].tolist()) == prompt_ids
+    sampled = names["output"][0, len(prompt_ids or ()) :]
     assert 0 < len(sampled) <= config.rollout.max_tokens
     assert not set(sampled[:-1].tolist()) & chat.end_ids  # it stops where a turn ends
 
@@ -97,7 +99,7 @@ def test_the_cards_example_asks_as_the_run_did(run: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("think", [True, False])
 @pytest.mark.parametrize("prefill", [True, False])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_example_asks_alike_with_every_template(
+def test_card_usage_matches_the_run_prompt_with_every_template(
     template: str, prefill: bool, think: bool
 ) -> None:
     tokenizer = tiny_tokenizer(template)
@@ -118,14 +120,14 @@ def test_the_example_asks_alike_with_every_template(
     assert usage.start in ("", make_setup(config, chat).prefill)
 
 
-def test_it_samples_as_in_the_evaluation(run: Path) -> None:
+def test_generation_config_samples_as_the_evaluation_does(run: Path) -> None:
     generation = GenerationConfig.from_pretrained(export(run))
     assert (generation.do_sample, generation.temperature) == (True, 0.5)
     assert (generation.top_k, generation.top_p, generation.max_new_tokens) == (0, 1.0, 10)
     assert generation.eos_token_id == [0, 1]  # <|endoftext|> and the template's <|im_end|>
 
 
-def test_the_card_says_how_it_plays(run: Path) -> None:
+def test_card_reports_results_and_settings(run: Path) -> None:
     text = (export(run) / "README.md").read_text("utf-8")
     for words in (
         "# bandit-7\n",
@@ -152,7 +154,7 @@ def test_the_card_says_how_it_plays(run: Path) -> None:
     assert str(run.parent) not in text and read_facts(run).config.model.path not in text
 
 
-def test_a_card_of_an_earlier_step_knows_nothing_later(run: Path) -> None:
+def test_card_of_an_earlier_step_omits_later_results(run: Path) -> None:
     facts = until(read_facts(run), 1)
     assert {each.step for each in facts.evaluations} == {0}
     assert all(max(series) <= 1 for series in facts.metrics.values())
@@ -161,7 +163,7 @@ def test_a_card_of_an_earlier_step_knows_nothing_later(run: Path) -> None:
     assert "step 3" not in text
 
 
-def test_the_base_is_named_by_where_the_runs_began(run: Path, tmp_path: Path) -> None:
+def test_card_names_the_base_model_of_the_first_run(run: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()
     config = (run / "config.toml").read_text()
@@ -174,18 +176,20 @@ def test_the_base_is_named_by_where_the_runs_began(run: Path, tmp_path: Path) ->
     assert "| model.path | base | first |" in text
 
 
-def test_it_is_a_model_to_ragen_again(run: Path) -> None:
+def test_export_can_be_evaluated_as_a_model(run: Path) -> None:
     folder = export(run)
-    alike = {key: value for key, value in settings().items() if key.startswith(("prompt", "model"))}
-    overrides = alike | {"env.name": "bandit", "threads": 1, "model.path": str(folder)}
-    mine, runs = (
+    shared = {
+        key: value for key, value in settings().items() if key.startswith(("prompt", "model"))
+    }
+    overrides = shared | {"env.name": "bandit", "threads": 1, "model.path": str(folder)}
+    exported, original = (
         evaluate_target(str(target), overrides, episodes=4, temperature=0.5)[0]
         for target in (folder, run)
     )
-    assert mine.mean_return == runs.mean_return
+    assert exported.mean_return == original.mean_return
 
 
-def test_which_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_step_and_best_select_the_checkpoint(run: Path, tmp_path: Path) -> None:
     best = read_state(newest(run))["loop"]["best_step"]
     for out, options, step in ((None, {"step": 1}, 1), (tmp_path / "b", {"best": True}, best)):
         folder = export(run, out, **options)
@@ -195,7 +199,7 @@ def test_which_checkpoint(run: Path, tmp_path: Path) -> None:
         assert (folder / weights).read_bytes() == (source / weights).read_bytes()
 
 
-def spoil(run: Path, name: str) -> None:
+def damage(run: Path, name: str) -> None:
     """Change a file of the newest checkpoint."""
     (newest(run) / name).write_bytes(b"spoilt")
 
@@ -214,7 +218,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "has no checkpoint of step 9; it has those of steps 0, 1, 2, 3",
     ),
     "damaged": (
-        lambda run: spoil(run, "model.safetensors"),
+        lambda run: damage(run, "model.safetensors"),
         "",
         "checkpoint step-3: model.safetensors is damaged (it is not what was written); --step "
         "takes another (0, 1, 2)",
@@ -232,17 +236,17 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(name: str, run: Path, capsys: Capture) -> None:
+def test_mistake_gives_one_line_and_leaves_nothing(name: str, run: Path, capsys: Capture) -> None:
     prepare, options, words = MISTAKES[name]
     prepare(run)
     before = sorted(run.rglob("*"))
     assert main(["export", str(run), *options.replace("RUN", str(run)).split()]) == 2
-    said = capsys.readouterr()
-    assert words in said.err and said.err.count("\n") == 1 and said.out == ""
+    output = capsys.readouterr()
+    assert words in output.err and output.err.count("\n") == 1 and output.out == ""
     assert sorted(run.rglob("*")) == before
 
 
-def test_a_disk_that_is_full_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -253,14 +257,14 @@ def test_a_disk_that_is_full_leaves_nothing(run: Path, monkeypatch: pytest.Monke
     assert sorted(run.rglob("*")) == before
 
 
-def test_the_command_says_where_it_is(run: Path, capsys: Capture) -> None:
+def test_export_command_prints_the_folder(run: Path, capsys: Capture) -> None:
     out = run.parent / "mine"
     assert main(["export", str(run), "--out", str(out), "--step", "2"]) == 0
     assert f"the policy is in {out}; its README.md" in capsys.readouterr().out
     assert json.loads((out / "config.json").read_text())["model_type"] == "qwen2"
 
 
-GREEDILY = """
+VLLM_SCRIPT = """
 import re, sys
 blocks = re.findall(r"```python\\n(.*?)```", open("README.md").read(), re.DOTALL)
 here = "LLM(folder, dtype='float32', enforce_eager=True, max_model_len=512, block_size=32)"
@@ -268,15 +272,15 @@ exec(blocks[0] + blocks[1].replace("LLM(folder)", here))
 from vllm import SamplingParams
 usual = llm.get_default_sampling_params()
 assert (usual.temperature, usual.top_k, usual.top_p, usual.max_tokens) == (1.0, 0, 1.0, 24)
-said = llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=24))
+outputs = llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=24))
 mine = model.generate(prompt["input_ids"], do_sample=False)[0, len(ids) :].tolist()
-print("said", list(said[0].outputs[0].token_ids) == mine, reply.endswith("</answer>"))
+print("result", list(outputs[0].outputs[0].token_ids) == mine, reply.endswith("</answer>"))
 """
 
 
 @pytest.mark.vllm
-def test_vllm_serves_it_by_the_cards_example(tmp_path: Path) -> None:
-    """In a process of its own: vLLM is told by the environment how to run on a CPU."""
+def test_vllm_example_of_the_card_generates_as_transformers_does(tmp_path: Path) -> None:
+    """In a separate process, because environment variables make vLLM run on a CPU."""
     small = {"steps": 1, "eval.episodes": 2, "rollout.num_groups": 2, "threads": 1}
     folder = export(train(resolve("bandit", small), tmp_path / "run").run)
     on_cpu = {
@@ -285,31 +289,31 @@ def test_vllm_serves_it_by_the_cards_example(tmp_path: Path) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     done = subprocess.run(
-        [sys.executable, "-c", GREEDILY],
+        [sys.executable, "-c", VLLM_SCRIPT],
         cwd=folder,
         env=os.environ | on_cpu,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "said True True" in done.stdout, done.stderr[-2000:]
+    assert "result True True" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.fixture
 def adapted(tmp_path: Path) -> Path:
-    """A step of LoRA."""
+    """A run of one step with LoRA."""
     more: dict[str, Any] = {"lora__rank": 4, "lora__alpha": 8, "update__lr": 0.1, "steps": 1}
     return train(resolve("bandit", settings(**more)), tmp_path / "adapted").run
 
 
 def logits_of(run: Path) -> torch.Tensor:
-    """What the run's policy says to the probe, its adapter beside its base."""
+    """The policy's logits for the probe, with its adapter not merged."""
     model, _ = load_model(read_facts(run).config, str(newest(run)))
     with torch.no_grad():
         return model(PROBE).logits
 
 
-def test_an_adapter_leaves_as_an_adapter(adapted: Path) -> None:
+def test_adapter_is_exported_as_an_adapter(adapted: Path) -> None:
     folder = export(adapted)
     model = AutoModelForCausalLM.from_pretrained(folder)  # transformers finds the base and peft
     with torch.no_grad():
@@ -321,7 +325,7 @@ def test_an_adapter_leaves_as_an_adapter(adapted: Path) -> None:
     assert not (folder / "model.safetensors").exists()
 
 
-def test_an_adapter_is_asked_as_the_run_was_and_not_as_its_base(
+def test_adapter_uses_the_generation_config_of_the_run_and_not_of_its_base(
     adapted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = export(adapted)
@@ -334,7 +338,7 @@ def test_an_adapter_is_asked_as_the_run_was_and_not_as_its_base(
     assert used.max_new_tokens != of_base.max_new_tokens
 
 
-def test_a_merged_adapter_leaves_as_a_model(adapted: Path) -> None:
+def test_merged_adapter_is_exported_as_a_model(adapted: Path) -> None:
     folder = export(adapted, merge=True)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():

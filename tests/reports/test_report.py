@@ -1,4 +1,4 @@
-"""The report: what it says of a run that was made up, in words, tables and plots."""
+"""The report of a synthetic run: text, tables and plots."""
 
 import io
 import math
@@ -27,7 +27,7 @@ ONLY = Attempt(0, 1, 3, math.inf)
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Four steps; then the guard goes back to step 2, and three more of another attempt follow."""
+    """A run of four steps, rolled back to step 2, with three more steps in a second attempt."""
     config = resolve("bandit", {"steps": 5, "seed": 7})
     folder = tmp_path / "bandit-7"
     folder.mkdir()
@@ -61,21 +61,21 @@ def log(recorder: Recorder, step: int, success: float) -> None:
 
 
 def cells(facts: Facts, title: str) -> dict[str, tuple[str, ...]]:
-    """A section's table: first cell to the others."""
+    """A section's table as a dictionary from each row's first cell to the others."""
     (section,) = (section for section in page(facts) if section.title.startswith(title))
     return {row[0]: row[1:] for row in section.rows}
 
 
-def test_a_rollback_counts_what_stands(run: Path) -> None:
+def test_facts_exclude_rolled_back_steps(run: Path) -> None:
     facts = read_facts(run)
     assert facts.steps == 5
     assert facts.metrics["success/mean"] == {1: 0.6, 2: 0.7, 3: 0.9, 4: 0.9, 5: 0.9}
     assert facts.curve("success/mean").rolled_back == ({2: 0.7, 3: 0.8, 4: 0.9},)
-    assert [each.step for each in facts.evaluations] == [0, 5]  # that of the lost step 4 is not
+    assert [each.step for each in facts.evaluations] == [0, 5]  # step 4 was rolled back
     assert facts.alarms == [4]
 
 
-def test_a_second_rollback_reaches_behind_the_first(tmp_path: Path) -> None:
+def test_second_rollback_may_go_back_further_than_the_first(tmp_path: Path) -> None:
     with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
         for attempt, steps in enumerate(([1, 2, 3, 4], [4, 5], [2])):
             recorder.attempt = attempt
@@ -86,7 +86,7 @@ def test_a_second_rollback_reaches_behind_the_first(tmp_path: Path) -> None:
     assert curve.rolled_back == ({1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}, {4: 1.0, 5: 1.0})
 
 
-def test_what_was_learnt_stands_beside_floor_and_ceiling(run: Path) -> None:
+def test_success_is_reported_with_random_and_optimal_play(run: Path) -> None:
     facts = read_facts(run)
     assert cells(facts, "Success") == {
         "random play": ("50.0%", "", "0.200"),
@@ -99,7 +99,7 @@ def test_what_was_learnt_stands_beside_floor_and_ceiling(run: Path) -> None:
     assert section.lines[1] == "T=1: 50.0% → 90.0%, +40.0 points [+25.9, +54.1]."
 
 
-def test_no_change_is_said_to_be_none(tmp_path: Path) -> None:
+def test_change_within_the_interval_is_reported_as_no_change(tmp_path: Path) -> None:
     with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
         recorder.evaluation(0, evaluation(0.5).record())
         recorder.evaluation(60, evaluation(0.6).record())
@@ -117,15 +117,15 @@ def test_the_best_evaluation_in_between_is_shown(tmp_path: Path) -> None:
     assert players[1:-1] == ["step 0, T=1", "step 10, T=1", "step 20, T=1"]
 
 
-def test_signals_have_their_extremes_with_the_step(run: Path) -> None:
+def test_signals_show_their_extremes_with_the_step(run: Path) -> None:
     found = cells(read_facts(run), "Signals")
     assert found["success"] == ("0.6", "0.6 (1)", "0.9 (3)", "0.9", "▁▃███")
     assert found["reward std"] == ("0.25", "0.25 (1)", "0.25 (1)", "0.25", "▁▁▁▁▁")
 
 
-def test_gradients_by_reward_std_stand_where_they_were_taken(run: Path) -> None:
+def test_gradients_by_reward_std_are_shown_only_if_measured(run: Path) -> None:
     assert "Gradients by reward std" not in [section.title for section in page(read_facts(run))]
-    course = {
+    metrics = {
         "gradient_by_std/0/groups": {1: 4.0, 3: 12.0},
         "gradient_by_std/0/task_per_token": {1: 9.0, 3: 0.0},
         "gradient_by_std/0/task_per_sample": {1: 9.0, 3: 0.0},
@@ -133,13 +133,13 @@ def test_gradients_by_reward_std_stand_where_they_were_taken(run: Path) -> None:
         "gradient_by_std/3/groups": {3: 4.0},
         "gradient_by_std/3/task_per_token": {3: 0.5},
     }
-    found = Facts(Path(), resolve(None), course, (), (), {ONLY: course})
+    found = Facts(Path(), resolve(None), metrics, (), (), {ONLY: metrics})
     assert cells(found, "Gradients") == {"0": ("12", "0"), "3": ("4", "0.5")}
 
 
 def test_exactness_counts_checks_and_keeps_the_largest_difference(run: Path) -> None:
     assert cells(read_facts(run), "Exactness") == {
-        "exactness/tokens_checked": ("5,000",),  # of the five steps that stand
+        "exactness/tokens_checked": ("5,000",),  # of the five steps in effect
         "mismatch/max_abs": ("5e-06",),
     }
 
@@ -156,7 +156,7 @@ def test_time_counts_all_attempts(run: Path) -> None:
     assert section.lines == ("0:29 in total, 14,000 tokens sampled in steps, 483 tokens/s.",)
 
 
-def test_no_second_is_counted_twice() -> None:
+def test_phases_count_no_time_twice() -> None:
     parts = {"generate": 2.0, "env": 1.0, "rollout": 3.0, "update": 4.0, "step": 7.0}
     seconds = {f"time/{name}_s": {1: value} for name, value in parts.items()}
     history = seconds | {"time/tokens_per_s": {1: 900.0}}
@@ -164,13 +164,13 @@ def test_no_second_is_counted_twice() -> None:
     assert found == {"generate": 2.0, "env": 1.0, "update": 4.0}
 
 
-def test_settings_name_what_the_preset_has(run: Path) -> None:
+def test_changed_settings_show_the_value_of_the_preset(run: Path) -> None:
     found = cells(read_facts(run), "Settings that differ from starpo-s/grpo")
     assert found["seed"] == ("0", "7")
     assert found["env.name"] == ("frozen-lake-still", "bandit")
 
 
-def test_markdown_keeps_its_tables_whole(run: Path) -> None:
+def test_markdown_rows_have_as_many_cells_as_their_header(run: Path) -> None:
     text = markdown(page(read_facts(run)), ["success"])
     assert text.startswith("# Run bandit-7\n\nEnvironment bandit, model base, recipe bandit")
     assert "Finished steps: 5 in 2 attempts; budget: 5 steps." in text
@@ -185,7 +185,7 @@ def test_markdown_keeps_its_tables_whole(run: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_page_fits_a_terminal(run: Path, width: int) -> None:
+def test_report_fits_the_width_of_a_terminal(run: Path, width: int) -> None:
     console = Console(record=True, width=width, file=io.StringIO())
     show(console, page(read_facts(run)))
     shown = console.export_text()
@@ -194,7 +194,7 @@ def test_the_page_fits_a_terminal(run: Path, width: int) -> None:
         assert words in shown
 
 
-def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path) -> None:
+def test_run_without_finished_steps_has_a_report(tmp_path: Path) -> None:
     Recorder.create(tmp_path, dump(resolve("bandit"))).close()
     path = write_report(read_facts(tmp_path), tmp_path)
     text = path.read_text(encoding="utf-8")
@@ -208,7 +208,7 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.png")) == []
 
 
-def test_a_run_can_be_reported_while_it_goes_on(tmp_path: Path) -> None:
+def test_unfinished_run_can_be_reported(tmp_path: Path) -> None:
     with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
         log(recorder, 1, 0.5)
         recorder.commit()
@@ -227,7 +227,7 @@ def test_smoothed_golden() -> None:
     assert smoothed({1: 1.0, 2: 3.0, 4: 5.0, 5: 7.0}, 3) == {1: 1, 2: 2, 4: 3, 5: 5}
 
 
-def test_attempts_and_alarms_are_drawn() -> None:
+def test_signal_plot_shows_rolled_back_attempts_and_alarms() -> None:
     curve = Curve({1: 0.5, 2: 0.6, 3: 0.7}, ({2: 0.6, 3: 0.1},))
     figure = draw_signals({"reward std": curve, "entropy": Curve({1: 1.0})}, [3, 3])
     above, below = figure.axes
@@ -239,19 +239,19 @@ def test_attempts_and_alarms_are_drawn() -> None:
     assert [axes.get_title("left") for axes in (above, below)] == ["reward std", "entropy"]
 
 
-def test_floor_and_ceiling_are_drawn_where_they_are_known(run: Path) -> None:
+def test_success_plot_shows_random_and_optimal_play(run: Path) -> None:
     facts = read_facts(run)
     figure = draw_success(facts.curve("success/mean"), Curve({}), facts.evaluations, [])
     levels = [line.get_ydata()[0] for line in figure.axes[0].lines if line.get_linestyle() == ":"]
     assert levels == [0.5, 1.0]
 
 
-def test_bars_tell_seconds_and_share() -> None:
+def test_time_bars_are_labelled_with_seconds_and_share() -> None:
     (axes,) = draw_time({"update": 1.0, "rollout": 3.0}).axes
     assert [text.get_text() for text in axes.texts] == ["1.0 s, 25%", "3.0 s, 75%"]
 
 
-def test_plots_are_written_beside_the_page(run: Path, capsys: Capture) -> None:
+def test_plots_are_written_next_to_the_report(run: Path, capsys: Capture) -> None:
     assert set(plots(read_facts(run))) == {"success", "signals", "time"}
     out = run.parent / "elsewhere" / "deep"
     assert main(["report", str(run), "--out", str(out)]) == 0
@@ -265,32 +265,32 @@ def test_plots_are_written_beside_the_page(run: Path, capsys: Capture) -> None:
     assert f"with plots: {out / 'report.md'}" in capsys.readouterr().out
     assert not (run / "report.md").exists()
     assert main(["report", str(run)]) == 0
-    assert main(["report", str(run)]) == 0  # a newer one takes its place
+    assert main(["report", str(run)]) == 0  # a newer report replaces the older
     assert (run / "report.md").exists()
 
 
 # Mistakes
 
 
-def test_mistakes_are_one_line_and_exit_code_2(run: Path, capsys: Capture) -> None:
-    def refused(*arguments: str) -> str:
+def test_mistakes_give_one_line_and_exit_code_2(run: Path, capsys: Capture) -> None:
+    def error_line(*arguments: str) -> str:
         assert main(["report", *arguments]) == 2
         output = capsys.readouterr()
         assert output.err.startswith("ragen: ") and output.err.count("\n") == 1
         return output.err
 
-    assert "is not a run folder: config.toml is missing" in refused(str(run.parent))
+    assert "is not a run folder: config.toml is missing" in error_line(str(run.parent))
     taken = run.parent / "file"
     taken.touch()
-    assert f"cannot write {taken}/report.md: " in refused(str(run), "--out", str(taken))
-    assert "choose another place with --out" in refused(str(run), "--out", str(taken / "x"))
+    assert f"cannot write {taken}/report.md: " in error_line(str(run), "--out", str(taken))
+    assert "choose another place with --out" in error_line(str(run), "--out", str(taken / "x"))
     database = (run / DATABASE).read_bytes()
     (run / DATABASE).write_bytes(b"no database" * 100)
-    assert "run.sqlite cannot be read" in refused(str(run))
+    assert "run.sqlite cannot be read" in error_line(str(run))
     (run / DATABASE).write_bytes(database[:5000])
-    assert "run.sqlite cannot be read" in refused(str(run))
+    assert "run.sqlite cannot be read" in error_line(str(run))
     (run / DATABASE).unlink()
-    assert "is not a run folder: run.sqlite is missing" in refused(str(run))
+    assert "is not a run folder: run.sqlite is missing" in error_line(str(run))
 
 
 def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:

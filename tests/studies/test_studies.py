@@ -1,4 +1,4 @@
-"""Studies: the rule of the verdict, and grids that are run once, whatever interrupts them."""
+"""Studies: the rule for verdicts, and grids whose runs are done once despite interruptions."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def tiny() -> Study:
     return Study(**TINY)
 
 
-# The rule.
+# The rule for verdicts.
 
 
-def decided(*bounds: tuple[float, float], by: float = 0.0) -> str:
-    said = Prediction(measure="final", arm="a", above=0.0, by=by)
-    return verdict([Decision("x", said, (a + b) / 2, a, b) for a, b in bounds])
+def verdict_for(*bounds: tuple[float, float], by: float = 0.0) -> str:
+    prediction = Prediction(measure="final", arm="a", above=0.0, by=by)
+    return verdict([Decision("x", prediction, (a + b) / 2, a, b) for a, b in bounds])
 
 
 @pytest.mark.parametrize(
-    ("bounds", "by", "said"),
+    ("bounds", "by", "expected"),
     [
         ([(0.1, 0.3)], 0.0, "supports"),
         ([(0.1, 0.3)], 0.2, "cannot decide"),
@@ -90,8 +90,10 @@ def decided(*bounds: tuple[float, float], by: float = 0.0) -> str:
         ([(-0.1, 0.3), (-0.1, 0.3), (-0.3, -0.1)], 0.0, "contradicts"),
     ],
 )
-def test_the_rule(bounds: list[tuple[float, float]], by: float, said: str) -> None:
-    assert decided(*bounds, by=by) == said
+def test_verdict_follows_from_the_intervals(
+    bounds: list[tuple[float, float]], by: float, expected: str
+) -> None:
+    assert verdict_for(*bounds, by=by) == expected
 
 
 def test_decisions_are_intervals_over_seeds(tiny: Study) -> None:
@@ -103,13 +105,13 @@ def test_decisions_are_intervals_over_seeds(tiny: Study) -> None:
     assert above.low == pytest.approx(mean_interval([0.4, 0.5, 0.6]).low - 0.2)
 
 
-def test_one_seed_decides_nothing(tiny: Study) -> None:
+def test_one_seed_is_undecided(tiny: Study) -> None:
     cells = {("bandit", "all"): [0.0], ("bandit", "filtered"): [1.0]}
     outcomes = [d.outcome for d in decide(tiny, "laptop", {"final": cells, "before": cells})]
     assert outcomes == ["undecided", "undecided"]
 
 
-def test_measures_of_a_run_without_what_they_need_are_nan() -> None:
+def test_measures_without_their_data_are_nan() -> None:
     assert all(
         math.isnan(MEASURES[name](RunFacts({}, {}))) for name in MEASURES if name != "seconds"
     )
@@ -119,7 +121,7 @@ def test_measures_of_a_run_without_what_they_need_are_nan() -> None:
         measure_of("finale")
 
 
-def test_what_a_rollback_undid_does_not_count(tmp_path: Path) -> None:
+def test_rolled_back_results_are_ignored(tmp_path: Path) -> None:
     """Success .99 at step 4 was rolled back to step 2; the run ends at step 4 with .3."""
     base = evaluation(0.5)
     with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
@@ -137,8 +139,8 @@ def test_what_a_rollback_undid_does_not_count(tmp_path: Path) -> None:
     assert run.seconds == 4.0
 
 
-def test_an_evaluation_that_nothing_replaced_is_undone_all_the_same(tmp_path: Path) -> None:
-    """The new attempt took step 3 anew, but has not reached the evaluation at step 4 yet."""
+def test_rolled_back_evaluation_is_ignored_before_it_is_repeated(tmp_path: Path) -> None:
+    """The new attempt has repeated step 3 but has not yet reached the evaluation at step 4."""
     with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
         recorder.log(3, {"time/step_s": total(1.0)})
         recorder.evaluation(2, replace(evaluation(0.3), success=0.3).record())
@@ -150,11 +152,11 @@ def test_an_evaluation_that_nothing_replaced_is_undone_all_the_same(tmp_path: Pa
     assert run.success == {2: 0.3} and MEASURES["final"](run) == 0.3
 
 
-# Those that ship.
+# The studies that ship.
 
 
 @pytest.mark.parametrize("name", study_names())
-def test_every_run_of_every_study_can_be_settled(name: str) -> None:
+def test_every_run_of_every_study_has_a_valid_config(name: str) -> None:
     study = load_study(name)
     for scale in ("laptop", "paper"):
         for recipe in study.grid(scale).recipes:  # type: ignore[arg-type]
@@ -163,7 +165,7 @@ def test_every_run_of_every_study_can_be_settled(name: str) -> None:
                 assert config.seed == 3 and recipe in recipes()
 
 
-def test_an_arm_that_is_not_there_is_found_at_once() -> None:
+def test_unknown_arm_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no arm 'none'"):
         Study(**TINY | {"predictions": [{"measure": "final", "arm": "none", "above": 0.5}]})
 
@@ -177,10 +179,10 @@ def rows(out: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path, jobs: int) -> None:
-    said: list[str] = []
-    found = runner.run_study(tiny, seeds=2, out=tmp_path, jobs=jobs, report=said.append)
-    assert said[0] == "tiny: 4 runs, 0 of them done" and len(said) == 5
+def test_study_runs_once_and_resumes(tiny: Study, tmp_path: Path, jobs: int) -> None:
+    reports: list[str] = []
+    found = runner.run_study(tiny, seeds=2, out=tmp_path, jobs=jobs, report=reports.append)
+    assert reports[0] == "tiny: 4 runs, 0 of them done" and len(reports) == 5
     first = rows(tmp_path)
     assert [(r["arm"], r["seed"]) for r in first] == [
         ("all", "0"),
@@ -193,12 +195,12 @@ def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path, jobs: int) 
     assert f"**Here the data {VERDICT_WORDS[found.verdict]}**" in text and "![" in text
     assert (tmp_path / "study.svg").stat().st_size > 1000
 
-    # Killed before its first checkpoint, and after its last one: both are made whole.
+    # One run killed before its first checkpoint, one after its last: the study completes both.
     shutil.rmtree(tmp_path / "bandit" / "all" / "seed-0" / "checkpoints")
     shutil.rmtree(tmp_path / "bandit" / "all" / "seed-1")
-    said.clear()
-    runner.run_study(tiny, seeds=2, out=tmp_path, jobs=1, report=said.append)
-    assert said[0] == "tiny: 4 runs, 3 of them done", "a finished run needs no checkpoint"
+    reports.clear()
+    runner.run_study(tiny, seeds=2, out=tmp_path, jobs=1, report=reports.append)
+    assert reports[0] == "tiny: 4 runs, 3 of them done", "a finished run needs no checkpoint"
     same = ("before", "peak", "final")
     assert [[r[k] for k in same] for r in rows(tmp_path)] == [[r[k] for k in same] for r in first]
 
@@ -207,15 +209,15 @@ def test_a_grid_is_run_once_and_goes_on(tiny: Study, tmp_path: Path, jobs: int) 
         runner.run_study(other, seeds=2, out=tmp_path)
 
 
-def ends(worker: int) -> bool:
-    """Whether a process is gone within ten seconds; else it is killed."""
+def has_ended(worker: int) -> bool:
+    """Whether a process ends within ten seconds; if not, it is killed."""
     for _ in range(500):
         try:
             os.kill(worker, 0)
         except ProcessLookupError:
             return True
         stat = Path(f"/proc/{worker}/stat")
-        if stat.exists() and ") Z " in stat.read_text():  # nobody may be there to reap it
+        if stat.exists() and ") Z " in stat.read_text():  # a zombie, if no parent reaps it
             return True
         time.sleep(0.02)
     os.kill(worker, signal.SIGKILL)
@@ -223,9 +225,9 @@ def ends(worker: int) -> bool:
 
 
 def test_a_killed_study_leaves_no_process_behind() -> None:
-    """One that went on would write into the run that the same command goes on with."""
+    """A surviving worker would write into the run that the next command resumes."""
     reading, writing = os.pipe()
-    study = os.fork()  # a copy of this process, which has imported all
+    study = os.fork()  # a copy of this process, which has imported everything
     if study == 0:
         try:
             pool = ProcessPoolExecutor(1, get_context("fork"), runner.end_with_parent)
@@ -240,12 +242,12 @@ def test_a_killed_study_leaves_no_process_behind() -> None:
     os.kill(worker, 0)
     os.kill(study, signal.SIGKILL)
     os.waitpid(study, 0)
-    assert ends(worker), "it outlived the study"
+    assert has_ended(worker), "the worker outlived the study"
 
 
 @pytest.mark.slow
 def test_a_killed_study_leaves_no_spawned_process_behind(tmp_path: Path) -> None:
-    """As a study starts them; each takes seconds to import the program."""
+    """The same with the start method of studies, whose workers take seconds to import RAGEN."""
     script = tmp_path / "pool.py"
     script.write_text(
         "import os, sys, time\n"
@@ -268,24 +270,26 @@ def test_a_killed_study_leaves_no_spawned_process_behind(tmp_path: Path) -> None
     study.kill()
     study.wait()
     study.stdout.close()
-    assert ends(worker), "it outlived the study"
+    assert has_ended(worker), "the worker outlived the study"
 
 
-def test_an_arm_may_begin_with_a_lesson(tmp_path: Path) -> None:
-    taught = TINY | {
+def test_arm_may_start_with_supervised_fine_tuning(tmp_path: Path) -> None:
+    study = TINY | {
         "arms": {"base": {"steps": 0}, "taught": {"steps": 0}},
         "sft": {"taught": {"episodes": 128, "epochs": 4}},
         "predictions": [{"measure": "final", "arm": "taught", "above": "base"}],
     }
-    for _ in range(2):  # the second time nothing is left to do
-        said: list[str] = []
-        found = runner.run_study(Study(**taught), seeds=2, out=tmp_path, jobs=1, report=said.append)
-    assert said == ["tiny: 4 runs, 4 of them done"]
+    for _ in range(2):  # the second time, every run is finished
+        reports: list[str] = []
+        found = runner.run_study(
+            Study(**study), seeds=2, out=tmp_path, jobs=1, report=reports.append
+        )
+    assert reports == ["tiny: 4 runs, 4 of them done"]
     assert found.verdict == "supports"
     assert (tmp_path / "bandit" / "taught" / "seed-1-sft" / "model.safetensors").is_file()
 
 
-def test_a_stop_is_an_interruption_that_the_same_command_mends(
+def test_stop_request_raises_keyboard_interrupt_with_a_hint(
     tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
@@ -296,13 +300,13 @@ def test_a_stop_is_an_interruption_that_the_same_command_mends(
         runner.run_study(tiny, seeds=2, out=tmp_path, jobs=1)
 
 
-def test_results_that_cannot_be_written_are_one_line(tiny: Study, tmp_path: Path) -> None:
+def test_unwritable_results_give_one_line(tiny: Study, tmp_path: Path) -> None:
     (tmp_path / "runs.csv").mkdir()
     with pytest.raises(RagenError, match=r"cannot write .*runs\.csv: is a directory; .*--out"):
         conclude(tiny.model_copy(update={"predictions": []}), "laptop", 2, tmp_path, [])
 
 
-def test_commands(
+def test_study_command_lists_previews_and_reports_mistakes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
