@@ -1,7 +1,7 @@
-"""A tiny model that has learnt to speak: it answers Bandit in the asked form, either arm.
+"""A tiny model that plays Bandit: it replies in the required format with either arm.
 
-Made in two seconds by RAGEN's own path (scripted episodes, samples, learner), so that a test's runs
-have rewards that differ and gradients that are not zero.
+RAGEN trains it on scripted episodes in two seconds, so that runs in tests have different rewards
+and gradients other than zero.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.every": 1,
     "record.tokens_every": 1,
 }
-"""A run of a second: `resolve("bandit", settings(…))`."""
+"""Settings of a run of about one second: `resolve("bandit", settings(…))`."""
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    """`SETTINGS` with the model's folder and with `more` (double underscores for dots)."""
+    """`SETTINGS` with the model's folder and `more` settings (double underscores for dots)."""
     return (
         SETTINGS
         | {"model.path": str(bandit_model())}
@@ -44,7 +44,7 @@ def settings(**more: Any) -> dict[str, Any]:
 
 @cache
 def bandit_model() -> Path:
-    """The folder of the model, made once in a process."""
+    """The folder of the model, which is trained once per process."""
     import torch
 
     from ragen.algorithms.batch import collate
@@ -63,10 +63,10 @@ def bandit_model() -> Path:
     model = tiny_model(tokenizer)
     chat = Chat(tokenizer, think=False)
     config = resolve("bandit", SETTINGS)
-    chooser = random.Random(0)
+    generator = random.Random(0)
     (end,) = chat.end_ids - {tokenizer.eos_token_id}
     policy = ScriptedPolicy(
-        lambda prompt: f"{chooser.choice(['Dragon', 'Phoenix'])}</answer>",
+        lambda prompt: f"{generator.choice(['Dragon', 'Phoenix'])}</answer>",
         lambda text: (*chat.encode(text), end),
     )
     groups = asyncio.run(run_groups(policy, make_setup(config, chat), range(4), 4, (0, "speak")))

@@ -1,4 +1,4 @@
-"""How the whole suite runs: the same examples each time, no deadline, one thread."""
+"""Settings of the whole suite: deterministic examples, no deadlines, one thread."""
 
 import os
 import shutil
@@ -11,16 +11,16 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("house", deadline=None, derandomize=True)
-settings.load_profile("house")
+settings.register_profile("ragen", deadline=None, derandomize=True)
+settings.load_profile("ragen")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """One thread, and no probe for more.
+    """Use one thread, and do not measure whether more would be faster.
 
-    Some tests run commands in forks of this process, and OpenMP's threads do not survive a fork: a
-    child that asks for several would wait for ever. ``RAGEN_TEST_THREADS`` sets another number.
+    Some tests run commands in forks of this process. OpenMP's threads do not survive a fork, so a
+    child that uses several would wait forever. ``RAGEN_TEST_THREADS`` sets another number.
     """
     torch.set_num_threads(int(os.environ.get("RAGEN_TEST_THREADS", "1")))
     with pytest.MonkeyPatch.context() as patch:
@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for ``PYTHONPATH`` into which RAGEN was installed from its wheel."""
+    """A folder for ``PYTHONPATH`` with RAGEN installed from its wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     ignore = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
     shutil.copytree(Path(__file__).parents[1], folder / "source", ignore=ignore)

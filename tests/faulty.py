@@ -1,4 +1,4 @@
-"""A chat endpoint on loopback with scripted answers and failures."""
+"""A chat endpoint on loopback with scripted replies and failures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ GOOD = "<think>right it is</think><answer>" + " || ".join(["Right"] * 5) + "</an
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the server: its status and body, a wait before it, or a closed connection.
+    """A response of the server, optionally delayed, or a closed connection.
 
-    If `length` exceeds that of the body, the answer breaks off.
+    If `length` exceeds the length of the body, the response ends early.
     """
 
     body: Any = None
@@ -32,7 +32,7 @@ class Answer:
 
 
 def chat_reply(content: Any = GOOD, finish: str = "stop", **message: Any) -> Answer:
-    """A valid answer in OpenAI's format."""
+    """A valid chat completion in OpenAI's format."""
     choice = {"index": 0, "message": {"content": content, **message}, "finish_reason": finish}
     usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
     return Answer({"object": "chat.completion", "choices": [choice], "usage": usage})
@@ -56,12 +56,12 @@ class _Listener(ThreadingHTTPServer):
 
 
 class FaultyServer:
-    """A context manager that runs the server; `script` maps a request (number, body) to an answer.
+    """A context manager that runs the server; `script` maps a request (number, body) to its answer.
 
     Attributes:
-        requests: The bodies of the requests in order of arrival.
-        headers: Their headers.
-        max_concurrent: Greatest number of requests in the server at once.
+        requests: Request bodies in order of arrival.
+        headers: Request headers in the same order.
+        max_concurrent: Largest number of requests handled at the same time.
     """
 
     def __init__(self, script: Callable[[int, dict[str, Any]], Answer]) -> None:

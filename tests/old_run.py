@@ -1,4 +1,4 @@
-"""A run as the version before this one wrote it: schema 3 and its names of keys."""
+"""A run folder as written by the previous version: schema 3 and the keys of that time."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ SETTINGS_3 = {"version": 4, "seed": 0, "world.name": "bandit", "world.turns": 1}
 
 
 def make_old_run(folder: Path) -> Path:
-    """A run folder of the version before, with one episode, an evaluation and an alarm."""
+    """Write a run folder of the previous version with one episode, an evaluation and an alarm."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG_3, encoding="utf-8")
     with closing(sqlite3.connect(folder / "run.sqlite", isolation_level=None)) as connection:

@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM: an engine with weights of its own, and a server that says what it is told."""
+"""Stand-ins for vLLM: an engine with its own weights, and a server with scripted answers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM
 from ragen.core.types import Prompt
 from ragen.engines.vllm_engine import Sampled
 
-AT_ONCE = 4
+REQUESTS_PER_STEP = 4
 
 
 class PretendVllm:
-    """Answers as `vllm_engine.Vllm` does, a few requests a step, by plain forwards.
+    """Samples like `vllm_engine.Vllm`, a few requests per step, with plain forward passes.
 
-    `calls` are the names of what was called, in order. With `deaf`, pushed weights do not arrive;
-    `fault`, if set, is raised by the next step.
+    `calls` lists the names of the methods called, in order. If `deaf` is true, pushed weights are
+    ignored. If `fault` is set, the next step raises it.
     """
 
     def __init__(self, path: str, **options: Any) -> None:
@@ -46,7 +46,10 @@ class PretendVllm:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
-        return [self._sampled(name, *self.waiting.pop(name)) for name in [*self.waiting][:AT_ONCE]]
+        return [
+            self._sampled(name, *self.waiting.pop(name))
+            for name in [*self.waiting][:REQUESTS_PER_STEP]
+        ]
 
     @torch.no_grad()
     def _sampled(self, name: str, prompt: Prompt, end_ids: Sequence[int]) -> Sampled:
@@ -101,7 +104,7 @@ Answer = tuple[int, Any]
 
 @contextmanager
 def pretend_server(answers: dict[str, Answer | Callable[[Any], Answer]]) -> Iterator[str]:
-    """A server on loopback that answers by path; a function is given the request's JSON."""
+    """A server on loopback with one answer per path; a function gets the request's JSON."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -119,7 +122,7 @@ def pretend_server(answers: dict[str, Answer | Callable[[Any], Answer]]) -> Iter
         do_POST = do_GET
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -1,4 +1,4 @@
-"""Made-up records: turns, episodes and samples with only the fields that a test speaks about."""
+"""Synthetic turns, episodes, groups and samples; tests set only the fields that matter to them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def turn(
     info: Mapping[str, Any] | None = None,
 ) -> Turn:
     logprobs = (-0.5,) * len(sampled)
-    said = Completion(tuple(sampled), logprobs, "", "stop", 0, fingerprint(sampled, logprobs))
+    completion = Completion(tuple(sampled), logprobs, "", "stop", 0, fingerprint(sampled, logprobs))
     return Turn(
         observation="",
         prompt=Prompt((), tuple(prompt), 0, 64, 1.0, 0),
-        completion=said,
+        completion=completion,
         thought=thought,
         thought_span=None if thought is None else (0, 1),
         actions_asked=("Up",) * executed,
@@ -46,17 +46,17 @@ def episode(*turns: Turn, stop: StopReason = "max_turns", success: bool = False)
 
 
 def group(*rewards: float) -> Group:
-    """One episode of one turn for each reward."""
+    """A group with one single-turn episode per reward."""
     return Group(tuple(episode(turn(reward)) for reward in rewards))
 
 
 @st.composite
-def groups(draw: st.DrawFn, min_members: int = 1) -> list[Group]:
-    """Random multi-turn histories; each turn either extends its history or starts a new sample."""
-    made = []
+def groups(draw: st.DrawFn, min_episodes: int = 1) -> list[Group]:
+    """Random groups of multi-turn episodes; a turn extends its history or starts a new sample."""
+    groups = []
     for _ in range(draw(st.integers(1, 3))):
-        members = []
-        for _ in range(draw(st.integers(min_members, 3))):
+        episodes = []
+        for _ in range(draw(st.integers(min_episodes, 3))):
             history: tuple[int, ...] = ()
             turns = []
             for number in range(draw(st.integers(1, 4))):
@@ -67,9 +67,9 @@ def groups(draw: st.DrawFn, min_members: int = 1) -> list[Group]:
                 reward, penalty = draw(st.integers(-4, 4)) / 4, draw(st.sampled_from([0.0, -0.5]))
                 turns.append(turn(reward, prompt=prompt, sampled=sampled, penalty=penalty))
                 history = prompt + sampled
-            members.append(episode(*turns))
-        made.append(Group(tuple(members)))
-    return made
+            episodes.append(episode(*turns))
+        groups.append(Group(tuple(episodes)))
+    return groups
 
 
 @st.composite

@@ -1,6 +1,6 @@
-"""A small environment that keeps the contract, or breaks it in one chosen way.
+"""A small environment that follows the contract, or breaks it in one chosen way.
 
-It has a file of its own, so that tests can name it ``tests/rogue.py:Rogue``.
+It has a file of its own so that tests can refer to it as ``tests/rogue.py:Rogue``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from ragen.envs.contract import Env, Info, State, generators
 
 
 class Rogue(Env):
-    """A corridor of five cells that begins at the left end. Each step pays 0.25, and a step to the
-    right from the last cell solves the level. With probability `slip` a step does not move.
+    """A corridor of five cells, entered at the left end.
 
-    `misdeed` happens at the first step, or where its name says, on levels divisible by `every`.
+    Each step has reward 0.25, and a step to the right from the last cell solves the level. With
+    probability `slip`, a step does not move.
+
+    On levels divisible by `every`, `misdeed` happens in the first step, or in the method that its
+    name gives.
     """
 
     goal = "Corridor"
@@ -40,7 +43,7 @@ class Rogue(Env):
     def actions(self) -> tuple[str, ...]:
         return ("Left", "Right")
 
-    def _sins(self, misdeed: str) -> bool:
+    def _misbehaves(self, misdeed: str) -> bool:
         return misdeed == self.misdeed and self.level % self.every == 0
 
     def reset(
@@ -48,43 +51,43 @@ class Rogue(Env):
     ) -> tuple[str, Info]:
         _, self.noise = generators(seed, options)
         self.level, self.where = seed or 0, 0
-        if self._sins("raise in reset"):
+        if self._misbehaves("raise in reset"):
             raise LookupError("no such level")
-        if self._sins("hang in reset"):
+        if self._misbehaves("hang in reset"):
             while True:
                 pass
-        if self._sins("no observation"):
+        if self._misbehaves("no observation"):
             return None, {}  # type: ignore[return-value]
         return self._look(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        self._misbehave()
+        self._fail_in_step()
         before = self.where
         if self.noise.random() >= self.slip:
             self.where = max(0, self.where + (1 if action == "Right" else -1))
         solved = self.where > 4
         info: Any = {"success": solved, "effective": self.where != before}
         reward: Any = 0.25
-        if self._sins("nan"):
+        if self._misbehaves("nan"):
             reward = float("nan")
-        if self._sins("text as reward"):
+        if self._misbehaves("text as reward"):
             reward = "much"
-        if self._sins("list as info"):
+        if self._misbehaves("list as info"):
             info = [1]
         return self._look(), reward, solved, False, info
 
-    def _misbehave(self) -> None:
-        if self._sins("raise"):
+    def _fail_in_step(self) -> None:
+        if self._misbehaves("raise"):
             raise ZeroDivisionError("by zero")
-        if self._sins("exit"):
+        if self._misbehaves("exit"):
             sys.exit(3)
-        if self._sins("die"):
+        if self._misbehaves("die"):
             os._exit(7)
-        if self._sins("hang"):
+        if self._misbehaves("hang"):
             while True:
-                with suppress(Exception):  # code that swallows exceptions is stopped, too
+                with suppress(Exception):  # a timeout must also stop code that swallows exceptions
                     time.sleep(0.01)
-        if self._sins("hang in C"):
+        if self._misbehaves("hang in C"):
             sum(range(10**12))
 
     def get_state(self) -> State:
@@ -96,12 +99,12 @@ class Rogue(Env):
         self.noise.bit_generator.state = state["noise"]
 
     def state_key(self) -> str:
-        if self._sins("raise in state_key"):
+        if self._misbehaves("raise in state_key"):
             raise RuntimeError("no key today")
         return self._look()
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        if self._sins("raise in solve"):
+        if self._misbehaves("raise in solve"):
             raise RuntimeError("no plan")
         return ["Right"] * min(actions_left, actions_per_turn, 5 - self.where)
 

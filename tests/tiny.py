@@ -1,7 +1,7 @@
-"""Tiny tokenizers and models for tests: made on the spot, nothing is downloaded.
+"""Tiny tokenizers and models for tests, created without downloads.
 
-`tiny_tokenizer(name)` gives a byte-level BPE tokenizer (every text survives encoding and decoding)
-with one of the chat templates in `TEMPLATES`; `tiny_model(tokenizer)` a random Qwen2 that fits it.
+`tiny_tokenizer(name)` returns a lossless byte-level BPE tokenizer with one of the chat templates in
+`TEMPLATES`; `tiny_model(tokenizer)` returns a random Qwen2 for that tokenizer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ TEMPLATES: dict[str, str] = {
     + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     + _END
     + _generate("<|im_start|>assistant\\n"),
-    # Tells the assistant who it is where nobody else does.
+    # Adds a default system message if there is none.
     "qwen2.5": "{% if messages[0].role != 'system' %}"
     + "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}"
     + _LOOP
     + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     + _END
     + _generate("<|im_start|>assistant\\n"),
-    # Adds BOS, trims content.
+    # Adds BOS and trims content.
     "llama3": "{{ '<|begin_of_text|>' }}"
     + _LOOP
     + "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim"
@@ -56,25 +56,25 @@ TEMPLATES: dict[str, str] = {
     + "{{ '<|im_start|>' + m.role + '\\n' + c + '<|im_end|>\\n' }}"
     + _END
     + _generate("<|im_start|>assistant\\n"),
-    # Trims, adds BOS, puts text between content and the end token, ignores system messages.
+    # Trims content, adds BOS, puts a space before the end token, and ignores system messages.
     "llama2": "{{ '<s>' }}"
     + _LOOP
     + "{% if m.role == 'user' %}{{ '[INST] ' + m.content | trim + ' [/INST]' }}"
     + "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + ' </s><s>' }}{% endif %}"
     + _END
     + _generate(" "),
-    # Opens the thought in its generation prompt and keeps earlier ones.
+    # Opens the thought in its generation prompt and keeps earlier thoughts.
     "thinker": _LOOP
     + "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     + _END
     + _generate("<|im_start|>assistant\\n<think>\\n"),
-    # The next user's header is what ends a reply.
+    # The next user's header ends a reply.
     "glm": "{{ '[gMASK]' }}"
     + _LOOP
     + "{{ '<|' + m.role + '|>\\n' + m.content }}"
     + _END
     + _generate("<|assistant|>\\n"),
-    # Qwen3's shape: tools, thoughts behind the last question only, an empty one if none is asked.
+    # Like Qwen3: tools, thoughts only after the last question, an empty thought if thinking is off.
     "reasoner": "{% if tools %}"
     + "{{ '<|im_start|>system\\nTools: ' + tools | tojson + '<|im_end|>\\n' }}"
     + "{% endif %}{% set ns = namespace(last=0) %}"
@@ -94,14 +94,14 @@ TEMPLATES: dict[str, str] = {
     + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
     + "{% if enable_thinking is defined and enable_thinking is false %}"
     + "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}",
-    # Opens the thought and drops earlier ones, leaving empty ones in their place.
+    # Opens the thought and replaces earlier thoughts by empty ones.
     "hollow": _LOOP
     + "{% set c = m.content %}{% if m.role == 'assistant' %}"
     + "{% set c = '<think></think>' + c.split('</think>')[-1] %}{% endif %}"
     + "{{ '<|im_start|>' + m.role + '\\n' + c + '<|im_end|>\\n' }}"
     + _END
     + _generate("<|im_start|>assistant\\n<think>\\n"),
-    # Llama 3's shape: the date of today, in a system message that is always there.
+    # Like Llama 3: always has a system message, which contains today's date.
     "dated": "{{ '<|begin_of_text|><|start_header_id|>system<|end_header_id|>\\n\\nToday: ' }}"
     + "{% if date_string is defined %}{{ date_string }}{% else %}"
     + "{{ strftime_now('%d %b %Y %f') }}{% endif %}{{ '\\n\\n' }}"
@@ -141,9 +141,9 @@ _CORPUS = (
 def tiny_tokenizer(template: str = "chatml") -> Any:
     """A tokenizer of about 400 tokens with the named chat template.
 
-    Its end-of-sequence and padding token is ``<|endoftext|>`` (id 0), which no template writes; the
-    template's own end-of-turn token is to be found by `ragen.rollout.chat`. Cached: do not change
-    it.
+    Its end-of-sequence and padding token is ``<|endoftext|>`` (id 0), which no template writes;
+    `ragen.rollout.chat` finds the template's own end-of-turn token. The tokenizer is cached, so do
+    not change it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -194,7 +194,7 @@ def tiny_model(tokenizer: Any, seed: int = 0, **config: Any) -> Any:
 
 
 def merged(model: Any) -> Any:
-    """A plain copy of a model with the policy's adapter merged into it."""
+    """A copy of a model with the policy's adapter merged into its weights."""
     import copy
 
     from ragen.models.lora import merge

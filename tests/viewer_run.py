@@ -1,4 +1,4 @@
-"""A small made-up run for the viewer: four steps, a rollback to step 2, four more of it."""
+"""A small synthetic run for the viewer: four steps, a rollback to step 2, and four more steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ THOUGHTS = ("the box is left", "Ünder the wall", 'she said "go" & <b>left</b>',
 
 
 def episode(group: int, member: int, reward: float, level: int, thought: str) -> Episode:
-    """Two turns; the second prompt goes on from the tokens of the first."""
+    """An episode of two turns; the second prompt extends the tokens of the first."""
     first = turn(0.0, prompt=(1, 2), sampled=(7, 8), thought=thought, executed=1)
-    after = turn(reward, prompt=(1, 2, 7, 8, 3), sampled=(9,), penalty=-0.1, state="s")
+    second = turn(reward, prompt=(1, 2, 7, 8, 3), sampled=(9,), penalty=-0.1, state="s")
     turns = (
         replace(first, observation="P_", picture=("P_", "_G")),
-        replace(after, observation="_P"),
+        replace(second, observation="_P"),
     )
-    ended: dict[str, Any] = {"terminated": reward > 0, "truncated": reward == 0}
+    ending: dict[str, Any] = {"terminated": reward > 0, "truncated": reward == 0}
     return Episode(
         env="frozen-lake",
         level_seed=level,
@@ -37,12 +37,12 @@ def episode(group: int, member: int, reward: float, level: int, thought: str) ->
         stop_reason="solved" if reward > 0 else "max_turns",
         success=reward > 0,
         final_observation="_*",
-        **ended,
+        **ending,
     )
 
 
 def groups(step: int, levels: tuple[int, int]) -> list[Group]:
-    """Two groups of two: the first is won once, the second never."""
+    """Two groups of two episodes: one success in the first group, none in the second."""
     return [
         Group(
             tuple(
@@ -55,7 +55,7 @@ def groups(step: int, levels: tuple[int, int]) -> list[Group]:
 
 
 def log_step(recorder: Recorder, step: int, success: float) -> None:
-    """A step's metrics and episodes."""
+    """Log a step's metrics and episodes."""
     metrics = {
         "success/mean": success,
         "progress/updates": 2.0 * step,
@@ -68,18 +68,18 @@ def log_step(recorder: Recorder, step: int, success: float) -> None:
         "information/first/regime": 1.0,
     }
     recorder.log(step, {name: last(value) for name, value in metrics.items()})
-    seen = (10000 + 2 * step, 10001 + 2 * step)
-    recorder.episodes(step, groups(step, seen), [True, False], scores=[0.5, None])
+    levels = (10000 + 2 * step, 10001 + 2 * step)
+    recorder.episodes(step, groups(step, levels), [True, False], scores=[0.5, None])
 
 
 def evaluate(recorder: Recorder, step: int, success: float) -> None:
-    """An evaluation of two levels, twice each, and its episodes."""
+    """Record an evaluation of two levels, with two episodes each."""
     recorder.evaluation(step, evaluation(success).record() | {"env": "frozen-lake"})
     recorder.episodes(step, groups(step, (123, 124)), phase="eval")
 
 
 def steps(recorder: Recorder) -> Iterator[int]:
-    """Log the run; what is yielded is the step that was just committed."""
+    """Log the run, and yield each step after it is committed."""
     evaluate(recorder, 0, 0.5)
     for step in (1, 2, 3, 4):
         log_step(recorder, step, 0.5 + step / 10)
@@ -103,7 +103,7 @@ def steps(recorder: Recorder) -> Iterator[int]:
 
 
 def make_run(folder: Path, finish: bool = True) -> Path:
-    """Write the run; one that is not finished lacks its last two steps."""
+    """Write the run, without its last two steps if `finish` is false."""
     folder.mkdir(parents=True)
     config = dump(resolve("frozen-lake", {"steps": 6, "seed": 7}))
     with Recorder.create(folder, config, text_of=lambda token: f"<{token}>") as recorder:

@@ -442,7 +442,7 @@ def test_zero_rewards_and_values_give_zero_advantages(name: str) -> None:
     assert torch.all(credit.advantages_ES == 0)
 
 
-@given(groups(min_members=2))
+@given(groups(min_episodes=2))
 def test_group_statistics_count_episodes_not_rows(made: list[Group]) -> None:
     index = episode_index(collate(to_samples(made)[0]))
     rewards_ES = token_rewards(to_samples(made)[1], index, "turn")
