@@ -1,8 +1,8 @@
-"""A viewer over really trained runs, and a browser that counts every complaint as a failure.
+"""A viewer of trained runs, and a browser in which every complaint is a failure.
 
-Three runs are trained in under a minute: ``lake`` (a frozen lake with everything measured that a
-run can measure), ``lake-again`` (the same under another seed) and ``collapse`` (Bandit, as it gives
-in). `ragen view` serves them as a process of its own, as a user starts it.
+Three runs are trained in under a minute: ``lake`` (FrozenLake with all diagnostics), ``lake-again``
+(the same with another seed) and ``collapse`` (Bandit with a policy that collapses). `ragen view`
+serves them in a separate process, as a user starts it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def newcomer(runs: Path) -> Iterator[Path]:
-    """The folder of a run that a test trains itself; it is gone after the test.
+    """The folder of a run that a test writes itself; it is deleted after the test.
 
-    A test asks for it before its visitor, who has then left before the folder goes.
+    A test requests it before its visitor, whose pages are then closed before the folder is deleted.
     """
     folder = runs / "newcomer"
     yield folder
@@ -70,21 +70,21 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visitors(browser: Any, viewer: str) -> Iterator[Callable[..., Visitor]]:
-    """Makes visitors with options of their own: another address, a phone, a colour scheme."""
-    came: list[Visitor] = []
+    """Opens visitors with other options: an address, a phone, a colour scheme."""
+    opened: list[Visitor] = []
 
-    def come(address: str = viewer, size: tuple[int, int] = WIDE, **options: Any) -> Visitor:
+    def new(address: str = viewer, size: tuple[int, int] = WIDE, **options: Any) -> Visitor:
         width, height = size
         options.setdefault("viewport", {"width": width, "height": height})
-        came.append(Visitor(browser, address, **options))
-        return came[-1]
+        opened.append(Visitor(browser, address, **options))
+        return opened[-1]
 
-    yield come
-    for visitor in came:
+    yield new
+    for visitor in opened:
         visitor.close()
 
 
 @pytest.fixture
 def visitor(visitors: Callable[..., Visitor]) -> Visitor:
-    """Somebody at a laptop, 1280 × 720."""
+    """A visitor at a laptop, 1280 × 720."""
     return visitors()

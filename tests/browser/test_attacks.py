@@ -1,4 +1,4 @@
-"""What a model, an environment or a folder's name writes is shown and never obeyed."""
+"""Texts of a model, an environment or a folder name are shown and never executed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.browser.visitor import Visitor, ragen, succeed
 
 NAME = "<img src=x onerror=alert(1)>"
 RUN = quote(NAME, safe="")
-"""The run's folder, which is hostile, too, and its name in an address."""
+"""The name of the run's folder, an attack too, and as quoted in an address."""
 
 GROUPS = len(ATTACKS) + 2
 PATIENCE_MS = 3_000
-"""How long a page with megabytes of text may take to answer."""
+"""How long a page with megabytes of text may take to respond, in milliseconds."""
 
 FOREIGN = """
 () => {
@@ -40,7 +40,7 @@ FOREIGN = """
   return found;
 }
 """
-"""Elements and attributes that the viewer itself never makes."""
+"""Finds elements and attributes that the viewer itself never creates."""
 
 RAW = r"""
 () => {
@@ -55,12 +55,12 @@ RAW = r"""
   return [...found];
 }
 """
-"""Elements that hold a control character other than tab and newline, or one that turns a text."""
+"""Finds elements with a control character other than tab and newline, or a bidi character."""
 
 
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A viewer of the hostile run, and the run."""
+    """The address of a viewer of the hostile run, and the run."""
     folder = tmp_path_factory.mktemp("attack")
     make_hostile(folder / NAME)
     with serve(folder) as address:
@@ -69,26 +69,26 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
 
 @pytest.fixture
 def victim(visitors: Any, attacked: tuple[str, Path]) -> Visitor:
-    """Who looks at the hostile run."""
+    """A visitor of the hostile run."""
     return visitors(address=attacked[0])
 
 
-def unharmed(page: Any) -> None:
-    """Nothing was executed, and nothing was made of the text but text."""
+def assert_unharmed(page: Any) -> None:
+    """Assert that nothing was executed and that every text stayed text."""
     assert page.evaluate("window.hit") is None
     assert page.evaluate(FOREIGN) == []
     assert page.title().isprintable()
-    assert page.evaluate(RAW) == [], "a control or bidi character is shown as it is"
+    assert page.evaluate(RAW) == [], "a control or bidi character is shown unescaped"
 
 
-def number_of(group: int, step: int = 0) -> int:
-    """The episode of a group; a step has those of its evaluation, then those it trained on."""
+def episode_number(group: int, step: int = 0) -> int:
+    """The id of a group's episode; a step has evaluation episodes first, then training episodes."""
     return 1 + group + step * (2 * GROUPS - 1)
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-def test_an_episode_is_text(victim: Visitor, kind: str) -> None:
-    number = number_of(list(ATTACKS).index(kind))
+def test_the_episode_page_shows_attacks_as_text(victim: Visitor, kind: str) -> None:
+    number = episode_number(list(ATTACKS).index(kind))
     page = victim.visit(f"#/episode/{RUN}/{number}")
     start = ATTACKS[kind][:20]
     if start.isprintable() and start.isascii():
@@ -99,8 +99,8 @@ def test_an_episode_is_text(victim: Visitor, kind: str) -> None:
         expect(page.get_by_test_id(view.removesuffix("s")).first).to_be_visible()
         for key in ("ArrowRight", "ArrowRight", "Home"):
             page.keyboard.press(key)
-        unharmed(page)
-        page.keyboard.press("t")  # the next view
+        assert_unharmed(page)
+        page.keyboard.press("t")  # The next view.
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_an_episode_is_text(victim: Visitor, kind: str) -> None:
         f"#/evaluations/{RUN}",
     ],
 )
-def test_every_page_is_text(victim: Visitor, route: str) -> None:
+def test_every_page_shows_attacks_as_text(victim: Visitor, route: str) -> None:
     page = victim.visit(route)
     page.wait_for_timeout(200)
     page.mouse.move(400, 300)
     page.keyboard.press("j")
     page.keyboard.press("?")
-    unharmed(page)
+    assert_unharmed(page)
 
 
 @pytest.mark.parametrize(
@@ -141,45 +141,45 @@ def test_every_page_is_text(victim: Visitor, route: str) -> None:
         f"#/collapse/{RUN}?path=__proto__&step=NaN",
     ],
 )
-def test_a_link_is_no_weapon(victim: Visitor, route: str) -> None:
-    """Links are sent by others; a page says that it finds nothing, or shows what there is."""
+def test_a_hostile_link_executes_nothing(victim: Visitor, route: str) -> None:
+    """Others send links; a page reports that it finds nothing, or shows what exists."""
     page = victim.visit(route)
-    unharmed(page)
+    assert_unharmed(page)
     expect(page.locator("main h1")).to_be_visible()
-    found = [each for each in victim.complaints if "status of 4" not in each]
-    assert found == []
+    complaints = [each for each in victim.complaints if "status of 4" not in each]
+    assert complaints == []
     victim.complaints.clear()
 
 
 @pytest.mark.parametrize(("place", "marked"), [(0, False), (-1, True)])
-def test_what_a_chart_tells_of_alarms_is_text(victim: Visitor, place: int, marked: bool) -> None:
+def test_a_chart_shows_alarms_as_text(victim: Visitor, place: int, marked: bool) -> None:
     page = victim.visit(f"#/run/{RUN}?m=success/mean")
     chart = page.locator(".u-over").first
     chart.hover(position={"x": place % chart.bounding_box()["width"], "y": 30})
     tip = page.locator(".curve-tip")
     expect(tip.locator("p")).to_have_count(6)
-    assert (tip.locator(".mark").count() > 0) == marked  # what a reader would not see
-    unharmed(page)
+    assert (tip.locator(".mark").count() > 0) == marked  # Marks of invisible characters.
+    assert_unharmed(page)
 
 
-def test_the_matrix_shows_hostile_thoughts(victim: Visitor) -> None:
+def test_the_matrix_shows_attacks_as_text(victim: Visitor) -> None:
     page = victim.visit(f"#/collapse/{RUN}")
     heat = page.get_by_test_id("matrix")
     heat.scroll_into_view_if_needed()
     heat.click(position={"x": 3, "y": 3})
-    unharmed(page)
+    assert_unharmed(page)
 
 
 @pytest.mark.parametrize("view", ["turns", "tokens", "prompt"])
-def test_a_line_of_a_megabyte_leaves_the_page_quick(victim: Visitor, view: str) -> None:
-    page = victim.visit(f"#/episode/{RUN}/{number_of(len(ATTACKS))}?view={view}")
+def test_a_page_with_a_line_of_a_megabyte_responds_quickly(victim: Visitor, view: str) -> None:
+    page = victim.visit(f"#/episode/{RUN}/{episode_number(len(ATTACKS))}?view={view}")
     assert_quick(page)
     too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert too_wide <= 0
 
 
-def test_a_hundred_thousand_tokens_leave_the_page_quick(victim: Visitor) -> None:
-    number = number_of(GROUPS - 1)
+def test_a_page_with_a_hundred_thousand_tokens_responds_quickly(victim: Visitor) -> None:
+    number = episode_number(GROUPS - 1)
     page = victim.visit(f"#/episode/{RUN}/{number}?view=tokens")
     expect(page.get_by_test_id("token").first).to_be_visible(timeout=20_000)
     assert page.get_by_test_id("token").count() >= MANY
@@ -187,8 +187,8 @@ def test_a_hundred_thousand_tokens_leave_the_page_quick(victim: Visitor) -> None
 
 
 def assert_quick(page: Any) -> None:
-    """A key and a scroll are answered soon."""
-    took = page.evaluate(
+    """Assert that the page soon responds to a key and a scroll."""
+    duration_ms = page.evaluate(
         """async () => {
           const start = performance.now();
           document.dispatchEvent(new KeyboardEvent("keydown", { key: "?", bubbles: true }));
@@ -197,13 +197,13 @@ def assert_quick(page: Any) -> None:
           return performance.now() - start;
         }"""
     )
-    assert took < PATIENCE_MS
+    assert duration_ms < PATIENCE_MS
 
 
-def test_a_shared_file_of_it_is_text(
+def test_shared_files_show_attacks_as_text(
     visitors: Any, attacked: tuple[str, Path], tmp_path: Path
 ) -> None:
-    for kind, options in {"episode": ["--episode", number_of(9)], "run": []}.items():
+    for kind, options in {"episode": ["--episode", episode_number(9)], "run": []}.items():
         file = tmp_path / f"{kind}.html"
         succeed(ragen("view", attacked[1], "--export", file, *options))
         victim = visitors(address=file.as_uri())

@@ -14,16 +14,16 @@ from tests.browser.visitor import Visitor
 
 @pytest.fixture
 def episode(visitor: Visitor) -> dict[str, Any]:
-    """A trained episode of several turns, kept by the filter."""
-    found = visitor.api("/api/episodes?run=lake&phase=train&kept=1&sort=turns&order=desc&limit=1")
-    (first,) = found["episodes"]
+    """A training episode of several turns that the filter kept."""
+    answer = visitor.api("/api/episodes?run=lake&phase=train&kept=1&sort=turns&order=desc&limit=1")
+    (first,) = answer["episodes"]
     detail = visitor.api(f"/api/episode?run=lake&episode={first['id']}")
     assert len(detail["turns"]) >= 3
     return detail
 
 
-def squares(picture: list[str]) -> str:
-    """What a drawn board is called: its size and where the player stands."""
+def board_pattern(picture: list[str]) -> str:
+    """A pattern of the label of a board: its size and the position of the player."""
     for y, row in enumerate(picture):
         for x, character in enumerate(row):
             if character in "P*@S":
@@ -35,13 +35,13 @@ def test_the_board_follows_the_turn(visitor: Visitor, episode: dict[str, Any]) -
     page = visitor.visit(f"#/episode/lake/{episode['id']}")
     board = page.get_by_test_id("board").first
     for turn in episode["turns"]:
-        expect(board).to_have_attribute("aria-label", re.compile(squares(turn["picture"])))
+        expect(board).to_have_attribute("aria-label", re.compile(board_pattern(turn["picture"])))
         page.keyboard.press("ArrowRight")
     named = re.compile(f"{len(episode['final_picture'])} rows of")
     expect(board).to_have_attribute("aria-label", named)
     page.keyboard.press("ArrowLeft")
     before = episode["turns"][-1]["picture"]
-    expect(board).to_have_attribute("aria-label", re.compile(squares(before)))
+    expect(board).to_have_attribute("aria-label", re.compile(board_pattern(before)))
 
 
 def test_each_turn_shows_thought_actions_and_reward(
@@ -56,9 +56,9 @@ def test_each_turn_shows_thought_actions_and_reward(
             expect(turns.nth(number)).to_contain_text(action)
 
 
-def test_what_was_asked_and_not_executed_is_struck_through(visitor: Visitor) -> None:
-    found = visitor.api("/api/episodes?run=lake&stop_reason=max_actions&limit=200")["episodes"]
-    for each in found:
+def test_actions_that_were_not_executed_are_struck_through(visitor: Visitor) -> None:
+    episodes = visitor.api("/api/episodes?run=lake&stop_reason=max_actions&limit=200")["episodes"]
+    for each in episodes:
         detail = visitor.api(f"/api/episode?run=lake&episode={each['id']}")
         for turn in detail["turns"]:
             if len(turn["actions_asked"]) > len(turn["actions_executed"]):
@@ -71,7 +71,7 @@ def test_what_was_asked_and_not_executed_is_struck_through(visitor: Visitor) -> 
     pytest.fail("no episode was cut off in the middle of its actions")
 
 
-def test_it_plays_by_itself_and_pauses(visitor: Visitor, episode: dict[str, Any]) -> None:
+def test_an_episode_plays_and_pauses(visitor: Visitor, episode: dict[str, Any]) -> None:
     page = visitor.visit(f"#/episode/lake/{episode['id']}")
     page.get_by_label("speed").select_option("4")
     page.get_by_role("button", name="play").click()
@@ -79,14 +79,16 @@ def test_it_plays_by_itself_and_pauses(visitor: Visitor, episode: dict[str, Any]
     expect(page.get_by_role("slider", name="turn")).to_have_value(str(end))
     page.get_by_role("button", name="first turn").click()
     expect(page.get_by_role("slider", name="turn")).to_have_value("0")
-    page.locator("h1").click()  # the focus leaves the button, so that space is a key of the page
+    page.locator("h1").click()  # Move the focus off the button, so that the page handles space.
     page.keyboard.press(" ")
     expect(page.get_by_role("button", name="pause")).to_be_visible()
     page.keyboard.press(" ")
     expect(page.get_by_role("button", name="play")).to_be_visible()
 
 
-def test_a_turn_is_a_link_that_survives_a_reload(visitor: Visitor, episode: dict[str, Any]) -> None:
+def test_the_turn_is_in_the_address_and_is_kept_on_reload(
+    visitor: Visitor, episode: dict[str, Any]
+) -> None:
     page = visitor.visit(f"#/episode/lake/{episode['id']}")
     page.get_by_role("slider", name="turn").fill("2")
     expect(page).to_have_url(re.compile("turn=2"))
@@ -95,7 +97,9 @@ def test_a_turn_is_a_link_that_survives_a_reload(visitor: Visitor, episode: dict
     expect(page.get_by_role("slider", name="turn")).to_have_value("2")
 
 
-def test_brackets_go_to_the_neighbours(visitor: Visitor, episode: dict[str, Any]) -> None:
+def test_brackets_open_the_next_and_the_previous_episode(
+    visitor: Visitor, episode: dict[str, Any]
+) -> None:
     page = visitor.visit(f"#/episode/lake/{episode['id']}")
     page.keyboard.press("]")
     expect(page).to_have_url(re.compile(f"/{episode['next']}$"))
@@ -104,7 +108,7 @@ def test_brackets_go_to_the_neighbours(visitor: Visitor, episode: dict[str, Any]
     expect(page).to_have_url(re.compile(f"/{episode['id']}$"))
 
 
-def test_every_token_is_there_in_order(visitor: Visitor, episode: dict[str, Any]) -> None:
+def test_all_tokens_are_shown_in_order(visitor: Visitor, episode: dict[str, Any]) -> None:
     page = visitor.visit(f"#/episode/lake/{episode['id']}?view=tokens")
     samples = visitor.api(f"/api/tokens?run=lake&episode={episode['id']}")["samples"]
     tokens = page.get_by_test_id("token")
@@ -112,12 +116,12 @@ def test_every_token_is_there_in_order(visitor: Visitor, episode: dict[str, Any]
     trained = page.locator("[data-testid=token].trained")
     expect(trained).to_have_count(sum(sum(sample["mask"]) for sample in samples))
     shown = "".join(tokens.all_text_contents())
-    spoken = "".join(text for sample in samples for text in sample["texts"])
-    assert shown.replace("·", " ").replace("↵", "\n") == spoken.replace("\t", "⇥")
+    expected = "".join(text for sample in samples for text in sample["texts"])
+    assert shown.replace("·", " ").replace("↵", "\n") == expected.replace("\t", "⇥")
 
 
 @pytest.mark.parametrize("colour", ["logprob", "entropy", "advantage", "importance ratio"])
-def test_tokens_are_coloured_by_what_one_asks(
+def test_tokens_are_coloured_by_the_chosen_series(
     visitor: Visitor, episode: dict[str, Any], colour: str
 ) -> None:
     page = visitor.visit(f"#/episode/lake/{episode['id']}?view=tokens")
@@ -129,30 +133,32 @@ def test_tokens_are_coloured_by_what_one_asks(
         return set(trained.evaluate_all(script))
 
     expect(trained.first).to_be_visible()
-    assert len(paints()) == 1  # by mask, all trained tokens are alike
+    assert len(paints()) == 1  # By mask, all trained tokens have one colour.
     plain = grey.evaluate("each => getComputedStyle(each).backgroundColor")
     page.get_by_role("button", name=colour, exact=True).click()
     expect(page).to_have_url(re.compile("colour="))
-    if colour in ("logprob", "entropy"):  # GRPO's advantage is one of the whole episode
+    if colour in ("logprob", "entropy"):  # GRPO has one advantage per episode.
         assert len(paints()) > 1
     assert grey.evaluate("each => getComputedStyle(each).backgroundColor") == plain
 
 
-def test_a_token_tells_its_numbers(visitor: Visitor, episode: dict[str, Any]) -> None:
+def test_a_token_shows_its_numbers(visitor: Visitor, episode: dict[str, Any]) -> None:
     page = visitor.visit(f"#/episode/lake/{episode['id']}?view=tokens")
     sample = visitor.api(f"/api/tokens?run=lake&episode={episode['id']}")["samples"][0]
-    at = sample["mask"].index(1)
-    page.get_by_test_id("token").nth(at).hover()
+    position = sample["mask"].index(1)
+    page.get_by_test_id("token").nth(position).hover()
     facts = page.get_by_test_id("token-facts")
-    expect(facts).to_contain_text(f"id {sample['ids'][at]}")
+    expect(facts).to_contain_text(f"id {sample['ids'][position]}")
     for name in ("logprob", "entropy", "advantage"):
         shown = facts.locator("div", has=page.locator(f"dt:text-is('{name}')")).locator("dd")
         assert float(shown.inner_text().replace("−", "-")) == pytest.approx(
-            sample[name][at], rel=1e-3
+            sample[name][position], rel=1e-3
         )
 
 
-def test_the_raw_prompt_is_what_the_model_saw(visitor: Visitor, episode: dict[str, Any]) -> None:
+def test_the_prompt_view_equals_the_prompt_of_the_model(
+    visitor: Visitor, episode: dict[str, Any]
+) -> None:
     page = visitor.visit(f"#/episode/lake/{episode['id']}?view=prompt&turn=1")
     (sample, *_) = visitor.api(f"/api/tokens?run=lake&episode={episode['id']}")["samples"]
     before = "".join(sample["texts"][: sample["turn"].index(1)])
@@ -161,7 +167,7 @@ def test_the_raw_prompt_is_what_the_model_saw(visitor: Visitor, episode: dict[st
     assert episode["turns"][0]["thought"] in before and episode["turns"][1]["observation"] in before
 
 
-def test_bandit_draws_its_arms(visitor: Visitor) -> None:
+def test_the_board_of_bandit_names_the_pulled_arm(visitor: Visitor) -> None:
     (first,) = visitor.api("/api/episodes?run=collapse&phase=train&limit=1")["episodes"]
     detail = visitor.api(f"/api/episode?run=collapse&episode={first['id']}")
     page = visitor.visit(f"#/episode/collapse/{first['id']}?turn=1")
@@ -171,7 +177,7 @@ def test_bandit_draws_its_arms(visitor: Visitor) -> None:
     )
 
 
-def test_a_group_stands_side_by_side_with_the_filters_word(
+def test_a_group_shows_its_episodes_and_whether_it_was_kept(
     visitor: Visitor, episode: dict[str, Any]
 ) -> None:
     group = {key: episode[key] for key in ("attempt", "step", "phase", "group")}
@@ -189,24 +195,24 @@ def test_a_group_stands_side_by_side_with_the_filters_word(
         expect(page.get_by_test_id("parting")).to_have_count(1)
 
 
-def test_a_dropped_group_says_so(visitor: Visitor) -> None:
-    found = visitor.api("/api/episodes?run=lake&phase=train&kept=0&limit=1")["episodes"]
-    group = {key: found[0][key] for key in ("attempt", "step", "phase", "group")}
+def test_a_dropped_group_is_labelled_dropped(visitor: Visitor) -> None:
+    episodes = visitor.api("/api/episodes?run=lake&phase=train&kept=0&limit=1")["episodes"]
+    group = {key: episodes[0][key] for key in ("attempt", "step", "phase", "group")}
     page = visitor.visit(f"#/group/lake?{urlencode(group)}")
     expect(page.get_by_role("main")).to_contain_text(re.compile("dropped", re.IGNORECASE))
 
 
 @pytest.mark.parametrize(
-    ("members", "played", "said"),
+    ("members", "played", "explanation"),
     [
         (4, 4, "All episodes earned the same reward"),
         (4, 1, "Only 1 of its 4 episodes could be played to the end."),
         (4, 0, "None of its 4 episodes could be played to the end."),
-        (1, 1, None),  # as with PPO: it is compared with no other
+        (1, 1, None),  # As with PPO: there is nothing to compare it with.
     ],
 )
-def test_a_group_says_why_its_members_are_not_compared(
-    visitor: Visitor, episode: dict[str, Any], members: int, played: int, said: str | None
+def test_a_group_explains_why_its_episodes_are_not_compared(
+    visitor: Visitor, episode: dict[str, Any], members: int, played: int, explanation: str | None
 ) -> None:
     group = urlencode({key: episode[key] for key in ("attempt", "step", "phase", "group")})
     answer = visitor.api(f"/api/group?run=lake&{group}")
@@ -215,7 +221,7 @@ def test_a_group_says_why_its_members_are_not_compared(
     ruling = visitor.visit(f"#/group/lake?{group}").locator(".lead")
     expect(ruling).to_contain_text("by the filter")
     for line in ("All episodes earned", "could be played"):
-        if said and line in said:
-            expect(ruling).to_contain_text(said)
+        if explanation and line in explanation:
+            expect(ruling).to_contain_text(explanation)
         else:
             expect(ruling).not_to_contain_text(line)

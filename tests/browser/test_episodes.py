@@ -1,4 +1,4 @@
-"""The list of episodes: filters, search, sorting, paging, keys; all of it in the address."""
+"""The list of episodes: filters, search, sorting, paging, keys, and the address that holds them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from ragen.config.reading import dump, resolve
 from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor
 
-FIRST = 50
-"""Episodes that are shown before the list is scrolled."""
+PAGE_SIZE = 50
+"""The number of episodes that are shown before the list is scrolled."""
 
 
-def listed(visitor: Visitor, query: str) -> list[dict[str, Any]]:
-    """All episodes that a query of the API finds."""
+def query_episodes(visitor: Visitor, query: str) -> list[dict[str, Any]]:
+    """The episodes that match a query of the API."""
     return visitor.api(f"/api/episodes?run=lake&limit=200&{query}")["episodes"]
 
 
 def column(page: Any, title: str) -> list[str]:
-    """What the rows show under a title."""
+    """The texts of a column, given its title."""
     titles = page.get_by_role("columnheader").all_inner_texts()
-    (at,) = [i for i, each in enumerate(titles) if each.split(" ↓")[0].split(" ↑")[0] == title]
-    return page.locator(f"tbody tr td:nth-child({at + 1})").all_inner_texts()
+    (position,) = [
+        i for i, each in enumerate(titles) if each.split(" ↓")[0].split(" ↑")[0] == title
+    ]
+    return page.locator(f"tbody tr td:nth-child({position + 1})").all_inner_texts()
 
 
-Holds = Callable[[dict[str, Any]], bool]
+Matches = Callable[[dict[str, Any]], bool]
 
 
 @pytest.mark.parametrize(
-    ("label", "value", "holds"),
+    ("label", "value", "matches"),
     [
         ("success", "yes", lambda e: e["success"]),
         ("success", "no", lambda e: not e["success"]),
@@ -44,48 +46,50 @@ Holds = Callable[[dict[str, Any]], bool]
         ("ended by", "solved", lambda e: e["stop_reason"] == "solved"),
     ],
 )
-def test_a_choice_filters_the_list(visitor: Visitor, label: str, value: str, holds: Holds) -> None:
+def test_a_selected_value_filters_the_list(
+    visitor: Visitor, label: str, value: str, matches: Matches
+) -> None:
     page = visitor.visit("#/episodes/lake")
-    everything = [*listed(visitor, "step_to=2"), *listed(visitor, "step_from=3")]
+    all_episodes = [*query_episodes(visitor, "step_to=2"), *query_episodes(visitor, "step_from=3")]
     page.get_by_role("combobox", name=label, exact=True).select_option(label=value)
-    wanted = sum(map(holds, everything))
-    assert 0 < wanted < len(everything)
-    expect(page.locator(".pager")).to_contain_text(f"of {wanted} shown")
+    num_matching = sum(map(matches, all_episodes))
+    assert 0 < num_matching < len(all_episodes)
+    expect(page.locator(".pager")).to_contain_text(f"of {num_matching} shown")
     page.reload()
     visitor.wait()
-    expect(page.locator(".pager")).to_contain_text(f"of {wanted} shown")
+    expect(page.locator(".pager")).to_contain_text(f"of {num_matching} shown")
 
 
-def test_ranges_of_steps_and_rewards(visitor: Visitor) -> None:
+def test_ranges_of_steps_and_rewards_filter_the_list(visitor: Visitor) -> None:
     page = visitor.visit("#/episodes/lake")
     page.get_by_label("step from").fill("2")
     page.get_by_label("step to").fill("3")
     expect(page).to_have_url(re.compile("step_from=2.*step_to=3"))
     expect(page.locator(".pager")).to_contain_text(
-        f"of {len(listed(visitor, 'step_from=2&step_to=3'))} shown"
+        f"of {len(query_episodes(visitor, 'step_from=2&step_to=3'))} shown"
     )
     assert set(column(page, "step")) <= {"2", "3"}
     page.get_by_label("reward min").fill("0.5")
-    wanted = len(listed(visitor, "step_from=2&step_to=3&reward_min=0.5"))
-    expect(page.locator(".pager")).to_contain_text(f"of {wanted} shown")
+    num_matching = len(query_episodes(visitor, "step_from=2&step_to=3&reward_min=0.5"))
+    expect(page.locator(".pager")).to_contain_text(f"of {num_matching} shown")
 
 
-def test_words_are_looked_for_in_thoughts(visitor: Visitor) -> None:
+def test_the_search_finds_words_in_thoughts(visitor: Visitor) -> None:
     page = visitor.visit("#/episodes/lake")
-    (some,) = visitor.api("/api/episodes?run=lake&phase=train&limit=1")["episodes"]
-    detail = visitor.api(f"/api/episode?run=lake&episode={some['id']}")
+    (first,) = visitor.api("/api/episodes?run=lake&phase=train&limit=1")["episodes"]
+    detail = visitor.api(f"/api/episode?run=lake&episode={first['id']}")
     word = next(word for word in detail["turns"][0]["thought"].split() if len(word) > 3)
     page.keyboard.press("/")
     page.keyboard.type(word)
     expect(page).to_have_url(re.compile(f"q={word}"))
-    wanted = len(listed(visitor, f"q={word}"))
-    expect(page.locator(".pager")).to_contain_text(f"{min(FIRST, wanted)}")
+    num_matching = len(query_episodes(visitor, f"q={word}"))
+    expect(page.locator(".pager")).to_contain_text(f"{min(PAGE_SIZE, num_matching)}")
     for snippet in column(page, "thought"):
         assert word.lower() in snippet.lower()
 
 
 @pytest.mark.parametrize("malformed", ['"', "NEAR(", "a AND", "* OR *", "thought:x", "(((", "-"])
-def test_a_search_that_is_no_query_is_no_error(visitor: Visitor, malformed: str) -> None:
+def test_a_malformed_search_shows_no_error(visitor: Visitor, malformed: str) -> None:
     page = visitor.visit("#/episodes/lake")
     page.keyboard.press("/")
     page.keyboard.type(malformed)
@@ -94,40 +98,40 @@ def test_a_search_that_is_no_query_is_no_error(visitor: Visitor, malformed: str)
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
-def test_a_list_without_an_episode_says_so(visitor: Visitor) -> None:
+def test_an_empty_list_says_that_no_episode_fits(visitor: Visitor) -> None:
     page = visitor.visit("#/episodes/lake?reward_min=1000")
     main = page.get_by_role("main")
     expect(main).to_contain_text(re.compile(r"No episode fits the filters\.\s*0 of 0 shown$"))
     page.wait_for_load_state("networkidle")
     texts = "each => [...each.childNodes].filter(({ nodeType }) => nodeType === 3).length"
-    assert main.evaluate(texts) == 0  # no false or 0 of ours stands between the parts
+    assert main.evaluate(texts) == 0  # No stray false or 0 is rendered between the elements.
 
 
 @pytest.mark.parametrize(
     ("title", "field"), [("reward", "reward"), ("tokens", "num_tokens"), ("entropy", "entropy")]
 )
-def test_a_press_on_a_title_sorts(visitor: Visitor, title: str, field: str) -> None:
+def test_a_click_on_a_column_header_sorts(visitor: Visitor, title: str, field: str) -> None:
     page = visitor.visit("#/episodes/lake?phase=train")
     head = page.get_by_role("columnheader", name=re.compile(f"^{title}"))
     sort = {"num_tokens": "length"}.get(field, field)
     for order, direction in (("desc", "descending"), ("asc", "ascending")):
         head.get_by_role("button").click()
         expect(head).to_have_attribute("aria-sort", direction)
-        found = listed(visitor, f"phase=train&sort={sort}&order={order}")
-        values = [each[field] for each in found if each[field] is not None]
+        episodes = query_episodes(visitor, f"phase=train&sort={sort}&order={order}")
+        values = [each[field] for each in episodes if each[field] is not None]
         assert values == sorted(values, reverse=order == "desc")
         first = page.locator("tbody tr").first.get_by_role("link").last
-        expect(first).to_have_attribute("href", re.compile(rf"/{found[0]['id']}$"))
+        expect(first).to_have_attribute("href", re.compile(rf"/{episodes[0]['id']}$"))
 
 
-def test_the_list_goes_on_as_one_scrolls(visitor: Visitor) -> None:
+def test_scrolling_loads_more_rows(visitor: Visitor) -> None:
     page = visitor.visit("#/episodes/lake")
     rows = page.locator("tbody tr")
-    expect(rows).to_have_count(FIRST)
+    expect(rows).to_have_count(PAGE_SIZE)
     page.locator(".pager").scroll_into_view_if_needed()
-    expect(rows).to_have_count(2 * FIRST)
+    expect(rows).to_have_count(2 * PAGE_SIZE)
     links = [row.get_attribute("href") for row in page.locator("tbody .snippet a").all()]
-    assert len(set(links)) == len(links) == 2 * FIRST
+    assert len(set(links)) == len(links) == 2 * PAGE_SIZE
 
 
 def test_keys_open_an_episode_and_its_group(visitor: Visitor) -> None:
@@ -142,7 +146,7 @@ def test_keys_open_an_episode_and_its_group(visitor: Visitor) -> None:
     page.wait_for_url(re.compile("#/group/lake"))
 
 
-def test_only_steps_with_an_alarm(visitor: Visitor) -> None:
+def test_the_alarm_filter_keeps_only_steps_with_an_alarm(visitor: Visitor) -> None:
     steps = {
         event["step"]
         for event in visitor.api("/api/run?run=collapse")["events"]
@@ -151,14 +155,14 @@ def test_only_steps_with_an_alarm(visitor: Visitor) -> None:
     page = visitor.visit("#/episodes/collapse")
     page.get_by_role("checkbox", name="alarm").check()
     page.wait_for_url(re.compile("alarm=1"))
-    found = visitor.api("/api/episodes?run=collapse&alarm=1&limit=200")["episodes"]
-    assert {each["step"] for each in found} <= steps
-    wanted = f"{min(FIRST, len(found))} of" if found else "0"
-    expect(page.locator(".pager")).to_contain_text(wanted)
+    episodes = visitor.api("/api/episodes?run=collapse&alarm=1&limit=200")["episodes"]
+    assert {each["step"] for each in episodes} <= steps
+    shown = f"{min(PAGE_SIZE, len(episodes))} of" if episodes else "0"
+    expect(page.locator(".pager")).to_contain_text(shown)
 
 
-def look_away_and_back(page: Any) -> None:
-    """As a browser hides a page and shows it again: its connection ends, and another begins."""
+def hide_and_show(page: Any) -> None:
+    """Hide and show the page, as a browser does: its connection closes, and another opens."""
     for hidden in ("true", "false"):
         page.evaluate(
             f"Object.defineProperty(document, 'hidden', {{value: {hidden}, configurable: true}});"
@@ -166,40 +170,40 @@ def look_away_and_back(page: Any) -> None:
         )
 
 
-def test_news_are_offered_and_rows_stay_where_they_are(newcomer: Path, visitor: Visitor) -> None:
+def test_new_episodes_are_offered_and_rows_stay_in_place(newcomer: Path, visitor: Visitor) -> None:
     newcomer.mkdir()
     with Recorder.create(newcomer, dump(resolve("frozen-lake"))) as recorder:
         log_step(recorder, 1, 0.5)
         recorder.commit()
         page = visitor.visit("#/episodes/newcomer?sort=step&order=asc")
-        rows, fresh = page.locator("tbody tr"), page.get_by_test_id("fresh")
+        rows, notice = page.locator("tbody tr"), page.get_by_test_id("fresh")
         expect(rows).to_have_count(4)
         with page.expect_response(re.compile("limit=1&")):
-            look_away_and_back(page)
-        expect(fresh).to_have_count(0)  # nothing is new
+            hide_and_show(page)
+        expect(notice).to_have_count(0)  # Nothing is new.
         log_step(recorder, 2, 0.5)
         recorder.commit()
-        expect(fresh).to_be_visible()
+        expect(notice).to_be_visible()
         expect(rows).to_have_count(4)
         page.get_by_role("combobox", name="success", exact=True).select_option(label="yes")
-        expect(rows).to_have_count(2)  # asked anew, both steps are there
-        expect(fresh).to_have_count(0)
+        expect(rows).to_have_count(2)  # A new query includes both steps.
+        expect(notice).to_have_count(0)
         log_step(recorder, 3, 0.5)
         recorder.commit()
-        fresh.click()
+        notice.click()
         expect(rows).to_have_count(3)
-        expect(fresh).to_have_count(0)
+        expect(notice).to_have_count(0)
 
 
-def test_a_server_that_was_gone_is_asked_again(visitor: Visitor) -> None:
+def test_a_failed_request_is_retried_until_the_server_answers(visitor: Visitor) -> None:
     page = visitor.visit("#/episodes/lake")
     page.route(re.compile("api/episodes"), lambda route: route.abort())
     page.get_by_role("combobox", name="success", exact=True).select_option(label="yes")
     expect(page.get_by_role("alert")).to_contain_text("Trying again every two seconds")
-    expect(page.locator("tbody tr")).to_have_count(FIRST)
-    visitor.complaints.clear()  # the browser itself reports what did not arrive
+    expect(page.locator("tbody tr")).to_have_count(PAGE_SIZE)
+    visitor.complaints.clear()  # The browser itself reports failed requests.
     page.wait_for_timeout(1_000)
-    assert len(visitor.complaints) < 5  # it is asked now and then, not all the time
+    assert len(visitor.complaints) < 5  # Requests are repeated at intervals, not constantly.
     page.unroute(re.compile("api/episodes"))
     expect(page.get_by_role("alert")).to_have_count(0)
     solved = visitor.api("/api/episodes?run=lake&success=1&limit=1")["total"]

@@ -1,4 +1,4 @@
-"""The pages that tell why: then and now, collapse, evaluations."""
+"""The pages of levels, collapse and evaluations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor
 
 
-def test_the_same_level_stands_beside_itself_at_two_steps(visitor: Visitor) -> None:
+def test_a_level_is_shown_side_by_side_at_two_steps(visitor: Visitor) -> None:
     page = visitor.visit("#/levels/lake?phase=eval&level_seed=125")
     level = visitor.api("/api/level?run=lake&phase=eval&level_seed=125")["episodes"]
     assert [each["step"] for each in level] == [0, 3, 6]
@@ -31,8 +31,8 @@ def test_the_same_level_stands_beside_itself_at_two_steps(visitor: Visitor) -> N
     expect(page.get_by_label("then: step")).to_have_value("3")
 
 
-def test_what_two_thoughts_share_is_marked(visitor: Visitor) -> None:
-    """Bandit's policy gives in: at the end it thinks the same words at every level."""
+def test_words_that_two_thoughts_share_are_marked(visitor: Visitor) -> None:
+    """The policy of ``collapse`` ends with the same words at every level."""
     page = visitor.visit("#/levels/collapse?phase=eval&steps=8,12")
     marks = page.get_by_test_id("beside").locator("mark")
     expect(marks.first).to_be_visible()
@@ -44,7 +44,7 @@ def test_what_two_thoughts_share_is_marked(visitor: Visitor) -> None:
     )
 
 
-def test_a_level_is_chosen_by_key_and_by_click(visitor: Visitor) -> None:
+def test_a_level_is_selected_by_key_and_by_click(visitor: Visitor) -> None:
     page = visitor.visit("#/levels/lake?phase=eval&level_seed=125")
     rows = page.get_by_role("table", name="Levels by step").locator("tbody tr")
     page.keyboard.press("j")
@@ -55,28 +55,28 @@ def test_a_level_is_chosen_by_key_and_by_click(visitor: Visitor) -> None:
 
 def test_repeated_phrases_are_counted_over_steps(visitor: Visitor) -> None:
     page = visitor.visit("#/levels/collapse?words=3")
-    found = visitor.api("/api/phrases?run=collapse&words=3&phase=train")
+    answer = visitor.api("/api/phrases?run=collapse&words=3&phase=train")
     rows = page.get_by_test_id("phrases").locator("tbody tr")
-    expect(rows).to_have_count(len(found["phrases"]))
-    assert found["phrases"] and all(
+    expect(rows).to_have_count(len(answer["phrases"]))
+    assert answer["phrases"] and all(
         0 <= share <= 1
-        for each in found["phrases"]
+        for each in answer["phrases"]
         for share in each["counts"]
         if share is not None
     )
-    expect(rows.first.locator("td")).to_have_count(len(found["steps"]))
+    expect(rows.first.locator("td")).to_have_count(len(answer["steps"]))
 
 
 def test_the_collapse_page_names_the_regime(visitor: Visitor) -> None:
     page = visitor.visit("#/collapse/lake")
-    found = visitor.api("/api/collapse?run=lake")
-    expect(page.get_by_role("main")).to_contain_text(found["paths"]["first"]["regime"][-1])
+    answer = visitor.api("/api/collapse?run=lake")
+    expect(page.get_by_role("main")).to_contain_text(answer["paths"]["first"]["regime"][-1])
     expect(page.get_by_test_id("plane")).to_be_visible()
     for regime in ("diverse", "compressed", "template collapse", "low-entropy collapse"):
         expect(page.get_by_test_id("plane")).to_contain_text(regime)
 
 
-def test_a_point_of_the_plane_is_pressed_by_a_key(visitor: Visitor) -> None:
+def test_a_point_of_the_plane_is_selected_by_key(visitor: Visitor) -> None:
     page = visitor.visit("#/collapse/lake")
     points = page.get_by_test_id("plane").get_by_role("button")
     for place, key in ((0, " "), (1, "Enter")):
@@ -100,32 +100,32 @@ def test_the_plane_leaves_out_a_path_without_measured_points(visitor: Visitor) -
     expect(plane.get_by_role("button")).to_have_count(len(first["steps"]))
 
 
-def test_the_matrix_tells_its_cells(visitor: Visitor) -> None:
+def test_a_selected_cell_of_the_matrix_shows_its_log_probability(visitor: Visitor) -> None:
     page = visitor.visit("#/collapse/lake")
-    heat = page.get_by_test_id("matrix")
-    heat.scroll_into_view_if_needed()
-    box = heat.bounding_box()
-    heat.click(position={"x": 2, "y": 2})
+    matrix_element = page.get_by_test_id("matrix")
+    matrix_element.scroll_into_view_if_needed()
+    box = matrix_element.bounding_box()
+    matrix_element.click(position={"x": 2, "y": 2})
     page.mouse.move(0, 0)
-    said = page.locator(".matrix-said")
-    expect(said).to_contain_text("log p(thought | prompt)")
-    found = visitor.api("/api/collapse?run=lake")
-    steps = [each["step"] for each in found["matrix_steps"]]
+    readout = page.locator(".matrix-said")
+    expect(readout).to_contain_text("log p(thought | prompt)")
+    answer = visitor.api("/api/collapse?run=lake")
+    steps = [each["step"] for each in answer["matrix_steps"]]
     matrix = visitor.api(f"/api/matrix?run=lake&step={steps[-1]}&path=first")
     thought = next(each for each in matrix["thoughts"] if each.strip())
     assert box["height"] > 100 and len(matrix["scores"][0]) == len(matrix["prompts"])
     assert len(matrix["thoughts"]) == len(matrix["own"]) and thought
-    retrieval = math.floor(100 * found["paths"]["first"]["retrieval"][-1] + 0.5)
+    retrieval = math.floor(100 * answer["paths"]["first"]["retrieval"][-1] + 0.5)
     expect(page.get_by_role("main")).to_contain_text(f"For {retrieval} % of the thoughts")
 
 
-def test_gradients_by_bucket_of_reward_std(visitor: Visitor) -> None:
+def test_the_collapse_page_shows_gradients_by_bucket_of_reward_std(visitor: Visitor) -> None:
     page = visitor.visit("#/collapse/lake")
     expect(page.get_by_role("heading", name=re.compile("^Gradient"))).to_be_visible()
     expect(page.get_by_role("img", name=re.compile("^task"))).to_be_visible()
 
 
-def test_what_was_not_measured_says_how_it_would_be(visitor: Visitor) -> None:
+def test_the_collapse_page_names_the_setting_of_a_missing_measurement(visitor: Visitor) -> None:
     page = visitor.visit("#/collapse/collapse")
     expect(page.get_by_role("main")).to_contain_text("--diagnose.gradients_every")
 
@@ -134,37 +134,39 @@ def test_evaluations_are_shown_with_both_baselines(visitor: Visitor) -> None:
     page = visitor.visit("#/evaluations/lake")
     evaluations = visitor.api("/api/run?run=lake")["evaluations"]
     main = page.get_by_role("main")
-    expect(main).to_contain_text("16.2 %")  # random play
-    expect(main).to_contain_text("100.0 %")  # optimal play
+    expect(main).to_contain_text("16.2 %")  # Random play.
+    expect(main).to_contain_text("100.0 %")  # Optimal play.
     for each in evaluations:
         expect(main).to_contain_text(f"{100 * each['success']['value']:.1f} %")
     gains = page.get_by_role("region", name="Before and after").get_by_test_id("comparison")
     expect(gains.first).to_contain_text("points")
 
 
-def test_another_run_is_chosen_for_a_comparison(visitor: Visitor) -> None:
+def test_another_run_is_selected_for_a_comparison(visitor: Visitor) -> None:
     page = visitor.visit("#/evaluations/lake")
     page.get_by_role("combobox").select_option("lake-again")
     expect(page).to_have_url(re.compile("other=lake-again"))
-    found = visitor.api("/api/compare?run=lake-again&other=lake")["comparisons"][0]
+    comparison = visitor.api("/api/compare?run=lake-again&other=lake")["comparisons"][0]
     panel = page.get_by_role("region", name="Another run")
     for side in ("a", "b"):
-        expect(panel).to_contain_text(f"{100 * found[side]['value']:.1f} %")
-    assert found["difference"]["low"] <= found["difference"]["high"]
+        expect(panel).to_contain_text(f"{100 * comparison[side]['value']:.1f} %")
+    assert comparison["difference"]["low"] <= comparison["difference"]["high"]
 
 
-def hold(page: Any, question: str) -> list[Any]:
-    """Let the answers to a question wait, until one `continue_`s what the list holds."""
+def hold_answers(page: Any, question: str) -> list[Any]:
+    """Hold the answers to matching requests until `continue_` is called on the listed routes."""
     held: list[Any] = []
     page.route(re.compile(question), lambda route: held.append(route))
     return held
 
 
-def test_no_verdict_names_a_run_over_the_numbers_of_another(visitor: Visitor) -> None:
+def test_a_comparison_is_hidden_until_the_numbers_of_the_selected_run_arrive(
+    visitor: Visitor,
+) -> None:
     page = visitor.visit("#/evaluations/lake?other=lake-again")
     comparison = page.get_by_role("region", name="Another run").get_by_test_id("comparison")
     expect(comparison.first).to_contain_text("lake-again")
-    held = hold(page, r"api/compare\?.*run=collapse")
+    held = hold_answers(page, r"api/compare\?.*run=collapse")
     page.get_by_role("combobox").select_option("collapse")
     expect(page).to_have_url(re.compile("other=collapse"))
     expect(comparison).to_have_count(0)
@@ -173,7 +175,7 @@ def test_no_verdict_names_a_run_over_the_numbers_of_another(visitor: Visitor) ->
     expect(page.get_by_role("main")).to_contain_text("nothing can be compared")
 
 
-def test_what_was_not_found_leaves_nothing_of_the_last_answer(visitor: Visitor) -> None:
+def test_a_missing_group_shows_nothing_of_the_previous_one(visitor: Visitor) -> None:
     group = visitor.api("/api/episodes?run=lake&phase=train&limit=1")["episodes"][0]
     address = f"#/group/lake?step={group['step']}&group="
     page = visitor.visit(address + str(group["group"]))
@@ -182,38 +184,38 @@ def test_what_was_not_found_leaves_nothing_of_the_last_answer(visitor: Visitor) 
     expect(page.get_by_role("heading", level=1)).to_contain_text("Group 99")
     expect(page.get_by_role("alert")).to_be_visible()
     expect(page.get_by_text("member 0", exact=True)).to_have_count(0)
-    visitor.complaints.clear()  # the browser itself reports what was not found
+    visitor.complaints.clear()  # The browser itself reports missing resources.
 
 
-def test_an_evaluation_reaches_the_pages_that_are_open(newcomer: Path, visitors: Any) -> None:
+def test_a_new_evaluation_updates_open_pages(newcomer: Path, visitors: Any) -> None:
     make_run(newcomer / "a")
     (newcomer / "b").mkdir()
     config = dump(resolve("frozen-lake", {"steps": 6}))
     with Recorder.create(newcomer / "b", config) as recorder:
-        course = steps(recorder)
+        progress = steps(recorder)
         for _ in range(4):
-            next(course)
-        there = {"a": "newcomer%2Fa", "b": "newcomer%2Fb"}
-        then_and_now, evaluations, compare = (
-            visitors().visit(route.format(**there))
+            next(progress)
+        names = {"a": "newcomer%2Fa", "b": "newcomer%2Fb"}
+        levels_page, evaluations_page, compare_page = (
+            visitors().visit(route.format(**names))
             for route in (
                 "#/levels/{b}",
                 "#/evaluations/{a}?other=newcomer/b",
                 "#/compare/{a}?other=newcomer/b",
             )
         )
-        main = then_and_now.get_by_role("main")
+        main = levels_page.get_by_role("main")
         expect(main).to_contain_text("No level was played at two steps")
-        other = evaluations.get_by_role("region", name="Another run")
+        other = evaluations_page.get_by_role("region", name="Another run")
         comparison = other.get_by_test_id("comparison").first
         expect(comparison).to_contain_text("On 2 levels")
-        expect(compare.get_by_test_id("comparison").first).to_contain_text("On 2 levels")
+        expect(compare_page.get_by_test_id("comparison").first).to_contain_text("On 2 levels")
         log_step(recorder, 5, 0.5)
         recorder.episodes(5, groups(5, (123, 124))[:1], phase="eval")
         recorder.evaluation(5, evaluation(0.5).record() | {"env": "frozen-lake"})
-        with then_and_now.expect_response(re.compile("api/phrases")):
+        with levels_page.expect_response(re.compile("api/phrases")):
             recorder.commit()
-        levels = then_and_now.get_by_role("table", name="Levels by step")
+        levels = levels_page.get_by_role("table", name="Levels by step")
         expect(levels.locator("tbody tr")).to_have_count(1)
         expect(comparison).to_contain_text("On 1 level")
-        expect(compare.get_by_test_id("comparison").first).to_contain_text("On 1 level")
+        expect(compare_page.get_by_test_id("comparison").first).to_contain_text("On 1 level")

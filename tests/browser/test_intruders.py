@@ -1,4 +1,4 @@
-"""Who is not the viewer's own page gets nothing: other sites in a browser, and raw requests."""
+"""Access only for the viewer's own pages: other sites in a browser, and raw requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 PATIENCE_S = 3.0
-"""How long a raw request waits for an answer that may not come."""
+"""How long a raw request waits for an answer, in seconds."""
 
 SITE = """<!doctype html><title>other site</title><script>
 const got = {};
@@ -55,7 +55,7 @@ window.done = Promise.all([
 
 @pytest.fixture
 def elsewhere(viewer: str, tmp_path: Path) -> Iterator[str]:
-    """Another site on this very machine, which wants to know what the viewer holds."""
+    """The address of another site on this machine that attempts to read from the viewer."""
     (tmp_path / "index.html").write_text(SITE.replace("VIEWER", json.dumps(viewer)))
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     handler.log_message = lambda *_: None  # type: ignore[attr-defined]
@@ -67,28 +67,29 @@ def elsewhere(viewer: str, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
-def test_another_site_reads_nothing(visitors: Any, elsewhere: str, name: str) -> None:
+def test_another_site_can_read_nothing(visitors: Any, elsewhere: str, name: str) -> None:
     visitor = visitors(address=elsewhere)
     page = visitor.page
     page.goto(elsewhere.replace("127.0.0.1", name))
-    got = page.evaluate("window.done")
-    assert not got["fetch"] and not got["blind"] and not got["post"] and not got["simple post"]
-    assert got["events"] is None and got["script"] is None and got["frames"] == 0
-    refused = page.frames[1].url
-    assert refused.startswith("chrome-error:") or not refused  # it was not drawn in a frame
-    visitor.complaints.clear()  # the browser tells the other site what it was refused
+    received = page.evaluate("window.done")
+    for request in ("fetch", "blind", "post", "simple post"):
+        assert not received[request]
+    assert received["events"] is None and received["script"] is None and received["frames"] == 0
+    frame_url = page.frames[1].url
+    assert frame_url.startswith("chrome-error:") or not frame_url  # The frame stayed empty.
+    visitor.complaints.clear()  # The browser reports the refusals.
 
 
-def said(viewer: str, request: bytes) -> bytes:
-    """What the server answers to these very bytes, until it hangs up or has no more to say."""
-    where = urlsplit(viewer)
+def raw_answer(viewer: str, request: bytes) -> bytes:
+    """The answer of the server to these bytes, until it closes the connection or a timeout."""
+    address = urlsplit(viewer)
     answer = b""
     with (
-        socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as wire,
+        socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S) as sock,
         suppress(TimeoutError, ConnectionError),
     ):
-        wire.sendall(request)
-        while part := wire.recv(65536):
+        sock.sendall(request)
+        while part := sock.recv(65536):
             answer += part
     return answer
 
@@ -96,7 +97,7 @@ def said(viewer: str, request: bytes) -> bytes:
 def get(viewer: str, target: str, *headers: str) -> bytes:
     host = urlsplit(viewer).netloc
     lines = [f"GET {target} HTTP/1.1", f"Host: {host}", "Connection: close", *headers]
-    return said(viewer, "\r\n".join([*lines, "", ""]).encode("latin-1"))
+    return raw_answer(viewer, "\r\n".join([*lines, "", ""]).encode("latin-1"))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def get(viewer: str, target: str, *headers: str) -> bytes:
         "/api/metrics?run=lake&names=" + "x," * 5000,
     ],
 )
-def test_no_path_leads_out_and_no_question_breaks_it(viewer: str, target: str) -> None:
+def test_hostile_paths_and_parameters_are_refused_without_a_leak(viewer: str, target: str) -> None:
     answer = get(viewer, target)
     status = int(answer.split(b" ", 2)[1])
     assert status in (200, 400, 403, 404), answer[:200]
@@ -147,8 +148,8 @@ def test_no_path_leads_out_and_no_question_breaks_it(viewer: str, target: str) -
         "\x00\x01\x02\r\n\r\n",
     ],
 )
-def test_requests_that_no_page_of_ours_makes_are_refused(viewer: str, request_text: str) -> None:
+def test_malformed_and_foreign_requests_are_refused(viewer: str, request_text: str) -> None:
     here = urlsplit(viewer).netloc
-    answer = said(viewer, request_text.replace("HERE", here).encode("latin-1"))
+    answer = raw_answer(viewer, request_text.replace("HERE", here).encode("latin-1"))
     assert b"200 OK" not in answer and b"lake" not in answer
-    assert b"200 OK" in get(viewer, "/api/runs")  # and still serves its own page
+    assert b"200 OK" in get(viewer, "/api/runs")  # The server still serves its own page.

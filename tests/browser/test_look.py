@@ -1,4 +1,4 @@
-"""Every page fits a laptop and a phone, in both colour schemes, and can be read."""
+"""Layout, contrast and accessible names of every page, on a laptop and a phone."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ROUTES = {
     "evaluations": "#/evaluations/lake?other=lake-again",
 }
 LEAST_CONTRAST = 4.5
-"""Of text to what is behind it: what level AA of the Web Content Accessibility Guidelines asks of
-text. Numbers in the colour of their curve (``ink-…``) are left out."""
+"""The contrast of text that level AA of the Web Content Accessibility Guidelines requires. Numbers
+in the colour of their curve (``ink-…``) are excluded."""
 
 CONTRASTS = """
 () => {
@@ -37,7 +37,7 @@ CONTRASTS = """
     for (let at = node; at; at = at.parentElement) {
       const [r, g, b, a = 1] = numbers(getComputedStyle(at).backgroundColor);
       if (a > 0.99) return [r, g, b];
-      if (a > 0) return null; // mixed colours are left to the eye
+      if (a > 0) return null; // Mixed colours are not checked.
     }
     return [255, 255, 255];
   };
@@ -52,35 +52,37 @@ CONTRASTS = """
     if (!ground || ink.length > 3) continue;
     const [a, b] = [light(ground), light(ink)].sort((x, y) => y - x);
     const contrast = (a + 0.05) / (b + 0.05);
-    const said = `${contrast.toFixed(2)} ${node.className}: ${words[0].slice(0, 40)}`;
-    if (contrast < LEAST) poor.push(said);
+    const line = `${contrast.toFixed(2)} ${node.className}: ${words[0].slice(0, 40)}`;
+    if (contrast < LEAST) poor.push(line);
   }
   return [...new Set(poor)];
 }
 """.replace("LEAST", str(LEAST_CONTRAST))
-"""The texts of a page whose colour is too near to that of their ground."""
+"""Finds the texts of a page with too little contrast."""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
-def test_pages_fit_and_can_be_read(visitors: Visitors, size: tuple[int, int], scheme: str) -> None:
+def test_pages_fit_the_width_and_have_contrast(
+    visitors: Visitors, size: tuple[int, int], scheme: str
+) -> None:
     visitor: Visitor = visitors(size=size, color_scheme=scheme)
-    troubles = {}
+    problems = {}
     for name, route in ROUTES.items():
         page = visitor.visit(route)
         too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-        poor = page.evaluate(CONTRASTS)
-        if too_wide > 0 or poor:
-            troubles[name] = (too_wide, poor)
-        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        dark = sum(map(float, ground.strip("rgba()").split(",")[:3])) < 3 * 128
+        low_contrast = page.evaluate(CONTRASTS)
+        if too_wide > 0 or low_contrast:
+            problems[name] = (too_wide, low_contrast)
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        dark = sum(map(float, background.strip("rgba()").split(",")[:3])) < 3 * 128
         assert dark == (scheme == "dark"), name
-    assert not troubles, troubles
+    assert not problems, problems
 
 
 @pytest.mark.parametrize("size", [WIDE, PHONE])
 @pytest.mark.parametrize("name", ["run", "evaluations"])
-def test_long_names_of_runs_widen_no_page(
+def test_long_names_of_runs_do_not_widen_a_page(
     visitors: Visitors, name: str, size: tuple[int, int]
 ) -> None:
     page = visitors(size=size).visit(ROUTES[name])
@@ -92,22 +94,22 @@ def test_long_names_of_runs_widen_no_page(
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
-def test_the_scheme_is_chosen_by_hand_and_kept(visitor: Visitor) -> None:
+def test_the_selected_colour_scheme_is_kept_on_reload(visitor: Visitor) -> None:
     page = visitor.visit()
-    ground = "getComputedStyle(document.body).backgroundColor"
-    first = page.evaluate(ground)
+    background = "getComputedStyle(document.body).backgroundColor"
+    first = page.evaluate(background)
     for theme in ("light", "dark"):
         page.get_by_role("button", name="Colours").click()
         expect(page.get_by_role("button", name=f"Colours: {theme}")).to_be_visible()
-    page.wait_for_function(f"first => {ground} !== first", arg=first)
-    dark = page.evaluate(ground)
+    page.wait_for_function(f"first => {background} !== first", arg=first)
+    dark = page.evaluate(background)
     page.reload()
     visitor.wait()
-    assert page.evaluate(ground) == dark
+    assert page.evaluate(background) == dark
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_each_page_has_one_heading_and_names_for_its_controls(visitor: Visitor, name: str) -> None:
+def test_each_page_has_one_heading_and_named_controls(visitor: Visitor, name: str) -> None:
     page = visitor.visit(ROUTES[name])
     assert page.locator("h1").count() == 1
     nameless = page.evaluate(

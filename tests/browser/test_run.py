@@ -1,4 +1,4 @@
-"""The page of one run: what it reached, its curves, alarms, times and settings, also live."""
+"""The page of a run: success, curves, alarms, times and settings, also during training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def curve(page: Any, label: str) -> Any:
     return page.get_by_test_id("curve").filter(has=title)
 
 
-def test_the_headline_says_what_was_reached(visitor: Visitor) -> None:
+def test_the_headline_shows_success_baselines_and_gain(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     run = visitor.api("/api/run?run=lake")
     expect(page.get_by_role("heading", level=1)).to_have_text("lake")
@@ -39,18 +39,18 @@ def test_the_headline_says_what_was_reached(visitor: Visitor) -> None:
 def test_every_signal_has_its_curve_with_the_recorded_numbers(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     run = visitor.api("/api/run?run=lake")
-    wanted = [SIGNALS[name] for name in SIGNALS if name in run["names"]]
-    assert len(wanted) > 10
+    expected = [SIGNALS[name] for name in SIGNALS if name in run["names"]]
+    assert len(expected) > 10
     titles = page.get_by_test_id("curve").locator(".curve-title").all_inner_texts()
-    assert titles == wanted
-    found = visitor.api("/api/metrics?run=lake&names=entropy/mean")["names"]["entropy/mean"]
+    assert titles == expected
+    recorded = visitor.api("/api/metrics?run=lake&names=entropy/mean")["names"]["entropy/mean"]
     label = curve(page, "entropy, nats").get_by_role("img").first.get_attribute("aria-label")
-    assert f"from {found['values'][0]:.3g} to {found['values'][-1]:.3g}" in label
+    assert f"from {recorded['values'][0]:.3g} to {recorded['values'][-1]:.3g}" in label
     assert curve(page, "reward").locator("canvas").count() == 1
 
 
 @pytest.mark.parametrize("axis", ["updates", "episodes", "tokens", "time"])
-def test_the_axis_changes(visitor: Visitor, axis: str) -> None:
+def test_the_selected_axis_is_kept_on_reload(visitor: Visitor, axis: str) -> None:
     page = visitor.visit("#/run/lake")
     page.get_by_role("button", name=axis.capitalize(), exact=True).click()
     key = {"time": "seconds"}.get(axis, axis)
@@ -61,7 +61,7 @@ def test_the_axis_changes(visitor: Visitor, axis: str) -> None:
     expect(pressed).to_have_attribute("aria-pressed", "true")
 
 
-def test_smoothing_is_drawn_and_remembered_in_the_address(visitor: Visitor) -> None:
+def test_smoothing_changes_the_curve_and_the_address(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake?m=reward/mean")
     canvas = curve(page, "reward").locator("canvas")
     before = canvas.evaluate("each => each.toDataURL()")
@@ -71,14 +71,14 @@ def test_smoothing_is_drawn_and_remembered_in_the_address(visitor: Visitor) -> N
     assert canvas.evaluate("each => each.toDataURL()") != before
 
 
-def test_a_metric_is_found_by_its_name(visitor: Visitor) -> None:
+def test_the_search_selects_metrics_by_name(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     page.keyboard.press("/")
     page.keyboard.type("mismatch")
     expect(page.get_by_test_id("curve")).to_have_count(2)  # mismatch/kl and mismatch/max_abs
 
 
-def test_another_run_is_drawn_over_it(visitor: Visitor) -> None:
+def test_another_run_is_drawn_over_the_curves(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     page.get_by_label("Draw another run over it").select_option("lake-again")
     expect(page).to_have_url(re.compile("with=lake-again"))
@@ -86,7 +86,7 @@ def test_another_run_is_drawn_over_it(visitor: Visitor) -> None:
     expect(picture).to_have_attribute("aria-label", re.compile("lake-again from"))
 
 
-def test_an_overlaid_run_that_has_gone_takes_no_curve_with_it(visitor: Visitor) -> None:
+def test_a_missing_overlaid_run_is_reported_and_the_others_are_drawn(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake?with=gone,lake-again&m=reward/mean")
     picture = curve(page, "reward").get_by_role("img").first
     expect(picture).to_have_attribute("aria-label", re.compile("lake from .*lake-again from"))
@@ -95,7 +95,7 @@ def test_an_overlaid_run_that_has_gone_takes_no_curve_with_it(visitor: Visitor) 
     missing.get_by_role("button", name="remove").click()
     expect(missing).to_have_count(0)
     expect(page).to_have_url(re.compile("with=lake-again"))
-    visitor.complaints.clear()  # the browser itself reports what was not found
+    visitor.complaints.clear()  # The browser itself reports missing resources.
 
 
 def test_a_click_on_a_curve_opens_the_episodes_of_that_step(visitor: Visitor) -> None:
@@ -113,7 +113,7 @@ def test_alarms_are_listed_and_counted(visitor: Visitor) -> None:
         expect(listed).to_contain_text(event["text"])
 
 
-def test_time_exactness_and_settings(visitor: Visitor) -> None:
+def test_times_exactness_and_settings_are_shown(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     run = visitor.api("/api/run?run=lake")
     times = page.get_by_role("region", name="Time by phase")
@@ -128,23 +128,23 @@ def test_time_exactness_and_settings(visitor: Visitor) -> None:
     expect(settings.locator("tbody tr")).to_have_count(1)
 
 
-def test_curves_stay_while_other_metrics_are_asked_for(visitor: Visitor) -> None:
+def test_curves_stay_while_other_metrics_are_loading(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake?m=reward/mean")
     curve(page, "reward").locator("canvas").evaluate("each => (window.drawn = each)")
-    page.route(re.compile("api/metrics"), lambda route: None)  # none is answered
+    page.route(re.compile("api/metrics"), lambda route: None)  # No request is answered.
     page.get_by_role("searchbox", name="Find a metric").fill("reward")
     expect(page.get_by_test_id("curve").nth(1)).to_be_visible()
     assert page.evaluate("window.drawn.isConnected")
 
 
-def test_a_run_that_is_not_there_is_a_clear_page(visitor: Visitor) -> None:
+def test_a_missing_run_is_reported(visitor: Visitor) -> None:
     page = visitor.visit("#/run/no-such-run")
     expect(page.get_by_role("alert")).to_contain_text("no-such-run")
     assert all("404" in each for each in visitor.complaints)
-    visitor.complaints.clear()  # the browser itself reports what was not found
+    visitor.complaints.clear()  # The browser itself reports missing resources.
 
 
-def test_a_run_of_another_schema_is_a_clear_page(visitor: Visitor, runs: Path) -> None:
+def test_a_run_of_another_schema_is_reported(visitor: Visitor, runs: Path) -> None:
     import shutil
     import sqlite3
     from contextlib import closing
@@ -167,7 +167,7 @@ def test_a_run_of_another_schema_is_a_clear_page(visitor: Visitor, runs: Path) -
 
 
 def test_steps_appear_while_the_run_trains(newcomer: Path, visitor: Visitor) -> None:
-    """The whole way: a run in a process of its own, its database, the server, the open page."""
+    """End to end: a run in a separate process, its database, the server, the open page."""
     options = ["--steps", "8", "--eval.episodes", "4", "--rollout.num_groups", "4"]
     process = ragen("train", "collapse", *options, "--out", newcomer, "--json", "--quiet")
     page = visitor.visit()
@@ -179,12 +179,12 @@ def test_steps_appear_while_the_run_trains(newcomer: Path, visitor: Visitor) -> 
         expect(progress).to_contain_text(re.compile(rf"\b[{step}-8]\b.*of 8"), timeout=60_000)
     page.evaluate("window.sameDocument = true")
     expect(page.get_by_role("main")).to_contain_text("finished", timeout=60_000)
-    assert page.evaluate("window.sameDocument")  # nothing was loaded anew
+    assert page.evaluate("window.sameDocument")  # The document was not reloaded.
     assert json.loads(succeed(process).splitlines()[-1])["env"] == "bandit"
     expect(progress).to_contain_text(re.compile(r"8\s*of 8"))
 
 
-def test_a_run_that_is_resumed_goes_on_in_the_page(newcomer: Path, visitor: Visitor) -> None:
+def test_an_open_page_follows_a_resumed_run(newcomer: Path, visitor: Visitor) -> None:
     newcomer.mkdir()
     with Recorder.create(newcomer, dump(resolve("bandit", {"steps": 6}))) as recorder:
         log_step(recorder, 1, 0.5)

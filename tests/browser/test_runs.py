@@ -1,4 +1,4 @@
-"""The page of all runs, and two of them beside each other."""
+"""The page of all runs, and the comparison of runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.browser.visitor import RUNS, Visitor, ragen, succeed
 PERCENT = re.compile(r"\d+\.\d %")
 
 
-def test_each_run_has_its_row_with_state_success_and_course(visitor: Visitor) -> None:
+def test_each_run_has_a_row_with_state_success_and_curve(visitor: Visitor) -> None:
     page = visitor.visit()
     expect(page.get_by_role("heading", level=1)).to_have_text("Runs")
     for name in RUNS:
@@ -38,14 +38,14 @@ def test_the_filter_narrows_the_list_and_stays_in_the_address(visitor: Visitor) 
     page.keyboard.type("bandit")
     expect(page.locator("tbody tr")).to_have_count(1)
     expect(page.locator("tbody tr")).to_contain_text("collapse")
-    page.keyboard.press("Escape")  # leaves the field, so that keys are keys again
+    page.keyboard.press("Escape")  # Leave the field, so that the page handles keys again.
     assert page.evaluate("document.activeElement.tagName") == "BODY"
     page.reload()
     visitor.wait()
     expect(page.locator("tbody tr")).to_have_count(1)
 
 
-def test_keys_walk_the_rows_and_open_one(visitor: Visitor) -> None:
+def test_keys_select_a_row_and_open_its_run(visitor: Visitor) -> None:
     page = visitor.visit()
     rows = page.locator("tbody tr")
     page.keyboard.press("j")
@@ -67,7 +67,7 @@ def test_the_question_mark_lists_the_keys(visitor: Visitor) -> None:
     expect(keys).to_have_count(0)
 
 
-def test_while_the_keys_are_listed_no_other_key_acts(visitor: Visitor) -> None:
+def test_other_keys_do_nothing_while_the_list_of_keys_is_open(visitor: Visitor) -> None:
     page = visitor.visit()
     rows, keys = page.locator("tbody tr"), page.get_by_role("dialog", name="Keys")
     page.keyboard.press("j")
@@ -82,29 +82,32 @@ def test_while_the_keys_are_listed_no_other_key_acts(visitor: Visitor) -> None:
         assert page.evaluate("document.activeElement.closest('main, header') === null")
     page.keyboard.press("Escape")
     expect(keys).to_have_count(0)
-    expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)  # the mark is still there
+    # The selection is unchanged.
+    expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)
     expect(rows.first).to_have_attribute("aria-current", "true")
     page.keyboard.press("?")
     expect(keys).to_be_visible()
-    page.mouse.click(5, 300)  # beside the list
+    page.mouse.click(5, 300)  # Outside the dialog.
     expect(keys).to_have_count(0)
 
 
-def test_the_row_under_the_keyboard_stays_the_same_run(newcomer: Path, visitor: Visitor) -> None:
+def test_the_selected_row_stays_the_same_run_when_a_run_appears(
+    newcomer: Path, visitor: Visitor
+) -> None:
     page = visitor.visit()
     page.keyboard.press("j")
-    chosen = page.locator("tbody tr[aria-current]")
-    name = chosen.get_by_role("link").first.inner_text()
+    selected = page.locator("tbody tr[aria-current]")
+    name = selected.get_by_role("link").first.inner_text()
     newcomer.mkdir()
     with Recorder.create(newcomer, dump(resolve("bandit"))):
         expect(page.locator("tbody tr").first).to_contain_text("newcomer")
-        expect(chosen).to_contain_text(name)
+        expect(selected).to_contain_text(name)
         page.keyboard.press("x")
         expect(page.get_by_role("checkbox", name=f"compare {name}", exact=True)).to_be_checked()
         expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)
 
 
-def test_two_runs_are_marked_and_compared(visitor: Visitor) -> None:
+def test_two_runs_are_selected_and_compared(visitor: Visitor) -> None:
     page = visitor.visit()
     button = page.get_by_role("button", name=re.compile("^Compare"))
     expect(button).to_be_disabled()
@@ -123,7 +126,7 @@ def test_two_runs_are_marked_and_compared(visitor: Visitor) -> None:
         expect(main).to_contain_text(key)
 
 
-def test_a_comparison_has_intervals_and_what_it_could_have_seen(visitor: Visitor) -> None:
+def test_a_comparison_shows_its_interval_and_detectable_difference(visitor: Visitor) -> None:
     page = visitor.visit("#/compare/lake?other=lake-again")
     comparisons = visitor.api("/api/compare?run=lake&other=lake-again")["comparisons"]
     assert comparisons
@@ -134,7 +137,7 @@ def test_a_comparison_has_intervals_and_what_it_could_have_seen(visitor: Visitor
     expect(main).to_contain_text(comparisons[0]["env"])
 
 
-def test_a_run_that_begins_appears_by_itself(newcomer: Path, visitor: Visitor) -> None:
+def test_a_new_run_appears_in_the_open_page(newcomer: Path, visitor: Visitor) -> None:
     page = visitor.visit()
     options = ["--steps", "2", "--eval.episodes", "4", "--out", newcomer, "--quiet"]
     process = ragen("train", "collapse", *options)
@@ -144,7 +147,9 @@ def test_a_run_that_begins_appears_by_itself(newcomer: Path, visitor: Visitor) -
     expect(row).to_contain_text("finished", timeout=5_000)
 
 
-def test_more_runs_than_colours_are_said_to_be_left_out(newcomer: Path, visitor: Visitor) -> None:
+def test_runs_beyond_the_number_of_colours_are_reported_as_left_out(
+    newcomer: Path, visitor: Visitor
+) -> None:
     names = [f"newcomer/{number}" for number in range(10)]
     for name in names:
         folder = newcomer.parent / name
@@ -155,5 +160,5 @@ def test_more_runs_than_colours_are_said_to_be_left_out(newcomer: Path, visitor:
     expect(rows).to_have_count(8)
     expect(page.get_by_role("main")).to_contain_text("8 runs of the 10 that were chosen")
     page.get_by_role("button", name="leave out newcomer/3").click()
-    expect(rows).to_have_count(8)  # one that waited takes its place
+    expect(rows).to_have_count(8)  # A run that was left out takes its place.
     expect(rows.last).to_contain_text("newcomer/8")

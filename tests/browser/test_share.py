@@ -1,4 +1,4 @@
-"""One file of an episode, a group or a run: opened from the disk, with no server behind it."""
+"""Shared files of an episode, a group or a run, opened from the disk without a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Visitors = Any
 
 @pytest.fixture(scope="module")
 def files(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The three kinds of shared files, of the run ``lake``."""
+    """One shared file of each kind, of the run ``lake``."""
     folder = tmp_path_factory.mktemp("shared")
     kinds = {"episode": ["--episode", 40], "group": ["--group", 40], "run": []}
     for kind, options in kinds.items():
@@ -25,17 +25,19 @@ def files(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     return {kind: folder / f"{kind}.html" for kind in kinds}
 
 
-def opened(visitors: Visitors, file: Path) -> Visitor:
-    """A visitor who got the file by mail."""
+def open_file(visitors: Visitors, file: Path) -> Visitor:
+    """A visitor with the file open."""
     visitor = visitors(address=file.as_uri())
     visitor.page.goto(file.as_uri())
     visitor.wait()
     return visitor
 
 
-def test_an_episode(visitors: Visitors, visitor: Visitor, files: dict[str, Path]) -> None:
+def test_the_file_of_an_episode_shows_it_without_branches(
+    visitors: Visitors, visitor: Visitor, files: dict[str, Path]
+) -> None:
     original = visitor.api("/api/episode?run=lake&episode=40")
-    page = opened(visitors, files["episode"]).page
+    page = open_file(visitors, files["episode"]).page
     expect(page.get_by_test_id("board").first).to_be_visible()
     expect(page.get_by_test_id("turn").first).to_contain_text(
         original["turns"][0]["thought"].strip()
@@ -43,32 +45,32 @@ def test_an_episode(visitors: Visitors, visitor: Visitor, files: dict[str, Path]
     page.keyboard.press("ArrowRight")
     page.get_by_role("button", name="Tokens").click()
     expect(page.get_by_test_id("token").first).to_be_visible()
-    expect(page.get_by_test_id("branches")).to_have_count(0)  # nobody is there to branch
+    expect(page.get_by_test_id("branches")).to_have_count(0)  # No server can branch.
     page.keyboard.press("?")
     keys = page.get_by_role("dialog", name="Keys")
     expect(keys).to_contain_text("next turn")
-    expect(keys).not_to_contain_text("next episode")  # there is but the one
+    expect(keys).not_to_contain_text("next episode")  # The file has only one episode.
     expect(keys).not_to_contain_text("group")
 
 
-def test_a_group_and_its_members(visitors: Visitors, files: dict[str, Path]) -> None:
-    page = opened(visitors, files["group"]).page
+def test_the_file_of_a_group_opens_its_episodes(visitors: Visitors, files: dict[str, Path]) -> None:
+    page = open_file(visitors, files["group"]).page
     page.get_by_role("link", name="member 1", exact=True).click()
     expect(page.get_by_role("heading", level=1)).to_contain_text("Episode")
 
 
-def test_a_run(visitors: Visitors, files: dict[str, Path]) -> None:
-    page = opened(visitors, files["run"]).page
+def test_the_file_of_a_run_shows_its_curves(visitors: Visitors, files: dict[str, Path]) -> None:
+    page = open_file(visitors, files["run"]).page
     expect(page.get_by_role("heading", level=1)).to_have_text("lake")
     assert page.get_by_test_id("curve").count() > 10
-    page.get_by_role("button", name="Tokens", exact=True).click()  # the axis
+    page.get_by_role("button", name="Tokens", exact=True).click()  # The axis.
 
 
 @pytest.mark.parametrize("attribute", ["src", "srcdoc"])
-def test_a_frame_without_rights(
+def test_a_file_works_in_a_sandboxed_frame(
     visitors: Visitors, files: dict[str, Path], tmp_path: Path, attribute: str
 ) -> None:
-    """A mail program or a notebook may show it in a frame that has no storage and no origin."""
+    """A mail program or a notebook may use a frame without storage and origin."""
     outer, file = tmp_path / "mail.html", files["run"]
     source = file.as_uri() if attribute == "src" else escape(file.read_text("utf-8"))
     frame = f'<iframe sandbox="allow-scripts" width=1200 height=700 {attribute}="{source}">'
@@ -77,21 +79,22 @@ def test_a_frame_without_rights(
     reader.page.goto(outer.as_uri())
     page = reader.page.frame_locator("iframe")
     expect(page.get_by_role("heading", level=1)).to_have_text("lake")
-    page.get_by_role("button", name="Tokens", exact=True).click()  # the axis, in the address
+    # The axis, which is in the address.
+    page.get_by_role("button", name="Tokens", exact=True).click()
     pressed = page.get_by_role("button", name="Tokens", exact=True)
     expect(pressed).to_have_attribute("aria-pressed", "true")
     page.get_by_role("button", name=re.compile("^Colours: auto")).click()
     expect(page.get_by_role("button", name=re.compile("^Colours: light"))).to_be_visible()
 
 
-def test_it_tells_nothing_of_this_machine(files: dict[str, Path], runs: Path) -> None:
+def test_a_file_reveals_nothing_about_this_machine(files: dict[str, Path], runs: Path) -> None:
     for file in files.values():
         text = file.read_text("utf-8")
         assert str(runs.parent) not in text and str(Path.home()) + "/" not in text
         assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", text)
 
 
-def test_a_file_that_exists_is_left_alone(files: dict[str, Path], runs: Path) -> None:
+def test_an_existing_file_is_not_overwritten(files: dict[str, Path], runs: Path) -> None:
     before = files["episode"].read_bytes()
     again = ragen("view", runs / "lake", "--export", files["episode"], "--episode", 41)
     output, _ = again.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""What if: branches from a turn of a stored episode, played by a real process."""
+"""Branches from a turn of a stored episode, played by a real process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from tests.browser.visitor import Visitor
 
 JOB_MS = 60_000
-"""A branch loads torch, a model and an environment before it plays."""
+"""How long a branch may take, in milliseconds; it loads torch and a model first."""
 
 
 def test_branches_appear_beside_the_original(visitor: Visitor, runs: Path) -> None:
@@ -32,8 +32,8 @@ def test_branches_appear_beside_the_original(visitor: Visitor, runs: Path) -> No
     expect(panel.get_by_role("columnheader", name=re.compile("^original"))).to_be_visible()
     expect(panel).to_contain_text(re.compile(r"\d of 2 succeed"))
 
-    found = visitor.api(f"/api/branches?run=lake&episode={first['id']}")
-    (job,) = found["jobs"]
+    answer = visitor.api(f"/api/branches?run=lake&episode={first['id']}")
+    (job,) = answer["jobs"]
     original = visitor.api(f"/api/episode?run=lake&episode={first['id']}")
     for branch in job["episodes"]:
         assert branch["turns"][0]["reply"] == original["turns"][0]["reply"]
@@ -41,12 +41,12 @@ def test_branches_appear_beside_the_original(visitor: Visitor, runs: Path) -> No
     with closing(sqlite3.connect(runs / "lake" / "branches.sqlite")) as connection:
         assert connection.execute("SELECT count(*) FROM episodes").fetchone() == (2,)
 
-    page.reload()  # they are stored, not kept in the page
+    page.reload()  # Branches are stored, not kept in the page.
     visitor.wait()
     expect(panel.get_by_role("columnheader", name=re.compile("^branch 2"))).to_be_visible()
 
 
-def test_where_nothing_can_be_branched_the_button_says_why(visitor: Visitor) -> None:
+def test_the_button_is_disabled_with_a_reason_after_the_last_turn(visitor: Visitor) -> None:
     (first,) = visitor.api("/api/episodes?run=lake&phase=train&limit=1")["episodes"]
     page = visitor.visit(f"#/episode/lake/{first['id']}?turn={first['num_turns']}")
     panel = page.get_by_test_id("branches")
@@ -54,7 +54,7 @@ def test_where_nothing_can_be_branched_the_button_says_why(visitor: Visitor) -> 
     expect(panel).to_contain_text("Not possible")
 
 
-def test_another_page_cannot_start_a_process(viewer: str) -> None:
+def test_another_site_cannot_start_a_process(viewer: str) -> None:
     body = json.dumps({"run": "lake", "episode": 1, "turn": 0, "n": 1}).encode()
     kind = {"Content-Type": "application/json"}
     for headers in (kind, {"X-Ragen": "1"}, {**kind, "X-Ragen": "1", "Origin": "http://x.invalid"}):

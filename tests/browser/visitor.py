@@ -1,4 +1,4 @@
-"""Who looks at the viewer in the tests, and the runs that are looked at."""
+"""A visitor of the viewer for the tests, and the runs that the viewer shows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUNS = {
 
 
 def ragen(*arguments: object) -> subprocess.Popen[str]:
-    """A command as a process of its own."""
+    """Start a `ragen` command in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-m", "ragen", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -33,7 +33,7 @@ def ragen(*arguments: object) -> subprocess.Popen[str]:
 
 
 def succeed(process: subprocess.Popen[str]) -> str:
-    """Its output, once it has ended well."""
+    """Wait for a process to succeed and return its output."""
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     return output
@@ -42,8 +42,8 @@ def succeed(process: subprocess.Popen[str]) -> str:
 class Visitor:
     """A user at a page of the viewer.
 
-    `complaints` gathers what must never happen: a console error or warning (a violated content
-    security policy is one), an exception, a dialog, a request to anywhere but the viewer.
+    `complaints` lists what must never happen: a console error or warning (such as a violation of
+    the content security policy), an exception, a dialog, a request to any other address.
     """
 
     def __init__(self, browser: Any, address: str, **options: Any) -> None:
@@ -52,41 +52,41 @@ class Visitor:
         self.context = browser.new_context(**options)
         self.context.set_default_timeout(10_000)
         self.page = self.context.new_page()
-        self.page.on("console", self._heard)
+        self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.complaints.append(f"exception: {error}"))
-        self.page.on("dialog", self._asked)
-        self.page.on("request", self._requested)
+        self.page.on("dialog", self._on_dialog)
+        self.page.on("request", self._on_request)
 
     def visit(self, route: str = "#/") -> Any:
-        """Open a page from nothing, as a link in a mail does, and wait until it stands."""
+        """Load a page anew, as a link in a mail does, and wait until it is ready."""
         self.page.goto("about:blank")
         self.page.goto(self.address + "/" + route)
         self.wait()
         return self.page
 
     def wait(self) -> None:
-        """Wait until the page has drawn itself."""
+        """Wait until the page is rendered."""
         self.page.wait_for_selector("body[data-ready='1']")
 
     def api(self, path: str) -> Any:
-        """What the viewer's API answers."""
+        """The answer of the viewer's API."""
         answer = self.context.request.get(self.address + path)
         assert answer.ok, f"{answer.status} {answer.text()}"
         return answer.json()
 
     def close(self) -> None:
-        """Leave; whatever was complained about fails the test."""
+        """Close the page; complaints fail the test."""
         self.context.close()
         assert not self.complaints, "\n".join(self.complaints)
 
-    def _heard(self, message: Any) -> None:
+    def _on_console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.complaints.append(f"console: {message.text}")
 
-    def _asked(self, dialog: Any) -> None:
+    def _on_dialog(self, dialog: Any) -> None:
         self.complaints.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
-    def _requested(self, request: Any) -> None:
+    def _on_request(self, request: Any) -> None:
         if not request.url.startswith((self.address, "data:", "blob:", "about:")):
             self.complaints.append(f"request: {request.url}")

@@ -129,7 +129,7 @@ def test_the_planner_solves_a_corridor_computed_by_hand():
     assert Planner(CORRIDOR, 0.8).best(0, 1, 2, 2) == [2, 1]
 
 
-def test_pruning_dominated_plans_changes_nothing():
+def test_pruning_dominated_plans_leaves_the_values_unchanged():
     lake = generate(7, 4, 0.8)
     *_, plans = Planner(lake, 1 / 3)._plans(0, 0, 5)
     kept = undominated(plans)

@@ -50,7 +50,7 @@ class PictureCorridor(Rogue):
 
 @pytest.mark.parametrize("observation", ["grid", "coord", "grid_coord", "named"])
 def test_the_picture_of_frozen_lake_is_the_same_for_any_observation(observation: str) -> None:
-    """Level 123 is ``___P / __O_ / ___O / _G_O``; a hole is drawn as H, as O is a target."""
+    """Level 123 is ``___P / __O_ / ___O / _G_O``; a hole is drawn as H; O means a target."""
     env = make("frozen-lake-still", observation=observation)
     env.reset(seed=123)
     assert env.picture() == ["___P", "__H_", "___H", "_G_H"]

@@ -90,7 +90,7 @@ def test_a_run_with_a_budget_of_updates_finishes_by_updates(tmp_path: Path) -> N
     (tmp_path / "a").mkdir()
     config = resolve("bandit", {"steps": 2, "budget": "updates", "eval.episodes": 0})
     with Recorder.create(tmp_path / "a", dump(config)) as recorder:
-        log_step(recorder, 1, 0.5)  # with two updates
+        log_step(recorder, 1, 0.5)  # Two updates.
     assert run_of(tmp_path, "a")["state"] == "finished"
 
 
@@ -412,7 +412,7 @@ def test_levels_list_the_steps_at_which_they_were_evaluated(root: Path) -> None:
         (124, [0, 6]),
     ]
     episodes = ask(root, "level", run="lake", phase="eval", level_seed=124)["episodes"]
-    assert [each["step"] for each in episodes] == [0, 0, 6, 6]  # step 4 was rolled back
+    assert [each["step"] for each in episodes] == [0, 0, 6, 6]  # Step 4 was rolled back.
 
 
 def test_tokens_of_a_recorded_sample_are_those_that_were_trained(root: Path) -> None:
@@ -593,5 +593,5 @@ def test_a_folder_without_permission_does_not_hide_other_runs(
     assert [run["run"] for run in ask(tmp_path, "runs")["runs"]] == ["lake"]
 
 
-def test_unanswered_is_a_users_mistake() -> None:
+def test_unanswered_is_a_ragen_error() -> None:
     assert issubclass(Unanswered, RagenError)

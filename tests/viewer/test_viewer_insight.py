@@ -125,7 +125,7 @@ def phrases(recorder: Recorder, words: int = 3) -> dict[str, list[float]]:
     return {each["phrase"]: each["counts"] for each in answer["phrases"]}
 
 
-def test_a_phrase_is_counted_once_a_thought(recorder: Recorder) -> None:
+def test_a_phrase_is_counted_once_per_thought(recorder: Recorder) -> None:
     recorder.episodes(
         1, [group_of_thoughts("up we go up we go", "up we go"), group_of_thoughts("down")]
     )

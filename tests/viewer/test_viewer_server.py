@@ -338,7 +338,7 @@ def test_a_token_is_printed_when_the_host_is_not_loopback(root: Path) -> None:
 # The command
 
 
-def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
+def test_invalid_arguments_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
     def error_of(*arguments: str) -> str:
         assert main(["view", *arguments]) == 2
         output = capsys.readouterr()

@@ -1,0 +1,93 @@
+"""Modules of the front end agree with the package: names, and functions over turns."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from ragen.algorithms.filters import FILTERS, SCORES
+from ragen.core.types import StopReason
+from ragen.viewer.episode_page import TRAINED
+from tests.browser.visitor import Visitor
+
+SAME_TURN = {"state_key": "a", "actions_executed": ["Up"]}
+"""A turn that is the same in all episodes of a group."""
+
+
+@pytest.fixture
+def call_module(visitor: Visitor) -> Any:
+    """Evaluates a function body in the page, in which `m` is a module of the front end."""
+    page = visitor.visit("#/")
+
+    def call(module: str, expression: str, given: Any = None) -> Any:
+        script = f"async (given) => {{ const m = await import('/static/{module}'); {expression} }}"
+        return page.evaluate(script, given)
+
+    return call
+
+
+def test_every_rule_and_score_of_the_filter_has_a_description(call_module: Any) -> None:
+    rules = call_module("pages/group.js", "return Object.keys(m.RULES)")
+    assert {*rules, "all"} == FILTERS.keys()
+    assert call_module("pages/group.js", "return Object.keys(m.SCORES)") == list(SCORES)
+
+
+def test_every_stop_reason_has_a_description(call_module: Any) -> None:
+    assert set(call_module("turns.js", "return Object.keys(m.ENDS)")) == set(get_args(StopReason))
+
+
+def test_tokens_are_coloured_by_the_series_of_the_api(call_module: Any) -> None:
+    series = call_module("tokens.js", "return Object.values(m.COLOURS).map((each) => each.series)")
+    assert {*filter(None, series), "return"} == TRAINED.keys()
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "parting"),
+    [
+        ([SAME_TURN, SAME_TURN], [SAME_TURN, SAME_TURN], None),
+        (
+            [SAME_TURN, {**SAME_TURN, "actions_executed": ["Left", "Up"]}],
+            [SAME_TURN, SAME_TURN],
+            {"turn": 1, "by": "actions", "counts": [["Up", 2], ["Left, Up", 1]]},
+        ),
+        (
+            [SAME_TURN, {**SAME_TURN, "actions_executed": []}],
+            [SAME_TURN, {**SAME_TURN, "actions_executed": []}],
+            {"turn": 1, "by": "actions", "counts": [["nothing", 2], ["Up", 1]]},
+        ),
+        (  # The same actions led to another state, as on slippery ice.
+            [SAME_TURN, {**SAME_TURN, "state_key": "b"}],
+            [SAME_TURN, SAME_TURN],
+            {"turn": 1, "by": "env", "counts": [["a", 2], ["b", 1]]},
+        ),
+        (
+            [SAME_TURN],
+            [SAME_TURN, SAME_TURN],
+            {"turn": 1, "by": "env", "counts": [["a", 2], ["over", 1]]},
+        ),
+    ],
+)
+def test_episodes_of_a_group_part_at_the_first_difference(
+    call_module: Any, second: list[Any], third: list[Any], parting: dict[str, Any] | None
+) -> None:
+    episodes = [{"turns": turns} for turns in ([SAME_TURN, SAME_TURN], second, third)]
+    assert call_module("turns.js", "return m.partingOf(given)", episodes) == parting
+
+
+@pytest.mark.parametrize(
+    ("requested", "executed", "struck"),
+    [
+        (["Up", "Down"], ["Up", "Down"], []),
+        # Executed in the environment's spelling; the second is over the budget.
+        (["up", "Down"], ["Up"], ["Down"]),
+        (["fly", "Up"], ["Up"], ["fly"]),  # Not an action of the environment.
+        (["Up", "Up", "Up"], ["Up"], ["Up", "Up"]),
+        (["Up"], [], ["Up"]),
+    ],
+)
+def test_actions_that_were_not_executed_are_found(
+    call_module: Any, requested: list[str], executed: list[str], struck: list[str]
+) -> None:
+    rest = "return m.matched(...given).filter((each) => !each.done).map((each) => each.action)"
+    assert call_module("turns.js", rest, [requested, executed]) == struck
