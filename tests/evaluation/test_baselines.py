@@ -1,4 +1,4 @@
-"""Baselines: exact against sampled, against the published table, and the cache."""
+"""Baselines: exact values against samples and the published table, and the cache."""
 
 import statistics
 
@@ -34,10 +34,12 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("name", "params", "actions", "random", "optimal"), PUBLISHED)
-def test_the_published_table_within_sampling_error(name, params, actions, random, optimal):
+def test_baselines_equal_the_published_table_within_sampling_error(
+    name, params, actions, random, optimal
+):
     # Both means are over 256 levels drawn independently (other generators, other random streams),
-    # so their difference has the standard error √2·s/√256, s the deviation over levels. Three of
-    # them. The published optimal play has feedback after every action: one action per turn.
+    # so their difference has the standard error √2·s/√256, s the deviation over levels; three of
+    # them are allowed. Published optimal play sees the effect of each action: one action per turn.
     env = make(name, **params)
     parts = [level_baselines(env, Budget(actions, 1, actions), level, 0) for level in LEVELS]
     for ours, published in (
@@ -46,13 +48,13 @@ def test_the_published_table_within_sampling_error(name, params, actions, random
     ):
         if published is not None:
             error = 2**0.5 * statistics.stdev(ours) / len(ours) ** 0.5
-            # Where all of our levels are solved, one of 256 may still differ.
+            # Where all of our levels are solved, one level of 256 may still differ.
             allowed = max(3 * error, 3 / 256)
             assert abs(statistics.fmean(ours) - published / 100) <= allowed
 
 
 def test_random_play_does_not_depend_on_the_slip():
-    # A slipped random direction is a random direction.
+    # A random direction that slips is still a random direction.
     rates = [
         compute_baselines(
             make("frozen-lake", success_probability=q), Budget(10, 1, 10), range(123, 133)
@@ -62,11 +64,11 @@ def test_random_play_does_not_depend_on_the_slip():
     assert rates[0].random == pytest.approx(rates[1].random) == pytest.approx(rates[2].random)
 
 
-def test_the_bandit():
-    known = compute_baselines(make("bandit"), Budget(1, 1, 1), LEVELS)
+def test_bandit_baselines_are_exact():
+    computed = compute_baselines(make("bandit"), Budget(1, 1, 1), LEVELS)
     # Random: half of .15 and half of .25.
-    assert (known.random, known.optimal, known.draws) == (0.5, 1.0, None)
-    assert known.random_return == pytest.approx(0.2) and known.optimal_return == 0.25
+    assert (computed.random, computed.optimal, computed.draws) == (0.5, 1.0, None)
+    assert computed.random_return == pytest.approx(0.2) and computed.optimal_return == 0.25
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_the_bandit():
         ("sokoban-large", {"boxes": 1}, Budget(2, 3, 10)),
     ],
 )
-def test_exact_and_sampled_agree(name, params, budget):
+def test_exact_and_sampled_baselines_agree(name, params, budget):
     env, draws = make(name, **params), 200
     for level in (123, 124):
         exact = level_baselines(env, budget, level, 0)
@@ -94,10 +96,10 @@ def test_exact_and_sampled_agree(name, params, budget):
             assert exact.optimal_return == pytest.approx(sampled.optimal_return)
 
 
-def test_a_budget_is_what_turns_and_actions_allow():
+def test_budgets_that_allow_the_same_actions_have_equal_baselines():
     env = make("sokoban")
-    same = [level_baselines(env, b, 123, 0).random for b in (Budget(2, 3, 10), Budget(6, 1, 6))]
-    assert same[0] == same[1]
+    rates = [level_baselines(env, b, 123, 0).random for b in (Budget(2, 3, 10), Budget(6, 1, 6))]
+    assert rates[0] == rates[1]
 
 
 def test_an_environment_without_a_solver_has_no_optimal_play(tmp_path, monkeypatch):
@@ -124,12 +126,12 @@ class Heads(Env):
 """,
         encoding="utf-8",
     )
-    known = measure_baselines(f"{path}:Heads", {}, PAPER, range(10), draws=40)
-    assert known.optimal is None and known.optimal_return is None and known.draws == 400
-    assert abs(known.random - 0.5) <= 4 * 0.5 / 400**0.5
+    computed = measure_baselines(f"{path}:Heads", {}, PAPER, range(10), draws=40)
+    assert computed.optimal is None and computed.optimal_return is None and computed.draws == 400
+    assert abs(computed.random - 0.5) <= 4 * 0.5 / 400**0.5
 
 
-def test_the_cache_is_what_is_computed_and_is_used(tmp_path, monkeypatch):
+def test_cached_baselines_equal_computed_ones_and_are_reused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = measure_baselines("frozen-lake", {}, PAPER, range(123, 127))
     assert len(list(tmp_path.rglob("*.json"))) == 1 and not list(tmp_path.rglob("*.tmp"))
@@ -140,7 +142,7 @@ def test_the_cache_is_what_is_computed_and_is_used(tmp_path, monkeypatch):
     assert measure_baselines("frozen-lake", {}, PAPER, range(123, 127)) == first
 
 
-def test_another_question_is_not_answered_from_the_cache(tmp_path, monkeypatch):
+def test_the_cache_distinguishes_parameters_budgets_and_levels(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for params, budget, levels in [
         ({}, PAPER, [123]),
@@ -152,19 +154,19 @@ def test_another_question_is_not_answered_from_the_cache(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("*.json"))) == 4
 
 
-def test_a_spoilt_or_unwritable_cache_costs_time_only(tmp_path, monkeypatch):
+def test_baselines_are_computed_if_the_cache_is_damaged_or_unwritable(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = measure_baselines("bandit", {}, PAPER, [123])
     (file,) = tmp_path.rglob("*.json")
-    for spoilt in ("", "[]", '{"random": 1}', "\x00"):
-        file.write_text(spoilt, encoding="utf-8")
+    for damaged in ("", "[]", '{"random": 1}', "\x00"):
+        file.write_text(damaged, encoding="utf-8")
         assert measure_baselines("bandit", {}, PAPER, [123]) == first
     blocked = tmp_path / "a file"
     blocked.write_text("", encoding="utf-8")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))  # no folder can be made below a file
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))  # a file cannot contain a folder
     assert measure_baselines("bandit", {}, PAPER, [123]) == first
 
 
-def test_no_levels():
+def test_an_empty_list_of_levels_is_refused():
     with pytest.raises(ValueError, match="at least one level"):
         measure_baselines("bandit", {}, PAPER, [])

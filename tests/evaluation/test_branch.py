@@ -1,4 +1,4 @@
-"""Playing on from a recorded turn: the same past in the same environment, and a new future."""
+"""Branching an episode at a recorded turn: the same past and environment, and a new future."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.tolerance import LOGPROB
 
 Capture = pytest.CaptureFixture[str]
 Reply = tuple[str, FinishReason]
-PLACE = EpisodeSpec(7, 2, 1, (0, "train", 4))
+SPEC = EpisodeSpec(7, 2, 1, (0, "train", 4))
 REPLIES: list[Reply] = [
     ("go</think><answer>Right</answer>", "stop"),
     ("no idea", "stop"),
@@ -53,12 +53,12 @@ REPLIES: list[Reply] = [
 ]
 
 
-class Said:
-    """Says what it is told to in each turn of an episode, which the prompt's seed gives away."""
+class ScriptedReplies:
+    """A policy with one scripted reply per turn, which it finds by the seed of the prompt."""
 
-    def __init__(self, chat: Chat | None, replies: Sequence[Reply], place: EpisodeSpec) -> None:
+    def __init__(self, chat: Chat | None, replies: Sequence[Reply], spec: EpisodeSpec) -> None:
         self.chat = chat
-        self.replies = {place.request_seed(turn): reply for turn, reply in enumerate(replies)}
+        self.replies = {spec.request_seed(turn): reply for turn, reply in enumerate(replies)}
 
     async def complete(self, prompt: Prompt) -> Completion:
         text, finish = self.replies[prompt.seed]
@@ -69,28 +69,28 @@ class Said:
         return Completion(ids, logprobs, text, finish, 3, fingerprint(ids, logprobs))
 
 
-def setup(template: str | None = "chatml", **more: Any) -> Setup:
+def make_setup(template: str | None = "chatml", **more: Any) -> Setup:
     drops = bool(more.get("drops_thoughts"))
     chat = template and Chat(tiny_tokenizer(template), history_thoughts="drop" if drops else "keep")
-    how = Setup("corridor", partial(Rogue, slip=0.5), timeout_s=5.0, chat=chat or None)
-    return replace(how, **{"max_length": 4096, "max_tokens": 64, **more})
+    setup = Setup("corridor", partial(Rogue, slip=0.5), timeout_s=5.0, chat=chat or None)
+    return replace(setup, **{"max_length": 4096, "max_tokens": 64, **more})
 
 
-def played(how: Setup, replies: Sequence[Reply], place: EpisodeSpec = PLACE) -> Episode:
-    return asyncio.run(play_episode(Said(how.chat, replies, place), how, place))
+def play(setup: Setup, replies: Sequence[Reply], spec: EpisodeSpec = SPEC) -> Episode:
+    return asyncio.run(play_episode(ScriptedReplies(setup.chat, replies, spec), setup, spec))
 
 
-def at(episode: Episode, turn: int, **more: Any) -> BranchSpec:
+def branch_at(episode: Episode, turn: int, **more: Any) -> BranchSpec:
     turns = tuple(
         replace(t, prompt=Prompt((), t.prompt.token_ids, 0, 0, 0, 0)) for t in episode.turns
     )
-    branch = BranchSpec(7, 2, 1, PLACE.path, episode.noise_seed, turns[: turn + 1])
+    branch = BranchSpec(7, 2, 1, SPEC.path, episode.noise_seed, turns[: turn + 1])
     return replace(branch, **more)
 
 
-# The rollout begins in the middle.
+# Rollouts that start at a turn.
 
-SHOWN = pytest.mark.parametrize(
+PROMPT_SETTINGS = pytest.mark.parametrize(
     "more",
     [
         {},
@@ -103,73 +103,77 @@ SHOWN = pytest.mark.parametrize(
 )
 
 
-@SHOWN
+@PROMPT_SETTINGS
 @pytest.mark.parametrize("template", [None, *TEMPLATES])
-def test_every_turn_comes_back_as_it_was(template: str | None, more: dict[str, Any]) -> None:
-    """The same replies from a turn on make the same episode, with the same prompts."""
-    how = setup(template, **more)
-    original = played(how, REPLIES)
+def test_a_branch_with_the_same_replies_repeats_the_episode(
+    template: str | None, more: dict[str, Any]
+) -> None:
+    """With the original's replies from any turn on, episode and prompts equal the original's."""
+    setup = make_setup(template, **more)
+    original = play(setup, REPLIES)
     assert len(original.turns) >= 3
     for turn in range(len(original.turns)):
-        assert played(how, REPLIES, at(original, turn)) == original
+        assert play(setup, REPLIES, branch_at(original, turn)) == original
 
 
 @given(st.lists(st.sampled_from(REPLIES), min_size=5, max_size=5), st.data())
-def test_budgets_and_complaints_are_those_of_the_turn(replies: list[Reply], data: Any) -> None:
-    how = setup(None, actions=data.draw(st.integers(2, 7)), actions_per_turn=2)
-    original = played(how, replies)
+def test_a_branch_continues_with_the_budget_and_feedback_of_its_turn(
+    replies: list[Reply], data: Any
+) -> None:
+    setup = make_setup(None, actions=data.draw(st.integers(2, 7)), actions_per_turn=2)
+    original = play(setup, replies)
     turn = data.draw(st.integers(0, len(original.turns) - 1))
     other = data.draw(st.lists(st.sampled_from(REPLIES), min_size=5, max_size=5))
-    again = played(how, [*replies[:turn], *other[turn:]], at(original, turn))
-    assert again == played(how, [*replies[:turn], *other[turn:]])
+    again = play(setup, [*replies[:turn], *other[turn:]], branch_at(original, turn))
+    assert again == play(setup, [*replies[:turn], *other[turn:]])
     assert again.turns[:turn] == original.turns[:turn]
-    assert sum(len(t.actions_executed) for t in again.turns) <= how.actions
+    assert sum(len(t.actions_executed) for t in again.turns) <= setup.actions
 
 
-def test_the_environments_coming_noise_is_the_originals() -> None:
-    how = setup(None, turns=3)
+def test_a_branch_meets_the_noise_of_the_original() -> None:
+    setup = make_setup(None, turns=3)
     move: Reply = ("t</think><answer>Right || Right</answer>", "stop")
     futures = set()
     for noise in range(30):
-        original = played(how, [move] * 3, replace(PLACE, group=noise, path=(noise, "x")))
-        elsewhere = at(original, 1, path=(1, "other"), member=5)
-        again = played(how, [move] * 3, elsewhere)
+        original = play(setup, [move] * 3, replace(SPEC, group=noise, path=(noise, "x")))
+        elsewhere = branch_at(original, 1, path=(1, "other"), member=5)
+        again = play(setup, [move] * 3, elsewhere)
         assert [t.observation for t in again.turns] == [t.observation for t in original.turns]
         assert again.noise_seed == original.noise_seed
         futures.add(tuple(t.observation for t in again.turns))
-    assert len(futures) > 5  # and it is noise
+    assert len(futures) > 5  # the noise does differ between episodes
 
 
-def test_a_conversation_without_ids_is_rebuilt_from_its_text() -> None:
-    how = setup("chatml")
-    original = played(how, REPLIES)
+def test_a_conversation_without_token_ids_is_rebuilt_from_its_text() -> None:
+    setup = make_setup("chatml")
+    original = play(setup, REPLIES)
     silent = [
         replace(t, prompt=Prompt((), None, 0, 0, 0, 0), completion=replace(t.completion, **NO_IDS))
         for t in original.turns
     ]
-    again = played(how, REPLIES, at(original, 0, turns=tuple(silent[:4])))
+    again = play(setup, REPLIES, branch_at(original, 0, turns=tuple(silent[:4])))
     assert [t.prompt for t in again.turns] == [t.prompt for t in original.turns]
-    assert again.turns[0].completion.token_ids is None  # what is not known is not made up
+    assert again.turns[0].completion.token_ids is None  # unknown token ids stay unknown
 
 
 NO_IDS: dict[str, Any] = {"token_ids": None, "logprobs": None, "fingerprint": None}
 
 
-def test_another_prompt_is_refused() -> None:
-    original = played(setup("chatml"), REPLIES)
+def test_a_changed_prompt_is_refused() -> None:
+    original = play(make_setup("chatml"), REPLIES)
     ids = original.turns[2].prompt.token_ids or ()
-    turns = [*at(original, 2).turns]
+    turns = [*branch_at(original, 2).turns]
     turns[2] = replace(
         turns[2], prompt=replace(turns[2].prompt, token_ids=(*ids[:9], 1, *ids[10:]))
     )
     with pytest.raises(RagenError, match="prompt of turn 2 cannot be rebuilt: its token 9 differs"):
-        require_unchanged(setup("chatml"), at(original, 2, turns=tuple(turns)))
+        require_unchanged(make_setup("chatml"), branch_at(original, 2, turns=tuple(turns)))
     with pytest.raises(RagenError, match="prompt of turn 0 cannot be rebuilt"):
-        require_unchanged(setup("llama3"), at(original, 2))
-    require_unchanged(setup("chatml"), at(original, 2))
+        require_unchanged(make_setup("llama3"), branch_at(original, 2))
+    require_unchanged(make_setup("chatml"), branch_at(original, 2))
 
 
-def test_another_environment_is_refused() -> None:
+def test_a_changed_environment_is_refused() -> None:
     class Forgets(Rogue):
         def set_state(self, state: Any) -> None:
             super().set_state({**state, "where": 3})
@@ -178,43 +182,43 @@ def test_another_environment_is_refused() -> None:
         def set_state(self, state: Any) -> None:
             raise KeyError("no such thing")
 
-    original = played(setup("chatml"), REPLIES)
+    original = play(make_setup("chatml"), REPLIES)
     with pytest.raises(RagenError, match="turn 1 in another state than was recorded"):
-        require_unchanged(setup("chatml", make=Forgets), at(original, 1))
+        require_unchanged(make_setup("chatml", make=Forgets), branch_at(original, 1))
     with pytest.raises(RagenError, match=r"cannot go back to turn 1: KeyError: 'no such thing'"):
-        require_unchanged(setup("chatml", make=Breaks), at(original, 1))
+        require_unchanged(make_setup("chatml", make=Breaks), branch_at(original, 1))
     lost = replace(original.turns[1], snapshot=None)
     with pytest.raises(RagenError, match="no snapshot of the environment is kept of turn 1"):
-        at(original, 1, turns=(original.turns[0], lost))
+        branch_at(original, 1, turns=(original.turns[0], lost))
 
 
 # The database.
 
 
 def test_an_episode_is_read_as_it_was_recorded(tmp_path: Path) -> None:
-    episodes = [played(setup(template), REPLIES) for template in (None, "chatml", "qwen3")]
+    episodes = [play(make_setup(template), REPLIES) for template in (None, "chatml", "qwen3")]
     episodes.append(replace(made_episode(stop="error"), error="KeyError: 1"))
     with Recorder.create(tmp_path, "") as recorder:
         recorder.episodes(5, [Group(tuple(episodes[:2]))])
         recorder.episodes(5, [Group(tuple(episodes[2:]))], phase="eval")
     for number, episode in enumerate(episodes, 1):
-        found = read_episode(tmp_path, number)
-        assert (found.step, found.phase) == (5, "train" if number < 3 else "eval")
-        assert found.path == (("train", 4) if number < 3 else ("eval",))
-        shown = replace(episode, turns=tuple(map(kept, episode.turns)))
-        assert replace(found.episode, turns=tuple(map(kept, found.episode.turns))) == shown
-        assert all(found.exact(turn) for turn in range(len(episode.turns))) is (number != 1)
+        result = read_episode(tmp_path, number)
+        assert (result.step, result.phase) == (5, "train" if number < 3 else "eval")
+        assert result.path == (("train", 4) if number < 3 else ("eval",))
+        shown = replace(episode, turns=tuple(map(as_stored, episode.turns)))
+        assert replace(result.episode, turns=tuple(map(as_stored, result.episode.turns))) == shown
+        assert all(result.exact(turn) for turn in range(len(episode.turns))) is (number != 1)
 
 
-def kept(turn: Turn) -> Turn:
-    """What the database keeps of a turn."""
+def as_stored(turn: Turn) -> Turn:
+    """The turn as the database stores it."""
     prompt = Prompt((), turn.prompt.token_ids, 0, 0, 0, 0)
     return replace(
         turn, prompt=prompt, completion=replace(turn.completion, fingerprint=None), info={}
     )
 
 
-def test_many_may_write_at_once(tmp_path: Path) -> None:
+def test_several_threads_write_branches_at_once(tmp_path: Path) -> None:
     def write(number: int) -> None:
         for turn in range(5):
             branches = [made_episode(made_turn(number)), made_episode(made_turn(turn))]
@@ -235,7 +239,7 @@ def test_many_may_write_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [FILE]  # one plain file
 
 
-def test_the_same_request_is_kept_once(tmp_path: Path) -> None:
+def test_a_repeated_request_replaces_its_branches(tmp_path: Path) -> None:
     request = Request(1, 0, 3, 1, 1.0, 0)
     for word in ("first", "second"):
         thinks = made_episode(made_turn(thought=word))
@@ -248,12 +252,12 @@ def test_the_same_request_is_kept_once(tmp_path: Path) -> None:
     assert rows(tmp_path, f"{search} 'second'") == [(2,)]
 
 
-# The whole way, over a run.
+# Branches of a trained run.
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on ice, all checkpoints kept."""
+    """A run of two steps on Frozen Lake with all its checkpoints."""
     config = resolve(
         "frozen-lake",
         {
@@ -272,7 +276,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """The same, to be branched from."""
+    """A copy of the trained run, in which branches are stored."""
     return Path(shutil.copytree(trained, tmp_path / "lake"))
 
 
@@ -284,26 +288,28 @@ def rows(run: Path, query: str, file: str = FILE) -> list[tuple[Any, ...]]:
         connection.close()
 
 
-def long_one(run: Path, phase: str, step: int, turns: int = 3) -> int:
-    """An episode of some turns."""
+def longest_episode(run: Path, phase: str, step: int, turns: int = 3) -> int:
+    """The id of the longest episode of a step; it has at least `turns` turns."""
     query = f"SELECT id FROM episodes WHERE phase = '{phase}' AND step = {step}"
-    found = rows(run, f"{query} AND num_turns >= {turns} ORDER BY num_turns DESC", DATABASE)
-    return int(found[0][0])
+    ids = rows(run, f"{query} AND num_turns >= {turns} ORDER BY num_turns DESC", DATABASE)
+    return int(ids[0][0])
 
 
 def tokens(episode: Episode) -> list[Any]:
     return [(t.prompt.token_ids, t.completion.token_ids) for t in episode.turns]
 
 
-def test_greedy_play_goes_on_as_it_did(run: Path) -> None:
-    episode = long_one(run, "eval greedy", 2)
+def test_a_greedy_branch_repeats_the_episode(run: Path) -> None:
+    episode = longest_episode(run, "eval greedy", 2)
     for turn in range(3):
-        found = branch(run, episode, turn, n=2, checkpoint=2, temperature=0)
-        original = found.original.episode
-        assert found.exact
-        for again in found.episodes:
+        result = branch(run, episode, turn, n=2, checkpoint=2, temperature=0)
+        original = result.original.episode
+        assert result.exact
+        for again in result.episodes:
             assert tokens(again) == tokens(original)
-            assert [kept(t).snapshot for t in again.turns] == [t.snapshot for t in original.turns]
+            assert [as_stored(t).snapshot for t in again.turns] == [
+                t.snapshot for t in original.turns
+            ]
             assert again.stop_reason == original.stop_reason
             assert again.total_reward == original.total_reward
 
@@ -315,44 +321,46 @@ def recorded_specs(request: Request, recorded: Recorded, seed: int) -> list[Bran
 
 
 @pytest.mark.parametrize(("phase", "step"), [("train", 1), ("train", 2), ("eval", 1)])
-def test_the_same_draws_by_the_same_weights_go_on_as_it_did(
+def test_a_branch_with_the_original_seeds_and_weights_repeats_the_episode(
     run: Path, phase: str, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training step is played by the weights of the step before, an evaluation by its own."""
+    """A training step samples with the weights of the step before, an evaluation with its own."""
     weights = step - 1 if phase == "train" else step
     monkeypatch.setattr(branching, "branch_specs", recorded_specs)
-    found = branch(run, long_one(run, phase, step), 1, n=1, checkpoint=weights, temperature=1.0)
-    (again,), original = found.episodes, found.original.episode
+    result = branch(
+        run, longest_episode(run, phase, step), 1, n=1, checkpoint=weights, temperature=1.0
+    )
+    (again,), original = result.episodes, result.original.episode
     assert tokens(again) == tokens(original)
     assert again.total_reward == original.total_reward
     for one, other in zip(again.turns, original.turns, strict=True):
         assert one.completion.policy_version == other.completion.policy_version == weights
-        # Another batch around it: sums of other shapes, so the last bits may differ.
+        # Batches of another shape add in another order, so the last bits may differ.
         assert one.completion.logprobs == pytest.approx(other.completion.logprobs, abs=LOGPROB)
         assert one.state_key == other.state_key
 
 
-def test_branches_share_the_past_and_differ_by_their_draws(run: Path) -> None:
-    episode = long_one(run, "train", 1)
-    found = branch(run, episode, 1, n=8, checkpoint=0)
-    assert len({str(tokens(each)) for each in found.episodes}) > 1
-    for each in found.episodes:
-        assert tokens(each)[0] == tokens(found.original.episode)[0]
-        assert each.turns[1].prompt.token_ids == found.original.episode.turns[1].prompt.token_ids
-        assert each.turns[1].state_key == found.original.episode.turns[1].state_key
-    assert branch(run, episode, 1, n=8, checkpoint=0).episodes == found.episodes
-    assert branch(run, episode, 1, n=8, checkpoint=0, seed=1).episodes != found.episodes
+def test_branches_share_the_past_and_differ_in_sampled_tokens(run: Path) -> None:
+    episode = longest_episode(run, "train", 1)
+    result = branch(run, episode, 1, n=8, checkpoint=0)
+    assert len({str(tokens(each)) for each in result.episodes}) > 1
+    for each in result.episodes:
+        assert tokens(each)[0] == tokens(result.original.episode)[0]
+        assert each.turns[1].prompt.token_ids == result.original.episode.turns[1].prompt.token_ids
+        assert each.turns[1].state_key == result.original.episode.turns[1].state_key
+    assert branch(run, episode, 1, n=8, checkpoint=0).episodes == result.episodes
+    assert branch(run, episode, 1, n=8, checkpoint=0, seed=1).episodes != result.episodes
     assert rows(run, "SELECT episode, turn, checkpoint, n, seed, exact FROM branches") == [
         (episode, 1, 0, 8, seed, 1) for seed in (0, 1)
     ]
     stored = rows(run, 'SELECT phase, step, member FROM episodes WHERE "group" = 2')
     assert stored == [("branch", 0, member) for member in range(8)]
-    said = tokens(found.episodes[0])[1]
+    second_turn = tokens(result.episodes[0])[1]
     texts = dict(rows(run, "SELECT id, text FROM tokens"))
-    assert all(token in texts for part in said for token in part)
+    assert all(token in texts for part in second_turn for token in part)
 
 
-def test_a_run_that_goes_on_is_only_read(run: Path) -> None:
+def test_branching_does_not_change_the_database_of_an_active_run(run: Path) -> None:
     def hashed() -> dict[str, str]:
         files = (run / name for name in (DATABASE, f"{DATABASE}-wal"))
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -360,65 +368,65 @@ def test_a_run_that_goes_on_is_only_read(run: Path) -> None:
     with Recorder.open(run) as recorder:
         recorder.event(3, "note", "in the middle of a step")
         before = hashed()
-        found = branch(run, 1, 0, n=2)
-        assert found.request.checkpoint == 2  # the newest
+        result = branch(run, 1, 0, n=2)
+        assert result.request.checkpoint == 2  # the newest
         assert hashed() == before
-        recorder.event(3, "note", "and it goes on")
+        recorder.event(3, "note", "the run continues")
 
 
-def test_environments_in_processes_of_their_own_come_back(run: Path) -> None:
-    episode = long_one(run, "train", 1)
+def test_isolated_environments_give_the_same_branches(run: Path) -> None:
+    episode = longest_episode(run, "train", 1)
     here = branch(run, episode, 1, n=3, checkpoint=1)
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace("isolate = false", "isolate = true"))
     assert branch(run, episode, 1, n=3, checkpoint=1).episodes == here.episodes
 
 
-def test_an_adapter_plays_on_what_it_played(
+def test_a_branch_of_a_lora_run_repeats_the_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(branching, "branch_specs", recorded_specs)
     more: dict[str, Any] = {"lora__rank": 4, "steps": 2, "checkpoint__keep": 9}
     run = train(resolve("bandit", settings(**more)), tmp_path / "bandit").run
     for phase, step, weights in (("eval greedy", 2, 2), ("train", 2, 1)):
-        heat = 0.0 if phase == "eval greedy" else 1.0
-        found = branch(
+        temperature = 0.0 if phase == "eval greedy" else 1.0
+        result = branch(
             run,
-            long_one(run, phase, step, 1),
+            longest_episode(run, phase, step, 1),
             0,
             1,
             checkpoint=weights,
-            temperature=heat,
+            temperature=temperature,
         )
-        assert tokens(found.episodes[0]) == tokens(found.original.episode)
+        assert tokens(result.episodes[0]) == tokens(result.original.episode)
 
 
-def test_step_0_is_the_model_that_the_run_began_with(run: Path) -> None:
+def test_step_0_without_its_checkpoint_is_the_initial_model(run: Path) -> None:
     with_checkpoint = branch(run, 1, 0, n=3, checkpoint=0)
     shutil.rmtree(run / "checkpoints" / "step-0")
     assert branch(run, 1, 0, n=3, checkpoint=0).episodes == with_checkpoint.episodes
     shutil.rmtree(run / "checkpoints")
-    assert branch(run, 1, 0, n=3).request.checkpoint == 0  # the newest there is
+    assert branch(run, 1, 0, n=3).request.checkpoint == 0  # the initial model is all that is left
 
 
-def test_a_record_without_ids_is_branched_from_its_text(run: Path, capsys: Capture) -> None:
-    episode = long_one(run, "eval greedy", 2)
+def test_an_episode_without_token_ids_is_branched_from_its_text(run: Path, capsys: Capture) -> None:
+    episode = longest_episode(run, "eval greedy", 2)
     connection = sqlite3.connect(run / DATABASE)
     ids = ("prompt_ids", "prompt_joins", "completion_ids", "logprobs")
     connection.execute(f"UPDATE turns SET {', '.join(f'{name} = NULL' for name in ids)}")
     connection.commit()
     connection.close()
-    found = branch(run, episode, 1, n=1, checkpoint=2, temperature=0)
-    assert not found.exact
-    assert [t.completion.text for t in found.episodes[0].turns] == [
-        t.completion.text for t in found.original.episode.turns
+    result = branch(run, episode, 1, n=1, checkpoint=2, temperature=0)
+    assert not result.exact
+    assert [t.completion.text for t in result.episodes[0].turns] == [
+        t.completion.text for t in result.original.episode.turns
     ]
     assert rows(run, "SELECT exact FROM branches") == [(0,)]
     assert main(["branch", str(run), str(episode), "--turn", "1", "--n", "1"]) == 0
     assert "was rebuilt from text" in capsys.readouterr().out
 
 
-def test_the_command(run: Path, capsys: Capture) -> None:
+def test_branch_command_prints_a_record_or_a_table(run: Path, capsys: Capture) -> None:
     arguments = ["branch", str(run), "1", "--turn", "0", "--n", "3", "--checkpoint", "1"]
     assert main([*arguments, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -433,11 +441,11 @@ def test_the_command(run: Path, capsys: Capture) -> None:
     assert [line.split()[0] for line in shown.splitlines()[-4:]].count("original") <= 1
 
 
-def test_spoilt_weights_are_one_line(run: Path, capsys: Capture) -> None:
-    (run / "checkpoints" / "step-2" / "model.safetensors").write_bytes(b"spoilt")
+def test_damaged_weights_are_reported_in_one_line(run: Path, capsys: Capture) -> None:
+    (run / "checkpoints" / "step-2" / "model.safetensors").write_bytes(b"damaged")
     assert main(["branch", str(run), "1", "--turn", "0"]) == 2
-    said = capsys.readouterr().err
-    assert "step-2" in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "step-2" in error and error.count("\n") == 1
     assert not (run / FILE).exists()
 
 
@@ -457,10 +465,12 @@ def test_spoilt_weights_are_one_line(run: Path, capsys: Capture) -> None:
         ("RUN 1", "the following arguments are required: --turn"),
     ],
 )
-def test_a_mistake_is_one_line(trained: Path, capsys: Capture, arguments: str, words: str) -> None:
+def test_wrong_arguments_are_reported_in_one_line(
+    trained: Path, capsys: Capture, arguments: str, words: str
+) -> None:
     assert main(["branch", *arguments.replace("RUN", str(trained)).split()]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
     assert not (trained / FILE).exists()
 
 
@@ -473,19 +483,19 @@ def test_a_mistake_is_one_line(trained: Path, capsys: Capture, arguments: str, w
         ("path", "RUN/other", "the prompt of turn 0 cannot be rebuilt"),
     ],
 )
-def test_what_is_gone_or_another_by_now_is_one_line(
+def test_a_missing_or_changed_environment_or_model_is_reported_in_one_line(
     run: Path, capsys: Capture, key: str, value: str, words: str
 ) -> None:
     tokenizer = tiny_tokenizer("chatml")
     save_model(tiny_model(tokenizer), tokenizer, run / "other")
     if key == "path":
         shutil.rmtree(run / "checkpoints")
-    config, was = run / "config.toml", {"name": "frozen-lake", "path": "base"}[key]
+    config, old = run / "config.toml", {"name": "frozen-lake", "path": "base"}[key]
     text = config.read_text()
-    assert text.count(f'{key} = "{was}"') == 1
-    there = value.replace("RUN", str(run))
-    config.write_text(text.replace(f'{key} = "{was}"', f'{key} = "{there}"'))
+    assert text.count(f'{key} = "{old}"') == 1
+    new = value.replace("RUN", str(run))
+    config.write_text(text.replace(f'{key} = "{old}"', f'{key} = "{new}"'))
     assert main(["branch", str(run), "1", "--turn", "0"]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
     assert not (run / FILE).exists()

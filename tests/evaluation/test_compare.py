@@ -1,4 +1,4 @@
-"""Comparing two arms: scripted outcomes by hand, players and a trained model for real."""
+"""Comparison of two arms: scripted outcomes with values by hand, players, and a trained model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scripted(solved: Mapping[str, Sequence[Sequence[bool]]]) -> Any:
-    """Measures targets by what they are said to solve: for each level, each of its samples."""
+    """A `measure` with scripted results: per target, the success of each sample of each level."""
 
     def measure(target: str, overrides: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
         env = overrides.get("env", "bandit")
@@ -60,8 +60,8 @@ def scripted(solved: Mapping[str, Sequence[Sequence[bool]]]) -> Any:
             for level, samples in enumerate(solved[target])
             for sample, success in enumerate(samples)
         ]
-        floor = Baselines(0.25, 0.75, 0.0, 0.0)
-        return summarize(outcomes, floor, target, 1.0, 0.0), outcomes
+        baselines = Baselines(0.25, 0.75, 0.0, 0.0)
+        return summarize(outcomes, baselines, target, 1.0, 0.0), outcomes
 
     return measure
 
@@ -70,73 +70,75 @@ def levels(won: int, lost: int) -> list[list[bool]]:
     return [[True]] * won + [[False]] * lost
 
 
-def test_numbers_by_hand() -> None:
-    """100 levels: both solve 40, the one alone 20, the other alone 4."""
+def test_comparison_equals_values_computed_by_hand() -> None:
+    """100 levels: both solve 40, only the first solves 20, only the second solves 4."""
     solved = {
         "random": levels(60, 40),
         "solver": [*levels(40, 20), *levels(4, 36)],
     }
-    found = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
-    assert (found.env, found.won, found.lost) == ("bandit", 20, 4)
-    assert found.difference.value == pytest.approx(0.16)
-    # Two levels are added: centre 16/102 = .15686; variance (26 − 102·.15686²)/101 = .23258, of the
-    # mean .0022802, its root .047751; t(.975; 101) = 1.98373, so ± .094726.
-    assert found.difference.low == pytest.approx(0.06214, abs=1e-4)
-    assert found.difference.high == pytest.approx(0.25159, abs=1e-4)
-    assert found.p_value == mcnemar([1] * 20 + [-1] * 4)
-    assert found.detectable == smallest_detectable(found.difference)
-    assert found.verdict == "random is better than solver: +16.0 points [+6.2, +25.2]."
-    turned = compare_arms("", ["solver"], ["random"], {}, scripted(solved))
-    assert turned.verdict == "solver is worse than random: -16.0 points [-25.2, -6.2]."
-    json.dumps(found.record())
+    comparison = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
+    assert (comparison.env, comparison.won, comparison.lost) == ("bandit", 20, 4)
+    assert comparison.difference.value == pytest.approx(0.16)
+    # With two added levels: centre 16/102 = .15686; variance (26 − 102·.15686²)/101 = .23258, of
+    # the mean .0022802, its root .047751; t(.975; 101) = 1.98373, so ± .094726.
+    assert comparison.difference.low == pytest.approx(0.06214, abs=1e-4)
+    assert comparison.difference.high == pytest.approx(0.25159, abs=1e-4)
+    assert comparison.p_value == mcnemar([1] * 20 + [-1] * 4)
+    assert comparison.detectable == smallest_detectable(comparison.difference)
+    assert comparison.verdict == "random is better than solver: +16.0 points [+6.2, +25.2]."
+    swapped = compare_arms("", ["solver"], ["random"], {}, scripted(solved))
+    assert swapped.verdict == "solver is worse than random: -16.0 points [-25.2, -6.2]."
+    json.dumps(comparison.record())
 
 
-def test_what_a_sample_could_not_have_shown() -> None:
+def test_verdict_states_the_smallest_detectable_difference() -> None:
     solved = {"random": levels(33, 31), "solver": levels(31, 33)}
-    found = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
-    assert found.verdict == (
+    comparison = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
+    assert comparison.verdict == (
         "No difference is shown: +3.1 points [-3.0, +9.1]. This sample is too small to show "
         "a difference of less than 8.7 points reliably."
     )
-    page = markdown([comparison_table(found)])
+    page = markdown([comparison_table(comparison)])
     assert "| random play | 25.0% |" in page and "| optimal play | 75.0% |" in page
     assert "random did better on 2, solver on 0; McNemar's p = 0.5." in page
 
 
 def test_several_samples_are_paired_by_level() -> None:
     solved = {"random": [[True, True], [True, False]], "solver": [[True, False], [False, True]]}
-    found = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
-    assert (found.difference.value, found.won, found.lost) == (0.25, 1, 0)
-    assert found.p_value == mcnemar([1, 0]) == 1.0
-    assert "Of 2 levels, 2 episodes each:" in markdown([comparison_table(found)])
+    comparison = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
+    assert (comparison.difference.value, comparison.won, comparison.lost) == (0.25, 1, 0)
+    assert comparison.p_value == mcnemar([1, 0]) == 1.0
+    assert "Of 2 levels, 2 episodes each:" in markdown([comparison_table(comparison)])
 
 
-def seeds(tmp_path: Path, names: str) -> list[str]:
-    """Run folders of the same recipe, as far as their settings."""
+def run_folders(tmp_path: Path, names: str) -> list[str]:
+    """Run folders with a config of the same recipe and nothing else."""
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / CONFIG).write_text(dump(resolve("bandit")), encoding="utf-8")
     return [str(tmp_path / name) for name in names]
 
 
-def test_training_seeds_are_an_arm(tmp_path: Path) -> None:
-    a, b, c, d = seeds(tmp_path, "abcd")
+def test_runs_with_different_seeds_form_an_arm(tmp_path: Path) -> None:
+    a, b, c, d = run_folders(tmp_path, "abcd")
     solved = {a: levels(40, 24), b: levels(48, 16), c: levels(56, 8), d: levels(20, 44)}
-    found = compare_arms(
+    comparison = compare_arms(
         "", [a, b, c], [d, "random"], {}, scripted(solved | {"random": levels(24, 40)})
     )
-    assert found.a.success.value == pytest.approx(0.75) and found.b.success.value == 22 / 64
-    assert found.a.name == f"{a} (3 seeds)" and found.p_value is None
-    assert found.difference.value == pytest.approx(0.75 - 22 / 64)
-    page = markdown([comparison_table(found), *closing_sections([found])])
+    assert (
+        comparison.a.success.value == pytest.approx(0.75) and comparison.b.success.value == 22 / 64
+    )
+    assert comparison.a.name == f"{a} (3 seeds)" and comparison.p_value is None
+    assert comparison.difference.value == pytest.approx(0.75 - 22 / 64)
+    page = markdown([comparison_table(comparison), *closing_sections([comparison])])
     assert f"{a} (3 seeds): 62.5%, 75.0%, 87.5%." in page
     assert "2 training seeds are few" in page and FEW_SEEDS == 5
     with pytest.raises(RagenError, match="named twice"):
         refuse_absent_targets([a, f"{a}/"], [b], None)
 
 
-def test_one_run_an_arm_is_no_method(tmp_path: Path) -> None:
-    a, b = seeds(tmp_path, "ab")
+def test_one_run_per_arm_gives_a_caution(tmp_path: Path) -> None:
+    a, b = run_folders(tmp_path, "ab")
     solved = {a: levels(1, 1), b: levels(1, 1), "random": levels(1, 1)}
     measure = scripted(solved)
     assert (
@@ -147,126 +149,134 @@ def test_one_run_an_arm_is_no_method(tmp_path: Path) -> None:
         assert compare_arms("", [a], [other], {}, measure).cautions == ()
 
 
-def test_over_several_environments(tmp_path: Path) -> None:
-    """Seeds at .5 and .75 of success are .5 and 1 of the way from random (.25) to optimal (.75)."""
-    a, b = seeds(tmp_path, "ab")
+def test_success_is_aggregated_over_several_environments(tmp_path: Path) -> None:
+    """Success .5 and .75 is .5 and 1 on the scale from random (.25) to optimal play (.75)."""
+    a, b = run_folders(tmp_path, "ab")
     solved = {a: levels(32, 32), b: levels(48, 16), "random": levels(16, 48)}
-    places = {name: {"env": name} for name in ("bandit", "bandit-rev")}
-    found = list(compare_in_envs([a, b], ["random"], places, {}, scripted(solved)))
-    assert [each.env for each in found] == list(places)
-    (last,) = closing_sections(found)
+    envs = {name: {"env": name} for name in ("bandit", "bandit-rev")}
+    comparisons = list(compare_in_envs([a, b], ["random"], envs, {}, scripted(solved)))
+    assert [each.env for each in comparisons] == list(envs)
+    (last,) = closing_sections(comparisons)
     assert [row[:2] for row in last.rows] == [(f"{a} (2 seeds), 2 environments", "0.75")]
     assert "in 10% of such suites of 2, at least one misses the truth" in " ".join(last.lines)
 
 
-def test_failures_are_shown() -> None:
+def test_failed_episodes_are_reported() -> None:
     def measure(target: str, _: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
         evaluation, outcomes = scripted({target: levels(1, 1)})(target, {})
         broken = Outcome("bandit", 124, 0, False, 0.0, *(0,) * 7, "error", "ZeroDivisionError: 1/0")
         return evaluation, [outcomes[0], broken]
 
-    found = compare_arms("", ["random"], ["solver"], {}, measure)
-    assert found.failures[0] == (
+    comparison = compare_arms("", ["random"], ["solver"], {}, measure)
+    assert comparison.failures[0] == (
         "random: 1 of 2 episodes failed in the environment and counts as no success: "
         "ZeroDivisionError: 1/0"
     )
-    assert found.failures[0] in " ".join(comparison_table(found).lines)
+    assert comparison.failures[0] in " ".join(comparison_table(comparison).lines)
 
 
-def asked(targets: list[str], places: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """What `compare_in_envs` has measured."""
+def measured_targets(
+    targets: list[str], envs: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, Any]]:
+    """The targets and settings that `compare_in_envs` measures."""
     calls = []
 
     def measure(target: str, overrides: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
         calls.append((target, overrides))
         return scripted({target: levels(1, 1)})(target, {})
 
-    list(compare_in_envs(targets[:1], targets[1:], places, {}, measure))
+    list(compare_in_envs(targets[:1], targets[1:], envs, {}, measure))
     return calls
 
 
-def test_all_play_the_first_run_s_game(tmp_path: Path) -> None:
-    """Its parameters and budgets hold for the others; their observations stay their own."""
+def test_all_targets_play_with_the_parameters_and_budgets_of_the_run(tmp_path: Path) -> None:
+    """The run's parameters and budgets hold for all; observations stay those of each target."""
     values = {
         "env.params": {"observation": "coord", "p_frozen": 0.9},
         "env.max_turns": 3,
         "env.max_actions": 6,
     }
     (tmp_path / CONFIG).write_text(dump(resolve("frozen-lake-still", values)), encoding="utf-8")
-    (_, first), (_, other) = asked([str(tmp_path), "random"], {"": {}})
+    (_, first), (_, other) = measured_targets([str(tmp_path), "random"], {"": {}})
     assert first == {}
     assert other["env.name"] == "frozen-lake-still" and other["env.max_turns"] == 3
     assert other["env.params.p_frozen"] == 0.9 and "env.params.observation" not in other
-    assert asked(["random", str(tmp_path)], {"": {}})[0] == ("random", other), "in either order"
-    # The recipe that is named says how who has no run is asked, and is not lost for its
-    # environment.
+    assert measured_targets(["random", str(tmp_path)], {"": {}})[0] == ("random", other), (
+        "in either order"
+    )
+    # The named recipe, not only its environment, sets the prompts of targets without a run.
     (tmp_path / CONFIG).write_text(dump(resolve("sokoban", {"env.max_turns": 3})), encoding="utf-8")
-    model = asked([str(tmp_path), "model"], {"": {"env": "paper/sokoban"}})[1][1]
+    model = measured_targets([str(tmp_path), "model"], {"": {"env": "paper/sokoban"}})[1][1]
     assert model["env"] == "paper/sokoban" and model["env.max_turns"] == 3
 
 
-def test_a_model_beside_a_run_is_asked_as_the_run_is(tmp_path: Path) -> None:
+def test_a_model_compared_with_a_run_gets_the_prompt_settings_of_the_run(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(dump(resolve("paper/sokoban")), encoding="utf-8")
     targets = [str(tmp_path), "Qwen/Some-Model", "base", "random"]
-    settled = shared_settings(targets, {})
-    model = settled["Qwen/Some-Model"]
+    shared = shared_settings(targets, {})
+    model = shared["Qwen/Some-Model"]
     assert (model["prompt.style"], model["rollout.max_tokens"]) == ("paper", 400)
     for other in ("base", "random"):
-        assert "prompt.style" not in settled[other] and settled[other]["env.max_turns"] == 5
+        assert "prompt.style" not in shared[other] and shared[other]["env.max_turns"] == 5
     served = shared_settings(targets, {}, is_served=True)["Qwen/Some-Model"]
-    assert "prompt.style" not in served, "an endpoint is asked as endpoints are"
+    assert "prompt.style" not in served, "an endpoint keeps the prompt settings of endpoints"
 
 
-def test_runs_of_different_games_are_not_compared_unless_settled(tmp_path: Path) -> None:
+def test_runs_in_different_environments_are_refused_unless_env_is_given(tmp_path: Path) -> None:
     for name in ("bandit", "sokoban"):
         (tmp_path / name).mkdir()
         (tmp_path / name / CONFIG).write_text(dump(resolve(name)), encoding="utf-8")
     runs = [str(tmp_path / name) for name in ("bandit", "sokoban")]
     with pytest.raises(RagenError, match=r"env\.name is 'bandit' and 'sokoban'; choose one with"):
-        asked(runs, {"": {}})
-    assert len(asked(runs, {"": {"env": "bandit-rev"}})) == 2
+        measured_targets(runs, {"": {}})
+    assert len(measured_targets(runs, {"": {"env": "bandit-rev"}})) == 2
 
 
-def test_base_is_the_model_that_the_run_started_from(tmp_path: Path) -> None:
+def test_base_is_the_initial_model_of_the_run(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(dump(resolve("sokoban")), encoding="utf-8")
     names = [
         Path(target).name
-        for target, _ in asked([str(tmp_path), "base"], SUITES["sokoban"])
+        for target, _ in measured_targets([str(tmp_path), "base"], SUITES["sokoban"])
         if target != str(tmp_path)
     ]
-    assert names == ["sokoban"] * 4, "also on the lake, which has an embedded model of its own"
-    alone = [Path(target).name for target, _ in asked(["base", "random"], SUITES["bandit"])[::2]]
+    assert names == ["sokoban"] * 4, "also on Frozen Lake, which has its own embedded model"
+    alone = [
+        Path(target).name
+        for target, _ in measured_targets(["base", "random"], SUITES["bandit"])[::2]
+    ]
     assert alone == ["bandit"] * 4
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_suites_can_be_played(suite: str) -> None:
+def test_environments_of_a_suite_can_be_made(suite: str) -> None:
     first = next(iter(SUITES[suite]))
-    for place, overrides in SUITES[suite].items():
+    for env, overrides in SUITES[suite].items():
         config = resolve(None, overrides)
         make(config.env.name, **config.env.params).close()
-        assert (place == first) == (dict(overrides) == {"env": suite})
+        assert (env == first) == (dict(overrides) == {"env": suite})
 
 
-def test_the_solver_beats_random_play_and_itself_it_does_not() -> None:
-    def met(a: str, b: str) -> Comparison:
+def test_the_solver_beats_random_play_and_random_play_equals_itself() -> None:
+    def play(a: str, b: str) -> Comparison:
         return compare(a, b, {"env": "bandit"}, episodes=64)
 
-    better = met("solver", "random")
+    better = play("solver", "random")
     assert better.difference.low > 0.2 and better.lost == 0 and better.p_value is not None
     assert better.p_value < 1e-6
-    same = met("random", "random")
+    same = play("random", "random")
     assert (same.won, same.lost, same.difference.value, same.p_value) == (0, 0, 0.0, 1.0)
     assert same.detectable > 0.05, "64 levels without a difference are no proof of equality"
 
 
-def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_writes_markdown_and_json(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.md"
     command = ["compare", str(run), "random", "--episodes", "8"]
     assert main([*command, "--suite", "bandit", "--markdown", str(page)]) == 0
     shown, written = capsys.readouterr().out, page.read_text("utf-8")
-    for place in SUITES["bandit"]:
-        assert f"# {place}\n" in written and f"\n{place}\n" in shown
+    for env in SUITES["bandit"]:
+        assert f"# {env}\n" in written and f"\n{env}\n" in shown
     assert written.count("random play") == 4 and "Limits" in shown
     assert main([*command, "--samples", "2", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -274,8 +284,10 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert set(record) >= {"verdict", "difference", "p_value", "detectable", "won", "lost"}
 
 
-def test_a_served_model_against_a_player(capsys: pytest.CaptureFixture[str]) -> None:
-    """Only what is not found here is asked at the endpoint."""
+def test_an_endpoint_is_asked_only_for_models_that_are_not_local(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Only targets that are not found locally are asked at the endpoint."""
     rogue = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
     with FaultyServer(lambda number, body: chat_reply()) as server:
         command = ["compare", "some/model", "random", "--env", rogue, "--episodes", "4"]
@@ -296,10 +308,12 @@ def test_a_served_model_against_a_player(capsys: pytest.CaptureFixture[str]) -> 
         (["--markdown", "no/such/page.md"], "there is no such folder"),
     ],
 )
-def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused_before_play(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compare", "random", "solver", *options]) == 2
     shown = capsys.readouterr()
-    assert message in shown.err and not shown.out, "nothing is played before it is known"
+    assert message in shown.err and not shown.out, "options are checked before play"
 
 
 @pytest.mark.parametrize(
@@ -312,7 +326,7 @@ def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixtur
         (".", "config.json"),
     ],
 )
-def test_nobody_plays_before_both_are_there(
+def test_a_missing_target_is_refused_before_play(
     other: str,
     message: str,
     tmp_path: Path,

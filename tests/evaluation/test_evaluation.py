@@ -1,4 +1,4 @@
-"""Evaluation: players reach their baselines, and the same call gives the same result."""
+"""Evaluation: players match their baselines, and the same call gives the same result."""
 
 from __future__ import annotations
 
@@ -50,45 +50,44 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("env", ["bandit", "frozen-lake-still", "frozen-lake"])
 @pytest.mark.parametrize("player", ["random", "solver"])
 def test_players_reach_their_baselines(player: str, env: str) -> None:
-    found, _ = evaluate_target(player, {"env": env}, episodes=128, seed=3)
-    baseline = found.random if player == "random" else found.optimal
+    result, _ = evaluate_target(player, {"env": env}, episodes=128, seed=3)
+    baseline = result.random if player == "random" else result.optimal
     assert baseline is not None
-    assert found.success_low <= baseline <= found.success_high
-    expected = found.random_return if player == "random" else found.optimal_return
+    assert result.success_low <= baseline <= result.success_high
+    expected = result.random_return if player == "random" else result.optimal_return
     assert expected is not None
-    # A degenerate interval (every return equal) still holds its own value.
-    assert found.mean_return_low - 1e-6 <= expected <= found.mean_return_high + 1e-6 or (
+    # An interval of equal returns is a point; rounding must not exclude that point.
+    assert result.mean_return_low - 1e-6 <= expected <= result.mean_return_high + 1e-6 or (
         env != "bandit"
     )
-    assert (found.failed, found.valid_fraction, found.first_level) == (0, 1.0, EVAL_LEVELS)
+    assert (result.failed, result.valid_fraction, result.first_level) == (0, 1.0, EVAL_LEVELS)
 
 
-def test_the_same_question_gets_the_same_answer() -> None:
-    def ask(seed: int) -> dict[str, Any]:
+def test_the_same_evaluation_gives_the_same_result() -> None:
+    def record_of(seed: int) -> dict[str, Any]:
         record = evaluate_target("random", {"env": "bandit"}, episodes=32, seed=seed)[0].record()
         return {key: value for key, value in record.items() if key != "seconds"}
 
-    assert ask(1) == ask(1)
-    assert ask(1) != ask(2)
-    json.dumps(ask(1))
+    assert record_of(1) == record_of(1)
+    assert record_of(1) != record_of(2)
+    json.dumps(record_of(1))
 
 
-def test_numbers_by_hand() -> None:
-    """Two turns of two moves (.25 each) on each level, then invalid replies: nobody arrives."""
+def test_evaluation_equals_values_computed_by_hand() -> None:
+    """Two turns of two moves (.25 each) on each level, then invalid replies: no success."""
     few = {"eval.episodes": 2, "rollout.slots": 1}
     config = resolve(None, {"env": ROGUE, "env.max_turns": 4, **few})
     setup = make_setup(config, None)
-    said = "t</think><answer>Right || Left</answer>"
+    reply = "t</think><answer>Right || Left</answer>"
     count = iter(range(8))
-    policy = ScriptedPolicy(lambda prompt: said if next(count) % 4 < 2 else "no")
-    found, groups = asyncio.run(evaluate_policy(policy, setup, config, "script", 0))
-    assert (found.success, found.episodes, found.mean_turns) == (0.0, 2, 4.0)
-    assert (found.mean_return, found.mean_actions, found.valid_fraction) == (1.0, 4.0, 0.5)
-    assert (
-        found.optimal == 1.0 and 0 < found.random < 0.2
-    )  # sampled: the environment knows no exact answer
+    policy = ScriptedPolicy(lambda prompt: reply if next(count) % 4 < 2 else "no")
+    result, groups = asyncio.run(evaluate_policy(policy, setup, config, "script", 0))
+    assert (result.success, result.episodes, result.mean_turns) == (0.0, 2, 4.0)
+    assert (result.mean_return, result.mean_actions, result.valid_fraction) == (1.0, 4.0, 0.5)
+    # Baselines are sampled: the environment gives no exact ones.
+    assert result.optimal == 1.0 and 0 < result.random < 0.2
     assert [group.episodes[0].level_seed for group in groups] == [123, 124]
-    assert str(found).startswith("T=1: success 0.0% [0.0%, ") and "on 2 levels" in str(found)
+    assert str(result).startswith("T=1: success 0.0% [0.0%, ") and "on 2 levels" in str(result)
 
 
 def test_an_environment_that_always_fails_is_refused() -> None:
@@ -103,7 +102,7 @@ def test_an_environment_that_always_fails_is_refused() -> None:
 
 
 def test_an_environment_that_fails_sometimes_has_no_baselines() -> None:
-    """Its failed episodes are data, but baselines would be wrong; the message is one line."""
+    """Failed episodes are data, but baselines would be wrong; the message is one line."""
     values = {"env": ROGUE, "env.params": {"misdeed": "raise", "every": 2}}
     with pytest.raises(
         RagenError, match=r"failed while it was played for its baselines.*by zero"
@@ -120,22 +119,22 @@ def test_baselines_have_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_failed_episodes_count_as_no_success() -> None:
     values = {"env": ROGUE, "env.params": {"misdeed": "raise in state_key", "every": 2}}
-    found, _ = evaluate_target("solver", values, episodes=4)
-    assert (found.failed, found.success, found.episodes) == (2, 0.5, 4)
+    result, _ = evaluate_target("solver", values, episodes=4)
+    assert (result.failed, result.success, result.episodes) == (2, 0.5, 4)
 
 
-def test_players_refuse_what_they_cannot_play() -> None:
+def test_unknown_targets_and_environments_are_refused() -> None:
     with pytest.raises(RagenError):
         evaluate_target("nobody/knows/this", {"env": "bandit"}, episodes=2)
     with pytest.raises(RagenError, match="did you mean 'bandit'"):
         evaluate_target("random", {"env": "bandti"}, episodes=2)
 
 
-def without_seconds(found: Evaluation) -> dict[str, Any]:
-    return {key: value for key, value in found.record().items() if key != "seconds"}
+def without_seconds(evaluation: Evaluation) -> dict[str, Any]:
+    return {key: value for key, value in evaluation.record().items() if key != "seconds"}
 
 
-def test_greedy_does_not_depend_on_the_seed(run: Path) -> None:
+def test_greedy_evaluation_does_not_depend_on_the_seed(run: Path) -> None:
     first, _ = evaluate_target(str(run), episodes=8, temperature=0.0, seed=0)
     assert first.temperature == 0 and "greedy" in str(first)
     second, _ = evaluate_target(str(run), episodes=8, temperature=0.0, seed=9)
@@ -143,65 +142,71 @@ def test_greedy_does_not_depend_on_the_seed(run: Path) -> None:
         assert getattr(first, key) == getattr(second, key)
 
 
-def test_sampling_follows_the_seed(run: Path) -> None:
+def test_sampled_evaluation_depends_on_the_seed(run: Path) -> None:
     first, again, other = (evaluate_target(str(run), episodes=32, seed=s)[0] for s in (0, 0, 1))
     assert without_seconds(first) == without_seconds(again)
     assert without_seconds(first) != without_seconds(other)
     assert first.valid_fraction > 0.5 and first.completion_tokens > 1
 
 
-def test_the_run_s_own_evaluation_is_repeated_exactly(run: Path) -> None:
-    """What `ragen eval RUN` says is what the run wrote down after its last step."""
+def test_evaluation_of_a_run_equals_the_evaluation_in_training(run: Path) -> None:
+    """`ragen eval RUN` gives the result that the run recorded after its last step."""
     from ragen.storage.reader import read_evaluations
 
-    (written,) = [
+    (recorded,) = [
         each for each in read_evaluations(run) if (each["step"], each["temperature"]) == (1, 1.0)
     ]
-    found, _ = evaluate_target(str(run), episodes=4, seed=0)
-    assert (found.success, found.mean_return) == (written["success"], written["mean_return"])
+    result, _ = evaluate_target(str(run), episodes=4, seed=0)
+    assert (result.success, result.mean_return) == (recorded["success"], recorded["mean_return"])
 
 
-def test_a_run_in_another_environment(run: Path) -> None:
+def test_a_run_is_evaluated_in_another_environment(run: Path) -> None:
     values = {"env": "bandit-rev"}
-    found, _ = evaluate_target(str(run), values, episodes=4)
-    assert (found.env, found.random, found.optimal) == ("bandit-rev", 0.5, 1.0)
+    result, _ = evaluate_target(str(run), values, episodes=4)
+    assert (result.env, result.random, result.optimal) == ("bandit-rev", 0.5, 1.0)
     config = config_for(str(run), values)
     assert not config.prompt.think and config.rollout.max_tokens == 10
-    lake = config_for(str(run), {"env": ROGUE})
-    assert (lake.env.max_turns, lake.env.max_actions) == (5, 10), "the other environment's budgets"
+    config = config_for(str(run), {"env": ROGUE})
+    assert (config.env.max_turns, config.env.max_actions) == (5, 10), (
+        "the other environment's budgets"
+    )
     assert config_for(str(run), {}).env.max_turns == 1
 
 
-def test_a_recipe_says_how_its_environment_is_played(run: Path, tmp_path: Path) -> None:
+def test_a_recipe_as_env_sets_budgets_and_the_prompts_of_models(run: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('env.name = "sokoban"\nprompt.style = "paper"\nrollout.max_tokens = 400\n')
     for recipe in ("paper/sokoban", str(mine)):
         config = config_for("Qwen/Qwen2.5-0.5B-Instruct", {"env": recipe})
-        assert (config.env.name, config.env.params) == ("sokoban", {}), "not the embedded form"
+        assert (config.env.name, config.env.params) == ("sokoban", {}), (
+            "not the parameters for the embedded model"
+        )
         assert (config.prompt.style, config.rollout.max_tokens) == ("paper", 400)
-    there = config_for(str(run), {"env": "paper/sokoban"})
-    assert (there.env.name, there.env.max_turns) == ("sokoban", 5)
-    assert (there.prompt.style, there.rollout.max_tokens) == ("compact", 10), "the run's own"
+    config = config_for(str(run), {"env": "paper/sokoban"})
+    assert (config.env.name, config.env.max_turns) == ("sokoban", 5)
+    assert (config.prompt.style, config.rollout.max_tokens) == ("compact", 10), "the run's own"
 
 
-def test_the_parameters_of_a_run_s_environment_stay_there(tmp_path: Path) -> None:
+def test_parameters_of_the_run_s_environment_are_dropped_in_another_environment(
+    tmp_path: Path,
+) -> None:
     lake = {"env": "frozen-lake", "env.params": {"observation": "named", "p_frozen": 0.9}}
     (tmp_path / CONFIG).write_text(dump(resolve(None, lake)))
-    seen = {
+    params = {
         env: config_for(str(tmp_path), {"env": env}).env.params
         for env in ("frozen-lake", "sokoban-large", "bandit")
     }
-    assert seen["frozen-lake"] == lake["env.params"]
-    assert seen["sokoban-large"] == {"observation": "named"}
-    assert seen["bandit"] == {}
+    assert params["frozen-lake"] == lake["env.params"]
+    assert params["sokoban-large"] == {"observation": "named"}
+    assert params["bandit"] == {}
 
 
-def test_a_model_folder_and_a_watched_episode(run: Path) -> None:
+def test_a_model_folder_is_evaluated_and_a_run_plays_one_episode(run: Path) -> None:
     values = {"env": "bandit"} | {
         key: value for key, value in settings().items() if key.startswith(("prompt", "rollout"))
     }
-    found, _ = evaluate_target(str(bandit_model()), values, episodes=4)
-    assert found.episodes == 4
+    result, _ = evaluate_target(str(bandit_model()), values, episodes=4)
+    assert result.episodes == 4
     episode = play_target(str(run), seed=2)
     assert episode.level_seed == 125 and len(episode.turns) == 1
 
@@ -209,7 +214,7 @@ def test_a_model_folder_and_a_watched_episode(run: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["nobody", "runs/none", "./none", "../none", "a/b/c", "ragen/none"]
 )
-def test_what_cannot_be_a_hub_id_is_no_model(
+def test_a_name_that_cannot_be_a_hub_id_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

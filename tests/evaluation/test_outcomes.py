@@ -20,55 +20,55 @@ LOST = Outcome("bandit", 124, 1, False, -0.5, 2, 3, 2, 1, 7, 90, 12, "failed")
 A, B = {"settings": "a"}, {"settings": "b"}
 
 
-def test_an_episode_in_numbers() -> None:
-    """Two turns: 2 prompt and 2 sampled tokens; then as the server counted, 50 and 9."""
+def test_outcome_of_an_episode_golden() -> None:
+    """Two turns: 2 prompt and 2 sampled tokens, then the counts of a server, 50 and 9."""
     first = records.turn(1.0, thought="go up  now", executed=2, info={"effective": 1})
     second = records.turn(-0.5, thought=None, penalty=-0.1, executed=1, info={"effective": 1})
     completion = replace(second.completion, token_ids=None, logprobs=None, usage=Usage(50, 9))
     turns = (first, replace(second, completion=completion))
     ends = {"terminated": True, "truncated": False, "success": True}
-    found = outcome_of(Episode("w", 123, 17, 0, 4, turns, "solved", **ends))
-    assert found == Outcome("w", 123, 4, True, 0.5, 2, 3, 2, 1, 3, 52, 11, "solved")
-    assert not found.failed and found.reason == ""
-    failed = replace(found, error="Traceback …\nKeyError: 1\n")
+    outcome = outcome_of(Episode("w", 123, 17, 0, 4, turns, "solved", **ends))
+    assert outcome == Outcome("w", 123, 4, True, 0.5, 2, 3, 2, 1, 3, 52, 11, "solved")
+    assert not outcome.failed and outcome.reason == ""
+    failed = replace(outcome, error="Traceback …\nKeyError: 1\n")
     assert failed.failed and failed.reason == "KeyError: 1"
 
 
-def test_the_table_has_the_record_s_fields(tmp_path: Path) -> None:
+def test_columns_of_the_table_equal_fields_of_the_record(tmp_path: Path) -> None:
     with OutcomeStore(tmp_path, A), sqlite3.connect(tmp_path / DATABASE) as connection:
         columns = [row[1] for row in connection.execute("PRAGMA table_info(outcomes)")]
     assert columns == ["key", *(field.name for field in fields(Outcome))]
 
 
-def test_a_database_in_which_nothing_was_played_is_gone_again(tmp_path: Path) -> None:
+def test_a_new_database_without_outcomes_is_removed(tmp_path: Path) -> None:
     broken = replace(LOST, error="KeyError: 1")
     with OutcomeStore(tmp_path / "new", A) as store:
         store.add(broken)
     assert not (tmp_path / "new").exists()
-    for outcome in (LOST, broken):  # one that was there stays, whatever comes
+    for outcome in (LOST, broken):  # a database that existed is kept, even if the episode failed
         with OutcomeStore(tmp_path / "kept", A) as store:
             store.add(outcome)
     assert (tmp_path / "kept" / DATABASE).is_file()
 
 
-def test_outcomes_come_back_in_order_and_replace_their_like(tmp_path: Path) -> None:
+def test_outcomes_are_read_in_order_and_replaced_by_level_and_sample(tmp_path: Path) -> None:
     with OutcomeStore(tmp_path, A) as store, OutcomeStore(tmp_path, B) as other:
         for outcome in (LOST, replace(LOST, sample=0, success=True), replace(LOST, level_seed=123)):
             store.add(outcome)
         other.add(replace(LOST, error="half a pair: \ud83d"))
         store.add(replace(LOST, success=True))
-        found = store.outcomes()
-        assert [(o.level_seed, o.sample, o.success) for o in found] == [
+        stored = store.outcomes()
+        assert [(o.level_seed, o.sample, o.success) for o in stored] == [
             (123, 1, False),
             (124, 0, True),
             (124, 1, True),
         ]
         assert [each.error for each in other.outcomes()] == ["half a pair: ?"]
     with OutcomeStore(tmp_path, A) as store:
-        assert store.outcomes() == found
+        assert store.outcomes() == stored
 
 
-def test_two_write_at_once(tmp_path: Path) -> None:
+def test_two_stores_write_at_once(tmp_path: Path) -> None:
     with OutcomeStore(tmp_path, A) as one, OutcomeStore(tmp_path, A) as other:
         one.add(LOST)
         other.add(replace(LOST, sample=2))
@@ -77,8 +77,8 @@ def test_two_write_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [DATABASE]
 
 
-def test_a_database_that_another_process_is_at_stays(tmp_path: Path) -> None:
-    """The one made it and played nothing; the other came later, and has yet to play."""
+def test_a_database_in_use_by_another_store_is_not_removed(tmp_path: Path) -> None:
+    """The first store, without outcomes, closes while the second has yet to write."""
     one = OutcomeStore(tmp_path, A)
     with OutcomeStore(tmp_path, A) as other:
         assert other.outcomes() == []
@@ -88,24 +88,24 @@ def test_a_database_that_another_process_is_at_stays(tmp_path: Path) -> None:
         assert store.outcomes() == [LOST]
 
 
-def test_a_result_is_known_by_its_levels_and_samples(tmp_path: Path) -> None:
+def test_a_result_is_stored_once_per_settings_levels_and_samples(tmp_path: Path) -> None:
     record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "samples": 2}
 
     def count(settings: dict[str, str], again: bool = False, **changes: int) -> int:
         with OutcomeStore(tmp_path, settings) as store:
-            store.add(LOST)  # or the database would be gone again
+            store.add(LOST)  # or closing would remove the database
             store.finish(record | changes, again)
         with sqlite3.connect(tmp_path / DATABASE) as connection:
             ((number,),) = connection.execute("SELECT count(*) FROM evaluations")
         return int(number)
 
-    assert [count(A), count(A)] == [1, 1], "it is stored once"
+    assert [count(A), count(A)] == [1, 1], "the same result is stored once"
     assert [count(A, samples=1), count(A, episodes=8), count(B)] == [2, 3, 4]
     assert count(A, again=True) == 5
 
 
-def test_a_run_s_own_evaluations_stay_apart(tmp_path: Path) -> None:
-    """Also while the run is being written; and a resume forgets none that were asked for."""
+def test_evaluations_of_training_and_of_the_command_are_kept_apart(tmp_path: Path) -> None:
+    """Also while the run is written; and a resume drops no evaluation of the command."""
     folder = new_run_folder(tmp_path, "bandit")
     record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5}
     with Recorder.create(folder, "seed = 0") as recorder:
@@ -123,7 +123,7 @@ def test_a_run_s_own_evaluations_stay_apart(tmp_path: Path) -> None:
     assert rows == [(3, None, None, 0.5), (None, key, '{"seed": 1}', 1.0)]
 
 
-def test_a_run_of_an_older_version_is_left_alone(tmp_path: Path) -> None:
+def test_a_database_of_an_older_schema_is_refused_unchanged(tmp_path: Path) -> None:
     folder = new_run_folder(tmp_path, "bandit")
     Recorder.create(folder, "seed = 0").close()
     with sqlite3.connect(folder / DATABASE) as connection:
@@ -134,11 +134,11 @@ def test_a_run_of_an_older_version_is_left_alone(tmp_path: Path) -> None:
         RagenError, match=r"has schema 1, .*that wrote it; or .*elsewhere with --out"
     ):
         OutcomeStore(folder, A)
-    # Opening set the journal's mode and set it back; the header counts such changes.
+    # Opening sets the journal mode and restores it; the header counts such changes.
     assert (folder / DATABASE).read_bytes()[100:] == before[100:]
 
 
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RagenError, match=r"cannot be read: .*--out DIR") as caught:
         OutcomeStore(tmp_path / "file" / "evals", A)
@@ -149,7 +149,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
             store.add(LOST)
 
 
-def test_keys_tell_settings_apart(tmp_path: Path) -> None:
+def test_keys_depend_on_the_settings_but_not_on_their_order(tmp_path: Path) -> None:
     def key_of(settings: dict[str, object]) -> str:
         with OutcomeStore(tmp_path, settings) as store:
             return store.key
