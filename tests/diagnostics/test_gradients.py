@@ -1,4 +1,4 @@
-"""Gradient norms by reward std, moving averages, and both measurements in a run."""
+"""Gradient norms by reward std, moving averages, and measurements of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def norms(one: Learner, part: Batch, buckets: list[int]) -> dict[str, float]:
 
 
 def by_autograd(part: Batch, rows: list[int]) -> dict[str, float]:
-    """Norms of the three terms, from transformers' own forward and one backward each."""
+    """Norms of the three terms, from a transformers forward and one backward per term."""
     found = {}
     assert part.advantages_BT is not None and part.reference_logprobs_BT is not None
     for term in ("task", "entropy", "kl"):
@@ -68,7 +68,7 @@ def by_autograd(part: Batch, rows: list[int]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("microbatch_tokens", [10_000, 20])
-def test_norms_are_those_of_autograd(microbatch_tokens: int) -> None:
+def test_gradient_norms_equal_those_of_autograd(microbatch_tokens: int) -> None:
     one = learner(microbatch_tokens=microbatch_tokens)
     part = batch(one)
     found = norms(one, part, [0, 3, 3, 0])
@@ -82,7 +82,7 @@ def test_norms_are_those_of_autograd(microbatch_tokens: int) -> None:
     assert len(found) == 2 * 3 * 2
 
 
-def test_the_task_gradient_scales_with_the_advantages_and_the_others_do_not() -> None:
+def test_only_the_task_gradient_scales_with_the_advantages() -> None:
     one = learner()
     part = batch(one)
     assert part.advantages_BT is not None
@@ -113,7 +113,7 @@ def state(one: Learner) -> dict[str, Tensor]:
 def test_measuring_changes_no_state() -> None:
     one = learner(critic=True)
     part = batch(one)
-    one.update(part, 0)  # so that the optimisers have a state
+    one.update(part, 0)  # gives the optimisers a state
     before = state(one)
     norms(one, part, [0, 1, 0, 1])
     one.cross_scores([[1, 2, 3]], [[4, 5]])
@@ -121,7 +121,7 @@ def test_measuring_changes_no_state() -> None:
     assert all(p.grad is None for p in one.model.parameters())
 
 
-def test_quartiles() -> None:
+def test_std_buckets_are_quartiles() -> None:
     # Edges of 0…7: 1.75, 3.5, 5.25.
     assert std_buckets([0, 1, 2, 3, 4, 5, 6, 7]) == [0, 0, 1, 1, 2, 2, 3, 3]
     # Edges 0, 0, ¾: all flat groups share one bucket.
@@ -133,17 +133,17 @@ def test_rows_get_the_bucket_of_their_group() -> None:
     """Two groups of std 0 and 1/√2: rows of the first in bucket 0, of the second in 3."""
     one = learner()
     part = replace(batch(one), group_B=torch.tensor([0, 0, 1, 1]))
-    asked: list[list[int]] = []
+    buckets: list[list[int]] = []
 
     class Engine:
         async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Any:
-            asked.append(bucket_B.tolist())
+            buckets.append(bucket_B.tolist())
             return one.gradient_norms(batch, bucket_B)
 
     groups = [group(1.0, 1.0), group(0.0, 1.0)]
     engine: Any = Engine()
     found = values(asyncio.run(gradients_by_std(engine, part, groups)))
-    assert asked == [[0, 0, 3, 3]]
+    assert buckets == [[0, 0, 3, 3]]
     assert found["gradient_by_std/0/reward_std"] == 0
     assert found["gradient_by_std/3/reward_std"] == pytest.approx(0.5**0.5)
     assert found["gradient_by_std/3/groups"] == 1
@@ -153,7 +153,7 @@ def test_rows_get_the_bucket_of_their_group() -> None:
 # Moving averages.
 
 
-def test_averages_by_hand() -> None:
+def test_moving_averages_equal_values_computed_by_hand() -> None:
     # 1, then 1 + .1 (2 − 1) = 1.1, then 1.1 + .1 (0 − 1.1) = .99.
     averages: dict[str, float] = {}
     for x, expected in ((1.0, 1.0), (2.0, 1.1), (0.0, 0.99)):
@@ -162,7 +162,7 @@ def test_averages_by_hand() -> None:
         assert values(averaged(averages, step)) == {"ema/reward/mean": pytest.approx(expected)}
 
 
-def test_a_metric_that_is_missing_keeps_its_average() -> None:
+def test_a_missing_metric_keeps_its_average() -> None:
     before = {"critic/explained_variance": 0.5, "reward/mean": 1.0}
     step = {"reward/mean": mean(float("nan")), "time/step_s": total(1), "a": last(1)}
     step |= {"b": largest(2)}
@@ -173,8 +173,8 @@ def test_a_metric_that_is_missing_keeps_its_average() -> None:
 # In a run.
 
 
-def asked(**more: Any) -> Config:
-    """Two steps of PPO with a KL penalty on Bandit, by the embedded model."""
+def make_config(**more: Any) -> Config:
+    """Two steps of PPO with a KL penalty on the bandit, with the embedded model."""
     return resolve(
         "bandit",
         {
@@ -192,8 +192,8 @@ def asked(**more: Any) -> Config:
     )
 
 
-LOOKS = {"diagnose.information_every": 1, "diagnose.gradients_every": 1}
-BLIND = {"diagnose.information_every": 0, "diagnose.gradients_every": 0}
+MEASURED = {"diagnose.information_every": 1, "diagnose.gradients_every": 1}
+UNMEASURED = {"diagnose.information_every": 0, "diagnose.gradients_every": 0}
 
 
 def metrics(run: Path) -> dict[tuple[int, str], float]:
@@ -208,106 +208,113 @@ def metrics(run: Path) -> dict[tuple[int, str], float]:
 EPISODES = "SELECT id FROM episodes WHERE phase = 'train' AND step = ?"
 
 
-def closer(found: dict[tuple[int, str], float]) -> set[tuple[int, str]]:
+def diagnostic_keys(found: dict[tuple[int, str], float]) -> set[tuple[int, str]]:
     starts = ("information/", "gradient_by_std/")
     return {key for key in found if key[1].removeprefix("ema/").startswith(starts)}
 
 
 @pytest.fixture(scope="module")
-def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("looked") / "run"
-    train(asked(**LOOKS), run)
+def measured_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("measured") / "run"
+    train(make_config(**MEASURED), run)
     return run
 
 
-def test_a_run_logs_all_that_detectors_read(looked: Path) -> None:
-    """A detector of a metric that no run logs would never fire."""
+def test_a_run_logs_every_metric_that_detectors_read(measured_run: Path) -> None:
+    """The detector of a metric that is never logged would never fire."""
     names = "REWARD_STD SUCCESS ENTROPY GRADIENT VALID DEGENERATE KEPT MI PROMPTS"
     read = {getattr(detectors, name) for name in names.split()} | set(detectors.SKIPPED)
-    assert read <= {name for _, name in metrics(looked)}
+    assert read <= {name for _, name in metrics(measured_run)}
 
 
-def test_measuring_changes_no_number_of_a_run(looked: Path, tmp_path: Path) -> None:
-    train(asked(**BLIND), tmp_path / "blind")
-    blind, seen = metrics(tmp_path / "blind"), metrics(looked)
-    assert closer(seen) and not closer(blind)
-    assert {key: value for key, value in seen.items() if key not in closer(seen)} == blind
-    files = sorted(path.name for path in checkpoint.newest(looked).glob("*.safetensors"))
+def test_measuring_changes_no_result_of_a_run(measured_run: Path, tmp_path: Path) -> None:
+    train(make_config(**UNMEASURED), tmp_path / "unmeasured")
+    without, measured = metrics(tmp_path / "unmeasured"), metrics(measured_run)
+    diagnostic = diagnostic_keys(measured)
+    assert diagnostic and not diagnostic_keys(without)
+    assert {key: value for key, value in measured.items() if key not in diagnostic} == without
+    files = sorted(path.name for path in checkpoint.newest(measured_run).glob("*.safetensors"))
     assert len(files) == 4  # policy, critic, and their optimisers
     for name in files:
         one, other = (
-            load_file(checkpoint.newest(run) / name) for run in (looked, tmp_path / "blind")
+            load_file(checkpoint.newest(run) / name)
+            for run in (measured_run, tmp_path / "unmeasured")
         )
         assert equal(one, other), name
 
 
-def test_metrics_of_thoughts_and_gradients_in_a_run(looked: Path) -> None:
-    found = metrics(looked)
+def test_metrics_of_thoughts_and_gradients_in_a_run(measured_run: Path) -> None:
+    found = metrics(measured_run)
     for step in (1, 2):
         for sampling in ("first", "any"):
-            told = {
+            measures = {
                 name.rpartition("/")[2]: value
                 for (at, name), value in found.items()
                 if at == step and name.startswith(f"information/{sampling}/")
             }
-            assert told["thoughts"] + told["left_out"] == 16
-            assert 1 <= told["prompts"] <= 4  # bandit: one turn, so X is the level's prompt
-            assert told["mi"] <= told["prompt_entropy"] + 1e-6
-            assert told["regime"] in range(len(REGIMES))
-            assert told["mi"] == pytest.approx(told["entropy"] - told["conditional_entropy"])
+            assert measures["thoughts"] + measures["left_out"] == 16
+            assert 1 <= measures["prompts"] <= 4  # bandit: one turn, so X is the level's prompt
+            assert measures["mi"] <= measures["prompt_entropy"] + 1e-6
+            assert measures["regime"] in range(len(REGIMES))
+            assert measures["mi"] == pytest.approx(
+                measures["entropy"] - measures["conditional_entropy"]
+            )
         groups = [found.get((step, f"gradient_by_std/{b}/groups"), 0) for b in range(4)]
         assert sum(groups) == 4
         assert found[step, "gradient_by_std/0/entropy_per_token"] > 0
-    # At the start the policy is its reference: the KL's gradient is zero there.
+    # In the first step the policy equals its reference, where the KL's gradient is zero.
     assert found[1, "gradient_by_std/0/kl_per_token"] == pytest.approx(0, abs=LOGPROB)
     assert (2, "ema/information/first/mi_zscore") in found
     assert (2, "ema/information/first/prompts") not in found
 
 
-def test_cross_scores_are_stored(looked: Path) -> None:
-    """Thoughts of one word: the metrics follow from the stored scores alone."""
-    found, rows = metrics(looked), read(looked, "SELECT * FROM cross_scores")
+def test_cross_scores_are_stored(measured_run: Path) -> None:
+    """Metrics can be computed from the stored scores of one-word thoughts."""
+    found, rows = metrics(measured_run), read(measured_run, "SELECT * FROM cross_scores")
     assert {(step, path) for _, step, path, *_ in rows} == {
         (step, sampling) for step in (1, 2) for sampling in ("first", "any")
     }
     for _, step, path, blob, owners, num_thoughts, num_prompts, thoughts, prompts in rows:
         scores = decompress("scores", blob).reshape(num_thoughts, num_prompts).copy()
         own = decompress("own", owners).tolist()
-        told = measure(torch.from_numpy(scores), own, [1] * num_thoughts)
+        measures = measure(torch.from_numpy(scores), own, [1] * num_thoughts)
         name = f"information/{path}"
-        assert told.mi == pytest.approx(found[step, f"{name}/mi"], abs=LOGPROB)
-        assert told.regime == REGIMES[int(found[step, f"{name}/regime"])]
-        said = f"SELECT observation, thought FROM turns WHERE episode_id IN ({EPISODES})"
-        pairs = read(looked, said, (step,))
+        assert measures.mi == pytest.approx(found[step, f"{name}/mi"], abs=LOGPROB)
+        assert measures.regime == REGIMES[int(found[step, f"{name}/regime"])]
+        query = f"SELECT observation, thought FROM turns WHERE episode_id IN ({EPISODES})"
+        pairs = read(measured_run, query, (step,))
         shown = [json.loads(prompts)[prompt] for prompt in own]
         assert set(zip(shown, json.loads(thoughts), strict=True)) <= set(pairs)
         assert num_thoughts == found[step, f"{name}/thoughts"]
 
 
-def test_a_resumed_run_ends_with_the_same_rows(tmp_path: Path) -> None:
+def test_a_resumed_run_stores_the_same_rows(tmp_path: Path) -> None:
     """The last checkpoint is lost, so the last step is deleted and repeated."""
     run = tmp_path / "run"
     more = {"checkpoint.every": 1, "record.tokens_every": 1, "eval.episodes": 4}
-    train(asked(**LOOKS | more), run)
+    train(make_config(**MEASURED | more), run)
     tables = ("episodes", "turns", "tokens", "samples", "cross_scores", "evaluations")
-    whole = {name: read(run, f"SELECT * FROM {name}") for name in tables}
-    whole |= {"metrics": sorted(metrics(run).items())}
+    expected = {name: read(run, f"SELECT * FROM {name}") for name in tables}
+    expected |= {"metrics": sorted(metrics(run).items())}
     shutil.rmtree(checkpoint.newest(run))
     resume(run)
     for name in tables[:-1]:
-        assert read(run, f"SELECT * FROM {name}") == whole[name], name
-    assert len(read(run, "SELECT * FROM evaluations")) == len(whole["evaluations"])
-    assert sorted(metrics(run).items()) == whole["metrics"]
+        assert read(run, f"SELECT * FROM {name}") == expected[name], name
+    assert len(read(run, "SELECT * FROM evaluations")) == len(expected["evaluations"])
+    assert sorted(metrics(run).items()) == expected["metrics"]
 
 
 def test_information_is_measured_every_fifth_step_from_the_first(tmp_path: Path) -> None:
-    train(asked(**{"steps": 7, "rollout.num_groups": 1, "rollout.group_size": 2}), tmp_path / "run")
+    train(
+        make_config(**{"steps": 7, "rollout.num_groups": 1, "rollout.group_size": 2}),
+        tmp_path / "run",
+    )
     steps = {at for at, name in metrics(tmp_path / "run") if name == "information/first/left_out"}
     assert steps == {1, 6}
 
 
 @pytest.mark.parametrize("window", [2, 1])
-def test_it_works_in_every_context_window(tmp_path: Path, window: int) -> None:
+def test_measurements_work_with_short_context_windows(tmp_path: Path, window: int) -> None:
     config = resolve(
         "frozen-lake-still",
         {
@@ -320,7 +327,7 @@ def test_it_works_in_every_context_window(tmp_path: Path, window: int) -> None:
             "eval.episodes": 0,
             "checkpoint.every": 0,
         }
-        | LOOKS,
+        | MEASURED,
     )
     train(config, tmp_path / "run")
     found = metrics(tmp_path / "run")
@@ -329,11 +336,11 @@ def test_it_works_in_every_context_window(tmp_path: Path, window: int) -> None:
     assert found[1, "gradient_by_std/0/task_per_sample"] >= 0
 
 
-def test_examine_a_checkpoint(looked: Path) -> None:
+def test_examine_measures_a_checkpoint(measured_run: Path) -> None:
     """The checkpoint after step 2 is measured with the episodes of the next step."""
-    before = metrics(looked)
-    found = examine(looked)
-    assert found == examine(looked)
+    before = metrics(measured_run)
+    found = examine(measured_run)
+    assert found == examine(measured_run)
     assert found["information/first/thoughts"] + found["information/first/left_out"] == 16
     assert found["gradient_by_std/0/groups"] >= 1
-    assert metrics(looked) == before
+    assert metrics(measured_run) == before

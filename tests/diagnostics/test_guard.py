@@ -1,4 +1,4 @@
-"""The detectors on constructed histories, the alarms they raise, and the remedies."""
+"""Detectors on constructed histories, their alarms, and the remedies."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def fired(history: dict[str, dict[int, float]]) -> list[tuple[str, int, int]]:
 
 
 def wave(step: int) -> float:
-    """Noise without a generator: ±10 %."""
+    """Deterministic noise of ±10 %."""
     return 1 + 0.1 * ((step * 7) % 11 - 5) / 5
 
 
 HEALTHY: dict[str, dict[int, float]] = {
-    # An environment that is being solved: failures, entropy and reward std shrink together.
+    # Success rises; failures, entropy and reward std shrink together.
     SUCCESS: series(lambda s: min(0.95, (0.3 + 0.01 * s) * wave(s))),
     REWARD_STD: series(lambda s: max(0.1, 0.45 - 0.004 * s) * wave(s)),
     ENTROPY: series(lambda s: max(0.05, 0.25 - 0.003 * s) * wave(s)),
@@ -77,11 +77,11 @@ HEALTHY: dict[str, dict[int, float]] = {
 }
 
 
-def test_a_healthy_run_raises_nothing() -> None:
+def test_a_healthy_run_raises_no_alarm() -> None:
     assert fired(HEALTHY) == []
 
 
-def test_names_agree_with_the_config() -> None:
+def test_detector_and_remedy_names_equal_those_of_the_config() -> None:
     assert {*DETECTORS, "stalled"} == set(DETECTOR.names) == set(RESPONSES)
     assert set(MESSAGES) == set(RESPONSES)
     assert set(REMEDIES) == set(get_args(GuardConfig.model_fields["remedy"].annotation))
@@ -119,12 +119,14 @@ def test_entropy_cliff_and_blowup() -> None:
     rises = {ENTROPY: series(lambda s: 0.2 if s < 50 else 4.0)}
     # (4 × .2 + 4)/5 = .96 < 1 nat at step 50, 1.72 at 51.
     assert fired(rises) == [("entropy_blowup", 51, 47)]
-    assert fired({ENTROPY: series(lambda s: 0.02 if s < 50 else 0.9)}) == [], "less than a nat"
+    assert fired({ENTROPY: series(lambda s: 0.02 if s < 50 else 0.9)}) == [], (
+        "entropy stays below one nat"
+    )
 
 
 @pytest.mark.parametrize("at", [90, 40, 11])
-def test_grad_spike_at_the_step_itself(at: int) -> None:
-    """Published at steps 90 to 170; two windows of steps have to come before."""
+def test_grad_spike_fires_at_its_step(at: int) -> None:
+    """Published at steps 90 to 170; two windows of steps must come first."""
     history = {GRADIENT: series(lambda s: 12.0 if s == at else wave(s))}
     assert fired(history) == [("grad_spike", at, at)]
 
@@ -138,7 +140,7 @@ def test_a_norm_that_is_not_finite_is_no_spike() -> None:
     assert fired(history) == [("non_finite", 40, 40)]
 
 
-def test_norms_of_wide_spread_make_no_spike() -> None:
+def test_widely_spread_norms_are_no_spike() -> None:
     history = {GRADIENT: series(lambda s: (0.1, 0.3, 1.0, 3.0, 9.0)[s * 3 % 5])}
     assert fired(history) == []
 
@@ -149,23 +151,23 @@ def test_reward_drop_needs_two_evaluations_below_the_mark() -> None:
         EVALUATED: {10 * i: share for i, share in enumerate(success)},
         LEVELS: dict.fromkeys(range(0, 80, 10), 256.0),
     }
-    # Mark at step 60: the median of .6, .7, .8. Against it .6 is low by .1 and the interval of the
-    # difference ends at −.018; .55 is too. At step 50 only one is low.
+    # Mark at step 60: the median of .6, .7, .8. It exceeds .6 by .1, with an interval of the
+    # difference up to −.018, and .55 by more. At step 50 only one evaluation is low.
     (alarm,) = replay(history)
     assert (alarm.detector, alarm.step, alarm.onset) == ("reward_drop", 60, 41)
     assert (alarm.value, alarm.baseline) == (0.55, 0.7)
     few = history | {LEVELS: dict.fromkeys(range(0, 80, 10), 32.0)}
-    assert [a.step for a in replay(few)] == [], "32 levels cannot tell"
+    assert [a.step for a in replay(few)] == [], "32 levels are too few"
     once = {10 * i: share for i, share in enumerate([0.6, 0.7, 0.8, 0.4, 0.8, 0.4, 0.8])}
     assert replay(history | {EVALUATED: once}) == []
 
 
 def test_mi_drop_has_its_onset_after_the_last_high_value() -> None:
-    told = {MI: {5: 1.0, 10: 4.0, 15: 3.0, 20: 1.9, 25: 1.0}}
-    assert fired(told | {PROMPTS: dict.fromkeys(told[MI], 8)}) == [("mi_drop", 20, 16)]
-    assert fired(told | {PROMPTS: dict.fromkeys(told[MI], 2)}) == [], "two prompts decide nothing"
+    drop = {MI: {5: 1.0, 10: 4.0, 15: 3.0, 20: 1.9, 25: 1.0}}
+    assert fired(drop | {PROMPTS: dict.fromkeys(drop[MI], 8)}) == [("mi_drop", 20, 16)]
+    assert fired(drop | {PROMPTS: dict.fromkeys(drop[MI], 2)}) == [], "two prompts are too few"
     few = {MI: {5: 0.8, 10: 0.1}, PROMPTS: {5: 8, 10: 8}}
-    assert fired(few) == [], "there was nothing to lose"
+    assert fired(few) == [], "the highest value is too low for a drop"
 
 
 def test_format_loss_is_measured_from_the_best() -> None:
@@ -193,10 +195,10 @@ def test_empty_filter_counts_steps_in_a_row() -> None:
     assert fired(history) == [("empty_filter", 24, 20)]
 
 
-# One alarm per period of trouble, the grace period after a rollback, and the saved state.
+# One alarm per lasting condition, the grace period after a rollback, and the saved state.
 
 
-def test_lasting_trouble_is_one_alarm_and_returning_trouble_another() -> None:
+def test_a_lasting_condition_raises_one_alarm_and_a_returning_one_another() -> None:
     often = {
         GRADIENT: series(lambda s: 30.0 if s in (20, 22, 20 + 2 + REARM_STEPS, 60) else wave(s))
     }
@@ -209,7 +211,7 @@ def test_a_detector_fires_again_only_after_the_rearm_steps() -> None:
     assert [step for _, step, _ in fired(history)] == [20, 20 + 2 * REARM_STEPS + 1]
 
 
-def test_no_detector_fires_in_the_grace_period_and_lasting_trouble_fires_after_it() -> None:
+def test_a_lasting_condition_raises_an_alarm_only_after_the_grace_period() -> None:
     norms = series(lambda s: 0.4 if s < 20 else 0.01)
     state = GuardState(grace=30)
     steps = [
@@ -232,28 +234,28 @@ def test_a_detector_that_is_off_is_not_called() -> None:
 
 
 @given(st.integers(1, 99), st.sampled_from([ENTROPY, REWARD_STD, GRADIENT, VALID]))
-def test_state_saved_and_loaded_changes_no_alarm(cut: int, name: str) -> None:
-    """The alarms of an uninterrupted history equal those with the state saved and loaded."""
+def test_saving_and_loading_the_state_changes_no_alarm(cut: int, name: str) -> None:
+    """Alarms with the state saved and loaded equal those of an uninterrupted history."""
     curve = series(lambda s: 1.0 if s % 30 < 15 else 0.001)
-    whole, state = [], GuardState()
+    alarms, state = [], GuardState()
     for step in range(1, 101):
         if step == cut:
             state = GuardState(**guard_as_json(state))
         seen = {name: {s: v for s, v in curve.items() if s <= step}}
-        whole += raise_alarms(seen, step, state)
-    assert whole == replay({name: curve})
+        alarms += raise_alarms(seen, step, state)
+    assert alarms == replay({name: curve})
 
 
 def guard_as_json(state: GuardState) -> dict[str, Any]:
     return dict(json.loads(json.dumps(asdict(state))))
 
 
-READ = [*(name for name in HEALTHY if name not in (EVALUATED, LEVELS)), *SKIPPED]
-"""The metrics of steps that detectors read."""
+STEP_METRICS = [*(name for name in HEALTHY if name not in (EVALUATED, LEVELS)), *SKIPPED]
+"""Metrics of a step that detectors read."""
 
 
-@given(st.dictionaries(st.sampled_from(READ), st.lists(st.floats(0, 1e6)), max_size=5))
-def test_no_history_breaks_a_detector(columns: dict[str, list[float]]) -> None:
+@given(st.dictionaries(st.sampled_from(STEP_METRICS), st.lists(st.floats(0, 1e6)), max_size=5))
+def test_detectors_accept_any_history(columns: dict[str, list[float]]) -> None:
     history = {name: dict(enumerate(column, 1)) for name, column in columns.items() if column}
     for alarm in replay(history):
         assert str(alarm).startswith(f"step {alarm.step}, {alarm.detector}: ")
@@ -293,12 +295,12 @@ def test_impossible_responses_are_refused(overrides: dict[str, Any], words: str)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_filter_as_remedy_needs_groups_of_two() -> None:
+def test_the_filter_remedy_needs_groups_of_two() -> None:
     with pytest.raises(RagenError, match="compares the episodes"):
         resolve(None, {"guard.remedy": "filter", "rollout.group_size": 1})
 
 
-def test_remedies() -> None:
+def test_each_remedy_changes_its_settings() -> None:
     plain = Config()
     slow = changed(plain, REMEDIES["lr"](plain, 1))
     assert slow.update.lr == pytest.approx(1e-6 / 3)
@@ -307,15 +309,15 @@ def test_remedies() -> None:
     twice = changed(once, REMEDIES["filter"](once, 2))
     assert (once.filter.rule, once.filter.value, twice.filter.value) == ("top_k", 0.25, 0.125)
     weights = [0.0, 0.001, 0.1]
-    held = [changed(plain, {"loss.kl": weight}) for weight in weights]
-    assert [REMEDIES["kl"](config, 1)["loss.kl"] for config in held] == [0.01, 0.01, 1.0]
+    configs = [changed(plain, {"loss.kl": weight}) for weight in weights]
+    assert [REMEDIES["kl"](config, 1)["loss.kl"] for config in configs] == [0.01, 0.01, 1.0]
     seeds = {REMEDIES["seeds"](plain, attempt)["seed"] for attempt in (1, 2)}
     assert len(seeds | {plain.seed}) == 3
     for remedy in REMEDIES.values():
         assert changed(plain, remedy(plain, 1)) != plain
 
 
-def test_an_impossible_change_is_one_line() -> None:
+def test_an_impossible_change_is_reported_in_one_line() -> None:
     with pytest.raises(
         RagenError, match=r"cannot change filter.rule, filter.value: .*a share up to 1"
     ) as caught:
@@ -334,8 +336,8 @@ def test_an_impossible_change_is_one_line() -> None:
         ("top_k", 1.0, 0.5),
     ],
 )
-def test_a_tighter_filter_keeps_less(rule: str, value: float, tighter: float) -> None:
+def test_the_filter_remedy_keeps_fewer_groups(rule: str, value: float, tighter: float) -> None:
     config = resolve(None, {"filter.rule": rule, "filter.value": value})
     assert changed(config, REMEDIES["filter"](config, 1)).filter.value == tighter
-    weighed = resolve(None, {"filter.rule": "reweight"})
-    assert changed(weighed, REMEDIES["filter"](weighed, 1)).filter.rule == "top_k"
+    reweighted = resolve(None, {"filter.rule": "reweight"})
+    assert changed(reweighted, REMEDIES["filter"](weighed, 1)).filter.rule == "top_k"

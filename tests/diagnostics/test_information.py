@@ -1,4 +1,4 @@
-"""Information of thoughts about prompts, on policies whose mutual information is known."""
+"""Mutual information of prompts and thoughts, on policies for which it is known exactly."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ COUNTS = (32, 16, 8, 8)
 PROMPT_ENTROPY = 1.75 * math.log(2)  # ½·1 + ¼·2 + 2·⅛·3 bits
 
 
-# Constructed policies. Four prompts come 32, 16, 8 and 8 times; a thought is one of four words.
-# With probability c it is the prompt's own, else any of them:  p(z|x) = c [z = x] + (1 − c)/4.
+# Constructed policies. Four prompts occur 32, 16, 8 and 8 times; a thought is one of four words:
+# with probability c the word of its prompt, else any word:  p(z|x) = c [z = x] + (1 − c)/4.
 
 
 def probability(copies: float, word: int, prompt: int) -> float:
     return copies * (word == prompt) + (1 - copies) / 4
 
 
-def said(copies: float) -> list[tuple[int, int]]:
-    """Prompt and word of 64 thoughts in exactly the policy's proportions."""
+def word_pairs(copies: float) -> list[tuple[int, int]]:
+    """Prompt and word of 64 thoughts in the exact proportions of the policy."""
     return [
         (prompt, word)
         for prompt, count in enumerate(COUNTS)
@@ -77,7 +77,7 @@ POLICIES = {"ignores": 0.0, "half": 0.5, "copies": 1.0}
 
 @pytest.mark.parametrize("copies", POLICIES.values(), ids=POLICIES)
 def test_mi_of_constructed_policies(copies: float) -> None:
-    pairs = said(copies)
+    pairs = word_pairs(copies)
     assert len(pairs) == 64
     scores = [[log(probability(copies, word, x)) for x in range(4)] for _, word in pairs]
     found = measure(torch.tensor(scores), [x for x, _ in pairs], [1] * 64)
@@ -94,15 +94,15 @@ def test_mi_of_constructed_policies(copies: float) -> None:
         assert found.retrieval_1 == found.chance_1 == 0.25
         assert found.regime == "template collapse"
     if copies == 0.5:
-        # −(5/8 ln 5/8 + 3/8 ln 1/8), and the own prompt has the highest score in 5 of 8 cases.
+        # −(5/8 ln 5/8 + 3/8 ln 1/8), and in 5 of 8 cases the own prompt scores highest.
         assert found.conditional_entropy == pytest.approx(1.07354, abs=1e-5)
         assert found.retrieval_1 == pytest.approx(5 / 8)
     assert found.retrieval_5 == found.chance_5 == 1
 
 
 def test_unweighted_prompts_would_report_false_information() -> None:
-    """With − log n over the n own prompts for log w_j, an independent policy seems informed."""
-    pairs = said(0.0)
+    """If log w_j were − log n for n own prompts, an independent policy would seem informed."""
+    pairs = word_pairs(0.0)
     matched = math.log(1 / 4)
     naive_marginal = math.log(4 * math.exp(matched)) - math.log(len(pairs))  # M columns, n counted
     assert matched - naive_marginal == pytest.approx(math.log(64 / 4))
@@ -113,7 +113,7 @@ def test_unweighted_prompts_would_report_false_information() -> None:
 # The measures.
 
 
-def test_golden() -> None:
+def test_measure_golden() -> None:
     # p(z|x): thought 1 (own x0) ½ and ¼; thought 2 (own x1) ⅛ and ½. Shares ½ each.
     # marginals: ½·½ + ½·¼ = 3/8, ½·⅛ + ½·½ = 5/16.
     # gains: ln (½ ÷ 3/8) = ln 4/3, ln (½ ÷ 5/16) = ln 8/5.
@@ -142,7 +142,7 @@ def test_one_thought_has_no_information() -> None:
 
 
 @given(st.data())
-def test_bounds_and_identities(data: st.DataObject) -> None:
+def test_measure_bounds_and_identities(data: st.DataObject) -> None:
     num_prompts = data.draw(st.integers(1, 4))
     more = data.draw(st.lists(st.integers(0, num_prompts - 1), max_size=6))
     own = [*range(num_prompts), *more]
@@ -152,10 +152,10 @@ def test_bounds_and_identities(data: st.DataObject) -> None:
     found = measure(scores, own, lengths)
     assert found.mi <= found.prompt_entropy + 1e-9 <= math.log(num_prompts) + 1e-6
     assert found.mi == pytest.approx(found.entropy - found.conditional_entropy, abs=1e-9)
-    # A constant factor of a thought under all prompts holds no information about the prompt.
+    # A factor of a thought that is constant over prompts has no information about the prompt.
     shifted = measure(scores + torch.arange(len(own))[:, None], own, lengths)
     assert shifted.mi == pytest.approx(found.mi, abs=rounding(1, 60.0))
-    # A prompt in two columns is the same prompt: shares count, not columns.
+    # The same prompt in two columns counts by its share, not by columns.
     twice = torch.cat([scores, scores[:, :1]], dim=1)
     first_owners = [i for i, prompt in enumerate(own) if prompt == 0]
     if len(first_owners) > 1:
@@ -163,12 +163,12 @@ def test_bounds_and_identities(data: st.DataObject) -> None:
         assert measure(twice, split, lengths).mi == pytest.approx(found.mi, abs=1e-9)
 
 
-def test_ties_count_their_expectation() -> None:
+def test_retrieval_counts_ties_by_their_expectation() -> None:
     same = torch.zeros(3, 4)
     own = torch.tensor([0, 1, 3])
     assert retrieval(same, own, 1) == 1 / 4
     assert retrieval(same, own, 2) == 2 / 4
-    # One higher, two equal: the own prompt takes the second place half of the time.
+    # One score is higher, two are equal: the own prompt is second half of the time.
     assert retrieval(torch.tensor([[0.0, -1.0, -1.0]]), torch.tensor([1]), 2) == 1 / 2
 
 
@@ -177,7 +177,7 @@ def regime_of(**numbers: float) -> str:
     return replace(found, **numbers).regime
 
 
-def test_regimes() -> None:
+def test_regimes_follow_the_thresholds() -> None:
     high, low = 0.51 * math.log(4), 0.49 * math.log(4)  # of H(w) = log 4
     assert regime_of(conditional_entropy=0.70, mi=high) == "diverse"
     assert regime_of(conditional_entropy=0.70, mi=low) == "template collapse"
@@ -194,41 +194,46 @@ def test_metrics_hold_every_field_and_the_regime() -> None:
     assert metrics["information/first/mi"].weight == 8
 
 
-# The choice of thoughts.
+# Drawing thoughts.
 
 
-def thinking(prompt: Sequence[int], thought: Sequence[int], opened: Sequence[int] = ()) -> Turn:
+def thinking_turn(
+    prompt: Sequence[int], thought: Sequence[int], opened: Sequence[int] = ()
+) -> Turn:
     """A turn that samples `opened`, its thought and a closing token 99."""
     text = " ".join(map(str, thought))
-    made = turn(prompt=prompt, sampled=(*opened, *thought, 99), thought=text)
+    base = turn(prompt=prompt, sampled=(*opened, *thought, 99), thought=text)
     span = (len(opened), len(opened) + len(thought))
-    return replace(made, observation=f"sees {prompt[-1]}", thought_span=span)
+    return replace(base, observation=f"sees {prompt[-1]}", thought_span=span)
 
 
-def test_x_ends_where_the_thought_begins() -> None:
-    assert prompt_and_thought(thinking((1, 2), (7, 8))) == ((1, 2), (7, 8))
-    assert prompt_and_thought(thinking((1, 2), (7, 8), opened=(5, 6))) == ((1, 2, 5, 6), (7, 8))
-    assert prompt_and_thought(thinking((1, 2), ())) is None
+def test_the_prompt_ends_where_the_thought_begins() -> None:
+    assert prompt_and_thought(thinking_turn((1, 2), (7, 8))) == ((1, 2), (7, 8))
+    assert prompt_and_thought(thinking_turn((1, 2), (7, 8), opened=(5, 6))) == (
+        (1, 2, 5, 6),
+        (7, 8),
+    )
+    assert prompt_and_thought(thinking_turn((1, 2), ())) is None
     assert prompt_and_thought(turn(prompt=(1, 2))) is None
-    text = thinking((1, 2), (7,))
+    text = thinking_turn((1, 2), (7,))
     assert prompt_and_thought(replace(text, prompt=replace(text.prompt, token_ids=None))) is None
 
 
 def test_equal_prompts_and_thoughts_are_scored_once() -> None:
     groups = [
-        Group((episode(thinking((1,), (7, 8))), episode(thinking((1,), (7, 8))))),
-        Group((episode(thinking((2,), (7, 8))), episode(thinking((2,), (9,))))),
+        Group((episode(thinking_turn((1,), (7, 8))), episode(thinking_turn((1,), (7, 8))))),
+        Group((episode(thinking_turn((2,), (7, 8))), episode(thinking_turn((2,), (9,))))),
     ]
-    asked: list[Any] = []
+    requests: list[Any] = []
 
-    class Numbers:
+    class FixedScores:
         async def cross_scores(self, prompts: Any, thoughts: Any) -> Tensor:
-            asked.append((prompts, thoughts))
+            requests.append((prompts, thoughts))
             return torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
 
-    engine: Any = Numbers()
+    engine: Any = FixedScores()
     _, matrices = asyncio.run(measure_thoughts(engine, groups, 0, 0))
-    assert asked == [([(1,), (2,)], [(7, 8), (9,)])] * 2
+    assert requests == [([(1,), (2,)], [(7, 8), (9,)])] * 2
     for matrix in matrices:
         assert matrix.own_N == (0, 0, 1, 1)
         assert matrix.scores_NM.tolist() == [[-1, -2]] * 3 + [[-3, -4]]
@@ -237,21 +242,27 @@ def test_equal_prompts_and_thoughts_are_scored_once() -> None:
 
 
 def test_turns_without_a_thought_are_left_out_and_counted() -> None:
-    silent, speaks = turn(prompt=(1,)), thinking((2,), (7,))
+    without_thought, with_thought = turn(prompt=(1,)), thinking_turn((2,), (7,))
     groups = [
-        Group((episode(silent, speaks), episode(speaks, silent), episode(speaks, stop="error"))),
+        Group(
+            (
+                episode(without_thought, with_thought),
+                episode(with_thought, without_thought),
+                episode(with_thought, stop="error"),
+            )
+        ),
         Group((episode(),)),
     ]
     drawn, left_out = draw_thoughts(groups, "first", 64, 0)
     assert (len(drawn), left_out) == (1, 1)
-    for seed in range(20):  # the turn is drawn first, then looked at
+    for seed in range(20):  # a turn is drawn before its thought is checked
         drawn, left_out = draw_thoughts(groups, "any", 64, seed)
         assert len(drawn) + left_out == 2
     assert {draw_thoughts(groups, "any", 64, seed)[1] for seed in range(20)} == {0, 1, 2}
 
 
 def test_the_drawn_thoughts_depend_on_the_seed_only() -> None:
-    turns = [thinking((1, number), (7, number)) for number in range(3)]
+    turns = [thinking_turn((1, number), (7, number)) for number in range(3)]
     groups = [Group(tuple(episode(*turns) for _ in range(40)))]
     assert draw_thoughts(groups, "any", 10, 5) == draw_thoughts(groups, "any", 10, 5)
     assert draw_thoughts(groups, "any", 10, 5) != draw_thoughts(groups, "any", 10, 6)
@@ -267,7 +278,9 @@ def test_the_drawn_thoughts_depend_on_the_seed_only() -> None:
 # The matrix.
 
 
-def plainly(model: PreTrainedModel, prompt: Sequence[int], thought: Sequence[int], t: float) -> Any:
+def plain_score(
+    model: PreTrainedModel, prompt: Sequence[int], thought: Sequence[int], t: float
+) -> Any:
     logits = model(torch.tensor([[*prompt, *thought]])).logits[0] / t
     logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     return logprobs.gather(1, torch.tensor(thought)[:, None]).sum()
@@ -277,7 +290,7 @@ def plainly(model: PreTrainedModel, prompt: Sequence[int], thought: Sequence[int
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
 @pytest.mark.parametrize("max_tokens", [1, 40, 8192])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_are_those_of_the_concatenated_sequences(
+def test_cross_scores_equal_those_of_concatenated_sequences(
     kind: str, max_tokens: int, temperature: float
 ) -> None:
     model = tiny(kind)
@@ -289,12 +302,14 @@ def test_scores_are_those_of_the_concatenated_sequences(
     prompts = [tokens(length) for length in (3, 20, 20, 1)]
     thoughts = [tokens(length) for length in (5, 1, 9, 4, 2)]
     found = cross_scores(model, prompts, thoughts, temperature, max_tokens)
-    expected = [[plainly(model, x, z, temperature) for x in prompts] for z in thoughts]
+    expected = [[plain_score(model, x, z, temperature) for x in prompts] for z in thoughts]
     assert_close(found, torch.tensor(expected).double())
 
 
 @given(st.lists(st.integers(1, 30), min_size=1), st.integers(1, 20), st.integers(1, 200))
-def test_rectangles(lengths: list[int], prefix: int, max_tokens: int) -> None:
+def test_rectangles_cover_all_rows_within_the_token_limit(
+    lengths: list[int], prefix: int, max_tokens: int
+) -> None:
     parts = rectangles(lengths, prefix, max_tokens)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     for part in parts:
@@ -303,11 +318,11 @@ def test_rectangles(lengths: list[int], prefix: int, max_tokens: int) -> None:
         assert all(2 * lengths[row] > longest for row in part)
 
 
-# As a run measures it.
+# Measurement of groups, as in a run.
 
 
 class Scorer:
-    """An engine that only gives the scores of a constructed policy."""
+    """An engine whose only method scores thoughts by a constructed policy."""
 
     def __init__(self, score: Callable[[Sequence[int], Sequence[int]], float]) -> None:
         self.score = score
@@ -319,13 +334,13 @@ class Scorer:
 
 
 @pytest.mark.parametrize("copies", POLICIES.values(), ids=POLICIES)
-def test_constructed_policies_through_the_groups(copies: float) -> None:
+def test_mi_of_constructed_policies_is_measured_from_groups(copies: float) -> None:
     """The episodes of a prompt are a group; their second turns have no valid thought."""
-    pairs = said(copies)
+    pairs = word_pairs(copies)
     groups = [
         Group(
             tuple(
-                episode(thinking((1, prompt), (word,)), turn(prompt=(2,)))
+                episode(thinking_turn((1, prompt), (word,)), turn(prompt=(2,)))
                 for x, word in pairs
                 if x == prompt
             )
@@ -337,17 +352,17 @@ def test_constructed_policies_through_the_groups(copies: float) -> None:
     found = values(metrics)
     assert found["information/first/mi"] == pytest.approx(expected_mi(copies), abs=1e-6)
     assert found["information/first/left_out"] == 0
-    spoken_later = found["information/any/thoughts"]
-    assert spoken_later + found["information/any/left_out"] == 64
-    assert 16 < spoken_later < 48
-    for matrix in matrices:  # what is kept of it gives the same measures
+    num_thoughts = found["information/any/thoughts"]
+    assert num_thoughts + found["information/any/left_out"] == 64
+    assert 16 < num_thoughts < 48
+    for matrix in matrices:  # the stored matrix gives the same measures
         path, one_word = f"information/{matrix.sampling}", [1] * len(matrix.thoughts)
         again = measure(matrix.scores_NM, matrix.own_N, one_word)
         assert values(again.metrics(path)).items() <= found.items()
 
 
 def test_a_model_without_context_has_no_information() -> None:
-    """With its attention's output at zero, the model sees only the last token: p(z|x) = p(z)."""
+    """If attention outputs zero, the model sees only the last token: p(z|x) = p(z)."""
     model = tiny()
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
@@ -355,8 +370,8 @@ def test_a_model_without_context_has_no_information() -> None:
     thoughts = [[7 + number, 8, 9] for number in range(6)]
     found = measure(cross_scores(model, prompts, thoughts, 1.0, 8192), list(range(6)), [3] * 6)
     assert found.mi == pytest.approx(0, abs=3 * LOGPROB)  # thoughts of three tokens
-    looks = measure(cross_scores(tiny(), prompts, thoughts, 1.0, 8192), list(range(6)), [3] * 6)
-    assert abs(looks.mi) > 1e-2
+    attending = measure(cross_scores(tiny(), prompts, thoughts, 1.0, 8192), list(range(6)), [3] * 6)
+    assert abs(attending.mi) > 1e-2
 
 
 def test_without_thoughts_nothing_is_measured() -> None:

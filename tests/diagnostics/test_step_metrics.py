@@ -1,4 +1,4 @@
-"""Signals of a step, and the signs of the Echo Trap on constructed curves."""
+"""Metrics of a step, and the signs of the Echo Trap on constructed curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tolerance import rounding
 
 
 def test_summarize_golden() -> None:
-    # Two played episodes (rewards 1 and 0, of two and one turns) and one that failed; a flat group.
+    # A group of two episodes (rewards 1 and 0; two and one turns) and a failed one; a flat group.
     won = episode(
         turn(0.0, thought="go up", executed=2, info={"effective": 1}),
         turn(1.0, thought="go up", executed=1, info={"effective": 1}, sampled=(7, 8, 9, 9)),
@@ -39,7 +39,7 @@ def test_summarize_golden() -> None:
         "success/mean": 1 / 4,
         "turns/mean": 5 / 4,
         "actions/per_turn": 4 / 5,
-        "actions/effective_fraction": 2 / 3,  # the third turn tells nothing
+        "actions/effective_fraction": 2 / 3,  # the third turn does not report it
         "format/valid_fraction": 4 / 5,
         "length/completion_tokens": 12 / 5,
         "length/thought_tokens": 1,
@@ -55,9 +55,9 @@ def test_summarize_golden() -> None:
 
 
 def test_one_repeated_token_makes_a_completion_degenerate() -> None:
-    shout, short = (7,) * 16, (7, 7, 7)
+    repeated, short = (7,) * 16, (7, 7, 7)
     late = (*range(8, 24), *(7,) * 9)  # 9 of 25: less than half
-    turns = [turn(sampled=ids) for ids in (shout, short, late, (*range(8, 16), *(7,) * 8))]
+    turns = [turn(sampled=ids) for ids in (repeated, short, late, (*range(8, 16), *(7,) * 8))]
     found = values(summarize([Group((episode(*turns),))], kept=[0]))
     assert found["text/degenerate_fraction"] == 2 / 4
 
@@ -74,7 +74,7 @@ def test_metrics_that_cannot_be_computed_are_left_out() -> None:
     assert "reward/std_in_group" not in summarize([group(0.0)], kept=[0])
 
 
-def test_explained_variance() -> None:
+def test_explained_variance_golden() -> None:
     returns_N = torch.tensor([0.0, 1.0, 2.0])
     name = "critic/explained_variance"
     assert explained_variance(returns_N, returns_N)[name].value == 1
@@ -83,7 +83,7 @@ def test_explained_variance() -> None:
     assert explained_variance(returns_N, torch.ones(3)) == {}
 
 
-def test_mismatch_golden() -> None:
+def test_mismatch_kl_golden() -> None:
     # x = 0 and ln ½: k3 = (0 + ½ − 1 + ln 2) / 2
     sampled_N = torch.tensor([-1.0, -1.0])
     found = values(mismatch_kl(sampled_N, sampled_N - torch.tensor([0.0, math.log(2)])))
@@ -118,7 +118,7 @@ def test_a_collapse_shows_all_signs_in_order() -> None:
     assert (spike.value, spike.baseline) == (30, 1)
 
 
-def test_a_run_that_only_improves_shows_none() -> None:
+def test_a_run_that_only_improves_shows_no_signs() -> None:
     history = {
         "reward/mean": series(lambda s: s / 40),
         "reward/std_in_group": series(lambda s: 0.4 if s < 20 else 0.1),
@@ -128,13 +128,13 @@ def test_a_run_that_only_improves_shows_none() -> None:
     assert echo_trap_signs(history) == []
 
 
-def test_std_that_falls_after_the_reward_is_no_warning() -> None:
+def test_std_that_falls_after_the_reward_is_no_sign() -> None:
     late = series(lambda s: 0.4 if s < 30 else 0.01)
     names = {sign.name for sign in echo_trap_signs(COLLAPSE | {"reward/std_in_group": late})}
     assert "std_before_reward" not in names
 
 
-def test_a_short_or_missing_history_shows_none() -> None:
+def test_a_short_or_missing_history_shows_no_signs() -> None:
     assert echo_trap_signs({}) == []
     short = {name: dict(list(curve.items())[:5]) for name, curve in COLLAPSE.items()}
     assert echo_trap_signs(short) == []
