@@ -340,4 +340,4 @@ def test_the_filter_remedy_keeps_fewer_groups(rule: str, value: float, tighter: 
     config = resolve(None, {"filter.rule": rule, "filter.value": value})
     assert changed(config, REMEDIES["filter"](config, 1)).filter.value == tighter
     reweighted = resolve(None, {"filter.rule": "reweight"})
-    assert changed(reweighted, REMEDIES["filter"](weighed, 1)).filter.rule == "top_k"
+    assert changed(reweighted, REMEDIES["filter"](reweighted, 1)).filter.rule == "top_k"

@@ -1,4 +1,4 @@
-"""What is trained is what was sampled: shown where it holds, and seen where it does not."""
+"""Exactness: training uses exactly the tokens that were sampled, and detects any change."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.tolerance import LOGPROB
 # The hash.
 
 
-def test_a_fingerprint_tells_everything_apart() -> None:
-    told = [
+def test_fingerprints_depend_on_ids_logprobs_and_their_order() -> None:
+    fingerprints = [
         fingerprint(ids, logprobs)
         for ids, logprobs in (
             ((8, 9), (-0.5, -0.25)),
@@ -44,36 +44,38 @@ def test_a_fingerprint_tells_everything_apart() -> None:
             ((), ()),
         )
     ]
-    assert len(set(told)) == len(told) and all(0 <= mark < 2**63 for mark in told)
-    assert fingerprint(torch.tensor([8, 9]), torch.tensor([-0.5, -0.25])) == told[0]
-    # The next float32 is another logprob; what float32 cannot tell apart is the same.
-    assert fingerprint((8, 9), (-0.5, -0.25000003)) != told[0]
-    assert fingerprint((8, 9), (-0.5, -0.25 - 1e-12)) == told[0]
+    assert len(set(fingerprints)) == len(fingerprints) and all(
+        0 <= value < 2**63 for value in fingerprints
+    )
+    assert fingerprint(torch.tensor([8, 9]), torch.tensor([-0.5, -0.25])) == fingerprints[0]
+    # The next float32 is another logprob; numbers equal in float32 are the same logprob.
+    assert fingerprint((8, 9), (-0.5, -0.25000003)) != fingerprints[0]
+    assert fingerprint((8, 9), (-0.5, -0.25 - 1e-12)) == fingerprints[0]
 
 
 # Batches.
 
 
 @given(records.groups())
-def test_a_true_batch_passes_however_it_is_split(groups: list[Group]) -> None:
+def test_an_unchanged_batch_passes_under_any_split(groups: list[Group]) -> None:
     samples, episodes = to_samples(groups)
     batch = with_fingerprints(collate(samples), episodes)
     for part in minibatches(batch, minibatch_episodes=2, epochs=1, seed=0):
         rows = [take(part, torch.tensor([row])) for row in range(part.num_rows)]
         for split in ([part], rows, rows[::-1]):
             counted = {name: each.value for name, each in verify(split).items()}
-            inside = set(part.episode_B.tolist())
+            in_part = set(part.episode_B.tolist())
             assert counted == {
-                "exactness/completions_checked": sum(len(episodes[e].turns) for e in inside),
+                "exactness/completions_checked": sum(len(episodes[e].turns) for e in in_part),
                 "exactness/tokens_checked": part.num_tokens,
             }
 
 
-def test_demonstrations_are_not_compared() -> None:
+def test_demonstrations_are_not_verified() -> None:
     assert verify([collate(to_samples([records.group(0.0, 1.0)])[0])]) == {}
 
 
-def test_a_policy_without_fingerprints_is_told_what_to_do() -> None:
+def test_a_policy_without_fingerprints_is_refused_with_a_remedy() -> None:
     turn = records.turn()
     turn = replace(turn, completion=replace(turn.completion, fingerprint=None))
     groups = [Group((records.episode(turn),))]
@@ -81,7 +83,7 @@ def test_a_policy_without_fingerprints_is_told_what_to_do() -> None:
         with_fingerprints(collate(to_samples(groups)[0]), groups[0].episodes)
 
 
-# Mutations: each must stop a real run.
+# Mutations, each of which must stop a run.
 
 CORRIDOR = {
     "env.name": f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue",
@@ -102,7 +104,7 @@ def changed(sample: Sample, field: str, at: int, value: Any) -> Sample:
 
 
 def shifted(sample: Sample, *names: str) -> Sample:
-    """Fields moved on by one token."""
+    """The sample with the named fields shifted right by one token."""
     values = {name: getattr(sample, name) for name in names}
     return replace(sample, **{name: (each[0], *each[:-1]) for name, each in values.items()})
 
@@ -163,14 +165,14 @@ def swap_two_episodes(samples: list[Sample]) -> list[Sample]:
     return [replace(a, episode=b.episode), *samples[1:-1], replace(b, episode=a.episode)]
 
 
-def train_what_was_read(samples: list[Sample]) -> list[Sample]:
-    """The token in front of the first turn, as if it had been sampled in a turn of its own."""
+def train_on_a_prompt_token(samples: list[Sample]) -> list[Sample]:
+    """Mark the token before the first turn as if it had been sampled in its own turn."""
     at = samples[0].loss_mask.index(True) - 2
     row = changed(changed(samples[0], "loss_mask", at, True), "turn_index", at, 7)
     return [changed(row, "turn_ends", at, True), *samples[1:]]
 
 
-WRONG: dict[Callable[[list[Sample]], list[Sample]], tuple[str, str]] = {
+MUTATIONS: dict[Callable[[list[Sample]], list[Sample]], tuple[str, str]] = {
     swap_an_id: ("are not those that were sampled", "the same"),
     swap_two_ids: ("are not those that were sampled", "the same"),
     shift_the_mask: ("the mask is not true exactly on the tokens of turns", "the same"),
@@ -184,14 +186,13 @@ WRONG: dict[Callable[[list[Sample]], list[Sample]], tuple[str, str]] = {
     ),
     train_a_row_twice: ("would be trained twice", "the same"),
     swap_two_episodes: ("are not those that were sampled", "would be trained twice"),
-    train_what_was_read: ("would be trained and was never sampled", "the same"),
+    train_on_a_prompt_token: ("would be trained and was never sampled", "the same"),
 }
-"""What is done to the samples, and what a run says then: with all turns in a row, with each in its
-own."""
+"""Per mutation, the error of a run with all turns in one row and of one with a row per turn."""
 
 
-def stopped(config: Config, run: Path, words: str) -> None:
-    """The run ends with one clear line and without an update."""
+def assert_stopped(config: Config, run: Path, words: str) -> None:
+    """Train; the run must stop with an error of one line and without an update."""
     with pytest.raises(RagenError, match=words) as caught:
         train(config, run)
     assert str(caught.value).startswith("stopped before an update: ")
@@ -202,7 +203,7 @@ def stopped(config: Config, run: Path, words: str) -> None:
     assert [path.name for path in folders(run)] == ["step-0"]
 
 
-@pytest.mark.parametrize("mutation", WRONG, ids=lambda mutation: mutation.__name__)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 @pytest.mark.parametrize("window", [0, 1])
 def test_a_mutated_sample_stops_the_run(
     tmp_path: Path,
@@ -215,12 +216,12 @@ def test_a_mutated_sample_stops_the_run(
         return mutation(samples), episodes
 
     monkeypatch.setattr(loop, "to_samples", mutated)
-    in_a_row, apart = WRONG[mutation]
-    words = in_a_row if window == 0 or apart == "the same" else apart
-    stopped(corridor(prompt__window=window), tmp_path / "run", words)
+    one_row, row_per_turn = MUTATIONS[mutation]
+    words = one_row if window == 0 or row_per_turn == "the same" else row_per_turn
+    assert_stopped(corridor(prompt__window=window), tmp_path / "run", words)
 
 
-def look_at_a_prompt(batch: Batch) -> Batch:
+def weight_a_prompt_token(batch: Batch) -> Batch:
     weight_BT = batch.weight_BT.clone()
     weight_BT[0, 1] = 1
     return replace(batch, weight_BT=weight_BT)
@@ -233,7 +234,7 @@ def lose_a_column(batch: Batch) -> Batch:
 @pytest.mark.parametrize(
     ("mutation", "words"),
     [
-        (look_at_a_prompt, "the loss does not cover exactly the sampled tokens"),
+        (weight_a_prompt_token, "the loss does not cover exactly the sampled tokens"),
         (lose_a_column, "sampled_logprobs_BT and the mask differ in length"),
     ],
 )
@@ -245,19 +246,19 @@ def test_a_mutated_batch_stops_the_run(
 ) -> None:
     split = collection.minibatches
     monkeypatch.setattr(
-        collection, "minibatches", lambda *all_of_it: [mutation(p) for p in split(*all_of_it)]
+        collection, "minibatches", lambda *arguments: [mutation(p) for p in split(*arguments)]
     )
-    stopped(corridor(), tmp_path / "run", words)
+    assert_stopped(corridor(), tmp_path / "run", words)
 
 
-def test_a_batch_that_lost_its_fingerprints_is_not_trained_unverified(
+def test_a_batch_without_fingerprints_is_not_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = collection.minibatches
     monkeypatch.setattr(
         collection,
         "minibatches",
-        lambda *all_of_it: [replace(p, born_BK=None) for p in split(*all_of_it)],
+        lambda *arguments: [replace(p, born_BK=None) for p in split(*arguments)],
     )
     with pytest.raises(AssertionError, match="trains on sampled tokens"):
         train(corridor(), tmp_path / "run")
@@ -273,46 +274,46 @@ def test_a_batch_that_lost_its_fingerprints_is_not_trained_unverified(
         (lambda parts: parts[1:], "was sampled and would not be trained"),
         (lambda parts: [*parts, parts[0]], "would be trained twice in an epoch"),
     ],
-    ids=["lost row", "lost", "doubled"],
+    ids=["lost row", "lost minibatch", "repeated minibatch"],
 )
-def test_a_row_or_minibatch_that_is_lost_or_doubled_stops_the_run(
+def test_a_lost_or_repeated_row_or_minibatch_stops_the_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     mutation: Callable[[list[Batch]], list[Batch]],
     words: str,
 ) -> None:
     split = collection.minibatches
-    monkeypatch.setattr(collection, "minibatches", lambda *all_of_it: mutation(split(*all_of_it)))
-    stopped(corridor(prompt__window=1, update__minibatch_episodes=1), tmp_path / "run", words)
+    monkeypatch.setattr(collection, "minibatches", lambda *arguments: mutation(split(*arguments)))
+    assert_stopped(
+        corridor(prompt__window=1, update__minibatch_episodes=1), tmp_path / "run", words
+    )
 
 
-def test_a_reply_that_was_tokenised_anew_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The commonest fault elsewhere: text that is encoded again gives other tokens."""
+def test_a_retokenised_reply_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most common fault in other systems: text that is encoded again gives other tokens."""
 
     async def retokenised(*arguments: Any, **named: Any) -> list[Group]:
         (first, *others) = await run_groups(*arguments, **named)
         episode = first.episodes[0]
         turn = episode.turns[0]
         ids = turn.completion.token_ids or ()
-        said = replace(turn.completion, token_ids=(ids[0] ^ 1, *ids[1:]))
-        episode = replace(episode, turns=(replace(turn, completion=said), *episode.turns[1:]))
+        completion = replace(turn.completion, token_ids=(ids[0] ^ 1, *ids[1:]))
+        episode = replace(episode, turns=(replace(turn, completion=completion), *episode.turns[1:]))
         return [Group((episode, *first.episodes[1:])), *others]
 
     monkeypatch.setattr(collection, "run_groups", retokenised)
-    stopped(corridor(), tmp_path / "run", "turn 1 of the step's episode 0 are not those")
+    assert_stopped(corridor(), tmp_path / "run", "turn 1 of the step's episode 0 are not those")
 
 
 @pytest.mark.parametrize("algorithm", ["starpo/grpo", "starpo/ppo"])
 @pytest.mark.parametrize("window", [0, 1, 2])
-def test_every_run_reports_that_all_was_compared(
+def test_every_run_verifies_all_completions_and_tokens(
     tmp_path: Path, algorithm: str, window: int
 ) -> None:
     more = {"algorithm": algorithm, "prompt__window": window, "update__epochs": 2}
     train(corridor(**more), tmp_path / "run")
-    found = {name: series[1] for name, series in read_metrics(tmp_path / "run").items()}
-    # 2 prompts × 4 members × 3 turns, and all of their tokens, in each of 2 passes.
-    assert found["exactness/completions_checked"] == 2 * 2 * 4 * 3
-    assert found["exactness/tokens_checked"] == 2 * found["tokens/sampled"]
-    assert found["mismatch/max_abs"] < LOGPROB
+    metrics = {name: series[1] for name, series in read_metrics(tmp_path / "run").items()}
+    # 2 groups × 4 episodes × 3 turns, and all of their tokens, in each of 2 epochs.
+    assert metrics["exactness/completions_checked"] == 2 * 2 * 4 * 3
+    assert metrics["exactness/tokens_checked"] == 2 * metrics["tokens/sampled"]
+    assert metrics["mismatch/max_abs"] < LOGPROB

@@ -1,8 +1,8 @@
-"""The same numbers on a GPU, by the same code.
+"""The GPU gives the same numbers as the CPU.
 
-Each test runs on the CPU too, against itself: so that the tests are known to work where there is no
-GPU. What needs none at all is tested on the device ``meta``, which has shapes but no numbers: there
-an operation that would wait for the GPU, or that mixes devices, is an error.
+Each test also compares the CPU with itself, so that the tests themselves are checked where there is
+no GPU. Tests without a GPU use the device ``meta``, which has shapes but no numbers: there, an
+operation that would wait for the GPU or that mixes devices is an error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def learner(
 
 
 def prompts() -> list[Prompt]:
-    """Two that begin alike, one that is twice there, of different lengths."""
+    """Prompts of different lengths: two are equal, and all begin alike."""
     starts = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 9), tuple(range(3, 40))]
     return [Prompt((), ids, 0, 16, 1.0, seed) for seed, ids in enumerate(starts)]
 
@@ -91,20 +91,20 @@ def sampled(policy: Any) -> list[Completion]:
 
 @DEVICES
 @DTYPES
-def test_scores_are_those_of_the_cpu(device: str, dtype: torch.dtype, atol: float) -> None:
-    here, there = learner("cpu", torch.float32), learner(device, dtype)
-    part = batch(here)
+def test_scores_equal_those_of_the_cpu(device: str, dtype: torch.dtype, atol: float) -> None:
+    on_cpu, on_device = learner("cpu", torch.float32), learner(device, dtype)
+    part = batch(on_cpu)
     for name in ("logprobs", "values"):
-        found, expected = getattr(there, name)(part), getattr(here, name)(part)
+        actual, expected = getattr(on_device, name)(part), getattr(on_cpu, name)(part)
         for a, b in zip(
-            *((x if isinstance(x, tuple) else (x,)) for x in (found, expected)), strict=True
+            *((x if isinstance(x, tuple) else (x,)) for x in (actual, expected)), strict=True
         ):
             assert a.device.type == "cpu" and a.dtype == torch.float32
             torch.testing.assert_close(a, b, atol=atol, rtol=0)
     prompt, thought = [3, 4, 5], [[6, 7], [8]]
     torch.testing.assert_close(
-        there.cross_scores([prompt], thought),
-        here.cross_scores([prompt], thought),
+        on_device.cross_scores([prompt], thought),
+        on_cpu.cross_scores([prompt], thought),
         atol=2 * atol,
         rtol=0,
     )
@@ -114,39 +114,39 @@ def test_scores_are_those_of_the_cpu(device: str, dtype: torch.dtype, atol: floa
 @DTYPES
 @pytest.mark.parametrize("muon_lr", [0.0, 1e-3])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_updates_are_those_of_the_cpu(
+def test_updates_equal_those_of_the_cpu(
     device: str, dtype: torch.dtype, atol: float, muon_lr: float, recomputes: bool
 ) -> None:
-    here = learner("cpu", torch.float32, muon_lr=muon_lr)
-    there = learner(device, dtype, recomputes, muon_lr=muon_lr, microbatch_tokens=20)
-    part = batch(here)
-    part = replace(part, values_BT=here.values(part))
+    on_cpu = learner("cpu", torch.float32, muon_lr=muon_lr)
+    on_device = learner(device, dtype, recomputes, muon_lr=muon_lr, microbatch_tokens=20)
+    part = batch(on_cpu)
+    part = replace(part, values_BT=on_cpu.values(part))
     for step in range(2):
-        ours, theirs = here.update(part, step), there.update(part, step)
+        ours, theirs = on_cpu.update(part, step), on_device.update(part, step)
         for name in ("loss/policy", "loss/value", "gradient/policy_norm", "gradient/critic_norm"):
             assert theirs[name].value == pytest.approx(ours[name].value, abs=atol, rel=3 * atol)
     ours, theirs = (
         torch.cat([each.detach().cpu().flatten() for each in one.masters.trained.values()])
-        for one in (here, there)
+        for one in (on_cpu, on_device)
     )
     start = torch.cat(
         [each.detach().flatten() for each in model("cpu", torch.float32).parameters()]
     )
-    # AdamW's first steps are all of one length: where a gradient is next to 0, rounding turns it.
+    # AdamW's first steps have equal lengths; if a gradient is almost 0, rounding flips the sign.
     assert float((theirs - ours).norm() / (ours - start).norm()) < 20 * atol
-    norms = there.gradient_norms(part, torch.tensor([0, 0, 1, 1]))
+    norms = on_device.gradient_norms(part, torch.tensor([0, 0, 1, 1]))
     assert all(metric.value >= 0 for metric in norms.values())
 
 
 @DEVICES
 @DTYPES
-def test_the_learner_recomputes_what_was_sampled(
+def test_logprobs_of_sampler_and_learner_agree(
     device: str, dtype: torch.dtype, atol: float
 ) -> None:
     one = learner(device, dtype)
-    said = sampled(one.model)
+    completions = sampled(one.model)
     rows = []
-    for number, (prompt, completion) in enumerate(zip(prompts(), said, strict=True)):
+    for number, (prompt, completion) in enumerate(zip(prompts(), completions, strict=True)):
         ids, logprobs = completion.token_ids, completion.logprobs
         assert ids is not None and logprobs is not None and prompt.token_ids is not None
         num_before, num = len(prompt.token_ids), len(ids)
@@ -156,23 +156,23 @@ def test_the_learner_recomputes_what_was_sampled(
         padded = (0.0,) * num_before + logprobs
         rows.append(Sample(prompt.token_ids + ids, mask, padded, turns, ends, number, 0))
     part = collate(rows)
-    found = one.logprobs(part)[0]
-    torch.testing.assert_close(found, part.sampled_logprobs_BT, atol=atol, rtol=0)
+    actual = one.logprobs(part)[0]
+    torch.testing.assert_close(actual, part.sampled_logprobs_BT, atol=atol, rtol=0)
 
 
 @DEVICES
-def test_sampling_is_that_of_the_cpu(device: str) -> None:
-    """Equal uniforms through almost equal distributions: equal tokens but for a rare edge."""
-    here, there = sampled(model("cpu", torch.float32)), sampled(model(device, torch.float32))
-    assert [each.token_ids for each in here] == [each.token_ids for each in there]
+def test_sampling_equals_that_of_the_cpu(device: str) -> None:
+    """Equal uniforms and almost equal distributions give equal tokens, except in rare cases."""
+    on_cpu, on_device = sampled(model("cpu", torch.float32)), sampled(model(device, torch.float32))
+    assert [each.token_ids for each in on_cpu] == [each.token_ids for each in on_device]
 
 
 @DEVICES
-def test_a_run_and_its_resumption(
+def test_a_run_trains_and_resumes(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-    asked = resolve(
+    config = resolve(
         "bandit",
         settings(
             algorithm="starpo/ppo",
@@ -180,7 +180,7 @@ def test_a_run_and_its_resumption(
             model__gradient_checkpointing=True,
         ),
     )
-    train(asked, tmp_path / "run")
+    train(config, tmp_path / "run")
     run = tmp_path / "run"
     assert newest(run).name == "step-3"
     (newest(run) / "state.json").unlink()
@@ -193,10 +193,10 @@ def test_a_run_and_its_resumption(
 # Without a GPU.
 
 
-def test_decoding_waits_for_no_device() -> None:
-    """Neither for a boolean index nor for a number; and all indices are where the keys are."""
+def test_decoding_never_waits_for_the_device() -> None:
+    """No boolean index or number needs the device; all indices are on the device of the keys."""
     decoder = make_decoder(model("meta", torch.bfloat16), 4, 32)
-    assert isinstance(decoder, HFDecoder), "the fast one is for CPUs"
+    assert isinstance(decoder, HFDecoder), "the fast decoder is for CPUs"
     logits = decoder.prefill([0, 2], [0, 0], [[1, 2, 3], [4, 5]])
     assert logits.shape[0] == 2 and logits.dtype == torch.float32
     decoder.copy(0, 1, 3)
@@ -206,8 +206,8 @@ def test_decoding_waits_for_no_device() -> None:
         assert decoder.decode(slots, starts, torch.tensor([6, 7, 8])).shape[0] == 3
 
 
-def test_a_model_on_a_gpu_takes_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner's fast path is for CPUs as well; elsewhere its padding is told."""
+def test_only_the_general_path_reports_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner's fast path is for CPUs, too; the general path reports its padding."""
     one = learner("cpu", torch.float32)
     assert "update/padding_fraction" not in one.update(batch(one), 0)
     for module in ("models.model", "engines.learner"):
@@ -218,8 +218,8 @@ def test_a_model_on_a_gpu_takes_the_general_path(monkeypatch: pytest.MonkeyPatch
     assert fraction == pytest.approx(1 - int(part.lengths_B.sum()) / wide)
 
 
-def test_state_moves_with_copies() -> None:
-    """A deep copy of a learner's model has no master that would take its gradients."""
+def test_a_copied_model_keeps_its_own_gradients() -> None:
+    """A deep copy of a learner's model has no masters that take its gradients."""
     one = learner("cpu", torch.bfloat16)
     alone = copy.deepcopy(one.model)
     weight: Tensor = alone.get_input_embeddings().weight

@@ -1,4 +1,4 @@
-"""One optimiser step: its gradient, what it must not depend on, and what it refuses."""
+"""One optimiser step: its gradient, its invariants, and what it skips."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as how
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,18 +53,18 @@ def sample(episode: int, length: int, generator: torch.Generator) -> Sample:
 
 
 def batch(learner: Learner, lengths: tuple[int, ...] = (7, 12, 5, 9)) -> Batch:
-    """Random tokens with the learner's own logprobs as old ones, and random advantages."""
+    """Random tokens with the learner's logprobs as old logprobs, and random advantages."""
     generator = torch.Generator().manual_seed(len(lengths))
-    made = collate([sample(e, length, generator) for e, length in enumerate(lengths)])
-    shape = made.mask_BT.shape
+    collated = collate([sample(e, length, generator) for e, length in enumerate(lengths)])
+    shape = collated.mask_BT.shape
     return replace(
-        made,
-        sampled_logprobs_BT=learner.logprobs(made)[0],
-        old_logprobs_BT=learner.logprobs(made)[0],
-        reference_logprobs_BT=learner.logprobs(made)[0] - 0.1 * made.mask_BT.float(),
-        advantages_BT=torch.randn(shape, generator=generator) * made.mask_BT,
-        returns_BT=torch.randn(shape, generator=generator) * made.mask_BT,
-        values_BT=0.1 * torch.randn(shape, generator=generator) * made.mask_BT,
+        collated,
+        sampled_logprobs_BT=learner.logprobs(collated)[0],
+        old_logprobs_BT=learner.logprobs(collated)[0],
+        reference_logprobs_BT=learner.logprobs(collated)[0] - 0.1 * collated.mask_BT.float(),
+        advantages_BT=torch.randn(shape, generator=generator) * collated.mask_BT,
+        returns_BT=torch.randn(shape, generator=generator) * collated.mask_BT,
+        values_BT=0.1 * torch.randn(shape, generator=generator) * collated.mask_BT,
     )
 
 
@@ -89,25 +89,25 @@ def learner(
 
 
 def gradient(one: Learner, part: Batch, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """What `update` would hand to the optimiser; the weights stay."""
-    found: dict[str, Tensor] = {}
+    """The gradient that `update` gives to the optimiser; the weights do not change."""
+    gradients: dict[str, Tensor] = {}
     with monkeypatch.context() as patch:
 
         def norm(parameters: Any, _: float) -> Tensor:
             named = one.model.named_parameters()
-            found.update({name: p.grad.clone() for name, p in named if p.grad is not None})
-            return torch.tensor(torch.inf)  # so that the step is not taken
+            gradients.update({name: p.grad.clone() for name, p in named if p.grad is not None})
+            return torch.tensor(torch.inf)  # skips the step
 
         patch.setattr(torch.nn.utils, "clip_grad_norm_", norm)
         one.update(part, 0)
-    return found
+    return gradients
 
 
 def weights(one: Learner) -> dict[str, Tensor]:
-    found = {f"policy.{k}": v.clone() for k, v in one.model.state_dict().items()}
+    tensors = {f"policy.{k}": v.clone() for k, v in one.model.state_dict().items()}
     if one.critic is not None:
-        found |= {f"critic.{k}": v.clone() for k, v in one.critic.state_dict().items()}
-    return found
+        tensors |= {f"critic.{k}": v.clone() for k, v in one.critic.state_dict().items()}
+    return tensors
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -115,7 +115,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """Gradients (or weights with gradients added) that are equal but for rounding."""
+    """Assert that gradients, or weights with gradients added, are equal except for rounding."""
     assert a.keys() == b.keys()
     assert_close(a, b, GRADIENT)
 
@@ -123,11 +123,11 @@ def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 # The gradient.
 
 
-def test_the_gradient_at_ratio_1_is_that_of_reinforce(monkeypatch: pytest.MonkeyPatch) -> None:
-    """∇ −(1/N) Σ A log π(token | before), through plain transformers and autograd."""
+def test_the_gradient_at_ratio_1_equals_that_of_reinforce(monkeypatch: pytest.MonkeyPatch) -> None:
+    """∇ −(1/N) Σ A log π(token | before), by transformers and autograd."""
     one = learner()
     part = batch(one)
-    found = gradient(one, part, monkeypatch)
+    actual = gradient(one, part, monkeypatch)
 
     plain = model()
     loss = torch.zeros(())
@@ -140,22 +140,24 @@ def test_the_gradient_at_ratio_1_is_that_of_reinforce(monkeypatch: pytest.Monkey
                 assert part.advantages_BT is not None
                 loss = loss - part.advantages_BT[row, at] * logprobs[at - 1, ids[at]]
     (loss / part.num_tokens).backward()
-    close(found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+    close(actual, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
 
 
-def test_episode_mean_weighs_episodes_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episode_mean_weights_episodes_equally(monkeypatch: pytest.MonkeyPatch) -> None:
     one = learner(loss=PLAIN | {"aggregation": "episode_mean"})
     part = batch(one)
-    whole = gradient(one, part, monkeypatch)
+    mean = gradient(one, part, monkeypatch)
     parts = [
         gradient(one, take(part, torch.tensor([row])), monkeypatch) for row in range(part.num_rows)
     ]
-    # One row an episode: the mean of the gradients that each episode has alone.
-    close(whole, {n: sum(p[n] for p in parts) / len(parts) for n in whole})
+    # One row per episode: the mean of the gradients of single episodes.
+    close(mean, {n: sum(p[n] for p in parts) / len(parts) for n in mean})
 
 
 @pytest.mark.parametrize("kind", ["plain", "kl", "constant", "gspo", "cispo", "shared", "nll"])
-def test_microbatches_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_do_not_depend_on_the_microbatch_size(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loss = {
         "plain": {"entropy": 0.01, "kl": 0.0},
         "kl": {"entropy": 0.0, "kl": 0.1, "kl_kind": "k3"},
@@ -165,22 +167,22 @@ def test_microbatches_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch)
         "shared": {"entropy": 0.01, "kl": 0.0},
         "nll": {"name": "nll"},
     }[kind]
-    found = []
+    results = []
     for tokens in (10_000, 20, 1):
         one = learner(loss=loss, critic=True, shared=kind == "shared", microbatch_tokens=tokens)
         part = batch(one)
-        found.append((gradient(one, part, monkeypatch), one.logprobs(part)[0], one.values(part)))
-    for gradients, logprobs, values in found[1:]:
-        close(gradients, found[0][0])
-        assert_close(logprobs, found[0][1])
-        assert_close(values, found[0][2])
+        results.append((gradient(one, part, monkeypatch), one.logprobs(part)[0], one.values(part)))
+    for gradients, logprobs, values in results[1:]:
+        close(gradients, results[0][0])
+        assert_close(logprobs, results[0][1])
+        assert_close(values, results[0][2])
 
 
-def test_rows_of_one_episode_are_one_ratio_whatever_the_microbatch(
+def test_gspo_has_one_ratio_per_episode_for_any_microbatch_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """GSPO where each turn has a row of its own, at weights that have moved."""
-    found = []
+    """GSPO with one row per turn, at weights that have changed since sampling."""
+    results = []
     for tokens in (10_000, 1):
         one = learner(
             loss=PLAIN | {"name": "gspo", "clip_low": 0.01, "clip_high": 0.01},
@@ -190,17 +192,17 @@ def test_rows_of_one_episode_are_one_ratio_whatever_the_microbatch(
         turns = replace(part, episode_B=torch.tensor([0, 1, 0, 1]))
         old = part.sampled_logprobs_BT - 0.1 * torch.sin(part.token_ids_BT.float())
         moved = replace(turns, old_logprobs_BT=old, advantages_BT=part.mask_BT.float())
-        found.append((gradient(one, moved, monkeypatch), one.update(moved, 0)))
-    close(found[1][0], found[0][0])
-    assert any(bool(each.any()) for each in found[0][0].values())
-    assert found[0][1]["ratio/max"].value == pytest.approx(
-        found[1][1]["ratio/max"].value, abs=LOGPROB
+        results.append((gradient(one, moved, monkeypatch), one.update(moved, 0)))
+    close(results[1][0], results[0][0])
+    assert any(bool(each.any()) for each in results[0][0].values())
+    assert results[0][1]["ratio/max"].value == pytest.approx(
+        results[1][1]["ratio/max"].value, abs=LOGPROB
     )
-    assert found[0][1]["ratio/max"].value != pytest.approx(1, abs=1e-3)
+    assert results[0][1]["ratio/max"].value != pytest.approx(1, abs=1e-3)
 
 
 def recorded(run: Path) -> Batch:
-    """The samples that a run wrote into its database, with the numbers they were trained with."""
+    """The samples in the database of a run, with the numbers that they were trained with."""
     with closing(sqlite3.connect(run / DATABASE)) as connection:
         columns = ", ".join(f'"{name}"' for name in SAMPLE_ARRAYS)
         rows = connection.execute(f'SELECT "group", {columns} FROM samples').fetchall()
@@ -227,34 +229,35 @@ def recorded(run: Path) -> Batch:
     return replace(batch, old_logprobs_BT=field("old_logprobs"), advantages_BT=field("advantages"))
 
 
-def test_on_recorded_episodes_the_microbatch_size_changes_the_gradient_by_rounding(
+def test_gradients_of_recorded_episodes_do_not_depend_on_the_microbatch_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = resolve("bandit", settings(steps=1, algorithm="starpo/ppo", eval__episodes=0))
-    train(asked, tmp_path / "run")
-    part, found, parts = recorded(tmp_path / "run"), [], []
+    config = resolve("bandit", settings(steps=1, algorithm="starpo/ppo", eval__episodes=0))
+    train(config, tmp_path / "run")
+    part, results, parts = recorded(tmp_path / "run"), [], []
     for tokens in (8192, 200, 1):
-        policy, _ = load_policy(asked.model.path, "cpu", "float32")
+        policy, _ = load_policy(config.model.path, "cpu", "float32")
         loss = LossConfig(entropy=0.01, kl=0.0)
         one = Learner(policy, UpdateConfig(microbatch_tokens=tokens), loss)
         parts.append(len(one._microbatches(part)))
         gradients = gradient(one, part, monkeypatch).values()
-        found.append(torch.cat([each.flatten().double() for each in gradients]))
+        results.append(torch.cat([each.flatten().double() for each in gradients]))
     assert parts[0] == 1 < parts[1] < parts[2] == part.num_rows
-    whole = found[0].norm()
-    assert whole > 1e-3
-    assert max(float((each - found[0]).norm() / whole) for each in found[1:]) < rounding(GRADIENT)
+    norm = results[0].norm()
+    assert norm > 1e-3
+    distances = [float((each - results[0]).norm() / norm) for each in results[1:]]
+    assert max(distances) < rounding(GRADIENT)
 
 
-@how(max_examples=10)
+@hypothesis_settings(max_examples=10)
 @given(st.permutations(range(4)))
-def test_the_order_of_rows_changes_nothing(order: list[int]) -> None:
-    found = []
+def test_updates_do_not_depend_on_the_order_of_rows(order: list[int]) -> None:
+    results = []
     for rows in (list(range(4)), order):
         one = learner(critic=True)
         metrics = one.update(take(batch(one), torch.tensor(rows)), 0)
-        found.append((one, metrics))
-    (a, metrics_a), (b, metrics_b) = found
+        results.append((one, metrics))
+    (a, metrics_a), (b, metrics_b) = results
     assert metrics_a.keys() == metrics_b.keys()
     off = rounding(GRADIENT)
     for name, metric in metrics_a.items():
@@ -263,7 +266,7 @@ def test_the_order_of_rows_changes_nothing(order: list[int]) -> None:
     torch.testing.assert_close(a.logprobs(probe)[0], b.logprobs(probe)[0], atol=1e-3, rtol=1e-3)
 
 
-def test_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     one = learner()
     part = batch(one)
     columns = ("token_ids_BT", "mask_BT", "sampled_logprobs_BT", "turn_BT", "turn_ends_BT")
@@ -275,19 +278,19 @@ def test_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     close(gradient(one, replace(part, **wider), monkeypatch), gradient(one, part, monkeypatch))
 
 
-def test_logprobs_are_those_of_the_plain_model() -> None:
+def test_logprobs_equal_those_of_the_plain_model() -> None:
     one = Learner(model(), UpdateConfig(), LossConfig(), temperature=0.7)
     part = batch(one)
-    found = one.logprobs(part)[0]
+    actual = one.logprobs(part)[0]
     for row in range(part.num_rows):
         ids = part.token_ids_BT[row, : int(part.lengths_B[row])]
         plain = (model()(ids[None]).logits[0] / 0.7).log_softmax(-1)
         expected = plain[:-1].gather(1, ids[1:, None])[:, 0] * part.mask_BT[row, 1 : len(ids)]
-        assert_close(found[row, 1 : len(ids)], expected)
-        assert not found[row, len(ids) :].any() and not found[row, 0]
+        assert_close(actual[row, 1 : len(ids)], expected)
+        assert not actual[row, len(ids) :].any() and not actual[row, 0]
 
 
-# What is refused, and what is counted.
+# Skipped updates, the shared critic, importance weights and the reference.
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -306,10 +309,10 @@ def test_a_gradient_that_is_not_finite_is_never_applied(value: float) -> None:
     assert all(bool(torch.isfinite(value).all()) for value in weights(one).values())
 
 
-def test_a_shared_critic_learns_in_one_pass_with_the_policy(
+def test_a_shared_critic_adds_its_gradient_to_that_of_the_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its gradient on the backbone: the policy's, plus half that of ½ (V − R)²."""
+    """Gradient of the backbone: that of the policy plus half that of ½ (V − R)²."""
     one = learner(critic=True, shared=True)
     assert one.critic is not None
     assert {name for name, _ in one.critic.named_parameters()} == {"head.weight", "head.bias"}
@@ -317,7 +320,7 @@ def test_a_shared_critic_learns_in_one_pass_with_the_policy(
     torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
     part = batch(one)
     part = replace(part, values_BT=one.values(part))
-    found = gradient(one, part, monkeypatch)
+    actual = gradient(one, part, monkeypatch)
 
     alone = learner()
     policy = gradient(alone, part, monkeypatch)
@@ -334,39 +337,41 @@ def test_a_shared_critic_learns_in_one_pass_with_the_policy(
         name: policy[name] + (0 if weight.grad is None else weight.grad)
         for name, weight in alone.model.named_parameters()
     }
-    close(found, expected)
-    assert any(not torch.allclose(found[name], policy[name], atol=1e-5) for name in found)
+    close(actual, expected)
+    assert any(not torch.allclose(actual[name], policy[name], atol=1e-5) for name in actual)
 
 
-def test_importance_is_one_where_the_sampler_is_the_learner() -> None:
+def test_importance_is_one_if_sampler_and_learner_agree() -> None:
     one = learner()
     part = batch(one)
     metrics = one.update(part, 0)
     assert (metrics["importance/mean"].value, metrics["importance/capped_fraction"].value) == (1, 0)
 
 
-def test_a_samplers_error_is_weighed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled two thirds as often as the learner would: the gradient counts 1.5 times."""
+def test_importance_weights_correct_a_mismatch_up_to_their_cap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens sampled with two thirds of the learner's probability get a weight of 1.5."""
     one = learner()
     part = batch(one)
     rare = replace(
         part, sampled_logprobs_BT=part.sampled_logprobs_BT - torch.log(torch.tensor(1.5))
     )
-    found, plain = gradient(one, rare, monkeypatch), gradient(one, part, monkeypatch)
-    close(found, {name: 1.5 * each for name, each in plain.items()})
+    actual, plain = gradient(one, rare, monkeypatch), gradient(one, part, monkeypatch)
+    close(actual, {name: 1.5 * each for name, each in plain.items()})
     rarer = replace(part, sampled_logprobs_BT=part.sampled_logprobs_BT - 9)
-    found = gradient(one, rarer, monkeypatch)
-    close(found, {name: IMPORTANCE_CAP * each for name, each in plain.items()})
+    actual = gradient(one, rarer, monkeypatch)
+    close(actual, {name: IMPORTANCE_CAP * each for name, each in plain.items()})
 
 
-def test_mismatch_is_told_at_equal_weights_only() -> None:
+def test_mismatch_is_reported_only_at_equal_weights() -> None:
     one = learner()
     part = batch(one)
     assert one.update(part, 0)["mismatch/max_abs"].value < LOGPROB
     assert "mismatch/max_abs" not in one.update(part, 0)
 
 
-def test_the_reference_stays() -> None:
+def test_updates_do_not_change_the_reference() -> None:
     one = Learner(model(), UpdateConfig(lr=1e-2), LossConfig(), reference=True)
     part = batch(one)
     before = one.logprobs(part, reference=True)[0]
@@ -379,8 +384,8 @@ def test_the_reference_stays() -> None:
 # The optimiser.
 
 
-def test_learning_rates_by_hand() -> None:
-    """Rise over (step + 1) / (warm-up + 1); fall from 1 at step 0 towards lr_end at the last."""
+def test_learning_rates_golden() -> None:
+    """Warm-up by (step + 1) / (warmup_steps + 1); decay from 1 at step 0 towards lr_end."""
     one = learner(lr=1.0, warmup_steps=3, lr_end=0.0)  # 10 steps
     # 1/4 · 1, 2/4 · .9, 3/4 · .8, 1 · .7, …, 1 · .1
     expected = [0.25, 0.45, 0.6, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
@@ -391,7 +396,7 @@ def test_learning_rates_by_hand() -> None:
     assert half._learning_rate(5) == 0.75 and half._learning_rate(99) == 0.5
 
 
-def test_the_learning_rate_reaches_every_group() -> None:
+def test_the_learning_rate_reaches_every_parameter_group() -> None:
     one = learner(critic=True, lr=0.1, critic_lr=0.2, muon_lr=0.3, lr_end=0.0)
     one.update(batch(one), 5)
     rates = [g["lr"] for o in one.named_optimizers().values() for g in o.param_groups]
@@ -404,18 +409,18 @@ def test_every_parameter_has_one_optimiser(tied: bool, muon_lr: float) -> None:
     policy = tiny_model(tiny_tokenizer("chatml"), tie_word_embeddings=tied)
     for module in (policy, Critic(policy)):
         trained = dict(module.named_parameters())
-        found = optimizers(trained, 1e-3, 0.999, muon_lr)
-        held = [id(p) for o in found for group in o.param_groups for p in group["params"]]
+        built = optimizers(trained, 1e-3, 0.999, muon_lr)
+        held = [id(p) for o in built for group in o.param_groups for p in group["params"]]
         assert sorted(held) == sorted({id(p) for p in module.parameters()})
-        assert len(found) == (2 if muon_lr else 1)
+        assert len(built) == (2 if muon_lr else 1)
         if muon_lr:
             names = {id(p): name for name, p in module.named_parameters()}
-            muon = {names[id(p)] for group in found[1].param_groups for p in group["params"]}
+            muon = {names[id(p)] for group in built[1].param_groups for p in group["params"]}
             assert all("proj" in name for name in muon), "neither embeddings nor heads"
 
 
 @pytest.mark.parametrize("muon_lr", [0.0, 0.02])
-def test_optimisers_go_on_from_what_was_saved(muon_lr: float) -> None:
+def test_restored_optimisers_continue_identically(muon_lr: float) -> None:
     one = learner(critic=True, muon_lr=muon_lr)
     part = batch(one)
     one.update(part, 0)
@@ -432,7 +437,7 @@ def test_optimisers_go_on_from_what_was_saved(muon_lr: float) -> None:
         assert equal(weights(one), weights(other))
 
 
-def test_supervised_learning_learns() -> None:
+def test_supervised_training_reduces_the_loss() -> None:
     one = Learner(model(), UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=30)
     part = batch(one)
     losses = [one.update(part, step)["loss/nll"].value for step in range(30)]

@@ -1,4 +1,4 @@
-"""The memory plan: equal to what is allocated where it claims to be exact, near it elsewhere."""
+"""The memory plan: equal to allocations where it is exact, close to them elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ragen.models.precision import Masters
 from tests.bandit_model import settings
 from tests.tiny import tiny_model, tiny_tokenizer
 
-WORDS = tiny_tokenizer("chatml")
+TOKENIZER = tiny_tokenizer("chatml")
 MODES: dict[str, dict[str, Any]] = {
     "ppo": {},
     "ppo, one backbone": {"model__critic": "shared"},
@@ -38,13 +38,13 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(**more: Any) -> Config:
-    """A run with critic and reference, unless asked otherwise."""
+def make_config(**more: Any) -> Config:
+    """A run with critic and reference by default."""
     return resolve("bandit", settings(**({"algorithm": "starpo/ppo", "loss__kl": 0.001} | more)))
 
 
-def of_optimizer(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of its states, after a step with gradients everywhere."""
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimiser's states after a step with all gradients."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             weight.grad = torch.zeros_like(weight)
@@ -53,32 +53,32 @@ def of_optimizer(optimizer: torch.optim.Optimizer) -> int:
     return held(state for state in states if isinstance(state, Tensor))
 
 
-def of_masters(masters: Masters) -> tuple[int, int]:
-    """Bytes of the gradients, which are theirs, and of those that are no model's own weights."""
+def master_bytes(masters: Masters) -> tuple[int, int]:
+    """Bytes of the gradients, and of the masters that are not weights of a model."""
     gradients = (weight.grad for weight in masters.trained.values())
     return held(each for each in gradients if each is not None), held(masters.tensors().values())
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_gradients_and_optimisers_are_exact(mode: str) -> None:
-    config = config_of(**MODES[mode])
+def test_the_plan_of_weights_gradients_and_optimisers_is_exact(mode: str) -> None:
+    config = make_config(**MODES[mode])
     planned = plan(config)
     engine = Engine(config, config.model.path)
     learner = engine.learner
-    states = sum(map(of_optimizer, learner.optimizers))
-    gradients, masters = of_masters(learner.masters)
+    states = sum(map(optimizer_bytes, learner.optimizers))
+    gradients, masters = master_bytes(learner.masters)
     assert planned.optimizer == states + masters
     assert planned.gradients == gradients
     assert planned.weights == held(engine.model)
     assert planned.reference == (held(learner.reference) if learner.reference else 0)
-    critic = sum(map(of_optimizer, learner.critic_optimizers))
+    critic = sum(map(optimizer_bytes, learner.critic_optimizers))
     if learner.critic is not None:
-        critic += held(learner.critic) + sum(of_masters(learner.critic_masters))
+        critic += held(learner.critic) + sum(master_bytes(learner.critic_masters))
     assert planned.critic == critic
 
 
-def test_the_sampler_is_exact() -> None:
-    config = config_of()
+def test_the_plan_of_the_sampler_is_exact() -> None:
+    config = make_config()
     engine = Engine(config, config.model.path)
     decoder = engine.policy._decoder  # type: ignore[attr-defined]
     assert isinstance(decoder, Qwen2Decoder)
@@ -91,126 +91,125 @@ def test_the_sampler_is_exact() -> None:
 def llama(**more: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    size = {"vocab_size": len(WORDS), "num_hidden_layers": 3, "intermediate_size": 160}
+    size = {"vocab_size": len(TOKENIZER), "num_hidden_layers": 3, "intermediate_size": 160}
     return LlamaForCausalLM(LlamaConfig(**{**shape, **size, **more}))
 
 
-def test_the_cache_of_any_model_is_exact(tmp_path: Path) -> None:
+def test_the_plan_of_the_cache_is_exact_for_any_model(tmp_path: Path) -> None:
     model = llama(num_hidden_layers=3)
-    sampler = Sampler(model, {0}, WORDS.decode, slots=5, max_length=40)
+    sampler = Sampler(model, {0}, TOKENIZER.decode, slots=5, max_length=40)
     asyncio.run(sampler.complete(Prompt((), (1, 2), 0, 2, 1.0, 0)))
     stored = sampler._decoder.cache.stored  # type: ignore[attr-defined]
     # 5 slots · 40 tokens · 3 layers · 2 heads · 16 wide · 2 · 4 bytes
     assert held(chain.from_iterable(stored)) == cache_bytes(model, 5, 40) == 153_600
-    save_model(model, WORDS, tmp_path)
+    save_model(model, TOKENIZER, tmp_path)
     sizes = {"rollout__slots": 5, "rollout__max_tokens": 8, "model__max_length": 40}
-    assert plan(config_of(model__path=str(tmp_path), **sizes)).sampler == 153_600
+    assert plan(make_config(model__path=str(tmp_path), **sizes)).sampler == 153_600
 
 
-def test_bfloat16_by_hand() -> None:
-    model = tiny_model(WORDS)
+def test_plan_in_bfloat16_golden() -> None:
+    model = tiny_model(TOKENIZER)
     numbers = sum(weight.numel() for weight in model.parameters())
     tensors = len(list(model.parameters()))
-    config = config_of(model__dtype="bfloat16")
+    config = make_config(model__dtype="bfloat16")
     planned = plan(config)
-    rotations = held(model.buffers())  # stay in float32
+    rotations = held(model.buffers())  # which stay in float32
     assert planned.weights == planned.reference == 2 * numbers + rotations
     assert planned.gradients == 4 * numbers
     assert planned.optimizer == (4 + 8) * numbers + 4 * tensors  # masters, moments; step counts
 
 
-def test_lora_by_hand() -> None:
-    """Of inputs and outputs together, a layer has q 64, k 48, v 48, o 64, and three times 96."""
+def test_plan_with_lora_golden() -> None:
+    """Inputs plus outputs of a layer: q 64, k 48, v 48, o 64, and three times 96."""
     lora = {"lora__rank": 4}
-    planned = plan(config_of(**lora))
+    planned = plan(make_config(**lora))
     numbers, tensors = 2 * 4 * (64 + 48 + 48 + 64 + 3 * 96), 2 * 7 * 2
-    assert planned.weights == held(tiny_model(WORDS)) + 4 * numbers
+    assert planned.weights == held(tiny_model(TOKENIZER)) + 4 * numbers
     assert planned.gradients == 4 * numbers
     assert planned.optimizer == 8 * numbers + 4 * tensors
     assert planned.reference == 0
-    two = plan(config_of(**lora, lora__targets="q_proj, v_proj"))
+    two = plan(make_config(**lora, lora__targets="q_proj, v_proj"))
     assert two.gradients == 4 * 2 * 4 * (64 + 48)
-    assert planned.critic == 16 * (numbers + 33) + 4 * (
-        tensors + 2
-    )  # an adapter of its own, and the head
+    # The critic has its own adapter and the head.
+    assert planned.critic == 16 * (numbers + 33) + 4 * (tensors + 2)
 
 
-def test_vllm_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(rollout__sampler="vllm", rollout__gpu_memory=0.25)
-    # Weights of its own, and 1 GiB for keys and values.
-    assert plan(config).sampler == held(tiny_model(WORDS)) + 2**30
+def test_the_plan_includes_the_share_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(rollout__sampler="vllm", rollout__gpu_memory=0.25)
+    # vLLM's own weights, and 1 GiB for keys and values.
+    assert plan(config).sampler == held(tiny_model(TOKENIZER)) + 2**30
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (600, 1000))
     planned = plan(config)
     assert (planned.device, planned.available, planned.sampler) == ("cuda", 600, 250)
-    server = config_of(rollout__sampler="http://127.0.0.1:8000")
+    server = make_config(rollout__sampler="http://127.0.0.1:8000")
     assert plan(server).sampler == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_about_right(dtype: str, tmp_path: Path) -> None:
+def test_planned_activations_are_close_to_measured_ones(dtype: str, tmp_path: Path) -> None:
     model = llama().to(getattr(torch, dtype))
-    save_model(model, WORDS, tmp_path)
+    save_model(model, TOKENIZER, tmp_path)
     rows, length = 3, 64
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+    def save(tensor: Tensor) -> Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     lengths_B = torch.full((rows,), length)
     wanted_BT = torch.ones(rows, length, dtype=torch.bool)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         padded_hidden_states(model, torch.ones(rows, length).long(), lengths_B, wanted_BT)
     for weight in model.parameters():
-        kept.pop(weight.untyped_storage().data_ptr(), None)
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        saved.pop(weight.untyped_storage().data_ptr(), None)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     room = {"model__max_length": 64, "update__microbatch_tokens": rows * length}
     room |= {"model__path": str(tmp_path), "model__dtype": dtype}
-    asked = config_of(**room)
-    assert plan(asked).activations == pytest.approx(measured, rel=0.15)
-    again = config_of(model__gradient_checkpointing=True, **room)
-    assert plan(again).activations < measured / 2
+    config = make_config(**room)
+    assert plan(config).activations == pytest.approx(measured, rel=0.15)
+    config = make_config(model__gradient_checkpointing=True, **room)
+    assert plan(config).activations < measured / 2
 
 
-def test_a_large_plan_is_told_and_a_small_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    refuse_too_large(config_of(), told.append)
-    assert told == []
+def test_only_a_large_plan_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+    refuse_too_large(make_config(), printed.append)
+    assert printed == []
     monkeypatch.setattr(memory, "WORTH_TELLING", 0)
     monkeypatch.setattr(memory, "available", lambda _: 10**12)
-    refuse_too_large(config_of(), told.append)
-    assert told == plan(config_of()).lines()
-    assert told[0].startswith("memory: up to ") and "are free" in told[0]
+    refuse_too_large(make_config(), printed.append)
+    assert printed == plan(make_config()).lines()
+    assert printed[0].startswith("memory: up to ") and "are free" in printed[0]
 
 
-BIT, THIN, ONE = (f"--{key} {value}" for key, value in CHANGES)
+BFLOAT16, LORA, SHARED = (f"--{key} {value}" for key, value in CHANGES)
 
 
 @pytest.mark.parametrize(
-    ("begins_with", "free_as", "offered"),
+    ("settings_of_run", "fits_as", "offered"),
     [
-        ({}, {"lora.rank": 64}, THIN),
-        ({}, {"model.dtype": "bfloat16", "lora.rank": 64}, f"{BIT} {THIN}"),
-        ({}, dict(CHANGES), f"{BIT} {THIN} {ONE}"),
-        ({"lora.rank": 64}, {"model.dtype": "bfloat16"}, BIT),
-        ({"lora.rank": 64, "model.dtype": "bfloat16"}, {"model.critic": "shared"}, ONE),
+        ({}, {"lora.rank": 64}, LORA),
+        ({}, {"model.dtype": "bfloat16", "lora.rank": 64}, f"{BFLOAT16} {LORA}"),
+        ({}, dict(CHANGES), f"{BFLOAT16} {LORA} {SHARED}"),
+        ({"lora.rank": 64}, {"model.dtype": "bfloat16"}, BFLOAT16),
+        ({"lora.rank": 64, "model.dtype": "bfloat16"}, {"model.critic": "shared"}, SHARED),
         ({}, None, None),
     ],
 )
-def test_what_cannot_fit_is_refused_with_the_smallest_change(
-    begins_with: dict[str, Any],
-    free_as: dict[str, Any] | None,
+def test_a_run_that_cannot_fit_is_refused_with_the_smallest_change(
+    settings_of_run: dict[str, Any],
+    fits_as: dict[str, Any] | None,
     offered: str | None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Free is just as much as one other run would take, or next to nothing."""
-    save_model(tiny_model(WORDS, hidden_size=512, intermediate_size=2048), WORDS, tmp_path)
-    config = changed(config_of(model__path=str(tmp_path)), begins_with)
+    """Free memory just suffices for a run with other settings, or for none."""
+    save_model(tiny_model(TOKENIZER, hidden_size=512, intermediate_size=2048), TOKENIZER, tmp_path)
+    config = changed(make_config(model__path=str(tmp_path)), settings_of_run)
     free = 1000
-    if free_as is not None:
-        free = plan(changed(config, free_as)).certain
+    if fits_as is not None:
+        free = plan(changed(config, fits_as)).certain
     monkeypatch.setattr(memory, "available", lambda _: free)
     with pytest.raises(RagenError) as refusal:
         refuse_too_large(config, print)
@@ -220,8 +219,8 @@ def test_what_cannot_fit_is_refused_with_the_smallest_change(
     assert text.endswith(remedy)
 
 
-def test_room_in_control_groups(tmp_path: Path) -> None:
-    """Version 2: the tightest around the process counts; version 1 has other names."""
+def test_free_memory_of_control_groups(tmp_path: Path) -> None:
+    """In version 2 the smallest limit above the process counts; version 1 has other file names."""
 
     def group(place: str, **files: str) -> None:
         (tmp_path / place).mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""What is in memory at once: no full logits, and layers that are computed again instead of kept.
+"""Peak memory: logits are never held in full, and layers can be recomputed instead of stored.
 
-Sizes are exact: a dispatch mode sees every tensor that any operator makes, forward and backward,
+Sizes are exact: a dispatch mode sees every tensor that an operator makes, forward and backward,
 and when its storage is freed.
 """
 
@@ -37,7 +37,7 @@ VOCABULARY = 150_000
 
 
 class Memory(TorchDispatchMode):
-    """Numbers of the largest tensor made inside, and of bytes made inside and held at once."""
+    """Elements of the largest tensor made inside, and bytes made inside and held, now and at peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ class Memory(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        made = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         old = {each.untyped_storage() for each in tree_leaves(args) if isinstance(each, Tensor)}
-        for each in tree_leaves(made):
+        for each in tree_leaves(output):
             if isinstance(each, Tensor):
                 storage = each.untyped_storage()
                 if storage not in self._known and storage not in old:
@@ -57,7 +57,7 @@ class Memory(TorchDispatchMode):
                     self.largest = max(self.largest, storage.nbytes() // each.element_size())
                     self._count(storage.nbytes())
                     weakref.finalize(storage, self._count, -storage.nbytes())
-        return made
+        return output
 
     def _count(self, size: int) -> None:
         self.held += size
@@ -70,10 +70,10 @@ def measured(work: Callable[[], object]) -> Memory:
     return memory
 
 
-def test_the_measure_itself() -> None:
+def test_memory_counts_the_tensors_that_are_made_and_held() -> None:
     def work() -> None:
         a = torch.ones(100)
-        b = a.view(10, 10) + 1  # a view is nothing new
+        b = a.view(10, 10) + 1  # a view makes no tensor
         del a
         (b * 2).sum()
 
@@ -84,8 +84,8 @@ def test_the_measure_itself() -> None:
 # Logits.
 
 
-def wide(dtype: torch.dtype = torch.float32, kind: str = "qwen2") -> Any:
-    """A tiny model with as many words as real ones have."""
+def large_vocabulary_model(dtype: torch.dtype = torch.float32, kind: str = "qwen2") -> Any:
+    """A tiny model with a vocabulary of realistic size."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1}
     if kind == "qwen2":
         return tiny_model(tiny_tokenizer("chatml"), **sizes).to(dtype)
@@ -95,14 +95,14 @@ def wide(dtype: torch.dtype = torch.float32, kind: str = "qwen2") -> Any:
 
 def long_batch(one: Learner, lengths: tuple[int, ...] = (200, 100, 60)) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    made = collate([sample(e, length, generator) for e, length in enumerate(lengths)])
-    zeros = torch.zeros(made.mask_BT.shape)
-    return replace(made, old_logprobs_BT=zeros, advantages_BT=made.mask_BT.float())
+    collated = collate([sample(e, length, generator) for e, length in enumerate(lengths)])
+    zeros = torch.zeros(collated.mask_BT.shape)
+    return replace(collated, old_logprobs_BT=zeros, advantages_BT=collated.mask_BT.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_learning_never_holds_all_logits(dtype: torch.dtype) -> None:
-    one = Learner(wide(dtype), UpdateConfig(), LossConfig(**PLAIN))
+def test_the_learner_never_holds_all_logits(dtype: torch.dtype) -> None:
+    one = Learner(large_vocabulary_model(dtype), UpdateConfig(), LossConfig(**PLAIN))
     part = long_batch(one)
     assert part.num_tokens * VOCABULARY > 2 * KEPT_LOGITS > 2 * VOCABULARY * 16
     for work in (lambda: one.logprobs(part), lambda: one.update(part, 0)):
@@ -113,8 +113,10 @@ def test_learning_never_holds_all_logits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_a_sampler_reads_logits_at_last_positions_only(fast: bool) -> None:
-    sampler = Sampler(wide(), [2], lambda _: "", slots=4, max_length=256, fast=fast)
+def test_the_sampler_computes_logits_only_at_last_positions(fast: bool) -> None:
+    sampler = Sampler(
+        large_vocabulary_model(), [2], lambda _: "", slots=4, max_length=256, fast=fast
+    )
     prompts = [
         Prompt((), tuple(range(start, start + 200)), 0, 2, 1.0, start) for start in (3, 4, 5)
     ]
@@ -128,8 +130,8 @@ def test_a_sampler_reads_logits_at_last_positions_only(fast: bool) -> None:
 
 
 def test_a_frozen_output_layer_gets_no_gradient_of_its_size() -> None:
-    """As under LoRA, whose adapters leave it alone."""
-    policy = wide(kind="llama")
+    """As with LoRA, whose adapters do not train the output layer."""
+    policy = large_vocabulary_model(kind="llama")
     policy.requires_grad_(False)
     policy.model.layers.requires_grad_(True)
     one = Learner(policy, UpdateConfig(), LossConfig(**PLAIN), longest=20)
@@ -155,7 +157,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-def deep(kind: str, recomputes: bool, dtype: torch.dtype = torch.float32) -> Learner:
+def deep_learner(kind: str, recomputes: bool, dtype: torch.dtype = torch.float32) -> Learner:
     torch.manual_seed(0)
     policy = KINDS[kind]().to(dtype)
     if recomputes:
@@ -174,24 +176,24 @@ def states(one: Learner) -> list[Tensor]:
 def test_recomputed_layers_give_the_same_updates_in_less_memory(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("models.model", "engines.learner"):  # the fast path rounds otherwise
+    for module in ("models.model", "engines.learner"):  # the fast path rounds differently
         monkeypatch.setattr(f"ragen.{module}.shares_prompts", lambda _: False)
-    found = []
+    results = []
     for recomputes in (False, True):
-        one = deep(kind, recomputes, dtype)
+        one = deep_learner(kind, recomputes, dtype)
         part = batch(one, tuple(range(20, 60, 5)))
         part = replace(part, values_BT=one.values(part))
         one.update(part, 0)
         memory = measured(lambda one=one, part=part: one.update(part, 1))  # type: ignore[misc]
-        found.append((states(one), one.logprobs(part, reference=True)[0], memory.peak))
-    (kept, reference, most), (again, reference_again, less) = found
+        results.append((states(one), one.logprobs(part, reference=True)[0], memory.peak))
+    (stored, reference, peak), (again, reference_again, lower_peak) = results
     assert torch.equal(reference, reference_again)
-    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True)), "bit for bit"
-    assert less < 0.5 * most
+    assert all(torch.equal(a, b) for a, b in zip(stored, again, strict=True)), "bit for bit"
+    assert lower_peak < 0.5 * peak
 
 
-def test_recomputing_takes_the_general_path_and_samples_as_ever() -> None:
-    one, plain = deep("qwen2", True), deep("qwen2", False)
+def test_recomputing_uses_the_general_path_and_samples_the_same_tokens() -> None:
+    one, plain = deep_learner("qwen2", True), deep_learner("qwen2", False)
     assert one.critic is not None
     assert not learners.shares_prompts(one.model) and learners.shares_prompts(plain.model)
     assert not learners.shares_prompts(one.critic.backbone)
@@ -199,20 +201,20 @@ def test_recomputing_takes_the_general_path_and_samples_as_ever() -> None:
     assert_close(one.logprobs(part)[0], plain.logprobs(part)[0])
     assert "update/padding_fraction" in one.update(part, 0)
 
-    async def said(sampler: Sampler) -> Any:
+    async def sample_ids(sampler: Sampler) -> Any:
         return (await sampler.complete(Prompt((), (3, 4, 5, 6), 0, 20, 1.0, 7))).token_ids
 
     samplers = [
         Sampler(each, [2], lambda _: "", slots=2, max_length=64, fast=False)
-        for each in (deep("qwen2", True).model, plain.model)
+        for each in (deep_learner("qwen2", True).model, plain.model)
     ]
-    first, second = (asyncio.run(said(sampler)) for sampler in samplers)
+    first, second = (asyncio.run(sample_ids(sampler)) for sampler in samplers)
     assert first == second
 
 
-def test_a_copys_layers_are_its_own() -> None:
-    """A critic's backbone computes again with its own weights, not those of the policy."""
-    one = deep("qwen2", True)
+def test_copied_models_recompute_their_own_layers() -> None:
+    """A critic's backbone recomputes with its own weights, not with those of the policy."""
+    one = deep_learner("qwen2", True)
     assert one.critic is not None and one.reference is not None
     with torch.no_grad():
         for weight in one.model.parameters():
@@ -223,7 +225,7 @@ def test_a_copys_layers_are_its_own() -> None:
         assert padded_hidden_states(copied, ids, lengths, wanted).abs().sum() > 0
 
 
-def test_layers_that_cannot_be_told_are_refused() -> None:
+def test_a_model_without_known_layers_is_refused() -> None:
     with pytest.raises(RagenError, match="gradient_checkpointing = false"):
         recompute_layers(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
@@ -233,43 +235,43 @@ def test_layers_that_cannot_be_told_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_eager_and_sdpa_give_equal_logprobs(dtype: torch.dtype) -> None:
-    found = []
+    results = []
     for attention in ("eager", "sdpa"):
         torch.manual_seed(0)
         policy = KINDS["llama"]().to(dtype)
         policy.set_attn_implementation(attention)
         one = Learner(policy, UpdateConfig(), LossConfig(**PLAIN))
         part = batch(one)
-        found.append(one.logprobs(part)[0])
+        results.append(one.logprobs(part)[0])
     atol = LOGPROB if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(found[0], found[1], atol=atol, rtol=0)
+    torch.testing.assert_close(results[0], results[1], atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_sampler_attends_alike_by_every_implementation(kind: str) -> None:
-    """Heads that share keys are grouped, with one query each or many; flash is stood in for."""
+def test_the_decoder_gives_equal_logits_with_every_attention(kind: str) -> None:
+    """Heads that share keys are grouped, with one query each or many; flash is only named."""
     torch.manual_seed(0)
     sizes = GPT2Config(vocab_size=400, n_embd=32, n_layer=2, n_head=4)
     model = KINDS["llama"]() if kind == "llama" else GPT2LMHeadModel(sizes).eval()
-    found = {}
+    results = {}
     for attention in ("eager", "sdpa", "flash_attention_2"):
         model.config._attn_implementation = attention  # flash_attention_2 is not installed here
         decoder = HFDecoder(model, 3, 32)
         first = decoder.prefill([0, 2], [0, 0], [[3, 4, 5, 6], [7, 8]])
         more = decoder.prefill([2, 0], [2, 4], [[9, 3, 4], [5]])
         last = decoder.decode(torch.tensor([0, 2]), torch.tensor([5, 5]), torch.tensor([1, 2]))
-        found[attention] = torch.cat((first, more, last))
+        results[attention] = torch.cat((first, more, last))
         assert model.config._attn_implementation == attention
     plain = model.eval()
     plain.config._attn_implementation = "eager"
     exact = plain(torch.tensor([[3, 4, 5, 6, 5, 1]])).logits[0, -1]
-    for logits in found.values():
-        assert_close(logits, found["eager"])
+    for logits in results.values():
+        assert_close(logits, results["eager"])
         assert_close(logits[4], exact)
 
 
 def test_decoding_repeats_no_keys() -> None:
-    """Eight heads share one's keys: ungrouped, eight times those that are stored would be made."""
+    """Eight heads share the keys of one; without grouping, there would be eight times as many."""
     model = tiny_model(tiny_tokenizer("chatml"), num_attention_heads=8, num_key_value_heads=1)
     decoder = HFDecoder(model, 4, 512)
     decoder.prefill(range(4), [0] * 4, [[3] * 500] * 4)

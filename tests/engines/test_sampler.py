@@ -1,4 +1,4 @@
-"""The sampler: exact logprobs, equal paths, the cache across turns, order, nobody left hanging."""
+"""The sampler: exact logprobs, equal paths, the cache across turns, order, and failures."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,36 +19,36 @@ from tests.tolerance import LOGPROB
 END = 2
 
 
-def make(model: PreTrainedModel, **options: object) -> Sampler:
-    def spell(ids: Sequence[int]) -> str:
+def make_sampler(model: PreTrainedModel, **options: object) -> Sampler:
+    def decode(ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
     settings = {"end_ids": [END], "slots": 4, "max_length": 96, **options}
-    return Sampler(model, decode=spell, **settings)
+    return Sampler(model, decode=decode, **settings)
 
 
-def ask(ids: Sequence[int], seed: int, **changes: object) -> Prompt:
+def make_prompt(ids: Sequence[int], seed: int, **changes: object) -> Prompt:
     fields = {"num_prefill": 0, "max_tokens": 8, "temperature": 1.0, **changes}
     return Prompt(messages=(), token_ids=tuple(ids), seed=seed, **fields)
 
 
-Played = list[tuple[Prompt, Completion]]
+Turns = list[tuple[Prompt, Completion]]
 
 
-async def play(sampler: Sampler, member: int, turns: int = 3, **changes: object) -> Played:
-    """One episode: members of a group of three share their first prompt; lengths differ."""
+async def play(sampler: Sampler, member: int, turns: int = 3, **changes: object) -> Turns:
+    """One episode; three episodes of a group share their first prompt, and lengths differ."""
     ids: tuple[int, ...] = (3, 4, 5, *range(6, 8 + member // 3))
     played = []
     for turn in range(turns):
-        prompt = ask(ids, 100 * member + turn, max_tokens=5 + member, **changes)
+        prompt = make_prompt(ids, 100 * member + turn, max_tokens=5 + member, **changes)
         completion = await sampler.complete(prompt)
         played.append((prompt, completion))
         ids += (*completion.token_ids, 7, 8, 9 + member)
     return played
 
 
-def run(sampler: Sampler, members: int = 9, **changes: object) -> list[Played]:
-    async def together() -> list[Played]:
+def run(sampler: Sampler, members: int = 9, **changes: object) -> list[Turns]:
+    async def together() -> list[Turns]:
         return await asyncio.gather(*[play(sampler, m, **changes) for m in range(members)])
 
     return asyncio.run(asyncio.wait_for(together(), 60))
@@ -65,9 +65,9 @@ def recomputed(model: PreTrainedModel, prompt: Prompt, completion: Completion) -
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_logprobs_equal_the_learners(kind: str, temperature: float) -> None:
+def test_logprobs_equal_those_of_the_learner(kind: str, temperature: float) -> None:
     model = tiny(kind)
-    for played in run(make(model), temperature=temperature):
+    for played in run(make_sampler(model), temperature=temperature):
         for prompt, completion in played:
             expected = recomputed(model, prompt, completion)
             np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=LOGPROB)
@@ -75,7 +75,7 @@ def test_logprobs_equal_the_learners(kind: str, temperature: float) -> None:
 
 def test_fast_and_general_path_sample_the_same() -> None:
     model = tiny()
-    fast, general = (run(make(model, fast=fast)) for fast in (True, False))
+    fast, general = (run(make_sampler(model, fast=fast)) for fast in (True, False))
     for a, b in zip(fast, general, strict=True):
         for (_, mine), (_, other) in zip(a, b, strict=True):
             assert mine.token_ids == other.token_ids
@@ -83,22 +83,22 @@ def test_fast_and_general_path_sample_the_same() -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_same_requests_same_bits(fast: bool) -> None:
+def test_the_same_requests_give_identical_completions(fast: bool) -> None:
     model = tiny()
-    assert run(make(model, fast=fast)) == run(make(model, fast=fast))
+    assert run(make_sampler(model, fast=fast)) == run(make_sampler(model, fast=fast))
 
 
 @pytest.mark.parametrize("slots", [1, 3, 16])
 def test_the_number_of_slots_changes_no_token(slots: int) -> None:
     model = tiny()
-    tokens = [[c.token_ids for _, c in played] for played in run(make(model, slots=slots))]
-    assert tokens == [[c.token_ids for _, c in played] for played in run(make(model))]
+    tokens = [[c.token_ids for _, c in played] for played in run(make_sampler(model, slots=slots))]
+    assert tokens == [[c.token_ids for _, c in played] for played in run(make_sampler(model))]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_greedy_equals_generate(kind: str) -> None:
     model = tiny(kind)
-    for played in run(make(model), members=3, temperature=0.0):
+    for played in run(make_sampler(model), members=3, temperature=0.0):
         for prompt, completion in played:
             ids = torch.tensor([prompt.token_ids])
             out = model.generate(
@@ -112,13 +112,10 @@ def test_greedy_equals_generate(kind: str) -> None:
             assert completion.token_ids == tuple(out[0, len(prompt.token_ids) :].tolist())
 
 
-def test_end_tokens_and_limits() -> None:
-    completions = [c for played in run(make(tiny()), members=12) for _, c in played]
+def test_completions_end_at_an_end_token_or_the_limit() -> None:
+    completions = [c for played in run(make_sampler(tiny()), members=12) for _, c in played]
     reasons = {c.finish_reason for c in completions}
-    assert reasons == {
-        "stop",
-        "length",
-    }  # else this test says nothing
+    assert reasons == {"stop", "length"}, "both cases are tested"
     for completion in completions:
         assert END not in completion.token_ids[:-1]
         assert (completion.token_ids[-1] == END) == (completion.finish_reason == "stop")
@@ -127,12 +124,12 @@ def test_end_tokens_and_limits() -> None:
 
 
 def test_without_end_tokens_completions_are_full_length_and_logprobs_exact() -> None:
-    """The benchmarks' seam: a token that would end a completion is then one like any other."""
+    """For benchmarks: without end tokens, no token ends a completion early."""
     model = tiny()
-    prompts = [ask((3, 4, k), k, max_tokens=60) for k in range(8)]
+    prompts = [make_prompt((3, 4, k), k, max_tokens=60) for k in range(8)]
 
     async def every() -> list[Completion]:
-        endless = make(model, end_ids=())
+        endless = make_sampler(model, end_ids=())
         return await asyncio.gather(*[endless.complete(prompt) for prompt in prompts])
 
     completions = asyncio.run(every())
@@ -143,14 +140,16 @@ def test_without_end_tokens_completions_are_full_length_and_logprobs_exact() -> 
         np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=LOGPROB)
 
 
-def test_tokens_come_with_their_probabilities() -> None:
+def test_tokens_are_sampled_with_their_probabilities() -> None:
     model, count = tiny(), 4000
 
     async def many(sampler: Sampler) -> list[Completion]:
-        asked = [sampler.complete(ask((3, 4, 5), seed, max_tokens=1)) for seed in range(count)]
-        return await asyncio.gather(*asked)
+        requests = [
+            sampler.complete(make_prompt((3, 4, 5), seed, max_tokens=1)) for seed in range(count)
+        ]
+        return await asyncio.gather(*requests)
 
-    drawn = [c.token_ids[0] for c in asyncio.run(many(make(model, slots=64)))]
+    drawn = [c.token_ids[0] for c in asyncio.run(many(make_sampler(model, slots=64)))]
     expected = model(torch.tensor([[3, 4, 5]])).logits[0, -1].softmax(-1).double().detach().numpy()
     seen = np.bincount(drawn, minlength=40)
     common = expected * count >= 5
@@ -159,7 +158,7 @@ def test_tokens_come_with_their_probabilities() -> None:
     assert stats.chisquare(seen, expected / expected.sum() * count).pvalue > 1e-3
 
 
-def test_draw_never_takes_what_has_no_probability() -> None:
+def test_draw_never_takes_a_token_of_probability_zero() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf, -1e4]]).repeat(5, 1)
     uniforms = np.array([0.0, 0.4999, 0.5001, 1 - 2**-53, np.nextafter(0.5, 1)])
     tokens, logprobs = draw(logits, np.ones(5), uniforms)
@@ -167,10 +166,10 @@ def test_draw_never_takes_what_has_no_probability() -> None:
     np.testing.assert_allclose(logprobs, np.log(0.5), rtol=1e-6)
 
 
-def test_every_turn_reads_only_what_is_new() -> None:
-    sampler = make(tiny(), slots=9)
+def test_every_turn_prefills_only_new_tokens() -> None:
+    sampler = make_sampler(tiny(), slots=9)
     played = run(sampler)
-    # Three first prompts, read once each; then the last sampled token and what follows it.
+    # Three first prompts, prefilled once each; then the last sampled token and all after it.
     first = sum(len(played[m][0][0].token_ids) for m in (0, 3, 6))
     later = sum(
         len(p.token_ids) - len(before.token_ids) - len(c.token_ids) + 1
@@ -183,54 +182,54 @@ def test_every_turn_reads_only_what_is_new() -> None:
     assert sampler.stats.sampled == sum(len(c.token_ids) for turns in played for _, c in turns)
 
 
-def test_with_few_slots_running_episodes_keep_theirs() -> None:
-    few, many = make(tiny(), slots=2), make(tiny(), slots=9)
+def test_running_episodes_keep_their_slots_when_slots_are_few() -> None:
+    few, many = make_sampler(tiny(), slots=2), make_sampler(tiny(), slots=9)
     run(few)
     run(many)
-    # A later member copies the shared prompt and reads its last token again, for the logits; a
-    # shared prompt may have to be read once more when nobody holds it any longer.
+    # A later episode copies the shared prompt and prefills its last token again, for the logits; a
+    # shared prompt may have to be prefilled once more when no slot holds it any longer.
     assert few.stats.prefilled <= many.stats.prefilled + 3 * 6 + 6
 
 
-def test_new_weights_read_nothing_old() -> None:
+def test_new_weights_reuse_no_cached_keys() -> None:
     model, other = tiny(), tiny()
     with torch.no_grad():
         for weight in other.parameters():
             weight.mul_(1.1)
-    sampler = make(model)
+    sampler = make_sampler(model)
     run(sampler)
     model.load_state_dict(other.state_dict())
     sampler.forget()
     sampler.version = 1
-    fresh = make(other)
+    fresh = make_sampler(other)
     fresh.version = 1
     assert run(sampler) == run(fresh)
 
 
 def test_a_failed_forward_reaches_every_request_and_the_next_run_works() -> None:
     model = tiny("llama")
-    sampler = make(model, slots=2)
-    whole = model.model.forward
+    sampler = make_sampler(model, slots=2)
+    forward = model.model.forward
 
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("out of memory")
 
     async def three() -> list[object]:
-        asked = [sampler.complete(ask((3, 4, k), k)) for k in range(3)]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        requests = [sampler.complete(make_prompt((3, 4, k), k)) for k in range(3)]
+        return await asyncio.gather(*requests, return_exceptions=True)
 
     model.model.forward = broken
     errors = asyncio.run(asyncio.wait_for(three(), 10))
     assert [str(error) for error in errors] == ["out of memory"] * 3
-    model.model.forward = whole
-    assert run(sampler) == run(make(tiny("llama"), slots=2))
+    model.model.forward = forward
+    assert run(sampler) == run(make_sampler(tiny("llama"), slots=2))
 
 
 def test_cancelled_requests_free_their_slots() -> None:
-    sampler = make(tiny(), slots=2, end_ids=())
+    sampler = make_sampler(tiny(), slots=2, end_ids=())
 
-    async def impatient() -> list[Completion]:
-        prompts = [ask((3, k), k, max_tokens=80) for k in range(4)]
+    async def cancel_two() -> list[Completion]:
+        prompts = [make_prompt((3, k), k, max_tokens=80) for k in range(4)]
         tasks = [asyncio.create_task(sampler.complete(prompt)) for prompt in prompts]
         while sampler.stats.forwards < 3:
             await asyncio.sleep(0)
@@ -239,19 +238,19 @@ def test_cancelled_requests_free_their_slots() -> None:
             task.cancel()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert [isinstance(d, asyncio.CancelledError) for d in done] == [False, True, True, False]
-        return await asyncio.gather(*[sampler.complete(ask((3, k), k)) for k in range(4)])
+        return await asyncio.gather(*[sampler.complete(make_prompt((3, k), k)) for k in range(4)])
 
-    again = asyncio.run(asyncio.wait_for(impatient(), 30))
+    again = asyncio.run(asyncio.wait_for(cancel_two(), 30))
 
-    async def calmly() -> list[Completion]:
-        calm = make(tiny(), slots=2, end_ids=())
-        return await asyncio.gather(*[calm.complete(ask((3, k), k)) for k in range(4)])
+    async def uncancelled() -> list[Completion]:
+        other = make_sampler(tiny(), slots=2, end_ids=())
+        return await asyncio.gather(*[other.complete(make_prompt((3, k), k)) for k in range(4)])
 
-    assert [c.token_ids for c in again] == [c.token_ids for c in asyncio.run(calmly())]
+    assert [c.token_ids for c in again] == [c.token_ids for c in asyncio.run(uncancelled())]
 
 
-def test_it_outlives_an_event_loop_that_was_torn_down() -> None:
-    sampler = make(tiny())
+def test_the_sampler_works_after_its_event_loop_was_interrupted() -> None:
+    sampler = make_sampler(tiny())
 
     async def interrupted() -> None:
         task = asyncio.create_task(play(sampler, 0))
@@ -261,24 +260,24 @@ def test_it_outlives_an_event_loop_that_was_torn_down() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(interrupted())
-    assert run(sampler) == run(make(tiny()))
+    assert run(sampler) == run(make_sampler(tiny()))
 
 
 @pytest.mark.parametrize("delay", [lambda: asyncio.sleep(0), lambda: asyncio.sleep(0.002)])
-def test_an_environment_that_takes_its_time_changes_no_token(
+def test_a_slow_environment_changes_no_token(
     delay: Callable[[], Awaitable[None]],
 ) -> None:
     model = tiny()
-    slow, quick = make(model), make(model)
+    slow, quick = make_sampler(model), make_sampler(model)
 
     async def slowly(member: int) -> Completion:
-        first = await slow.complete(ask((3, member), member))
+        first = await slow.complete(make_prompt((3, member), member))
         await delay()
-        return await slow.complete(ask((3, member, *first.token_ids, 9), 50 + member))
+        return await slow.complete(make_prompt((3, member, *first.token_ids, 9), 50 + member))
 
     async def quickly(member: int) -> Completion:
-        first = await quick.complete(ask((3, member), member))
-        return await quick.complete(ask((3, member, *first.token_ids, 9), 50 + member))
+        first = await quick.complete(make_prompt((3, member), member))
+        return await quick.complete(make_prompt((3, member, *first.token_ids, 9), 50 + member))
 
     async def everyone(episode: Callable[[int], Awaitable[Completion]]) -> list[Completion]:
         return await asyncio.gather(*[episode(m) for m in range(6)])

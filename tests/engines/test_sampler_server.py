@@ -1,4 +1,4 @@
-"""A vLLM server as policy, with a stand-in on loopback: what is asked, and answers of all kinds."""
+"""A vLLM server as policy, with a fake on loopback: requests, answers and errors."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def completion(**changes: Any) -> dict[str, Any]:
 
 
 def answers(**changes: Answer) -> dict[str, Any]:
-    """A server that takes all there is; `changes` by path, with underscores for slashes."""
-    usual: dict[str, Any] = {
+    """The answers of a suitable server by path; `changes` replace some."""
+    suitable: dict[str, Any] = {
         "/version": (200, {"version": "0.32.0"}),
         "/v1/models": (200, {"data": [{"id": "ragen", "parent": "m"}, MODEL]}),
         "/collective_rpc": (200, {"results": [None]}),
@@ -43,7 +43,7 @@ def answers(**changes: Answer) -> dict[str, Any]:
         "/reset_prefix_cache": (200, {"success": True}),
         "/v1/completions": (200, completion()),
     }
-    return usual | changes
+    return suitable | changes
 
 
 def connect(url: str, model: Any = None) -> VllmServer:
@@ -51,21 +51,21 @@ def connect(url: str, model: Any = None) -> VllmServer:
     return VllmServer(url, model, chat.end_ids, chat.decode, max_length=64)
 
 
-def test_tokens_go_in_and_come_out() -> None:
-    asked: list[dict[str, Any]] = []
+def test_requests_and_completions_hold_tokens() -> None:
+    requests: list[dict[str, Any]] = []
 
-    def say(body: dict[str, Any]) -> Answer:
-        asked.append(body)
+    def complete(body: dict[str, Any]) -> Answer:
+        requests.append(body)
         return 200, completion()
 
-    with pretend_server(answers() | {"/v1/completions": say}) as url:
+    with pretend_server(answers() | {"/v1/completions": complete}) as url:
         server = connect(url + "/v1/")
-        said = asyncio.run(server.complete(PROMPT))
-        assert server.ask(PROMPT) == said
-    assert (said.token_ids, said.logprobs) == ((8, 9), (-0.5, -0.25))
-    assert said.finish_reason == "length" and said.fingerprint is not None
+        completed = asyncio.run(server.complete(PROMPT))
+        assert server.ask(PROMPT) == completed
+    assert (completed.token_ids, completed.logprobs) == ((8, 9), (-0.5, -0.25))
+    assert completed.finish_reason == "length" and completed.fingerprint is not None
     assert (server.stats.prefilled, server.stats.reused, server.stats.sampled) == (1, 2, 2)
-    assert asked[0] == {
+    assert requests[0] == {
         "model": "m",
         "prompt": [5, 6, 7],
         "max_tokens": 4,
@@ -84,7 +84,7 @@ def test_tokens_go_in_and_come_out() -> None:
     }
 
 
-def test_weights_go_through_a_folder_that_is_gone_afterwards() -> None:
+def test_weights_are_published_through_a_temporary_folder() -> None:
     seen: list[tuple[Path, list[str]]] = []
 
     def load(body: dict[str, Any]) -> Answer:
@@ -101,7 +101,7 @@ def test_weights_go_through_a_folder_that_is_gone_afterwards() -> None:
     assert all(".safetensors" in kinds and not folder.exists() for folder, kinds in seen)
 
 
-def test_an_adapter_goes_under_a_name_of_its_own() -> None:
+def test_an_adapter_is_published_under_its_own_name() -> None:
     loaded: list[dict[str, Any]] = []
     models: list[str] = []
 
@@ -111,13 +111,13 @@ def test_an_adapter_goes_under_a_name_of_its_own() -> None:
         loaded.append(body)
         return 200, b"Success: LoRA adapter 'ragen' added successfully."
 
-    def say(body: dict[str, Any]) -> Answer:
+    def complete(body: dict[str, Any]) -> Answer:
         models.append(body["model"])
         return 200, completion()
 
     model = tiny_model(tiny_tokenizer())
     attach(model, ("policy",), rank=4, alpha=8, targets="q_proj", seed=0, base="base")
-    routes = answers() | {"/v1/load_lora_adapter": load, "/v1/completions": say}
+    routes = answers() | {"/v1/load_lora_adapter": load, "/v1/completions": complete}
     with pretend_server(routes) as url:
         server = connect(url, model)
         asyncio.run(server.complete(PROMPT))
@@ -144,7 +144,7 @@ def test_an_adapter_goes_under_a_name_of_its_own() -> None:
         ("/reset_prefix_cache", (200, {"success": False}), "samples for somebody else"),
     ],
 )
-def test_a_server_to_train_with_is_known_from_others(path: str, answer: Answer, words: str) -> None:
+def test_an_unsuitable_server_is_refused_in_one_line(path: str, answer: Answer, words: str) -> None:
     with (
         pretend_server(answers() | {path: answer}) as url,
         pytest.raises(RagenError, match=words) as caught,
@@ -167,7 +167,7 @@ def test_a_server_to_train_with_is_known_from_others(path: str, answer: Answer, 
         (400, {"error": {"message": "the prompt is too long"}}),
     ],
 )
-def test_a_strange_completion_is_one_line(answer: Answer) -> None:
+def test_an_invalid_completion_is_reported_in_one_line(answer: Answer) -> None:
     with pretend_server(answers() | {"/v1/completions": answer}) as url:
         server = connect(url)
         with pytest.raises(RagenError, match=url) as caught:
@@ -175,9 +175,9 @@ def test_a_strange_completion_is_one_line(answer: Answer) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_is_down_is_one_line_and_leaves_no_run(tmp_path: Path) -> None:
+def test_a_server_that_is_down_is_reported_before_the_run_folder_is_made(tmp_path: Path) -> None:
     with pretend_server({}) as url:
-        pass  # it is gone, and the port free
+        pass  # the server is stopped and its port is free
     with pytest.raises(RagenError, match="cannot be reached"):
         connect(url)
     config = resolve("bandit", {"rollout.sampler": url, "threads": 1})
@@ -186,13 +186,13 @@ def test_a_server_that_is_down_is_one_line_and_leaves_no_run(tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
-def test_an_address_that_is_none_is_one_line() -> None:
+def test_an_invalid_address_is_refused() -> None:
     for url in ("http://127.0.0.1:port", "http://[::1", "http:///v1"):
         with pytest.raises(RagenError, match="cannot be reached"):
             connect(url)
 
 
-def test_a_server_that_goes_away_is_one_line() -> None:
+def test_a_server_that_stops_is_reported() -> None:
     with pretend_server(answers()) as url:
         server = connect(url)
     with pytest.raises(RagenError, match="cannot be reached"):

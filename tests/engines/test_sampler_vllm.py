@@ -1,4 +1,4 @@
-"""Rollouts with vLLM, with a stand-in for vLLM itself: what is called when, and what goes wrong."""
+"""Rollouts with vLLM, with a fake in place of vLLM: the order of calls, and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ragen.training.trainer import examine, train
 from tests.diagnostics.test_guard_run import Plan, alarms_at
 from tests.tolerance import LOGPROB
 
-__all__ = ["alarms_at"]  # a fixture that a test here asks for
+__all__ = ["alarms_at"]  # a fixture of a test in this module
 
 SIZES = {"dtype": "float32", "max_length": 64, "slots": 4, "gpu_memory": 0.4}
 
@@ -47,80 +47,80 @@ def sampler(folder: str) -> VllmSampler:
     return VllmSampler(PretendVllm(folder), chat.end_ids, chat.decode, max_length=64)
 
 
-def ask(seed: int, **changes: Any) -> Prompt:
+def make_prompt(seed: int, **changes: Any) -> Prompt:
     fields = {"max_tokens": 6, "temperature": 1.0, **changes}
     return Prompt((), (5, 6, 7, 8), 0, seed=seed, **fields)
 
 
-async def many(sampler: VllmSampler, count: int = 10) -> list[Completion]:
-    return await asyncio.gather(*[sampler.complete(ask(seed)) for seed in range(count)])
+async def complete_many(sampler: VllmSampler, count: int = 10) -> list[Completion]:
+    return await asyncio.gather(*[sampler.complete(make_prompt(seed)) for seed in range(count)])
 
 
-def test_requests_meet_in_a_step_and_each_gets_its_own_answer(sampler: VllmSampler) -> None:
-    together = asyncio.run(many(sampler))
+def test_requests_share_steps_and_get_their_own_completions(sampler: VllmSampler) -> None:
+    together = asyncio.run(complete_many(sampler))
     assert sampler._vllm.calls.count("step") == 3  # ten requests, four at once
-    alone = [sampler.ask(ask(seed)) for seed in range(10)]
+    alone = [sampler.ask(make_prompt(seed)) for seed in range(10)]
     assert together == alone
     assert len({c.token_ids for c in together}) == 10
-    # The stand-in says that it remembered one token of four; `ask` is not counted.
+    # The fake reports one cached token of four; `ask` is not counted.
     assert (sampler.stats.prefilled, sampler.stats.reused) == (30, 10)
     assert sampler.stats.sampled == sum(len(c.token_ids) for c in together)
 
 
-def test_cancelled_requests_are_dropped_and_the_others_answered(sampler: VllmSampler) -> None:
-    async def impatient() -> list[object]:
-        tasks = [asyncio.create_task(sampler.complete(ask(seed))) for seed in range(6)]
+def test_cancelled_requests_are_dropped_and_others_completed(sampler: VllmSampler) -> None:
+    async def cancel_three() -> list[object]:
+        tasks = [asyncio.create_task(sampler.complete(make_prompt(seed))) for seed in range(6)]
         await asyncio.sleep(0)
         for task in tasks[1:4]:
             task.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    found = asyncio.run(asyncio.wait_for(impatient(), 10))
-    gone = [isinstance(each, asyncio.CancelledError) for each in found]
-    assert gone == [False, True, True, True, False, False]
+    results = asyncio.run(asyncio.wait_for(cancel_three(), 10))
+    cancelled = [isinstance(each, asyncio.CancelledError) for each in results]
+    assert cancelled == [False, True, True, True, False, False]
     assert sampler._vllm.calls.count("drop") == 3
     assert not sampler._vllm.waiting and not sampler._open
 
 
 def test_a_failed_step_reaches_every_request_and_the_next_run_works(sampler: VllmSampler) -> None:
-    expected = asyncio.run(many(sampler, 3))
+    expected = asyncio.run(complete_many(sampler, 3))
     sampler._vllm.fault = RuntimeError("out of memory")
 
     async def three() -> list[object]:
-        asked = [sampler.complete(ask(seed)) for seed in range(3)]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        requests = [sampler.complete(make_prompt(seed)) for seed in range(3)]
+        return await asyncio.gather(*requests, return_exceptions=True)
 
     errors = asyncio.run(asyncio.wait_for(three(), 10))
     assert [str(error) for error in errors] == ["out of memory"] * 3
     assert not sampler._vllm.waiting
-    assert asyncio.run(asyncio.wait_for(many(sampler, 3), 10)) == expected
+    assert asyncio.run(asyncio.wait_for(complete_many(sampler, 3), 10)) == expected
 
 
-def test_it_outlives_an_event_loop_that_was_torn_down(sampler: VllmSampler) -> None:
+def test_the_sampler_works_after_its_event_loop_was_interrupted(sampler: VllmSampler) -> None:
     async def interrupted() -> None:
-        task = asyncio.create_task(many(sampler))
+        task = asyncio.create_task(complete_many(sampler))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         raise KeyboardInterrupt(task)
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(interrupted())
-    assert len(asyncio.run(asyncio.wait_for(many(sampler), 10))) == 10
+    assert len(asyncio.run(asyncio.wait_for(complete_many(sampler), 10))) == 10
 
 
 def test_publishing_wakes_loads_and_forgets(sampler: VllmSampler) -> None:
     tokenizer = tiny_tokenizer()
-    before, other = sampler.ask(ask(1)), tiny_model(tokenizer, seed=1)
+    before, other = sampler.ask(make_prompt(1)), tiny_model(tokenizer, seed=1)
     sampler.rest()
     sampler._vllm.calls.clear()
     asyncio.run(sampler.publish(other, 7))
     assert sampler._vllm.calls == ["wake", "load", "wake", "forget"]
-    after = sampler.ask(ask(1))
+    after = sampler.ask(make_prompt(1))
     assert (before.policy_version, after.policy_version) == (0, 7)
     assert before.token_ids != after.token_ids
 
 
-def test_an_adapter_is_pushed_through_a_folder(sampler: VllmSampler) -> None:
+def test_an_adapter_is_published_through_a_folder(sampler: VllmSampler) -> None:
     model = tiny_model(tiny_tokenizer())
     attach(model, ("policy",), rank=4, alpha=8, targets="q_proj", seed=0, base="base")
     asyncio.run(sampler.publish(model, 1))
@@ -128,12 +128,12 @@ def test_an_adapter_is_pushed_through_a_folder(sampler: VllmSampler) -> None:
     assert sampler._vllm.adapters == [["adapter_config.json", "adapter_model.safetensors"]]
 
 
-def test_it_keeps_to_the_length_and_asks_nothing_while_it_samples(sampler: VllmSampler) -> None:
+def test_too_long_requests_and_forgetting_while_sampling_are_errors(sampler: VllmSampler) -> None:
     with pytest.raises(AssertionError, match="length"):
-        sampler.ask(ask(1, max_tokens=61))  # with four tokens of prompt
+        sampler.ask(make_prompt(1, max_tokens=61))  # with four tokens of prompt
 
-    async def forgetful() -> None:
-        task = asyncio.create_task(sampler.complete(ask(1)))
+    async def forget_while_sampling() -> None:
+        task = asyncio.create_task(sampler.complete(make_prompt(1)))
         await asyncio.sleep(0)
         try:
             sampler.forget()
@@ -141,20 +141,20 @@ def test_it_keeps_to_the_length_and_asks_nothing_while_it_samples(sampler: VllmS
             await task
 
     with pytest.raises(AssertionError, match="while completions are sampled"):
-        asyncio.run(forgetful())
+        asyncio.run(forget_while_sampling())
 
 
 # vLLM itself.
 
 
-def test_vllm_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+def test_missing_vllm_is_refused_with_a_hint(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(RagenError, match=r"needs vLLM .*pip install 'ragen-rl\[vllm\]'"):
         Vllm(folder, **SIZES)
 
 
 @pytest.mark.parametrize("version", ["0.11.2", "0.33.0", "1.0", "dev"])
-def test_vllm_of_another_release_is_one_line(
+def test_another_release_of_vllm_is_refused(
     monkeypatch: pytest.MonkeyPatch, folder: str, version: str
 ) -> None:
     parts = ("config", "config.lora", "distributed", "inputs", "lora", "lora.request", "platforms")
@@ -169,8 +169,8 @@ def test_vllm_of_another_release_is_one_line(
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> list[PretendVllm]:
-    """All stand-ins that an engine makes instead of vLLM."""
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[PretendVllm]:
+    """The fakes that engines make instead of vLLM."""
     made: list[PretendVllm] = []
 
     def make(path: str, **options: Any) -> PretendVllm:
@@ -198,31 +198,31 @@ def settings(folder: str, **more: Any) -> Any:
     return resolve("bandit", small | more)
 
 
-def test_a_run_with_weights_of_its_own(
-    folder: str, tmp_path: Path, pretended: list[PretendVllm]
+def test_a_run_publishes_its_weights_to_vllm(
+    folder: str, tmp_path: Path, fakes: list[PretendVllm]
 ) -> None:
     train(settings(folder, **{"rollout.gpu_memory": 0.3}), tmp_path / "run")
-    (vllm,) = pretended
+    (vllm,) = fakes
     assert vllm.options["gpu_memory"] == 0.3 and vllm.options["adapter_rank"] == 0
     assert vllm.calls.count("load") == 2 and vllm.calls[-1] == "close"
     metrics = read_metrics(tmp_path / "run")
     for name in ("publish/logprob_difference", "mismatch/kl", "importance/mean"):
         assert len(metrics[name]) == 2, name
     assert all(value < LOGPROB for value in metrics["publish/logprob_difference"].values())
-    # No request before the learner's work is left without a call to wake: the stand-in asserts it.
+    # The fake asserts that it is awake at each request.
     assert "sleep" in vllm.calls
 
 
 def test_weights_that_do_not_arrive_stop_the_run(
-    folder: str, tmp_path: Path, pretended: list[PretendVllm], monkeypatch: pytest.MonkeyPatch
+    folder: str, tmp_path: Path, fakes: list[PretendVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PretendVllm, "load", lambda self, weights: dict(weights))
     with pytest.raises(RagenError, match="did not reach the sampler: after publication 1"):
         train(settings(folder, **{"update.lr": 0.1}), tmp_path / "run")
-    assert pretended[0].calls[-1] == "close"
+    assert fakes[0].calls[-1] == "close"
 
 
-def test_another_model_is_found_out_before_anything_is_written(
+def test_another_model_is_refused_before_the_run_folder_is_made(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, tokenizer = tmp_path / "other", tiny_tokenizer()
@@ -235,8 +235,8 @@ def test_another_model_is_found_out_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_is_pushed_when_it_is_loaded(
-    folder: str, tmp_path: Path, pretended: list[PretendVllm]
+def test_a_loaded_checkpoint_is_published(
+    folder: str, tmp_path: Path, fakes: list[PretendVllm]
 ) -> None:
     engine = Engine(settings(folder), folder)
     with torch.no_grad():
@@ -244,58 +244,56 @@ def test_a_checkpoint_is_pushed_when_it_is_loaded(
     state = asyncio.run(engine.save(tmp_path))
     again = Engine(settings(folder), folder)
     asyncio.run(again.load(tmp_path, state | {"version": 3}))
-    assert pretended[1].calls.count("load") == 1
+    assert fakes[1].calls.count("load") == 1
     assert again.metrics()["publish/logprob_difference"].value < LOGPROB
     assert again.policy.version == 3
 
 
-def test_an_evaluation_samples_with_vllm_and_leaves_a_server_alone(
-    folder: str, pretended: list[PretendVllm]
+def test_an_evaluation_samples_with_vllm_but_not_with_a_server(
+    folder: str, fakes: list[PretendVllm]
 ) -> None:
     policy, _ = make_policy(settings(folder), folder)
     assert isinstance(policy, VllmSampler)
     url = {"rollout.sampler": "http://127.0.0.1:1"}
     policy, _ = make_policy(settings(folder, **url), folder)
-    assert not isinstance(policy, VllmSampler) and len(pretended) == 1
+    assert not isinstance(policy, VllmSampler) and len(fakes) == 1
 
 
-def test_an_evaluation_lets_go_of_the_engine_that_it_made(
-    folder: str, pretended: list[PretendVllm]
-) -> None:
-    """Another environment's may follow in this process."""
+def test_an_evaluation_closes_its_engine(folder: str, fakes: list[PretendVllm]) -> None:
+    """The engine of another environment may follow in this process."""
     settings_ = {"model.path": folder, "rollout.sampler": "vllm", "model.max_length": 256}
     play_target(folder, settings_ | {"env": "bandit"})
     for env in ("bandit", "bandit-rev"):
         evaluate_target(folder, settings_ | {"env": env}, episodes=2)
-    assert [vllm.calls[-1] for vllm in pretended] == ["close"] * 3
+    assert [vllm.calls[-1] for vllm in fakes] == ["close"] * 3
 
 
-def test_temperatures_of_an_evaluation_are_refused_too(
-    folder: str, pretended: list[PretendVllm]
+def test_evaluation_temperatures_outside_the_range_of_vllm_are_refused(
+    folder: str, fakes: list[PretendVllm]
 ) -> None:
     settings_ = {"model.path": folder, "env": "bandit", "rollout.sampler": "vllm"}
     for temperature in (3.0, 0.005):
         with pytest.raises(RagenError, match=r"^temperature = .*: vLLM samples at 0.01 to 2, or"):
             evaluate_target(folder, settings_, episodes=2, temperature=temperature)
-    assert not pretended
+    assert not fakes
 
 
-def test_looking_closer_leaves_nothing_behind_and_servers_alone(
-    folder: str, tmp_path: Path, pretended: list[PretendVllm]
+def test_examine_closes_its_engine_and_uses_no_server(
+    folder: str, tmp_path: Path, fakes: list[PretendVllm]
 ) -> None:
     train(settings(folder, **{"steps": 1}), tmp_path / "run")
     expected = examine(tmp_path / "run")
-    assert [vllm.calls[-1] for vllm in pretended] == ["close"] * 2
+    assert [vllm.calls[-1] for vllm in fakes] == ["close"] * 2
     text = (tmp_path / "run" / "config.toml").read_text()
     served = text.replace('sampler = "vllm"', 'sampler = "http://127.0.0.1:9"')
     (tmp_path / "run" / "config.toml").write_text(served)
-    assert examine(tmp_path / "run").keys() == expected.keys() and len(pretended) == 2
+    assert examine(tmp_path / "run").keys() == expected.keys() and len(fakes) == 2
 
 
-def test_a_rollback_that_fails_is_told_and_closes_once(
+def test_a_failed_rollback_is_reported_and_closes_the_engine_once(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alarms_at: Plan
 ) -> None:
-    """The engine that was closed for the next one is still the run's when that cannot be made."""
+    """If the next engine cannot be made, the run still holds the one that is already closed."""
     alarms_at((0, 2))
     made: list[PretendVllm] = []
 
@@ -312,32 +310,30 @@ def test_a_rollback_that_fails_is_told_and_closes_once(
     assert made[0].calls.count("close") == 1
 
 
-def test_vllm_gets_the_folder_that_was_loaded(
-    folder: str, pretended: list[PretendVllm], monkeypatch: pytest.MonkeyPatch
+def test_vllm_loads_the_resolved_model_folder(
+    folder: str, fakes: list[PretendVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the name: nothing asks the Hub again, and what is in its cache will do."""
+    """Not the name of the model, so that the Hub is not asked again and its cache suffices."""
     monkeypatch.setattr("ragen.models.loading.model_folder", lambda path: Path(folder))
     make_policy(settings("nobody/nothing"), "nobody/nothing")
-    assert pretended[0].path == folder
+    assert fakes[0].path == folder
 
 
-def test_agreement_is_judged_by_what_the_arithmetic_allows(
-    folder: str, pretended: list[PretendVllm]
-) -> None:
+def test_parity_bounds_depend_on_the_dtype(folder: str, fakes: list[PretendVllm]) -> None:
     engine = Engine(settings(folder, **{"rollout.temperature": 0.5}), folder)
 
     def off_by(distance: float, dtype: str) -> float:
-        class Off:
+        class Shifted:
             version, max_length = 4, 256
 
-            def ask(self, prompt: Prompt) -> Completion:
+            def make_prompt(self, prompt: Prompt) -> Completion:
                 assert prompt.temperature == 0.5
-                said = engine.policy.ask(prompt)
-                moved = (said.logprobs[0] + distance, *said.logprobs[1:])
-                return Completion(said.token_ids, moved, said.text, "length", 4)
+                exact = engine.policy.ask(prompt)
+                logprobs = (exact.logprobs[0] + distance, *exact.logprobs[1:])
+                return Completion(exact.token_ids, logprobs, exact.text, "length", 4)
 
-        told = check_parity(Off(), engine.learner, engine.chat, 0.5, dtype)
-        return told["publish/logprob_difference"].value
+        metrics = check_parity(Shifted(), engine.learner, engine.chat, 0.5, dtype)
+        return metrics["publish/logprob_difference"].value
 
     assert off_by(0.005, "float32") == pytest.approx(0.005, abs=LOGPROB)
     assert off_by(-0.4, "bfloat16") == pytest.approx(0.4, abs=LOGPROB)
@@ -347,7 +343,7 @@ def test_agreement_is_judged_by_what_the_arithmetic_allows(
 
 
 @pytest.mark.parametrize("key", ["rollout.temperature", "eval.temperature"])
-def test_temperatures_that_vllm_would_move_are_refused(key: str) -> None:
+def test_temperatures_outside_the_range_of_vllm_are_refused(key: str) -> None:
     for sampler in ("vllm", "http://127.0.0.1:8000"):
         for temperature in (0.005, 2.5):
             with pytest.raises(RagenError, match=f"{key} = .*: vLLM samples at 0.01 to 2"):
@@ -356,7 +352,7 @@ def test_temperatures_that_vllm_would_move_are_refused(key: str) -> None:
     resolve("bandit", {"rollout.sampler": "vllm", "eval.temperature": 0.0})
 
 
-def test_only_names_of_samplers_are_taken() -> None:
+def test_unknown_samplers_and_unused_gpu_memory_are_refused() -> None:
     with pytest.raises(RagenError, match=r"rollout\.sampler"):
         resolve("bandit", {"rollout.sampler": "sglang"})
     with pytest.raises(RagenError, match=r"rollout\.gpu_memory"):

@@ -1,4 +1,4 @@
-"""vLLM for real, on a CPU: in this process, and as a server on loopback, by the same contract."""
+"""The real vLLM on a CPU, in this process and as a server on loopback, by the same contract."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.vllm
 
 MAX_LENGTH = 256
 WIDTHS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-"""Heads of 32, the narrowest that vLLM has kernels for."""
+"""Heads of width 32, the narrowest for which vLLM has kernels."""
 START_S = 300.0
 
 Policy = VllmSampler | VllmServer
 
 
 def model_of(seed: int = 0, **changes: Any) -> Any:
-    # A server on a CPU keeps an output layer that is tied to the embedding as it was.
+    # A server on a CPU does not update an output layer that is tied to the embedding.
     sizes = {**WIDTHS, "tie_word_embeddings": False, "initializer_range": 0.2, **changes}
     return tiny_model(tiny_tokenizer(), seed, **sizes)
 
@@ -77,7 +77,7 @@ def server_url(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # not what this process has set for itself
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # this process may have set another value
     }
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -92,7 +92,7 @@ def server_url(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         try:
             process.wait(60)
         finally:
-            if alive(process.pid):  # a worker that did not end with its server
+            if alive(process.pid):  # a worker outlived its server
                 os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -136,7 +136,7 @@ def connect(url: str, model: Any = None) -> VllmServer:
     return VllmServer(url, model, chat.end_ids, chat.decode, max_length=MAX_LENGTH)
 
 
-def ask(seed: int, **changes: Any) -> Prompt:
+def make_prompt(seed: int, **changes: Any) -> Prompt:
     fields = {"max_tokens": 24, "temperature": 1.0, **changes}
     ids = tuple(5 + (7 * seed + 3 * k) % 300 for k in range(40 + seed % 9))
     return Prompt((), ids, 0, seed=seed, **fields)
@@ -152,7 +152,7 @@ def sampled(policy: Policy, prompts: list[Prompt]) -> list[Completion]:
 
 @torch.no_grad()
 def difference(model: Any, prompt: Prompt, completion: Completion) -> float:
-    """Largest distance of a logprob from the learner's."""
+    """Largest distance of a logprob from that of the learner."""
     ids = torch.tensor([prompt.token_ids + completion.token_ids])
     wanted = torch.zeros_like(ids, dtype=torch.bool)
     wanted[0, len(prompt.token_ids) - 1 : -1] = True
@@ -163,24 +163,24 @@ def difference(model: Any, prompt: Prompt, completion: Completion) -> float:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-def test_logprobs_are_the_learners(policy: Policy, temperature: float) -> None:
+def test_logprobs_equal_those_of_the_learner(policy: Policy, temperature: float) -> None:
     model = model_of()
     asyncio.run(policy.publish(model, 1))
-    prompts = [ask(seed, temperature=temperature) for seed in range(24)]
+    prompts = [make_prompt(seed, temperature=temperature) for seed in range(24)]
     completions = sampled(policy, prompts)
     worst = max(difference(model, p, c) for p, c in zip(prompts, completions, strict=True))
     assert worst < 1e-3
     assert {c.policy_version for c in completions} == {1}
     again = sampled(policy, prompts)
-    assert [c.token_ids for c in again] == [c.token_ids for c in completions]  # by their seeds
+    assert [c.token_ids for c in again] == [c.token_ids for c in completions]  # the seeds decide
     if temperature == 0:
         ids = torch.tensor([prompts[0].token_ids])
         assert completions[0].token_ids[0] == int(model(ids).logits[0, -1].argmax())
 
 
-def test_ends_are_ours_and_lengths_are_kept(policy: Policy) -> None:
+def test_completions_end_at_an_end_token_or_the_limit(policy: Policy) -> None:
     chat = Chat(tiny_tokenizer())
-    completions = sampled(policy, [ask(seed, max_tokens=150) for seed in range(32)])
+    completions = sampled(policy, [make_prompt(seed, max_tokens=150) for seed in range(32)])
     assert {c.finish_reason for c in completions} == {"stop", "length"}
     for completion in completions:
         ended = completion.token_ids[-1] in chat.end_ids
@@ -191,7 +191,7 @@ def test_ends_are_ours_and_lengths_are_kept(policy: Policy) -> None:
 
 
 def test_a_publication_changes_the_next_sample(policy: Policy) -> None:
-    prompt, old, new = ask(3), model_of(), model_of(seed=1)
+    prompt, old, new = make_prompt(3), model_of(), model_of(seed=1)
     before = policy.ask(prompt)
     asyncio.run(policy.publish(new, 2))
     after = policy.ask(prompt)
@@ -201,18 +201,20 @@ def test_a_publication_changes_the_next_sample(policy: Policy) -> None:
     assert policy.ask(prompt).token_ids == before.token_ids
 
 
-def test_cache_hits_grow_over_the_turns_and_end_with_the_weights(
+def test_cache_hits_grow_over_turns_and_a_publication_resets_them(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy, "end_ids", [])  # every completion has its 24 tokens
     policy.forget()
-    ids, hits = ask(1).token_ids, []
+    ids, hits = make_prompt(1).token_ids, []
     for turn in range(4):
         before = policy.stats.reused
         prompt = Prompt((), ids, 0, 24, 1.0, turn)
         ids += (*asyncio.run(policy.complete(prompt)).token_ids, *range(9, 18))
         hits.append(policy.stats.reused - before)
-    assert hits[0] == 0 and hits[1] >= 32 and sorted(set(hits)) == hits  # each above the last
+    assert (
+        hits[0] == 0 and hits[1] >= 32 and sorted(set(hits)) == hits
+    )  # each greater than the one before
     asyncio.run(policy.publish(model_of(), 4))
     before = policy.stats.reused
     asyncio.run(policy.complete(prompt))
@@ -224,18 +226,18 @@ def test_cancelled_requests_leave_nothing_behind(
 ) -> None:
     monkeypatch.setattr(policy, "end_ids", [])  # no request ends early
 
-    async def impatient() -> list[object]:
-        prompts = [ask(seed, max_tokens=150) for seed in range(12)]
+    async def cancel_eight() -> list[object]:
+        prompts = [make_prompt(seed, max_tokens=150) for seed in range(12)]
         tasks = [asyncio.create_task(policy.complete(prompt)) for prompt in prompts]
         await asyncio.sleep(0.2)
         for task in tasks[:8]:
             task.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    found = asyncio.run(asyncio.wait_for(impatient(), 120))
-    assert all(isinstance(each, Completion) for each in found[8:])
-    assert all(isinstance(each, asyncio.CancelledError) for each in found[:8])
-    for _ in range(20):  # a server hears of it when the connection ends
+    results = asyncio.run(asyncio.wait_for(cancel_eight(), 120))
+    assert all(isinstance(each, Completion) for each in results[8:])
+    assert all(isinstance(each, asyncio.CancelledError) for each in results[:8])
+    for _ in range(20):  # a server notices when the connection ends
         try:
             policy.forget()
             return
@@ -245,17 +247,17 @@ def test_cancelled_requests_leave_nothing_behind(
 
 
 def test_tied_output_layers_follow_their_embedding(embedded: VllmSampler, tmp_path: Path) -> None:
-    """On a CPU vLLM computes from a packed copy, which reloading alone leaves as it was."""
+    """On a CPU vLLM computes from a packed copy, which reloading alone does not update."""
     tied, other = (model_of(seed, tie_word_embeddings=True) for seed in (0, 1))
     save_model(tied, tiny_tokenizer(), tmp_path)
     sampler = engine_of(str(tmp_path))
-    assert difference(tied, ask(1), sampler.ask(ask(1))) < 1e-3
+    assert difference(tied, make_prompt(1), sampler.ask(make_prompt(1))) < 1e-3
     asyncio.run(sampler.publish(other, 1))
-    assert difference(other, ask(1), sampler.ask(ask(1))) < 1e-3
+    assert difference(other, make_prompt(1), sampler.ask(make_prompt(1))) < 1e-3
 
 
-def test_an_adapter_is_swapped_in_place(embedded: VllmSampler, folder: str) -> None:
-    model, prompt = model_of(), ask(5)
+def test_an_adapter_is_replaced_in_place(embedded: VllmSampler, folder: str) -> None:
+    model, prompt = model_of(), make_prompt(5)
     attach(model, ("policy",), rank=4, alpha=8, targets="all-linear", seed=0, base=folder)
     sampler = engine_of(folder, adapter_rank=4)
     assert difference(model_of(), prompt, sampler.ask(prompt)) < 1e-3
@@ -273,22 +275,24 @@ def test_an_adapter_is_swapped_in_place(embedded: VllmSampler, folder: str) -> N
         assert completion.policy_version == version
 
 
-def test_a_model_that_vllm_cannot_serve_is_one_line(embedded: VllmSampler, tmp_path: Path) -> None:
+def test_a_model_that_vllm_cannot_serve_is_reported_in_one_line(
+    embedded: VllmSampler, tmp_path: Path
+) -> None:
     save_model(model_of(max_position_embeddings=128), tiny_tokenizer(), tmp_path)
     with pytest.raises(RagenError, match="vLLM cannot serve the model") as caught:
         engine_of(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-def test_another_model_behind_the_server_is_one_line(server_url: str) -> None:
+def test_a_server_with_another_model_is_reported_in_one_line(server_url: str) -> None:
     with pytest.raises(RagenError, match="does it serve the model that is trained") as caught:
         connect(server_url, model_of(num_hidden_layers=3))
     assert "\n" not in str(caught.value)
-    again = connect(server_url)  # it takes what it should
-    assert difference(model_of(), ask(2), again.ask(ask(2))) < 1e-3
+    again = connect(server_url)  # it accepts the right model
+    assert difference(model_of(), make_prompt(2), again.ask(make_prompt(2))) < 1e-3
 
 
-def test_a_run_over_a_server(server_url: str, folder: str, tmp_path: Path) -> None:
+def test_a_run_trains_with_a_server(server_url: str, folder: str, tmp_path: Path) -> None:
     settings = {
         "model.path": folder,
         "model.max_length": 200,
