@@ -37,7 +37,7 @@ VOCABULARY = 150_000
 
 
 class Memory(TorchDispatchMode):
-    """Elements of the largest tensor made inside, and bytes made inside and held, now and at peak."""
+    """Elements of the largest tensor made inside; bytes made inside and held, now and at peak."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -326,7 +326,7 @@ def test_parity_bounds_depend_on_the_dtype(folder: str, fakes: list[PretendVllm]
         class Shifted:
             version, max_length = 4, 256
 
-            def make_prompt(self, prompt: Prompt) -> Completion:
+            def ask(self, prompt: Prompt) -> Completion:
                 assert prompt.temperature == 0.5
                 exact = engine.policy.ask(prompt)
                 logprobs = (exact.logprobs[0] + distance, *exact.logprobs[1:])
