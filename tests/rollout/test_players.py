@@ -18,13 +18,13 @@ def test_random_play_is_uniform_and_uses_the_whole_budget():
     assert all(abs(count - 1000) < 110 for count in counts.values())
 
 
-def test_random_play_follows_from_its_seed():
+def test_random_play_is_determined_by_its_seed():
     env = make("sokoban")
     assert random_player(3)(env, 5, 10, 10) == random_player(3)(env, 5, 10, 10)
     assert random_player(3)(env, 5, 10, 10) != random_player(4)(env, 5, 10, 10)
 
 
-def test_the_solver_solves():
+def test_solver_solves_a_frozen_lake_level():
     env = make("frozen-lake-still")
     env.reset(seed=123)
     for action in solver(env, 1, 6, 6):
@@ -39,7 +39,7 @@ class Unknown:
         return None
 
 
-def test_environments_without_actions_or_solver_are_refused():
+def test_players_refuse_environments_without_actions_or_solver():
     with pytest.raises(RagenError, match="no solver"):
         solver(Unknown(), 1, 1, 1)
     with pytest.raises(RagenError, match="free text"):
@@ -47,7 +47,7 @@ def test_environments_without_actions_or_solver_are_refused():
     assert human(Unknown(), 1, 1, 1, lambda text: "any words") == ["any words"]
 
 
-def test_a_person_is_asked_again_with_the_reason():
+def test_human_player_is_asked_again_with_the_reason():
     lines, questions = iter(["", "fly", "u u u", "u d"]), []
 
     def answer(question):
@@ -64,11 +64,11 @@ def test_a_person_is_asked_again_with_the_reason():
 
 
 @pytest.mark.parametrize("line", ["up right", "UP||Right", " u, r ", "Up  ||  r"])
-def test_ways_to_type(line):
+def test_typed_actions_may_be_prefixes_in_any_case_with_any_separator(line):
     assert read_actions(line, ("Up", "Down", "Left", "Right"), 5) == ["Up", "Right"]
 
 
-def test_names_of_several_words_and_ambiguous_prefixes():
+def test_typed_actions_of_several_words_and_ambiguous_prefixes():
     names = ("go north", "go south", "go")
     assert read_actions("Go North", names, 1) == ["go north"]
     assert read_actions("go", names, 1) == ["go"]
@@ -76,6 +76,6 @@ def test_names_of_several_words_and_ambiguous_prefixes():
         read_actions("g", names, 1)
 
 
-def test_players_by_name():
+def test_players_are_registered_by_name():
     assert set(PLAYERS) == {"random", "solver", "human"}
     assert PLAYERS["random"](7)(make("bandit"), 1, 1, 1)[0] in ("Dragon", "Phoenix")

@@ -1,4 +1,4 @@
-"""The prompts: word for word (compact) and by their contents (paper)."""
+"""Prompts: word for word in the compact style, by their contents in the paper style."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAST = Limits(turn=5, turns_left=1, actions_left=3, actions_per_turn=5)
 MOVES = ("Left", "Down", "Right", "Up")
 
 
-def test_compact_is_regular() -> None:
+def test_compact_prompts_golden() -> None:
     builder = PromptBuilder("compact")
     assert builder.system() is None
     assert (
@@ -39,12 +39,12 @@ def test_compact_is_regular() -> None:
         (1 / 3, "0.33"),
     ],
 )
-def test_reward_is_short(reward: float, words: str) -> None:
+def test_compact_prompt_rounds_the_reward(reward: float, words: str) -> None:
     text = PromptBuilder("compact").following("P", reward, None, LAST)
     assert text.splitlines()[0] == f"reward {words}"
 
 
-def test_the_paper_style_is_complete() -> None:
+def test_paper_prompts_contain_all_parts_in_order() -> None:
     builder = PromptBuilder("paper", max_tokens=200)
     assert "helpful assistant" in str(builder.system())
     text = builder.first("Rules of it.\n# wall", "Sokoban", MOVES, "#P_", FIRST)
@@ -60,7 +60,7 @@ def test_the_paper_style_is_complete() -> None:
     ):
         assert part in text
     later = builder.following("#_P", -0.1, '"Fly" is not an action.', LAST)
-    # The reward comes first, then what was wrong, then the state.
+    # The reward comes first, then the problem of the last reply, then the state.
     order = [
         "-0.1",
         '"Fly" is not an action.',
@@ -71,7 +71,7 @@ def test_the_paper_style_is_complete() -> None:
     assert "not valid" not in builder.following("#_P", -0.1, None, LAST)
 
 
-def test_paper_for_one_free_text_action_a_turn_without_thought() -> None:
+def test_paper_prompt_for_one_free_text_action_per_turn_without_thought() -> None:
     builder = PromptBuilder("paper", think=False)
     one = Limits(turn=1, turns_left=9, actions_left=9, actions_per_turn=1)
     text = builder.first("Rules.", "WebShop", None, "page", one)
@@ -81,11 +81,11 @@ def test_paper_for_one_free_text_action_a_turn_without_thought() -> None:
     assert "tokens" not in text
 
 
-def test_the_prompt_names_the_separator() -> None:
+def test_paper_prompt_names_the_separator() -> None:
     text = PromptBuilder("paper").first("R.", "G", MOVES, "P", FIRST)
     assert "action || action" in text
     assert "Put || between actions" in text
 
 
-def test_prefill() -> None:
+def test_prefill_opens_the_thought_or_the_answer() -> None:
     assert (prefill(True), prefill(False)) == ("<think>", "<answer>")

@@ -1,4 +1,4 @@
-"""Checks of thoughts: by hand, on demonstrations, and as reward terms."""
+"""Readings of thoughts, their metrics, and the reward terms based on them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def lake() -> Env:
     return env
 
 
-# What the environments read.
+# Readings by the environments.
 
 
 @pytest.mark.parametrize(
@@ -62,16 +62,16 @@ def lake() -> Env:
         (" P a2 : a3 a2 O Left Down", 2, 0, ("Left", "Down")),
         (" P a3 : a3 a2 _ Left a2 b2 _ Down", 3, 2, ("Left", "Down")),  # b2 is a hole
         (" P a3 : a3 a4 _ Right", 2, 1, ("Right",)),  # there is no a4
-        (" P a3 O b2 O d3 :", 3, 3, None),  # finds, but plans nothing
+        (" P a3 O b2 O d3 :", 3, 3, None),  # locates symbols, but plans nothing
         (" P a3", 1, 1, None),
         (" P a3 : Up", 1, 1, ("Up",)),
         (" P a3 : a3 a2 a1 Left", 1, 1, ("Left",)),  # cells without a symbol state nothing
         (" P a3 G :", 1, 1, None),
-        (" P a3 Left b3 O a1", 1, 1, None),  # without a colon nothing after the finds is a look
+        (" P a3 Left b3 O a1", 1, 1, None),  # without a colon, nothing after the symbols is a check
         (" P a3 : a2 : a2 _ Left", 2, 2, ("Left",)),  # a second colon is no symbol
     ],
 )
-def test_a_lake_reads_its_own_notation(
+def test_frozen_lake_reads_its_own_notation(
     thought: str, stated: int, true: int, plan: tuple[str, ...] | None
 ) -> None:
     assert lake().read_thought(thought) == Reading(stated, true, plan)
@@ -81,7 +81,7 @@ def test_a_lake_reads_its_own_notation(
     "thought",
     ["", " ", "I stand at a3, so Left.", ": a3 a2 _ Left", " P : Left", " Left", "a3 P", " Q a3 :"],
 )
-def test_prose_is_not_read(thought: str) -> None:
+def test_prose_has_no_reading(thought: str) -> None:
     assert lake().read_thought(thought) is None
     assert make("bandit").read_thought(thought) is None
 
@@ -115,7 +115,7 @@ def test_sokoban_reads_its_own_notation(symbols: str) -> None:
         ("sokoban", sokoban_plan(0.5)),
     ],
 )
-def test_demonstrators_state_true_facts_and_keep_their_plans(name: str, writer: Any) -> None:
+def test_demonstrations_state_true_facts_and_follow_their_plans(name: str, writer: Any) -> None:
     env = make(name, observation="named")
     assert env.actions is not None
     for level in range(40):
@@ -132,11 +132,11 @@ def test_demonstrators_state_true_facts_and_keep_their_plans(name: str, writer: 
         assert env.get_state() == before
 
 
-# What is noted of a turn, and measured over many.
+# Info of a turn, and metrics over turns.
 
 
-def played(*replies: str, how: Setup | None = None) -> Episode:
-    setup = how or make_setup(resolve("frozen-lake-still"), None)
+def play(*replies: str, setup: Setup | None = None) -> Episode:
+    setup = setup or make_setup(resolve("frozen-lake-still"), None)
     return asyncio.run(
         play_episode(ScriptedPolicy(replies), setup, EpisodeSpec(123, 0, 0, (0, "test")))
     )
@@ -144,12 +144,12 @@ def played(*replies: str, how: Setup | None = None) -> Episode:
 
 TRUE = " P a3 : a3 a2 _ Left</think><answer>Left</answer>"
 FALSE = " P a2 : a2 a1 O Left</think><answer>Up</answer>"
-"""The turn after: the player is at a2, but at a1 is no hole, and Up is not what was planned."""
+"""The next turn: the player is at a2, but there is no hole at a1, and the plan was not Up."""
 PROSE = " so Down it is</think><answer>Down</answer>"
 
 
-def test_the_info_of_a_turn_is_written_when_it_is_played() -> None:
-    first, second, third = played(TRUE, FALSE, PROSE).turns[:3]
+def test_turn_info_is_written_when_the_turn_is_played() -> None:
+    first, second, third = play(TRUE, FALSE, PROSE).turns[:3]
     read = {"thought_read": True, "facts_stated": 2}
     assert first.info.items() >= (read | {"facts_true": 2, "plan_kept": True}).items()
     assert second.info.items() >= (read | {"facts_true": 1, "plan_kept": False}).items()
@@ -157,13 +157,13 @@ def test_the_info_of_a_turn_is_written_when_it_is_played() -> None:
     assert third.info.keys().isdisjoint({"facts_stated", "plan_kept", "reward_terms"})
 
 
-def test_an_invalid_reply_does_not_carry_out_its_plan() -> None:
-    (turn, *_) = played(*[" P a3 : Left</think>"] * 5).turns
+def test_an_invalid_reply_does_not_keep_its_plan() -> None:
+    (turn, *_) = play(*[" P a3 : Left</think>"] * 5).turns
     assert (turn.well_formed, turn.info["plan_kept"]) == (False, False)
 
 
-def test_thoughts_are_not_measured_if_the_environment_cannot_read_them() -> None:
-    (turn,) = played("P a3</think><answer>Dragon</answer>", how=resolve_setup("bandit")).turns
+def test_thoughts_have_no_metrics_if_the_environment_cannot_read_them() -> None:
+    (turn,) = play("P a3</think><answer>Dragon</answer>", setup=resolve_setup("bandit")).turns
     assert "thought_read" not in turn.info
     assert thought_metrics([turn]) == {}
 
@@ -172,16 +172,16 @@ def resolve_setup(recipe: str, **overrides: Any) -> Setup:
     return make_setup(resolve(recipe, overrides), None)
 
 
-def info(stated: int, true: int, plan: tuple[str, ...] | None = None) -> Turn:
-    """A turn that asked for one move Up."""
+def turn_with_reading(stated: int, true: int, plan: tuple[str, ...] | None = None) -> Turn:
+    """A turn with this reading of its thought, whose reply asked for the single action Up."""
     return turn(thought="t", executed=1, info=thought_info(Reading(stated, true, plan), ("Up",)))
 
 
 def test_thought_metrics_golden() -> None:
     turns = [
-        info(4, 4, ("Up",)),
-        info(2, 1, ("Down",)),
-        info(4, 2),
+        turn_with_reading(4, 4, ("Up",)),
+        turn_with_reading(2, 1, ("Down",)),
+        turn_with_reading(4, 2),
         turn(info=thought_info(None, ())),
     ]
     assert values(thought_metrics(turns)) == {
@@ -192,14 +192,14 @@ def test_thought_metrics_golden() -> None:
     assert thought_metrics([]) == {} == thought_metrics([turn()])
 
 
-def test_thought_metrics_are_signals_of_every_step() -> None:
-    found = values(summarize([Group((played(TRUE, FALSE, PROSE),))], [0]))
-    assert found["thought/hallucinated_fraction"] == 1 / 4
-    assert found["thought/consistent_fraction"] == 1 / 2
-    assert not any(name.startswith("reward_terms/") for name in found)
+def test_thought_metrics_are_part_of_the_step_metrics() -> None:
+    metrics = values(summarize([Group((play(TRUE, FALSE, PROSE),))], [0]))
+    assert metrics["thought/hallucinated_fraction"] == 1 / 4
+    assert metrics["thought/consistent_fraction"] == 1 / 2
+    assert not any(name.startswith("reward_terms/") for name in metrics)
 
 
-def test_isolated_environments_read_the_same() -> None:
+def test_isolated_environments_read_thoughts_identically() -> None:
     workers = Workers("frozen-lake-still", {}, 10.0)
     try:
         proxy, plain = workers.make(), lake()
@@ -208,82 +208,92 @@ def test_isolated_environments_read_the_same() -> None:
         for thought in ("prose", " P a3", " P a3 : a3 a2 O Left"):
             assert proxy.read_thought(thought) == plain.read_thought(thought)
         proxy.close()
-        how = replace(resolve_setup("frozen-lake-still"), make=workers.make, workers=workers)
-        assert [t.info for t in played(TRUE, FALSE, PROSE, how=how).turns] == [
-            t.info for t in played(TRUE, FALSE, PROSE).turns
+        setup = replace(resolve_setup("frozen-lake-still"), make=workers.make, workers=workers)
+        assert [t.info for t in play(TRUE, FALSE, PROSE, setup=setup).turns] == [
+            t.info for t in play(TRUE, FALSE, PROSE).turns
         ]
     finally:
         workers.close()
 
 
-# Environments that read wrongly.
+# Environments that break the rules of reading.
 
 
 class Misreader(FrozenLake):
-    """Says of any thought what it was made with; "moves" moves the player."""
+    """Returns the given reading of any thought; with "moves", moves the player."""
 
-    def __init__(self, says: object) -> None:
+    def __init__(self, reading: object) -> None:
         super().__init__()
-        self.says = says
+        self.reading = reading
 
     def read_thought(self, thought: str) -> Reading | None:
-        if self.says == "moves":
+        if self.reading == "moves":
             self.player = (self.player + 1) % 16
             return None
-        return self.says  # type: ignore[return-value]
+        return self.reading  # type: ignore[return-value]
 
 
-def test_a_reading_of_another_kind_fails_the_episode() -> None:
-    failed = played(TRUE, how=Setup("lake", lambda: Misreader("much")))
+def test_a_reading_of_the_wrong_type_fails_the_episode() -> None:
+    failed = play(TRUE, setup=Setup("lake", lambda: Misreader("much")))
     assert failed.stop_reason == "error"
     assert "read_thought returned str" in (failed.error or "")
 
 
 @pytest.mark.parametrize(
-    ("says", "words"),
+    ("reading", "words"),
     [
         ("moves", "must not change the environment"),
         ("much", "must return None or a Reading"),
         (Reading(1, 2, None), "true ≤ stated"),
     ],
 )
-def test_the_checker_names_what_a_reader_breaks(says: object, words: str) -> None:
+def test_checker_names_the_rule_that_a_reading_breaks(reading: object, words: str) -> None:
     check(Misreader(Reading(2, 1, None)))
     with pytest.raises(RagenError, match=words):
-        check(Misreader(says))
+        check(Misreader(reading))
 
 
 # Reward terms.
 
 
-def test_terms_are_those_that_the_config_knows() -> None:
+def test_config_names_the_reward_terms() -> None:
     assert tuple(TERMS) == TERM.names
 
 
-def test_faults_golden() -> None:
-    assert (grounding(info(4, 1)), grounding(info(4, 4)), grounding(turn())) == (3 / 4, 0, 0)
-    assert consistency(info(1, 1, ("Down",))) == 1
-    assert consistency(info(1, 1, ("Up",))) == consistency(info(1, 1)) == consistency(turn()) == 0
+def test_reward_terms_golden() -> None:
+    assert (
+        grounding(turn_with_reading(4, 1)),
+        grounding(turn_with_reading(4, 4)),
+        grounding(turn()),
+    ) == (3 / 4, 0, 0)
+    assert consistency(turn_with_reading(1, 1, ("Down",))) == 1
+    assert (
+        consistency(turn_with_reading(1, 1, ("Up",)))
+        == consistency(turn_with_reading(1, 1))
+        == consistency(turn())
+        == 0
+    )
     assert repetition(turn(thought="a b c d a b c d")) == pytest.approx(1 / 5)  # runs of four words
     assert repetition(turn(thought="a b c")) == repetition(turn()) == 0
 
 
-def test_the_length_band_golden() -> None:
-    # A reply may have 80 tokens: the band is 4 to 60; below it n/4 lacks, above it 20 are all.
-    def fault(number: int) -> float:
-        there = turn(thought="t")
-        prompt = replace(there.prompt, max_tokens=80)
-        return length(replace(there, prompt=prompt, thought_span=(3, 3 + number)))
+def test_length_term_golden() -> None:
+    # A reply may have 80 tokens: the band is 4 to 60. Below it the fault is 1 − n/4; above it,
+    # it grows to 1 over 20 tokens.
+    def fault(num_tokens: int) -> float:
+        made_turn = turn(thought="t")
+        prompt = replace(made_turn.prompt, max_tokens=80)
+        return length(replace(made_turn, prompt=prompt, thought_span=(3, 3 + num_tokens)))
 
     assert [fault(n) for n in (0, 1, 3, 4, 60, 65, 80)] == [1, 3 / 4, 1 / 4, 0, 0, 1 / 4, 1]
     assert fault(200) == 1
-    assert length(turn()) == 0  # nothing is known of a thought without tokens
+    assert length(turn()) == 0  # without a token span, the length is unknown
 
 
-def test_terms_are_part_of_the_penalty_and_not_of_the_reward() -> None:
-    before = replace(info(4, 1, ("Down",)), reward=1.0, penalty=-0.1)
+def test_reward_terms_change_the_penalty_and_not_the_reward() -> None:
+    before = replace(turn_with_reading(4, 1, ("Down",)), reward=1.0, penalty=-0.1)
     after = apply_reward_terms(before, {"grounding": 0.2, "consistency": 0.5, "length": 0.0})
-    # −.1 of the format, −.2 · 3/4, −.5 · 1
+    # −.1 for the format, −.2 · 3/4, −.5 · 1
     assert (after.reward, after.penalty) == (1.0, pytest.approx(-0.75))
     assert after.info["reward_terms"] == pytest.approx(
         {"grounding": -0.15, "consistency": -0.5, "length": 0.0}
@@ -292,8 +302,8 @@ def test_terms_are_part_of_the_penalty_and_not_of_the_reward() -> None:
 
 
 def test_a_run_applies_its_reward_terms() -> None:
-    how = resolve_setup("frozen-lake-still", **{"reward.terms": {"grounding": 0.2}})
-    costly, free = played(TRUE, FALSE, PROSE, how=how), played(TRUE, FALSE, PROSE)
+    setup = resolve_setup("frozen-lake-still", **{"reward.terms": {"grounding": 0.2}})
+    costly, free = play(TRUE, FALSE, PROSE, setup=setup), play(TRUE, FALSE, PROSE)
     assert [t.penalty for t in costly.turns[:3]] == pytest.approx([0, -0.1, 0])
     assert [t.penalty for t in free.turns[:3]] == [0, 0, 0]
     assert costly.total_reward == free.total_reward
@@ -302,21 +312,22 @@ def test_a_run_applies_its_reward_terms() -> None:
 def test_reward_term_metrics_golden() -> None:
     weights = {"grounding": 1.0, "consistency": 0.5}
     one = episode(
-        apply_reward_terms(info(4, 1), weights), apply_reward_terms(info(2, 1, ("Down",)), weights)
+        apply_reward_terms(turn_with_reading(4, 1), weights),
+        apply_reward_terms(turn_with_reading(2, 1, ("Down",)), weights),
     )
-    other = episode(apply_reward_terms(info(1, 1), weights))
+    other = episode(apply_reward_terms(turn_with_reading(1, 1), weights))
     # Grounding −3/4 and −1/2, consistency −1/2, of two episodes.
     assert values(reward_term_metrics([one, other])) == {
         "reward_terms/grounding": -0.625,
         "reward_terms/consistency": -0.25,
     }
     assert reward_term_metrics(group(1.0, 0.0).episodes) == {}
-    found = values(summarize([Group((one, other))], [0]))
-    assert found["reward_terms/grounding"] == -0.625
-    assert found["reward/mean"] == 0  # what the environment paid
+    metrics = values(summarize([Group((one, other))], [0]))
+    assert metrics["reward_terms/grounding"] == -0.625
+    assert metrics["reward/mean"] == 0  # the reward of the environment alone
 
 
-def test_a_term_that_the_environment_cannot_support_is_refused() -> None:
+def test_a_reward_term_that_the_environment_cannot_support_is_refused() -> None:
     for name in ("grounding", "consistency"):
         with pytest.raises(
             RagenError, match=f"reward.terms.{name}: the environment bandit cannot read"
@@ -342,7 +353,7 @@ def test_a_training_step_logs_thought_metrics(tmp_path: Path) -> None:
             "reward.terms": {"grounding": 0.1, "consistency": 0.1},
         },
     )
-    found = read_metrics(train(config, tmp_path / "run").run)
+    metrics = read_metrics(train(config, tmp_path / "run").run)
     for name in ("read", "hallucinated", "consistent"):
-        assert 0 <= found[f"thought/{name}_fraction"][1] <= 1
-    assert found["reward_terms/grounding"][1] <= 0
+        assert 0 <= metrics[f"thought/{name}_fraction"][1] <= 1
+    assert metrics["reward_terms/grounding"][1] <= 0
