@@ -1,4 +1,4 @@
-"""Estimators: golden numbers, identities and degenerate cases. Exact means: test_enumeration."""
+"""Estimators: goldens, identities and degenerate cases (exact means are in test_enumeration)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_config_names_the_estimators() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_an_estimator_names_inputs_only(name: str) -> None:
+def test_parameters_of_estimators_are_known_inputs(name: str) -> None:
     assert set(inputs_of(ADVANTAGES[name], ESTIMATOR_INPUTS)) == set(
         signature(ADVANTAGES[name]).parameters
     )
@@ -79,12 +79,12 @@ def test_a_parameter_with_a_default_need_not_be_an_input() -> None:
     def scaled(rewards_ES: Tensor, scale: float = 2.0, **_: object) -> Credit:
         return Credit(scale * rewards_ES)
 
-    found = estimate(scaled, rewards_ES=REWARDS_ES, mask_ES=MASK_ES)
-    assert torch.equal(found.advantages_ES, 2 * REWARDS_ES)
+    credit = estimate(scaled, rewards_ES=REWARDS_ES, mask_ES=MASK_ES)
+    assert torch.equal(credit.advantages_ES, 2 * REWARDS_ES)
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_config_and_estimators_agree_on_which_compare_groups(name: str) -> None:
+def test_config_refuses_a_group_size_of_one_for_estimators_that_compare_groups(name: str) -> None:
     alone = {"advantage.name": name, "rollout.group_size": 1, "reward.placement": "turn"}
     if name in COMPARE_GROUP:
         with pytest.raises(RagenError, match="compares the episodes"):
@@ -128,7 +128,7 @@ RAGGED = rounding(12, 8.0)  # up to six products and sums of standard normals
 
 @st.composite
 def ragged(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, values and mask of a few episodes of unequal length; V is arbitrary off the mask."""
+    """Rewards, values and mask of some episodes of unequal length; V is arbitrary off the mask."""
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     mask_ES = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
@@ -146,9 +146,9 @@ def test_gae_with_lambda_one_is_return_minus_value(
     )
     for e, count in enumerate(mask_ES.sum(dim=1).tolist()):
         for s in range(count):
-            to_come = sum(gamma**i * float(rewards_ES[e, s + i]) for i in range(count - s))
+            reward_to_go = sum(gamma**i * float(rewards_ES[e, s + i]) for i in range(count - s))
             assert credit.advantages_ES[e, s].item() == pytest.approx(
-                to_come - float(values_ES[e, s]), abs=RAGGED
+                reward_to_go - float(values_ES[e, s]), abs=RAGGED
             )
         assert torch.all(credit.advantages_ES[e, count:] == 0)
 
@@ -173,9 +173,9 @@ def test_gae_with_lambda_zero_is_the_td_error(arrays: tuple[Tensor, Tensor, Tens
 
 def test_bi_level_gae_golden() -> None:
     # Two turns of two tokens: r = 0 1 | 0 2, V = .5 .8 | .4 .6, γ = λ = .5.
-    # Along the ends:   δ₂ = 2 − .6 = 1.4              A = 1.4
+    # Along turn ends:  δ₂ = 2 − .6 = 1.4              A = 1.4
     #                   δ₁ = 1 + .5·.6 − .8 = .5       A = .5 + .25·1.4 = .85
-    # Inside the turns: δ = 0 + .6 − .4 = .2           A = .2 + .5·1.4 = .9
+    # Within the turns: δ = 0 + .6 − .4 = .2           A = .2 + .5·1.4 = .9
     #                   δ = 0 + .8 − .5 = .3           A = .3 + .5·.85 = .725
     arrays = {
         "rewards_ES": torch.tensor([[0.0, 1.0, 0.0, 2.0]]),
@@ -183,8 +183,8 @@ def test_bi_level_gae_golden() -> None:
         "values_ES": torch.tensor([[0.5, 0.8, 0.4, 0.6]]),
         "turn_ends_ES": torch.tensor([[False, True, False, True]]),
     }
-    how = PLAIN | {"turn_gamma": 0.5, "gae_lambda": 0.5}
-    credit = estimate(bi_level_gae, **arrays, **how)
+    parameters = PLAIN | {"turn_gamma": 0.5, "gae_lambda": 0.5}
+    credit = estimate(bi_level_gae, **arrays, **parameters)
     assert credit.advantages_ES.tolist() == [
         pytest.approx([0.725, 0.85, 0.9, 1.4], abs=rounding(8, 2))
     ]
@@ -194,15 +194,15 @@ def test_bi_level_gae_golden() -> None:
     ]
 
 
-def test_turns_of_reward_0_are_not_lost_in_bi_level_gae() -> None:
-    # Three turns of one token, r = 0 0 1, V = 0, γ = .5: each turn costs one γ, rewarded or not.
+def test_bi_level_gae_discounts_turns_of_reward_zero() -> None:
+    # Three one-token turns, r = 0 0 1, V = 0, γ = .5: each turn costs a factor γ, rewarded or not.
     one_ES = torch.ones(1, 3, dtype=torch.bool)
     arrays = {"mask_ES": one_ES, "values_ES": torch.zeros(1, 3), "turn_ends_ES": one_ES}
-    how = PLAIN | {"turn_gamma": 0.5}
-    paid_ES = torch.tensor([[0.0, 0.0, 1.0]])
-    credit = estimate(bi_level_gae, rewards_ES=paid_ES, **arrays, **how)
+    parameters = PLAIN | {"turn_gamma": 0.5}
+    rewards_ES = torch.tensor([[0.0, 0.0, 1.0]])
+    credit = estimate(bi_level_gae, rewards_ES=rewards_ES, **arrays, **parameters)
     assert credit.advantages_ES.tolist() == [[0.25, 0.5, 1.0]]
-    nothing = estimate(bi_level_gae, rewards_ES=torch.zeros(1, 3), **arrays, **how)
+    nothing = estimate(bi_level_gae, rewards_ES=torch.zeros(1, 3), **arrays, **parameters)
     assert nothing.advantages_ES.tolist() == [[0.0, 0.0, 0.0]]
 
 
@@ -211,13 +211,13 @@ def test_bi_level_gae_of_one_turn_is_gae(
     arrays: tuple[Tensor, Tensor, Tensor], lam: float, turn_gamma: float
 ) -> None:
     rewards_ES, values_ES, mask_ES = arrays
-    given_ = {"rewards_ES": rewards_ES, "values_ES": values_ES, "mask_ES": mask_ES}
-    how = PLAIN | {"gae_lambda": lam, "turn_gamma": turn_gamma}
+    inputs = {"rewards_ES": rewards_ES, "values_ES": values_ES, "mask_ES": mask_ES}
+    parameters = PLAIN | {"gae_lambda": lam, "turn_gamma": turn_gamma}
     last_E1 = mask_ES.sum(dim=1, keepdim=True) - 1
     ends_ES = torch.zeros_like(mask_ES).scatter_(1, last_E1, True)
     one, plain = (
-        estimate(bi_level_gae, **given_, turn_ends_ES=ends_ES, **how),
-        estimate(gae, **given_, **how),
+        estimate(bi_level_gae, **inputs, turn_ends_ES=ends_ES, **parameters),
+        estimate(gae, **inputs, **parameters),
     )
     torch.testing.assert_close(one.advantages_ES, plain.advantages_ES)
     torch.testing.assert_close(one.returns_ES, plain.returns_ES)
@@ -227,7 +227,7 @@ def test_bi_level_gae_of_one_turn_is_gae(
 def test_bi_level_gae_with_lambda_one_discounts_by_turns(
     arrays: tuple[Tensor, Tensor, Tensor], turn_gamma: float, seed: int
 ) -> None:
-    """Rewards may be on any token, as those of a KL penalty are."""
+    """Rewards may be on any token, as with a KL penalty."""
     rewards_ES, values_ES, mask_ES = arrays
     generator = torch.Generator().manual_seed(seed)
     ends_ES = (torch.rand(mask_ES.shape, generator=generator) < 0.4) & mask_ES
@@ -244,9 +244,11 @@ def test_bi_level_gae_with_lambda_one_discounts_by_turns(
     for e, count in enumerate(mask_ES.sum(dim=1).tolist()):
         turns, rewards = turn_ES[e].tolist(), rewards_ES[e].tolist()
         for s in range(count):
-            to_come = sum(turn_gamma ** (turns[i] - turns[s]) * rewards[i] for i in range(s, count))
+            reward_to_go = sum(
+                turn_gamma ** (turns[i] - turns[s]) * rewards[i] for i in range(s, count)
+            )
             assert credit.advantages_ES[e, s].item() == pytest.approx(
-                to_come - float(values_ES[e, s]), abs=RAGGED
+                reward_to_go - float(values_ES[e, s]), abs=RAGGED
             )
         assert torch.all(credit.advantages_ES[e, count:] == 0)
 
@@ -272,12 +274,12 @@ def test_whitening_does_not_change_the_returns() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[3.0], [2.0, 2.0, 2.0], []])
-def test_whitening_at_most_one_token_gives_zero(tokens: list[float]) -> None:
+def test_whitening_one_token_or_equal_tokens_gives_zero(tokens: list[float]) -> None:
     field_ES = torch.tensor([tokens])
     assert torch.all(whiten_tokens(field_ES, torch.ones(field_ES.shape, dtype=torch.bool)) == 0)
 
 
-# Group estimators: R of four episodes, two tokens each, groups a (0, 1, 2) and b (one other value).
+# Group estimators: five episodes of two tokens; group a has returns 0, 1, 2 and group b .1, .1.
 REWARDS_ES = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.1], [0.1, 0.0]])
 GROUP_E = torch.tensor([7, 7, 7, 9, 9])
 MASK_ES = torch.ones(5, 2, dtype=torch.bool)
@@ -293,22 +295,23 @@ def test_grpo_golden() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMPARE_GROUP - {"gigpo"}))
-def test_equal_totals_give_exactly_zero_whatever_the_order_of_their_rewards(name: str) -> None:
-    # Ten actions at −.1 each, in other turns: their float32 sums are −1 and its neighbour.
+def test_equal_totals_give_exactly_zero_in_any_order_of_the_rewards(name: str) -> None:
+    # Ten actions at −.1 each, split over turns in different ways: the float32 sums are −1 and the
+    # number next to it.
     splits = [(5, 5), (3, 3, 4), (1, 1, 2, 4, 2), (1, 1, 3, 3, 2), (2, 2, 2, 2, 2)]
-    paid = [[sum([-0.1] * count) for count in split] for split in splits]
-    rewards_ES = torch.zeros(len(paid), 64)
-    for e, pays in enumerate(paid):
-        for k, pay in enumerate(pays):
-            rewards_ES[e, (k + 1) * 11] = pay
+    rewards = [[sum([-0.1] * count) for count in split] for split in splits]
+    rewards_ES = torch.zeros(len(rewards), 64)
+    for e, turn_rewards in enumerate(rewards):
+        for k, reward in enumerate(turn_rewards):
+            rewards_ES[e, (k + 1) * 11] = reward
     assert len(set(rewards_ES.sum(dim=1).tolist())) > 1
-    found = estimate(
+    credit = estimate(
         ADVANTAGES[name],
         rewards_ES=rewards_ES,
         mask_ES=torch.ones(rewards_ES.shape, dtype=torch.bool),
-        group_E=torch.zeros(len(paid), dtype=torch.long),
+        group_E=torch.zeros(len(rewards), dtype=torch.long),
     )
-    assert torch.all(found.advantages_ES == 0)
+    assert torch.all(credit.advantages_ES == 0)
 
 
 def test_dr_grpo_golden() -> None:
@@ -334,7 +337,7 @@ def test_rloo_golden() -> None:
 
 
 @given(st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=8))
-def test_rloo_is_dr_grpo_times_g_over_g_less_one(rewards: list[float]) -> None:
+def test_rloo_is_dr_grpo_times_g_over_g_minus_one(rewards: list[float]) -> None:
     rewards_ES = torch.tensor(rewards)[:, None]
     arrays = {
         "rewards_ES": rewards_ES,
@@ -390,7 +393,7 @@ def test_gigpo_golden() -> None:
     assert credit.advantages_ES[1].tolist() == pytest.approx([-0.9958, -0.9958, 0], abs=1e-4)
 
 
-def test_gigpo_without_its_turns_is_grpo() -> None:
+def test_gigpo_with_a_step_weight_of_zero_is_grpo() -> None:
     torch.testing.assert_close(
         gigpo(**GIGPO, turn_gamma=0.5, step_weight=0.0).advantages_ES,
         estimate(grpo, **GIGPO).advantages_ES,
@@ -403,9 +406,9 @@ def test_gigpo_compares_states_within_a_group_only() -> None:
         "group_E": torch.tensor([1, 1]),
     }
     both = {k: torch.cat([GIGPO[k], other[k]]) for k in GIGPO}
-    how = {"turn_gamma": 0.9, "step_weight": 1.0}
-    apart = torch.cat([gigpo(**g, **how).advantages_ES for g in (GIGPO, other)])
-    assert torch.equal(gigpo(**both, **how).advantages_ES, apart)
+    parameters = {"turn_gamma": 0.9, "step_weight": 1.0}
+    apart = torch.cat([gigpo(**g, **parameters).advantages_ES for g in (GIGPO, other)])
+    assert torch.equal(gigpo(**both, **parameters).advantages_ES, apart)
 
 
 @pytest.mark.parametrize("name", sorted(COMPARE_GROUP))

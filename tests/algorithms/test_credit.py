@@ -1,4 +1,4 @@
-"""Credit: placement of rewards on tokens, normalisation, KL penalty, and the tokens' advantages."""
+"""Credit: placement of rewards on tokens, normalisation, KL penalty, and token advantages."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ GROUP = Group(
 )
 
 
-def credited(
+def apply_credit(
     made: list[Group],
     reward: RewardConfig,
     loss: LossConfig = NO_KL,
     group_weights: list[float] | None = None,
-    **how: Any,
+    **advantage: Any,
 ) -> Batch:
     samples, episodes = to_samples(made)
     batch = collate(samples)
@@ -50,10 +50,10 @@ def credited(
         old_logprobs_BT=zeros_BT,
         reference_logprobs_BT=zeros_BT - 2.0 * batch.mask_BT,
     )
-    return credit(batch, episodes, reward, AdvantageConfig(**how), loss, group_weights)
+    return credit(batch, episodes, reward, AdvantageConfig(**advantage), loss, group_weights)
 
 
-def on_tokens(batch: Batch) -> list[float]:
+def token_advantages(batch: Batch) -> list[float]:
     assert batch.advantages_BT is not None
     return batch.advantages_BT[batch.mask_BT].tolist()
 
@@ -76,35 +76,35 @@ def on_tokens(batch: Batch) -> list[float]:
         ("reinforce_pp_baseline", [0.6455] * 4 + [-1.2910] * 2),
     ],
 )
-def test_each_estimator_on_a_batch_by_hand(name: str, expected: list[float]) -> None:
-    batch = credited([GROUP], RewardConfig(placement="turn"), name=name, turn_gamma=0.5)
-    assert on_tokens(batch) == pytest.approx(expected, abs=1e-4)
+def test_each_estimator_golden(name: str, expected: list[float]) -> None:
+    batch = apply_credit([GROUP], RewardConfig(placement="turn"), name=name, turn_gamma=0.5)
+    assert token_advantages(batch) == pytest.approx(expected, abs=1e-4)
     assert (batch.returns_BT is None) == (not needs_values(ADVANTAGES[name]))
 
 
-def test_every_estimator_is_in_the_list_above() -> None:
-    (mark,) = test_each_estimator_on_a_batch_by_hand.pytestmark  # type: ignore[attr-defined]
+def test_every_estimator_has_a_golden() -> None:
+    (mark,) = test_each_estimator_golden.pytestmark  # type: ignore[attr-defined]
     assert {name for name, _ in mark.args[1]} == set(ADVANTAGES)
 
 
 def test_the_kl_penalty_is_added_after_normalisation() -> None:
     # Totals 2.5 and 0, centred ±1.25. KL: β · (−2) on each of four and of two tokens, β = .25.
     reward = RewardConfig(normalise="mean")
-    batch = credited([GROUP], reward, LossConfig(kl=0.25), name="gae")
+    batch = apply_credit([GROUP], reward, LossConfig(kl=0.25), name="gae")
     assert batch.rewards_BT is not None
     assert batch.rewards_BT[batch.mask_BT].tolist() == [-0.5, -0.5, -0.5, 0.75, -0.5, -1.75]
 
 
-def test_the_weight_of_a_group_multiplies_its_advantages() -> None:
+def test_group_weights_multiply_the_advantages() -> None:
     # Rewards 0 and 2 in both groups: advantages ∓1 on two sampled tokens each.
     pair = Group((episode(turn(0.0)), episode(turn(2.0))))
-    batch = credited([pair, pair], RewardConfig(), group_weights=[0.5, 2.0], name="dr_grpo")
+    batch = apply_credit([pair, pair], RewardConfig(), group_weights=[0.5, 2.0], name="dr_grpo")
     assert batch.advantages_BT is not None
     assert batch.advantages_BT.sum(dim=1).tolist() == [-1, 1, -4, 4]
 
 
 @given(groups(), st.integers(1, 4))
-def test_state_numbers_are_equal_where_states_are(made: list[Group], num_states: int) -> None:
+def test_state_numbers_are_equal_for_equal_states(made: list[Group], num_states: int) -> None:
     episodes = [
         replace(
             e, turns=tuple(replace(t, state_key=f"{(i + j) % num_states}") for j, t in numbered)
@@ -140,7 +140,7 @@ def test_placement_golden() -> None:
 
 
 @given(groups())
-def test_both_placements_sum_to_the_reward_with_its_penalties(made: list[Group]) -> None:
+def test_both_placements_sum_to_the_reward_with_penalties(made: list[Group]) -> None:
     episodes = to_samples(made)[1]
     index = episode_index(collate(to_samples(made)[0]))
     at_turns = token_rewards(episodes, index, "turn").sum(dim=1)
@@ -159,7 +159,7 @@ def test_turn_rewards_are_on_turn_ends_only(made: list[Group]) -> None:
     assert torch.all(rewards_BT[~batch.turn_ends_BT] == 0)
 
 
-def test_an_episode_that_lost_a_turn_is_a_bug() -> None:
+def test_an_episode_without_one_of_its_turns_is_an_assertion_error() -> None:
     index = episode_index(collate(to_samples([Group((EPISODE,))])[0]))
     with pytest.raises(AssertionError, match="every turn"):
         token_rewards([episode(turn(1.0))], index, "turn")
@@ -174,46 +174,46 @@ def test_kl_penalty_is_negative_on_tokens_that_the_policy_prefers() -> None:
 # Normalisation.
 
 
-def choices(key: str) -> tuple[str, ...]:
-    """What the config accepts for a key of its section `reward`."""
+def accepted_values(key: str) -> tuple[str, ...]:
+    """The values that the config accepts for a key of its section `reward`."""
     return get_args(RewardConfig.model_fields[key].annotation)
 
 
-# Totals 0 1 5 (mean 2, std √7 = 2.6458) and, in another class, 3 3. Two turns of one token.
-PAID_ES = torch.tensor([[1.0, -1.0], [0.0, 1.0], [2.0, 3.0], [3.0, 0.0], [0.0, 3.0]])
+# Totals 0 1 5 (mean 2, std √7 = 2.6458) in one class, 3 3 in another. Two turns of one token.
+REWARDS_ES = torch.tensor([[1.0, -1.0], [0.0, 1.0], [2.0, 3.0], [3.0, 0.0], [0.0, 3.0]])
 CLASS_E = torch.tensor([0, 0, 0, 1, 1])
 ON_ES = torch.ones(5, 2, dtype=torch.bool)
 
 
 def test_normalised_rewards_golden() -> None:
     def rows(method: str) -> list[list[float]]:
-        return normalise(PAID_ES, ON_ES, CLASS_E, method).tolist()
+        return normalise(REWARDS_ES, ON_ES, CLASS_E, method).tolist()
 
-    assert rows("identity") == PAID_ES.tolist()
+    assert rows("identity") == REWARDS_ES.tolist()
     # The mean is subtracted from the last token's reward.
     assert rows("mean") == [[1, -3], [0, -1], [2, 1], [3, -3], [0, 0]]
     # Divided by 2.6458: totals −.7559 −.3780 1.1339. Equal totals leave their rewards unscaled.
-    found = rows("mean_std")
-    assert found[0] == pytest.approx([0.3780, -1.1339], abs=1e-4)
-    assert found[1] == pytest.approx([0.0, -0.3780], abs=1e-4)
-    assert found[2] == pytest.approx([0.7559, 0.3780], abs=1e-4)
-    assert found[3:] == [[3, -3], [0, 0]]
+    rewards = rows("mean_std")
+    assert rewards[0] == pytest.approx([0.3780, -1.1339], abs=1e-4)
+    assert rewards[1] == pytest.approx([0.0, -0.3780], abs=1e-4)
+    assert rewards[2] == pytest.approx([0.7559, 0.3780], abs=1e-4)
+    assert rewards[3:] == [[3, -3], [0, 0]]
 
 
 def test_asymmetric_clip_golden() -> None:
     # Totals of 12 episodes: ten 0, one 10, one −10: mean 0, std √(200/11) = 4.2640 → ±2.3452.
-    paid_ES = torch.tensor([[0.0]] * 10 + [[10.0], [-10.0]])
+    rewards_ES = torch.tensor([[0.0]] * 10 + [[10.0], [-10.0]])
     one = torch.zeros(12, dtype=torch.long)
-    found = normalise(paid_ES, paid_ES > -99, one, "asym_clip")[:, 0].tolist()
-    assert found == pytest.approx([0.0] * 10 + [2.3452, -1.0], abs=1e-4)
+    rewards = normalise(rewards_ES, rewards_ES > -99, one, "asym_clip")[:, 0].tolist()
+    assert rewards == pytest.approx([0.0] * 10 + [2.3452, -1.0], abs=1e-4)
     # One success in 16: mean 1/16, std 1/4 → 15/16 ÷ 1/4 = 3.75, clipped to 3; failures get −.25.
-    paid_ES = torch.tensor([[0.0]] * 15 + [[1.0]])
+    rewards_ES = torch.tensor([[0.0]] * 15 + [[1.0]])
     one = torch.zeros(16, dtype=torch.long)
-    found = normalise(paid_ES, paid_ES > -99, one, "asym_clip")[:, 0].tolist()
-    assert found == pytest.approx([-0.25] * 15 + [3.0], abs=1e-4)
+    rewards = normalise(rewards_ES, rewards_ES > -99, one, "asym_clip")[:, 0].tolist()
+    assert rewards == pytest.approx([-0.25] * 15 + [3.0], abs=1e-4)
 
 
-@given(groups(), st.sampled_from(choices("normalise")), st.booleans())
+@given(groups(), st.sampled_from(accepted_values("normalise")), st.booleans())
 def test_an_episodes_rewards_sum_to_its_normalised_total_in_both_placements(
     made: list[Group], method: str, in_groups: bool
 ) -> None:
@@ -221,9 +221,9 @@ def test_an_episodes_rewards_sum_to_its_normalised_total_in_both_placements(
     index = episode_index(collate(to_samples(made)[0]))
     classes = index.group_E if in_groups else torch.zeros_like(index.group_E)
     sums = []
-    for placement in choices("placement"):
-        paid_ES = token_rewards(episodes, index, placement)
-        rewards_ES = normalise(paid_ES, index.mask_ES, classes, method)
+    for placement in accepted_values("placement"):
+        rewards_ES = token_rewards(episodes, index, placement)
+        rewards_ES = normalise(rewards_ES, index.mask_ES, classes, method)
         assert torch.all(rewards_ES[~index.turn_ends_ES] == 0)
         sums.append(rewards_ES.sum(dim=1))
     assert sums[0].tolist() == pytest.approx(sums[1].tolist(), abs=rounding(16, 4))
@@ -234,11 +234,11 @@ def test_an_episodes_rewards_sum_to_its_normalised_total_in_both_placements(
             r for r, c in zip(penalised_E.tolist(), classes.tolist(), strict=True) if c == number
         ]
         assert sums[0][e].item() == pytest.approx(
-            _by_hand(penalised_E[e].item(), same, method), abs=1e-4
+            _normalised(penalised_E[e].item(), same, method), abs=1e-4
         )
 
 
-def _by_hand(total: float, same: list[float], method: str) -> float:
+def _normalised(total: float, same: list[float], method: str) -> float:
     if method == "identity":
         return total
     if max(same) == min(same):
@@ -250,25 +250,25 @@ def _by_hand(total: float, same: list[float], method: str) -> float:
     return min(max(score, -1.0), 3.0) if method == "asym_clip" else score
 
 
-def test_a_batch_is_one_class_and_so_is_each_group() -> None:
+def test_rewards_are_normalised_over_the_batch_or_each_group() -> None:
     # Totals 0 2 | 4 8. Means 1 and 6 of the groups, 3.5 of the batch.
     made = [Group(tuple(episode(turn(r)) for r in pair)) for pair in ((0.0, 2.0), (4.0, 8.0))]
     for over, expected in (("group", [-1, 1, -2, 2]), ("batch", [-3.5, -1.5, 0.5, 4.5])):
-        batch = credited(made, RewardConfig(normalise="mean", over=over), name="gae")
+        batch = apply_credit(made, RewardConfig(normalise="mean", over=over), name="gae")
         assert batch.rewards_BT is not None
         assert batch.rewards_BT.sum(dim=1).tolist() == expected
 
 
-def test_statistics_count_episodes_not_turns_or_rows() -> None:
+def test_reward_statistics_count_episodes_not_turns_or_rows() -> None:
     # Totals 1 (four turns, four rows) and 0: centred ±.5, not weighted by turns.
     long = episode(*(turn(0.25, prompt=(k,)) for k in range(1, 5)))
     made = [Group((long, episode(turn(0.0))))]
     index = episode_index(collate(to_samples(made)[0]))
-    paid_ES = token_rewards([long, made[0].episodes[1]], index, "turn")
-    rewards_ES = normalise(paid_ES, index.mask_ES, index.group_E, "mean")
+    rewards_ES = token_rewards([long, made[0].episodes[1]], index, "turn")
+    rewards_ES = normalise(rewards_ES, index.mask_ES, index.group_E, "mean")
     assert rewards_ES.sum(dim=1).tolist() == [0.5, -0.5]
 
 
-def test_a_class_of_one_or_of_equal_totals_gives_zero() -> None:
+def test_compare_within_gives_zero_for_one_total_or_equal_totals() -> None:
     centred_N, std_N = compare_within(torch.tensor([5.0, 0.1, 0.1]), torch.tensor([0, 1, 1]))
     assert centred_N.tolist() == std_N.tolist() == [0, 0, 0]

@@ -1,7 +1,7 @@
 """Estimators against a small game: every possible group is enumerated with its probability.
 
 The game, its exact values and the sums over groups are those of `benchmarks/bias.py`. Nothing is
-sampled, so what is equal is equal to rounding (float64).
+sampled, so equalities hold up to the rounding of float64.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ GAMMA, LAM, TURN_GAMMA = 0.9, 0.8, 0.7
 close = torch.testing.assert_close
 
 
-def test_the_game_has_all_episodes() -> None:
+def test_game_enumerates_all_episodes() -> None:
     plays = GAME.plays
     assert GAME.chance_N.sum().item() == pytest.approx(1, abs=1e-12)
     assert len({(play.draws, play.rewards) for play in plays}) == len(plays) == 22
     assert {len(play) for play in plays} == {4, 5, 6, 7, 8}
-    # It has a turn of reward 0, a state that occurs twice, and random transitions.
+    # It includes a turn of reward 0, a state that occurs twice, and random transitions.
     first = plays[1]
     assert [place for place, _ in first.draws[::2]] == ["hall", "door", "hall"]
     assert [r for r, end in zip(first.rewards, first.ends, strict=True) if end] == [0, 0, -0.125]
     assert {play.luck for play in plays} == {0.5, 1.0}
 
 
-def test_exact_values_by_hand() -> None:
+def test_exact_values_golden() -> None:
     values_NS, advantages_NS = exact_values(GAME, a_token(1.0))
     # In the door Right pays 1, and Left leads to the hall's last turn, where a Right costs 1/8.
     right = 1 / (1 + math.exp(0.4 + 0.4))
@@ -58,20 +58,20 @@ def test_exact_values_by_hand() -> None:
     after = _softmax([0.6, -0.1])
     last = -0.125 * (hall[1] + hall[2] * after[1])
     door = right * 1 + (1 - right) * last
-    found = 0
+    num_checked = 0
     for n, play in enumerate(GAME.plays):
         for s, (place, token) in enumerate(play.draws):
             if place == "door":
                 assert values_NS[n, s].item() == pytest.approx(door)
                 gain = 1 if token == 1 else last
                 assert advantages_NS[n, s].item() == pytest.approx(gain - door)
-                found += 1
-    assert found == 10
+                num_checked += 1
+    assert num_checked == 10
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_with_exact_values_the_mean_of_gae_is_the_advantage(gamma: float, lam: float) -> None:
+def test_mean_of_gae_with_exact_values_is_the_advantage(gamma: float, lam: float) -> None:
     values_NS, advantages_NS = exact_values(GAME, a_token(gamma))
     mean_NS = mean_advantages(
         GAME, estimator(GAME, "gae", values_NS, gamma=gamma, gae_lambda=lam), 1
@@ -81,18 +81,16 @@ def test_with_exact_values_the_mean_of_gae_is_the_advantage(gamma: float, lam: f
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
-def test_with_exact_values_the_mean_of_bi_level_gae_is_the_advantage(
-    gamma: float, lam: float
-) -> None:
+def test_mean_of_bi_level_gae_with_exact_values_is_the_advantage(gamma: float, lam: float) -> None:
     values_NS, advantages_NS = exact_values(GAME, a_turn(gamma))
     estimate = estimator(GAME, "bi_level_gae", values_NS, turn_gamma=gamma, gae_lambda=lam)
     close(given_state_and_token(mean_advantages(GAME, estimate, 1)), advantages_NS)
 
 
-def test_bi_level_gae_assumes_that_the_last_token_of_a_turn_decides_nothing() -> None:
+def test_bi_level_gae_is_biased_if_the_last_token_ends_the_turn_by_itself() -> None:
     """If the last token itself decides that it is the last, λ < 1 is biased even with the exact V.
 
-    The value at a turn's end is then that of a state which the turn might have gone on from.
+    The value at the end of a turn is then that of a state from which the turn could have continued.
     """
     game = Game(closed=False)
     for lam, low, high in ((1.0, 0, 1e-9), (0.5, 1e-3, 1)):
@@ -105,10 +103,12 @@ def test_bi_level_gae_assumes_that_the_last_token_of_a_turn_decides_nothing() ->
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("gae", {}), ("bi_level_gae", {"turn_gamma": 1.0})], ids=lambda it: str(it)
+    ("name", "parameters"),
+    [("gae", {}), ("bi_level_gae", {"turn_gamma": 1.0})],
+    ids=lambda it: str(it),
 )
-def test_with_lambda_one_the_mean_gradient_is_exact_for_any_values(
-    name: str, how: dict[str, Any]
+def test_mean_gradient_with_lambda_one_is_exact_for_any_values(
+    name: str, parameters: dict[str, Any]
 ) -> None:
     # A baseline may depend on everything before the token, not on the token.
     guess: dict[Any, float] = defaultdict(lambda: 3 * math.sin(5 * len(guess)))
@@ -119,18 +119,18 @@ def test_with_lambda_one_the_mean_gradient_is_exact_for_any_values(
         ],
         dtype=torch.float64,
     )
-    mean_NS = mean_advantages(GAME, estimator(GAME, name, values_NS, **how), 1)
+    mean_NS = mean_advantages(GAME, estimator(GAME, name, values_NS, **parameters), 1)
     close(GAME.mean_gradient(mean_NS), TRUE)
 
 
-@pytest.mark.parametrize("members", [2, 3])
+@pytest.mark.parametrize("group_size", [2, 3])
 @pytest.mark.parametrize("name", ["rloo", "dr_grpo"])
-def test_the_mean_gradient_of_rloo_and_of_scaled_dr_grpo_is_exact(name: str, members: int) -> None:
-    mean = GAME.mean_gradient(mean_advantages(GAME, estimator(GAME, name), members))
-    close(mean * (members / (members - 1) if name == "dr_grpo" else 1), TRUE)
+def test_mean_gradient_of_rloo_and_of_scaled_dr_grpo_is_exact(name: str, group_size: int) -> None:
+    mean = GAME.mean_gradient(mean_advantages(GAME, estimator(GAME, name), group_size))
+    close(mean * (group_size / (group_size - 1) if name == "dr_grpo" else 1), TRUE)
 
 
-# Second implementations of the estimators, from their equations, with one group per batch.
+# Second implementations of the estimators from their equations, for one group per batch.
 
 
 def gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> list[list[float]]:
@@ -139,8 +139,8 @@ def gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> list[list[f
 
 
 def bi_level_gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> list[list[float]]:
-    """Along the ends of the turns, then inside each turn with its return in place of the reward."""
-    found = []
+    """Along the turn ends, then within each turn with the return of its end as the reward."""
+    advantages = []
     for play, value in zip(plays, values, strict=True):
         ends = [s for s, end in enumerate(play.ends) if end]
         rewards, end_values = [play.rewards[s] for s in ends], [value[s] for s in ends]
@@ -150,8 +150,8 @@ def bi_level_gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> li
             start = ends[k - 1] + 1 if k else 0
             paid = [0.0] * (end - start) + [along[k] + value[end]]
             inside += _lambda_sum(paid, value[start : end + 1], 1.0, LAM)
-        found.append(inside)
-    return found
+        advantages.append(inside)
+    return advantages
 
 
 def grpo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
@@ -185,22 +185,22 @@ def reinforce_pp_baseline_by_hand(plays: Sequence[Play], _: Any) -> list[list[fl
 
 
 def gigpo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
-    """ω = 2. A turn is (episode, number); its class is the state in which it began."""
+    """With ω = 2. A turn is (episode, number); its class is the state at its start."""
     episode = _standardised([play.total for play in plays])
-    to_come: dict[tuple[int, int], float] = {}
-    began: dict[tuple[int, int], str] = {}
+    reward_to_go: dict[tuple[int, int], float] = {}
+    start_states: dict[tuple[int, int], str] = {}
     for e, play in enumerate(plays):
         for s, k in enumerate(play.turns):
-            began[e, k] = play.states[s]
-            to_come[e, k] = sum(
+            start_states[e, k] = play.states[s]
+            reward_to_go[e, k] = sum(
                 TURN_GAMMA ** (play.turns[i] - k) * reward
                 for i, reward in enumerate(play.rewards)
                 if play.turns[i] >= k
             )
     turn: dict[tuple[int, int], float] = {}
-    for state in set(began.values()):
-        same = [key for key in began if began[key] == state]
-        turn |= dict(zip(same, _standardised([to_come[key] for key in same]), strict=True))
+    for state in set(start_states.values()):
+        same = [key for key in start_states if start_states[key] == state]
+        turn |= dict(zip(same, _standardised([reward_to_go[key] for key in same]), strict=True))
     return [[episode[e] + 2 * turn[e, k] for k in play.turns] for e, play in enumerate(plays)]
 
 
@@ -221,7 +221,7 @@ BY_HAND: dict[str, Callable[[Sequence[Play], Any], list[list[float]]]] = {
     [(name, False) for name in sorted(ADVANTAGES)]
     + [(name, True) for name in sorted(ADVANTAGES) if needs_values(ADVANTAGES[name])],
 )
-def test_estimator_equals_its_own_closed_enumeration(name: str, whiten: bool) -> None:
+def test_estimator_equals_its_second_implementation_on_every_group(name: str, whiten: bool) -> None:
     values_NS = exact_values(GAME, a_token(GAMMA))[0] if needs_values(ADVANTAGES[name]) else None
 
     def by_hand(chosen: Sequence[int]) -> Tensor:
@@ -230,23 +230,23 @@ def test_estimator_equals_its_own_closed_enumeration(name: str, whiten: bool) ->
         rows = BY_HAND[name](plays, [v[: len(p)] for v, p in zip(values, plays, strict=False)])
         return _padded(_whitened(rows) if whiten else rows)
 
-    how = {"gamma": GAMMA, "gae_lambda": LAM, "turn_gamma": TURN_GAMMA, "step_weight": 2.0}
-    ours = mean_advantages(GAME, estimator(GAME, name, values_NS, whiten=whiten, **how), 2)
+    parameters = {"gamma": GAMMA, "gae_lambda": LAM, "turn_gamma": TURN_GAMMA, "step_weight": 2.0}
+    ours = mean_advantages(GAME, estimator(GAME, name, values_NS, whiten=whiten, **parameters), 2)
     close(ours, mean_advantages(GAME, by_hand, 2))
     assert ours.abs().max() > 0.1
 
 
-def test_the_docs_show_the_measured_bias() -> None:
+def test_docs_show_the_measured_bias() -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     rows = [line.removeprefix("| ").split(" | ") for line in text.splitlines()]
-    told = {cells[0]: cells[1:4] for cells in rows if len(cells) == 7}
+    documented = {cells[0]: cells[1:4] for cells in rows if len(cells) == 7}
     for row in ROWS:
         bias, length, cosine = measure(GAME, row, 2)
-        assert told[row.label] == [f"{bias:.1%}", f"{length:.3f}", f"{cosine:.4f}"], row.label
+        assert documented[row.label] == [f"{bias:.1%}", f"{length:.3f}", f"{cosine:.4f}"], row.label
 
 
 def given_state_and_token(field_NS: Tensor) -> Tensor:
-    """The mean of a field over all episodes that agree up to and including a token."""
+    """The mean of a field over all episodes that are equal up to and including a token."""
     sums: dict[Any, list[float]] = defaultdict(lambda: [0.0, 0.0])
     chances = GAME.chance_N.tolist()
     keys = {

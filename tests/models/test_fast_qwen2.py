@@ -1,4 +1,4 @@
-"""The fast path of Qwen2 is the same function as transformers' model, forward and backward."""
+"""The fast path of Qwen2 computes the same function as transformers, forward and backward."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.tolerance import GRADIENT, assert_close
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("tied", [True, False])
-def test_values_and_gradients_equal_the_general_path(
+def test_hidden_states_and_gradients_equal_the_general_path(
     layers: int, chunk: int, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fast_qwen2, "CHUNK", chunk)
@@ -24,7 +24,7 @@ def test_values_and_gradients_equal_the_general_path(
 
 
 def assert_equal_to_the_general_path(model: PreTrainedModel, *inputs: torch.Tensor) -> None:
-    """States and all gradients, of a random weighted sum of the states."""
+    """Compares the hidden states, and all gradients of a random weighted sum of them."""
     results = []
     for path in (padded_hidden_states, fast_qwen2.hidden_states):
         model.zero_grad()
@@ -38,7 +38,7 @@ def assert_equal_to_the_general_path(model: PreTrainedModel, *inputs: torch.Tens
     assert_close(grads, expected_grads, GRADIENT)
 
 
-def test_full_rows_need_no_padding_and_give_the_same() -> None:
+def test_rows_of_equal_length_equal_the_general_path() -> None:
     model = tiny()
     token_ids_BT, _, wanted_BT = ragged()
     full = token_ids_BT, torch.full((4,), 9), wanted_BT
@@ -46,7 +46,7 @@ def test_full_rows_need_no_padding_and_give_the_same() -> None:
     assert_close(fast_qwen2.hidden_states(model, *full), expected)
 
 
-def test_samples_that_begin_alike_share_the_prompt_and_give_the_same(
+def test_samples_with_a_shared_prefix_equal_the_general_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two groups, one member with a prompt of its own, one without a wanted token."""
@@ -63,11 +63,11 @@ def test_samples_that_begin_alike_share_the_prompt_and_give_the_same(
     wanted_BT[1, 2] = wanted_BT[4, [4, 6]] = wanted_BT[5, 4] = True
     origin_B, shared_B = fast_blocks.shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
     assert origin_B.tolist() == [0, 1, 0, 0, 1, 5]
-    assert shared_B.tolist() == [0, 0, 5, 4, 4, 0]  # up to each one's first wanted position
+    assert shared_B.tolist() == [0, 0, 5, 4, 4, 0]  # up to the first wanted position of each
     assert_equal_to_the_general_path(model, token_ids_BT, lengths_B, wanted_BT)
 
 
-def test_nothing_wanted() -> None:
+def test_no_wanted_position_gives_no_states() -> None:
     token_ids_BT, lengths_B, wanted_BT = ragged()
     nothing = torch.zeros_like(wanted_BT)
     states = fast_qwen2.hidden_states(tiny(), token_ids_BT, lengths_B, nothing)
@@ -75,11 +75,11 @@ def test_nothing_wanted() -> None:
     states.sum().backward()
 
 
-def test_the_critics_backbone_takes_it_too() -> None:
+def test_the_backbone_of_the_critic_is_supported() -> None:
     assert fast_qwen2.supports(Critic(tiny()).backbone)
 
 
-def test_what_it_does_not_know_takes_the_general_path() -> None:
+def test_other_architectures_dtypes_and_layers_are_not_supported() -> None:
     assert not fast_qwen2.supports(tiny("llama"))
     assert not fast_qwen2.supports(tiny("gpt2"))
     assert not fast_qwen2.supports(tiny().to(torch.bfloat16))
@@ -90,7 +90,7 @@ def test_what_it_does_not_know_takes_the_general_path() -> None:
     assert not fast_qwen2.supports(adapted)
 
 
-def test_decoder_equals_the_general_one_over_ragged_reads() -> None:
+def test_decoder_equals_the_general_one_for_ragged_slots() -> None:
     model = tiny()
     decoders = [HFDecoder(model, 6, 32), make_decoder(model, 6, 32)]
     assert isinstance(decoders[1], fast_decoder.Qwen2Decoder)
@@ -104,31 +104,31 @@ def test_decoder_equals_the_general_one_over_ragged_reads() -> None:
         assert_close(got, expected)
 
     both("prefill", [0, 1, 2, 5], [0, 0, 0, 0], [ids(5), ids(1), ids(11), ids(3)])
-    both("prefill", [5, 1], [3, 1], [ids(4), ids(9)])  # reading on, slots out of order
-    slots = torch.tensor([0, 1, 2, 5])  # in place, with idle slots in between
+    both("prefill", [5, 1], [3, 1], [ids(4), ids(9)])  # continued, with slots out of order
+    slots = torch.tensor([0, 1, 2, 5])  # in order, with idle slots in between
     both("decode", slots, torch.tensor([5, 10, 11, 7]), torch.tensor(ids(4)))
     both("decode", torch.tensor([2]), torch.tensor([12]), torch.tensor(ids(1)))
     both("decode", torch.tensor([5, 0]), torch.tensor([8, 6]), torch.tensor(ids(2)))
     for decoder in decoders:
         decoder.copy(2, 3, 12)
     both("decode", torch.tensor([3]), torch.tensor([12]), torch.tensor(ids(1)))
-    both("prefill", [2], [0], [ids(3)])  # a slot taken anew: what was there is out of sight
+    both("prefill", [2], [0], [ids(3)])  # a reused slot: its old contents are masked
 
 
-def test_scores_in_several_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_scores_in_several_parts_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = tiny(), [list(range(i, i + 3 + i)) for i in range(5)]
-    whole = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
+    full = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
     monkeypatch.setattr(fast_decoder, "SCORES", 1)
     parts = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
-    assert_close(parts, whole)
+    assert_close(parts, full)
 
 
-def test_a_long_history_beside_a_long_first_prompt_needs_no_more_than_a_slot_holds() -> None:
+def test_prefill_of_a_long_history_and_a_long_prompt_stays_within_the_slots() -> None:
     model = tiny()
     decoders = [HFDecoder(model, 2, 16), make_decoder(model, 2, 16)]
     long = list(range(3, 17))
     for decoder in decoders:
         decoder.prefill([0], [0], [long[:13]])
-    # Slot 0 goes on at its 13th place, slot 1 reads 14 tokens: 27 places, of which a slot has 16.
+    # Slot 0 continues at position 13 and slot 1 reads 14 tokens: 27 positions, but a slot has 16.
     expected, got = (decoder.prefill([0, 1], [13, 0], [[5], long]) for decoder in decoders)
     assert_close(got, expected)

@@ -1,4 +1,4 @@
-"""The policy network and the critic: any causal LM in, exact logprobs, entropies and values out."""
+"""Policy network and critic: exact logprobs, entropies and values for any causal model."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ SMALL = {
 
 
 def tiny(kind: str = "qwen2", **changes: object) -> PreTrainedModel:
-    """A random model whose norms and biases are no constants, so that no term hides."""
+    """A random model whose norms and biases are random too, so that every term has an effect."""
     torch.manual_seed(0)
     if kind == "gpt2":
         config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, initializer_range=0.4)
@@ -69,7 +69,7 @@ def ragged() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
-def test_hidden_states_are_those_of_each_row_alone(kind: str) -> None:
+def test_hidden_states_equal_those_of_single_rows(kind: str) -> None:
     model = tiny(kind)
     token_ids_BT, lengths_B, wanted_BT = ragged()
     states = hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
@@ -103,12 +103,12 @@ def test_token_logprobs_golden() -> None:
     assert entropy.item() == pytest.approx(1.02020, abs=1e-4)
 
 
-@pytest.mark.parametrize("kept", [2**24, 7 * 40], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kept_logits", [2**24, 7 * 40], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_logprobs_and_entropy_equal_autograd(
-    kept: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+    kept_logits: int, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ragen_model, "KEPT_LOGITS", kept)
+    monkeypatch.setattr(ragen_model, "KEPT_LOGITS", kept_logits)
     model = tiny(tie_word_embeddings=tied)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(20, 16, generator=generator).requires_grad_()
@@ -128,7 +128,7 @@ def test_logprobs_and_entropy_equal_autograd(
     assert_close(got, expected, GRADIENT)
 
 
-def test_only_one_of_the_two_may_have_a_gradient() -> None:
+def test_logprobs_and_entropy_are_differentiable_separately() -> None:
     model = tiny()
     hidden = torch.randn(5, 16).requires_grad_()
     logprobs, entropy = token_logprobs(model, hidden, torch.arange(5))
@@ -137,7 +137,7 @@ def test_only_one_of_the_two_may_have_a_gradient() -> None:
         assert grad.isfinite().all() and grad.abs().sum() > 0
 
 
-def test_nothing_wanted_is_no_error() -> None:
+def test_no_wanted_position_gives_empty_results() -> None:
     model = tiny("llama")
     token_ids_BT, lengths_B, wanted_BT = ragged()
     states = hidden_states(model, token_ids_BT, lengths_B, torch.zeros_like(wanted_BT))
@@ -145,7 +145,7 @@ def test_nothing_wanted_is_no_error() -> None:
     assert len(states) == len(logprobs) == len(entropy) == 0
 
 
-def test_critic_starts_at_zero_and_learns_apart_from_the_policy() -> None:
+def test_critic_starts_at_zero_and_learns_separately_from_the_policy() -> None:
     policy = tiny()
     before = [weight.clone() for weight in policy.parameters()]
     critic = Critic(policy)
@@ -154,13 +154,13 @@ def test_critic_starts_at_zero_and_learns_apart_from_the_policy() -> None:
     assert torch.equal(values, torch.zeros(10))
 
     optimizer = torch.optim.SGD(critic.parameters(), 0.1)
-    for _ in range(2):  # the first step moves the head, the second the backbone too
+    for _ in range(2):  # the first step changes the head, the second also the backbone
         optimizer.zero_grad()
         (critic.values(*ragged()) - 1).square().mean().backward()
         optimizer.step()
     assert not torch.equal(critic.values(*ragged()), torch.zeros(10))
-    changed = zip(critic.backbone.parameters(), policy.base_model.parameters(), strict=True)
-    assert any(not torch.equal(mine, theirs) for mine, theirs in changed)
+    pairs = zip(critic.backbone.parameters(), policy.base_model.parameters(), strict=True)
+    assert any(not torch.equal(mine, theirs) for mine, theirs in pairs)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
@@ -173,7 +173,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_save_and_load_give_the_same_model(tied: bool, tmp_path) -> None:
+def test_a_saved_model_is_loaded_unchanged(tied: bool, tmp_path) -> None:
     model = tiny(tie_word_embeddings=tied)
     save_model(model, tokenizer(), tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
@@ -185,7 +185,7 @@ def test_save_and_load_give_the_same_model(tied: bool, tmp_path) -> None:
     assert torch.equal(loaded(probe).logits, model(probe).logits)
 
 
-def test_bad_models_are_refused_in_one_line(tmp_path) -> None:
+def test_broken_models_are_refused_in_one_line(tmp_path) -> None:
     def message(path) -> str:
         with pytest.raises(RagenError) as caught:
             load_policy(path, "cpu", "float32")
@@ -197,8 +197,8 @@ def test_bad_models_are_refused_in_one_line(tmp_path) -> None:
     assert "config.json" in message(tmp_path / "empty")
     assert "no-such-folder" in message(tmp_path / "no-such-folder")
 
-    tiny().save_pretrained(tmp_path / "silent")
-    assert "tokenizer" in message(tmp_path / "silent")
+    tiny().save_pretrained(tmp_path / "weights_only")
+    assert "tokenizer" in message(tmp_path / "weights_only")
 
     broken = tiny()
     with torch.no_grad():
@@ -211,34 +211,34 @@ def test_bad_models_are_refused_in_one_line(tmp_path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "cannot load" in message(tmp_path / "cut")
 
-    save_model(tiny(), tokenizer(), tmp_path / "alien")
-    config = json.loads((tmp_path / "alien" / "config.json").read_text())
+    save_model(tiny(), tokenizer(), tmp_path / "unknown")
+    config = json.loads((tmp_path / "unknown" / "config.json").read_text())
     config["model_type"] = "no_such_architecture"
-    (tmp_path / "alien" / "config.json").write_text(json.dumps(config))
-    assert "cannot load" in message(tmp_path / "alien")
+    (tmp_path / "unknown" / "config.json").write_text(json.dumps(config))
+    assert "cannot load" in message(tmp_path / "unknown")
 
 
-SHAPED: dict[str, dict[str, object]] = {
+LOGIT_SHAPES: dict[str, dict[str, object]] = {
     "Gemma2": {"head_dim": 4, "final_logit_softcapping": 2.0},
     "Granite": {"logits_scaling": 3.0},
     "Cohere": {"logit_scale": 0.25},
 }
 
 
-def shaped(kind: str) -> PreTrainedModel:
-    """A model that scales its logits behind the output layer, or caps them where they are large."""
+def model_with_shaped_logits(kind: str) -> PreTrainedModel:
+    """A model that scales its logits after the output layer, or caps large ones."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SMALL, **SHAPED[kind], pad_token_id=0)
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **LOGIT_SHAPES[kind], pad_token_id=0)
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
 
-@pytest.mark.parametrize("kept", [2**24, 7 * 40], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("kind", SHAPED)
-def test_scaled_and_capped_logits_are_the_models_own(
-    kind: str, kept: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kept_logits", [2**24, 7 * 40], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", LOGIT_SHAPES)
+def test_scaled_and_capped_logits_equal_those_of_the_model(
+    kind: str, kept_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ragen_model, "KEPT_LOGITS", kept)
-    model = shaped(kind)
+    monkeypatch.setattr(ragen_model, "KEPT_LOGITS", kept_logits)
+    model = model_with_shaped_logits(kind)
     ids_BT = torch.randint(0, 40, (1, 20), generator=torch.Generator().manual_seed(3))
     targets = ids_BT[0].roll(1)
     weight = model.get_output_embeddings().weight
@@ -246,7 +246,9 @@ def test_scaled_and_capped_logits_are_the_models_own(
 
     logits = model(input_ids=ids_BT, use_cache=False).logits[0]
     states = hidden_states(model, ids_BT, torch.tensor([20]), ids_BT >= 0)
-    assert not torch.allclose(logits, states @ weight.t(), atol=0.1), "something is done to them"
+    assert not torch.allclose(logits, states @ weight.t(), atol=0.1), (
+        "the model transforms its logits"
+    )
     log_p = torch.log_softmax(logits / 0.7, dim=-1)
     plain = (log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
     got = token_logprobs(model, states, targets, temperature=0.7)
@@ -258,9 +260,11 @@ def test_scaled_and_capped_logits_are_the_models_own(
     assert_close(*gradients, GRADIENT)
 
 
-@pytest.mark.parametrize("kind", SHAPED)
-def test_they_are_sampled_as_they_are_learnt(kind: str, tmp_path: Path) -> None:
-    save_model(shaped(kind), tokenizer(), tmp_path)
+@pytest.mark.parametrize("kind", LOGIT_SHAPES)
+def test_scaled_and_capped_logits_are_equal_in_sampler_and_learner(
+    kind: str, tmp_path: Path
+) -> None:
+    save_model(model_with_shaped_logits(kind), tokenizer(), tmp_path)
     model, _ = load_policy(tmp_path, "cpu", "float32")
     sampler = Sampler(model, (), str, slots=2, max_length=32)
     drawn = asyncio.run(sampler.complete(Prompt((), (3, 1, 4, 1, 5), 0, 12, 0.7, 7)))
@@ -276,11 +280,11 @@ def test_they_are_sampled_as_they_are_learnt(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_else_is_done_to_logits_is_refused(
+def test_unknown_transformations_of_logits_are_refused(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However little it changes a probe: a cap c moves a small logit z by (z / c)² / 3 of itself,
-    # 4e-6 for z = .1 and Gemma 2's c = 30.
+    # Also if it hardly changes a probe: a cap c changes a small logit z by a relative (z / c)² / 3,
+    # which is 4e-6 for z = .1 and the c = 30 of Gemma 2.
     small = {**SMALL, "initializer_range": 0.02, "head_dim": 4}
     config = transformers.Gemma2Config(**small, final_logit_softcapping=30.0)
     save_model(transformers.Gemma2ForCausalLM(config), tokenizer(), tmp_path)

@@ -1,4 +1,4 @@
-"""bfloat16 where it is fast, float32 where it adds up: weights, gradients, logits."""
+"""Precision: bfloat16 where it is fast, float32 for sums of weights, gradients and logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def learner(
     weight_decay: float = 0.01,
     **update: Any,
 ) -> Learner:
-    """In either type from the same weights, those that bfloat16 can hold."""
+    """A learner in either dtype with the same weights, which bfloat16 represents exactly."""
     model = tiny_model(tiny_tokenizer("chatml")).to(torch.bfloat16).to(dtype)
     loss = LossConfig(**(loss or PLAIN))
     return Learner(
@@ -50,7 +50,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.detach().flatten().double() for each in tensors])
 
 
-def moved(one: Learner, start: Sequence[Tensor]) -> Tensor:
+def weight_changes(one: Learner, start: Sequence[Tensor]) -> Tensor:
     pairs = zip(one.masters.trained.values(), start, strict=True)
     return flat([now.detach() - before.float() for now, before in pairs])
 
@@ -60,24 +60,25 @@ def moved(one: Learner, start: Sequence[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("loss", [{"name": "nll"}, PLAIN], ids=["nll", "ppo_clip"])
 def test_small_updates_are_not_lost(loss: dict[str, Any]) -> None:
-    """30 updates of 1e-6 move weights of 0.02 by less than half the gap between two in bfloat16."""
-    paths = []
+    """30 updates of 1e-6 change weights of 0.02 by less than half the spacing of bfloat16."""
+    changes = []
     for dtype in DTYPES:
         one = learner(dtype, loss, lr=1e-6, weight_decay=0.0)
         part = batch(learner(torch.float32), tuple(range(6, 18)))
         start = [each.detach().clone() for each in one.model.parameters()]
         for step in range(30):
             one.update(part, step)
-        paths.append(moved(one, start))
-    exact, found = paths
+        changes.append(weight_changes(one, start))
+    exact, mixed = changes
     assert 2.9e-5 < float(exact.abs().max()) < 4e-5
-    # Gradients in bfloat16 are off by some thousandths; AdamW's division makes some hundredths.
-    assert float((found - exact).norm() / exact.norm()) < 0.08
+    # Gradients in bfloat16 have errors of some thousandths; the division in AdamW makes them some
+    # hundredths.
+    assert float((mixed - exact).norm() / exact.norm()) < 0.08
     for name, weight in one.model.named_parameters():
         assert torch.equal(weight, one.masters.trained[name].bfloat16())
         assert weight.grad is None and one.masters.trained[name].grad is None
-    kept = [weight == old for weight, old in zip(one.model.parameters(), start, strict=True)]
-    assert 0.6 < float(flat(kept).mean()) < 0.8, "most weights show nothing of it yet"
+    unchanged = [weight == old for weight, old in zip(one.model.parameters(), start, strict=True)]
+    assert 0.6 < float(flat(unchanged).mean()) < 0.8, "most bfloat16 weights have not changed yet"
 
 
 def test_a_float32_model_is_its_own_master() -> None:
@@ -88,8 +89,8 @@ def test_a_float32_model_is_its_own_master() -> None:
         assert all(name == known and mine is weight for (name, mine), (known, weight) in pairs)
 
 
-def test_what_is_not_trained_has_no_master() -> None:
-    """As of a frozen base in bfloat16 under adapters in float32."""
+def test_frozen_weights_have_no_master() -> None:
+    """For example, a frozen base in bfloat16 under adapters in float32."""
     base, adapter = (nn.Parameter(torch.ones(2)) for _ in range(2))
     base.data = base.data.bfloat16()
     masters = Masters([("base", base.requires_grad_(False)), ("adapter", adapter)])
@@ -104,7 +105,7 @@ def test_the_value_head_stays_float32() -> None:
     assert all("head" not in name for name in one.critic_masters.tensors())
 
 
-def test_masters_go_on_from_what_was_saved() -> None:
+def test_masters_are_restored_from_saved_tensors() -> None:
     one, other = learner(torch.bfloat16), learner(torch.bfloat16)
     one.update(batch(one), 0)
     other.masters.restore({k: v.clone() for k, v in one.masters.tensors().items()})
@@ -119,22 +120,22 @@ def test_a_closed_engine_holds_no_weights() -> None:
     engine = Engine(config, config.model.path)
     embedding = engine.model.get_input_embeddings().weight.shape
 
-    def held() -> int:
+    def num_embeddings() -> int:
         gc.collect()
         tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
         return sum(each.shape == embedding and each.device.type == "cpu" for each in tensors)
 
-    before = held()
-    assert before >= 4  # of the policy and the critic, each with its master
+    before = num_embeddings()
+    assert before >= 4  # those of the policy and the critic, each with its master
     asyncio.run(engine.close())
-    assert held() <= before - 4
+    assert num_embeddings() <= before - 4
 
 
 # Gradients.
 
 
-def test_gradients_add_up_in_float32() -> None:
-    """512 gradients of 1/3: in bfloat16 their sum would stand still at 64 or 128."""
+def test_gradients_are_accumulated_in_float32() -> None:
+    """512 gradients of 1/3: in bfloat16, their sum would stop growing at 64 or 128."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     masters = Masters([("w", weight)])
     third = torch.tensor(1 / 3, dtype=torch.bfloat16)
@@ -146,30 +147,32 @@ def test_gradients_add_up_in_float32() -> None:
 
 
 def gradient(one: Learner, part: Batch, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     with monkeypatch.context() as patch:
 
         def norm(masters: Any, _: float) -> Tensor:
-            found.append(flat([each.grad for each in masters]))
-            return torch.tensor(torch.inf)  # so that the step is not taken
+            gradients.append(flat([each.grad for each in masters]))
+            return torch.tensor(torch.inf)  # a non-finite norm skips the step
 
         patch.setattr(torch.nn.utils, "clip_grad_norm_", norm)
         one.update(part, 0)
-    return found[0]
+    return gradients[0]
 
 
-def test_many_microbatches_are_as_good_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_many_microbatches_are_as_exact_as_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     part = batch(learner(torch.float32), tuple(6 + at % 20 for at in range(64)))
     exact = gradient(learner(torch.float32), part, monkeypatch)
     errors = []
     for tokens in (10_000, 100, 1):
-        found = gradient(learner(torch.bfloat16, microbatch_tokens=tokens), part, monkeypatch)
-        errors.append(float((found - exact).norm() / exact.norm()))
-    assert max(errors) < 0.008, "the rounding of single gradients, 2⁻⁸ at most, hardly more"
-    assert errors[2] < 1.1 * errors[0], "and no more with 64 microbatches than with one"
+        mixed = gradient(learner(torch.bfloat16, microbatch_tokens=tokens), part, monkeypatch)
+        errors.append(float((mixed - exact).norm() / exact.norm()))
+    assert max(errors) < 0.008, "hardly more than the rounding of single gradients, 2⁻⁸ at most"
+    assert errors[2] < 1.1 * errors[0], "64 microbatches are as exact as one"
 
 
-def test_gradient_norms_add_up_in_float32_too() -> None:
+def test_gradient_norms_are_accumulated_in_float32() -> None:
     norms = []
     for dtype in DTYPES:
         one = learner(dtype, microbatch_tokens=1)
@@ -183,29 +186,31 @@ def test_gradient_norms_add_up_in_float32_too() -> None:
 # Logits.
 
 
-def test_logits_are_float32_sums_of_what_bfloat16_holds() -> None:
+def test_logits_are_float32_sums_of_bfloat16_products() -> None:
     generator = torch.Generator().manual_seed(0)
     states = 4 * torch.randn(5, 64, generator=generator).bfloat16()
     weight = torch.randn(50, 64, generator=generator).bfloat16()
     bias = torch.randn(50, generator=generator).bfloat16()
     exact = states.double() @ weight.double().t() + bias.double()
-    found = output_logits(states, weight, bias)
-    assert found.dtype == torch.float32
-    assert_close(found.double(), exact, 64)
+    logits = output_logits(states, weight, bias)
+    assert logits.dtype == torch.float32
+    assert_close(logits.double(), exact, 64)
     rounded = nn.functional.linear(states, weight, bias)
-    assert float((rounded - exact).abs().max()) > 0.1, "what the plain layer gives"
+    assert float((rounded - exact).abs().max()) > 0.1, "the error of the plain layer"
 
 
-# A sampler and a learner in bfloat16.
+# Sampler and learner in bfloat16.
 
 
-def test_a_samplers_rounding_is_reported_and_weighed_out() -> None:
-    """Sampled logprobs that rounding has moved, some of them far: the cap acts on those."""
+def test_rounding_of_the_sampler_is_reported_and_corrected() -> None:
+    """Sampled logprobs with rounding errors, one of them large: the cap acts on that one."""
     one = learner(torch.bfloat16)
     part = batch(one, (7, 12, 5, 9))
     assert part.old_logprobs_BT is not None
     noise = 0.01 * torch.sin(7.0 * torch.arange(part.mask_BT.numel())).view(part.mask_BT.shape)
-    noise[0, part.mask_BT[0].nonzero()[0, 0]] = -1.0  # sampled e times as rarely: weight 2
+    noise[
+        0, part.mask_BT[0].nonzero()[0, 0]
+    ] = -1.0  # sampled with 1/e of the probability: weight 2 by the cap
     sampled = (part.old_logprobs_BT + noise) * part.mask_BT
     metrics = one.update(replace(part, sampled_logprobs_BT=sampled), 0)
     assert metrics["importance/capped_fraction"].value == pytest.approx(1 / part.num_tokens)
@@ -214,7 +219,7 @@ def test_a_samplers_rounding_is_reported_and_weighed_out() -> None:
     assert metrics["mismatch/kl"].value * part.num_tokens == pytest.approx(0.718, abs=0.02)
 
 
-def test_scoring_twice_in_bfloat16_gives_the_same() -> None:
+def test_logprobs_in_bfloat16_are_reproducible() -> None:
     one = learner(torch.bfloat16, critic=True, microbatch_tokens=20)
     part = batch(one)
     assert torch.equal(one.logprobs(part)[0], one.logprobs(part)[0])

@@ -1,4 +1,4 @@
-"""Where models come from, and what is refused: one line each, before anything is written."""
+"""Models from folders and from the Hub, and those that are refused in one line."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def refusal(path: str | Path, **options: Any) -> str:
     return text
 
 
-def changed(folder: Path, **values: Any) -> Path:
-    """A saved model whose config.json says something else."""
+def save_with_config(folder: Path, **values: Any) -> Path:
+    """A saved model whose config.json has other values."""
     save_model(tiny_model(WORDS), WORDS, folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
@@ -65,7 +65,7 @@ def test_shards_are_loaded_and_a_missing_one_is_named(tmp_path: Path) -> None:
     assert f"{shards[1].name} is missing (1 of {len(shards)} shards)" in text
 
 
-def test_pickles_are_not_read(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     save_model(tiny_model(WORDS), WORDS, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "has no weights as safetensors" in refusal(tmp_path)
@@ -74,7 +74,7 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     assert "pickles" in text and "save_pretrained" in text
 
 
-def test_a_clone_without_its_weights(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_instead_of_weights_is_refused(tmp_path: Path) -> None:
     save_model(tiny_model(WORDS), WORDS, tmp_path)
     note = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 988097824\n"
     (tmp_path / "model.safetensors").write_text(note)
@@ -96,7 +96,10 @@ def test_only_causal_language_models_are_loaded(tmp_path: Path) -> None:
             BertForMaskedLM(bert),
             "is not causal: its logits for a token depend on later tokens",
         ),
-        "both": (BartForConditionalGeneration(bart), "(bart) is no causal language model"),
+        "an encoder and a decoder": (
+            BartForConditionalGeneration(bart),
+            "(bart) is no causal language model",
+        ),
         "no output layer": (Qwen2Model(qwen), "lm_head.weight is missing"),
         "a classifier": (Qwen2ForSequenceClassification(qwen), "lm_head.weight is missing"),
     }
@@ -112,44 +115,48 @@ def test_a_tied_output_layer_need_not_be_saved(tmp_path: Path) -> None:
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
-def test_a_recurrent_past_is_refused_by_the_sampler() -> None:
+def test_sampler_refuses_a_model_without_a_cache_of_keys() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(RagenError, match="of the type mamba have no cache of keys"):
         Sampler(model, {0}, str)
 
 
-def test_code_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("nobody is asked"))
+def test_code_in_a_model_folder_is_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("the user is not asked"))
     theirs = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
-    ours = changed(tmp_path / "known", auto_map=theirs)  # transformers has a Qwen2 of its own
+    ours = save_with_config(tmp_path / "known", auto_map=theirs)  # transformers has its own Qwen2
     (ours / "theirs.py").write_text("raise SystemExit\n")
     assert load_policy(ours, "cpu", "float32")
-    unknown = changed(tmp_path / "unknown", auto_map=theirs, model_type="theirs")
+    unknown = save_with_config(tmp_path / "unknown", auto_map=theirs, model_type="theirs")
     assert "brings code of its own, which is never run here" in refusal(unknown)
 
 
-def test_a_config_that_is_not_that_of_the_weights(tmp_path: Path) -> None:
-    wrong = changed(tmp_path / "wrong", intermediate_size=48)
+def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
+    wrong = save_with_config(tmp_path / "wrong", intermediate_size=48)
     assert "do not fit its config.json: model.layers.0.mlp" in refusal(wrong)
-    assert "hidden_size" in refusal(changed(tmp_path / "text", hidden_size="wide"))
-    quantised = changed(tmp_path / "q", quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "hidden_size" in refusal(save_with_config(tmp_path / "text", hidden_size="wide"))
+    quantised = save_with_config(
+        tmp_path / "q", quantization_config={"quant_method": "gptq", "bits": 4}
+    )
     assert "are quantised" in refusal(quantised)
 
 
-def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(tmp_path: Path) -> None:
     save_model(tiny_model(WORDS, vocab_size=len(WORDS) - 3), WORDS, tmp_path)
     largest, rows = len(WORDS) - 1, len(WORDS) - 3
     assert f"has the id {largest}, but the embedding has {rows} rows" in refusal(tmp_path)
 
 
-def test_more_positions_than_the_model_knows(tmp_path: Path) -> None:
+def test_a_max_length_beyond_the_positions_of_the_model_is_refused(tmp_path: Path) -> None:
     save_model(tiny_model(WORDS, max_position_embeddings=64), WORDS, tmp_path)
     assert load_policy(tmp_path, "cpu", "float32", max_length=64)
     text = refusal(tmp_path, max_length=65)
     assert "model.max_length = 65" in text and "set model.max_length to 64 or less" in text
 
 
-# The Hub, played by a server on loopback.
+# The Hub, simulated by a server on loopback.
 
 SHA = "0" * 40
 
@@ -194,12 +201,12 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: standard error is looked at."""
+        """Log nothing, because tests read standard error."""
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A Hub with one model and an empty cache; what is given closes the Hub."""
+    """A Hub with one model, and an empty cache; returns a function that closes the Hub."""
     folder = tmp_path / "on the hub"
     save_model(tiny_model(WORDS), WORDS, folder)
     monkeypatch.setattr(Hub, "folder", folder, raising=False)
@@ -220,7 +227,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
     close()
 
 
-def test_a_model_of_the_hub_is_loaded_and_then_needs_no_network(hub: Callable[[], None]) -> None:
+def test_a_model_from_the_hub_is_cached_for_use_without_a_network(hub: Callable[[], None]) -> None:
     assert not is_available_offline("me/tiny")
     words = model_folder("me/tiny", weights=False)
     assert (
@@ -238,26 +245,26 @@ def test_a_model_of_the_hub_is_loaded_and_then_needs_no_network(hub: Callable[[]
     assert torch.equal(loaded(probe).logits, again(probe).logits)
 
 
-def test_what_the_hub_refuses(hub: Callable[[], None]) -> None:
+def test_gated_and_missing_models_are_refused(hub: Callable[[], None]) -> None:
     assert "is gated: accept its terms" in refusal("me/gated")
     assert "the Hub has no model 'me/none' that may be read from here" in refusal("me/none")
     assert "no model 'me/a/b'" in refusal("me/a/b")
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["closed", "silent"])
-def test_an_unreachable_hub_is_asked_once_for_as_long_as_patience_lasts(
+def test_an_unreachable_hub_is_asked_once_within_the_time_limit(
     hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch, listens: bool
 ) -> None:
-    """Nothing there, or something that accepts the connection and never answers."""
-    patience, answer, knocked = [], threading.Event(), threading.Event()
+    """The port is closed, or its server accepts the connection and never answers."""
+    timeouts, answer, connected = [], threading.Event(), threading.Event()
     head = pretrained.httpx.head
 
     def watched(url: str, timeout: float, **more: Any) -> Any:
-        patience.append(timeout)
+        timeouts.append(timeout)
         return head(url, timeout=timeout, **more)
 
     def keep_silent(_: Hub) -> None:
-        knocked.set()
+        connected.set()
         answer.wait()
 
     monkeypatch.setattr(pretrained, "PATIENCE_S", 0.2)
@@ -266,7 +273,7 @@ def test_an_unreachable_hub_is_asked_once_for_as_long_as_patience_lasts(
     if not listens:
         hub()
     assert "and the Hub cannot be reached" in refusal("me/tiny")
-    assert not answer.is_set() and patience == [0.2]
-    assert knocked.wait(10) if listens else not knocked.is_set()
+    assert not answer.is_set() and timeouts == [0.2]
+    assert connected.wait(10) if listens else not connected.is_set()
     answer.set()
     assert Hub.asked == []

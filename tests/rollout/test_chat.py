@@ -1,4 +1,4 @@
-"""Sampled tokens never change: chats over templates that differ in all known ways."""
+"""Chats never change sampled tokens, over templates that differ in all known ways."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ END = {
 
 
 @cache
-def chat(name: str, think: bool = True) -> Chat:
+def make_chat(name: str, think: bool = True) -> Chat:
     return Chat(tiny_tokenizer(name), think)
 
 
@@ -59,94 +59,95 @@ def assistant(content: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_properties_of_known_templates(name: str) -> None:
-    found = chat(name)
-    assert found.exact
-    assert (found.warning is None) == (name not in DROPPING)
-    assert found.fold == (name in ("gemma", "llama2"))
-    assert found.opening == ("<think>\n" if name in ("thinker", "hollow") else "")
+def test_properties_of_known_templates_are_detected(name: str) -> None:
+    chat = make_chat(name)
+    assert chat.exact
+    assert (chat.warning is None) == (name not in DROPPING)
+    assert chat.fold == (name in ("gemma", "llama2"))
+    assert chat.opening == ("<think>\n" if name in ("thinker", "hollow") else "")
     eos = tiny_tokenizer(name).eos_token_id
-    assert found.end_ids == ({eos, end(name)} if name in END else {eos})
+    assert chat.end_ids == ({eos, end(name)} if name in END else {eos})
 
 
 def test_the_warning_says_whether_thoughts_are_kept() -> None:
-    assert chat("chatml").warning is None
-    assert "here they stay as they were sampled" in str(chat("qwen3").warning)
-    assert chat("qwen3", think=False).warning is None  # there are none
+    assert make_chat("chatml").warning is None
+    assert "here they stay as they were sampled" in str(make_chat("qwen3").warning)
+    assert make_chat("qwen3", think=False).warning is None  # there are none
     for name in TEMPLATES:
         dropping = Chat(tiny_tokenizer(name), history_thoughts="drop")
         assert not dropping.exact
         assert "left out of the prompts" in str(dropping.warning)
-    unasked = Chat(tiny_tokenizer("qwen3"), think=False, history_thoughts="drop")
-    assert unasked.exact and unasked.warning is None
+    without_thoughts = Chat(tiny_tokenizer("qwen3"), think=False, history_thoughts="drop")
+    assert without_thoughts.exact and without_thoughts.warning is None
 
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_thoughts_that_a_template_drops_are_kept(name: str) -> None:
-    """Extended or opened afresh, as a window does it: the same tokens, thoughts included."""
-    found, decode = chat(name), tiny_tokenizer(name).decode
+    """Extending and opening anew (as a window does) give the same tokens, thoughts included."""
+    chat, decode = make_chat(name), tiny_tokenizer(name).decode
     messages = [user("a")]
-    ids, _ = found.open(messages, "<think>")
+    ids, _ = chat.open(messages, "<think>")
     for thought, answer in (("why", "Up"), ("so", "Down")):
         reply = f"{thought}</think><answer>{answer}</answer>"
-        ids += (*found.encode(reply), end(name))
+        ids += (*chat.encode(reply), end(name))
         messages += [assistant(f"<think>{reply}"), user("b")]
-        ids, _ = found.extend(ids, messages, "<think>")
-    afresh, _ = found.open(messages, "<think>")
-    assert decode(afresh) == decode(ids)
+        ids, _ = chat.extend(ids, messages, "<think>")
+    reopened, _ = chat.open(messages, "<think>")
+    assert decode(reopened) == decode(ids)
     assert all(thought in decode(ids) for thought in ("why</think>", "so</think>"))
-    assert "why" not in render(name, messages)  # as the template itself would have it
+    assert "why" not in render(name, messages)  # the template itself drops it
 
 
 def test_an_empty_thought_is_part_of_the_prompt() -> None:
-    """Qwen3's way of asking for no thought: written by the template, in each turn."""
-    found, decode = chat("reasoner", think=False), tiny_tokenizer("reasoner").decode
-    assert found.exact and found.opening == ""
-    ids, num_prefill = found.open([user("a")], "<answer>")
+    """Qwen3 turns thinking off by an empty thought, which its template writes in each turn."""
+    chat, decode = make_chat("reasoner", think=False), tiny_tokenizer("reasoner").decode
+    assert chat.exact and chat.opening == ""
+    ids, num_prefill = chat.open([user("a")], "<answer>")
     assert decode(ids).endswith("assistant\n<think>\n\n</think>\n\n<answer>")
     assert decode(ids[-num_prefill:]) == "<answer>"
-    ids += (*found.encode("Up</answer>"), end("reasoner"))
+    ids += (*chat.encode("Up</answer>"), end("reasoner"))
     messages = [user("a"), assistant("<answer>Up</answer>"), user("b")]
-    assert decode(found.extend(ids, messages, "<answer>")[0]) == (
+    assert decode(chat.extend(ids, messages, "<answer>")[0]) == (
         "<|im_start|>user\na<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>Up</answer><|im_end|>\n"
         "<|im_start|>user\nb<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>"
     )
-    assert "</think>" not in decode(chat("reasoner").open([user("a")])[0])
+    assert "</think>" not in decode(make_chat("reasoner").open([user("a")])[0])
 
 
 def test_a_prompt_does_not_depend_on_the_day() -> None:
-    text = tiny_tokenizer("dated").decode(chat("dated").open([user("a")])[0])
+    text = tiny_tokenizer("dated").decode(make_chat("dated").open([user("a")])[0])
     assert "Today: 01 Jan 2025" in text
 
 
-def test_open_is_the_rendering_and_the_prefill() -> None:
-    ids, num_prefill = chat("chatml").open([user("P G")], "<think>")
+def test_open_returns_the_rendering_and_the_prefill() -> None:
+    ids, num_prefill = make_chat("chatml").open([user("P G")], "<think>")
     text = "<|im_start|>user\nP G<|im_end|>\n<|im_start|>assistant\n<think>"
     assert tiny_tokenizer("chatml").decode(ids) == text
     assert tiny_tokenizer("chatml").decode(ids[-num_prefill:]) == "<think>"
-    assert chat("chatml").open([user("P G")])[1] == 0
+    assert make_chat("chatml").open([user("P G")])[1] == 0
 
 
-def test_open_where_the_template_opens_the_thought() -> None:
-    ids, num_prefill = chat("thinker").open([user("P")], "<think>")
+def test_open_does_not_repeat_a_thought_that_the_template_opens() -> None:
+    ids, num_prefill = make_chat("thinker").open([user("P")], "<think>")
     text = tiny_tokenizer("thinker").decode(ids)
     assert text.endswith("assistant\n<think>\n")
     assert text.count("<think>") == 1
     assert tiny_tokenizer("thinker").decode(ids[-num_prefill:]) == "<think>\n"
-    assert chat("thinker").open([user("P")]) == (ids, num_prefill)
-    assert chat("thinker").open([user("P")], "<think>\n") == (ids, num_prefill)  # prefill = false
+    assert make_chat("thinker").open([user("P")]) == (ids, num_prefill)
+    repeated = make_chat("thinker").open([user("P")], "<think>\n")  # prefill = false
+    assert repeated == (ids, num_prefill)
 
 
-def test_extend_by_hand() -> None:
-    """ChatML, two turns: everything in front and the reply stay, the bridge comes behind."""
-    found, tokenizer = chat("chatml"), tiny_tokenizer("chatml")
-    ids, _ = found.open([user("a")], "<think>")
-    reply = (*found.encode("go</think><answer>Up</answer>"), end("chatml"))
+def test_extend_golden() -> None:
+    """ChatML, two turns: the prompt and the reply are kept, and the bridge follows them."""
+    chat, tokenizer = make_chat("chatml"), tiny_tokenizer("chatml")
+    ids, _ = chat.open([user("a")], "<think>")
+    reply = (*chat.encode("go</think><answer>Up</answer>"), end("chatml"))
     content = "<think>go</think><answer>Up</answer>"
     messages = [user("a"), assistant(content), user("b")]
-    more, num_prefill = found.extend(ids + reply, messages, "<think>")
+    more, num_prefill = chat.extend(ids + reply, messages, "<think>")
     assert more[: len(ids) + len(reply)] == ids + reply
     bridge = more[len(ids) + len(reply) :]
     assert tokenizer.decode(bridge) == (
@@ -158,36 +159,36 @@ def test_extend_by_hand() -> None:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_a_cut_reply_is_closed_with_tokens_that_were_not_sampled(name: str) -> None:
-    found = chat(name)
-    ids, _ = found.open([user("a")])
-    reply = found.encode("<answer>Up")
+    chat = make_chat(name)
+    ids, _ = chat.open([user("a")])
+    reply = chat.encode("<answer>Up")
     messages = [user("a"), assistant("<answer>Up"), user("b")]
-    cut, _ = found.extend(ids + reply, messages)
-    ended, _ = found.extend((*ids, *reply, end(name)), messages)
+    cut, _ = chat.extend(ids + reply, messages)
+    ended, _ = chat.extend((*ids, *reply, end(name)), messages)
     assert cut[: len(ids + reply)] == ended[: len(ids + reply)] == ids + reply
-    gap = " " if name == "llama2" else ""  # which this template writes in front of its end token
-    assert found.decode(cut[len(ids + reply) :]).startswith(gap + END[name])
+    gap = " " if name == "llama2" else ""  # this template writes it before its end token
+    assert chat.decode(cut[len(ids + reply) :]).startswith(gap + END[name])
     assert cut[len(cut) - len(ended) + len(ids + reply) :] == ended[len(ids + reply) :]
 
 
 def test_another_end_token_ends_a_turn_too() -> None:
-    found = chat("chatml")
-    ids, _ = found.open([user("a")])
+    chat = make_chat("chatml")
+    ids, _ = chat.open([user("a")])
     eos = tiny_tokenizer("chatml").eos_token_id
-    more, _ = found.extend((*ids, 50, eos), [user("a"), assistant("x"), user("b")])
+    more, _ = chat.extend((*ids, 50, eos), [user("a"), assistant("x"), user("b")])
     assert more[len(ids) : len(ids) + 2] == (50, eos)
-    assert found.decode(more[len(ids) + 2 :]).startswith("\n<|im_start|>user\nb")
+    assert chat.decode(more[len(ids) + 2 :]).startswith("\n<|im_start|>user\nb")
 
 
 @pytest.mark.parametrize("name", ["gemma", "llama2"])
 def test_system_text_is_folded_if_there_is_no_system_role(name: str) -> None:
-    ids, _ = chat(name).open([{"role": "system", "content": "be kind"}, user("P G")])
-    assert ids == chat(name).open([user("be kind\n\nP G")])[0]
+    ids, _ = make_chat(name).open([{"role": "system", "content": "be kind"}, user("P G")])
+    assert ids == make_chat(name).open([user("be kind\n\nP G")])[0]
 
 
-def test_errors_are_one_clear_line() -> None:
+def test_unusable_templates_are_refused() -> None:
     with pytest.raises(RagenError, match=r"refuses a conversation of user, user \(roles must alt"):
-        chat("gemma").open([user("a"), user("b")])
+        make_chat("gemma").open([user("a"), user("b")])
     tokenizer = _copy("chatml")
     tokenizer.chat_template = None
     with pytest.raises(RagenError, match="no chat template: choose an instruction-tuned model"):
@@ -201,8 +202,8 @@ def test_errors_are_one_clear_line() -> None:
         tokenizer.chat_template = broken
         with pytest.raises(RagenError, match="refuses a conversation of user"):
             Chat(tokenizer)
-    for mute in ("", "Hello!"):
-        tokenizer.chat_template = mute
+    for constant in ("", "Hello!"):
+        tokenizer.chat_template = constant
         with pytest.raises(RagenError, match="leaves out what the user says"):
             Chat(tokenizer)
 
@@ -211,42 +212,42 @@ def _copy(name: str) -> Any:
     return tiny_tokenizer.__wrapped__(name)
 
 
-def test_system_text_that_moves_is_folded() -> None:
-    """Some templates put it into the *last* user message, so that earlier turns change."""
+def test_system_text_is_folded_if_the_template_moves_it() -> None:
+    """Some templates put it into the *last* user message, which changes earlier turns."""
     tokenizer = _copy("chatml")
     tokenizer.chat_template = (
         "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
         "{% for m in messages if m.role != 'system' %}<|im_start|>"
         "{{ s if loop.last }}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
     )
-    found = Chat(tokenizer)
-    assert found.exact
-    assert found.fold
+    chat = Chat(tokenizer)
+    assert chat.exact
+    assert chat.fold
     system = {"role": "system", "content": "be kind"}
     messages = [system, user("a"), assistant("b"), user("c")]
-    ids = (*found.open(messages[:2])[0], *found.encode("b"), end("chatml"))
-    text = tokenizer.decode(found.extend(ids, messages)[0])
+    ids = (*chat.open(messages[:2])[0], *chat.encode("b"), end("chatml"))
+    text = tokenizer.decode(chat.extend(ids, messages)[0])
     assert text == (
         "<|im_start|>be kind\n\na<|im_end|><|im_start|>b<|im_end|>"
         "<|im_start|>c<|im_end|><|im_start|>"
     )
 
 
-def test_a_default_system_message_stays() -> None:
+def test_a_default_system_message_is_kept() -> None:
     tokenizer = _copy("chatml")
     tokenizer.chat_template = (
         "{% if messages[0].role != 'system' %}<|im_start|>system\nhelp<|im_end|>\n{% endif %}"
         + TEMPLATES["chatml"]
     )
-    found = Chat(tokenizer)
-    assert found.exact
-    ids = (*found.open([user("a")])[0], *found.encode("b"), end("chatml"))
-    text = tokenizer.decode(found.extend(ids, [user("a"), assistant("b"), user("c")])[0])
+    chat = Chat(tokenizer)
+    assert chat.exact
+    ids = (*chat.open([user("a")])[0], *chat.encode("b"), end("chatml"))
+    text = tokenizer.decode(chat.extend(ids, [user("a"), assistant("b"), user("c")])[0])
     assert text.count("help") == 1
     assert text.startswith("<|im_start|>system\nhelp")
 
 
-def test_a_template_that_counts_turns_has_no_extension() -> None:
+def test_a_template_that_numbers_its_turns_is_not_exact() -> None:
     tokenizer = _copy("chatml")
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ loop.index }}{{ m.content }}<|im_end|>{% endfor %}"
@@ -255,18 +256,20 @@ def test_a_template_that_counts_turns_has_no_extension() -> None:
     assert not Chat(tokenizer).exact
 
 
-def test_a_python_tokenizer_works() -> None:
-    """Nothing but the four methods of `ragen.rollout.chat.Tokenizer` is needed."""
+def test_a_minimal_tokenizer_is_enough() -> None:
+    """Only the attributes of `ragen.rollout.chat.Tokenizer` are needed."""
 
-    class Slow:
+    class Minimal:
         def __init__(self, inner: Any) -> None:
             self.chat_template, self.eos_token_id = inner.chat_template, inner.eos_token_id
             self.apply_chat_template, self.encode = inner.apply_chat_template, inner.encode
             self.decode, self.get_added_vocab = inner.decode, inner.get_added_vocab
 
-    slow = Chat(Slow(tiny_tokenizer("llama3")))
-    assert slow.exact
-    assert slow.open([user("P √")], "<think>") == chat("llama3").open([user("P √")], "<think>")
+    minimal = Chat(Minimal(tiny_tokenizer("llama3")))
+    assert minimal.exact
+    assert minimal.open([user("P √")], "<think>") == make_chat("llama3").open(
+        [user("P √")], "<think>"
+    )
 
 
 # Properties over random histories.
@@ -280,7 +283,7 @@ turns = st.lists(
 
 
 def _reply(name: str, thought: str, answer: str) -> str:
-    """A reply that no template trims; where the template opens the thought, from there on."""
+    """A reply that no template trims; it starts after `<think>` if the template writes that."""
     start = "" if name == "thinker" else "<think>"
     return f"{start}{thought}</think><answer>{answer}</answer>"
 
@@ -291,124 +294,125 @@ def _reply(name: str, thought: str, answer: str) -> str:
 def test_extending_equals_rendering(
     name: str, history: list[tuple[str, str, str]], last: str
 ) -> None:
-    """With canonical replies, the running sequence is the tokenisation of the full rendering."""
-    found = chat(name)
+    """If replies are canonical, the extended sequence is the tokenisation of the full rendering."""
+    chat = make_chat(name)
     messages: list[dict[str, str]] = []
     ids: tuple[int, ...] = ()
     for content, thought, answer in history:
         messages.append(user(content))
-        ids = found.extend(ids, messages)[0] if ids else found.open(messages)[0]
+        ids = chat.extend(ids, messages)[0] if ids else chat.open(messages)[0]
         reply = _reply(name, thought, answer)
-        gap = " " if name == "llama2" else ""  # which it writes in front of its end token
+        gap = " " if name == "llama2" else ""  # this template writes it before its end token
         text = render(name, messages) + reply + gap + END[name]
-        whole = found.encode(text)
-        assume(whole[: len(ids)] == ids)  # else the reply's start has merged with the prompt's end
-        ids = whole
-        messages.append(assistant(found.opening + reply))
+        rendered = chat.encode(text)
+        # Otherwise the start of the reply has merged with the end of the prompt.
+        assume(rendered[: len(ids)] == ids)
+        ids = rendered
+        messages.append(assistant(chat.opening + reply))
     messages.append(user(last))
-    ids, num_prefill = found.extend(ids, messages)
-    assert ids == found.encode(render(name, messages))
-    assert num_prefill == len(found.encode(found.opening))
+    ids, num_prefill = chat.extend(ids, messages)
+    assert ids == chat.encode(render(name, messages))
+    assert num_prefill == len(chat.encode(chat.opening))
 
 
 @pytest.mark.parametrize("name", EXACT)
 @settings(max_examples=50)
 @given(data=st.data())
 def test_sampled_ids_are_kept_verbatim(name: str, data: st.DataObject) -> None:
-    """Whatever ids were drawn, canonical or not: each reply stands where it was sampled."""
-    found, size = chat(name), len(tiny_tokenizer(name))
-    ordinary = st.integers(0, size - 1).filter(lambda token: token not in found.end_ids)
+    """Canonical or not, the ids of each reply stay unchanged at their position."""
+    chat, size = make_chat(name), len(tiny_tokenizer(name))
+    ordinary = st.integers(0, size - 1).filter(lambda token: token not in chat.end_ids)
     messages: list[dict[str, str]] = []
     ids: tuple[int, ...] = ()
-    written: list[tuple[int, tuple[int, ...]]] = []
+    replies: list[tuple[int, tuple[int, ...]]] = []
     for _ in range(data.draw(st.integers(1, 4))):
         messages.append(user(data.draw(contents)))
         before = ids
-        ids, num_prefill = (found.extend if ids else _open(found))(ids, messages, "<think>")
+        ids, num_prefill = (chat.extend if ids else _open(chat))(ids, messages, "<think>")
         assert ids[: len(before)] == before
-        assert found.decode(ids[len(ids) - num_prefill :]).strip() == "<think>"
+        assert chat.decode(ids[len(ids) - num_prefill :]).strip() == "<think>"
         drawn = tuple(data.draw(st.lists(ordinary, min_size=1, max_size=6)))
         if data.draw(st.booleans()):
             drawn = (*drawn, end(name))
-        written.append((len(ids), drawn))
+        replies.append((len(ids), drawn))
         ids += drawn
-        messages.append(assistant(found.decode(drawn)))
-    for at, drawn in written:
+        messages.append(assistant(chat.decode(drawn)))
+    for at, drawn in replies:
         assert ids[at : at + len(drawn)] == drawn
 
 
-def _open(found: Chat) -> Any:
-    return lambda _, messages, prefill: found.open(messages, prefill)
+def _open(chat: Chat) -> Any:
+    return lambda _, messages, prefill: chat.open(messages, prefill)
 
 
 # Text and tokens.
 
 
 def test_decode_leaves_out_only_the_end_token() -> None:
-    found = chat("chatml")
-    start = found.encode("<|im_start|>")
-    assert found.decode((*start, *found.encode("Up"), end("chatml"))) == "<|im_start|>Up"
-    assert found.decode((end("chatml"),)) == found.decode(()) == ""
+    chat = make_chat("chatml")
+    start = chat.encode("<|im_start|>")
+    assert chat.decode((*start, *chat.encode("Up"), end("chatml"))) == "<|im_start|>Up"
+    assert chat.decode((end("chatml"),)) == chat.decode(()) == ""
 
 
-def test_the_text_of_one_token() -> None:
-    """Spaces stay, special tokens are told, and a part of a character is marked as such."""
+def test_text_of_returns_the_text_of_one_token() -> None:
+    """Spaces and special tokens are included; a part of a character is U+FFFD."""
     chat = Chat(tiny_tokenizer())
     ids = chat.encode("<|im_start|>user\nP  a1 <think>")
     assert "".join(map(chat.text_of, ids)) == "<|im_start|>user\nP  a1 <think>"
-    assert set(map(chat.text_of, chat.encode("🙂"))) == {"\ufffd"}, "four tokens of a byte each"
+    assert set(map(chat.text_of, chat.encode("🙂"))) == {"\ufffd"}, "four tokens of one byte each"
     assert chat.text_of(chat.end) == "<|im_end|>"
 
 
-def test_token_span_by_hand() -> None:
-    found = chat("chatml")
+def test_token_span_golden() -> None:
+    chat = make_chat("chatml")
     pieces = ["go", " now", "</", "think", ">"]
-    ids = tuple(token for piece in pieces for token in found.encode(piece))
-    text = found.decode(ids)
+    ids = tuple(token for piece in pieces for token in chat.encode(piece))
+    text = chat.decode(ids)
     assert text == "go now</think>"
-    first, last = found.token_span((*ids, end("chatml")), text, 0, len("go now"))
+    first, last = chat.token_span((*ids, end("chatml")), text, 0, len("go now"))
     assert first == 0
-    assert found.decode(ids[:last]) == "go now"
-    assert found.token_span(ids, text, 3, 3) == (0, 0)  # no characters, no tokens
-    assert found.token_span(ids, text, -7, 2)[0] == 0  # a span that began in the prefill
-    assert found.token_span((), "", 0, 0) == (0, 0)
+    assert chat.decode(ids[:last]) == "go now"
+    assert chat.token_span(ids, text, 3, 3) == (0, 0)  # no characters, no tokens
+    assert chat.token_span(ids, text, -7, 2)[0] == 0  # a span that starts in the prefill
+    assert chat.token_span((), "", 0, 0) == (0, 0)
 
 
-def test_token_span_takes_all_bytes_of_a_character() -> None:
-    found = chat("chatml")
-    ids = found.encode("a🙂b")  # the corpus has no 🙂: four tokens of a byte each
+def test_token_span_includes_all_bytes_of_a_character() -> None:
+    chat = make_chat("chatml")
+    ids = chat.encode("a🙂b")  # the corpus has no 🙂: four tokens of one byte each
     assert len(ids) == 6
-    assert found.token_span(ids, "a🙂b", 1, 2) == (1, 5)
-    assert found.token_span(ids, "a🙂b", 0, 1) == (0, 1)
-    assert found.token_span(ids, "a🙂b", 2, 3) == (5, 6)
+    assert chat.token_span(ids, "a🙂b", 1, 2) == (1, 5)
+    assert chat.token_span(ids, "a🙂b", 0, 1) == (0, 1)
+    assert chat.token_span(ids, "a🙂b", 2, 3) == (5, 6)
 
 
 @settings(max_examples=50)
 @given(st.text(min_size=1, max_size=30), st.data())
 def test_token_span_covers_the_characters(text: str, data: st.DataObject) -> None:
-    found = chat("chatml")
-    ids = found.encode(text)
+    chat = make_chat("chatml")
+    ids = chat.encode(text)
     start = data.draw(st.integers(0, len(text) - 1))
     stop = data.draw(st.integers(start + 1, len(text)))
-    first, last = found.token_span(ids, text, start, stop)
+    first, last = chat.token_span(ids, text, start, stop)
     raw = [len(tiny_tokenizer("chatml").convert_ids_to_tokens(token)) for token in ids]
     begin, finish = len(text[:start].encode()), len(text[:stop].encode())
     if any(mark in text for mark in tiny_tokenizer("chatml").get_added_vocab()):
         return
-    # Byte-level tokens are written with one letter a byte, so byte positions are exact.
+    # Byte-level tokens have one character per byte, so byte positions are exact.
     assert sum(raw[:first]) <= begin < finish <= sum(raw[:last])
     # And it is the shortest such range.
     assert sum(raw[: first + 1]) > begin
     assert sum(raw[: last - 1]) < finish
 
 
-def test_cheap_enough_to_call_every_turn() -> None:
-    found = chat("chatml")
+def test_chat_is_cheap_enough_to_call_every_turn() -> None:
+    chat = make_chat("chatml")
     text = "P b2 G c3 : Down c2 O at b2 Right b3 _ Down c3 G</think><answer>Right||Down</answer>"
-    ids = found.encode(text)
-    ids0, _ = found.open([user("P")], "<think>")
+    ids = chat.encode(text)
+    ids0, _ = chat.open([user("P")], "<think>")
     messages = [user("P"), assistant(text), user("a0 P a1 _ a2 _ a3 O\n" * 4)]
-    found.token_span(ids, text, 0, 40)
+    chat.token_span(ids, text, 0, 40)
 
     def microseconds(work: Any) -> float:
         times = []
@@ -418,10 +422,10 @@ def test_cheap_enough_to_call_every_turn() -> None:
             times.append(time.perf_counter() - start)
         return min(times) * 1e6
 
-    assert microseconds(lambda: found.token_span(ids, text, 0, 40)) < 300
-    once = microseconds(lambda: found.extend((*ids0, *ids), messages, "<think>"))
+    assert microseconds(lambda: chat.token_span(ids, text, 0, 40)) < 300
+    once = microseconds(lambda: chat.extend((*ids0, *ids), messages, "<think>"))
     longer = messages[:-1] * 40 + messages[-1:]
-    many = microseconds(lambda: found.extend((*ids0, *ids), longer, "<think>"))
+    many = microseconds(lambda: chat.extend((*ids0, *ids), longer, "<think>"))
     assert many < 2 * once + 100  # the cost does not grow with the conversation
 
 
@@ -430,7 +434,7 @@ def test_tiny_model_runs_on_its_tokenizer() -> None:
 
     tokenizer = tiny_tokenizer("chatml")
     model = tiny_model(tokenizer)
-    ids, _ = chat("chatml").open([user("P G")], "<think>")
+    ids, _ = make_chat("chatml").open([user("P G")], "<think>")
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits
     assert logits.shape == (1, len(ids), len(tokenizer))

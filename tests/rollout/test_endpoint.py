@@ -1,4 +1,4 @@
-"""Chat endpoints: answers, errors and odd answers of servers."""
+"""Chat endpoints: replies, errors and malformed replies of servers."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ PROMPT = Prompt(({"role": "user", "content": "go"},), None, 0, 64, 0.5, 2**40 + 
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits of milliseconds, and no key but that of a test."""
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shortens waits to milliseconds and hides the key of this machine."""
     monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
     monkeypatch.delenv(endpoint.KEY_ENV, raising=False)
 
 
-def ask(
-    server: FaultyServer, prompts: Sequence[Prompt] = (PROMPT,), think: bool = True, **how: Any
+def request(
+    server: FaultyServer, prompts: Sequence[Prompt] = (PROMPT,), think: bool = True, **options: Any
 ) -> list[Completion | BaseException]:
-    """What comes of asking for the prompts one after the other."""
+    """The completion or exception for each prompt, requested one after the other."""
 
     async def run() -> list[Completion | BaseException]:
-        policy = ChatEndpoint(Server(server.url, **how), "some/model", think)
+        policy = ChatEndpoint(Server(server.url, **options), "some/model", think)
         answers: list[Completion | BaseException] = []
         try:
             for prompt in prompts:
@@ -55,15 +55,15 @@ def ask(
     return asyncio.run(run())
 
 
-def in_turn(*answers: Answer) -> Callable[[int, dict[str, Any]], Answer]:
-    """The answers in their order, the last one for ever."""
+def in_order(*answers: Answer) -> Callable[[int, dict[str, Any]], Answer]:
+    """A script that gives the answers in their order and repeats the last one."""
     return lambda number, _: answers[min(number, len(answers) - 1)]
 
 
-def test_the_request_and_the_answer() -> None:
-    with FaultyServer(in_turn(chat_reply())) as server:
-        (found,) = ask(server)
-    assert found == Completion(None, None, GOOD, "stop", 0, usage=Usage(100, 20))
+def test_request_body_and_completion() -> None:
+    with FaultyServer(in_order(chat_reply())) as server:
+        (completion,) = request(server)
+    assert completion == Completion(None, None, GOOD, "stop", 0, usage=Usage(100, 20))
     assert server.requests == [
         {
             "model": "some/model",
@@ -77,30 +77,30 @@ def test_the_request_and_the_answer() -> None:
 
 
 def test_a_prompt_may_contain_any_text() -> None:
-    odd = 'half a pair: \ud83d, a nul: \x00, "quotes", é'
+    odd = 'half a surrogate pair: \ud83d, a nul: \x00, "quotes", é'
     prompt = replace(PROMPT, messages=({"role": "user", "content": odd},))
-    with FaultyServer(in_turn(chat_reply("\ud83d"))) as server:
-        (found,) = ask(server, [prompt])
+    with FaultyServer(in_order(chat_reply("\ud83d"))) as server:
+        (completion,) = request(server, [prompt])
     assert server.requests[0]["messages"][0]["content"] == odd
-    assert isinstance(found, Completion) and found.text == "\ud83d"
+    assert isinstance(completion, Completion) and completion.text == "\ud83d"
 
 
 FAULTS = {
     "busy": api_error(429, "slow down", Retry_After="0.02"),
     "broken": Answer("<html>Internal Server Error</html>", 500),
     "overloaded": api_error(503, "overloaded"),
-    "hangs up": Answer(drops_connection=True),
+    "connection closed": Answer(drops_connection=True),
     "too slow": Answer(chat_reply().body, wait_s=0.7),
     "truncated JSON": Answer('{"choices": [{"message": {"content": "<thi'),
-    "breaks off": Answer(chat_reply().body, length=10_000),
+    "truncated body": Answer(chat_reply().body, length=10_000),
     "no JSON": Answer("OK"),
-    "a list": Answer([1]),
-    "brackets without end": Answer("[" * 200_000),
+    "list": Answer([1]),
+    "endless brackets": Answer("[" * 200_000),
     "empty choices": Answer({"choices": []}),
     "no choices": Answer({"object": "chat.completion"}),
     "no message": Answer({"choices": [{"text": "legacy"}]}),
-    "an error inside": Answer({"error": {"message": "upstream failed", "code": 502}}),
-    "failed half way": chat_reply("half", finish="error"),
+    "error in the body": Answer({"error": {"message": "upstream failed", "code": 502}}),
+    "failed in the middle": chat_reply("half", finish="error"),
 }
 
 
@@ -108,11 +108,11 @@ FAULTS = {
 def test_temporary_errors_are_retried_and_lasting_ones_lose_the_completion(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first completion comes in the third try; the second one never does."""
+    """The first completion succeeds at the third try; the second fails at every try."""
     monkeypatch.setattr(endpoint, "TRIES", 3)
     bad = FAULTS[fault]
-    with FaultyServer(in_turn(bad, bad, chat_reply(), bad)) as server:
-        good, lost = ask(server, [PROMPT, PROMPT], timeout_s=0.5 if bad.wait_s else 60.0)
+    with FaultyServer(in_order(bad, bad, chat_reply(), bad)) as server:
+        good, lost = request(server, [PROMPT, PROMPT], timeout_s=0.5 if bad.wait_s else 60.0)
     assert isinstance(good, Completion) and good.text == GOOD
     assert isinstance(lost, NoCompletion) and lost.stop_reason == "request"
     assert "\n" not in str(lost) and "gave no completion: " in str(lost)
@@ -120,26 +120,31 @@ def test_temporary_errors_are_retried_and_lasting_ones_lose_the_completion(
     assert all(body == server.requests[0] for body in server.requests), "the same seed each time"
 
 
-def test_a_server_that_never_answers_is_an_error_for_the_user(
+def test_an_unreachable_server_raises_an_error_with_a_hint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "TRIES", 2)
-    with FaultyServer(in_turn(chat_reply())) as server:
-        pass  # its port is closed again
-    (found,) = ask(server)
-    assert isinstance(found, RagenError)
-    assert "answered no request: ConnectError" in str(found) and "is it running?" in str(found)
+    with FaultyServer(in_order(chat_reply())) as server:
+        pass  # the port is closed again
+    (error,) = request(server)
+    assert isinstance(error, RagenError)
+    assert "answered no request: ConnectError" in str(error) and "is it running?" in str(error)
 
 
-def test_a_server_that_is_gone_ends_the_run(
+def test_a_server_that_stops_answering_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "TRIES", 1)
     monkeypatch.setattr(endpoint, "MAX_LOST", 3)
-    with FaultyServer(in_turn(chat_reply(), Answer("", 502))) as server:
-        found = ask(server, [PROMPT] * 4)
-    assert [type(each) for each in found] == [Completion, NoCompletion, NoCompletion, RagenError]
-    assert "no longer answers: HTTP 502; run the same command again to continue" in str(found[-1])
+    with FaultyServer(in_order(chat_reply(), Answer("", 502))) as server:
+        results = request(server, [PROMPT] * 4)
+    assert [type(result) for result in results] == [
+        Completion,
+        NoCompletion,
+        NoCompletion,
+        RagenError,
+    ]
+    assert "no longer answers: HTTP 502; run the same command again to continue" in str(results[-1])
 
 
 @pytest.mark.parametrize(
@@ -157,21 +162,21 @@ def test_a_server_that_is_gone_ends_the_run(
         (api_error(429, "You exceeded your quota", "insufficient_quota"), "has no quota left"),
     ],
 )
-def test_errors_that_a_retry_cannot_cure_are_raised_at_once(
+def test_permanent_errors_are_raised_without_a_retry(
     answer: Answer, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(endpoint.KEY_ENV, KEY)
-    with FaultyServer(in_turn(answer)) as server:
-        (found,) = ask(server)
-    assert isinstance(found, RagenError) and words in str(found)
+    with FaultyServer(in_order(answer)) as server:
+        (error,) = request(server)
+    assert isinstance(error, RagenError) and words in str(error)
     assert len(server.requests) == 1
-    assert KEY not in str(found) and server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert KEY not in str(error) and server.headers[0]["Authorization"] == f"Bearer {KEY}"
 
 
-def test_a_prompt_that_is_refused_ends_one_episode() -> None:
-    """After an answer, a 400 is about this prompt."""
+def test_a_refused_prompt_ends_only_its_episode() -> None:
+    """Once the server has answered a request, a 400 concerns the prompt alone."""
     with FaultyServer(
-        in_turn(
+        in_order(
             chat_reply(),
             api_error(400, "odd characters"),
             api_error(400, "maximum context length is 4096 tokens", "context_length_exceeded"),
@@ -179,14 +184,14 @@ def test_a_prompt_that_is_refused_ends_one_episode() -> None:
             api_error(400, "filtered", "content_filter"),
         )
     ) as server:
-        _, odd, long, longer, filtered = ask(server, [PROMPT] * 5)
+        _, odd, long, longer, filtered = request(server, [PROMPT] * 5)
     assert isinstance(odd, NoCompletion) and odd.stop_reason == "request"
     assert isinstance(long, NoCompletion) and long.stop_reason == "context"
     assert isinstance(longer, NoCompletion) and longer.stop_reason == "context"
     assert isinstance(filtered, Completion) and filtered.text == ""
 
 
-def test_another_dialect_is_learned_once() -> None:
+def test_unsupported_parameters_are_replaced_once() -> None:
     def script(_: int, body: dict[str, Any]) -> Answer:
         if "max_tokens" in body:
             return api_error(400, "Unsupported parameter: use 'max_completion_tokens' instead.")
@@ -195,7 +200,7 @@ def test_another_dialect_is_learned_once() -> None:
         return chat_reply()
 
     with FaultyServer(script) as server:
-        first, second = ask(server, [PROMPT, PROMPT])
+        first, second = request(server, [PROMPT, PROMPT])
     assert isinstance(first, Completion) and isinstance(second, Completion)
     sizes = [len(body) for body in server.requests]
     assert sizes == [5, 5, 4, 4]
@@ -205,18 +210,18 @@ def test_another_dialect_is_learned_once() -> None:
 def test_retry_after_is_waited_for() -> None:
     for after in ("0.3", 0.3):
         wait = {"Retry_After": str(after)}
-        with FaultyServer(in_turn(api_error(429, "slow", **wait), chat_reply())) as server:
+        with FaultyServer(in_order(api_error(429, "slow", **wait), chat_reply())) as server:
             start = time.monotonic()
-            ask(server)
+            request(server)
         assert time.monotonic() - start >= 0.3
 
 
-def test_a_wait_beyond_the_limit_does_not_begin() -> None:
+def test_a_wait_beyond_the_limit_is_not_started() -> None:
     with FaultyServer(
-        in_turn(chat_reply(), api_error(429, "tomorrow", Retry_After="86400"))
+        in_order(chat_reply(), api_error(429, "tomorrow", Retry_After="86400"))
     ) as server:
         start = time.monotonic()
-        _, lost = ask(server, [PROMPT, PROMPT])
+        _, lost = request(server, [PROMPT, PROMPT])
     assert isinstance(lost, NoCompletion) and "tomorrow" in str(lost)
     assert time.monotonic() - start < 5 and len(server.requests) == 2
 
@@ -236,34 +241,34 @@ def test_a_wait_beyond_the_limit_does_not_begin() -> None:
         ("Thu, 01 Jan 1970 00:00:10 GMT", 0.0),
     ],
 )
-def test_all_forms_of_retry_after(header: str, seconds: float) -> None:
+def test_retry_after_formats(header: str, seconds: float) -> None:
     assert retry_after(header, now=40.0) == seconds
 
 
-def test_waits_double_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backoff_doubles_to_its_bound_with_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
-    # ½, 1, 2, … 32, then the bound of 60; chance 0 takes half of each.
+    # ½, 1, 2, … 32, then the bound of 60; a random number of 0 halves each.
     assert [backoff(n, 1.0) for n in range(9)] == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
     assert [backoff(n, 0.0) for n in range(3)] == [0.25, 0.5, 1.0]
 
 
-def test_requests_begin_at_the_given_rate() -> None:
-    """600 a minute are one each 0.1 s: the fourth begins 0.3 s after the first."""
+def test_requests_start_at_the_given_rate() -> None:
+    """600 a minute are one every 0.1 s: the fourth starts 0.3 s after the first."""
 
-    async def four(pace: Pace) -> float:
+    async def start_four(pace: Pace) -> float:
         start = time.monotonic()
         await asyncio.gather(*(pace.turn() for _ in range(4)))
         return time.monotonic() - start
 
-    assert 0.3 <= asyncio.run(four(Pace(600))) < 2.0
-    assert asyncio.run(four(Pace(0))) < 0.3
+    assert 0.3 <= asyncio.run(start_four(Pace(600))) < 2.0
+    assert asyncio.run(start_four(Pace(0))) < 0.3
     quiet = Pace(0)
     quiet.hold(0.2)
-    assert asyncio.run(four(quiet)) >= 0.19
+    assert asyncio.run(start_four(quiet)) >= 0.19
 
 
 def test_a_pause_applies_to_waiting_requests() -> None:
-    """600 a minute: the second's turn would come after 0.1 s, and the server asks for 0.3."""
+    """600 a minute: the second would start after 0.1 s, but the server asks for 0.3."""
 
     async def held() -> float:
         pace, start = Pace(600), time.monotonic()
@@ -277,8 +282,8 @@ def test_a_pause_applies_to_waiting_requests() -> None:
     assert 0.3 <= asyncio.run(held()) < 2.0
 
 
-READINGS: dict[str, tuple[dict[str, Any], str, bool, str, str]] = {
-    # message, finish reason, whether a thought is asked for, text, finish reason
+REPLIES: dict[str, tuple[dict[str, Any], str, bool, str, str]] = {
+    # message, finish reason, whether a thought is requested; expected text and finish reason
     "plain": ({"content": "<answer>Up</answer>"}, "stop", False, "<answer>Up</answer>", "stop"),
     "parts": (
         {
@@ -313,14 +318,14 @@ READINGS: dict[str, tuple[dict[str, Any], str, bool, str, str]] = {
         "<think>say answer…/answer after /think</think><answer>Up</answer>",
         "stop",
     ),
-    "reasoning beside a thought": (
+    "reasoning next to a thought": (
         {"content": GOOD, "reasoning": "hidden"},
         "stop",
         True,
         GOOD,
         "stop",
     ),
-    "reasoning that nobody asked for": (
+    "reasoning without a request": (
         {"content": "<answer>Up</answer>", "reasoning": "so"},
         "stop",
         False,
@@ -334,7 +339,7 @@ READINGS: dict[str, tuple[dict[str, Any], str, bool, str, str]] = {
         "<think>so</think><answer>Up</answer>",
         "stop",
     ),
-    "cut while it reasoned": (
+    "cut in the reasoning": (
         {"content": None, "reasoning": "on and on"},
         "length",
         True,
@@ -360,9 +365,9 @@ READINGS: dict[str, tuple[dict[str, Any], str, bool, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", READINGS)
-def test_answers_are_read(name: str) -> None:
-    message, finish, think, text, expected = READINGS[name]
+@pytest.mark.parametrize("name", REPLIES)
+def test_replies_are_read(name: str) -> None:
+    message, finish, think, text, expected = REPLIES[name]
     body = json.dumps({"choices": [{"message": message, "finish_reason": finish}]})
     assert read_reply(body, think) == Completion(None, None, text, expected, 0)  # type: ignore[arg-type]
 
@@ -389,7 +394,7 @@ def test_impossible_token_counts_are_ignored() -> None:
         ("x" * 301, ("x" * 299 + "…", "")),
     ],
 )
-def test_error_messages_in_all_formats(text: str, expected: tuple[str, str]) -> None:
+def test_error_messages_are_read_in_all_formats(text: str, expected: tuple[str, str]) -> None:
     assert error_message(text) == expected
 
 
@@ -405,13 +410,13 @@ def test_the_key_comes_only_from_an_environment_variable(monkeypatch: pytest.Mon
     assert "two words" not in str(caught.value)
 
 
-def test_a_server_that_repeats_the_key_is_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_masked_where_the_server_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(endpoint.KEY_ENV, KEY)
     with FaultyServer(
-        in_turn(chat_reply(f"your key is {KEY}"), api_error(400, f"no: {KEY}"))
+        in_order(chat_reply(f"your key is {KEY}"), api_error(400, f"no: {KEY}"))
     ) as server:
-        found, lost = ask(server, [PROMPT, PROMPT])
-    assert isinstance(found, Completion) and found.text == "your key is ***"
+        completion, lost = request(server, [PROMPT, PROMPT])
+    assert isinstance(completion, Completion) and completion.text == "your key is ***"
     assert isinstance(lost, NoCompletion) and KEY not in str(lost) and "no: ***" in str(lost)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's server with the embedded model plays like the local sampler."""
+"""The embedded model plays on vLLM's server as in the local sampler."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ SETTINGS = {
     "rollout.max_tokens": 56,
     "model.max_length": 1024,
 }
-"""What the embedded model knows. Its ``<think>`` is pre-filled by its template (`folder`)."""
+"""Prompts as in the training of the embedded model. Its template (`folder`) writes ``<think>``."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with a template that begins a thought, as reasoning models have."""
+    """The embedded model with a template that opens a thought, as those of reasoning models do."""
     path = tmp_path_factory.mktemp("model") / MODEL
     shutil.copytree(base_folder("frozen-lake-still"), path)
     template = path / "chat_template.jinja"
-    asks = "{% if add_generation_prompt %}<|assistant|>"
+    generation_prompt = "{% if add_generation_prompt %}<|assistant|>"
     text = template.read_text("utf-8")
-    assert text.count(asks) == 1
-    template.write_text(text.replace(asks, f"{asks}<think>"), "utf-8")
+    assert text.count(generation_prompt) == 1
+    template.write_text(text.replace(generation_prompt, f"{generation_prompt}<think>"), "utf-8")
     return path
 
 
@@ -64,10 +64,10 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "1024", "--generation-config", "vllm"]
     command += ["--block-size", "32", "--kv-cache-memory-bytes", str(2**28)]
-    own = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=os.environ | own, start_new_session=True
+            command, stdout=out, stderr=out, env=os.environ | variables, start_new_session=True
         )
     try:
         until = time.monotonic() + START_S
@@ -87,26 +87,28 @@ def _healthy(address: str) -> bool:
         return False
 
 
-def test_the_server_s_agent_is_the_local_one(url: str, folder: Path, tmp_path: Path) -> None:
-    """Greedy, in float32: the same words, so the same episodes, and the same count of tokens."""
-    how = {"episodes": 16, "temperature": 0.0, "out": tmp_path}
-    here, local = evaluate_target(str(folder), SETTINGS, **how)
-    there, served = evaluate_target(MODEL, SETTINGS, server=Server(url), **how)
-    assert served == local
-    assert there.success == here.success > 0 and there.mean_turns > 1
-    assert there.valid_fraction > 0.9 and there.total_completion_tokens > 0
+def test_served_model_plays_the_same_episodes_as_the_local_sampler(
+    url: str, folder: Path, tmp_path: Path
+) -> None:
+    """Greedy decoding in float32 gives the same text and therefore the same episodes."""
+    options = {"episodes": 16, "temperature": 0.0, "out": tmp_path}
+    local, local_outcomes = evaluate_target(str(folder), SETTINGS, **options)
+    served, served_outcomes = evaluate_target(MODEL, SETTINGS, server=Server(url), **options)
+    assert served_outcomes == local_outcomes
+    assert served.success == local.success > 0 and served.mean_turns > 1
+    assert served.valid_fraction > 0.9 and served.total_completion_tokens > 0
 
 
-def test_a_sampled_evaluation_repeats(url: str, tmp_path: Path) -> None:
-    """The seed of each request is the server's, too."""
-    how = {"episodes": 8, "server": Server(url)}
-    _, first = evaluate_target(MODEL, SETTINGS, out=tmp_path / "a", concurrency=1, **how)
-    _, again = evaluate_target(MODEL, SETTINGS, out=tmp_path / "b", concurrency=1, **how)
-    _, other = evaluate_target(MODEL, SETTINGS, out=tmp_path / "a", seed=1, **how)
+def test_a_sampled_evaluation_is_reproducible(url: str, tmp_path: Path) -> None:
+    """The server samples with the seed of each request."""
+    options = {"episodes": 8, "server": Server(url)}
+    _, first = evaluate_target(MODEL, SETTINGS, out=tmp_path / "a", concurrency=1, **options)
+    _, again = evaluate_target(MODEL, SETTINGS, out=tmp_path / "b", concurrency=1, **options)
+    _, other = evaluate_target(MODEL, SETTINGS, out=tmp_path / "a", seed=1, **options)
     assert first == again != other
 
 
-def test_errors_of_vllm_are_understood(url: str, tmp_path: Path) -> None:
+def test_errors_of_vllm_are_recognised(url: str, tmp_path: Path) -> None:
     with pytest.raises(RagenError, match=r"refused 'another' \(HTTP 404: .*most end in /v1"):
         evaluate_target("another", SETTINGS, server=Server(url), out=tmp_path, episodes=1)
 

@@ -30,7 +30,7 @@ from tests.tiny import TEMPLATES, tiny_tokenizer
 RIGHT = "t</think><answer>Right</answer>"
 
 
-def setup(**more: Any) -> Setup:
+def corridor(**more: Any) -> Setup:
     return replace(Setup("corridor", Rogue, timeout_s=5.0), **more)
 
 
@@ -38,33 +38,35 @@ def rogue(misdeed: str, every: int = 1) -> Callable[[], Rogue]:
     return partial(Rogue, misdeed=misdeed, every=every)
 
 
-def episode(script: Any, how: Setup | None = None, level: int = 0) -> Episode:
+def play(script: Any, setup: Setup | None = None, level: int = 0) -> Episode:
     policy = script if hasattr(script, "complete") else ScriptedPolicy(script)
-    return asyncio.run(play_episode(policy, how or setup(), EpisodeSpec(level, 0, 0, (0, "test"))))
+    return asyncio.run(
+        play_episode(policy, setup or corridor(), EpisodeSpec(level, 0, 0, (0, "test")))
+    )
 
 
 def reply(*actions: str) -> str:
     return f"t</think><answer>{' || '.join(actions)}</answer>"
 
 
-# Budgets and ends.
+# Budgets and stop reasons.
 
 
-def test_a_solved_episode() -> None:
-    found = episode([reply("Right", "Right"), reply("Right"), reply("Right", "Right")])
-    assert (found.stop_reason, found.terminated, found.truncated) == ("solved", True, False)
-    assert found.success and found.error is None
-    assert [turn.reward for turn in found.turns] == [0.5, 0.25, 0.5]
-    assert [turn.observation for turn in found.turns] == ["A....", "..A..", "...A."]
-    assert [turn.state_key for turn in found.turns] == ["A....", "..A..", "...A."]
-    assert found.turns[0].info == {"success": False, "effective": 2}
-    assert all(turn.well_formed and turn.penalty == 0 for turn in found.turns)
+def test_records_of_a_solved_episode() -> None:
+    episode = play([reply("Right", "Right"), reply("Right"), reply("Right", "Right")])
+    assert (episode.stop_reason, episode.terminated, episode.truncated) == ("solved", True, False)
+    assert episode.success and episode.error is None
+    assert [turn.reward for turn in episode.turns] == [0.5, 0.25, 0.5]
+    assert [turn.observation for turn in episode.turns] == ["A....", "..A..", "...A."]
+    assert [turn.state_key for turn in episode.turns] == ["A....", "..A..", "...A."]
+    assert episode.turns[0].info == {"success": False, "effective": 2}
+    assert all(turn.well_formed and turn.penalty == 0 for turn in episode.turns)
 
 
-def test_the_environment_ends_a_turn_early() -> None:
-    found = episode([reply(*["Right"] * 4), reply(*["Right"] * 4)], setup(actions_per_turn=4))
-    assert found.turns[1].actions_asked == ("Right",) * 4
-    assert found.turns[1].actions_executed == ("Right",)
+def test_a_turn_ends_when_the_environment_terminates() -> None:
+    episode = play([reply(*["Right"] * 4), reply(*["Right"] * 4)], corridor(actions_per_turn=4))
+    assert episode.turns[1].actions_asked == ("Right",) * 4
+    assert episode.turns[1].actions_executed == ("Right",)
 
 
 @pytest.mark.parametrize(
@@ -79,30 +81,30 @@ def test_the_environment_ends_a_turn_early() -> None:
 def test_budgets_end_an_episode(
     turns: int, per_turn: int, actions: int, executed: list[int], stop_reason: StopReason
 ) -> None:
-    how = setup(turns=turns, actions_per_turn=per_turn, actions=actions)
-    found = episode(lambda prompt: reply("Left"), how)
-    assert [len(turn.actions_executed) for turn in found.turns] == executed
-    assert found.stop_reason == stop_reason
-    assert (found.terminated, found.truncated) == (False, True)
+    setup = corridor(turns=turns, actions_per_turn=per_turn, actions=actions)
+    episode = play(lambda prompt: reply("Left"), setup)
+    assert [len(turn.actions_executed) for turn in episode.turns] == executed
+    assert episode.stop_reason == stop_reason
+    assert (episode.terminated, episode.truncated) == (False, True)
 
 
 def test_actions_over_the_limits_are_dropped_without_penalty() -> None:
-    how = setup(turns=2, actions_per_turn=3, actions=4)
-    found = episode(lambda prompt: reply(*["Left"] * 9), how)
-    assert [len(turn.actions_executed) for turn in found.turns] == [3, 1]
-    assert [len(turn.actions_asked) for turn in found.turns] == [9, 9]
-    assert [turn.penalty for turn in found.turns] == [0, 0]
+    setup = corridor(turns=2, actions_per_turn=3, actions=4)
+    episode = play(lambda prompt: reply(*["Left"] * 9), setup)
+    assert [len(turn.actions_executed) for turn in episode.turns] == [3, 1]
+    assert [len(turn.actions_asked) for turn in episode.turns] == [9, 9]
+    assert [turn.penalty for turn in episode.turns] == [0, 0]
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 9))
 def test_no_budget_is_ever_exceeded(counts: list[int], per_turn: int, actions: int) -> None:
-    how = setup(turns=len(counts), actions_per_turn=per_turn, actions=actions)
-    found = episode([reply(*["Left"] * n) for n in counts], how)
-    executed = [len(turn.actions_executed) for turn in found.turns]
+    setup = corridor(turns=len(counts), actions_per_turn=per_turn, actions=actions)
+    episode = play([reply(*["Left"] * n) for n in counts], setup)
+    executed = [len(turn.actions_executed) for turn in episode.turns]
     assert sum(executed) <= actions and max(executed) <= per_turn
     assert len(executed) == len(counts) or sum(executed) == actions
-    for count, done in zip(counts, executed, strict=False):
-        assert done <= count
+    for count, num_executed in zip(counts, executed, strict=False):
+        assert num_executed <= count
 
 
 def test_the_prompt_states_the_remaining_budgets() -> None:
@@ -112,59 +114,61 @@ def test_the_prompt_states_the_remaining_budgets() -> None:
         prompts.append(prompt)
         return reply("Left", "Left") if len(prompts) == 1 else "nonsense"
 
-    episode(script, setup(turns=3, actions=7))
-    asked = [prompt.messages[-1]["content"] for prompt in prompts]
-    assert [text.splitlines()[-1] for text in asked] == [
+    play(script, corridor(turns=3, actions=7))
+    contents = [prompt.messages[-1]["content"] for prompt in prompts]
+    assert [text.splitlines()[-1] for text in contents] == [
         "turns 3 actions 7 max 5",
         "turns 2 actions 5 max 5",
         "turns 1 actions 5 max 5",
     ]
-    assert "reward 0.5" in asked[1] and "invalid" not in asked[1]
-    assert "reward 0\ninvalid" in asked[2]
+    assert "reward 0.5" in contents[1] and "invalid" not in contents[1]
+    assert "reward 0\ninvalid" in contents[2]
 
 
-# Replies that are not valid.
+# Invalid replies.
 
 
 @pytest.mark.parametrize("text", ["", "Right", "t</think><answer></answer>", reply("Fly")])
-def test_an_invalid_turn_leaves_the_environment_alone(text: str) -> None:
-    found = episode([text, RIGHT], setup(turns=2))
-    first, second = found.turns
+def test_an_invalid_turn_leaves_the_environment_unchanged(text: str) -> None:
+    episode = play([text, RIGHT], corridor(turns=2))
+    first, second = episode.turns
     assert (first.reward, first.penalty, first.well_formed) == (0.0, -0.1, False)
     assert first.actions_executed == () and first.info["effective"] == 0
     assert second.observation == first.observation and second.state_key == first.state_key
     assert (second.reward, second.penalty) == (0.25, 0.0)
-    assert found.total_reward == 0.25
+    assert episode.total_reward == 0.25
 
 
 def test_a_turn_has_at_most_one_format_penalty() -> None:
-    found = episode([reply("Fly", "Swim", "Right")], setup(turns=1, format_penalty=0.3))
-    assert found.turns[0].penalty == -0.3
-    assert found.turns[0].actions_executed == ("Right",)
-    assert found.turns[0].reward == 0.25
+    episode = play([reply("Fly", "Swim", "Right")], corridor(turns=1, format_penalty=0.3))
+    assert episode.turns[0].penalty == -0.3
+    assert episode.turns[0].actions_executed == ("Right",)
+    assert episode.turns[0].reward == 0.25
 
 
-def test_a_reply_that_was_cut_is_invalid_even_if_it_reads_well() -> None:
+def test_a_cut_reply_is_invalid_even_if_it_is_well_formed() -> None:
     class Cut:
         async def complete(self, prompt: Prompt) -> Completion:
             return Completion(None, None, RIGHT, "length", 0)
 
-    found = episode(Cut(), setup(turns=1))
-    assert found.turns[0].actions_executed == () and found.turns[0].penalty == -0.1
-    assert found.stop_reason == "max_turns"
+    episode = play(Cut(), corridor(turns=1))
+    assert episode.turns[0].actions_executed == () and episode.turns[0].penalty == -0.1
+    assert episode.stop_reason == "max_turns"
 
 
 # Seeds.
 
 
-def seeds(how: Setup, members: int = 3, levels: Sequence[int] = (7, 8)) -> list[list[Episode]]:
+def play_groups(
+    setup: Setup, group_size: int = 3, levels: Sequence[int] = (7, 8)
+) -> list[list[Episode]]:
     policy = ScriptedPolicy(lambda prompt: reply("Right", "Left"))
-    groups = asyncio.run(run_groups(policy, how, levels, members, (0, "train", 4)))
+    groups = asyncio.run(run_groups(policy, setup, levels, group_size, (0, "train", 4)))
     return [list(group.episodes) for group in groups]
 
 
-def test_a_group_shares_its_level_and_not_its_noise() -> None:
-    groups = seeds(setup())
+def test_episodes_of_a_group_share_the_level_seed_but_not_the_noise_seed() -> None:
+    groups = play_groups(corridor())
     assert [[e.level_seed for e in group] for group in groups] == [[7] * 3, [8] * 3]
     assert [[e.member for e in group] for group in groups] == [[0, 1, 2]] * 2
     assert len({e.noise_seed for group in groups for e in group}) == 6
@@ -172,28 +176,30 @@ def test_a_group_shares_its_level_and_not_its_noise() -> None:
 
 def test_episodes_of_a_group_have_the_same_first_prompt() -> None:
     for env in ("bandit", "frozen-lake", "sokoban"):
-        groups = seeds(setup(env=env, make=partial(make, env), turns=1), levels=range(4))
+        groups = play_groups(corridor(env=env, make=partial(make, env), turns=1), levels=range(4))
         prompts = [{str(episode.turns[0].prompt.messages) for episode in group} for group in groups]
         assert [len(seen) for seen in prompts] == [1] * 4
         assert len(set.union(*prompts)) > 1
 
 
-def test_every_request_has_a_seed_of_its_own() -> None:
-    found = [turn.prompt.seed for group in seeds(setup()) for e in group for turn in e.turns]
-    assert len(set(found)) == len(found) == 2 * 3 * 5
+def test_every_request_has_its_own_seed() -> None:
+    request_seeds = [
+        turn.prompt.seed for group in play_groups(corridor()) for e in group for turn in e.turns
+    ]
+    assert len(set(request_seeds)) == len(request_seeds) == 2 * 3 * 5
 
 
-def test_the_same_run_twice_is_equal() -> None:
-    slippery = setup(make=partial(Rogue, slip=0.5))
-    assert seeds(slippery) == seeds(slippery)
-    # An episode can be played again alone.
+def test_rollouts_are_reproducible() -> None:
+    slippery = corridor(make=partial(Rogue, slip=0.5))
+    assert play_groups(slippery) == play_groups(slippery)
+    # A single episode can be played again.
     policy = ScriptedPolicy(lambda prompt: reply("Right", "Left"))
     again = asyncio.run(play_episode(policy, slippery, EpisodeSpec(8, 1, 2, (0, "train", 4))))
-    assert again == seeds(slippery)[1][2]
+    assert again == play_groups(slippery)[1][2]
 
 
 @given(st.integers(1, 7))
-def test_episodes_begin_in_order_within_the_concurrency(concurrency: int) -> None:
+def test_episodes_start_in_order_within_the_concurrency(concurrency: int) -> None:
     began: list[int] = []
     running, most = 0, 0
 
@@ -206,8 +212,8 @@ def test_episodes_begin_in_order_within_the_concurrency(concurrency: int) -> Non
             running -= 1
             return Completion(None, None, RIGHT, "stop", 0)
 
-    how, path = setup(turns=1), (0, "train", 0)
-    groups = asyncio.run(run_groups(Watching(), how, [1, 2], 3, path, concurrency))
+    setup, path = corridor(turns=1), (0, "train", 0)
+    groups = asyncio.run(run_groups(Watching(), setup, [1, 2], 3, path, concurrency))
     order = [EpisodeSpec(0, g, m, path).request_seed(0) for g in range(2) for m in range(3)]
     assert began == order and most == min(concurrency, 6)
     assert [[e.member for e in g.episodes] for g in groups] == [[0, 1, 2]] * 2
@@ -215,7 +221,7 @@ def test_episodes_begin_in_order_within_the_concurrency(concurrency: int) -> Non
 
 # Environments that misbehave.
 
-MISDEEDS: dict[str, tuple[StopReason, str, int]] = {  # how it ends, what it says, turns before
+MISDEEDS: dict[str, tuple[StopReason, str, int]] = {  # stop reason, error, turns before
     "raise in init": ("error", "KeyError: 'no key'", 0),
     "raise in reset": ("error", "LookupError: no such level", 0),
     "raise": ("error", "ZeroDivisionError: by zero", 0),
@@ -231,21 +237,21 @@ MISDEEDS: dict[str, tuple[StopReason, str, int]] = {  # how it ends, what it say
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
-def test_an_environment_that_misbehaves_is_a_failed_episode(misdeed: str) -> None:
-    stop_reason, complaint, turns = MISDEEDS[misdeed]
+def test_an_environment_that_misbehaves_fails_the_episode(misdeed: str) -> None:
+    stop_reason, error, turns = MISDEEDS[misdeed]
     start = time.monotonic()
-    found = episode(lambda prompt: RIGHT, setup(make=rogue(misdeed), timeout_s=0.1))
+    episode = play(lambda prompt: RIGHT, corridor(make=rogue(misdeed), timeout_s=0.1))
     assert time.monotonic() - start < 5
-    assert (found.stop_reason, found.failed, len(found.turns)) == (stop_reason, True, turns)
-    assert found.error is not None and complaint in found.error
-    assert (found.terminated, found.truncated, found.success) == (False, True, False)
+    assert (episode.stop_reason, episode.failed, len(episode.turns)) == (stop_reason, True, turns)
+    assert episode.error is not None and error in episode.error
+    assert (episode.terminated, episode.truncated, episode.success) == (False, True, False)
 
 
 @pytest.mark.parametrize("misdeed", ["raise", "hang"])
-def test_the_other_episodes_continue(misdeed: str) -> None:
-    how = setup(make=rogue(misdeed, every=2), timeout_s=0.05)
+def test_other_episodes_continue_after_a_failure(misdeed: str) -> None:
+    setup = corridor(make=rogue(misdeed, every=2), timeout_s=0.05)
     policy = ScriptedPolicy(lambda prompt: reply(*["Right"] * 5))
-    groups = asyncio.run(run_groups(policy, how, [1, 2, 3], 2, (0, "train", 0)))
+    groups = asyncio.run(run_groups(policy, setup, [1, 2, 3], 2, (0, "train", 0)))
     assert [[e.success for e in g.episodes] for g in groups] == [
         [True] * 2,
         [False] * 2,
@@ -261,22 +267,26 @@ def test_turns_before_a_failure_are_kept() -> None:
                 raise ValueError("two")
             return super().step(action)
 
-    found = episode(lambda prompt: RIGHT, setup(make=Late))
-    assert (found.stop_reason, len(found.turns), found.total_reward) == ("error", 2, 0.5)
+    episode = play(lambda prompt: RIGHT, corridor(make=Late))
+    assert (episode.stop_reason, len(episode.turns), episode.total_reward) == ("error", 2, 0.5)
 
 
-def test_an_environments_own_limit_is_a_budget() -> None:
+def test_a_limit_of_the_environment_itself_counts_as_a_budget() -> None:
     class Limited(Rogue):
         def step(self, action: str) -> Any:
             *answer, _, info = super().step(action)
             return *answer, self.where == 2, info
 
-    found = episode(lambda prompt: RIGHT, setup(make=Limited))
-    assert (found.stop_reason, found.terminated, found.truncated) == ("max_actions", False, True)
-    assert sum(len(turn.actions_executed) for turn in found.turns) == 2
+    episode = play(lambda prompt: RIGHT, corridor(make=Limited))
+    assert (episode.stop_reason, episode.terminated, episode.truncated) == (
+        "max_actions",
+        False,
+        True,
+    )
+    assert sum(len(turn.actions_executed) for turn in episode.turns) == 2
 
 
-def test_a_snapshot_is_a_copy_and_json() -> None:
+def test_snapshots_are_copies_and_must_be_json() -> None:
     class Shares(Rogue):
         def reset(self, **seeds: Any) -> Any:
             self.state = {"where": [0]}
@@ -290,30 +300,30 @@ def test_a_snapshot_is_a_copy_and_json() -> None:
         def get_state(self) -> Any:
             return self.state
 
-    found = episode(lambda prompt: RIGHT, setup(make=Shares))
-    assert [t.snapshot for t in found.turns[:3]] == [{"where": [n]} for n in (0, 1, 2)]
+    episode = play(lambda prompt: RIGHT, corridor(make=Shares))
+    assert [t.snapshot for t in episode.turns[:3]] == [{"where": [n]} for n in (0, 1, 2)]
 
     class Odd(Rogue):
         def get_state(self) -> Any:
             return {"where": {1, 2}}
 
-    found = episode(lambda prompt: RIGHT, setup(make=Odd))
-    assert found.stop_reason == "error" and "not JSON serializable" in (found.error or "")
+    episode = play(lambda prompt: RIGHT, corridor(make=Odd))
+    assert episode.stop_reason == "error" and "not JSON serializable" in (episode.error or "")
 
 
-def test_a_bug_is_a_crash() -> None:
+def test_a_bug_in_a_policy_is_raised() -> None:
     class Broken:
         async def complete(self, prompt: Prompt) -> Completion:
             raise ZeroDivisionError("in RAGEN")
 
     with pytest.raises(ZeroDivisionError, match="in RAGEN"):
-        episode(Broken())
+        play(Broken())
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(run_groups(Broken(), setup(), [1], 2, (0, "train", 0)))
+        asyncio.run(run_groups(Broken(), corridor(), [1], 2, (0, "train", 0)))
     assert caught.group_contains(ZeroDivisionError)
 
 
-def test_a_player_that_cannot_play_is_the_users_mistake() -> None:
+def test_a_player_that_cannot_play_the_environment_is_refused() -> None:
     class Free(Rogue):
         name = "free"
 
@@ -328,30 +338,30 @@ def test_a_player_that_cannot_play_is_the_users_mistake() -> None:
         with pytest.raises(RagenError, match=r"free text|no solver"):
             asyncio.run(
                 run_groups(
-                    PlayerPolicy(lambda _, it=player: it), setup(make=Free), [1], 2, (0, "eval")
+                    PlayerPolicy(lambda _, it=player: it), corridor(make=Free), [1], 2, (0, "eval")
                 )
             )
 
 
 def test_a_solver_that_raises_fails_the_episode() -> None:
-    how = setup(make=rogue("raise in solve"))
-    found = asyncio.run(
-        play_episode(PlayerPolicy(lambda _: solver), how, EpisodeSpec(0, 0, 0, (0, "eval")))
+    setup = corridor(make=rogue("raise in solve"))
+    episode = asyncio.run(
+        play_episode(PlayerPolicy(lambda _: solver), setup, EpisodeSpec(0, 0, 0, (0, "eval")))
     )
-    assert found.stop_reason == "error" and "no plan" in (found.error or "")
+    assert episode.stop_reason == "error" and "no plan" in (episode.error or "")
 
 
 def test_players_play_without_tokens() -> None:
-    found = asyncio.run(
+    episode = asyncio.run(
         play_episode(
             PlayerPolicy(lambda _: solver, prefill="<think>"),
-            setup(),
+            corridor(),
             EpisodeSpec(0, 0, 0, (0, "eval")),
         )
     )
-    assert found.success and len(found.turns) == 1
-    assert found.turns[0].completion.token_ids is None
-    assert found.turns[0].thought == ""
+    assert episode.success and len(episode.turns) == 1
+    assert episode.turns[0].completion.token_ids is None
+    assert episode.turns[0].thought == ""
 
 
 # Tokens.
@@ -360,110 +370,115 @@ def test_players_play_without_tokens() -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("prefilled", [True, False])
 def test_thought_spans_are_exact(template: str, prefilled: bool) -> None:
-    """The span's tokens spell the thought, whatever template and prefill do to its start."""
+    """The tokens of the span spell the thought, wherever template and prefill start it."""
     chat = Chat(tiny_tokenizer(template))
-    how = setup(chat=chat, prefilled=prefilled, turns=4, max_length=4096)
-    opened = how.prefill
+    setup = corridor(chat=chat, prefilled=prefilled, turns=4, max_length=4096)
+    prefill = setup.prefill
     thoughts = ["go right", " a <b> √ é🙂 ", "", "1\n2"]
     script = [
-        f"<think>{thought}</think><answer>Left</answer>".removeprefix(opened or "")
+        f"<think>{thought}</think><answer>Left</answer>".removeprefix(prefill or "")
         for thought in thoughts
     ]
-    if opened.strip() != opened:  # the template opens the thought with a line break
+    if prefill.strip() != prefill:  # the template opens the thought with a line break
         script = [text.removeprefix("<think>") for text in script]
     end = min(chat.end_ids)
     policy = ScriptedPolicy(script, lambda text: (*chat.encode(text), end))
-    found = episode(policy, how)
-    assert [turn.thought for turn in found.turns if turn.thought is not None]
-    for turn, thought in zip(found.turns, thoughts, strict=True):
+    episode = play(policy, setup)
+    assert [turn.thought for turn in episode.turns if turn.thought is not None]
+    for turn, thought in zip(episode.turns, thoughts, strict=True):
         assert turn.well_formed and turn.thought is not None
         assert turn.thought.strip() == thought.strip()
         assert turn.thought_span is not None and turn.completion.token_ids is not None
-        spelt = chat.decode(turn.completion.token_ids[slice(*turn.thought_span)])
-        assert thought.strip() in spelt and len(spelt) <= len(thought) + 2
+        spelled = chat.decode(turn.completion.token_ids[slice(*turn.thought_span)])
+        assert thought.strip() in spelled and len(spelled) <= len(thought) + 2
 
 
-def spoken_policy(chat: Chat, text: str = RIGHT) -> ScriptedPolicy:
+def token_policy(chat: Chat, text: str = RIGHT) -> ScriptedPolicy:
     end = min(chat.end_ids)
     return ScriptedPolicy(lambda _: text, lambda text: (*chat.encode(text), end))
 
 
-def tokens(found: Episode) -> list[tuple[int, ...]]:
-    return [turn.prompt.token_ids or () for turn in found.turns]
+def tokens(episode: Episode) -> list[tuple[int, ...]]:
+    return [turn.prompt.token_ids or () for turn in episode.turns]
 
 
 @pytest.mark.parametrize("style", ["compact", "paper"])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_prompt_that_is_too_long_drops_its_oldest_turns(template: str, style: str) -> None:
     chat = Chat(tiny_tokenizer(template))
-    how = setup(chat=chat, style=style, max_tokens=40, max_length=9999)
-    whole = episode(spoken_policy(chat), how)
-    assert [turn.prompt.turns_dropped for turn in whole.turns] == [0] * 5
-    room = max(map(len, tokens(whole)[:3]))  # for the third prompt, not for the fourth
-    found = episode(spoken_policy(chat), replace(how, max_length=room + 40))
-    assert (found.stop_reason, len(found.turns)) == (whole.stop_reason, 5)
-    assert all(len(ids) <= room for ids in tokens(found))
-    assert tokens(found)[:3] == tokens(whole)[:3]
-    dropped = [turn.prompt.turns_dropped for turn in found.turns]
+    setup = corridor(chat=chat, style=style, max_tokens=40, max_length=9999)
+    unlimited = play(token_policy(chat), setup)
+    assert [turn.prompt.turns_dropped for turn in unlimited.turns] == [0] * 5
+    room = max(map(len, tokens(unlimited)[:3]))  # for the third prompt, not for the fourth
+    episode = play(token_policy(chat), replace(setup, max_length=room + 40))
+    assert (episode.stop_reason, len(episode.turns)) == (unlimited.stop_reason, 5)
+    assert all(len(ids) <= room for ids in tokens(episode))
+    assert tokens(episode)[:3] == tokens(unlimited)[:3]
+    dropped = [turn.prompt.turns_dropped for turn in episode.turns]
     assert dropped[:3] == [0] * 3 and 0 < dropped[3] <= dropped[4]
-    for number, turn in enumerate(found.turns):
-        said = [message["content"] for message in turn.prompt.messages]
+    for number, turn in enumerate(episode.turns):
+        contents = [message["content"] for message in turn.prompt.messages]
         system = [message["role"] for message in turn.prompt.messages].count("system")
         assert system == (style == "paper")
-        opening, present = said[system], said[-1]
-        # What the environment is stays on top, over the oldest turn that is left; the present turn
-        # stays.
-        oldest = whole.turns[dropped[number]].observation
-        assert opening.startswith("Corridor") and oldest in opening
-        assert whole.turns[number].observation in present
-        assert len(said) - system == 2 * (number - dropped[number]) + 1
+        first, last = contents[system], contents[-1]
+        # The description of the environment stays on top, above the oldest turn that is left. The
+        # current turn is kept.
+        oldest = unlimited.turns[dropped[number]].observation
+        assert first.startswith("Corridor") and oldest in first
+        assert unlimited.turns[number].observation in last
+        assert len(contents) - system == 2 * (number - dropped[number]) + 1
 
 
 def test_turns_are_dropped_one_by_one_until_the_prompt_fits() -> None:
-    """Each turn is as long as the others: once the prompt is full, each turn costs the oldest."""
+    """All turns have the same length: once the prompt is full, each turn replaces the oldest."""
     chat = Chat(tiny_tokenizer("chatml"))
-    how = setup(chat=chat, turns=8, max_tokens=40, max_length=9999)
-    policy = spoken_policy(chat, "t</think><answer>Left</answer>")
-    lengths = list(map(len, tokens(episode(policy, how))))
-    found = episode(policy, replace(how, max_length=lengths[3] + 40))
-    assert [turn.prompt.turns_dropped for turn in found.turns] == [0, 0, 0, 0, 1, 2, 3, 4]
-    windowed = episode(policy, replace(how, window=3, max_length=lengths[1] + 40))
+    setup = corridor(chat=chat, turns=8, max_tokens=40, max_length=9999)
+    policy = token_policy(chat, "t</think><answer>Left</answer>")
+    lengths = list(map(len, tokens(play(policy, setup))))
+    episode = play(policy, replace(setup, max_length=lengths[3] + 40))
+    assert [turn.prompt.turns_dropped for turn in episode.turns] == [0, 0, 0, 0, 1, 2, 3, 4]
+    windowed = play(policy, replace(setup, window=3, max_length=lengths[1] + 40))
     assert [turn.prompt.turns_dropped for turn in windowed.turns] == [0, 0, 1, 1, 1, 1, 1, 1]
 
 
-def test_a_turn_that_is_too_long_alone_ends_the_episode() -> None:
+def test_a_turn_that_is_too_long_by_itself_ends_the_episode() -> None:
     chat = Chat(tiny_tokenizer("chatml"))
-    how = setup(chat=chat, max_tokens=40, max_length=9999)
-    first = len(tokens(episode(spoken_policy(chat), how))[0])
-    found = episode(spoken_policy(chat), replace(how, max_length=first + 40))
-    assert len(found.turns) == 5, "a later turn alone is as long as the first"
-    empty = episode(spoken_policy(chat), replace(how, max_length=first + 39))
+    setup = corridor(chat=chat, max_tokens=40, max_length=9999)
+    first = len(tokens(play(token_policy(chat), setup))[0])
+    episode = play(token_policy(chat), replace(setup, max_length=first + 40))
+    assert len(episode.turns) == 5, "a later turn by itself is as long as the first"
+    empty = play(token_policy(chat), replace(setup, max_length=first + 39))
     assert (empty.stop_reason, empty.turns) == ("context", ())
 
     class Grows(Rogue):
         def _look(self) -> str:
             return super()._look() + "." * 500 * (self.where == 2)
 
-    found = episode(spoken_policy(chat), replace(how, make=Grows, max_length=first + 90))
-    assert (found.stop_reason, len(found.turns)) == ("context", 2)
-    assert (found.truncated, found.failed) == (True, False)
+    episode = play(token_policy(chat), replace(setup, make=Grows, max_length=first + 90))
+    assert (episode.stop_reason, len(episode.turns)) == ("context", 2)
+    assert (episode.truncated, episode.failed) == (True, False)
 
 
-def test_the_setup_of_a_config() -> None:
+def test_make_setup_follows_the_config() -> None:
     config = resolve("bandit", {"rollout.max_tokens": 33, "prompt.think": False})
-    how = make_setup(config, None)
-    assert isinstance(how.make(), Bandit)
-    assert (how.env, how.turns, how.max_tokens, how.prefill) == ("bandit", 1, 33, "<answer>")
+    setup = make_setup(config, None)
+    assert isinstance(setup.make(), Bandit)
+    assert (setup.env, setup.turns, setup.max_tokens, setup.prefill) == (
+        "bandit",
+        1,
+        33,
+        "<answer>",
+    )
     with pytest.raises(RagenError, match="did you mean 'bandit'"):
         make_setup(resolve(None, {"env": "bandti"}), None)
 
 
-def test_the_time_that_environments_take_is_counted() -> None:
-    """Also of an environment that does not come back: its reset is cut short after 0.05 s."""
-    hangs = setup(make=rogue("hang in reset"), timeout_s=0.05)
+def test_environment_time_is_counted() -> None:
+    """The time of an environment that hangs is included: its reset is stopped after 0.05 s."""
+    hangs = corridor(make=rogue("hang in reset"), timeout_s=0.05)
     started = time.perf_counter()
-    assert episode([], hangs).stop_reason == "timeout"
+    assert play([], hangs).stop_reason == "timeout"
     assert 0.05 <= hangs.env_time.seconds <= time.perf_counter() - started
-    quick = setup(turns=1)
-    assert episode([reply("Right")], quick).turns
+    quick = corridor(turns=1)
+    assert play([reply("Right")], quick).turns
     assert 0 < quick.env_time.seconds < 0.05

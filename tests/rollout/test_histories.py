@@ -1,7 +1,7 @@
-"""Random conversations over all chat templates: recorded tokens are trained tokens, each once.
+"""Random conversations over all chat templates: each recorded token is trained once.
 
-A scripted policy draws its ids at random, whatever they spell, and an environment shows random
-texts; what the templates, the context windows and the length limit make of them must not matter.
+A scripted policy replies with random ids, and an environment shows random texts. The result must
+not depend on the template, the context window or the length limit.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from tests.tolerance import LOGPROB
 
 WINDOWS = (0, 1, 2, 3)
 ROOMY, TIGHT = 9999, 150
-"""Tokens of a prompt with its completion: enough for everything, or for two turns or three."""
+"""Limits on prompt and completion: room for all turns, or for two or three of them."""
 MAX_TOKENS = 12
 
 
 @cache
-def chat(template: str, history_thoughts: Literal["keep", "drop"] = "keep") -> Chat:
+def make_chat(template: str, history_thoughts: Literal["keep", "drop"] = "keep") -> Chat:
     return Chat(tiny_tokenizer(template), history_thoughts=history_thoughts)
 
 
-class Tells(Rogue):
-    """The corridor behind texts of somebody's choice, one a turn."""
+class TextCorridor(Rogue):
+    """The corridor, followed by one of the given texts in each turn."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         super().__init__()
@@ -74,8 +74,8 @@ class Tells(Rogue):
 
 
 @dataclass
-class Drawn:
-    """Says one reply after the other, from the first again when all are said."""
+class CyclingPolicy:
+    """Gives one reply after the other, and starts again after the last."""
 
     replies: Sequence[tuple[int, ...]]
     ends: frozenset[int]
@@ -87,53 +87,53 @@ class Drawn:
         chooser = random.Random(self.number)
         self.number += 1
         logprobs = tuple(-chooser.random() for _ in ids)
-        stopped = "stop" if ids[-1] in self.ends else "length"
-        born = fingerprint(ids, logprobs)
-        return Completion(ids, logprobs, self.decode(ids), stopped, 0, born)
+        finish = "stop" if ids[-1] in self.ends else "length"
+        sampled = fingerprint(ids, logprobs)
+        return Completion(ids, logprobs, self.decode(ids), finish, 0, sampled)
 
 
 @st.composite
-def replies(draw: st.DrawFn, template: str) -> list[tuple[int, ...]]:
-    """What is said in each turn: a valid answer or any ids, ended or cut."""
-    found, size = chat(template), len(tiny_tokenizer(template))
-    ordinary = st.integers(0, size - 1).filter(lambda token: token not in found.end_ids)
-    answers = [found.encode(f"</think><answer>{name}</answer>") for name in ("Left", "Right")]
+def draw_replies(draw: st.DrawFn, template: str) -> list[tuple[int, ...]]:
+    """The reply of each turn: a valid answer or random ids, ended or cut."""
+    chat, size = make_chat(template), len(tiny_tokenizer(template))
+    ordinary = st.integers(0, size - 1).filter(lambda token: token not in chat.end_ids)
+    answers = [chat.encode(f"</think><answer>{name}</answer>") for name in ("Left", "Right")]
     turns = []
     for _ in range(draw(st.integers(1, 5))):
         noise = st.lists(ordinary, min_size=1, max_size=MAX_TOKENS - 1).map(tuple)
-        said = draw(noise | st.sampled_from(answers))
-        turns.append((*said, min(found.end_ids)) if draw(st.booleans()) else said)
+        reply = draw(noise | st.sampled_from(answers))
+        turns.append((*reply, min(chat.end_ids)) if draw(st.booleans()) else reply)
     return turns
 
 
-texts = st.lists(st.text(max_size=12) | st.just("P _\n_ G"), min_size=1, max_size=3)
+text_lists = st.lists(st.text(max_size=12) | st.just("P _\n_ G"), min_size=1, max_size=3)
 
 
-def played(
+def play(
     template: str,
-    said: Sequence[tuple[int, ...]],
-    shown: Sequence[str],
+    replies: Sequence[tuple[int, ...]],
+    texts: Sequence[str],
     window: int,
     max_length: int,
     history_thoughts: Literal["keep", "drop"] = "keep",
 ) -> list[Group]:
-    """One group of two episodes, one after the other, with the same replies."""
-    how = Setup(
-        "tells",
-        lambda: Tells(shown),
-        turns=len(said),
+    """One group of two episodes, played one after the other with the same replies."""
+    setup = Setup(
+        "corridor",
+        lambda: TextCorridor(texts),
+        turns=len(replies),
         window=window,
         drops_thoughts=history_thoughts == "drop",
-        chat=chat(template, history_thoughts),
+        chat=make_chat(template, history_thoughts),
         max_tokens=MAX_TOKENS,
         max_length=max_length,
     )
-    policy = Drawn(said, chat(template).end_ids, chat(template).decode)
-    return asyncio.run(run_groups(policy, how, [1], 2, (0, "train", 0), concurrency=1))
+    policy = CyclingPolicy(replies, make_chat(template).end_ids, make_chat(template).decode)
+    return asyncio.run(run_groups(policy, setup, [1], 2, (0, "train", 0), concurrency=1))
 
 
 def check(episodes: list[Episode], samples: list[Sample]) -> None:
-    """Recorded ids are training ids; mask, logprobs and turn ends are where they were sampled."""
+    """The ids are those recorded; mask, logprobs and turn ends are where they were sampled."""
     for index, episode in enumerate(episodes):
         trained: list[tuple[int, int, float]] = []
         ends: list[int] = []
@@ -150,36 +150,39 @@ def check(episodes: list[Episode], samples: list[Sample]) -> None:
                 trained += [(turn, token, logprob)] * on
                 ends += [len(trained) - 1] * end
             last = episode.turns[max(sample.turn_index)]
-            assert sample.token_ids == (last.prompt.token_ids or ()) + said_in(last.completion)
+            prompt_ids = last.prompt.token_ids or ()
+            assert sample.token_ids == prompt_ids + completion_ids(last.completion)
         recorded = [
             (number, token, logprob)
             for number, turn in enumerate(episode.turns)
             for token, logprob in zip(
-                said_in(turn.completion), turn.completion.logprobs or (), strict=True
+                completion_ids(turn.completion), turn.completion.logprobs or (), strict=True
             )
         ]
         assert trained == recorded
-        lengths = [len(said_in(turn.completion)) for turn in episode.turns]
+        lengths = [len(completion_ids(turn.completion)) for turn in episode.turns]
         assert ends == [sum(lengths[: n + 1]) - 1 for n in range(len(lengths))]
 
 
-def said_in(completion: Completion) -> tuple[int, ...]:
+def completion_ids(completion: Completion) -> tuple[int, ...]:
     assert completion.token_ids is not None
     return completion.token_ids
 
 
-def credited(batch: Batch, episodes: list[Episode]) -> list[torch.Tensor]:
-    """Rewards, returns and advantages along each episode, of all estimators, both placements."""
+def credit_of_episodes(batch: Batch, episodes: list[Episode]) -> list[torch.Tensor]:
+    """Rewards, returns and advantages of each episode, by every estimator and both placements."""
     index = episode_index(batch)
     values_ES = torch.linspace(0, 1, index.mask_ES.shape[1]) * index.mask_ES
     batch = replace(batch, values_BT=scatter_to_rows(values_ES, index))
-    found = [index.turn_ES, index.turn_ends_ES]
+    fields_ES = [index.turn_ES, index.turn_ends_ES]
     for placement, name in product(("episode", "turn"), ADVANTAGES):
         reward = RewardConfig(placement=placement)
-        made = credit(batch, episodes, reward, AdvantageConfig(name=name), LossConfig(kl=0.0))
-        fields = (made.rewards_BT, made.advantages_BT, made.returns_BT)
-        found += [to_episodes(field_BT, index) for field_BT in fields if field_BT is not None]
-    return found
+        result = credit(batch, episodes, reward, AdvantageConfig(name=name), LossConfig(kl=0.0))
+        fields_BT = (result.rewards_BT, result.advantages_BT, result.returns_BT)
+        fields_ES += [
+            to_episodes(field_BT, index) for field_BT in fields_BT if field_BT is not None
+        ]
+    return fields_ES
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -189,19 +192,19 @@ def credited(batch: Batch, episodes: list[Episode]) -> list[torch.Tensor]:
 def test_every_sampled_token_is_trained_once_in_every_window(
     template: str, max_length: int, data: st.DataObject
 ) -> None:
-    said, shown = data.draw(replies(template)), data.draw(texts)
-    alike = []
+    replies, texts = data.draw(draw_replies(template)), data.draw(text_lists)
+    credits = []
     for window in WINDOWS:
-        groups = played(template, said, shown, window, max_length)
+        groups = play(template, replies, texts, window, max_length)
         samples, episodes = to_samples(groups)
-        assert samples, "the first turn fits"
+        assert samples, "the first turn fits into every limit"
         check(episodes, samples)
         batch = with_fingerprints(collate(samples), episodes)
         for part in minibatches(batch, minibatch_episodes=1, epochs=1, seed=0):
             verify([part])
-        alike.append(credited(batch, episodes))
-    for others in alike[1:]:
-        assert all(map(torch.equal, others, alike[0]))
+        credits.append(credit_of_episodes(batch, episodes))
+    for others in credits[1:]:
+        assert all(map(torch.equal, others, credits[0]))
 
 
 NUMBERS = ["one", "two", "three", "four", "five"]
@@ -209,39 +212,39 @@ NUMBERS = ["one", "two", "three", "four", "five"]
 
 def thinking(template: str, number: str, cut: bool) -> tuple[int, ...]:
     """A thought that names its turn, and an answer; or the thought alone, cut by its length."""
-    found = chat(template)
+    chat = make_chat(template)
     if cut:
-        return found.encode(f"Q{number}q")
-    return (*found.encode(f"Q{number}q</think><answer>Left</answer>"), min(found.end_ids))
+        return chat.encode(f"Q{number}q")
+    return (*chat.encode(f"Q{number}q</think><answer>Left</answer>"), min(chat.end_ids))
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("max_length", [ROOMY, TIGHT])
 @pytest.mark.parametrize("kept", ["keep", "drop"])
 @settings(max_examples=5)
-@given(shown=texts, window=st.sampled_from(WINDOWS), cut=st.sets(st.integers(0, 4)))
-def test_all_earlier_thoughts_are_kept_or_none(
+@given(texts=text_lists, window=st.sampled_from(WINDOWS), cut=st.sets(st.integers(0, 4)))
+def test_earlier_thoughts_are_all_kept_or_all_dropped(
     template: str,
     max_length: int,
     kept: Literal["keep", "drop"],
-    shown: list[str],
+    texts: list[str],
     window: int,
     cut: set[int],
 ) -> None:
-    """Whatever the template does of itself, and also where old turns had to go for their length."""
-    said = [thinking(template, number, n in cut) for n, number in enumerate(NUMBERS)]
-    groups = played(template, said, shown, window, max_length, kept)
+    """Whatever the template does by itself, also if old turns were dropped for their length."""
+    replies = [thinking(template, number, n in cut) for n, number in enumerate(NUMBERS)]
+    groups = play(template, replies, texts, window, max_length, kept)
     samples, episodes = to_samples(groups)
     check(episodes, samples)
     for episode in episodes:
         for number, turn in enumerate(episode.turns):
-            seen = chat(template).decode(turn.prompt.token_ids or ())
-            told = "".join(message["content"] for message in turn.prompt.messages)
+            rendered = make_chat(template).decode(turn.prompt.token_ids or ())
+            content = "".join(message["content"] for message in turn.prompt.messages)
             first = max(0, number + 1 - window) if window else 0
             first += turn.prompt.turns_dropped
             for n, name in enumerate(NUMBERS):
-                is_there = kept == "keep" and first <= n < number
-                assert (f"Q{name}q" in seen) == (f"Q{name}q" in told) == is_there
+                expected = kept == "keep" and first <= n < number
+                assert (f"Q{name}q" in rendered) == (f"Q{name}q" in content) == expected
     if kept == "keep" and window == 0 and max_length == ROOMY:
         assert len(samples) == len(episodes), "an episode is one sample"
 
@@ -249,30 +252,30 @@ def test_all_earlier_thoughts_are_kept_or_none(
 @pytest.mark.parametrize("template", TEMPLATES)
 @settings(max_examples=3)
 @given(
-    shown=texts,
+    texts=text_lists,
     window=st.sampled_from(WINDOWS),
     max_length=st.sampled_from([ROOMY // 10, TIGHT]),
     temperature=st.sampled_from([0.7, 1.0]),
     seed=st.integers(0, 99),
 )
 def test_recomputed_logprobs_equal_sampled_ones(
-    template: str, shown: list[str], window: int, max_length: int, temperature: float, seed: int
+    template: str, texts: list[str], window: int, max_length: int, temperature: float, seed: int
 ) -> None:
-    """A random model in float32, through the real sampler and the real learner."""
+    """A random model in float32, with the real sampler and the real learner."""
     tokenizer = tiny_tokenizer(template)
-    model, found = tiny_model(tokenizer, seed=seed), chat(template)
-    how = Setup(
-        "tells",
-        lambda: Tells(shown),
+    model, chat = tiny_model(tokenizer, seed=seed), make_chat(template)
+    setup = Setup(
+        "corridor",
+        lambda: TextCorridor(texts),
         turns=4,
         window=window,
-        chat=found,
+        chat=chat,
         max_tokens=MAX_TOKENS,
         max_length=max_length,
         temperature=temperature,
     )
-    sampler = Sampler(model, found.end_ids, found.decode, slots=4, max_length=max_length)
-    groups = asyncio.run(run_groups(sampler, how, [1, 2], 2, (seed, "train", 0)))
+    sampler = Sampler(model, chat.end_ids, chat.decode, slots=4, max_length=max_length)
+    groups = asyncio.run(run_groups(sampler, setup, [1, 2], 2, (seed, "train", 0)))
     samples, episodes = to_samples(groups)
     check(episodes, samples)
     batch = with_fingerprints(collate(samples), episodes)
@@ -282,7 +285,7 @@ def test_recomputed_logprobs_equal_sampled_ones(
     assert gap_BT.max() < LOGPROB
 
 
-class Noted(Watcher):
+class NoteRecorder(Watcher):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -290,9 +293,9 @@ class Noted(Watcher):
         self.notes.append(text)
 
 
-@pytest.mark.parametrize(("kept", "told"), [("keep", "here they stay"), ("drop", "are left out")])
-def test_a_run_reports_whether_thoughts_are_kept(tmp_path: Path, kept: str, told: str) -> None:
-    """From the setting to the samples, with a template that would drop them."""
+@pytest.mark.parametrize(("kept", "text"), [("keep", "here they stay"), ("drop", "are left out")])
+def test_a_run_reports_whether_thoughts_are_kept(tmp_path: Path, kept: str, text: str) -> None:
+    """From the setting to the samples, with a template that drops thoughts."""
     tokenizer = tiny_tokenizer("reasoner")
     save_model(tiny_model(tokenizer), tokenizer, tmp_path / "model")
     wanted = {"steps": 1, "threads": 1, "rollout.num_groups": 1, "rollout.group_size": 2}
@@ -300,10 +303,10 @@ def test_a_run_reports_whether_thoughts_are_kept(tmp_path: Path, kept: str, told
     keys = {"model.path": str(tmp_path / "model"), "record.tokens_every": 1, "filter.rule": "all"}
     more = {"filter.include_zero": True, "prompt.history_thoughts": kept}
     config = resolve("frozen-lake-still", wanted | sizes | keys | more)
-    noted = Noted()
-    train(config, tmp_path / "run", watcher=noted)
-    _, note = noted.notes  # the first says for which models the recipe is
-    assert told in note
+    recorder = NoteRecorder()
+    train(config, tmp_path / "run", watcher=recorder)
+    _, note = recorder.notes  # the first note is about the recipe
+    assert text in note
     with closing(sqlite3.connect(tmp_path / "run" / "run.sqlite")) as database:
         (samples,) = database.execute("SELECT COUNT(*) FROM samples").fetchone()
         (turns,) = database.execute("SELECT COUNT(*) FROM turns").fetchone()
