@@ -35,7 +35,7 @@ def test_collate_pads_on_the_right() -> None:
 
 
 @given(samples(), st.floats(0, 1))
-def test_weights_are_one_on_sampled_tokens_and_never_on_padding_or_a_first_token(
+def test_weights_are_one_on_sampled_tokens_and_zero_on_padding_and_first_tokens(
     rows: list[Sample], context: float
 ) -> None:
     batch = collate(rows, context_weight=context)
@@ -63,21 +63,23 @@ def test_scatter_to_rows_inverts_to_episodes_on_the_mask(rows: list[Sample]) -> 
 
 
 @given(samples())
-def test_an_episode_is_its_sampled_tokens_in_time_order(rows: list[Sample]) -> None:
+def test_episode_index_orders_sampled_tokens_by_time(rows: list[Sample]) -> None:
     index = episode_index(batch := collate(rows))
     ids_ES = to_episodes(batch.token_ids_BT, index)
     for e, number in enumerate(index.episode_E.tolist()):
-        mine = [row for row in rows if row.episode == number]
-        on = [i for row in mine for i, m in zip(row.token_ids, row.loss_mask, strict=True) if m]
-        turns = [t for row in mine for t in row.turn_index if t >= 0]
+        own = [row for row in rows if row.episode == number]
+        on = [i for row in own for i, m in zip(row.token_ids, row.loss_mask, strict=True) if m]
+        turns = [t for row in own for t in row.turn_index if t >= 0]
         assert ids_ES[e][index.mask_ES[e]].tolist() == on
         assert index.turn_ES[e][index.mask_ES[e]].tolist() == turns == sorted(turns)
         assert index.turn_ends_ES[e].sum() == len(set(turns))
-        assert index.group_E[e] == mine[0].group
+        assert index.group_E[e] == own[0].group
 
 
 @given(samples(), st.randoms(use_true_random=False))
-def test_time_does_not_depend_on_the_order_of_rows(rows: list[Sample], random: object) -> None:
+def test_episode_index_does_not_depend_on_the_order_of_rows(
+    rows: list[Sample], random: object
+) -> None:
     shuffled = list(rows)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     one, two = collate(rows), collate(shuffled)
@@ -97,23 +99,23 @@ def test_take_cuts_to_the_longest_row_and_keeps_every_field() -> None:
 
 @given(samples(), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
 def test_each_episode_is_in_one_minibatch_per_epoch(
-    rows: list[Sample], wanted: int, passes: int, seed: int
+    rows: list[Sample], minibatch_episodes: int, epochs: int, seed: int
 ) -> None:
     batch = collate(rows)
-    parts = minibatches(batch, wanted, passes, seed)
+    parts = minibatches(batch, minibatch_episodes, epochs, seed)
     num_episodes = len({row.episode for row in rows})
-    assert len(parts) == passes * max(1, round(num_episodes / wanted))
-    per_pass = len(parts) // passes
-    for start in range(0, len(parts), per_pass):
-        one_pass = parts[start : start + per_pass]
-        seen = Counter(row for part in one_pass for row in _rows(part))
+    assert len(parts) == epochs * max(1, round(num_episodes / minibatch_episodes))
+    per_epoch = len(parts) // epochs
+    for start in range(0, len(parts), per_epoch):
+        epoch = parts[start : start + per_epoch]
+        seen = Counter(row for part in epoch for row in _rows(part))
         assert seen == Counter(_rows(batch))
-        sets = [set(part.episode_B.tolist()) for part in one_pass]
+        sets = [set(part.episode_B.tolist()) for part in epoch]
         assert sum(map(len, sets)) == num_episodes
         assert max(map(len, sets)) - min(map(len, sets)) <= 1
 
 
-def test_minibatches_depend_on_their_seed_only() -> None:
+def test_minibatches_are_determined_by_their_seed() -> None:
     batch = collate(to_samples([Group(tuple(episode(turn()) for _ in range(32)))])[0])
     torch.manual_seed(1)
     one = [part.episode_B.tolist() for part in minibatches(batch, 8, 2, seed=5)]
@@ -125,26 +127,26 @@ def test_minibatches_depend_on_their_seed_only() -> None:
 
 @given(samples(), st.integers(1, 40), st.booleans(), st.booleans())
 def test_microbatches_hold_every_row_once_within_the_limit(
-    rows: list[Sample], max_tokens: int, by_group: bool, whole: bool
+    rows: list[Sample], max_tokens: int, by_group: bool, whole_episodes: bool
 ) -> None:
     batch = collate(rows)
-    splits = row_splits(batch, max_tokens, by_group, whole)
+    splits = row_splits(batch, max_tokens, by_group, whole_episodes)
     if by_group:
         groups = batch.group_B[torch.cat(splits)].tolist()
         assert groups == sorted(groups)
     assert sorted(torch.cat(splits).tolist()) == list(range(len(rows)))
     for rows_R in splits:
         part = take(batch, rows_R)
-        alone = len(set(part.episode_B.tolist())) == 1 if whole else part.num_rows == 1
+        alone = len(set(part.episode_B.tolist())) == 1 if whole_episodes else part.num_rows == 1
         assert part.token_ids_BT.numel() <= max_tokens or alone
         assert part.token_ids_BT.shape[1] == part.lengths_B.max()
-    if whole:
-        homes = [set(batch.episode_B[rows_R].tolist()) for rows_R in splits]
-        assert sum(map(len, homes)) == len(set().union(*homes)), "each episode has one home"
+    if whole_episodes:
+        episodes = [set(batch.episode_B[rows_R].tolist()) for rows_R in splits]
+        assert sum(map(len, episodes)) == len(set().union(*episodes)), "no episode is split"
 
 
 def test_microbatches_have_little_padding() -> None:
-    """Lengths of episodes of one to five turns: in one rectangle half would be padding."""
+    """Lengths of episodes of one to five turns: in one batch, half of the tokens are padding."""
     generator = torch.Generator().manual_seed(0)
     turns = torch.randint(1, 6, (128,), generator=generator)
     lengths = 150 + turns * torch.randint(200, 520, (128,), generator=generator)

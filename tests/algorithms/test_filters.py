@@ -1,4 +1,4 @@
-"""Filters: scores of groups, rules that choose by them, and the weights of groups."""
+"""Filters: scores of groups, rules that select groups by score, and group weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ragen.config.kinds import SCORE
 from ragen.config.sections import FilterConfig
 from ragen.core.types import Episode, Group
 
-SURE, UNSURE, FLAT = group(0.0, 0.5), group(0.0, 1.0), group(0.1, 0.1)
+LOW, HIGH, FLAT = group(0.0, 0.5), group(0.0, 1.0), group(0.1, 0.1)
 BROKEN = Group((episode(stop="error"), episode(stop="timeout")))
 
 
@@ -42,13 +42,13 @@ def test_config_names_the_rules() -> None:
 def test_reward_scores_golden() -> None:
     # 0 1 2: mean 1, (1 + 0 + 1) / (3 − 1) = 1;  0 3: mean 1.5, 2 · 1.5² / 1 = 4.5
     assert reward_std(group(0.0, 1.0, 2.0)) == 1
-    assert reward_std(group(0.1, 0.1, 0.1)) == 0  # exactly, whatever rounding says
-    assert reward_std(group(sum([-0.1] * 10), -0.3 - 0.3 - 0.4)) == 0  # all lost alike
+    assert reward_std(group(0.1, 0.1, 0.1)) == 0  # exactly, in spite of rounding
+    assert reward_std(group(sum([-0.1] * 10), -0.3 - 0.3 - 0.4)) == 0  # equal but for rounding
     assert reward_std(group(0.0, 3.0)) == pytest.approx(4.5**0.5)
     assert SCORES["variance"](group(0.0, 3.0)) == pytest.approx(4.5)
 
 
-def test_reward_std_reads_raw_rewards_of_episodes_that_did_not_fail() -> None:
+def test_reward_std_uses_raw_rewards_of_episodes_that_did_not_fail() -> None:
     penalised = episode(turn(1.0, penalty=-9.0))
     broken = episode(turn(50.0), stop="error")
     assert reward_std(Group((episode(turn(0.0)), penalised, broken))) == pytest.approx(0.5**0.5)
@@ -56,14 +56,14 @@ def test_reward_std_reads_raw_rewards_of_episodes_that_did_not_fail() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
-def test_no_score_counts_failed_episodes_rows_or_penalties(name: str) -> None:
-    def members(penalty: float) -> tuple[Episode, ...]:
-        """The second is two samples: its last prompt does not extend the first."""
+def test_scores_ignore_failed_episodes_rows_and_penalties(name: str) -> None:
+    def episodes(penalty: float) -> tuple[Episode, ...]:
+        """Two episodes. The second makes two samples: its last prompt does not extend the first."""
         first, second = turn(1.0, penalty=penalty), turn(0.5, prompt=(9, 9), sampled=(4, 5, 6))
         return episode(turn(0.25, penalty=penalty)), episode(first, second)
 
-    plain, broken = Group(members(0.0)), episode(turn(50.0, sampled=range(9)), stop="error")
-    assert SCORES[name](Group((*members(-1.0), broken))) == SCORES[name](plain) > 0
+    plain, broken = Group(episodes(0.0)), episode(turn(50.0, sampled=range(9)), stop="error")
+    assert SCORES[name](Group((*episodes(-1.0), broken))) == SCORES[name](plain) > 0
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
@@ -74,20 +74,20 @@ def test_a_group_of_failed_episodes_scores_zero(name: str) -> None:
 # Rules.
 
 
-def test_top_k_takes_a_share_or_a_count() -> None:
-    merits = [0.1, 0.5, 0.0, 0.5]
-    assert keep_top_k(merits, 0.01, 4) == [1]  # one at least
-    assert keep_top_k(merits, 1.0, 4) == [1, 3, 0, 2]  # 1 is the share of all
-    assert keep_top_k(merits, 2, 4) == [1, 3]
-    assert keep_top_k(merits, 9, 4) == [1, 3, 0, 2]
+def test_top_k_accepts_a_share_or_a_count() -> None:
+    scores = [0.1, 0.5, 0.0, 0.5]
+    assert keep_top_k(scores, 0.01, 4) == [1]  # at least one
+    assert keep_top_k(scores, 1.0, 4) == [1, 3, 0, 2]  # 1 is a share: all groups
+    assert keep_top_k(scores, 2, 4) == [1, 3]
+    assert keep_top_k(scores, 9, 4) == [1, 3, 0, 2]
 
 
 def test_top_p_golden() -> None:
     # Shares .5 .3 .2: one group holds .5, two hold .51, three hold .81.
-    merits = [0.2, 0.5, 0.3]
+    scores = [0.2, 0.5, 0.3]
     for value, kept in ((0.01, [1]), (0.5, [1]), (0.51, [1, 2]), (0.8, [1, 2]), (0.81, [1, 2, 0])):
-        assert keep_top_p(merits, value, 3) == kept
-    assert keep_top_p([0.1] * 10, 0.3, 10) == [0, 1, 2]  # though .1 + .1 + .1 is not .3
+        assert keep_top_p(scores, value, 3) == kept
+    assert keep_top_p([0.1] * 10, 0.3, 10) == [0, 1, 2]  # although .1 + .1 + .1 ≠ .3 in floats
 
 
 def test_scores_of_zero_keep_the_order_of_the_groups() -> None:
@@ -104,19 +104,19 @@ def test_shares_of_negative_scores_are_refused() -> None:
 
 
 def test_top_k_keeps_a_share_in_the_order_of_the_groups() -> None:
-    groups = [SURE, FLAT, UNSURE, UNSURE]
+    groups = [LOW, FLAT, HIGH, HIGH]
     assert select(groups) == [0, 1, 2, 3]
     assert select(groups, rule="top_k", value=0.25) == [2]
     assert select(groups, rule="top_k", value=0.75) == [0, 2, 3]
     assert select([FLAT], rule="top_k", value=0.01) == [0]
 
 
-def test_flat_groups_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert select([FLAT, SURE], include_zero=False) == [1]
+def test_groups_of_equal_rewards_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select([FLAT, LOW], include_zero=False) == [1]
     assert select([FLAT, FLAT], rule="top_k", value=1.0, include_zero=False) == []
-    # Whatever the score: a group of equal high rewards is still flat.
+    # Under any score: a group of equal high rewards is still left out.
     monkeypatch.setitem(SCORES, "mean", lambda group: fmean(e.total_reward for e in group.episodes))
-    groups = [group(9.0, 9.0), SURE, UNSURE]
+    groups = [group(9.0, 9.0), LOW, HIGH]
     assert select(groups, score="mean", rule="top_k", value=1 / 3) == [0]
     assert select(groups, score="mean", rule="top_k", value=1 / 3, include_zero=False) == [2]
 
@@ -124,16 +124,16 @@ def test_flat_groups_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_with_too_few_played_episodes_are_never_kept() -> None:
     broken = episode(stop="error")
     one_left, none_left = Group((episode(turn(1.0)), broken)), Group((broken, broken))
-    assert select([one_left, none_left, SURE]) == [0, 2]
-    assert select([one_left, none_left, SURE], min_played=2) == [2]
+    assert select([one_left, none_left, LOW]) == [0, 2]
+    assert select([one_left, none_left, LOW], min_played=2) == [2]
     assert select([]) == []
 
 
 @pytest.mark.parametrize("rule", sorted(FILTERS))
 def test_groups_that_cannot_be_kept_are_not_ranked(rule: str) -> None:
-    """Groups whose episodes all failed, or are flat, do not count as candidates."""
-    for out, more in ((BROKEN, {}), (FLAT, {"include_zero": False})):
-        kept = select([out, SURE, out, UNSURE], rule=rule, value=0.25, **more)  # type: ignore[arg-type]
+    """Groups of failed episodes or of equal rewards do not count as candidates."""
+    for excluded, options in ((BROKEN, {}), (FLAT, {"include_zero": False})):
+        kept = select([excluded, LOW, excluded, HIGH], rule=rule, value=0.25, **options)  # type: ignore[arg-type]
         assert kept and set(kept) <= {1, 3}
         if rule == "top_k":
             assert kept == [3]
@@ -144,24 +144,24 @@ def test_groups_that_cannot_be_kept_are_not_ranked(rule: str) -> None:
     st.floats(0.01, 1),
     st.sampled_from(["top_k", "top_p"]),
 )
-def test_no_group_left_out_scores_higher_than_a_kept_one(
+def test_no_discarded_group_scores_higher_than_a_kept_one(
     rewards: list[list[int]], share: float, rule: str
 ) -> None:
-    groups = [group(*map(float, members)) for members in rewards]
+    groups = [group(*map(float, row)) for row in rewards]
     kept = select(groups, rule=rule, value=share)
     assert kept and kept == sorted(set(kept))
     if rule == "top_k":
         assert len(kept) == max(1, round(share * len(groups)))
-    left = [reward_std(g) for i, g in enumerate(groups) if i not in kept]
-    assert min(reward_std(groups[i]) for i in kept) >= max(left, default=-9)
+    discarded = [reward_std(g) for i, g in enumerate(groups) if i not in kept]
+    assert min(reward_std(groups[i]) for i in kept) >= max(discarded, default=-9)
 
 
-# Weights of groups.
+# Group weights.
 
 
-def test_soft_reweighting_golden() -> None:
-    # Stds .5/√2, 1/√2 and 0, over the largest.
-    assert group_weights([SURE, UNSURE, FLAT], "reweight") == pytest.approx([0.5, 1, 0])
+def test_reweighting_golden() -> None:
+    # Stds .5/√2, 1/√2 and 0, divided by the largest.
+    assert group_weights([LOW, HIGH, FLAT], "reweight") == pytest.approx([0.5, 1, 0])
     assert group_weights([FLAT, FLAT], "reweight") == [0, 0]
-    assert select([SURE, UNSURE, FLAT], rule="reweight") == [0, 1, 2]
-    assert group_weights([SURE, UNSURE], "top_k") is None
+    assert select([LOW, HIGH, FLAT], rule="reweight") == [0, 1, 2]
+    assert group_weights([LOW, HIGH], "top_k") is None

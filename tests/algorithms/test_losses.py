@@ -1,4 +1,4 @@
-"""Losses: golden numbers, gradients, and invariance to the split and order of a minibatch."""
+"""Losses: goldens, gradients, and invariance to the split and the order of a minibatch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_config_names_the_losses() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES.values())
-def test_a_loss_names_inputs_only(loss: PolicyLoss) -> None:
+def test_parameters_of_losses_are_known_inputs(loss: PolicyLoss) -> None:
     named = list(signature(loss).parameters)
     assert named[:2] == ["logprobs_N", "tokens"]
     assert inputs_of(loss, LOSS_INPUTS, 2) == named[2:]
@@ -85,7 +85,7 @@ def test_a_loss_names_inputs_only(loss: PolicyLoss) -> None:
     [
         (1.0, 2.0, -2.0, 0, 0),
         (1.5, 1.0, -1.28, 1, 0),  # −min(1.5, 1.28)
-        (0.5, 1.0, -0.5, 0, 0),  # worse already: no clip
+        (0.5, 1.0, -0.5, 0, 0),  # already worse: no clip
         (0.5, -1.0, 0.8, 1, 0),  # max(.5, .8)
         (2.0, -1.0, 2.0, 0, 0),  # max(2, 1.28), below the bound 3
         (5.0, -1.0, 3.0, 0, 1),  # min(5, 3)
@@ -114,7 +114,7 @@ def test_a_clipped_token_has_no_gradient(ratio: float, advantage: float) -> None
 
 
 @given(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6))
-def test_ppo_gradient_at_ratio_one_is_reinforces(advantages: list[float]) -> None:
+def test_ppo_gradient_at_ratio_one_equals_reinforce(advantages: list[float]) -> None:
     size, advantages_N = len(advantages), torch.tensor(advantages)
     old_N = -torch.rand(size, generator=torch.Generator().manual_seed(size))
     logprobs_N = old_N.clone().requires_grad_(True)
@@ -126,7 +126,7 @@ def test_ppo_gradient_at_ratio_one_is_reinforces(advantages: list[float]) -> Non
 
 
 @given(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6))
-def test_cispo_gradient_at_ratio_one_is_reinforces(advantages: list[float]) -> None:
+def test_cispo_gradient_at_ratio_one_equals_reinforce(advantages: list[float]) -> None:
     size, advantages_N = len(advantages), torch.tensor(advantages)
     old_N = -torch.rand(size, generator=torch.Generator().manual_seed(size))
     logprobs_N = old_N.clone().requires_grad_(True)
@@ -164,7 +164,7 @@ def test_cispo_keeps_the_gradient_of_every_token(
 def test_gspo_golden() -> None:
     # Episode 0: log-ratios ln 1.2 and 0, mean ½ ln 1.2, s = √1.2 = 1.0954 > 1.05: with A = 2
     # clipped to −1.05 · 2 = −2.1, without gradient. Episode 1: log-ratios ln 1.2, −ln 1.2, 0: s = 1
-    # although its tokens have moved, so −s A = 1, and a gradient of −s A w on each token.
+    # although its tokens have changed, so −s A = 1, with a gradient of −s A w on each token.
     far = math.log(1.2)
     logprobs_N = torch.tensor([far, 0.0, far, -far, 0.0], requires_grad=True)
     tokens = fields(
@@ -185,17 +185,17 @@ def test_gspo_golden() -> None:
     st.lists(st.tuples(st.integers(0, 2), st.floats(-0.5, 0.5, width=32)), min_size=1, max_size=9),
     st.floats(0.01, 0.3),
 )
-def test_gspo_by_token_is_the_papers_by_episode(
-    moved: list[tuple[int, float]], clip: float
+def test_gspo_by_tokens_equals_the_formula_by_episodes(
+    drawn: list[tuple[int, float]], clip: float
 ) -> None:
-    """Value and gradient of mean over episodes of max(−s A, −clip(s) A), A by episode."""
-    episode_N = torch.tensor([episode for episode, _ in moved])
-    logprobs_N = torch.tensor([log_ratio for _, log_ratio in moved], requires_grad=True)
+    """Value and gradient of the mean over episodes of max(−s A, −clip(s) A), one A per episode."""
+    episode_N = torch.tensor([episode for episode, _ in drawn])
+    logprobs_N = torch.tensor([log_ratio for _, log_ratio in drawn], requires_grad=True)
     advantage_E = torch.tensor([1.5, -0.7, 0.4])
     present = episode_N.unique().tolist()
     count_N = torch.bincount(episode_N, minlength=3)[episode_N]
     tokens = fields(
-        len(moved),
+        len(drawn),
         episode_N=episode_N,
         advantages_N=advantage_E[episode_N],
         weights_N=1 / (count_N * len(present)),
@@ -218,18 +218,18 @@ def test_gspo_of_one_token_episodes_is_ppo(drawn: list[tuple[float, float]]) -> 
     advantages_N = torch.tensor([advantage for _, advantage in drawn])
     tokens = fields(size, episode_N=torch.arange(size), advantages_N=advantages_N)
     clip = {"clip_low": 0.2, "clip_high": 0.28}
-    ours, ppos = (
+    gspo_loss, ppo_loss = (
         policy_loss(gspo, logprobs_N, tokens, **clip),
         ppo_clip(logprobs_N, tokens, dual_clip=0, **clip),
     )
-    torch.testing.assert_close(ours.value, ppos.value, **SUMMED)
+    torch.testing.assert_close(gspo_loss.value, ppo_loss.value, **SUMMED)
     torch.testing.assert_close(
-        gradient_of(ours.value, logprobs_N), gradient_of(ppos.value, logprobs_N), **SUMMED
+        gradient_of(gspo_loss.value, logprobs_N), gradient_of(ppo_loss.value, logprobs_N), **SUMMED
     )
-    assert ours.metrics["clip/fraction"] == ppos.metrics["clip/fraction"]
+    assert gspo_loss.metrics["clip/fraction"] == ppo_loss.metrics["clip/fraction"]
 
 
-def test_without_a_dual_clip_the_loss_is_unbounded() -> None:
+def test_ppo_loss_without_a_dual_clip_is_unbounded() -> None:
     tokens = fields(1, advantages_N=torch.tensor([-1.0]))
     loss = ppo_clip(torch.tensor([math.log(50)]), tokens, **(CLIP | {"dual_clip": 0.0}))
     assert loss.value.item() == pytest.approx(50)
@@ -259,7 +259,7 @@ def test_importance_correction_golden() -> None:
 def test_policy_losses_are_proportional_to_the_advantage(
     factor: float, log_ratio: float, advantage: float
 ) -> None:
-    """So group weights and the importance correction can act on the advantage."""
+    """Group weights and the importance correction rely on it: they scale the advantage."""
     for name in sorted(LOSSES.keys() - {"nll"}):
         at_N, a_N = torch.tensor([log_ratio]), torch.tensor([advantage])
         one = policy_loss(LOSSES[name], at_N, fields(1, advantages_N=a_N), **CLIP).value
@@ -279,10 +279,10 @@ def test_value_loss_golden() -> None:
 def test_kl_goldens() -> None:
     # x = reference − logprob = ln ½: k1 = ln 2, k2 = (ln 2)²/2, k3 = ½ − 1 + ln 2
     logprobs, reference = torch.tensor([-1.0]), torch.tensor([-1.0 - math.log(2)])
-    off = rounding(4, 2)
-    assert k1(logprobs, reference).item() == pytest.approx(math.log(2), abs=off)
-    assert k2(logprobs, reference).item() == pytest.approx(math.log(2) ** 2 / 2, abs=off)
-    assert k3(logprobs, reference).item() == pytest.approx(0.5 - 1 + math.log(2), abs=off)
+    tolerance = rounding(4, 2)
+    assert k1(logprobs, reference).item() == pytest.approx(math.log(2), abs=tolerance)
+    assert k2(logprobs, reference).item() == pytest.approx(math.log(2) ** 2 / 2, abs=tolerance)
+    assert k3(logprobs, reference).item() == pytest.approx(0.5 - 1 + math.log(2), abs=tolerance)
 
 
 @given(st.floats(-8, 0), st.floats(-8, 0))
@@ -290,7 +290,7 @@ def test_k3_is_never_negative(logprob: float, reference: float) -> None:
     assert k3(torch.tensor(logprob), torch.tensor(reference)).item() >= -1e-6
 
 
-def test_kl_estimates_against_enumeration() -> None:
+def test_kl_estimates_equal_enumeration() -> None:
     logits_V = torch.tensor([0.3, -0.5, 1.1], requires_grad=True)
     reference_V = torch.log_softmax(torch.tensor([0.0, 0.4, 0.2]), 0)
     logprobs_V = torch.log_softmax(logits_V, 0)
@@ -325,7 +325,7 @@ def test_nll_and_entropy_goldens() -> None:
     assert (bonus.value.item(), bonus.metrics["entropy/mean"].value) == (-1, 1)
 
 
-def test_losses_of_no_token_are_zero() -> None:
+def test_losses_of_no_tokens_are_zero() -> None:
     empty = fields(0, **{f"{n}_N": torch.zeros(0) for n in ("advantages", "values", "returns")})
     none = torch.zeros(0, requires_grad=True)
     for loss in (
@@ -336,7 +336,7 @@ def test_losses_of_no_token_are_zero() -> None:
     assert value_loss(none, empty, value_clip=0.5).value.item() == 0
 
 
-# Splits of a minibatch: weights are set once, and the parts add up.
+# Splits of a minibatch: the weights are computed once, and the parts sum to the minibatch.
 
 
 def test_token_weights_golden() -> None:
@@ -351,7 +351,7 @@ def test_token_weights_golden() -> None:
     assert token_weights(batch, "token_mean")[batch.mask_BT].tolist() == [0.25] * 4
     weights = token_weights(batch, "episode_mean")[batch.mask_BT]
     assert weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
-    # 2 episodes of at most 5 tokens: 1 / 10 each; together their mean length, 2, ÷ 5.
+    # 2 episodes of at most 5 tokens: 1 / 10 each; they sum to the mean length, 2, ÷ 5.
     weights = token_weights(batch, "constant", longest=5)[batch.mask_BT]
     assert weights.tolist() == pytest.approx([0.1] * 4)
 
@@ -373,32 +373,36 @@ def minibatch(draw: st.DrawFn) -> Batch:
 
 
 def _losses(batch: Batch, at_BT: Tensor) -> list[Tensor]:
-    """Every loss, at logprobs (or values) that belong to the token, not to its position."""
+    """Every loss at the logprobs (or values) of the weighted tokens."""
     tokens = flatten(batch)
-    found_N = at_BT[batch.weight_BT > 0]
+    at_N = at_BT[batch.weight_BT > 0]
     return [
-        *(policy_loss(loss, found_N, tokens, **CLIP).value for loss in LOSSES.values()),
-        value_loss(found_N, tokens, value_clip=0.5).value,
-        entropy_bonus(found_N, tokens).value,
+        *(policy_loss(loss, at_N, tokens, **CLIP).value for loss in LOSSES.values()),
+        value_loss(at_N, tokens, value_clip=0.5).value,
+        entropy_bonus(at_N, tokens).value,
     ]
 
 
 @given(minibatch(), st.integers(1, 30))
-def test_microbatches_in_any_order_add_up_to_the_minibatch(batch: Batch, max_tokens: int) -> None:
+def test_losses_of_microbatches_in_any_order_sum_to_that_of_the_minibatch(
+    batch: Batch, max_tokens: int
+) -> None:
     at_BT = torch.sin(torch.arange(batch.mask_BT.numel())).view(batch.mask_BT.shape)
-    whole = _losses(batch, at_BT)
+    full = _losses(batch, at_BT)
     parts = []
     for rows_R in reversed(row_splits(batch, max_tokens, whole_episodes=True)):
         part = take(batch, rows_R)
         parts.append(_losses(part, at_BT[rows_R, : part.mask_BT.shape[1]]))
-    for one, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+    for one, pieces in zip(full, zip(*parts, strict=True), strict=True):
         torch.testing.assert_close(sum(pieces), one, **SUMMED)
 
 
 @given(minibatch(), st.integers(1, 30))
-def test_metrics_of_microbatches_merge_to_the_minibatchs(batch: Batch, max_tokens: int) -> None:
+def test_metrics_of_microbatches_merge_to_those_of_the_minibatch(
+    batch: Batch, max_tokens: int
+) -> None:
     at_BT = torch.sin(torch.arange(batch.mask_BT.numel())).view(batch.mask_BT.shape)
-    whole = ppo_clip(at_BT[batch.weight_BT > 0], flatten(batch), **CLIP)
+    full = ppo_clip(at_BT[batch.weight_BT > 0], flatten(batch), **CLIP)
     parts = []
     for rows_R in row_splits(batch, max_tokens):
         part = take(batch, rows_R)
@@ -407,11 +411,11 @@ def test_metrics_of_microbatches_merge_to_the_minibatchs(batch: Batch, max_token
     merged = merge(parts)
     weight = batch.weight_BT.sum().item()
     assert merged["loss/policy"].value * weight == pytest.approx(
-        whole.value.item(), abs=SUMMED["atol"], rel=SUMMED["rtol"]
+        full.value.item(), abs=SUMMED["atol"], rel=SUMMED["rtol"]
     )
     for name in ("clip/fraction", "clip/dual_fraction", "kl/old", "ratio/max"):
         assert merged[name].value == pytest.approx(
-            whole.metrics[name].value, abs=SUMMED["atol"], rel=SUMMED["rtol"]
+            full.metrics[name].value, abs=SUMMED["atol"], rel=SUMMED["rtol"]
         )
 
 
@@ -424,7 +428,7 @@ def test_token_weights_sum_to_one_over_a_minibatch(
 
 
 @given(samples(), st.integers(1, 40))
-def test_constant_weights_do_not_depend_on_the_other_episodes_tokens(
+def test_constant_weights_do_not_depend_on_the_tokens_of_other_episodes(
     rows: list[Sample], longest: int
 ) -> None:
     batch = collate(rows)
@@ -433,7 +437,7 @@ def test_constant_weights_do_not_depend_on_the_other_episodes_tokens(
     torch.testing.assert_close(weights_BT, batch.weight_BT / (longest * episodes))
 
 
-def test_gspo_on_parts_of_an_episode_is_wrong() -> None:
+def test_gspo_needs_whole_episodes_in_a_microbatch() -> None:
     """GSPO needs whole episodes: two rows of one episode in separate microbatches change s."""
     off, on = False, True
     rows = [Sample((1, 8), (off, on), (0.0,) * 2, (-1, turn), (off, on), 0, 0) for turn in range(2)]
@@ -447,10 +451,10 @@ def test_gspo_on_parts_of_an_episode_is_wrong() -> None:
     assert needs_whole_episodes(gspo) and len(row_splits(batch, 1)) == 2
     assert [rows_R.tolist() for rows_R in row_splits(batch, 1, whole_episodes=True)] == [[0, 1]]
     at_BT = torch.tensor([[0.0, 1.0], [0.0, -1.0]])
-    whole = policy_loss(
+    full = policy_loss(
         gspo, at_BT[batch.weight_BT > 0], flatten(batch), clip_low=0.2, clip_high=0.2
     )
-    assert whole.value.item() == pytest.approx(-1)  # s = exp(mean(1, −1))
+    assert full.value.item() == pytest.approx(-1)  # s = exp(mean(1, −1))
     apart = [
         policy_loss(
             gspo,

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: every sampled token is trained once, in every context window."""
+"""Samples: every sampled token is trained once, in every context window."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_tokenizer
 
 
-def sampled(sample: Sample) -> list[int]:
+def sampled_ids(sample: Sample) -> list[int]:
     return [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
 
 
 @given(records.groups())
-def test_samples_hold_what_was_recorded(groups: list[Group]) -> None:
+def test_samples_hold_the_recorded_turns(groups: list[Group]) -> None:
     samples, episodes = to_samples(groups)
     expected = [(number, e) for number, group in enumerate(groups) for e in group.episodes]
     assert episodes == [episode for _, episode in expected]
@@ -43,17 +43,17 @@ def test_samples_hold_what_was_recorded(groups: list[Group]) -> None:
             covered += turns
             last = episode.turns[turns[-1]]
             assert last.prompt.token_ids is not None and last.completion.token_ids is not None
-            # All prompt and completion tokens of its last turn.
+            # All tokens of the prompt and the completion of its last turn.
             assert sample.token_ids == last.prompt.token_ids + last.completion.token_ids
             for number in turns:
                 turn, at = episode.turns[number], len(episode.turns[number].prompt.token_ids or ())
-                said = turn.completion.token_ids or ()
-                here = slice(at, at + len(said))
-                assert sample.token_ids[here] == said
-                assert sample.loss_mask[here] == (True,) * len(said)
-                assert sample.turn_index[here] == (number,) * len(said)
+                completion_ids = turn.completion.token_ids or ()
+                here = slice(at, at + len(completion_ids))
+                assert sample.token_ids[here] == completion_ids
+                assert sample.loss_mask[here] == (True,) * len(completion_ids)
+                assert sample.turn_index[here] == (number,) * len(completion_ids)
                 assert sample.sampled_logprobs[here] == turn.completion.logprobs
-                assert sample.turn_ends[here] == (False,) * (len(said) - 1) + (True,)
+                assert sample.turn_ends[here] == (False,) * (len(completion_ids) - 1) + (True,)
             count = sum(len(episode.turns[n].completion.token_ids or ()) for n in turns)
             assert sum(sample.loss_mask) == count and sum(sample.turn_ends) == len(turns)
             for on, logprob, turn_index in zip(
@@ -64,15 +64,15 @@ def test_samples_hold_what_was_recorded(groups: list[Group]) -> None:
 
 
 @given(records.groups())
-def test_one_rule_decides_where_a_sample_begins(groups: list[Group]) -> None:
+def test_a_sample_starts_where_a_prompt_does_not_extend_the_one_before(groups: list[Group]) -> None:
     samples, episodes = to_samples(groups)
     for index, episode in enumerate(episodes):
-        so_far: tuple[int, ...] = ()
+        previous: tuple[int, ...] = ()
         expected = 0
         for turn in episode.turns:
             prompt, completion = turn.prompt.token_ids or (), turn.completion.token_ids or ()
-            expected += not so_far or prompt[: len(so_far)] != so_far
-            so_far = prompt + completion
+            expected += not previous or prompt[: len(previous)] != previous
+            previous = prompt + completion
         assert sum(sample.episode == index for sample in samples) == expected
 
 
@@ -90,7 +90,7 @@ def test_failed_and_empty_episodes_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("missing", ["prompt", "token_ids", "logprobs"])
-def test_text_alone_cannot_be_trained_on(missing: str) -> None:
+def test_episodes_without_tokens_or_logprobs_are_refused(missing: str) -> None:
     turn = records.turn()
     if missing == "prompt":
         turn = replace(turn, prompt=replace(turn.prompt, token_ids=None))
@@ -102,31 +102,31 @@ def test_text_alone_cannot_be_trained_on(missing: str) -> None:
 
 # The three context windows, with real prompts.
 
-WINDOWS = (0, 2, 1)  # all turns, the last two, the present one
+WINDOWS = (0, 2, 1)  # all turns, the last two, the current one
 SCRIPT = ["Left", "Right", "Fly", "Right"]
 
 
-def played(template: str, window: int) -> list[Group]:
+def play(template: str, window: int) -> list[Group]:
     chat = Chat(tiny_tokenizer(template))
-    how = Setup("corridor", Rogue, turns=4, window=window, chat=chat, max_length=4096)
+    setup = Setup("corridor", Rogue, turns=4, window=window, chat=chat, max_length=4096)
     replies = iter(
         [
-            f"<think>turn {number}</think><answer>{action}</answer>".removeprefix(how.prefill)
+            f"<think>turn {number}</think><answer>{action}</answer>".removeprefix(setup.prefill)
             for _ in range(4)
             for number, action in enumerate(SCRIPT)
         ]
     )
     end = min(chat.end_ids)
     policy = ScriptedPolicy(lambda prompt: next(replies), lambda text: (*chat.encode(text), end))
-    return asyncio.run(run_groups(policy, how, [1, 2], 2, (0, "train", 0), concurrency=1))
+    return asyncio.run(run_groups(policy, setup, [1, 2], 2, (0, "train", 0), concurrency=1))
 
 
-def returns(episodes: list[Episode], samples: list[Sample]) -> tuple[Any, Any]:
-    """Returns and (with a made-up critic) advantages of each episode's sampled tokens."""
+def returns_and_advantages(episodes: list[Episode], samples: list[Sample]) -> tuple[Any, Any]:
+    """Returns and advantages of the sampled tokens of each episode, with a made-up critic."""
     index = episode_index(collate(samples))
     rewards_ES = token_rewards(episodes, index, "turn")
     values_ES = torch.linspace(0, 1, index.mask_ES.shape[1]) * index.mask_ES
-    found = gae(
+    credit = gae(
         rewards_ES=rewards_ES,
         mask_ES=index.mask_ES,
         values_ES=values_ES,
@@ -134,34 +134,34 @@ def returns(episodes: list[Episode], samples: list[Sample]) -> tuple[Any, Any]:
         gae_lambda=0.8,
         whiten=False,
     )
-    return found.returns_ES, found.advantages_ES
+    return credit.returns_ES, credit.advantages_ES
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_context_windows_differ_only_in_rows(template: str) -> None:
+def test_context_windows_differ_only_in_the_number_of_rows(template: str) -> None:
     exact = Chat(tiny_tokenizer(template)).exact
-    # Rows of an episode of four turns: one for each turn that a prompt begins with.
+    # Number of rows of an episode of four turns: one for each first turn of a prompt.
     rows = {0: 1, 2: 3, 1: 4} if exact else dict.fromkeys(WINDOWS, 4)
-    found = {}
+    results = {}
     for window in WINDOWS:
-        groups = played(template, window)
+        groups = play(template, window)
         samples, episodes = to_samples(groups)
         assert len(samples) == 4 * rows[window]
         for index, episode in enumerate(episodes):
-            said = [t for turn in episode.turns for t in turn.completion.token_ids or ()]
+            completions = [t for turn in episode.turns for t in turn.completion.token_ids or ()]
             own = [sample for sample in samples if sample.episode == index]
-            assert [token for sample in own for token in sampled(sample)] == said
+            assert [token for sample in own for token in sampled_ids(sample)] == completions
             assert [turn.reward for turn in episode.turns] == [0.25, 0.25, 0.0, 0.25]
-        found[window] = returns(episodes, samples)
+        results[window] = returns_and_advantages(episodes, samples)
     for window in (2, 1):
-        for ours, theirs in zip(found[window], found[0], strict=True):
-            torch.testing.assert_close(ours, theirs)
+        for one, other in zip(results[window], results[0], strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_prefilled_tokens_are_never_trained() -> None:
     chat = Chat(tiny_tokenizer("chatml"))
-    for group in played("chatml", 1):
+    for group in play("chatml", 1):
         for sample in to_samples([group])[0]:
-            begin = sample.loss_mask.index(True)
-            assert chat.decode(sample.token_ids[begin - 1 : begin]).endswith(">")
-            assert chat.decode(sample.token_ids[:begin]).endswith("<think>")
+            start = sample.loss_mask.index(True)
+            assert chat.decode(sample.token_ids[start - 1 : start]).endswith(">")
+            assert chat.decode(sample.token_ids[:start]).endswith("<think>")
