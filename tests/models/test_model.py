@@ -246,9 +246,7 @@ def test_scaled_and_capped_logits_equal_those_of_the_model(
 
     logits = model(input_ids=ids_BT, use_cache=False).logits[0]
     states = hidden_states(model, ids_BT, torch.tensor([20]), ids_BT >= 0)
-    assert not torch.allclose(logits, states @ weight.t(), atol=0.1), (
-        "the model transforms its logits"
-    )
+    assert not torch.allclose(logits, states @ weight.t(), atol=0.1), "logits are transformed"
     log_p = torch.log_softmax(logits / 0.7, dim=-1)
     plain = (log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
     got = token_logprobs(model, states, targets, temperature=0.7)

@@ -208,9 +208,8 @@ def test_rounding_of_the_sampler_is_reported_and_corrected() -> None:
     part = batch(one, (7, 12, 5, 9))
     assert part.old_logprobs_BT is not None
     noise = 0.01 * torch.sin(7.0 * torch.arange(part.mask_BT.numel())).view(part.mask_BT.shape)
-    noise[
-        0, part.mask_BT[0].nonzero()[0, 0]
-    ] = -1.0  # sampled with 1/e of the probability: weight 2 by the cap
+    # One token was sampled with 1/e of the probability: its weight e is capped at 2.
+    noise[0, part.mask_BT[0].nonzero()[0, 0]] = -1.0
     sampled = (part.old_logprobs_BT + noise) * part.mask_BT
     metrics = one.update(replace(part, sampled_logprobs_BT=sampled), 0)
     assert metrics["importance/capped_fraction"].value == pytest.approx(1 / part.num_tokens)
