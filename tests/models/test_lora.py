@@ -1,4 +1,4 @@
-"""LoRA: what each role computes, what its gradient reaches, and the folder it is saved as."""
+"""LoRA: the function and the gradient of each role, and the folder of a saved adapter."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ QWEN = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_pr
 SHAPE: dict[str, Any] = {"rank": 3, "alpha": 6, "targets": "all-linear", "seed": 0, "base": "here"}
 
 
-def adapted(plain: Any, roles: tuple[Role, ...] = BOTH, moved: bool = True, **shape: Any) -> Any:
-    """The base with adapters; `moved` ones are no longer zero, and each role's differ."""
+def adapted(
+    plain: Any, roles: tuple[Role, ...] = BOTH, random_weights: bool = True, **shape: Any
+) -> Any:
+    """The base with adapters, by default with random weights that differ between roles."""
     attach(plain, roles, **(SHAPE | shape))
     generator = torch.Generator().manual_seed(7)
-    for role in roles if moved else ():
+    for role in roles if random_weights else ():
         for weight in adapter_of(plain, role).parameters():
             weight.data += 0.1 * torch.randn(weight.shape, generator=generator)
     return plain
@@ -71,10 +73,10 @@ def logits(one: Any) -> Tensor:
     return found
 
 
-# What a role computes.
+# Functions of the roles.
 
 
-def test_by_hand() -> None:
+def test_adapter_golden() -> None:
     """y = W x + (α / r) B A x with W the identity, A = (1 0; 0 1), B = (0 1; 2 0), α / r = 3."""
     one = tiny(hidden_size=2, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
     attach(one, ("policy",), **SHAPE | {"rank": 2, "targets": "o_proj"})
@@ -92,10 +94,10 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
-def test_every_role_begins_as_the_base(kind: str) -> None:
+def test_every_role_starts_equal_to_the_base(kind: str) -> None:
     plain = tiny(kind)
     expected = logits(plain)
-    one = adapted(plain, moved=False)
+    one = adapted(plain, random_weights=False)
     for role in (*BOTH, "reference"):
         with acting(one, role):
             assert torch.equal(logits(one), expected)
@@ -112,14 +114,14 @@ def test_roles_differ_and_the_reference_is_the_base(kind: str) -> None:
             assert torch.equal(logits(one), expected)
             raise ZeroDivisionError
     assert not torch.allclose(policy, expected) and not torch.allclose(policy, critic)
-    assert torch.equal(logits(one), policy), "at rest it is the policy again"
+    assert torch.equal(logits(one), policy), "outside of a role it is the policy"
 
 
-def test_the_seed_and_the_role_decide_and_nothing_else() -> None:
+def test_initial_adapters_depend_only_on_seed_and_role() -> None:
     def drawn(seed: int, role: Role, ambient: int = 0) -> Tensor:
         torch.manual_seed(ambient)
         before = torch.get_rng_state()
-        one = adapted(tiny_model(tiny_tokenizer()), moved=False, seed=seed)
+        one = adapted(tiny_model(tiny_tokenizer()), random_weights=False, seed=seed)
         assert torch.equal(torch.get_rng_state(), before)
         return torch.cat(
             [weight.detach().flatten() for weight in adapter_of(one, role).parameters()]
@@ -138,7 +140,7 @@ def test_a_rank_that_no_layer_has_is_refused() -> None:
         lora.target_names(base, "all-linear", highest + 1)
 
 
-def test_all_linear_layers_but_the_output_layer() -> None:
+def test_all_linear_targets_every_linear_layer_except_the_output_layer() -> None:
     for tied in (True, False):
         base = tiny(tie_word_embeddings=tied)
         assert lora.target_names(base, "all-linear", 2) == QWEN
@@ -156,18 +158,18 @@ def test_all_linear_layers_but_the_output_layer() -> None:
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "query"])
-def test_layers_that_may_get_none_are_told(name: str) -> None:
+def test_unknown_target_layers_are_refused_with_the_possible_ones(name: str) -> None:
     with pytest.raises(
         RagenError, match=f"'{name}'.* choose from down_proj, gate_proj, k_proj, o_p"
     ):
         attach(tiny(), ("policy",), **SHAPE | {"targets": f"q_proj,{name}"})
 
 
-def test_float32_adapters_on_a_bfloat16_base() -> None:
+def test_adapters_are_float32_on_a_bfloat16_base() -> None:
     one = adapted(tiny().to(torch.bfloat16))
     assert {weight.dtype for weight in adapter_of(one, "critic").parameters()} == {torch.float32}
     assert logits(one).dtype == torch.bfloat16
-    # One rounding of a sum W + ΔW moves it by at most 1/256 of itself.
+    # One rounding of a sum W + ΔW changes it by at most 1/256 of its size.
     plain = merged(one)
     layer, mixed = one.model.layers[0].mlp.up_proj, plain.model.layers[0].mlp.up_proj
     exact = layer.base_layer.weight.float() + layer.get_delta_weight("policy")
@@ -179,7 +181,7 @@ def test_float32_adapters_on_a_bfloat16_base() -> None:
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,down_proj"])
-def test_the_fast_path_is_the_same_function(targets: str) -> None:
+def test_fast_path_equals_the_general_path(targets: str) -> None:
     one = adapted(tiny(num_hidden_layers=2), targets=targets)
     assert fast_qwen2.supports(one)
     for role in (*BOTH, "reference"):
@@ -202,11 +204,11 @@ def grads(one: Any) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
 
 
-def test_without_adapters_nothing_changes() -> None:
+def test_fast_path_of_a_merged_model_equals_the_general_path() -> None:
     assert_equal_to_the_general_path(merged(adapted(tiny(num_hidden_layers=2))), *ragged())
 
 
-def test_the_sampler_reads_the_adapter_as_it_is_when_published() -> None:
+def test_fast_decoder_uses_new_adapter_weights_after_a_refresh() -> None:
     one = adapted(tiny())
     fast, general = make_decoder(one, 2, 16), HFDecoder(one, 2, 16)
     tokens = [[1, 2, 3, 4], [5, 6]]
@@ -226,7 +228,7 @@ def test_the_sampler_reads_the_adapter_as_it_is_when_published() -> None:
 # Gradients.
 
 
-def test_the_gradient_is_that_of_all_weights_seen_through_the_pair() -> None:
+def test_adapter_gradients_follow_from_the_gradient_of_the_merged_layer() -> None:
     """With G = ∂L/∂W of the merged layer: ∂L/∂B = (α/r) G Aᵀ and ∂L/∂A = (α/r) Bᵀ G."""
     one = adapted(tiny(), ("policy",), rank=2, alpha=6)
     plain = merged(one)
@@ -241,88 +243,91 @@ def test_the_gradient_is_that_of_all_weights_seen_through_the_pair() -> None:
 
 
 def parts(one: Learner) -> dict[str, dict[str, Tensor]]:
-    """Weights by whose they are: each role's adapter, the critic's head, the base."""
-    found: dict[str, dict[str, Tensor]] = {"policy": {}, "critic": {}, "head": {}, "base": {}}
+    """Weights by owner: the adapter of each role, the head of the critic, the base."""
+    owners: dict[str, dict[str, Tensor]] = {"policy": {}, "critic": {}, "head": {}, "base": {}}
     for name, weight in weights(one).items():
         owner, _, rest = name.partition(".")
         adapter = next((role for role in BOTH if f".{role}.weight" in rest), "base")
         if owner == "policy":
-            found[adapter][rest] = weight
+            owners[adapter][rest] = weight
         elif rest.startswith("head"):
-            found["head"][rest] = weight
-    return found
+            owners["head"][rest] = weight
+    return owners
 
 
-def moved(one: Learner, before: dict[str, dict[str, Tensor]]) -> set[str]:
+def changed_parts(one: Learner, before: dict[str, dict[str, Tensor]]) -> set[str]:
     return {name for name, part in parts(one).items() if not equal(part, before[name])}
 
 
-def test_an_update_moves_each_role_by_its_own_loss() -> None:
+def test_an_update_changes_each_role_by_its_own_loss() -> None:
     one = learner(weight_decay=0.0)
     assert one.critic is not None
     torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
     part = batch(one)
     reference = one.logprobs(part, reference=True)[0]
 
-    start, said, judged = parts(one), one.logprobs(part)[0], one.values(part)
-    policys = list(one.optimizers)
-    one.optimizers.clear()  # the critic alone
+    start, logprobs, values = parts(one), one.logprobs(part)[0], one.values(part)
+    policy_optimizers = list(one.optimizers)
+    one.optimizers.clear()  # only the critic learns
     one.update(part, 0)
-    assert moved(one, start) == {"critic", "head"}
-    assert torch.equal(one.logprobs(part)[0], said) and not torch.equal(one.values(part), judged)
+    assert changed_parts(one, start) == {"critic", "head"}
+    assert torch.equal(one.logprobs(part)[0], logprobs) and not torch.equal(
+        one.values(part), values
+    )
 
-    start, judged = parts(one), one.values(part)
-    one.optimizers.extend(policys)
-    one.critic_optimizers.clear()  # from here on the policy alone
+    start, values = parts(one), one.values(part)
+    one.optimizers.extend(policy_optimizers)
+    one.critic_optimizers.clear()  # only the policy learns from here on
     one.update(part, 1)
-    assert moved(one, start) == {"policy"}
-    assert torch.equal(one.values(part), judged) and not torch.equal(one.logprobs(part)[0], said)
+    assert changed_parts(one, start) == {"policy"}
+    assert torch.equal(one.values(part), values) and not torch.equal(
+        one.logprobs(part)[0], logprobs
+    )
     assert torch.equal(one.logprobs(part, reference=True)[0], reference)
     assert all(p.requires_grad == ("lora_" in name) for name, p in one.model.named_parameters())
 
 
-def test_only_adapters_and_the_head_are_optimised() -> None:
+def test_only_adapters_and_the_value_head_are_optimised() -> None:
     one = learner()
-    held = {id(p) for o in one.optimizers for g in o.param_groups for p in g["params"]}
-    critics = {id(p) for o in one.critic_optimizers for g in o.param_groups for p in g["params"]}
+    policy_ids = {id(p) for o in one.optimizers for g in o.param_groups for p in g["params"]}
+    critic_ids = {id(p) for o in one.critic_optimizers for g in o.param_groups for p in g["params"]}
     named = dict(one.model.named_parameters())
-    assert held == {id(p) for name, p in named.items() if ".policy." in name}
+    assert policy_ids == {id(p) for name, p in named.items() if ".policy." in name}
     assert one.critic is not None
-    heads = {id(p) for p in one.critic.head.parameters()}
-    assert critics == heads | {id(p) for name, p in named.items() if ".critic." in name}
+    head_ids = {id(p) for p in one.critic.head.parameters()}
+    assert critic_ids == head_ids | {id(p) for name, p in named.items() if ".critic." in name}
     assert one.reference is one.model, "no second copy of the base"
 
 
-def test_a_critic_of_its_own_learns_what_a_copy_would() -> None:
-    """The same function and gradient as a copied backbone with the critic's adapter merged."""
+def test_critic_adapter_gives_the_values_of_a_merged_copy() -> None:
+    """The same values as a copied backbone with the adapter of the critic merged into it."""
     one = learner()
     part = batch(one)
     assert one.critic is not None
     torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
-    critics = copy.deepcopy(one.model)
-    pairs = (adapter_of(critics, role).parameters() for role in BOTH)
-    for policys, own in zip(*pairs, strict=True):
-        policys.data.copy_(own.data)
-    copied = model.Critic(merged(critics))
+    backbone = copy.deepcopy(one.model)
+    pairs = (adapter_of(backbone, role).parameters() for role in BOTH)
+    for policy_weight, critic_weight in zip(*pairs, strict=True):
+        policy_weight.data.copy_(critic_weight.data)
+    copied = model.Critic(merged(backbone))
     copied.head = one.critic.head
     before_BT = torch.zeros_like(part.mask_BT)
     before_BT[:, :-1] = part.mask_BT[:, 1:]
     expected = copied.values(part.token_ids_BT, part.lengths_B, before_BT)
-    found = one.values(part)[part.mask_BT]
-    assert_close(found, expected.detach())
+    assert_close(one.values(part)[part.mask_BT], expected.detach())
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_microbatches_and_checkpointed_activations_change_nothing(
+def test_gradients_do_not_depend_on_microbatches_and_checkpointing(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Activations are computed again in the backward pass: in the role of the forward pass."""
+    """Checkpointing recomputes activations in the backward pass, in the role of the forward."""
     monkeypatch.setattr(fast_qwen2, "supports", lambda _: False)
-    found: list[dict[str, Tensor]] = []
-    for tokens, again in ((10_000, False), (20, False), (10_000, True), (20, True)):
+    gradients: list[dict[str, Tensor]] = []
+    for tokens, checkpointing in ((10_000, False), (20, False), (10_000, True), (20, True)):
         roles: tuple[Role, ...] = ("policy",) if shared else BOTH
         policy = adapted(tiny_model(tiny_tokenizer()), roles, rank=4)
-        if again:
+        if checkpointing:
             policy.gradient_checkpointing_enable({"use_reentrant": False})
             policy.train()
         one = Learner(
@@ -335,35 +340,35 @@ def test_microbatches_and_checkpointed_activations_change_nothing(
         )
         assert one.critic is not None
         torch.nn.init.normal_(one.critic.head.weight, generator=torch.Generator().manual_seed(0))
-        found.append(gradient(one, batch(one), monkeypatch))
-    for each in found[1:]:
-        close(each, found[0])
+        gradients.append(gradient(one, batch(one), monkeypatch))
+    for each in gradients[1:]:
+        close(each, gradients[0])
     for role in roles:
-        assert any(bool(grad.any()) for name, grad in found[0].items() if f".{role}." in name)
-    assert all("lora_" in name for name in found[0])
+        assert any(bool(grad.any()) for name, grad in gradients[0].items() if f".{role}." in name)
+    assert all("lora_" in name for name in gradients[0])
 
 
-def test_norms_and_cross_scores_are_of_the_policy() -> None:
+def test_gradient_norms_and_cross_scores_are_those_of_the_policy() -> None:
     one = learner()
     part = batch(one)
     plain = Learner(merged(one.model), UpdateConfig(), LossConfig())
     prompts, thoughts = [[1, 2, 3], [4, 5]], [[6, 7], [8]]
     assert_close(one.cross_scores(prompts, thoughts), plain.cross_scores(prompts, thoughts))
-    found = one.gradient_norms(part, torch.zeros(4, dtype=torch.long))
+    norms = one.gradient_norms(part, torch.zeros(4, dtype=torch.long))
     loss = task_loss(one, part)
-    mine = torch.autograd.grad(loss, [*adapter_of(one.model, "policy").parameters()])
-    assert found["0/task_per_token"].value == pytest.approx(
-        float(torch.cat([g.flatten() for g in mine]).norm()) / part.num_tokens,
+    grads_of_policy = torch.autograd.grad(loss, [*adapter_of(one.model, "policy").parameters()])
+    assert norms["0/task_per_token"].value == pytest.approx(
+        float(torch.cat([g.flatten() for g in grads_of_policy]).norm()) / part.num_tokens,
         rel=rounding(GRADIENT),
     )
 
 
 def task_loss(one: Learner, part: Batch) -> Tensor:
-    """−Σ A log π, through the general path."""
+    """−Σ A log π, by the general path."""
     assert part.advantages_BT is not None
     log_p = one.model(part.token_ids_BT[:, :-1]).logits.log_softmax(-1)
-    said = log_p.gather(2, part.token_ids_BT[:, 1:, None])[..., 0]
-    return -(part.advantages_BT[:, 1:] * said)[part.mask_BT[:, 1:]].sum()
+    token_log_p = log_p.gather(2, part.token_ids_BT[:, 1:, None])[..., 0]
+    return -(part.advantages_BT[:, 1:] * token_log_p)[part.mask_BT[:, 1:]].sum()
 
 
 # Folders.
@@ -389,12 +394,14 @@ def saved(base: Path, tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path / "adapter", one
 
 
-def test_the_folder_is_pefts(saved: tuple[Path, Any], base: Path) -> None:
+def test_a_saved_folder_is_read_by_peft_and_transformers(
+    saved: tuple[Path, Any], base: Path
+) -> None:
     folder, one = saved
     assert {path.name for path in folder.iterdir()} == {ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE}
-    told = json.loads((folder / ADAPTER_CONFIG).read_text())
-    assert told["base_model_name_or_path"] == str(base)
-    assert (told["r"], told["lora_alpha"], told["target_modules"]) == (3, 6, QWEN)
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 6, QWEN)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -407,7 +414,7 @@ def test_the_folder_is_pefts(saved: tuple[Path, Any], base: Path) -> None:
             assert_close(logits(plain.eval()), logits(one))
 
 
-def test_load_gives_back_what_was_saved(saved: tuple[Path, Any], base: Path) -> None:
+def test_a_saved_adapter_is_loaded_unchanged(saved: tuple[Path, Any], base: Path) -> None:
     folder, one = saved
     again = loaded(base_of(folder))
     put_on(again, folder)
@@ -429,13 +436,13 @@ def test_merged_is_a_plain_model(kind: str, tmp_path: Path) -> None:
     assert torch.equal(logits(type(plain).from_pretrained(tmp_path).eval()), logits(plain))
 
 
-def test_a_base_is_known_in_either_dtype_and_under_adapters(base: Path) -> None:
+def test_fingerprint_of_base_ignores_dtype_and_adapters(base: Path) -> None:
     one = loaded(base)
-    known = fingerprint_of_base(one)
-    assert fingerprint_of_base(adapted(loaded(base))) == known
-    assert fingerprint_of_base(one.to(torch.bfloat16)) == known
+    fingerprint = fingerprint_of_base(one)
+    assert fingerprint_of_base(adapted(loaded(base))) == fingerprint
+    assert fingerprint_of_base(one.to(torch.bfloat16)) == fingerprint
     one.model.norm.weight.data[0] *= 1.01
-    assert fingerprint_of_base(one) != known
+    assert fingerprint_of_base(one) != fingerprint
 
 
 def message(work: Any, *args: Any) -> str:
@@ -446,7 +453,9 @@ def message(work: Any, *args: Any) -> str:
     return text
 
 
-def test_what_does_not_fit_is_told_in_one_line(saved: tuple[Path, Any], base: Path) -> None:
+def test_adapters_that_do_not_fit_are_refused_in_one_line(
+    saved: tuple[Path, Any], base: Path
+) -> None:
     folder, _ = saved
     other = loaded(base)
     other.model.norm.weight.data[0] += 1
@@ -473,7 +482,7 @@ def test_what_does_not_fit_is_told_in_one_line(saved: tuple[Path, Any], base: Pa
         *[{"modules_to_save": ["lm_head"]}, {"lora_bias": True}, {"alora_invocation_tokens": [7]}],
     ],
 )
-def test_what_is_more_than_lora_is_refused(
+def test_extensions_of_lora_are_refused(
     saved: tuple[Path, Any], base: Path, more: dict[str, Any]
 ) -> None:
     folder, _ = saved
@@ -483,20 +492,24 @@ def test_what_is_more_than_lora_is_refused(
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_an_adapter_of_what_is_read_as_a_matrix_is_refused(
+def test_an_adapter_of_the_embedding_or_the_output_layer_is_refused(
     base: Path, tmp_path: Path, target: str
 ) -> None:
-    """Its part of the logits would be left out without a word."""
+    """Such an adapter would be ignored silently, because these layers are read as matrices."""
     from peft import LoraConfig, get_peft_model
 
-    there = LoraConfig(r=4, target_modules=["q_proj", target], task_type="CAUSAL_LM")
+    lora_config = LoraConfig(r=4, target_modules=["q_proj", target], task_type="CAUSAL_LM")
     with warnings.catch_warnings(action="ignore"):  # of tied weights
-        get_peft_model(loaded(base), there).save_pretrained(tmp_path, save_embedding_layers=False)
+        get_peft_model(loaded(base), lora_config).save_pretrained(
+            tmp_path, save_embedding_layers=False
+        )
         text = message(put_on, loaded(base), tmp_path)
     assert "the adapter changes" in text and target in text
 
 
-def test_a_folder_is_a_model_or_an_adapter(saved: tuple[Path, Any], base: Path) -> None:
+def test_a_folder_of_both_a_model_and_an_adapter_is_refused(
+    saved: tuple[Path, Any], base: Path
+) -> None:
     folder, _ = saved
     assert is_adapter(folder) and not is_adapter(base)
     assert not is_adapter("Qwen/Qwen2.5-0.5B-Instruct")
@@ -504,7 +517,7 @@ def test_a_folder_is_a_model_or_an_adapter(saved: tuple[Path, Any], base: Path) 
     assert "holds both a model and an adapter" in message(is_adapter, base)
 
 
-def test_dropout_of_another_trainer_is_left_out(saved: tuple[Path, Any], base: Path) -> None:
+def test_dropout_of_a_loaded_adapter_is_ignored(saved: tuple[Path, Any], base: Path) -> None:
     folder, one = saved
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"lora_dropout": 0.5}))
@@ -513,38 +526,38 @@ def test_dropout_of_another_trainer_is_left_out(saved: tuple[Path, Any], base: P
     assert torch.equal(logits(again.train()), logits(one))
 
 
-def test_a_base_that_has_moved(saved: tuple[Path, Any], base: Path) -> None:
+def test_base_of_finds_a_relinked_or_embedded_base(saved: tuple[Path, Any], base: Path) -> None:
     folder, _ = saved
     base.rename(base.with_name("moved"))
     assert "which is gone: put it back, or put a link" in message(base_of, folder)
     base.symlink_to(base.with_name("moved"))
     put_on(loaded(base_of(folder)), folder)
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
-    for name, found in (
+    for name, ending in (
         ("/elsewhere/site-packages/ragen/models/bases/bandit", "bases/bandit"),
         ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
     ):
         text = json.dumps(config | {"base_model_name_or_path": name})
         (folder / ADAPTER_CONFIG).write_text(text)
-        assert base_of(folder).endswith(found)
+        assert base_of(folder).endswith(ending)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": None}))
     assert "names no base model" in message(base_of, folder)
 
 
 @pytest.mark.parametrize("other", [{"rank": 4}, {"alpha": 3}, {"targets": "q_proj"}])
-def test_an_adapter_that_goes_on_keeps_its_shape(
+def test_a_loaded_adapter_keeps_its_shape(
     saved: tuple[Path, Any], base: Path, other: dict[str, Any]
 ) -> None:
     folder, one = saved
     again = loaded(base)
     put_on(again, folder)
 
-    def go_on(**shape: Any) -> None:
+    def attach_again(**shape: Any) -> None:
         attach(again, BOTH, **(SHAPE | shape))
 
     with pytest.raises(RagenError, match=r"has rank 3 and alpha 6 on 14 layers \(down_proj,gate"):
-        go_on(**other)
-    go_on()
+        attach_again(**other)
+    attach_again()
     assert torch.equal(logits(again), logits(one))
     with acting(again, "critic"):
         assert torch.equal(logits(again), logits(loaded(base)))
