@@ -37,7 +37,7 @@ from ragen.algorithms.losses import (
 )
 from ragen.config.kinds import LOSS, LOSS_INPUTS
 from ragen.config.sections import LossConfig
-from ragen.core.inputs import inputs_of
+from ragen.core.inputs import call, inputs_of
 from ragen.core.metrics import merge
 from ragen.core.types import Sample
 from tests.tolerance import rounding
@@ -234,6 +234,23 @@ def test_ppo_loss_without_a_dual_clip_is_unbounded() -> None:
     loss = ppo_clip(torch.tensor([math.log(50)]), tokens, **(CLIP | {"dual_clip": 0.0}))
     assert loss.value.item() == pytest.approx(50)
     assert loss.metrics["clip/dual_fraction"].value == 0
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("log_ratio", [-1e4, -89.0, 89.0, 1e4])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_extreme_ratios_have_finite_losses_and_gradients(
+    name: str, log_ratio: float, advantage: float
+) -> None:
+    """float32 overflows at e⁸⁸, and 0 · ∞ in a clipped branch would be NaN."""
+    logprobs_N = torch.tensor([min(log_ratio, 0.0)], requires_grad=True)
+    tokens = fields(1, old_logprobs_N=torch.tensor([min(-log_ratio, 0.0)]))
+    tokens = replace(tokens, advantages_N=torch.tensor([advantage]))
+    bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0, "episode_N": tokens.episode_N}
+    loss = call(LOSSES[name], logprobs_N, tokens, inputs=bounds)
+    assert torch.isfinite(loss.value)
+    assert torch.isfinite(gradient_of(loss.value, logprobs_N)).all()
+    assert all(math.isfinite(metric.value) for metric in loss.metrics.values())
 
 
 def test_importance_correction_golden() -> None:

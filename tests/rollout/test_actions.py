@@ -246,10 +246,10 @@ def test_parsing_time_is_linear_in_the_length_of_the_reply(name: str) -> None:
         )
         times = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.process_time()
             for reply in replies:
                 read(reply)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
     once, twice = cost(100_000), cost(200_000)

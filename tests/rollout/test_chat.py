@@ -417,9 +417,9 @@ def test_chat_is_cheap_enough_to_call_every_turn() -> None:
     def microseconds(work: Any) -> float:
         times = []
         for _ in range(50):
-            start = time.perf_counter()
+            start = time.process_time()
             work()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times) * 1e6
 
     assert microseconds(lambda: chat.token_span(ids, text, 0, 40)) < 300

@@ -118,7 +118,10 @@ def _credit(advantages_ES: Tensor, values_ES: Tensor, mask_ES: Tensor, whiten: b
     """Returns are advantage + value before whitening."""
     advantages_ES = advantages_ES.masked_fill(~mask_ES, 0)
     returns_ES = (advantages_ES + values_ES).masked_fill(~mask_ES, 0)
-    return Credit(whiten_tokens(advantages_ES, mask_ES) if whiten else advantages_ES, returns_ES)
+    if whiten:
+        magnitude = float(torch.maximum(values_ES.abs(), returns_ES.abs()).max())
+        advantages_ES = whiten_tokens(advantages_ES, mask_ES, magnitude)
+    return Credit(advantages_ES, returns_ES)
 
 
 def grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
@@ -129,16 +132,13 @@ def grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
     R is the sum of the episode's rewards, and the std divides by G − 1. A group whose rewards are
     all equal gives exactly 0. There is no discount.
 
-    Raises:
-        ValueError: A group has one episode.
-
     Example:
         >>> rewards, group = torch.tensor([[0.0], [2.0]]), torch.tensor([0, 0])
         >>> grpo(rewards_ES=rewards, mask_ES=rewards >= 0, group_E=group).advantages_ES  # ∓1 / √2
         tensor([[-0.7071],
                 [ 0.7071]])
     """
-    centred_E, std_E = _group_statistics(rewards_ES, group_E)
+    centred_E, std_E = compare_within(rewards_ES.sum(dim=1), group_E)
     return Credit((centred_E / (std_E + STD_FLOOR))[:, None] * mask_ES)
 
 
@@ -150,16 +150,13 @@ def dr_grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
     Dividing by the std gives a group with one success among many failures the same scale as a
     group with as many successes as failures. Without the division it keeps its smaller spread.
 
-    Raises:
-        ValueError: A group has one episode.
-
     Example:
         >>> rewards, group = torch.tensor([[0.0], [2.0]]), torch.tensor([0, 0])
         >>> dr_grpo(rewards_ES=rewards, mask_ES=rewards >= 0, group_E=group).advantages_ES
         tensor([[-1.],
                 [ 1.]])
     """
-    centred_E, _ = _group_statistics(rewards_ES, group_E)
+    centred_E, _ = compare_within(rewards_ES.sum(dim=1), group_E)
     return Credit(centred_E[:, None] * mask_ES)
 
 
@@ -171,18 +168,15 @@ def rloo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
     The baseline is independent of the episode itself, so the gradient is unbiased for every G. The
     gradient of `dr_grpo` is (G − 1) / G of it.
 
-    Raises:
-        ValueError: A group has one episode.
-
     Example:
         >>> rewards, group = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([0, 0, 0])
         >>> rloo(rewards_ES=rewards, mask_ES=rewards >= 0, group_E=group).advantages_ES.flatten()
         tensor([-3.0000, -1.5000,  4.5000])
     """
-    centred_E, _ = _group_statistics(rewards_ES, group_E)
+    centred_E, _ = compare_within(rewards_ES.sum(dim=1), group_E)
     _, rank_E, size_G = torch.unique(group_E, return_inverse=True, return_counts=True)
     size_E = size_G[rank_E]
-    return Credit((centred_E * size_E / (size_E - 1))[:, None] * mask_ES)
+    return Credit((centred_E * size_E / (size_E - 1).clamp_min(1))[:, None] * mask_ES)
 
 
 def reinforce_pp(*, rewards_ES: Tensor, mask_ES: Tensor, gamma: float) -> Credit:
@@ -211,16 +205,13 @@ def reinforce_pp_baseline(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tenso
     on every token of an episode, with mean and variance over all trained tokens of the batch.
     Unlike in `grpo`, all groups share one scale, so a group of small spread keeps small advantages.
 
-    Raises:
-        ValueError: A group has one episode.
-
     Example:
         >>> rewards, group = torch.tensor([[0.0], [2.0], [5.0], [5.0]]), torch.tensor([0, 0, 1, 1])
         >>> arrays = {"rewards_ES": rewards, "mask_ES": rewards >= 0, "group_E": group}
         >>> reinforce_pp_baseline(**arrays).advantages_ES.flatten()  # ∓1 0 0 over √(2/3)
         tensor([-1.2247,  1.2247,  0.0000,  0.0000])
     """
-    centred_E, _ = _group_statistics(rewards_ES, group_E)
+    centred_E, _ = compare_within(rewards_ES.sum(dim=1), group_E)
     return Credit(whiten_tokens(centred_E[:, None] * mask_ES, mask_ES))
 
 
@@ -245,9 +236,6 @@ def gigpo(
     form without). A turn alone in its class, or in a class of equal returns, gets A_turn = 0. Every
     token of a turn gets the turn's advantage.
 
-    Raises:
-        ValueError: A group has one episode.
-
     Example:
         >>> rewards, turn = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[0, 1], [0, 1]])
         >>> arrays = {"rewards_ES": rewards, "mask_ES": rewards >= 0, "turn_ES": turn}
@@ -257,7 +245,7 @@ def gigpo(
         tensor([[ 1.4142,  0.7071],
                 [-1.4142, -0.7071]])
     """
-    centred_E, std_E = _group_statistics(rewards_ES, group_E)
+    centred_E, std_E = compare_within(rewards_ES.sum(dim=1), group_E)
     turn_at_ES = turn_ES.clamp_min(0)
     shape_EK = (len(mask_ES), int(turn_at_ES.max()) + 1)
     return_EK = _discounted(
@@ -279,18 +267,6 @@ def gigpo(
     episode_E = centred_E / (std_E + STD_FLOOR)
     advantages_ES = episode_E[:, None] + step_weight * advantage_EK.gather(1, turn_at_ES)
     return Credit(advantages_ES.masked_fill(~mask_ES, 0))
-
-
-def _group_statistics(rewards_ES: Tensor, group_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Each episode's R − group mean, and its group's unbiased std. Equal rewards give exactly 0."""
-    groups, sizes = torch.unique(group_E, return_counts=True)
-    for group, size in zip(groups.tolist(), sizes.tolist(), strict=True):
-        if size < 2:
-            raise ValueError(
-                f"group {group} has one episode, and this estimator compares episodes: use groups "
-                'of two or more, or advantage.name = "gae"'
-            )
-    return compare_within(rewards_ES.sum(dim=1), group_E)
 
 
 def _discounted(rewards_EX: Tensor, gamma: float) -> Tensor:

@@ -7,6 +7,7 @@ single-turn contexts give the same numbers, and group statistics count episodes,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,12 +65,14 @@ def estimate(estimator: Estimator, **inputs: object) -> Credit:
     return call(estimator, inputs=inputs)
 
 
-def whiten_tokens(field_ES: Tensor, mask_ES: Tensor) -> Tensor:
+def whiten_tokens(field_ES: Tensor, mask_ES: Tensor, magnitude: float = 1.0) -> Tensor:
     """Shift and scale to mean 0 and standard deviation 1 over the masked tokens.
 
         (x − mean) / √(variance + 1e-8)
 
-    The variance divides by n − 1. A single token gives 0.
+    The variance divides by n − 1. A single token gives 0. So do tokens that differ only by the
+    rounding of sums of S terms, which dividing by their deviation would turn into signal: at most
+    4 √S ε max(1, |x|, `magnitude`), with the largest size of a term that cancelled as `magnitude`.
 
     Example:
         >>> whiten_tokens(torch.tensor([[1.0, 3.0, 7.0]]), torch.tensor([[True, True, False]]))
@@ -77,6 +80,10 @@ def whiten_tokens(field_ES: Tensor, mask_ES: Tensor) -> Tensor:
     """
     tokens_N = field_ES[mask_ES]
     if len(tokens_N) < 2:
+        return torch.zeros_like(field_ES)
+    largest = max(1.0, magnitude, float(tokens_N.abs().max()))
+    rounding = 4 * math.sqrt(field_ES.shape[1]) * torch.finfo(field_ES.dtype).eps * largest
+    if tokens_N.max() - tokens_N.min() <= rounding:
         return torch.zeros_like(field_ES)
     scaled_ES = (field_ES - tokens_N.mean()) * torch.rsqrt(tokens_N.var() + 1e-8)
     return scaled_ES.masked_fill(~mask_ES, 0)

@@ -26,6 +26,10 @@ from ragen.core.metrics import Metric, Metrics, largest, mean
 Aggregation = Literal["token_mean", "episode_mean", "constant"]
 
 
+LARGEST_LOG_RATIO = 20.0
+"""In nats. Beyond it, a ratio counts as e²⁰ and has no gradient; float32 overflows at e⁸⁸."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A scalar to minimise, and metrics about it."""
@@ -73,6 +77,11 @@ def token_weights(batch: Batch, aggregation: Aggregation, longest: int = 1) -> T
     return weight_BT / (total_E[rank_B].clamp_min(1e-30) * num_episodes)[:, None]
 
 
+def ratio(log_ratio: Tensor) -> Tensor:
+    """The importance ratio eˣ, with x within ±`LARGEST_LOG_RATIO` so that gradients are finite."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
 def ppo_clip(
     logprobs_N: Tensor,
     tokens: TokenFields,
@@ -100,7 +109,7 @@ def ppo_clip(
         (-1.28, 1.0)
     """
     old_N, advantages_N = _trained(tokens)
-    ratio_N = (logprobs_N - old_N).exp()
+    ratio_N = ratio(logprobs_N - old_N)
     free_N = -ratio_N * advantages_N
     clipped_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
     bounded_N = (advantages_N < 0) & (dual_clip > 0)
@@ -148,7 +157,7 @@ def gspo(
         total_E = blank_E.index_add(0, rank_N, logprobs_N - old_N)
         count_E = blank_E.index_add(0, rank_N, torch.ones_like(old_N))
         mean_N = (total_E / count_E)[rank_N]
-    ratio_N = (mean_N + logprobs_N - logprobs_N.detach()).exp()
+    ratio_N = ratio(mean_N + logprobs_N - logprobs_N.detach())
     free_N = -ratio_N * advantages_N
     clipped_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
     value = (tokens.weights_N * torch.maximum(free_N, clipped_N)).sum()
@@ -174,7 +183,7 @@ def cispo(logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high
         tensor([-1.2800])
     """
     old_N, advantages_N = _trained(tokens)
-    ratio_N = (logprobs_N - old_N).exp().detach()
+    ratio_N = ratio(logprobs_N - old_N).detach()
     weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     value = -(tokens.weights_N * weight_N * advantages_N * logprobs_N).sum()
     return Loss(value, _policy_metrics(value, logprobs_N, tokens, ratio_N, weight_N != ratio_N))
@@ -241,7 +250,7 @@ def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, M
         tensor([2.0000, 1.2000])
     """
     old_N, advantages_N = _trained(tokens)
-    exact_N = (old_N - tokens.sampled_logprobs_N).exp()
+    exact_N = ratio(old_N - tokens.sampled_logprobs_N)
     weight_N = exact_N.clamp(max=cap)
     metrics = {
         "importance/mean": _average(weight_N),
@@ -297,7 +306,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
         >>> k3(torch.tensor([-1.0]), torch.tensor([-2.0]))  # e⁻¹ − 1 + 1
         tensor([0.3679])
     """
-    x = reference_logprobs - logprobs
+    x = (reference_logprobs - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return torch.expm1(x) - x
 
 
