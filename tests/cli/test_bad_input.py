@@ -331,7 +331,7 @@ def test_mistake_in_a_real_process_gives_one_line(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROGUE.parents[1])},
+        env=os.environ | {"PYTHONPATH": str(ROGUE.parents[1] / "src")},
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")

@@ -227,4 +227,5 @@ def test_picture_is_not_called_when_draws_is_false() -> None:
             raise AssertionError("picture was called")
 
     assert issubclass(WithoutPictures, Env)
-    assert play(WithoutPictures, reply("Right"), turns=1).final_picture is None
+    played = play(WithoutPictures, reply("Right"), turns=1)
+    assert played.final_picture is None and played.error is None
