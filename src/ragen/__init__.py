@@ -81,7 +81,7 @@ def train(
     """
     from ragen.config.config import Config
     from ragen.config.keys import dotted
-    from ragen.config.reading import flatten, resolve
+    from ragen.config.reading import resolve
     from ragen.training.trainer import train
 
     named = {
@@ -96,7 +96,7 @@ def train(
         {**(overrides or {}), **{key: value for key, value in named.items() if value is not None}}
     )
     if isinstance(recipe, Config):
-        config = resolve(None, {**flatten(recipe), **values})
+        config = resolve(None, {**dotted(recipe.model_dump(exclude_unset=True)), **values})
     else:
         config = resolve(recipe, values)
     return train(config, None if out is None else Path(out), watcher=watcher)

@@ -190,6 +190,9 @@ def _export_options(parser: Parser) -> None:
 
 
 def _export(options: Namespace, _: Overrides) -> int:
+    from ragen.storage.database import check_run_folder
+
+    check_run_folder(options.run)
     if options.episodes is None:
         from ragen.reports.export import export
 

@@ -1,7 +1,7 @@
 """How functions from a table of names are called: with the inputs that they name.
 
-An estimator or a loss lists what it needs as parameters. So a new function needs no registration
-beyond its entry in the table, and its signature tells the caller what has to be computed for it.
+An estimator or a loss lists what it needs as parameters. So its signature tells the caller what has
+to be computed for it, and nothing else has to be registered than its name.
 """
 
 from __future__ import annotations

@@ -147,7 +147,10 @@ def _load_module(where: str) -> tuple[ModuleType, str]:
             if where.endswith(".py"):
                 path = Path(where)
                 if not path.is_file():
-                    raise RagenError(f"no file {path}; your own is named path/to/file.py:name")
+                    folder = "" if path.is_absolute() else f" in {Path.cwd()}"
+                    raise RagenError(
+                        f"no file {path}{folder}; your own is named path/to/file.py:name"
+                    )
                 content = path.read_bytes()
                 return _load_file(path, content), _hash(content)
             module = importlib.import_module(where)

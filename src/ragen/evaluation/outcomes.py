@@ -127,8 +127,8 @@ def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
         if first.stop_reason == "request":
             raise RagenError(f"the server failed in every episode: {first.reason}")
         raise RagenError(
-            f"the environment {first.env!r} failed in every episode: {first.reason}; "
-            "run `ragen check` on it"
+            f"playing {first.env!r} failed in every episode: {first.reason}; "
+            "run `ragen check` on the environment or the function"
         )
     if outcomes and all(o.stop_reason == "context" and not o.num_turns for o in outcomes):
         raise RagenError(

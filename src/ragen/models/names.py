@@ -81,7 +81,10 @@ def resolve_model(name: str, env: str, words: str = "base") -> str:
             "or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
         )
     if path.is_dir() and not any((path / config).exists() for config in CONFIGS):
-        raise RagenError(f"{name}: this folder holds no model and no run (config.json is missing)")
+        raise RagenError(
+            f"{name}: this folder holds no model and no run (config.json is missing); name a run's "
+            "folder, such as runs/bandit-1, or a model's"
+        )
     return name
 
 

@@ -137,8 +137,12 @@ def _value(name: str, turn: Turn) -> float:
     term = find_term(name)
     if name in TERMS:
         return term(turn)
-    with boundary(f"the reward term {name}", TERM_S):
-        value = float(term(turn))
+    try:
+        with boundary(f"the reward term {name}", TERM_S):
+            value = float(term(turn))
+    except UserCodeError as failure:
+        text = f"{failure}\nthe reward term {name} failed: {failure.reason}"
+        raise UserCodeError(text, failure.timed_out) from failure
     if not math.isfinite(value):
         raise UserCodeError(f"the reward term {name} returned {value}: a finite number is expected")
     return value

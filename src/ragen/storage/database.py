@@ -356,7 +356,9 @@ def check_run_folder(folder: Path, file: str = CONFIG) -> None:
         RagenError: The file is missing.
     """
     if not (folder / file).is_file():
-        raise RagenError(f"{folder} is not a run folder: {file} is missing")
+        raise RagenError(
+            f"{folder} is not a run folder: {file} is missing; name a folder such as runs/bandit-1"
+        )
 
 
 def _version(connection: sqlite3.Connection) -> int:

@@ -67,6 +67,8 @@ def check_function(name: str) -> str:
         with boundary(f"the {kind.noun} {name}", timeout_s=30.0):
             complaint = check(name)
     except UserCodeError as failure:
+        if isinstance(failure.__cause__, RagenError):
+            raise failure.__cause__ from None
         raise RagenError(f"{name} ({kind.noun}) failed on an example: {failure.reason}") from None
     if complaint:
         raise RagenError(f"{name} ({kind.noun}) {complaint}")
