@@ -107,8 +107,8 @@ def _show_config(config: Config) -> None:
     changes = differences(config)
     print(f"# {len(changes)} values differ from the preset {config.algorithm}:")
     for change in changes:
-        preset = "unset" if change.preset is None else change.preset
-        print(f"#   {change.key} = {change.value!r}  (preset: {preset!r})")
+        preset = "unset" if change.preset is None else json.dumps(change.preset)
+        print(f"#   {change.key} = {json.dumps(change.value)}  (preset: {preset})")
     print(dump(config), end="")
     model = config.model.path
     if model == "base" or is_available_offline(model):  # else it would be downloaded
