@@ -15,7 +15,7 @@ import pytest
 
 import ragen
 from ragen.cli.main import main
-from ragen.config.kinds import DETECTOR, ESTIMATOR, KINDS, LOSS, SCORE, TERM
+from ragen.config.extensions import DETECTOR, ESTIMATOR, KINDS, LOSS, SCORE, TERM
 from ragen.config.reading import resolve
 from ragen.config.sources import sources
 from ragen.core.errors import RagenError

@@ -33,7 +33,7 @@ from ragen.algorithms.estimator import (
     whiten_tokens,
 )
 from ragen.algorithms.samples import to_samples
-from ragen.config.kinds import ESTIMATOR, ESTIMATOR_INPUTS
+from ragen.config.extensions import ESTIMATOR, ESTIMATOR_INPUTS
 from ragen.config.reading import resolve
 from ragen.config.sections import AdvantageConfig
 from ragen.core.errors import RagenError

@@ -19,7 +19,7 @@ from ragen.algorithms.filters import (
     reward_std,
     select,
 )
-from ragen.config.kinds import SCORE
+from ragen.config.extensions import SCORE
 from ragen.config.sections import FilterConfig
 from ragen.core.types import Episode, Group
 

@@ -35,7 +35,7 @@ from ragen.algorithms.losses import (
     token_weights,
     value_loss,
 )
-from ragen.config.kinds import LOSS, LOSS_INPUTS
+from ragen.config.extensions import LOSS, LOSS_INPUTS
 from ragen.config.sections import LossConfig
 from ragen.core.inputs import call, inputs_of
 from ragen.core.metrics import merge

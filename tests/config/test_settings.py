@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ragen.config import reading as settings
 from ragen.config.config import Config
-from ragen.config.earlier import REMOVED, RENAMED, present_values, refusal
 from ragen.config.keys import keys, parse_value
+from ragen.config.old_keys import REMOVED, RENAMED, present_values, refusal
 from ragen.config.reading import (
     changed,
     differences,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.false_alarms import replay
 from ragen.config.config import Config
-from ragen.config.kinds import DETECTOR
+from ragen.config.extensions import DETECTOR
 from ragen.config.reading import changed, resolve
 from ragen.config.sections import RESPONSES, GuardConfig, Response
 from ragen.core.errors import RagenError

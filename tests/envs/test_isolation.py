@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ragen.config.reading import resolve
-from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
+from ragen.core.user_code import UserCodeError
 from ragen.envs import isolation
 from ragen.envs.isolation import IsolatedEnv, Workers
 from ragen.envs.registry import make

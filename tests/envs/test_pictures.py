@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt
+from ragen.core.user_code import UserCodeError
 from ragen.envs.checker import check
 from ragen.envs.contract import Env, Info, is_picture
 from ragen.envs.isolation import Workers

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ragen.config.reading import dump, resolve
-from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
+from ragen.core.user_code import UserCodeError
 from ragen.envs.registry import make
 from ragen.evaluation import baselines
 from ragen.evaluation.baselines import Budget

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from records import episode, group, turn
 
-from ragen.config.kinds import TERM
+from ragen.config.extensions import TERM
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import values

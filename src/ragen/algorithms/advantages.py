@@ -19,7 +19,7 @@ from ragen.algorithms.estimator import (
     compare_within,
     whiten_tokens,
 )
-from ragen.config.kinds import ESTIMATOR
+from ragen.config.extensions import ESTIMATOR
 
 
 def gae(

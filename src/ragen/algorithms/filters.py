@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ragen.config.kinds import SCORE
+from ragen.config.extensions import SCORE
 from ragen.core.errors import RagenError
 from ragen.core.statistics import all_equal
 from ragen.core.types import Episode, Group

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch, TokenFields
-from ragen.config.kinds import LOSS
+from ragen.config.extensions import LOSS
 from ragen.core.inputs import call, names_input
 from ragen.core.metrics import Metric, Metrics, largest, mean
 
@@ -45,7 +45,8 @@ PolicyLoss = Callable[..., Loss]
 
 The gradient flows through `logprobs_N`, the logprobs under the weights being trained. The value is
 Σ w_t ℓ_t with `TokenFields.weights_N`, and proportional to the advantages. The inputs that a loss
-may name are `config.kinds.LOSS_INPUTS`; naming ``episode_N`` keeps each episode in one microbatch.
+may name are `config.extensions.LOSS_INPUTS`; naming ``episode_N`` keeps each episode in one
+microbatch.
 """
 
 

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ragen.config.sections import EnvConfig
-from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, derive
 from ragen.core.types import Episode
+from ragen.core.user_code import UserCodeError
 from ragen.envs.registry import env_factory, make
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import Player

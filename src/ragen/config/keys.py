@@ -1,4 +1,7 @@
-"""The keys of a config by their dotted names (``update.lr``), and what each of them takes."""
+"""The keys of a config by their dotted names (``update.lr``), and what each of them takes.
+
+The keys themselves are the fields of `ragen.config.sections`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ragen.config.config import Config
-from ragen.config.earlier import refusal
-from ragen.config.kinds import Kind
+from ragen.config.extensions import Kind
+from ragen.config.old_keys import refusal
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import reference_to

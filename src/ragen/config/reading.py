@@ -18,7 +18,6 @@ import tomli_w
 from pydantic import ValidationError
 
 from ragen.config.config import Config
-from ragen.config.earlier import present_values, refuse_to_resume
 from ragen.config.keys import (
     PARAMS,
     TABLES,
@@ -30,6 +29,7 @@ from ragen.config.keys import (
     raw_values,
     show,
 )
+from ragen.config.old_keys import present_values, refuse_to_resume
 from ragen.config.rules import READ_WITH
 from ragen.core.errors import RagenError, nearest
 from ragen.core.files import file_errors

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ragen.config.kinds import ESTIMATOR, LOSS, TERM
+from ragen.config.extensions import ESTIMATOR, LOSS, TERM
 from ragen.config.sections import TRACKERS, Sections
 
 EPISODE_CLIP = 0.05

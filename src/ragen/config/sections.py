@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragen.config.kinds import DETECTOR, ESTIMATOR, LOSS, SCORE, TERM
+from ragen.config.extensions import DETECTOR, ESTIMATOR, LOSS, SCORE, TERM
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """The names that `RecordConfig.trackers` accepts; `trackers.TRACKERS` defines them."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
-from ragen.config.kinds import KINDS, load
+from ragen.config.extensions import KINDS, load
 from ragen.core.errors import RagenError
 from ragen.core.plugins import installed
 

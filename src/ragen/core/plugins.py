@@ -23,8 +23,8 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError, nearest
+from ragen.core.user_code import UserCodeError, boundary
 
 LOAD_S = 60.0
 """Seconds that a file or module may take to be loaded."""

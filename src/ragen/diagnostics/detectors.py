@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from ragen.config.kinds import DETECTOR
+from ragen.config.extensions import DETECTOR
 from ragen.config.sections import GuardConfig
 from ragen.core.metrics import Series
 from ragen.core.statistics import difference, wilson

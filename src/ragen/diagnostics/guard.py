@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
-from ragen.config.kinds import short_name
+from ragen.config.extensions import short_name
 from ragen.core.seeding import derive
 from ragen.diagnostics.collapse import WINDOW
 from ragen.diagnostics.detectors import DETECTORS, EVALUATED, LEVELS, Detector, History

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError
+from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.contract import Env, Reading, is_picture, pick
 
 Result = tuple[Any, ...]

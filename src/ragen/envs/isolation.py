@@ -15,8 +15,8 @@ from dataclasses import astuple
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ragen.core.boundary import UserCodeError, boundary, timeout_error
 from ragen.core.errors import RagenError
+from ragen.core.user_code import UserCodeError, boundary, timeout_error
 from ragen.envs.contract import Baselines, Env, Info, Options, Reading, State
 from ragen.envs.registry import build_env, env_factory
 

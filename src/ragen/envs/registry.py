@@ -9,9 +9,9 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import LOAD_S, installed, load_object
+from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.contract import Env
 
 GROUP = "ragen.envs"

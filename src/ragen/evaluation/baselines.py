@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError
 from ragen.core.files import whole_file
 from ragen.core.seeding import derive
+from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.contract import Baselines, Env
 from ragen.envs.registry import make
 from ragen.rollout.players import Player, random_player, solver

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ragen.config.config import Config
-from ragen.config.kinds import KINDS
+from ragen.config.extensions import KINDS
 from ragen.config.reading import read_config
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message

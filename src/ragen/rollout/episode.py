@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from ragen.core.boundary import UserCodeError
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt, StopReason, Turn
+from ragen.core.user_code import UserCodeError
 from ragen.rollout.actions import Parsed, parse
 from ragen.rollout.context import Conversation, View
 from ragen.rollout.guarded import GuardedEnv

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from reprlib import repr as shortened
 from typing import Any
 
-from ragen.core.boundary import UserCodeError, boundary
+from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.contract import Env, Reading, is_picture
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ragen.core.boundary import boundary
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
+from ragen.core.user_code import boundary
 from ragen.envs.contract import Env, pick
 from ragen.rollout.policies import written_completion
 from ragen.rollout.prompt import Limits

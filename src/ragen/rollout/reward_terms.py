@@ -21,10 +21,10 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from ragen.config.kinds import TERM, short_name
-from ragen.core.boundary import UserCodeError, boundary
+from ragen.config.extensions import TERM, short_name
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Episode, Turn
+from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.contract import Reading
 
 Term = Callable[[Turn], float]

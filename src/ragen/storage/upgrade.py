@@ -2,7 +2,7 @@
 
 Schema 4 says `env` where 3 said `world`, `optimal` where it said `best`, and has no column
 `bootstrap`, which was false in every episode. Settings of evaluations get the present names of
-their keys (`ragen.config.earlier`), and events of the guard the action that only their text named.
+their keys (`ragen.config.old_keys`), and events of the guard the action that only their text named.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ragen.config.earlier import present_values
+from ragen.config.old_keys import present_values
 from ragen.storage.schema import as_json
 
 OLD_VERSION, NEW_VERSION = 3, 4

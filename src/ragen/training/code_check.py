@@ -16,7 +16,7 @@ from ragen.algorithms.estimator import Credit, compares_group, estimate
 from ragen.algorithms.filters import find_score
 from ragen.algorithms.losses import find_loss, policy_loss
 from ragen.config.config import Config
-from ragen.config.kinds import (
+from ragen.config.extensions import (
     DETECTOR,
     ESTIMATOR,
     ESTIMATOR_INPUTS,
@@ -29,11 +29,11 @@ from ragen.config.kinds import (
 )
 from ragen.config.reading import changed
 from ragen.config.sources import absolute, sources, value_of
-from ragen.core.boundary import UserCodeError, boundary
 from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
 from ragen.core.plugins import load_object
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn
+from ragen.core.user_code import UserCodeError, boundary
 from ragen.diagnostics.detectors import Detection, find_detector
 from ragen.rollout.reward_terms import find_term
 

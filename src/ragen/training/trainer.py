@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 from ragen.config.config import Config
-from ragen.config.kinds import load
+from ragen.config.extensions import load
 from ragen.config.reading import changed, dump, read_config, with_preset
 from ragen.config.sources import refuse_changed
 from ragen.core.errors import RagenError

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from ragen.config.config import Config
-from ragen.config.earlier import present_values
 from ragen.config.keys import Flat, raw_values
+from ragen.config.old_keys import present_values
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, difference
 from ragen.evaluation.outcomes import how_sampled
