@@ -466,3 +466,7 @@ def test_config_built_in_python_applies_its_preset() -> None:
         assert with_preset(resolved) == resolved
     with pytest.raises(RagenError, match="unknown algorithm 'dapoo'; did you mean 'dapo'"):
         with_preset(Config(algorithm="dapoo"))
+
+
+def test_the_last_of_two_spellings_of_a_key_counts() -> None:
+    assert resolve(None, {"env": {"max_turns": 3}, "env.max_turns": 4}).env.max_turns == 4

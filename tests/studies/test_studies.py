@@ -115,7 +115,7 @@ def test_measures_without_their_data_are_nan() -> None:
     assert all(
         math.isnan(MEASURES[name](RunFacts({}, {}))) for name in MEASURES if name != "seconds"
     )
-    for name in ("first:a", "last:a", "onset:a", "onset:a - last:b"):
+    for name in ("first:a", "last:a", "change:a", "onset:a", "onset:a - last:b"):
         assert math.isnan(measure_of(name)(RunFacts({}, {})))
     with pytest.raises(RagenError, match="there is no measure 'finale'"):
         measure_of("finale")

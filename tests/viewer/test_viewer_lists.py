@@ -144,6 +144,11 @@ def test_the_search_for_common_words_finds_the_same_episodes(
     assert pages() == (rare, None)
 
 
+def test_a_run_is_read_only(root: Path) -> None:
+    with reading(root / "lake") as run, pytest.raises(sqlite3.OperationalError, match="readonly"):
+        run.connection.execute("DELETE FROM turns")
+
+
 def test_a_snippet_is_cut_around_the_match(tmp_path: Path) -> None:
     run = make_run(tmp_path / "lake")
     thought = "a " * 500_000 + "needle " + "b " * 100

@@ -145,7 +145,7 @@ def raw_values(tree: Mapping[Any, Any], prefix: str = "") -> Flat:
     values: Flat = {}
     for entry, value in tree.items():
         key = f"{prefix}{reference_to(entry) if callable(entry) else entry}"
-        if key in values:
+        if callable(entry) and key in values:
             raise RagenError(f"{key}: two functions have this name; rename one of them")
         if isinstance(value, Mapping) and not key.startswith(_INSIDE):
             values |= raw_values(value, f"{key}.")

@@ -114,7 +114,12 @@ MEASURES: Mapping[str, Callable[[RunFacts], float]] = MappingProxyType(
 """Measures of a whole run."""
 
 OF_METRICS: Mapping[str, Callable[[Series], float]] = MappingProxyType(
-    {"first": first, "last": last, "onset": onset}
+    {
+        "first": first,
+        "last": last,
+        "change": lambda series: last(series) - first(series),
+        "onset": onset,
+    }
 )
 """Measures of the metric that is named after the colon."""
 

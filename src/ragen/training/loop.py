@@ -172,4 +172,3 @@ async def run_to_the_end(run: Run) -> None:
                 raise StopRequested(request.signal_number, text) from None
     finally:
         run.watcher.end()
-        await run.engine.close()

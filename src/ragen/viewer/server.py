@@ -77,7 +77,10 @@ class Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         """The bytes of the answer."""
-        return json.dumps(finite(content), separators=(",", ":")).encode()
+        try:
+            return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        except (ValueError, TypeError):  # numbers that are not finite, or bytes
+            return json.dumps(finite(content), separators=(",", ":")).encode()
 
 
 def finite(value: Any) -> Any:
