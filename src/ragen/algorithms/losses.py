@@ -303,6 +303,8 @@ def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """eˣ − 1 − x with x = reference logprob − logprob: unbiased, never negative (Schulman 2020).
 
+    x is limited to ±`LARGEST_LOG_RATIO`, so that the value and its gradient are finite.
+
     Example:
         >>> k3(torch.tensor([-1.0]), torch.tensor([-2.0]))  # e⁻¹ − 1 + 1
         tensor([0.3679])

@@ -53,7 +53,7 @@ class Reading:
     """What a thought says about the environment: facts, and the actions that it plans.
 
     `stated` counts the facts, `true` those that hold in the environment's state. `plan` is ``None``
-    where the thought plans nothing.
+    if the thought holds no plan.
 
     Example:
         >>> Reading(stated=3, true=2, plan=("Right", "Down")).plan

@@ -130,8 +130,8 @@ def sft(
     Of ``update`` only the keys in `KEYS` are read. `out` is a folder that does not exist yet.
     `data` is a file of conversations (`ragen.finetuning.transcripts`); ``None`` takes `episodes` of
     the environment's optimal player, on levels that neither training nor evaluation uses. `lr` is
-    the peak learning rate, by default `LR_FACTOR` times ``update.lr``; `watch` receives a line of
-    progress now and then. With one machine and thread count the same call gives the same weights.
+    the peak learning rate, by default `LR_FACTOR` times ``update.lr``; `watch` receives lines of
+    progress. On one machine, with one thread count, the same call gives the same weights.
 
     Raises:
         RagenError: `out` exists, a number is out of its range, there are too few examples, the

@@ -1,4 +1,4 @@
-"""LoRA: three roles on one frozen base, each with small matrices of its own (arXiv:2106.09685).
+"""LoRA: three roles share one frozen base and have small matrices of their own (arXiv:2106.09685).
 
 Each role that learns adds a pair of matrices to a linear layer W of the base:
 
@@ -7,7 +7,7 @@ Each role that learns adds a pair of matrices to a linear layer W of the base:
 The policy computes with its own pair, the critic with another, the reference with the base alone.
 There is one copy of W, and only the pairs have gradients and optimisers.
 
-peft puts the pairs into the model, which otherwise stays the transformers model that it was; no
+peft adds the pairs to the model, which is otherwise the unchanged transformers model; no
 other module imports peft. A model computes as the policy by default; `acting` switches the role
 temporarily.
 """

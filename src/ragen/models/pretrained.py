@@ -1,7 +1,7 @@
 """A pretrained model's files: finding them, and checking them before weights are read.
 
 A model is a folder in Hugging Face layout, or the id of one on the Hub. An id is resolved to its
-folder in the local cache; from then on nothing asks the network.
+folder in the local cache; after that, no request goes to the network.
 """
 
 # mypy: allow-untyped-calls

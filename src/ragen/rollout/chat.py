@@ -1,15 +1,15 @@
-"""Conversations as tokens: sampled tokens stay, and what comes next is appended.
+"""Conversations as tokens: sampled tokens are kept, and later messages are appended to them.
 
-A chat model sees one flat sequence, and its template decides what comes between the turns. Decoding
+A chat model sees one flat sequence, and its template writes the text between the turns. Decoding
 a reply, rendering the whole conversation again and encoding it gives *other* tokens than those that
 were sampled, with other logprobs. So a `Chat` renders a conversation once, at its start. Then it
-extends the running sequence by the reply's own ids and by what the template puts between the end of
+extends the running sequence by the reply's own ids and by the template's text between the end of
 that reply and the start of the next one: the *bridge* (`ragen.rollout.template`).
 
 The bridge is found from the tokenizer's own template and verified when the `Chat` is made; nothing
 depends on a model's name. Templates that drop the thoughts of earlier turns have a bridge, too: the
-one between replies without thoughts. The sampled thoughts stay in the sequence all the same. Where
-no bridge holds, or thoughts are to be dropped (`without_thought`), `Chat.exact` is false: each turn
+one between replies without thoughts. The sampled thoughts stay in the sequence even then. Where no
+bridge holds, or thoughts are to be dropped (`without_thought`), `Chat.exact` is false: each turn
 is rendered from its messages and is a sample of its own.
 """
 
@@ -80,7 +80,7 @@ class Chat:
         self._tokenizer = tokenizer
         # The Rust tokenizer behind the Python one encodes in two thirds of the time.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        # Episodes of a group begin alike, and in a small environment often show the same again.
+        # Episodes of a group have the same start, and small environments repeat observations.
         self._cached_ids = lru_cache(maxsize=1024)(self._ids)
         self._pieces: dict[int, str] = {}
         self._template = Template(tokenizer, think)
@@ -93,8 +93,8 @@ class Chat:
         self.end_ids = frozenset(token for token in ends if token is not None)
         if not self.end_ids:
             raise RagenError(
-                "no token ends a turn: the chat template puts no special token behind a reply, and "
-                "the tokenizer has no eos_token; set tokenizer.eos_token"
+                "no token ends a turn: the chat template writes no special token after a reply, "
+                "and the tokenizer has no eos_token; set tokenizer.eos_token"
             )
         self._find_bridge(think, think and history_thoughts == "drop")
 
@@ -139,7 +139,7 @@ class Chat:
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], prefill: str = ""
     ) -> tuple[Ids, int]:
-        """Append what comes between a sampled reply and the next one.
+        """Append the text between a sampled reply and the next one.
 
         `ids` end with the sampled ids of the last reply, including its end-of-turn token; if the
         reply was cut at its length limit and has none, the template's closing is appended, as
