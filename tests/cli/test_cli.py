@@ -18,14 +18,17 @@ import pytest
 from rich.console import Console
 
 import ragen
+from ragen.cli.command import complain, terminal
 from ragen.cli.help import FIRST_KEYS
 from ragen.cli.main import COMMANDS, main
+from ragen.cli.play import show_episode
 from ragen.config import reading as settings
 from ragen.config.config import Config
 from ragen.config.keys import keys
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, printable
 from ragen.core.stopping import StopRequested
-from ragen.core.types import Episode
+from ragen.core.tables import Section, show
+from ragen.core.types import Completion, Episode, Prompt, Turn
 from ragen.evaluation.results import Evaluation
 from ragen.training.progress import Lines, LiveTable, Watcher, watcher_for
 
@@ -460,6 +463,30 @@ def test_watcher_depends_on_terminal_and_quiet() -> None:
     assert type(watcher_for(Console(), quiet=True)) is Watcher
     assert type(watcher_for(Console(force_terminal=False))) is Lines
     assert type(watcher_for(Console(force_terminal=True))) is LiveTable
+
+
+@pytest.mark.parametrize("color", ["", "1"])
+def test_text_from_outside_gives_the_terminal_no_commands(
+    color: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Observations, replies, errors and names are escaped; colours of our own stay."""
+    hostile = "\x1b]0;title\x07\x1b[2J \u202eslave\u2066 \ud83d \x9b31m"
+    monkeypatch.setenv("FORCE_COLOR", color)
+    completion = Completion(None, None, hostile, "stop", 0)
+    prompt = Prompt((), None, 0, 8, 1.0, 0)
+    words = (hostile,)
+    turn = Turn(hostile, prompt, completion, hostile, None, words, words, 0.0, 0.0, False, hostile)
+    episode = Episode("x", 1, 2, 0, 0, (turn,), "error", False, True, False, error=hostile)
+    show_episode(terminal(), episode)
+    show(terminal(), [Section(hostile, (hostile,), ("a", hostile), ((hostile, "1"),))])
+    watcher_for(terminal(stderr=True)).alarm(1, hostile)
+    complain(f"{hostile}\n{hostile}")
+    out, err = capsys.readouterr()
+    allowed = r"\x1b\[[0-9;]*m" if color else "(?!)"
+    assert out.count("\\x1b[2J") >= 8 and err.count("\\x1b[2J") == 3
+    assert err.count("\n") == 2 and "\\u202eslave\\u2066 \\ud83d \\x9b31m" in out
+    assert printable(re.sub(allowed, "", out + err)) == re.sub(allowed, "", out + err)
+    assert not color or "\x1b[1m" in out
 
 
 def watch(watcher: Watcher, run: Path, steps: int = 2) -> None:

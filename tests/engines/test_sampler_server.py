@@ -164,6 +164,12 @@ def test_an_unsuitable_server_is_refused_in_one_line(path: str, answer: Answer, 
         (200, completion(token_ids=[], logprobs={"token_logprobs": []})),
         (200, completion(logprobs=None)),
         (200, completion(prompt_token_ids=[5, 6])),
+        (200, completion(token_ids=[8, 10**30])),
+        (200, completion(token_ids=[8, -1])),
+        (200, completion(token_ids=[8, float("inf")])),
+        (200, completion(logprobs={"token_logprobs": [-0.5, float("nan")]})),
+        (200, b"[" * 200_000),
+        (200, {"choices": {"choice": 1}, "usage": 1}),
         (400, {"error": {"message": "the prompt is too long"}}),
     ],
 )
@@ -187,9 +193,12 @@ def test_a_server_that_is_down_is_reported_before_the_run_folder_is_made(tmp_pat
 
 
 def test_an_invalid_address_is_refused() -> None:
-    for url in ("http://127.0.0.1:port", "http://[::1", "http:///v1"):
-        with pytest.raises(RagenError, match="cannot be reached"):
+    for url in ("http://127.0.0.1:port", "http://[::1", "http:///v1", "http://127.0.0.1:99999"):
+        with pytest.raises(RagenError, match="is no address"):
             connect(url)
+    with pytest.raises(RagenError, match="neither a password") as caught:
+        connect("http://user:secret@127.0.0.1:8000/v1")
+    assert "secret" not in str(caught.value)
 
 
 def test_a_server_that_stops_is_reported() -> None:

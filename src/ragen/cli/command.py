@@ -13,14 +13,14 @@ import os
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 from typing_extensions import override
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,15 +141,25 @@ def nearest_option(name: str, options: set[str]) -> str:
 
 
 def terminal(stderr: bool = False) -> Console:
-    """The console for tables and progress."""
-    from rich.console import Console
+    """The console for tables, episodes and progress; it prints text as `printable` gives it."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
-    return Console(stderr=stderr)
+    class Terminal(Console):
+        @override
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                text, style, control = segment
+                yield segment if control else Segment(printable(text), style)
+
+    return Terminal(stderr=stderr)
 
 
 def complain(text: str) -> None:
-    """Print one line on standard error."""
-    print(f"ragen: {text}", file=sys.stderr)
+    """Print one line on standard error, as `printable` gives it."""
+    print(f"ragen: {printable(' '.join(text.split()))}", file=sys.stderr)
 
 
 def program() -> str:

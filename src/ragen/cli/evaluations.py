@@ -84,6 +84,7 @@ def _evaluate(
     label: str,
 ) -> tuple[Evaluation, list[Outcome]]:
     """Evaluate a target as the options say, with a progress bar if there is a terminal."""
+    from rich.markup import escape
     from rich.progress import Progress
 
     from ragen.evaluation.evaluation import Options, default_out, evaluate_target
@@ -93,7 +94,7 @@ def _evaluate(
     total, console = options.episodes * options.samples, terminal(stderr=True)
     try:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(label, total=total)
+            task = bar.add_task(escape(label), total=total)
 
             def count(_: Outcome, left: int) -> None:
                 bar.update(task, completed=total - left)

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _mistake(error: RagenError | ExceptionGroup[RagenError]) -> int:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    complain(" ".join(str(error).split()))
+    complain(str(error))
     return error.exit_code
 
 

@@ -1,7 +1,11 @@
-"""The one error that a user may see, and the suggestion of a known name in its message."""
+"""The one error that a user may see, what its message suggests, and text from outside in it."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from unicodedata import category
+
+HARMLESS = "\n\t\u200c\u200d"
+"""Line ends, tabs, and the two joiners that some scripts and emoji need."""
 
 
 class RagenError(ValueError):
@@ -44,6 +48,27 @@ def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
         if matches:
             return f"; did you mean {matches[0]!r}?"
     return otherwise and f"; {otherwise}"
+
+
+def printable(text: str) -> str:
+    r"""The text with every character escaped that a terminal obeys, hides or cannot encode.
+
+    These are control characters, formats such as the reversal of the writing direction, separators
+    of lines other than ``\n``, and lone surrogates.
+
+    Example:
+        >>> printable("red: \x1b[31m, reversed: \u202e, a line\n")
+        'red: \\x1b[31m, reversed: \\u202e, a line\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    if character in HARMLESS or category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def _last_part(name: str) -> str:

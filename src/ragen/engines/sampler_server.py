@@ -13,6 +13,7 @@ able to read.
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from ragen.engines.sampling import Decode, WeightedPolicy
 from ragen.engines.vllm_engine import ADAPTER, TESTED
 from ragen.models.adapter_folder import save_adapter
 from ragen.models.lora import has_adapters
+from ragen.rollout.endpoint import MAX_SHOWN, check_address
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 """Seconds before the server counts as lost: completions queue for long, connections do not."""
@@ -53,6 +55,7 @@ class VllmServer(WeightedPolicy):
         max_length: int,
     ) -> None:
         super().__init__(end_ids, decode, max_length)
+        check_address("rollout.sampler", url, "a server for training needs no key")
         self.url = url.rstrip("/").removesuffix("/v1")
         with self._reaching():
             self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
@@ -149,10 +152,12 @@ class VllmServer(WeightedPolicy):
             details = answer["usage"].get("prompt_tokens_details")
             num_cached = None if details is None else int(details["cached_tokens"] or 0)
             exact = choice["prompt_token_ids"] == list(self._checked_ids(prompt))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise self._strange(f"a completion without {error}") from error
         if not exact or not ids or len(ids) != len(logprobs):
             raise self._strange("a completion of other tokens")
+        if not all(0 <= token < 2**31 for token in ids) or not all(map(math.isfinite, logprobs)):
+            raise self._strange("a token or a logprob that cannot be")
         return self._completion(ids, logprobs), num_cached
 
     def _model_of(self) -> str:
@@ -163,7 +168,7 @@ class VllmServer(WeightedPolicy):
         try:
             base = next(model for model in models or () if model["parent"] is None)
             name, length = str(base["id"]), int(base["max_model_len"])
-        except (KeyError, TypeError, ValueError, StopIteration) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration) as error:
             raise self._strange("no list of models") from error
         if not str(version).startswith(f"{TESTED}."):
             raise RagenError(
@@ -193,14 +198,14 @@ class VllmServer(WeightedPolicy):
     def _json(self, response: httpx.Response) -> dict[str, Any]:
         """A server's answer; an error if it is none or not a JSON object."""
         answer: Any = None
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             answer = response.json()
         if not isinstance(answer, dict):
             raise self._strange(f"HTTP {response.status_code} and no JSON object")
         if response.is_error:
             problem = answer.get("error", answer)
             reason = str(problem.get("message", problem) if isinstance(problem, dict) else problem)
-            first = reason.strip().partition("\n")[0] or f"HTTP {response.status_code}"
+            first = reason.strip().partition("\n")[0][:MAX_SHOWN] or f"HTTP {response.status_code}"
             raise RagenError(
                 f"the vLLM server at {self.url} refuses: {first}; "
                 "does it serve the model that is trained? If so, start it anew"

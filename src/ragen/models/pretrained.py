@@ -181,7 +181,9 @@ def first_line(error: BaseException) -> str:
 
 def _hub_answers() -> bool:
     """Whether the Hub answers at all within `PATIENCE_S`."""
-    try:  # without certificates, since the Hub's library has its own
+    # Nothing is sent, and the answer only decides whether the Hub is asked. Certificates are left
+    # to its library, which checks those of the system or of a proxy when it downloads.
+    try:
         httpx.head(constants.ENDPOINT, timeout=PATIENCE_S, verify=False)
     except (httpx.HTTPError, httpx.InvalidURL):
         return False

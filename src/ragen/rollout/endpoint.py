@@ -4,6 +4,9 @@ Completions have text and the server's token counts but no ids: they can be eval
 on. An error is of one of three kinds. The user can fix it (a wrong key, model or address), which is
 one line at once; it is temporary (a busy or broken server), and the request is repeated after a
 growing wait; or it ends that one episode, which is data.
+
+What a server sends is not trusted. A request has one time limit, an answer a greatest size; no
+compression, charset, redirect or cookie of the server is followed, and its messages are escaped.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ import json
 import math
 import os
 import random
+import re
+import ssl
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, printable
 from ragen.core.seeding import derive
 from ragen.core.types import Completion, FinishReason, Prompt, Usage
 from ragen.rollout.actions import TAGS
@@ -30,8 +36,10 @@ from ragen.rollout.policies import NoCompletion
 
 KEY_ENV = "OPENAI_API_KEY"
 """Default environment variable of the key."""
-CONNECT_S = 10.0
+CONNECT_S = 4.5
 """Time limit for opening a connection."""
+SOON_S = 4.0
+"""How long a request is repeated if the server has given no sign of life: it may be restarting."""
 TRIES = 8
 """Number of attempts for one completion."""
 GIVE_UP_S = 900.0
@@ -42,12 +50,18 @@ MAX_LOST = 16
 """Consecutive lost completions after which the server counts as gone."""
 TEMPORARY = (408, 409, 425, 429)
 """Status codes below 500 after which the same request may succeed later."""
+MAX_BODY = 2**22
+"""Greatest size of an answer in bytes: a million tokens of text, or what an attacker may send."""
+MAX_ERROR = 2**16
+"""How many bytes of an error's body are read."""
 MAX_SHOWN = 300
 """Greatest number of characters of a server's error message that are shown."""
 MAX_TOKENS = 2**31
 """A server's token count from here on is not believed."""
 MIN_KEY = 8
 """Length from which a key is a secret; shorter ones are dummies for local servers."""
+SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
+"""An address with a password or a query, which may be a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +88,8 @@ class Server:
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        try:
-            url = httpx.URL(self.base_url)
-        except httpx.InvalidURL as error:
-            raise RagenError(f"--base-url {self.base_url!r} is no address: {error}") from None
-        if url.userinfo or url.query:
-            # The address is not shown, because it may contain a secret.
-            raise RagenError(
-                "--base-url must hold neither a password nor a query; put the key into the "
-                f"environment variable {self.key_env or KEY_ENV}"
-            )
-        if url.scheme not in ("http", "https") or not url.host:
-            raise RagenError(
-                f"--base-url {self.base_url!r} is no address: expected one such as "
-                "http://localhost:8000/v1"
-            )
+        key = f"put the key into the environment variable {self.key_env or KEY_ENV}"
+        check_address("--base-url", self.base_url, key)
         if not 0 < self.timeout_s < math.inf:
             raise RagenError(f"--timeout {self.timeout_s:g}: expected seconds above 0")
         if not 0 <= self.requests_per_minute < math.inf:
@@ -109,6 +110,39 @@ class Server:
         """The text without the key, in case the server repeats it."""
         return text.replace(self.key, "***") if len(self.key) >= MIN_KEY else text
 
+    def shown(self, text: str) -> str:
+        """A message from outside for a line of our own: escaped, cut, and without the key."""
+        words = printable(self.hide(" ".join(text.split())))
+        return words[: MAX_SHOWN - 1] + "…" if len(words) > MAX_SHOWN else words
+
+
+def check_address(name: str, address: str, remedy: str) -> None:
+    """Check that requests can be sent to an address, and that it holds no secret.
+
+    `name` is the option or key that gave it; `remedy` says where a secret belongs.
+
+    Raises:
+        RagenError: They cannot, or it does; then it is not shown.
+    """
+    if SECRET.match(address):
+        raise RagenError(f"{name} must hold neither a password nor a query; {remedy}")
+    if not _is_address(address):
+        raise RagenError(
+            f"{name} {address[:MAX_SHOWN]!r} is no address: expected one such as "
+            "http://localhost:8000/v1"
+        )
+
+
+def _is_address(text: str) -> bool:
+    """Whether a request can be sent to such an address, and to paths below it."""
+    try:
+        url = httpx.URL(text).join("v1/chat/completions")
+        url.raw_host.decode("ascii").encode("idna")  # what looking up the name will do
+        has_port = url.port is None or 0 < url.port < 2**16
+        return url.scheme in ("http", "https") and bool(url.host) and has_port
+    except (httpx.InvalidURL, UnicodeError):
+        return False
+
 
 class ChatEndpoint:
     """A `Policy` that sends requests to a server, any number at once within one event loop.
@@ -119,13 +153,22 @@ class ChatEndpoint:
 
     def __init__(self, server: Server, model: str, think: bool = True) -> None:
         self._server, self._model, self._think = server, model, think
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if server.key:
             headers["Authorization"] = f"Bearer {server.key}"
-        # The time limit is for the whole request; those of httpx restart with every byte.
-        limits = httpx.Timeout(None, connect=CONNECT_S)
-        unbounded = httpx.Limits(max_connections=None)
-        self._client = httpx.AsyncClient(headers=headers, timeout=limits, limits=unbounded)
+        try:
+            self._client = httpx.AsyncClient(
+                headers=headers,
+                # The time limit is for the whole request; those of httpx restart with every byte.
+                timeout=httpx.Timeout(None, connect=CONNECT_S),
+                limits=httpx.Limits(max_connections=None),
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+            )
+        except (OSError, ValueError, ImportError, httpx.InvalidURL) as error:
+            raise RagenError(
+                "the environment variables of proxies or certificates (HTTPS_PROXY, ALL_PROXY, "
+                f"SSL_CERT_FILE) cannot be used ({type(error).__name__}): set them anew"
+            ) from None  # the reason may repeat a proxy's password
         self._pace = Pace(server.requests_per_minute)
         self._length_key, self._takes_seed = "max_tokens", True
         self._answered, self._lost = False, 0
@@ -143,22 +186,22 @@ class ChatEndpoint:
             NoCompletion: This one completion failed.
         """
         chance = random.Random(derive(prompt.seed, "wait"))
-        begun, failure = time.monotonic(), _TemporaryError("it was not asked")
+        begun, failure = time.monotonic(), _RequestFailed("it was not asked")
         for number in range(TRIES):
             try:
                 completion = await self._ask(prompt)
                 self._answered, self._lost = True, 0
                 return completion
-            except _TemporaryError as error:
+            except _RequestFailed as error:
                 failure = error
             wait = max(failure.after_s, backoff(number, chance.random()))
-            if number + 1 == TRIES or time.monotonic() + wait - begun > GIVE_UP_S:
+            if number + 1 == TRIES or time.monotonic() + wait - begun > failure.repeat_s:
                 break
             await asyncio.sleep(wait)
         self._lost += 1
         if not self._answered:
             raise RagenError(f"{self._server.url} answered no request: {failure}; is it running?")
-        if self._lost >= MAX_LOST:
+        if self._lost >= MAX_LOST or failure.is_gone:
             raise RagenError(
                 f"{self._server.url} no longer answers: {failure}; "
                 "run the same command again to continue"
@@ -171,32 +214,49 @@ class ChatEndpoint:
         text = json.dumps(sent)  # in ASCII: an observation may have half a surrogate pair
         await self._pace.turn()
         try:
-            async with asyncio.timeout(self._server.timeout_s):
-                response = await self._client.post(self._server.url, content=text)
+            async with (
+                asyncio.timeout(self._server.timeout_s),
+                self._client.stream("POST", self._server.url, content=text) as response,
+            ):
+                body = await _body_of(response)
         except TimeoutError:
-            raise _TemporaryError(f"no answer in {self._server.timeout_s:g} s") from None
-        except httpx.RequestError as error:
-            reason = self._server.hide(str(error))
-            name = type(error).__name__
-            raise _TemporaryError(f"{name} ({reason})" if reason else name) from None
-        text = self._server.hide(response.text)
-        if response.status_code == 200:
-            return read_reply(text, self._think)
-        return await self._refused(prompt, sent, response, text)
+            raise _RequestFailed(f"no answer in {self._server.timeout_s:g} s") from None
+        except (httpx.RequestError, ssl.SSLError) as error:  # the latter from a broken record
+            raise self._unheard(error) from None
+        if response.status_code != 200:
+            return await self._refused(prompt, sent, response, body)
+        try:
+            completion = read_reply(body, self._think)
+        except _RequestFailed as error:
+            raise _RequestFailed(self._server.shown(str(error))) from None
+        return replace(completion, text=self._server.hide(completion.text))
+
+    def _unheard(self, error: Exception) -> _RequestFailed:
+        """What follows from an error below HTTP: no connection, or one that broke.
+
+        Before the first answer, it is a wrong address or a server that does not run. Later on, a
+        broken connection concerns one request, and a server that takes none is gone.
+        """
+        reason, name = self._server.shown(str(error)), type(error).__name__
+        what = f"{name} ({reason})" if reason else name
+        is_gone = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError)
+        if self._answered:
+            return _RequestFailed(what, repeat_s=SOON_S if is_gone else GIVE_UP_S, is_gone=is_gone)
+        return _RequestFailed(what, repeat_s=0.0 if is_gone else SOON_S)
 
     async def _refused(
-        self, prompt: Prompt, sent: Mapping[str, Any], response: httpx.Response, text: str
+        self, prompt: Prompt, sent: Mapping[str, Any], response: httpx.Response, body: bytes
     ) -> Completion:
         """Act on a status other than 200: raise, or repeat the request in the server's dialect."""
-        status, (message, code) = response.status_code, error_message(text)
-        what = f"HTTP {status}: {message}".removesuffix(": ")
+        status, (message, code) = response.status_code, error_message(body)
+        what = f"HTTP {status}: {self._server.shown(message)}".removesuffix(": ")
         if code == "insufficient_quota":  # OpenAI's 429 that waiting does not cure
             raise RagenError(f"{self._server.url} has no quota left ({what})")
         if status in TEMPORARY or status >= 500:
             after_s = retry_after(response.headers.get("Retry-After", ""), time.time())
             if after_s <= GIVE_UP_S:
                 self._pace.hold(after_s)
-            raise _TemporaryError(what, after_s)
+            raise _RequestFailed(what, after_s)
         if status in (400, 422):
             if self._adapts(sent, message):
                 return await self._ask(prompt)
@@ -260,12 +320,44 @@ class Pace:
         self._next = max(self._next, self._paused_until)
 
 
-class _TemporaryError(Exception):
-    """A request failed and may succeed after at least `after_s` seconds."""
+class _RequestFailed(Exception):
+    """A request failed, and may succeed after at least `after_s` seconds.
 
-    def __init__(self, text: str, after_s: float = 0.0) -> None:
+    It is repeated for `repeat_s` seconds. If `is_gone`, the server then counts as gone.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        after_s: float = 0.0,
+        repeat_s: float = GIVE_UP_S,
+        is_gone: bool = False,
+    ) -> None:
         super().__init__(text)
-        self.after_s = after_s
+        self.after_s, self.repeat_s, self.is_gone = after_s, repeat_s, is_gone
+
+
+async def _body_of(response: httpx.Response) -> bytes:
+    """The body of an answer; of an error's body the first `MAX_ERROR` bytes, if it is plain.
+
+    Raises:
+        _RequestFailed: It is compressed, which was not asked for, or larger than `MAX_BODY`.
+        httpx.RequestError: The connection broke.
+    """
+    limit = MAX_BODY if response.status_code == 200 else MAX_ERROR
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding != "identity":
+        if response.status_code != 200:
+            return b""
+        raise _RequestFailed("a compressed answer, which was not asked for", repeat_s=0.0)
+    body = bytearray()
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) > limit:
+            break
+    if len(body) > MAX_BODY:
+        raise _RequestFailed(f"an answer of more than {MAX_BODY >> 20} MB", repeat_s=0.0)
+    return bytes(body[:limit])
 
 
 def backoff(number: int, chance: float) -> float:
@@ -294,63 +386,69 @@ def retry_after(header: str, now: float) -> float:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(header).timestamp() - now
-        except ValueError:
+        except (ValueError, OverflowError):
             return 0.0
     return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
-def error_message(text: str) -> tuple[str, str]:
-    """The message of an error's body, in one line, and its code, in any of the usual formats.
+def error_message(data: bytes) -> tuple[str, str]:
+    """The message of an error's body and its code, in any of the usual formats.
 
     Example:
-        >>> error_message('{"error": {"message": "No such model.", "code": "model_not_found"}}')
+        >>> error_message(b'{"error": {"message": "No such model.", "code": "model_not_found"}}')
         ('No such model.', 'model_not_found')
-        >>> error_message('{"error": "slow down"}'), error_message("Bad Gateway")
+        >>> error_message(b'{"error": "slow down"}'), error_message(b"Bad Gateway")
         (('slow down', ''), ('Bad Gateway', ''))
     """
+    text = data.decode("utf-8-sig", "replace")
     body: Any = text
-    code = ""
+    code: Any = ""
     with suppress(ValueError, RecursionError):
         body = json.loads(text)
     for _ in range(3):  # {"error": {"message": …}}, {"detail": {"error": …}}
         if isinstance(body, dict):
             code = code or next((body[k] for k in ("code", "type") if body.get(k)), "")
             body = next((body[k] for k in ("error", "message", "detail") if body.get(k)), "")
-    words = " ".join((body if isinstance(body, str) else json.dumps(body)).split())
-    return words[: MAX_SHOWN - 1] + "…" if len(words) > MAX_SHOWN else words, str(code)
+    if not isinstance(body, str):
+        try:
+            body = json.dumps(body)
+        except RecursionError:
+            body = text
+    return body, str(code) if isinstance(code, str | int) else ""
 
 
-def read_reply(text: str, think: bool) -> Completion:
+def read_reply(data: bytes, think: bool) -> Completion:
     """The completion in the body of an answer.
 
     A refusal counts as the reply. If `think` and the text has no thought, a separate one
     (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes; so is
     a ``<think>`` that the model's own template wrote. A tool call without text is an empty reply.
+    Half a surrogate pair, which is no text, becomes the replacement character.
 
     Raises:
-        _TemporaryError: The answer is not JSON, is an error, or has no choice or message.
+        _RequestFailed: The answer is not JSON in UTF-8, is an error, or has no choice or message.
 
     Example:
         >>> read_reply(
-        ...     '{"choices": [{"message": {"content": "<answer>Up</answer>", "reasoning": "go"},'
-        ...     ' "finish_reason": "stop"}]}',
+        ...     b'{"choices": [{"message": {"content": "<answer>Up</answer>", "reasoning": "go"},'
+        ...     b' "finish_reason": "stop"}]}',
         ...     think=True,
         ... ).text
         '<think>go</think><answer>Up</answer>'
     """
     try:
-        answer = json.loads(text)
+        answer = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError):  # the latter from thousands of brackets
-        raise _TemporaryError("an answer that is no JSON") from None
+        raise _RequestFailed("an answer that is no JSON") from None
     if not isinstance(answer, dict) or answer.get("error"):
-        raise _TemporaryError(f"an error in place of an answer: {error_message(text)[0]}")
+        raise _RequestFailed(f"an error in place of an answer: {error_message(data)[0]}")
     match answer.get("choices"):
         case [{"message": dict() as message, **choice}, *_] if (
             choice.get("finish_reason") != "error"
         ):
             pass
         case _:
-            raise _TemporaryError("an answer without a choice")
+            raise _RequestFailed("an answer without a choice")
     reply = _joined(message.get("content")) or _joined(message.get("refusal"))
     reasoning = _joined(message.get("reasoning_content")) or _joined(message.get("reasoning"))
     if think and "<think>" not in reply:
@@ -360,6 +458,7 @@ def read_reply(text: str, think: bool) -> Completion:
             reply = f"<think>{reasoning}</think>{reply}"
         elif reply.count("</think>") == 1:
             reply = f"<think>{reply}"
+    reply = reply.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     cut = choice.get("finish_reason") in ("length", "max_tokens")
     finish: FinishReason = "length" if cut else "stop"
     return Completion(None, None, reply, finish, 0, usage=_usage(answer.get("usage")))
@@ -368,14 +467,17 @@ def read_reply(text: str, think: bool) -> Completion:
 def _joined(content: Any) -> str:
     """The text of a content: a string, a list of parts, or nothing."""
     if isinstance(content, list):
-        return "".join(_joined(part.get("text")) for part in content if isinstance(part, dict))
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
     return content if isinstance(content, str) else ""
 
 
 def _usage(counted: Any) -> Usage | None:
     match counted:
         case {"prompt_tokens": int(read), "completion_tokens": int(written)} if (
-            min(read, written) >= 0 and max(read, written) < MAX_TOKENS
+            not {type(read), type(written)} & {bool}
+            and min(read, written) >= 0
+            and max(read, written) < MAX_TOKENS
         ):
             return Usage(read, written)
     return None

@@ -1,0 +1,453 @@
+"""Chat endpoints that lie, flood, stall or break HTTP: a bounded wait, one clean line, no key."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain, repeat
+from typing import Any
+
+import pytest
+
+from ragen.core.errors import RagenError, printable
+from ragen.core.types import Completion, Prompt
+from ragen.rollout import endpoint
+from ragen.rollout.endpoint import ChatEndpoint, Server, error_message, read_reply, retry_after
+from ragen.rollout.policies import NoCompletion
+
+KEY = "sk-test-0123456789abcdef"
+PROMPT = Prompt(({"role": "user", "content": "go"},), None, 0, 64, 0.5, 7)
+LIMIT_S = 5.0
+"""What any behaviour may take, with requests of `TIMEOUT_S` and two tries."""
+TIMEOUT_S = 0.5
+MB = 2**20
+
+
+class RawServer:
+    """Reads a request and sends whatever `answer` yields, then closes the connection."""
+
+    def __init__(self, answer: Callable[[], Iterable[bytes]], pause_s: float = 0.0) -> None:
+        self.answer, self.pause_s = answer, pause_s
+        self.heads: list[bytes] = []
+        self.num_sent = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
+
+    def serve(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = self.listener.accept()
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):  # the client may go at any time
+            head, _, body = connection.recv(65536).partition(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            while len(body) < length:
+                body += connection.recv(65536)
+            self.heads.append(head)
+            for part in self.answer():
+                connection.sendall(part)
+                self.num_sent += len(part)
+                time.sleep(self.pause_s)
+
+
+@contextmanager
+def serving(answer: Callable[[], Iterable[bytes]], pause_s: float = 0.0) -> Iterator[RawServer]:
+    server = RawServer(answer, pause_s)
+    threading.Thread(target=server.serve, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.listener.close()
+
+
+def ask(url: str, before: Callable[[ChatEndpoint], None] | None = None) -> Completion | Exception:
+    """What one completion gives; only errors that are meant for users or episodes may occur."""
+
+    async def run() -> Completion:
+        policy = ChatEndpoint(Server(url, timeout_s=TIMEOUT_S), "some/model")
+        if before:
+            before(policy)
+        try:
+            return await policy.complete(PROMPT)
+        finally:
+            await policy.close()
+
+    try:
+        return asyncio.run(run())
+    except (RagenError, NoCompletion) as error:
+        return error
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(endpoint, "TRIES", 2)
+    monkeypatch.setenv(endpoint.KEY_ENV, KEY)
+
+
+def head(status: str = "200 OK", **headers: str) -> bytes:
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode("latin-1")
+
+
+def answer(body: Any, status: str = "200 OK", **headers: str) -> list[bytes]:
+    """A response whose length is right."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return [head(status, **({"Content_Length": str(len(data))} | headers)) + data]
+
+
+def reply(content: Any, finish: Any = "stop", **more: Any) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": content}, "finish_reason": finish}], **more}
+
+
+def error(message: Any, status: str = "400 Bad Request", **headers: str) -> list[bytes]:
+    return answer({"error": {"message": message}}, status, **headers)
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+GO = json.dumps(reply("go")).encode()
+CHUNKED = head(Transfer_Encoding="chunked")
+BOMB = gzip.compress(GO + b" " * 50 * MB)
+NO_JSON, NO_CHOICE = "an answer that is no JSON", "an answer without a choice"
+TOO_LONG, COMPRESSED = "an answer of more than 4 MB", "a compressed answer"
+LATE, BROKEN = "no answer in 0.5 s", "RemoteProtocolError"
+
+# What the server sends, and words of the error or the exact text of the reply after "=".
+ANSWERS: dict[str, tuple[Callable[[], Iterable[bytes]], str]] = {
+    # Sizes.
+    "an endless body": (lambda: chain([head()], repeat(b"x" * MB)), TOO_LONG),
+    "endless chunks": (lambda: chain([CHUNKED], repeat(chunk(b"x" * MB))), TOO_LONG),
+    "a length of 10**15": (
+        lambda: chain([head(Content_Length="1" + "0" * 15)], repeat(b" " * MB)),
+        TOO_LONG,
+    ),
+    "an endless error": (
+        lambda: chain([head("400 Bad")], repeat(b"no " * 1000)),
+        "HTTP 400: no no no",
+    ),
+    "an endless busy error": (lambda: chain([head("503 Busy")], repeat(b"x" * MB)), "HTTP 503: xx"),
+    "an endless redirect": (
+        lambda: chain([head("302 Found", Location="/")], repeat(b"x" * MB)),
+        "HTTP 302: xx",
+    ),
+    "endless headers": (
+        lambda: chain([b"HTTP/1.1 200 OK\r\n"], repeat(b"X: y\r\n" * 999)),
+        BROKEN,
+    ),
+    "an endless header": (lambda: chain([b"HTTP/1.1 200 OK\r\nX: "], repeat(b"y" * 9999)), BROKEN),
+    "an endless status line": (lambda: chain([b"HTTP/1.1 200 "], repeat(b"OK" * 9999)), BROKEN),
+    "endless trailers": (
+        lambda: chain([CHUNKED + chunk(GO) + b"0\r\n"], repeat(b"X: y\r\n" * 999)),
+        BROKEN,
+    ),
+    "an endless chunk extension": (
+        lambda: chain([CHUNKED + b"5;"], repeat(b"x" * 9999)),
+        BROKEN,
+    ),
+    "an endless chunk length": (lambda: chain([CHUNKED], repeat(b"0" * 9999)), BROKEN),
+    "a flood of 1xx": (lambda: repeat(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 99), LATE),
+    # Times.
+    "silence": (lambda: wait(b""), LATE),
+    "half a head": (lambda: wait(b"HTTP/1.1 200 OK\r\nContent-"), LATE),
+    "a head only": (lambda: wait(head(Content_Length="99")), LATE),
+    "a body in drops": (lambda: drops(head() + GO * 99), LATE),
+    "a head in drops": (lambda: drops(head(X="y" * 999)), LATE),
+    "a chunked body in drops": (lambda: chain([CHUNKED], drops(chunk(b"x") * 999)), LATE),
+    "an error in drops": (lambda: drops(head("400 Bad") + b"no" * 999), LATE),
+    "a body that never ends": (lambda: wait(head() + GO), LATE),
+    # Compression.
+    "a gzip bomb": (lambda: answer(BOMB, Content_Encoding="gzip"), COMPRESSED),
+    "a deflate bomb": (lambda: answer(zlib.compress(GO), Content_Encoding="deflate"), COMPRESSED),
+    "an unknown encoding": (lambda: answer(GO, Content_Encoding="lol"), COMPRESSED),
+    "two encodings": (lambda: answer(BOMB, Content_Encoding="gzip, gzip"), COMPRESSED),
+    "a bomb as an error": (
+        lambda: answer(BOMB, "400 Bad", Content_Encoding="gzip"),
+        "(HTTP 400);",
+    ),
+    "the identity": (lambda: answer(GO, Content_Encoding="Identity"), "=go"),
+    # Charsets and JSON.
+    **{
+        f"charset={name}": (
+            lambda name=name: answer(GO, Content_Type=f"application/json; charset={name}"),  # type: ignore[misc]
+            "=go",
+        )
+        for name in ("idna", "utf-16", "rot13", "punycode", "hex", "undefined", "\x7f", "x" * 999)
+    },
+    "an error in charset=idna": (
+        lambda: error("no", Content_Type="text/html; charset=idna"),
+        "(HTTP 400: no)",
+    ),
+    "invalid UTF-8": (lambda: answer(b'{"choices": "\xff\xfe"}'), NO_JSON),
+    "an error in invalid UTF-8": (lambda: answer(b"\xff\xfe!", "400 Bad"), "HTTP 400: ��!"),
+    "UTF-16": (lambda: answer(GO.decode().encode("utf-16")), NO_JSON),
+    "a byte order mark": (lambda: answer(b"\xef\xbb\xbf" + GO), "=go"),
+    "deep lists": (lambda: answer(b"[" * MB), NO_JSON),
+    "deep objects": (lambda: answer(b'{"choices":' * 200_000), NO_JSON),
+    "an integer of a million digits": (lambda: answer(b'{"choices": ' + b"9" * MB + b"}"), NO_JSON),
+    "NaN": (lambda: answer(b"NaN"), "an error in place of an answer: NaN"),
+    "NaN beside a reply": (lambda: answer(GO[:-1] + b', "usage": NaN, "x": 1e999}'), "=go"),
+    "nothing": (lambda: answer(b""), NO_JSON),
+    "two values": (lambda: answer(GO + GO), NO_JSON),
+    "keys twice": (lambda: answer(b'{"choices": [], ' + GO[1:]), "=go"),
+    # Shapes.
+    "null": (lambda: answer(None), "in place of an answer"),
+    "no choices": (lambda: answer({}), NO_CHOICE),
+    "choices as an object": (lambda: answer({"choices": {"0": 1}}), NO_CHOICE),
+    "choices as text": (lambda: answer({"choices": "abc"}), NO_CHOICE),
+    "a choice of null": (lambda: answer({"choices": [None]}), NO_CHOICE),
+    "a message as text": (lambda: answer({"choices": [{"message": "go"}]}), NO_CHOICE),
+    "content as a number": (lambda: answer(reply(7)), "="),
+    "content as an object": (lambda: answer(reply({"text": "go"})), "="),
+    "content as odd parts": (
+        lambda: answer(reply([1, None, {"text": 2}, {"text": [{"text": "x"}]}, {"text": "go"}])),
+        "=go",
+    ),
+    "a finish reason as a list": (lambda: answer(reply("go", ["length"])), "=go"),
+    "usage as text": (lambda: answer(reply("go", usage="many")), "=go"),
+    "counts below zero": (
+        lambda: answer(reply("go", usage={"prompt_tokens": -1, "completion_tokens": True})),
+        "=go",
+    ),
+    "huge logprobs": (lambda: answer(reply("go", logprobs=[10**300] * 99)), "=go"),
+    "half a surrogate pair": (lambda: answer(reply("a\ud83db")), "=a�b"),
+    "a whole surrogate pair": (
+        lambda: answer(
+            rb'{"choices": [{"message": {"content": "\ud83d'
+            rb'\ude00"}}]}'
+        ),
+        "=😀",
+    ),
+    "an error as a list": (
+        lambda: answer({"error": [[["no"]]]}, "400 Bad"),
+        'HTTP 400: [[["no"]]]',
+    ),
+    "an error code as an object": (
+        lambda: answer({"error": {"code": {"a": 1}, "message": "no"}}, "400 Bad"),
+        "HTTP 400: no",
+    ),
+    "a deep error": (lambda: answer(b"[" * MB, "400 Bad"), "HTTP 400: [[["),
+    # What a terminal obeys, and the key.
+    "escape codes": (lambda: error("\x1b[31mred\x1b]0;title\x07\x9b"), "\\x1b[31mred\\x1b]0;title"),
+    "escape codes in the body": (
+        lambda: answer({"error": "\x1b[2J"}),
+        "in place of an answer: \\x1b[2J",
+    ),
+    "a reversal of the text": (lambda: error("\u202egnp.exe\u2066"), "\\u202egnp.exe\\u2066"),
+    "line ends": (lambda: error("a\r\nb\u2028c\x85d\x00e"), "a b c d\\x00e"),
+    "half a pair in an error": (lambda: error("\ud83d!"), "\\ud83d!"),
+    "the key": (lambda: error(f"bad {KEY}", "401 No"), "bad ***"),
+    "the key in escapes": (
+        lambda: answer(f'{{"error": "bad \\u0073{KEY[1:]}"}}'.encode(), "401 No"),
+        "bad ***",
+    ),
+    "the key at the cut": (lambda: error("x" * 285 + KEY, "401 No"), "xx***"),
+    "the key in a reply": (
+        lambda: answer(
+            f'{{"choices": [{{"message": {{"content": "\\u0073{KEY[1:]}"}}}}]}}'.encode()
+        ),
+        "=***",
+    ),
+    "the key in the status line": (lambda: [f"HTTP/1.1 {KEY}\r\n\r\n".encode()], BROKEN),
+    # Statuses and headers.
+    "a redirect": (lambda: answer(b"", "307 Go", Location="file:///etc/passwd"), "(HTTP 307)"),
+    "a redirect to itself": (lambda: answer(b"", "308 Go", Location="/v1"), "(HTTP 308)"),
+    "no content": (lambda: [head("204 No Content")], "(HTTP 204)"),
+    "a part": (lambda: answer(GO, "206 Partial"), "(HTTP 206"),
+    "another protocol": (lambda: [head("101 Switch", Upgrade="x", Connection="upgrade")], BROKEN),
+    "status 999": (lambda: answer(GO, "999 Lol"), "HTTP 999"),
+    "status 0": (lambda: answer(GO, "000 Lol"), BROKEN),
+    "a wait of 10**9 s": (lambda: error("no", "429 No", Retry_After="1000000000"), "HTTP 429"),
+    "a wait of 10**400 s": (lambda: error("no", "429 No", Retry_After="1" + "0" * 400), "HTTP 429"),
+    "a wait until the year 9999": (
+        lambda: error("no", "503 No", Retry_After="Fri, 31 Dec 9999 23:59:59 GMT"),
+        "HTTP 503",
+    ),
+    "a wait until 1970": (
+        lambda: error("no", "503 No", Retry_After="Thu, 01 Jan 1970 00:00:00 GMT"),
+        "HTTP 503",
+    ),
+    "a wait of no sense": (lambda: error("no", "503 No", Retry_After="\xff, 99 x"), "HTTP 503"),
+    "two lengths": (
+        lambda: [b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab"],
+        BROKEN,
+    ),
+    "a length below zero": (lambda: [head(Content_Length="-5")], BROKEN),
+    "a length beyond the body": (lambda: [head(Content_Length="999") + GO], BROKEN),
+    "a length before the end": (lambda: [head(Content_Length="5") + GO], NO_JSON),
+    "a chunk of no length": (lambda: [CHUNKED + b"zz\r\n"], BROKEN),
+    "a chunk that breaks off": (lambda: [CHUNKED + b"99\r\nab"], BROKEN),
+    "a cookie of every kind": (
+        lambda: answer(GO, Set_Cookie="\x80=" + "a;" * 9999 + "expires=x; max-age=99999999999999"),
+        "=go",
+    ),
+    "a header without a colon": (lambda: [b"HTTP/1.1 200 OK\r\nlol\r\n\r\n"], BROKEN),
+    "another server": (lambda: [b"SSH-2.0-OpenSSH_9.6\r\n"], BROKEN),
+    "HTTP 0.9": (lambda: [GO], BROKEN),
+    "a TLS alert": (lambda: [b"\x15\x03\x01\x00\x02\x02\x46"], BROKEN),
+    "nothing at all": (lambda: [], BROKEN),
+}
+
+
+def wait(data: bytes) -> Iterator[bytes]:
+    yield data
+    time.sleep(3)
+
+
+def drops(data: bytes) -> Iterator[bytes]:
+    for byte in data:
+        yield bytes([byte])
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_any_answer_gives_a_reply_or_one_clean_line_in_bounded_time(name: str) -> None:
+    behaviour, expected = ANSWERS[name]
+    start = time.monotonic()
+    with serving(behaviour) as server:
+        result = ask(server.url)
+        assert time.monotonic() - start < LIMIT_S
+        assert server.num_sent < 4 * (endpoint.MAX_BODY + 8 * MB)  # what sockets buffer
+    assert KEY not in str(result)
+    if isinstance(result, Completion):
+        assert "=" + result.text == expected
+        return
+    text = str(result)
+    assert expected in text and not expected.startswith("=")
+    assert text == printable(text) and "\n" not in text and len(text) < 600
+
+
+def test_the_table_of_answers_is_large() -> None:
+    assert len(ANSWERS) >= 90
+
+
+@pytest.mark.parametrize("name", ["an endless body", "an error in drops", "nothing at all", "NaN"])
+def test_one_lost_completion_does_not_end_a_run(name: str) -> None:
+    with serving(ANSWERS[name][0]) as server:
+        result = ask(server.url, lambda policy: setattr(policy, "_answered", True))
+    assert isinstance(result, NoCompletion) and result.stop_reason == "request"
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [closed_port(), "http://no-such-host.invalid/v1", "http://1.2.3.4.5:80/v1", "http://ho st/v1"],
+)
+def test_a_server_that_cannot_be_reached_is_said_without_a_retry(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "TRIES", 8)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
+    start = time.monotonic()
+    result = ask(url)
+    assert isinstance(result, RagenError) and "is it running?" in str(result)
+    assert time.monotonic() - start < 5
+
+
+def test_a_server_that_dies_is_asked_for_some_seconds_and_then_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A restart takes seconds; the episodes so far are kept."""
+    monkeypatch.setattr(endpoint, "TRIES", 8)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
+    start = time.monotonic()
+    result = ask(closed_port(), lambda policy: setattr(policy, "_answered", True))
+    assert isinstance(result, RagenError) and "run the same command again" in str(result)
+    assert 0.5 < time.monotonic() - start < 5
+
+
+def test_a_server_that_speaks_no_http_is_said_within_five_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "TRIES", 8)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
+    start = time.monotonic()
+    with serving(ANSWERS["another server"][0]) as server:
+        result = ask(server.url)
+        assert len(server.heads) > 1
+    assert isinstance(result, RagenError) and "answered no request" in str(result)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HTTP_PROXY", "lol://user:secret@host"),
+        ("ALL_PROXY", "socks5://user:secret@host:1"),
+        ("HTTP_PROXY", "http://user:secret@host:port"),
+        ("HTTP_PROXY", "http://user:secret@127.0.0.1:1"),
+        ("HTTP_PROXY", "http://user:secret@host:99999"),
+        ("SSL_CERT_FILE", "/no/such/secret"),
+    ],
+)
+def test_wrong_proxies_and_certificates_of_the_machine_are_one_line(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(lambda: answer(GO)) as server:
+        result = ask(server.url.replace("127.0.0.1", "localhost"))
+    assert isinstance(result, RagenError | Completion) and "secret" not in str(result)
+
+
+def test_what_a_client_sends_asks_for_no_compression_and_repeats_no_cookie() -> None:
+    async def twice(url: str) -> None:
+        policy = ChatEndpoint(Server(url), "some/model")
+        await policy.complete(PROMPT)
+        await policy.complete(PROMPT)
+        await policy.close()
+
+    with serving(lambda: answer(GO, Set_Cookie="a=b", Connection="close")) as server:
+        asyncio.run(twice(server.url))
+    assert len(server.heads) == 2
+    assert all(b"accept-encoding: identity\r\n" in sent.lower() for sent in server.heads)
+    assert not any(b"cookie" in sent.lower() for sent in server.heads)
+
+
+def test_bodies_of_any_depth_are_read_or_refused() -> None:
+    """Near Python's limit of recursion, reading may succeed where writing fails."""
+    for depth in [*range(1, 60), *range(900, 1100, 3), 5_000, 100_000]:
+        for opening, closing in (("[", "]"), ('{"text":', "}"), ('[{"error":', "}]")):
+            nested = opening * depth + "0" + closing * depth
+            assert isinstance(error_message(nested.encode())[0], str)
+            body = f'{{"choices": [{{"message": {{"content": {nested}}}}}]}}'.encode()
+            with suppress(endpoint._RequestFailed):
+                assert read_reply(body, think=True).text == ""
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "0, 0 0 0",
+        "Mon, 99 Foo",
+        "Thu, 01 Jan 0001 00:00:00 +2359",
+        "31 Dec 9999 23:59:59 -2359",
+        "Fri, 31 Dec 9999 23:59:59 -0000",
+        ",,,,",
+        "\x00",
+        "1 2 3 4 5 6 7",
+        "Mon,",
+        "\ud83d",
+        "(",
+        "01 Jan 70 00:00:00 +99999999999999999999",
+        "01 Jan 99999999999999999999 00:00:00 GMT",
+    ],
+)
+def test_a_strange_retry_after_is_no_error(header: str) -> None:
+    assert retry_after(header, 0.0) >= 0.0
