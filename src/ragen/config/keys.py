@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from ragen.config.config import Config
 from ragen.config.extensions import Kind
-from ragen.config.old_keys import refusal
+from ragen.config.old_keys import REMOVED, RENAMED, refusal
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import reference_to
@@ -86,7 +86,7 @@ def parse_value(key: str, text: str) -> Any:
     literal = f"0{text}" if text.startswith(".") else text
     try:
         parsed = tomllib.loads(f"value = {literal}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, thousands of digits, thousands of brackets
         return text
     return parsed["value"] if len(parsed) == 1 else text
 
@@ -96,7 +96,7 @@ def expected(key: str) -> str:
 
     Example:
         >>> expected("update.epochs"), expected("reward.over"), expected("reward.terms.length")
-        ('a whole number ≥ 1', 'group or batch', 'a number ≥ 0')
+        ('a whole number ≥ 1 and ≤ 1000', 'group or batch', 'a number ≥ 0 and ≤ 1000000')
     """
     field = keys()[table_of(key) or key]
     if table_of(key):
@@ -110,7 +110,7 @@ def expected(key: str) -> str:
     words: dict[object, str] = {int: "a whole number", float: "a number"}
     words |= {bool: "true or false", str: "text"}
     bounds = [
-        f"{sign} {getattr(rule, name)}"
+        f"{sign} {getattr(rule, name):.20g}"
         for rule in field.metadata
         for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
         if hasattr(rule, name)
@@ -147,11 +147,19 @@ def raw_values(tree: Mapping[Any, Any], prefix: str = "") -> Flat:
         key = f"{prefix}{reference_to(entry) if callable(entry) else entry}"
         if callable(entry) and key in values:
             raise RagenError(f"{key}: two functions have this name; rename one of them")
-        if isinstance(value, Mapping) and not key.startswith(_INSIDE):
+        if isinstance(value, Mapping) and not key.startswith(_INSIDE) and _holds_keys(key, value):
             values |= raw_values(value, f"{key}.")
         else:
             values[key] = reference_to(value) if callable(value) else value
     return values
+
+
+def _holds_keys(key: str, table: Mapping[Any, Any]) -> bool:
+    """Whether a table is a section; any other is the value of its key, which will be refused."""
+    names = (*keys(), *RENAMED, *REMOVED)
+    if f"{key}." in _INSIDE or any(name.startswith(f"{key}.") for name in names):
+        return True
+    return "." not in key and len(table) > 0  # a section with a mistake in its name
 
 
 def nest(values: Flat) -> dict[str, Any]:
@@ -189,7 +197,11 @@ def in_place(where: str) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it, shortened."""
+    """A value as TOML writes it, shortened; a table or a list may be too deep to write."""
+    if isinstance(value, Mapping | list | tuple):
+        return "a table" if isinstance(value, Mapping) else "a list"
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to write 4,300 digits
+        return "a number of more than 60 digits"
     text = f'"{value}"' if isinstance(value, str) else str(value)
     text = {"True": "true", "False": "false"}.get(text, text)
     return text if len(text) <= 60 else text[:57] + "…"

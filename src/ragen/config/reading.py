@@ -32,7 +32,7 @@ from ragen.config.keys import (
 from ragen.config.old_keys import present_values, refuse_to_resume
 from ragen.config.rules import READ_WITH
 from ragen.core.errors import RagenError, nearest
-from ragen.core.files import file_errors
+from ragen.core.files import read_text
 
 
 class Difference(NamedTuple):
@@ -260,12 +260,10 @@ def _read_toml(file: Path, where: str) -> Flat:
 
 
 def _read_tree(file: Path, where: str) -> dict[str, Any]:
+    text = read_text(file)
     try:
-        with file_errors("read", file):
-            return tomllib.loads(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise RagenError(f"{file} is not UTF-8 text, so it is no TOML file") from None
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of 4,300 digits, or 1,000 brackets
         raise RagenError(f"{where} is not valid TOML: {error}") from None
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ragen.config.extensions import ESTIMATOR, LOSS, TERM
-from ragen.config.sections import TRACKERS, Sections
+from ragen.config.sections import MOST_EPISODES, TRACKERS, Sections
+from ragen.core.seeding import MAX_REFILLS, REFILL_LEVELS
 
 EPISODE_CLIP = 0.05
 """Largest clip bound for GSPO. An episode's mean log-ratio stays within some thousandths of 0, and
@@ -82,6 +83,20 @@ def vllm_refuses(temperature: float) -> str | None:
 _VLLM_RANGE = f"vLLM samples at {VLLM_TEMPERATURES[0]:g} to {VLLM_TEMPERATURES[1]:g}"
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda c: c.rollout.num_groups * c.rollout.group_size > MOST_EPISODES,
+        "rollout.num_groups · rollout.group_size = {c.rollout.num_groups} · {c.rollout.group_size} "
+        f"episodes a step: expected at most {MOST_EPISODES}",
+    ),
+    Rule(
+        lambda c: c.steps * c.rollout.num_groups * MAX_REFILLS >= REFILL_LEVELS,
+        "steps · rollout.num_groups = {c.steps} · {c.rollout.num_groups} levels, and no level is "
+        f"trained on twice: expected fewer than {REFILL_LEVELS // MAX_REFILLS}",
+    ),
+    Rule(
+        lambda c: 0 < c.eval.temperature < 0.001,
+        "eval.temperature = {c.eval.temperature:g}: expected at least 0.001, or 0 for greedy",
+    ),
     Rule(
         lambda c: c.loss.name == "nll",
         'loss.name = "nll" learns from demonstrations (`ragen base`): set it to "ppo_clip"',

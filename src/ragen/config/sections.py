@@ -7,11 +7,12 @@ two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ragen.config.extensions import DETECTOR, ESTIMATOR, LOSS, SCORE, TERM
 
@@ -29,8 +30,28 @@ RESPONSES: Mapping[str, Response] = MappingProxyType(
 """Default responses of the guard. They stop a run only if it can learn nothing more."""
 
 
+LONGEST_TEXT = 4096
+"""Characters of a text: the longest path of most systems."""
+DEEPEST = 20
+"""Levels of lists and tables in a parameter of an environment."""
+MOST_EPISODES = 2**20
+"""Episodes of one step."""
+MOST_STEPS = 10_000_000
+"""Steps of a run."""
+MOST_TOKENS = 10_000_000
+"""Tokens of a context."""
+
+Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+
+
 class Section(BaseModel):
-    """A group of keys; frozen, and strict about names and types."""
+    """A group of keys; frozen, and strict about names and types.
+
+    Every number is bounded where a larger one makes no sense, so that none overflows a counter or
+    asks for a step without an end.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -40,6 +61,58 @@ class Section(BaseModel):
         use_attribute_docstrings=True,  # The sentence under a key is its help on the command line.
     )
 
+    @field_validator("*")
+    @classmethod
+    def _can_be_saved(cls, value: Any) -> Any:
+        """Refuse text that no file or terminal takes, and tables that cannot be written."""
+        if isinstance(value, str):
+            check_text(value)
+        elif isinstance(value, dict):
+            for name in value:
+                check_text(name)
+            check_table(value)
+        return value
+
+
+def check_text(text: str) -> None:
+    """Refuse text that cannot be a name or a path.
+
+    Raises:
+        ValueError: It is too long, or has a control character or half of a surrogate pair.
+    """
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"expected at most {LONGEST_TEXT} characters, not {len(text)}")
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+        raise ValueError("expected text without control characters, in UTF-8")
+
+
+def check_table(table: Mapping[str, Any]) -> None:
+    """Refuse a table that TOML cannot hold and every reader take back.
+
+    Raises:
+        ValueError: It is nested too deeply, or holds NaN, infinity, a whole number of more than 64
+            bits, or text that is not UTF-8.
+    """
+    level: list[Any] = [table]
+    for _ in range(DEEPEST):
+        tables = [each for each in level if isinstance(each, Mapping)]
+        lists = [each for each in level if isinstance(each, list | tuple)]
+        level = [value for each in tables for pair in each.items() for value in pair]
+        level += [value for each in lists for value in each]
+        _check_values(level)
+    if level:
+        raise ValueError(f"expected at most {DEEPEST} levels of lists and tables")
+
+
+def _check_values(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value):
+            raise ValueError("expected text in UTF-8")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("expected whole numbers of at most 64 bits")
+        if isinstance(value, float) and not -1e300 < value < 1e300:
+            raise ValueError("expected numbers of at most 300 digits")
+
 
 class EnvConfig(Section):
     """The environment, and the budgets of an episode."""
@@ -48,13 +121,13 @@ class EnvConfig(Section):
     """A registered environment (`ragen envs`), or path/to/file.py:Class."""
     params: dict[str, Any] = {}
     """Parameters of the environment, such as observation."""
-    max_turns: int = Field(5, ge=1)
+    max_turns: int = Field(5, ge=1, le=10_000)
     """Maximum number of turns in an episode."""
-    actions_per_turn: int = Field(5, ge=1)
+    actions_per_turn: int = Field(5, ge=1, le=10_000)
     """Maximum number of actions that are executed from one answer."""
-    max_actions: int = Field(10, ge=1)
+    max_actions: int = Field(10, ge=1, le=100_000)
     """Maximum number of actions in an episode."""
-    timeout_s: float = Field(30.0, gt=0)
+    timeout_s: float = Field(30.0, ge=0.001, le=86_400)
     """Seconds after which a call of the environment fails its episode."""
     isolate: bool = False
     """Run each environment in a worker process, which can be stopped if it hangs."""
@@ -69,7 +142,7 @@ class PromptConfig(Section):
     """Ask for a thought before the answer."""
     prefill: bool = True
     """Put <think> (or <answer>) at the start of the reply; it is neither sampled nor trained."""
-    window: int = Field(0, ge=0)
+    window: int = Field(0, ge=0, le=10_000)
     """Number of turns in a prompt, including the current one: 1 shows it alone, 0 shows all."""
     history_thoughts: Literal["keep", "drop"] = "keep"
     """Whether prompts contain the thoughts of earlier turns; with drop, each turn is a sample."""
@@ -84,7 +157,7 @@ class ModelConfig(Section):
     """Precision of the computation; trained weights are kept in float32 in both cases."""
     gradient_checkpointing: bool = False
     """Recompute activations instead of keeping them: a third more time, far less memory."""
-    max_length: int = Field(1024, ge=16)
+    max_length: int = Field(1024, ge=16, le=MOST_TOKENS)
     """Maximum number of tokens of a prompt and its completion together."""
     critic: Literal["separate", "shared"] = "separate"
     """Whether the critic has its own backbone or shares the policy's; gae needs a critic."""
@@ -93,9 +166,9 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters on a frozen base (arXiv:2106.09685) instead of training all weights."""
 
-    rank: int = Field(0, ge=0)
+    rank: int = Field(0, ge=0, le=65_536)
     """Rank of the adapters; 0 trains all weights."""
-    alpha: int = Field(64, ge=1)
+    alpha: int = Field(64, ge=1, le=1_000_000)
     """Scale of the adapters: each is multiplied by alpha / rank."""
     targets: str = "all-linear"
     """Layers with an adapter: all-linear, or names such as q_proj,v_proj."""
@@ -104,15 +177,15 @@ class LoraConfig(Section):
 class RolloutConfig(Section):
     """How the episodes of one step are collected."""
 
-    num_groups: int = Field(8, ge=1)
+    num_groups: int = Field(8, ge=1, le=MOST_EPISODES)
     """Groups (prompts) per step: P."""
-    group_size: int = Field(16, ge=1)
+    group_size: int = Field(16, ge=1, le=MOST_EPISODES)
     """Episodes per group: G."""
-    max_tokens: int = Field(80, ge=1)
+    max_tokens: int = Field(80, ge=1, le=MOST_TOKENS)
     """Maximum number of tokens of one completion."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.001, le=100)
     """Sampling temperature."""
-    slots: int = Field(64, ge=1)
+    slots: int = Field(64, ge=1, le=65_536)
     """Episodes that are sampled at the same time."""
     refill: int = Field(0, ge=0, le=3)
     """Rounds that replace groups of equal rewards by groups on new levels."""
@@ -125,7 +198,7 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     """How the environment's rewards become training rewards."""
 
-    format_penalty: float = Field(0.1, ge=0)
+    format_penalty: Weight = 0.1
     """Subtracted once for each turn whose reply is invalid."""
     placement: Literal["episode", "turn"] = "episode"
     """Put the sum at the episode's last token, or each turn's reward at the turn's last token."""
@@ -134,7 +207,7 @@ class RewardConfig(Section):
     [-1, 3]."""
     over: Literal["group", "batch"] = "group"
     """The episodes over which reward.normalise takes its mean and std."""
-    terms: dict[Annotated[str, TERM], Annotated[float, Field(ge=0)]] = {}
+    terms: dict[Annotated[str, TERM], Weight] = {}
     """Reward terms and their weights. RAGEN's own are grounding, consistency, length and
     repetition: each is the highest cost of a fault in one turn, such as grounding = 0.1."""
 
@@ -146,7 +219,7 @@ class FilterConfig(Section):
     """The score that ranks groups: the std of their rewards, or its square (variance)."""
     rule: Literal["all", "top_k", "top_p", "reweight"] = "all"
     """Which groups are kept; reweight keeps all, each weighted by its reward std ÷ the largest."""
-    value: float = Field(0.25, gt=0)
+    value: float = Field(0.25, gt=0, le=MOST_EPISODES)
     """For top_k the share of groups, or above 1 their number; for top_p the share of all scores."""
     include_zero: bool = True
     """Whether groups of equal rewards may be kept."""
@@ -175,13 +248,13 @@ class LossConfig(Section):
     """Equal weight per token, per episode, or per token with a constant divisor (Dr. GRPO)."""
     clip_low: float = Field(0.2, ge=0, le=1)
     """ε₋: the importance ratio is clipped below 1 − ε₋; about 3e-4 for gspo."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.2, ge=0, le=1000)
     """ε₊: the importance ratio is clipped above 1 + ε₊; about 4e-4 for gspo."""
-    dual_clip: float = Field(3.0, ge=0)
+    dual_clip: Weight = 3.0
     """Upper bound of the loss for negative advantages, in |advantage|: above 1, or 0 for none."""
-    entropy: float = Field(0.001, ge=0)
+    entropy: Weight = 0.001
     """Weight of the entropy bonus."""
-    kl: float = Field(0.001, ge=0)
+    kl: Weight = 0.001
     """Weight of the KL divergence to the reference (the policy at the start of the run)."""
     kl_kind: Literal["k1", "k2", "k3"] = "k1"
     """The estimate of that KL: k1 acts in the reward, k2 and k3 act in the loss."""
@@ -190,50 +263,50 @@ class LossConfig(Section):
 class UpdateConfig(Section):
     """The optimiser, and its steps on one collection."""
 
-    minibatch_episodes: int = Field(32, ge=1)
+    minibatch_episodes: int = Field(32, ge=1, le=MOST_EPISODES)
     """Episodes per minibatch, which is one optimiser step."""
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, le=1000)
     """Epochs over one collection."""
-    lr: float = Field(1e-6, gt=0)
+    lr: Rate = 1e-6
     """Learning rate of the policy."""
-    critic_lr: float = Field(1e-5, gt=0)
+    critic_lr: Rate = 1e-5
     """Learning rate of the critic."""
     lr_end: float = Field(1.0, ge=0, le=1)
     """Share of the learning rate that is left at the end of the run, after a linear decay."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Steps = 0
     """Steps of the linear warm-up of the learning rate."""
     beta2: float = Field(0.999, gt=0, lt=1)
     """AdamW's β₂."""
-    microbatch_tokens: int = Field(8192, ge=1)
+    microbatch_tokens: int = Field(8192, ge=1, le=1_000_000_000)
     """Tokens in memory at once; a minibatch is split without a change of its result."""
 
 
 class EvalConfig(Section):
     """Evaluation during training, on a fixed set of levels."""
 
-    every: int = Field(0, ge=0)
+    every: Steps = 0
     """Steps between evaluations; 0 evaluates before and after only."""
     episodes: int = Field(256, ge=0, le=9877)
     """Number of levels, with one episode each; 0 never evaluates."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=100)
     """Sampling temperature of evaluations; 0 is greedy."""
 
 
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many stay."""
 
-    every: int = Field(10, ge=0)
+    every: Steps = 10
     """Steps between checkpoints; 0 saves only after the last step."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(2, ge=1, le=MOST_STEPS)
     """Number of newest checkpoints that stay, in addition to the best one."""
 
 
 class RecordConfig(Section):
     """What the run's database records."""
 
-    episodes_every: int = Field(1, ge=0)
+    episodes_every: Steps = 1
     """Steps between recorded episodes (texts, rewards, states); 0 records none."""
-    tokens_every: int = Field(10, ge=0)
+    tokens_every: Steps = 10
     """Steps between recorded samples (ids, masks, logprobs, advantages); 0 records none."""
     trackers: str = ""
     """Trackers that also get the metrics: tensorboard, wandb, trackio, or none."""
@@ -242,9 +315,9 @@ class RecordConfig(Section):
 class DiagnoseConfig(Section):
     """Schedules of the costly measurements."""
 
-    information_every: int = Field(5, ge=0)
+    information_every: Steps = 5
     """Steps between measurements of the MI of thoughts and prompts; 0 never measures."""
-    gradients_every: int = Field(0, ge=0)
+    gradients_every: Steps = 0
     """Steps between measurements of gradient norms by reward std; 0 never measures."""
 
 
@@ -269,13 +342,13 @@ class Sections(Section):
     """Name of the run's recipe."""
     algorithm: str = "starpo/ppo"
     """Preset of the algorithm's settings (ragen help algorithms)."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed from which all randomness is derived."""
-    steps: int = Field(200, ge=0)
+    steps: Steps = 200
     """Length of the run, in the unit of budget."""
     budget: Literal["steps", "updates"] = "steps"
     """Unit of steps, warm-up and decay: collections (steps) or optimiser steps (updates)."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0, le=1024)
     """CPU threads of learner and sampler; 0 chooses the fastest number on this machine."""
     env: EnvConfig = EnvConfig()
     prompt: PromptConfig = PromptConfig()

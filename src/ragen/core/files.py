@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,28 @@ def file_errors(do: str, path: object, remedy: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise cannot(do, path, error, remedy) from None
+
+
+def read_text(path: Path, most: int = 2**20, is_stream: bool = False) -> str:
+    """The text of a UTF-8 file of at most `most` bytes, without a byte-order mark.
+
+    Unless `is_stream`, a pipe or a device is refused, because it may never end.
+
+    Raises:
+        RagenError: It cannot be read, is no file, is too large, or is not UTF-8.
+    """
+    with file_errors("read", path):
+        kind = path.stat().st_mode
+        if not (is_stream or stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            raise RagenError(f"cannot read {path}: it is a pipe or a device; name a file")
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    if len(content) > most:
+        raise RagenError(f"cannot read {path}: it is larger than {most / 2**20:g} MiB")
+    try:
+        return content.decode("utf-8-sig")  # some editors write a byte-order mark
+    except UnicodeDecodeError:
+        raise RagenError(f"{path} is not UTF-8 text; save it as UTF-8") from None
 
 
 @contextmanager

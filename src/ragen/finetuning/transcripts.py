@@ -20,10 +20,13 @@ from pydantic import BaseModel, Field, ValidationError
 
 from ragen.algorithms.samples import Exchange
 from ragen.core.errors import RagenError
-from ragen.core.files import file_errors
+from ragen.core.files import read_text
 from ragen.core.types import Message, Prompt
 from ragen.rollout.chat import Chat, without_thought
 from ragen.rollout.policies import written_completion
+
+MOST_BYTES = 2**30
+"""Size of the largest file of conversations; all of them are held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,7 @@ def read_transcripts(path: Path) -> list[Transcript]:
         Traceback (most recent call last):
         ragen.core.errors.RagenError: .../chats.jsonl, line 1: it has no assistant message
     """
-    try:
-        with file_errors("read", path):
-            text = path.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
-    except UnicodeDecodeError:
-        raise RagenError(f"{path} is not UTF-8 text; save it as UTF-8") from None
+    text = read_text(path, MOST_BYTES, is_stream=True)
     # `splitlines` would also split at characters that JSON allows inside a string.
     lines = ((f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
     transcripts = [
