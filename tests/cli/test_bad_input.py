@@ -94,7 +94,7 @@ def error_line(cwd: Path, *arguments: str | Path) -> str:
         (["eval", "random", "--env", "bandit", "--episodes", "9878"], "from 1 to 9877"),
         (["eval", "random", "--env", "bandit", "--seed", "-1"], "≥ 0"),
         (["eval", "human", "--env", "bandit"], "ragen play"),
-        (["envs", "--episodes", "0"], "≥ 1"),
+        (["envs", "--episodes", "0"], "from 1 to 9877"),
         (["play", "bandit", "--player", "random", "--seed", "-1"], "≥ 0"),
         (["eval", "random", "--env", "bandit", "--temperature", "-1"], "≥ 0"),
         (["eval", "random", "--env", "bandti"], "did you mean 'bandit'?"),

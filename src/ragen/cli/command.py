@@ -9,7 +9,9 @@ error messages do not wait for them.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import shutil
 import sys
 from argparse import Namespace
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
 
 Overrides = dict[str, Any]
 """Values by config key, as typed."""
+
+LONGEST_LINE = 1500
+"""Characters of an error message; the middle of a longer one is left out."""
+LARGEST = 2**31 - 1
+"""The largest whole number of an option without a bound of its own."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -96,7 +103,7 @@ def parse(
         >>> parse(parser, ["--update.lr", "3e-4", "bandit", "--seed=7"], takes_keys=True)
         (Namespace(recipe='bandit'), {'update.lr': 0.0003, 'seed': 7})
     """
-    from ragen.config.keys import expected, keys, parse_value
+    from ragen.config.keys import TABLES, expected, keys, parse_value
 
     own: list[str] = []
     overrides: Overrides = {}
@@ -117,6 +124,8 @@ def parse(
                 takes = f": {expected(key)}" if key in keys() else ""
                 raise RagenError(f"{name} needs a value{takes}")
         overrides[key] = parse_value(key, value)
+        if overrides[key] == {} and key in TABLES:
+            raise RagenError(f"{name} {{}} sets nothing; set {name}.NAME")
     return parser.parse_args(own), overrides
 
 
@@ -158,8 +167,48 @@ def terminal(stderr: bool = False) -> Console:
 
 
 def complain(text: str) -> None:
-    """Print one line on standard error, as `printable` gives it."""
-    print(f"ragen: {printable(' '.join(text.split()))}", file=sys.stderr)
+    """Print one line on standard error, as `printable` gives it, shortened inside."""
+    text = printable(" ".join(text.split()))
+    if len(text) > LONGEST_LINE:
+        text = f"{text[: LONGEST_LINE // 2]} … {text[-LONGEST_LINE // 2 :]}"
+    print(f"ragen: {text}", file=sys.stderr)
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an option that takes a whole number of this range.
+
+    Example:
+        >>> whole(1, 8)("7")
+        7
+        >>> whole(1)("0")
+        Traceback (most recent call last):
+        argparse.ArgumentTypeError: expected a whole number ≥ 1
+    """
+
+    def parse(text: str) -> int:
+        number = int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
+        if number is None or not least <= number <= (LARGEST if most is None else most):
+            bounds = f"≥ {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}")
+        return number
+
+    return parse
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """The type of an option that takes a number of this range."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            bounds = f"≥ {least:g} and ≤ {most:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {bounds}")
+        return value
+
+    return parse
 
 
 def program() -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragen.cli.command import Command, Overrides, Parser, terminal
+from ragen.cli.command import Command, Overrides, Parser, number, terminal, whole
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
+from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 
 if TYPE_CHECKING:
     from ragen.evaluation.outcomes import Outcome
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def _eval_options(parser: Parser) -> None:
     parser.take("target", "TARGET", "a run, a checkpoint, base, random, solver, or a model")
     _playing_options(parser)
-    parser.take("--price-in", "P", "price of a million input tokens", float, 0.0)
-    parser.take("--price-out", "P", "price of a million output tokens", float, 0.0)
+    parser.take("--price-in", "P", "price of a million input tokens", number(0, 1e9), 0.0)
+    parser.take("--price-out", "P", "price of a million output tokens", number(0, 1e9), 0.0)
 
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
@@ -34,8 +34,6 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
 
     server = _server(options)
     prices = options.price_in, options.price_out
-    if not all(0 <= price < math.inf for price in prices):
-        raise RagenError("--price-in and --price-out: expected numbers ≥ 0")
     asked_in = [overrides | {"env": name} for name in _named_envs(options)] or [overrides]
     envs = [config_for(options.target, values, server).env for values in asked_in]
     for env in envs:  # all must exist before one is played
@@ -132,15 +130,21 @@ def _playing_options(parser: Parser) -> None:
     """Add the options that `eval` and `compare` share."""
     take = parser.take
     take("--env", "E", "environment or recipe, or several: E1,E2 [the run's]", action="append")
-    take("--episodes", "N", "levels", int, 256)
-    take("--samples", "K", "episodes per level, for pass@K", int, 1)
-    take("--seed", "S", "seed of random events and sampling", int, 0)
-    take("--temperature", "T", "sampling temperature; 0 is greedy", float, 1.0)
-    take("--concurrency", "N", "episodes played at the same time", int)
+    take("--episodes", "N", "levels", whole(1, TRAIN_LEVELS - EVAL_LEVELS), 256)
+    take("--samples", "K", "episodes per level, for pass@K", whole(1, 10_000), 1)
+    take("--seed", "S", "seed of random events and sampling", whole(0), 0)
+    take("--temperature", "T", "sampling temperature; 0 is greedy", number(0, 100), 1.0)
+    take("--concurrency", "N", "episodes played at the same time", whole(1, 65_536))
     take("--base-url", "URL", "an OpenAI-compatible endpoint that serves the model")
     take("--key-env", "NAME", "environment variable of its key [OPENAI_API_KEY]")
-    take("--timeout", "S", "timeout of one request in seconds [120]", float, dest="timeout_s")
-    take("--rpm", "N", "requests per minute [no limit]", float, dest="requests_per_minute")
+    take(
+        "--timeout",
+        "S",
+        "timeout of one request in seconds [120]",
+        number(0, 86_400),
+        dest="timeout_s",
+    )
+    take("--rpm", "N", "requests per minute [no limit]", number(0, 1e9), dest="requests_per_minute")
     parser.flag("--json", "print one JSON object per environment")
     take("--markdown", "FILE", "also write the tables to FILE", Path)
     take("--out", "DIR", "folder for the outcomes [the run, or evals]", Path)
@@ -186,7 +190,7 @@ def _compared_envs(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
 def _play_options(parser: Parser) -> None:
     parser.take("env", "ENV", "an environment (ragen envs), file.py:Class, or a recipe")
     parser.take("--player", "WHO", "human, random, solver, base or RUN", default="human")
-    parser.take("--seed", "N", "number of the level", int, 0)
+    parser.take("--seed", "N", "number of the level", whole(0), 0)
 
 
 def _play(options: Namespace, overrides: Overrides) -> int:
@@ -194,8 +198,6 @@ def _play(options: Namespace, overrides: Overrides) -> int:
     from ragen.evaluation.targets import config_for
     from ragen.rollout.players import PLAYERS
 
-    if options.seed < 0:
-        raise RagenError(f"--seed {options.seed}: expected a whole number ≥ 0")
     overrides = {**overrides, "env.name": options.env}
     console = terminal()
     if options.player in PLAYERS:
@@ -215,12 +217,14 @@ def _play(options: Namespace, overrides: Overrides) -> int:
 
 def _branch_options(parser: Parser) -> None:
     parser.take("run", "RUN", "the run's folder, finished or not", Path)
-    parser.take("episode", "EPISODE", "the episode's id, as shown by ragen view", int)
-    parser.take("--turn", "K", "first turn to play again, from 0", int, required=True)
-    parser.take("--n", "N", "number of branches", int, 4)
-    parser.take("--checkpoint", "STEP", "step of the checkpoint to play with [the newest]", int)
-    parser.take("--temperature", "T", "0 is greedy [the run's]", float)
-    parser.take("--seed", "S", "seed of the branches", int, 0)
+    parser.take("episode", "EPISODE", "the episode's id, as shown by ragen view", whole(0))
+    parser.take("--turn", "K", "first turn to play again, from 0", whole(0), required=True)
+    parser.take("--n", "N", "number of branches", whole(1, 10_000), 4)
+    parser.take(
+        "--checkpoint", "STEP", "step of the checkpoint to play with [the newest]", whole(0)
+    )
+    parser.take("--temperature", "T", "0 is greedy [the run's]", number(0, 100))
+    parser.take("--seed", "S", "seed of the branches", whole(0), 0)
     parser.flag("--json", "print the result as one JSON line")
     parser.epilog = (
         "The environment returns to its snapshot of that turn, with the same random\n"

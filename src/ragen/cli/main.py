@@ -1,8 +1,10 @@
 """The command line ``ragen COMMAND …``: each command calls one function and shows its result.
 
-Results go to standard output, progress and errors to standard error. A user's mistake is one line
-and exit code 2. A run that the guard stopped exits with 3. An interrupted run names the command
-that resumes it and exits with 130 (Ctrl-C) or 143 (SIGTERM). A traceback always means a bug.
+Results go to standard output, progress and errors to standard error. A user's mistake and a limit
+of the machine are one line and exit code 2, and so is a result that cannot be written. A run that
+the guard stopped exits with 3. An interrupted run names the command that resumes it and exits with
+128 + the signal's number, such as 130 (Ctrl-C) or 143 (SIGTERM). If the reader of the output closes
+it (``| head``), the code is 141. A traceback always means a bug.
 """
 
 from __future__ import annotations
@@ -11,16 +13,14 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from ragen.cli import evaluations, runs, tools
 from ragen.cli.command import Command, Overrides, Parser, complain, parse
 from ragen.cli.help import SHELLS, TOPICS, completion, overview, topic_help
+from ragen.cli.process import OutputLost, ending_signals, refusal, standard_streams
 from ragen.core.errors import RagenError
-
-INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes: 128 + the signal's number, as in shells; an error has its own."""
+from ragen.core.files import file_errors
 
 COMMANDS = runs.COMMANDS | evaluations.COMMANDS | tools.COMMANDS
 """All commands except ``help`` and ``completion``, by name."""
@@ -28,23 +28,28 @@ COMMANDS = runs.COMMANDS | evaluations.COMMANDS | tools.COMMANDS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    with _sigterm_as_ctrl_c() as terminated:
+    with standard_streams(), ending_signals() as received:
         try:
-            return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+            code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+            sys.stdout.flush()
+            return code
         except RagenError as error:
             return _mistake(error)
         except ExceptionGroup as group:
             mistakes, bugs = group.split(RagenError)
-            if mistakes is None or bugs is not None:
-                raise
-            return _mistake(mistakes)
+            if mistakes is not None and bugs is None:
+                return _mistake(mistakes)
+            return _refused(group)
+        except (MemoryError, OSError, RuntimeError, ImportError) as error:
+            return _refused(error)
         except KeyboardInterrupt as error:
             complain(str(error) or "interrupted")
-            return TERMINATED if terminated else INTERRUPTED
-        except BrokenPipeError:
-            # The reader (head, less) closed the pipe: keep Python from flushing into it.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return 128 + (received or [signal.SIGINT])[0]
+        except OutputLost as error:
+            if error.left:  # as head and less do, which no command complains about
+                return 128 + signal.SIGPIPE
+            complain("; ".join([str(error), *_notes(error)]))
+            return RagenError.exit_code
 
 
 def _mistake(error: RagenError | ExceptionGroup[RagenError]) -> int:
@@ -54,7 +59,24 @@ def _mistake(error: RagenError | ExceptionGroup[RagenError]) -> int:
     return error.exit_code
 
 
+def _refused(error: Exception) -> int:
+    """Report what the machine refused; raise the exception again if it says nothing of the kind."""
+    line = refusal(error)
+    if line is None:
+        raise error
+    complain("; ".join([line, *_notes(error)]))
+    return RagenError.exit_code
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What commands have added to an exception, such as how to resume."""
+    return getattr(error, "__notes__", [])
+
+
 def _dispatch(arguments: list[str]) -> int:
+    for place, argument in enumerate(arguments, 1):
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in argument):
+            raise RagenError(f"argument {place}, {argument!r}, is not UTF-8 text")
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help") or (name == "help" and not rest):
         print(overview(COMMANDS | ABOUT))
@@ -79,7 +101,10 @@ def _dispatch(arguments: list[str]) -> int:
     command.options(parser)
     if asks_help and command.takes_keys:
         parser.take("--KEY", "VALUE", "any config key, such as --env.max_turns 8 (ragen help keys)")
-    return command.run(*parse(parser, rest, command.takes_keys))
+    options = parse(parser, rest, command.takes_keys)
+    with file_errors("find", "the working directory", "change to one that exists"):
+        os.getcwd()
+    return command.run(*options)
 
 
 def _help_options(parser: Parser) -> None:
@@ -110,28 +135,6 @@ ABOUT: dict[str, Command] = {
     "completion": Command("print a completion script", _completion_options, _completion),
 }
 """``help`` and ``completion``, which describe the other commands."""
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
-    """Handle SIGTERM like Ctrl-C; the yielded list is non-empty once the signal has arrived."""
-    received: list[int] = []
-
-    def pass_on(number: int, _: object) -> None:
-        received.append(number)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.raise_signal(signal.SIGINT)
-            return
-        from ragen.core.stopping import cancel_running  # a background job of a script
-
-        if not cancel_running():
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, pass_on)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragen.cli.command import Command, Overrides, Parser, complain, program, terminal
+from ragen.cli.command import Command, Overrides, Parser, complain, program, terminal, whole
 from ragen.cli.help import train_epilog
+from ragen.cli.process import OutputLost
 from ragen.core.errors import RagenError
 
 if TYPE_CHECKING:
@@ -87,10 +89,17 @@ def _watch_run(work: Callable[[Watcher], Result], options: Namespace) -> int:
         raise KeyboardInterrupt(f"interrupted at once; {_advice(watcher)}") from None
     finally:
         watcher.end()
-    # With --json, standard output holds the JSON line only.
-    _show_result(terminal(stderr=options.json), result)
-    if options.json:
-        print(json.dumps(_result_record(result)))
+        if error := sys.exception():
+            error.add_note(_advice(watcher))
+    try:
+        # With --json, standard output holds the JSON line only.
+        _show_result(terminal(stderr=options.json), result)
+        if options.json:
+            print(json.dumps(_result_record(result)))
+        sys.stdout.flush()
+    except OutputLost as lost:
+        lost.add_note(f"the run is finished, in {result.run}")
+        raise
     return 0
 
 
@@ -107,8 +116,9 @@ def _show_config(config: Config) -> None:
     changes = differences(config)
     print(f"# {len(changes)} values differ from the preset {config.algorithm}:")
     for change in changes:
-        preset = "unset" if change.preset is None else json.dumps(change.preset)
-        print(f"#   {change.key} = {json.dumps(change.value)}  (preset: {preset})")
+        preset = "unset" if change.preset is None else json.dumps(change.preset, default=str)
+        value = json.dumps(change.value, default=str)  # such as a date
+        print(f"#   {change.key} = {value}  (preset: {preset})")
     print(dump(config), end="")
     model = config.model.path
     if model == "base" or is_available_offline(model):  # else it would be downloaded
@@ -182,7 +192,7 @@ def _export_options(parser: Parser) -> None:
     parser.take("run", "RUN", "the run's folder, finished or not", Path)
     parser.take("--out", "DIR", "a folder that does not exist [RUN/export-step-N]", Path)
     which = parser.add_mutually_exclusive_group().add_argument
-    which("--step", type=int, metavar="N", help="a checkpoint's step [the newest]")
+    which("--step", type=whole(0), metavar="N", help="a checkpoint's step [the newest]")
     which("--best", action="store_true", help="the checkpoint with the best evaluation")
     parser.flag("--merge", "merge a LoRA adapter into its base")
     episodes = "write all recorded episodes instead, one per row: FILE.jsonl or FILE.parquet"
@@ -211,11 +221,11 @@ def _export(options: Namespace, _: Overrides) -> int:
 
 def _study_options(parser: Parser) -> None:
     parser.take("study", "NAME", "a study; without one, list them", nargs="?")
-    parser.take("--seeds", "N", "seeds per arm", int, 5)
+    parser.take("--seeds", "N", "seeds per arm", whole(2, 10_000), 5)
     scales = ("laptop", "paper")
     parser.take("--scale", "SCALE", "laptop or paper", default="laptop", choices=scales)
     parser.take("--out", "DIR", "folder [runs/study-NAME-SCALE]", Path)
-    parser.take("--jobs", "N", "parallel runs [cores]", int)
+    parser.take("--jobs", "N", "parallel runs [cores]", whole(0, 1024))
     parser.flag("--dry-run", "print the claim, the predictions and the runs, and do nothing")
     parser.flag("--json", "end with the verdict as one JSON line")
     parser.epilog = "Finished runs are kept: the same command continues after a stop or a kill."

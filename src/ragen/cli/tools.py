@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragen.cli.command import Command, Overrides, Parser, program
+from ragen.cli.command import Command, Overrides, Parser, number, program, whole
 from ragen.core.errors import RagenError
+from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 
 PORT = 7246
 """RAGN on a telephone keypad."""
@@ -28,9 +29,9 @@ def _sft_options(parser: Parser) -> None:
     parser.take("--out", "DIR", "the model's folder; must not exist", Path, required=True)
     data = 'conversations, one {"messages": […]} per line [episodes of optimal play]'
     parser.take("--data", "FILE", data, Path)
-    parser.take("--episodes", "N", "episodes of optimal play [1024]", int)
-    parser.take("--epochs", "E", "epochs over the examples [3]", int)
-    parser.take("--lr", "LR", "learning rate [10 × the recipe's update.lr]", float)
+    parser.take("--episodes", "N", "episodes of optimal play [1024]", whole(2, 10_000_000))
+    parser.take("--epochs", "E", "epochs over the examples [3]", whole(1, 1000))
+    parser.take("--lr", "LR", "learning rate [10 × the recipe's update.lr]", number(1e-12, 1))
     parser.output_flags()
     parser.epilog = (
         "The recipe sets environment, prompts, budgets and model. Their keys and most\n"
@@ -83,14 +84,12 @@ def _typed(overrides: Overrides, prefixes: tuple[str, ...], but: Container[str] 
 def _base_options(parser: Parser) -> None:
     parser.take("family", "FAMILY", "bandit, frozen-lake, frozen-lake-still or sokoban")
     parser.take("--out", "DIR", "folder of the model", Path, required=True)
-    parser.take("--seed", "N", "seed", int, 0)
-    parser.take("--steps", "N", "steps per stage; fewer for a trial", int)
+    parser.take("--seed", "N", "seed", whole(0), 0)
+    parser.take("--steps", "N", "steps per stage; fewer for a trial", whole(1))
     parser.take("--stages", "DIR", "folder for the model of each stage", Path)
 
 
 def _base(options: Namespace, _: Overrides) -> int:
-    if options.steps is not None and options.steps < 1:
-        raise RagenError(f"--steps {options.steps}: expected a whole number ≥ 1")
     from ragen.finetuning.base import prepare
 
     prepare(options.family, options.out, options.seed, options.steps, print, options.stages)
@@ -100,14 +99,17 @@ def _base(options: Namespace, _: Overrides) -> int:
 
 def _envs_options(parser: Parser) -> None:
     parser.flag("--json", "print a JSON list")
-    parser.take("--episodes", "N", "levels for random and optimal play", int, 256)
+    parser.take(
+        "--episodes",
+        "N",
+        "levels for random and optimal play",
+        whole(1, TRAIN_LEVELS - EVAL_LEVELS),
+        256,
+    )
 
 
 def _envs(options: Namespace, _: Overrides) -> int:
-    if options.episodes < 1:
-        raise RagenError(f"--episodes {options.episodes}: expected a whole number ≥ 1")
     from ragen.config.reading import recipes, resolve
-    from ragen.core.seeding import EVAL_LEVELS
     from ragen.envs.registry import registered_envs
     from ragen.evaluation.baselines import Budget, measure_baselines
 
@@ -177,13 +179,13 @@ def _doctor(options: Namespace, _: Overrides) -> int:
 def _view_options(parser: Parser) -> None:
     take = parser.take
     take("folder", "FOLDER", "folder of the runs, or one run", Path, Path("runs"), nargs="?")
-    take("--port", "N", "0 takes any free port", int, PORT)
+    take("--port", "N", "0 takes any free port", whole(0, 65535), PORT)
     host = "address to serve on; for other machines the printed URL has a token"
     take("--host", "ADDRESS", host, default="127.0.0.1")
     parser.flag("--no-browser", "print the URL and open no browser")
     take("--export", "FILE", "write the run in FOLDER to one HTML file that needs no server", Path)
-    take("--episode", "ID", "export only this episode", int)
-    take("--group", "ID", "export only the group of this episode", int)
+    take("--episode", "ID", "export only this episode", whole(0))
+    take("--group", "ID", "export only the group of this episode", whole(0))
 
 
 def _view(options: Namespace, _: Overrides) -> int:
@@ -195,8 +197,6 @@ def _view(options: Namespace, _: Overrides) -> int:
         return 0
     if options.episode is not None or options.group is not None:
         raise RagenError("--episode and --group choose what is exported: name a file with --export")
-    if not 0 <= options.port <= 65535:
-        raise RagenError(f"--port {options.port}: expected a whole number from 0 to 65535")
     from ragen.viewer.server import serve
 
     def say(address: str) -> None:

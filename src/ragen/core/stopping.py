@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
+"""The signals that request a stop: from Ctrl-C, `kill`, a closed terminal, a limit of CPU time."""
+
 
 class StopRequested(Exception):
     """The user requested a stop by the signal of this number."""
@@ -34,26 +37,28 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM in the body (in the main thread of a POSIX process)."""
+        """Handle `SIGNALS` in the body (in the main thread of a POSIX process)."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.getsignal(number) for number in numbers}
-        for number in numbers:
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        if before[signal.SIGHUP] is signal.SIG_IGN:  # as under nohup
+            del before[signal.SIGHUP]
+        for number in before:
             loop.add_signal_handler(number, self._request, number)
         try:
             yield
         finally:
-            for number in numbers:
+            for number, handler in before.items():
                 loop.remove_signal_handler(number)
-                signal.signal(number, before[number])
+                signal.signal(number, handler)
 
     def _request(self, number: int) -> None:
-        self._signal_number = number
+        self._signal_number = self._signal_number or number
         self._requested.set()
-        asyncio.get_running_loop().remove_signal_handler(number)
+        if number != signal.SIGXCPU:  # which comes every second
+            asyncio.get_running_loop().remove_signal_handler(number)
 
     def check(self) -> None:
         """Raise if a stop was requested.

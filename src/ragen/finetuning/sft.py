@@ -198,8 +198,8 @@ def _refuse(config: Config, out: Path, episodes: int, epochs: int, lr: float) ->
     for name, count, least in (("episodes", episodes, 2), ("epochs", epochs, 1)):
         if count < least:
             raise RagenError(f"{name} = {count}: expected a whole number ≥ {least}")
-    if not 0 < lr < math.inf:
-        raise RagenError(f"lr = {lr}: expected a number > 0")
+    if not 0 < lr <= 1:
+        raise RagenError(f"lr = {lr:g}: expected a number > 0 and ≤ 1; set --lr")
 
 
 def refuse_unread(overrides: Mapping[str, Any]) -> None:
