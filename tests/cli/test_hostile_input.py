@@ -1,0 +1,252 @@
+"""Hostile settings: every file and command line gives one line and exit code 2, or a run that fits.
+
+Commands run in this process, because 2,000 interpreters would take hours. Training stops where the
+model would be loaded, after every check of the settings and of the memory plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+import ragen
+from ragen.cli.main import main
+from ragen.config.config import Config
+from ragen.config.keys import TABLES, keys
+from ragen.config.reading import dump, flatten, read_config, resolve
+from ragen.config.rules import READ_WITH
+from ragen.core.errors import RagenError
+from ragen.finetuning.transcripts import read_transcripts
+
+LIMIT_S = 20
+"""Seconds of a case, however busy the machine is."""
+READY = "the settings allow a run"
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stop each command where its work would begin, in an empty folder."""
+
+    def ready(*_: Any, **__: Any) -> Any:
+        raise RagenError(READY)
+
+    monkeypatch.chdir(tmp_path)
+    for work in (
+        *("ragen.training.trainer.local_engine", "ragen.evaluation.evaluation.run_async"),
+        *("ragen.finetuning.sft.load_model", "ragen.finetuning.base.build"),
+        *("ragen.studies.runner.make_runs", "ragen.viewer.server.serve"),
+        *("ragen.evaluation.baselines.measure_baselines", "ragen.cli.play.play_env"),
+    ):
+        monkeypatch.setattr(work, ready)
+
+
+@contextlib.contextmanager
+def time_limit(case: object) -> Iterator[None]:
+    """Fail a case that takes longer than `LIMIT_S`."""
+
+    def on_alarm(*_: object) -> None:
+        pytest.fail(f"longer than {LIMIT_S} s: {case!r:.2000}")
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.alarm(LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_command(arguments: list[str]) -> str:
+    """Run a command, and check that it succeeds or ends with one short line; return that."""
+    out, err = io.StringIO(), io.StringIO()
+    with time_limit(arguments), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    lines = [line for line in err.getvalue().splitlines() if line.startswith("ragen: ")]
+    assert code in (0, 2), (code, arguments)
+    if code == 2:
+        assert len(lines) == 1, (arguments, err.getvalue())
+        assert len(lines[0]) <= 2000 and lines[0].isprintable(), arguments
+        return lines[0]
+    return ""
+
+
+DEEP = 3000
+NUMBERS = [
+    *("0", "-0", "-1", "1", "2", "3.0", "1e0", "nan", "-nan", "inf", "-inf", "+inf"),
+    *("1e-38", "5e-324", "1e-400", "1e38", "1e40", "1e308", "1e309", "1e20", "-1e308", "0.1"),
+    *("9" * 19, "9" * 60, "9" * 4300, "9" * 5000, "-" + "9" * 5000, "0x" + "f" * 9000, "1" * 310),
+    *("1_000", "1__0", "_1", "１２", "٣", "²", "1,5", "1 2", "0b1", "0o7", "007", "+5", "1e", ".5"),
+    *("2147483647", "2147483648", "9223372036854775807", "9223372036854775808", "1000000000"),
+    *("65536", "1048576", "1048577", "10000000", "10000001"),
+]
+WORDS = [
+    *("", " ", "true", "True", "false", "null", "none", "{}", "{a = 1}", "[]", "[[]]", "[1, 2]"),
+    *("[" * 2000, "{a=" * 2000, "{a = {b = {}}}", "[" * 500 + "]" * 500, "[" * 30 + "]" * 30),
+    *(
+        "x" * 5000,
+        "x" * 300,
+        "a/" * 2500,
+        "../" * 1000 + "x",
+        "..",
+        ".",
+        "/",
+        "~",
+        "~/x",
+        "~nobody",
+    ),
+    *("/dev/zero", "/dev/null", "/dev/full", "/proc/self/mem", "/etc/passwd", "/", "base", "all"),
+    *(
+        "a\nb",
+        "a\tb",
+        "a\x1b[31mb",
+        "a\x00b",
+        "\udcff",
+        "a\ud800",
+        "é",
+        "字" * 1000,
+        "\u202eabc",
+        "🙂",
+    ),
+    *("1979-05-27", "1979-05-27T07:32:00Z", "07:32:00", '"text"', "'text'", '"""', "'''", "= 1"),
+    *("1\nother = 2", "1 # note", "%s%n", "{0}", "{c.seed}", "$HOME", "`id`", "-", "--", "--json"),
+    *("bandit", "starpo/ppo", "grpo", "gae", "bandit.toml", "no.py:Env", ":", "::", "a:b", ":b"),
+    *("http://", "http://[", "http://a:99999", "vllm", "local", "float32", "stop", "rollback"),
+]
+VALUES = st.one_of(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(WORDS),
+    st.text(max_size=30),
+    st.floats().map(str),
+    st.integers().map(str),
+)
+ENTRIES = ("env.params.x", "env.params.safe_reward", "env.params.risky_probability")
+ENTRIES += ("env.params.size", "env.params.slip", "reward.terms.length", "reward.terms.x")
+ENTRIES += ("guard.responses.mi_drop", "guard.responses.x", "sources.x", "x", "env", "model", "")
+ENTRIES += ("update", "env.params", "world.turns", "rollout.prompts", ".", "..", "a" * 3000)
+ENTRIES += (".".join("a" * DEEP), "env.params." + ".".join("a" * DEEP), "update.lr.x", "é", "a b")
+NAMES = st.sampled_from([*keys(), *keys(), *ENTRIES])
+OPTIONS = {
+    "train": ["--out"],
+    "eval": [
+        *("--episodes", "--samples", "--seed", "--temperature", "--concurrency", "--timeout"),
+        *("--rpm", "--price-in", "--price-out", "--base-url", "--key-env", "--markdown", "--out"),
+        "--env",
+    ],
+    "compare": ["--suite", "--episodes", "--samples", "--seed", "--temperature", "--env", "--out"],
+    "play": ["--player", "--seed"],
+    "sft": ["--out", "--data", "--episodes", "--epochs", "--lr"],
+    "base": ["--out", "--seed", "--steps", "--stages"],
+    "study": ["--seeds", "--scale", "--out", "--jobs"],
+    "export": ["--out", "--step", "--episodes"],
+    "branch": ["--turn", "--n", "--checkpoint", "--temperature", "--seed"],
+    "view": ["--port", "--episode", "--group", "--export"],
+    "envs": ["--episodes"],
+    "resume": [],
+    "report": ["--out"],
+    "check": [],
+    "help": [],
+    "completion": [],
+}
+TAKES_KEYS = ("train", "eval", "compare", "play", "sft")
+TARGETS = st.one_of(
+    st.sampled_from(["bandit", "sokoban", "frozen-lake", "random", "base", "solver", "human"]),
+    st.sampled_from(["bandit", "random", "base"]),
+    VALUES,
+)
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    """A command with hostile targets, options and keys."""
+    command = draw(st.sampled_from([*OPTIONS, *["train"] * 12, *["eval"] * 4]))
+    arguments = [command]
+    if draw(st.booleans()) and command == "train":
+        arguments.append("--dry-run")
+    few = 2 if command in ("compare", "branch") else 1
+    arguments += [draw(TARGETS) for _ in range(few if draw(st.integers(0, 9)) else 0)]
+    required = ["--out", "made"] if command in ("sft", "base") and draw(st.booleans()) else []
+    for _ in range(draw(st.integers(0, 4))):
+        names = st.sampled_from(OPTIONS[command]) if OPTIONS[command] else st.just("--x")
+        if command in TAKES_KEYS and draw(st.integers(0, 3)):
+            names = NAMES.map("--{}".format)
+        name, value = draw(names), draw(VALUES)
+        arguments += [f"{name}={value}"] if draw(st.booleans()) else [name, value]
+    return arguments + required
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> bytes:
+    """The bytes of a recipe with hostile lines."""
+    lines = []
+    for _ in range(draw(st.integers(0, 6))):
+        name, value = draw(NAMES), draw(VALUES)
+        shape = draw(st.integers(0, 9))
+        quoted = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+        if shape == 0:
+            lines.append(f"[{name}]")
+        elif shape == 1:
+            lines.append(value)
+        elif shape == 2:
+            lines += [f"[[{name}]]", f"x = {value}"]
+        else:
+            lines.append(f"{name} = {value if shape < 7 else quoted}")
+    end = draw(st.sampled_from(["\n", "\r\n", "\r", "\n\n"]))
+    text = end.join(lines).encode("utf-8", "surrogatepass")
+    kind = draw(st.integers(0, 9))
+    start = {0: b"\xef\xbb\xbf", 1: b"\xff\xfe", 2: b"\x00"}.get(kind, b"")
+    return start + text + draw(st.sampled_from([b"", b"\n", b"\xff", b"\x00"] + [b"\n"] * 6))
+
+
+def check_recipe(content: bytes, more: list[str]) -> None:
+    Path("hostile.toml").write_bytes(content)
+    check_command(["train", "hostile.toml", *more])
+
+
+REUSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+def fuzz(num_cases: int) -> Callable[[Any], Any]:
+    """Settings of a fuzz: the same cases in every run."""
+    every = settings(
+        max_examples=num_cases, deadline=None, derandomize=True, suppress_health_check=REUSED
+    )
+    return lambda test: every(seed(13)(test))
+
+
+@fuzz(60)
+@given(command_lines())
+def test_hostile_command_line_gives_one_line(arguments: list[str]) -> None:
+    check_command(arguments)
+
+
+@fuzz(40)
+@given(recipes(), st.sampled_from([[], ["--dry-run"]]))
+def test_hostile_recipe_gives_one_line(content: bytes, more: list[str]) -> None:
+    check_recipe(content, more)
+
+
+@pytest.mark.slow
+@fuzz(1200)
+@given(command_lines())
+def test_many_hostile_command_lines_give_one_line(arguments: list[str]) -> None:
+    check_command(arguments)
+
+
+@pytest.mark.slow
+@fuzz(800)
+@given(recipes(), st.sampled_from([[], ["--dry-run"]]))
+def test_many_hostile_recipes_give_one_line(content: bytes, more: list[str]) -> None:
+    check_recipe(content, more)
