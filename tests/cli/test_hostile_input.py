@@ -11,11 +11,10 @@ import io
 import math
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
@@ -27,8 +26,7 @@ from ragen.cli.main import main
 from ragen.config.config import Config
 from ragen.config.keys import TABLES, keys
 from ragen.config.reading import dump, flatten, read_config, resolve
-from ragen.config.rules import READ_WITH
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, printable
 from ragen.finetuning.transcripts import read_transcripts
 
 LIMIT_S = 20
@@ -78,7 +76,7 @@ def check_command(arguments: list[str]) -> str:
     assert code in (0, 2), (code, arguments)
     if code == 2:
         assert len(lines) == 1, (arguments, err.getvalue())
-        assert len(lines[0]) <= 2000 and lines[0].isprintable(), arguments
+        assert len(lines[0]) <= 2000 and lines[0] == printable(lines[0]), arguments
         return lines[0]
     return ""
 
@@ -250,3 +248,219 @@ def test_many_hostile_command_lines_give_one_line(arguments: list[str]) -> None:
 @given(recipes(), st.sampled_from([[], ["--dry-run"]]))
 def test_many_hostile_recipes_give_one_line(content: bytes, more: list[str]) -> None:
     check_recipe(content, more)
+
+
+def other_value(key: str) -> Any:
+    """A valid value of a key that is not its default."""
+    field = keys()[key]
+    if key in OTHERS:
+        return OTHERS[key]
+    if get_origin(field.annotation) is Literal:
+        return next(each for each in get_args(field.annotation) if each != field.default)
+    if isinstance(field.default, bool):
+        return not field.default
+    if isinstance(field.default, int):
+        return field.default + 1
+    assert isinstance(field.default, float), key
+    return field.default / 2
+
+
+OTHERS: dict[str, Any] = {
+    **{"env.name": "bandit", "model.path": "elsewhere", "lora.targets": "q_proj"},
+    **{"rollout.sampler": "vllm", "filter.score": "variance", "advantage.name": "grpo"},
+    **{"loss.name": "cispo", "record.trackers": "wandb", "recipe": "mine"},
+    **{"algorithm": "starpo/grpo"},
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "lora.alpha": {"lora.rank": 8},
+    "lora.targets": {"lora.rank": 8},
+    "rollout.gpu_memory": {"rollout.sampler": "vllm"},
+    "rollout.refill": {"filter.include_zero": False},
+    "reward.over": {"reward.normalise": "mean_std", "advantage.name": "gae"},
+    "filter.score": {"filter.rule": "top_k"},
+    "filter.value": {"filter.rule": "top_k"},
+    "advantage.turn_gamma": {"algorithm": "gigpo"},
+    "guard.remedy": {"guard.responses.mi_drop": "rollback"},
+    "advantage.name": {"loss.kl": 0.0},
+    "budget": {},
+}
+
+
+@pytest.mark.parametrize("key", [key for key in keys() if key not in TABLES])
+def test_every_key_changes_the_settings_and_refuses_a_table(key: str) -> None:
+    given, value = NEEDED.get(key, {}), other_value(key)
+    before, after = resolve(None, given), resolve(None, {**given, key: value})
+    assert flatten(after)[key] == value != flatten(before)[key]
+    for nothing in ({}, {"x": {}}, [], None):
+        with pytest.raises(RagenError) as caught:
+            resolve(None, {**given, key: nothing})
+        assert key in str(caught.value)
+    for text in ("{}", "{x = 1}"):
+        line = check_command(["train", "bandit", "--dry-run", f"--{key}", text])
+        assert (key in line) or after.recipe == "mine" or isinstance(value, str), line
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_empty_table_on_the_command_line_is_refused(table: str) -> None:
+    assert f"set --{table}.NAME" in check_command(["train", "bandit", f"--{table}={{}}"])
+
+
+def test_unknown_empty_section_of_a_recipe_is_refused() -> None:
+    for text in ("[rolout]\n", "rolout = {}\n", "[update.lr]\n", "[update]\nlr.x = 1\n"):
+        Path("mine.toml").write_text(text)
+        line = check_command(["train", "mine.toml", "--dry-run"])
+        assert "rolout" in line or "update.lr" in line
+    Path("mine.toml").write_text("[env.params]\n[update]\n[reward.terms]\n")
+    assert check_command(["train", "mine.toml", "--dry-run"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("rollout.num_groups", "1000000000", "a whole number ≥ 1 and ≤ 1048576"),
+        ("rollout.num_groups", "1048576", "expected at most 1048576"),
+        ("threads", "1e20", "a whole number ≥ 0 and ≤ 1024"),
+        ("threads", "9" * 20, "a whole number ≥ 0 and ≤ 1024"),
+        ("lora.alpha", "1e40", "a whole number"),
+        ("lora.alpha", "9" * 4300, "a number of more than 60 digits"),
+        ("update.lr", "9" * 5000, "expected a number > 0 and ≤ 1"),
+        ("update.lr", "1e6", "expected a number > 0 and ≤ 1"),
+        ("update.lr", "[" * 2000, "expected a number"),
+        ("rollout.temperature", "1e-38", "≥ 0.001"),
+        ("eval.temperature", "1e-38", "at least 0.001, or 0"),
+        ("env.params.safe_reward", "1e308", "safe_reward"),
+        ("env.params.safe_reward", "nan", "safe_reward"),
+        ("model.path", "x" * 5000, "at most 4096 characters, not 5000"),
+        ("env.name", "a\x1b[31m", "without control characters"),
+    ],
+)
+def test_value_that_makes_no_sense_is_refused_with_its_key(
+    key: str, value: str, reason: str
+) -> None:
+    line = check_command(["train", "bandit", f"--{key}", value])
+    assert key.rpartition(".")[2] in line and reason in line
+
+
+def test_levels_of_a_run_do_not_repeat() -> None:
+    keys = ["--steps", "1000000", "--rollout.num_groups", "1000"]
+    assert "no level is trained on twice" in check_command(["train", "bandit", *keys])
+
+
+def hostile_values() -> list[Any]:
+    deep: Any = 1
+    for _ in range(DEEP):
+        deep = {"a": deep}
+    nested: Any = []
+    for _ in range(DEEP):
+        nested = [nested]
+    own: list[Any] = []
+    own.append(own)
+    odd = [math.nan, math.inf, -math.inf, 5e-324, 1e308, 10**400, -(10**5000), 2**63, True, None]
+    odd += ["x" * 5000, "a\0b", "\ud800", b"bytes", date(2026, 1, 1), {1, 2}, object(), 1j]
+    return [*odd, deep, nested, own, {}, {1: 2}, {"a": {}}, [], [[]], Path("x"), "９", "nan"]
+
+
+@pytest.mark.parametrize("index", range(len(hostile_values())))
+def test_python_door_raises_no_other_error(index: int) -> None:
+    """Each hostile value for each key, as an override and in a `Config`."""
+    value = hostile_values()[index]
+    for key in (*keys(), "env.params.x", "reward.terms.length", "guard.responses.x", "sources.x"):
+        section, _, name = key.partition(".")
+        table = {section: {name: value}} if name else {section: value}
+        if name.startswith(("params.", "terms.", "responses.")):
+            name, entry = name.split(".")
+            table = {section: {name: {entry: value}}}
+        for begin in (
+            lambda key=key: resolve("bandit", {key: value}),
+            lambda table=table: ragen.train("bandit", table),
+            lambda table=table: ragen.train(Config.model_validate(table)),
+            lambda table=table: dump(Config.model_validate(table)),
+        ):
+            with time_limit(key), contextlib.suppress(RagenError, ValidationError):
+                begin()
+
+
+def test_saved_settings_read_back_whatever_they_hold() -> None:
+    for value in hostile_values():
+        try:
+            text = dump(config := resolve("bandit", {"env.params.x": value}))
+        except RagenError:
+            continue
+        Path("config.toml").write_text(text, encoding="utf-8")
+        assert read_config(Path("config.toml")) == config
+
+
+def made(name: str) -> Path:
+    """A path that is no ordinary recipe."""
+    path = Path(name).with_suffix(".toml")
+    text = b'algorithm = "starpo/ppo"\r\n[env]\r\nname = "bandit"\r\n'
+    content = {"bom": b"\xef\xbb\xbf" + text, "crlf": text, "large": b"#" * 2**21}
+    content |= {"latin": b'recipe = "\xe9"', "utf16": text.decode().encode("utf-16")}
+    content |= {"nul": b"steps = 1\x00", "twice": b"steps = 1\nsteps = 2\n"}
+    content |= {"deep": b".".join([b"a"] * DEEP) + b" = 1", "digits": b"steps = " + b"9" * 5000}
+    content |= {"brackets": b"steps = " + b"[" * 2000}
+    if name in content:
+        path.write_bytes(content[name])
+    elif name == "pipe":
+        os.mkfifo(path)
+    elif name == "loop":
+        path.symlink_to(path)
+    elif name == "folder":
+        path.mkdir()
+    elif name == "unreadable":
+        path.symlink_to("/proc/self/mem")
+    else:
+        path.symlink_to(f"/dev/{name}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bom", ""),
+        ("crlf", ""),
+        ("large", "larger than 1 MiB"),
+        ("latin", "not UTF-8"),
+        ("utf16", "not UTF-8"),
+        ("nul", "not valid TOML"),
+        ("twice", "not valid TOML"),
+        ("deep", "unknown key 'a.a'"),
+        ("digits", "not valid TOML"),
+        ("brackets", "not valid TOML"),
+        ("pipe", "a pipe or a device"),
+        ("loop", "symbolic links"),
+        ("folder", "is a directory"),
+        ("unreadable", "cannot read"),
+        ("zero", "a pipe or a device"),
+        ("null", "a pipe or a device"),
+        ("full", "a pipe or a device"),
+    ],
+)
+def test_odd_recipe_file_is_read_or_refused_at_once(name: str, reason: str) -> None:
+    line = check_command(["train", str(made(name)), "--dry-run"])
+    assert reason in line and bool(reason) == bool(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"messages": ' * 5000,
+        '{"messages": [{"role": "user", "content": ' + "[" * 50_000,
+        '{"messages": ' + "9" * 5000 + "}",
+        '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    ],
+)
+def test_odd_conversation_is_reported_with_its_line(line: str) -> None:
+    Path("chats.jsonl").write_text(line + "\n")
+    with pytest.raises(RagenError, match=r"chats\.jsonl, line 1") as caught:
+        read_transcripts(Path("chats.jsonl"))
+    assert len(str(caught.value)) < 2000
+
+
+def test_conversations_may_come_from_a_pipe_but_not_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ragen.finetuning.transcripts.MOST_BYTES", 2**20)
+    with pytest.raises(RagenError, match="larger than 1 MiB"):
+        read_transcripts(Path("/dev/zero"))

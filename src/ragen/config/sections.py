@@ -7,8 +7,9 @@ two.
 
 from __future__ import annotations
 
+import math
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -68,9 +69,9 @@ class Section(BaseModel):
         if isinstance(value, str):
             check_text(value)
         elif isinstance(value, dict):
-            for name in value:
+            for name, entry in value.items():
                 check_text(name)
-            check_table(value)
+                check_entry(name, entry)
         return value
 
 
@@ -86,32 +87,33 @@ def check_text(text: str) -> None:
         raise ValueError("expected text without control characters, in UTF-8")
 
 
-def check_table(table: Mapping[str, Any]) -> None:
-    """Refuse a table that TOML cannot hold and every reader take back.
+def check_entry(name: str, entry: Any) -> None:
+    """Refuse an entry of a table that TOML cannot hold and every reader take back.
 
     Raises:
         ValueError: It is nested too deeply, or holds NaN, infinity, a whole number of more than 64
             bits, or text that is not UTF-8.
     """
-    level: list[Any] = [table]
+    level: list[Any] = [entry]
     for _ in range(DEEPEST):
+        if reason := next(filter(None, map(_unfit, level)), None):
+            raise ValueError(f"{name} is or holds {reason}")
         tables = [each for each in level if isinstance(each, Mapping)]
         lists = [each for each in level if isinstance(each, list | tuple)]
         level = [value for each in tables for pair in each.items() for value in pair]
         level += [value for each in lists for value in each]
-        _check_values(level)
     if level:
-        raise ValueError(f"expected at most {DEEPEST} levels of lists and tables")
+        raise ValueError(f"{name} holds more than {DEEPEST} levels of lists and tables")
 
 
-def _check_values(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value):
-            raise ValueError("expected text in UTF-8")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError("expected whole numbers of at most 64 bits")
-        if isinstance(value, float) and not -1e300 < value < 1e300:
-            raise ValueError("expected numbers of at most 300 digits")
+def _unfit(value: Any) -> str | None:
+    if isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value):
+        return "text that is not UTF-8"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "a whole number of more than 64 bits"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value}, which is no number"
+    return None
 
 
 class EnvConfig(Section):

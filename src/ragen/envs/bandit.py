@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Baselines, Env, Info, Options, Probability, State, generators, pick
@@ -75,7 +77,7 @@ class Bandit(Env):
         self,
         name_set: Literal["dragon_phoenix", "professions", "pairs"] = "dragon_phoenix",
         split: Literal["train", "test"] = "train",
-        safe_reward: float = 0.15,
+        safe_reward: Annotated[float, Field(ge=-1000, le=1000)] = 0.15,
         risky_probability: Probability = 0.25,
         reverse: bool = False,
     ) -> None:
