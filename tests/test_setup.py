@@ -1,12 +1,18 @@
 """Setup by demo.sh and test.sh, tested with a fake Python, and the contents of the wheel."""
 
+import hashlib
+import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,3 +211,51 @@ def test_wheel_contains_recipes_presets_and_weights(installed: Path, tmp_path: P
     first, second = done.stdout.splitlines()
     assert first.startswith(str(recipes))
     assert second == str(shipped)
+
+
+def components(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All components below a part of a bill of materials."""
+    for inside in part.get("components", ()):
+        yield inside
+        yield from components(inside)
+
+
+def test_wheel_lists_the_files_of_others_with_hashes_and_licences(installed: Path) -> None:
+    (metadata,) = installed.glob("ragen_rl-*.dist-info")
+    bill = json.loads((metadata / "sboms" / "ragen-rl.cdx.json").read_text("utf-8"))
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    about = bill["metadata"]["component"]
+    assert (about["name"], about["version"]) == (project["name"], project["version"])
+    listed = list(components(bill))
+    hashes = {part["name"]: part["hashes"][0] for part in listed if part["type"] == "file"}
+    vendor = installed / "ragen" / "viewer" / "static" / "vendor"
+    shipped = [path for path in vendor.iterdir() if path.name != "README.md"]
+    assert hashes.keys() == {path.relative_to(installed).as_posix() for path in shipped}
+    for path in shipped:
+        found = hashes[path.relative_to(installed).as_posix()]
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert found == {"alg": "SHA-256", "content": digest}
+    libraries = {part["name"]: part for part in listed if part["type"] == "library"}
+    assert libraries.keys() == {"htm", "preact", "uplot"}
+    assert all(part["licenses"] and part["purl"] for part in libraries.values())
+    licences = {path.name for path in (metadata / "licenses").rglob("*LICENSE")}
+    assert licences == {"LICENSE"} | {path.name for path in vendor.glob("*.LICENSE")}
+
+
+def test_audit_fails_for_a_vulnerability_that_has_a_fix_and_says_when_it_could_not_ask() -> None:
+    verdict = runpy.run_path(str(ROOT / "scripts" / "audit.py"))["verdict"]
+    clean = {"name": "a", "version": "1", "vulns": []}
+    found = {"id": "X-1", "fix_versions": []}
+    skipped = {"name": "c", "skip_reason": "not found"}
+    assert verdict([]) == verdict([skipped]) == (75, ["no service knows these packages"])
+    assert verdict([clean])[0] == 0
+    status, lines = verdict([clean, clean | {"vulns": [found]}, skipped])
+    assert (status, lines[0], lines[1]) == (
+        0,
+        "a 1: X-1, no fixed version yet",
+        "not asked about: c",
+    )
+    status, lines = verdict([clean | {"vulns": [found | {"fix_versions": ["2", "3"]}]}])
+    assert (status, lines[0]) == (1, "a 1: X-1, fixed in 2, 3")
+    assert lines[-1] == "known: 1 in 1 packages, of which 1 have a fix"
