@@ -15,8 +15,9 @@ from typing import Any, Literal
 Message = Mapping[str, str]
 """One chat message: ``{"role": "user", "content": "…"}``."""
 
-FinishReason = Literal["stop", "length"]
-"""Why sampling ended: the end-of-turn token was drawn, or `Prompt.max_tokens` was reached."""
+FinishReason = Literal["stop", "length", "control"]
+"""Why sampling ended: the end-of-turn token was drawn, `Prompt.max_tokens` was reached, or another
+control token of the chat was drawn, such as ``<|user|>``."""
 
 StopReason = Literal[
     "solved", "failed", "max_turns", "max_actions", "context", "error", "timeout", "request"
@@ -79,11 +80,11 @@ class Completion:
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from
     (after temperature). The end-of-turn token, if drawn, is the last of `token_ids` and not part of
-    `text`. If a server gives no tokens, both are ``None``, and the completion cannot be trained on.
-    `fingerprint` is the hash of ids and logprobs at sampling
-    (`ragen.rollout.policies.fingerprint`), ``None`` without ids. The learner compares it with the
-    hash of its batch (`ragen.engines.exactness`). `usage` is the count of a server that gives no
-    ids.
+    `text`; another control token is the last, too, and `text` spells it. If a server gives no
+    tokens, both are ``None``, and the completion cannot be trained on. `fingerprint` is the hash of
+    ids and logprobs at sampling (`ragen.rollout.policies.fingerprint`), ``None`` without ids. The
+    learner compares it with the hash of its batch (`ragen.engines.exactness`). `usage` is the count
+    of a server that gives no ids.
 
     Example:
         >>> Completion((8, 9, 2), (-0.1, -0.7, -0.01), "Right</think>", "stop", 3).finish_reason

@@ -29,12 +29,16 @@ def make_sampler(
     Raises:
         RagenError: vLLM is missing, cannot be reached, or cannot serve the model.
     """
-    end_ids, decode, max_length = chat.end_ids, chat.decode, config.model.max_length
-    slots = config.rollout.slots
+    end_ids, decode, slots = chat.end_ids, chat.decode, config.rollout.slots
+    max_length, control_ids = config.model.max_length, chat.control_ids
     if name == "local":
-        return Sampler(model, end_ids, decode, slots=slots, max_length=max_length)
+        return Sampler(
+            model, end_ids, decode, slots=slots, max_length=max_length, control_ids=control_ids
+        )
     if name != "vllm":
-        return VllmServer(name, model, end_ids, decode, max_length=max_length)
+        return VllmServer(
+            name, model, end_ids, decode, max_length=max_length, control_ids=control_ids
+        )
     vllm = Vllm(
         str(model.name_or_path),  # the folder that was loaded, so that the Hub is not asked again
         dtype=config.model.dtype,
@@ -43,7 +47,7 @@ def make_sampler(
         gpu_memory=config.rollout.gpu_memory,
         adapter_rank=config.lora.rank if lora.has_adapters(model) else 0,
     )
-    sampler = VllmSampler(vllm, end_ids, decode, max_length=max_length)
+    sampler = VllmSampler(vllm, end_ids, decode, max_length=max_length, control_ids=control_ids)
     if is_adapter(path):  # it has loaded the base alone
         sampler.push(model)
     return sampler

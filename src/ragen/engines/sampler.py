@@ -54,9 +54,10 @@ class Sampler(QueuedPolicy):
         *,
         slots: int = 64,
         max_length: int = 1024,
+        control_ids: Collection[int] = (),
         fast: bool = True,
     ) -> None:
-        super().__init__(end_ids, decode, max_length)
+        super().__init__(end_ids, decode, max_length, control_ids)
         self._decoder = make_decoder(model, slots, max_length, fast=fast)
         self._waiting: list[_Request] = []
         self._running: dict[int, _Request] = {}
@@ -64,7 +65,6 @@ class Sampler(QueuedPolicy):
         self._table = SlotTable(slots)
 
         # The running requests as arrays over slots, so that a step costs no Python per slot.
-        self._end_ids = np.array(self.end_ids, dtype=np.int64)
         self._length = np.zeros(slots, dtype=np.int64)
         self._next_token = np.zeros(slots, dtype=np.int64)
         self._count = np.zeros(slots, dtype=np.int64)
@@ -244,7 +244,8 @@ class Sampler(QueuedPolicy):
         self._logprobs[slots, count] = logprobs
         self._next_token[slots] = tokens
         self._count[slots] = count + 1
-        done = np.isin(tokens, self._end_ids) | (count + 1 >= self._max_tokens[slots])
+        last = np.array([token in self.last_ids for token in tokens.tolist()], dtype=bool)
+        done = last | (count + 1 >= self._max_tokens[slots])
         for slot in slots[done].tolist():
             self._finish(slot)
 

@@ -53,8 +53,9 @@ class VllmServer(WeightedPolicy):
         decode: Decode,
         *,
         max_length: int,
+        control_ids: Collection[int] = (),
     ) -> None:
-        super().__init__(end_ids, decode, max_length)
+        super().__init__(end_ids, decode, max_length, control_ids)
         check_address("rollout.sampler", url, "a server for training needs no key")
         self.url = url.rstrip("/").removesuffix("/v1")
         with self._reaching():
@@ -128,8 +129,8 @@ class VllmServer(WeightedPolicy):
             "prompt": list(self._checked_ids(prompt)),
             "max_tokens": prompt.max_tokens,
             "seed": prompt.seed,
-            "stop_token_ids": self.end_ids,
-            "ignore_eos": True,  # only `end_ids` end a completion
+            "stop_token_ids": self.stop_ids,
+            "ignore_eos": True,  # only these end a completion
             "logprobs": 0,  # of the sampled token only
             "return_token_ids": True,
             # Everything that shapes the distribution, or the model's own defaults would apply.

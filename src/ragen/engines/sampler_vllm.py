@@ -32,9 +32,15 @@ class VllmSampler(QueuedPolicy):
     """
 
     def __init__(
-        self, vllm: Vllm, end_ids: Collection[int], decode: Decode, *, max_length: int
+        self,
+        vllm: Vllm,
+        end_ids: Collection[int],
+        decode: Decode,
+        *,
+        max_length: int,
+        control_ids: Collection[int] = (),
     ) -> None:
-        super().__init__(end_ids, decode, max_length)
+        super().__init__(end_ids, decode, max_length, control_ids)
         self._vllm = vllm
         self._names = map(str, count())
         self._closed = False
@@ -80,7 +86,7 @@ class VllmSampler(QueuedPolicy):
         self._checked_ids(prompt)
         name = next(self._names)
         self._vllm.wake()
-        self._vllm.add(name, prompt, self.end_ids)
+        self._vllm.add(name, prompt, self.stop_ids)
         return name
 
     async def _drive(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ragen.core.metrics import Metrics, mean
-from ragen.core.types import Completion, Prompt
+from ragen.core.types import Completion, FinishReason, Prompt
 from ragen.rollout.policies import fingerprint
 
 Decode = Callable[[Sequence[int]], str]
@@ -22,6 +22,10 @@ QUIET_ROUNDS = 4
 
 An episode whose environment answers at once sends its next request within them, through the
 rollout's own awaits."""
+
+
+STOP_IDS = 128
+"""Most tokens at which vLLM can stop a completion."""
 
 
 @dataclass(slots=True)
@@ -49,18 +53,27 @@ class Stats:
 class WeightedPolicy:
     """A `Policy` whose weights are published to it: the local sampler, vLLM, a server.
 
-    `end_ids` end a completion, which includes the one drawn; without any, every completion has
+    `end_ids` end a completion, which includes the one drawn; so do the other `control_ids` of the
+    chat, after which nothing may be sampled. Without any, every completion has
     `Prompt.max_tokens` tokens. `decode` turns token ids, without the end token, into text. A prompt
     and its completion have at most `max_length` tokens together, which the caller respects.
     `version` is the policy version of the weights, which completions carry. `stats` count tokens
     since they were last reset.
     """
 
-    def __init__(self, end_ids: Collection[int], decode: Decode, max_length: int) -> None:
+    def __init__(
+        self,
+        end_ids: Collection[int],
+        decode: Decode,
+        max_length: int,
+        control_ids: Collection[int] = (),
+    ) -> None:
         self.version = 0
         self.stats = Stats()
         self.max_length = max_length
         self.end_ids = sorted(end_ids)
+        self.last_ids = frozenset((*end_ids, *control_ids))
+        self.stop_ids = [*self.end_ids, *sorted(self.last_ids - {*end_ids})][:STOP_IDS]
         self._decode = decode
 
     async def complete(self, prompt: Prompt) -> Completion:
@@ -98,13 +111,21 @@ class WeightedPolicy:
         return ids
 
     def _completion(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion:
-        """The record of sampled tokens; the text leaves the end token out."""
+        """The record of sampled tokens; the text leaves the end token out.
+
+        What was sampled after a control token is cut off: not all of them fit into `stop_ids`.
+        """
+        for count, token in enumerate(token_ids, 1):
+            if token in self.last_ids:
+                token_ids, logprobs = token_ids[:count], logprobs[:count]
+                break
         ended = token_ids[-1] in self.end_ids
+        finish: FinishReason = "control" if token_ids[-1] in self.last_ids else "length"
         return Completion(
             token_ids,
             logprobs,
             self._decode(token_ids[:-1] if ended else token_ids),
-            "stop" if ended else "length",
+            "stop" if ended else finish,
             self.version,
             fingerprint(token_ids, logprobs),
         )
@@ -113,8 +134,14 @@ class WeightedPolicy:
 class QueuedPolicy(WeightedPolicy, ABC):
     """A policy with a task that samples while requests are open, and leaves none unanswered."""
 
-    def __init__(self, end_ids: Collection[int], decode: Decode, max_length: int) -> None:
-        super().__init__(end_ids, decode, max_length)
+    def __init__(
+        self,
+        end_ids: Collection[int],
+        decode: Decode,
+        max_length: int,
+        control_ids: Collection[int] = (),
+    ) -> None:
+        super().__init__(end_ids, decode, max_length, control_ids)
         self._open: dict[Any, asyncio.Future[Completion]] = {}  # sent and not answered
         self._task: asyncio.Task[None] | None = None
 

@@ -114,15 +114,15 @@ class Vllm:
                 'use rollout.sampler = "local", or lower rollout.gpu_memory or model.max_length'
             ) from error
 
-    def add(self, name: str, prompt: Prompt, end_ids: Sequence[int]) -> None:
+    def add(self, name: str, prompt: Prompt, stop_ids: Sequence[int]) -> None:
         """Request a completion; `step` returns it under `name`."""
         assert prompt.token_ids
         parameters = self._vllm.SamplingParams(
             temperature=prompt.temperature,
             seed=prompt.seed,
             max_tokens=prompt.max_tokens,
-            stop_token_ids=list(end_ids),
-            ignore_eos=True,  # only `end_ids` end a completion
+            stop_token_ids=list(stop_ids),
+            ignore_eos=True,  # only these end a completion
             logprobs=0,  # of the sampled token only
             detokenize=False,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,

@@ -46,7 +46,7 @@ class Demonstrator(PlayerPolicy):
         """Write the turn with randomness from the prompt's seed only."""
         generator = np.random.Generator(np.random.PCG64(prompt.seed))
         reply = self._teacher(env, limits, generator)
-        encoded = [(self._chat.encode(text), trained) for text, trained in reply]
+        encoded = [(self._chat.encode_text(text), trained) for text, trained in reply]
         encoded.append(((self._chat.end,), True))
         ids = tuple(token for tokens, _ in encoded for token in tokens)
         self.trained[prompt.seed] = tuple(trained for tokens, trained in encoded for _ in tokens)

@@ -231,7 +231,7 @@ def solver_examples(config: Config, chat: Chat, episodes: int) -> Examples:
     player = partial(solver, instead="give conversations to learn from with --data FILE.jsonl")
 
     def encode(text: str) -> tuple[int, ...]:
-        return (*chat.encode(text), chat.end)
+        return (*chat.encode_text(text), chat.end)
 
     policy = PlayerPolicy(lambda _: player, setup.think, setup.prefill, encode, plan_in_words)
     levels = [SFT_LEVELS + index for index in range(episodes)]

@@ -140,12 +140,13 @@ def to_exchanges(
             ids, num_prefill = chat.extend(running, before, given)
         else:
             ids, num_prefill = chat.open(before, given)
-        completion = written_completion(rest, lambda text: (*chat.encode(text), chat.end))
+        completion = written_completion(rest, lambda text: (*chat.encode_text(text), chat.end))
         sampled = completion.token_ids or ()
-        if not chat.end_ids.isdisjoint(sampled[:-1]):
+        forged = next((token for token in chat.encode(rest) if token in chat.control_ids), None)
+        if forged is not None:
             raise RagenError(
-                f"{transcript.where}: an assistant message contains the token that ends its turn; "
-                "remove it"
+                f"{transcript.where}: an assistant message contains the token "
+                f"{chat.text_of(forged)}, which ends a turn; remove it"
             )
         running = ids + sampled
         reply = message["content"]

@@ -24,6 +24,7 @@ from typing import Literal
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Message
+from ragen.rollout.control_tokens import ControlTokens, ids_after
 from ragen.rollout.template import THOUGHT, Ids, Template, Tokenizer, find_bridge, folded
 
 NO_THOUGHTS_IN_HISTORY = (
@@ -49,6 +50,9 @@ class Chat:
         warning: What a user should know about this template, in one sentence; or ``None``.
         end_ids: The tokens that end a turn: the first special token that the template puts after
             an assistant's message, and the tokenizer's end-of-sequence token.
+        control_ids: The tokens that structure a chat (`ragen.rollout.control_tokens`), `end_ids`
+            among them. No content of a message becomes one, and a reply ends with the first that
+            is sampled.
         fold: System text goes on top of the first user message, because the template has no system
             role, or moves its text (some put it into the last user message).
         opening: The start of a thought that the template's own generation prompt writes
@@ -80,14 +84,14 @@ class Chat:
         self._tokenizer = tokenizer
         # The Rust tokenizer behind the Python one encodes in two thirds of the time.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        # Episodes of a group have the same start, and small environments repeat observations.
         self._cached_ids = lru_cache(maxsize=1024)(self._ids)
         self._pieces: dict[int, str] = {}
         self._template = Template(tokenizer, think)
         self.opening = self._template.opening
         start = self._template.start
-        self._prefill_ids = lru_cache(lambda text: self._ids_after(start, text) if text else ())
-        self._num_opening = len(self._ids_after(start.removesuffix(self.opening), self.opening))
+        self._prefill_ids = lru_cache(lambda text: ids_after(self.encode, start, text))
+        before = start.removesuffix(self.opening)
+        self._num_opening = len(ids_after(self.encode, before, self.opening))
         self._end = self._special_token(self._template.closing())
         ends = (self._end, tokenizer.eos_token_id)
         self.end_ids = frozenset(token for token in ends if token is not None)
@@ -96,6 +100,11 @@ class Chat:
                 "no token ends a turn: the chat template writes no special token after a reply, "
                 "and the tokenizer has no eos_token; set tokenizer.eos_token"
             )
+        source = f"{tokenizer.chat_template}{start}{self._template.closing()}"
+        self._controls = ControlTokens(tokenizer, self.encode, source, self.end_ids)
+        self.control_ids = self._controls.ids
+        # Episodes of a group have the same start, and small environments repeat observations.
+        self._rendering_ids = lru_cache(maxsize=1024)(self._controls.encode_rendering)
         self._find_bridge(think, think and history_thoughts == "drop")
 
     def _find_bridge(self, think: bool, drops_thoughts: bool) -> None:
@@ -117,7 +126,8 @@ class Chat:
         self.exact = bridge is not None
         self.fold = template.fold or (bridge is not None and bridge.fold)
         if bridge is not None:
-            self._bridge = lru_cache(maxsize=1024)(bridge.text)
+            text, mark = bridge.text, self._controls.mark
+            self._bridge = lru_cache(maxsize=1024)(lambda content: text(mark(content)))
 
     @property
     def end(self) -> int:
@@ -134,7 +144,7 @@ class Chat:
         Raises:
             RagenError: The template refuses the conversation.
         """
-        return self._prefilled(self.encode(self._text_of(messages)), prefill)
+        return self._prefilled(self._rendering_ids(self._text_of(messages)), prefill)
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], prefill: str = ""
@@ -142,13 +152,13 @@ class Chat:
         """Append the text between a sampled reply and the next one.
 
         `ids` end with the sampled ids of the last reply, including its end-of-turn token; if the
-        reply was cut at its length limit and has none, the template's closing is appended, as
-        tokens that were not sampled. `messages` is the whole conversation with the new user
-        message, `prefill` as for `open`. Returns `ids` unchanged and the appended ones, and how
-        many of the last ones are pre-filled.
+        reply has none, because it was cut at its length limit or by another control token, the
+        template's closing is appended, as tokens that were not sampled. `messages` is the whole
+        conversation with the new user message, `prefill` as for `open`. Returns `ids` unchanged
+        and the appended ones, and how many of the last ones are pre-filled.
         """
         assert self.exact, "no exact extension exists for this template: open each turn afresh"
-        bridge = self.encode(self._bridge(messages[-1]["content"]))
+        bridge = self._rendering_ids(self._bridge(messages[-1]["content"]))
         if ids[-1] in self.end_ids and self._end is not None:
             bridge = bridge[bridge.index(self._end) + 1 :]
         return self._prefilled((*ids, *bridge), prefill)
@@ -158,8 +168,12 @@ class Chat:
         return folded(messages) if self.fold else messages
 
     def encode(self, text: str) -> Ids:
-        """Ids of a text; no special token is added."""
+        """Ids of a rendering, where control tokens are spelled out; no special token is added."""
         return self._cached_ids(text)
+
+    def encode_text(self, text: str) -> Ids:
+        """Ids of the text of a reply, without a control token whatever it spells."""
+        return self._controls.encode_text(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without the end-of-turn token; other special tokens are kept."""
@@ -215,11 +229,6 @@ class Chat:
         # The bytes of some character are spread over tokens that cannot be decoded alone.
         return lambda k: len(commonprefix((self._text(ids[:k]), text)))  # noqa: RUF071 (characters)
 
-    def _ids_after(self, before: str, text: str) -> Ids:
-        """Ids of `text` after the text `before`."""
-        head, whole = self.encode(before), self.encode(before + text)
-        return whole[len(head) :] if whole[: len(head)] == head else self.encode(text)
-
     def _prefilled(self, ids: Ids, prefill: str) -> tuple[Ids, int]:
         if self.opening and prefill.strip() in ("", self.opening.strip()):
             return ids, self._num_opening
@@ -232,12 +241,16 @@ class Chat:
         return next((token for token in self.encode(text) if token in special), None)
 
     def _text_of(self, messages: Sequence[Message]) -> str:
-        """A conversation up to the start of the next reply, thoughts included."""
+        """A conversation up to the start of the next reply, thoughts included, contents marked."""
+        mark = self._controls.mark
+        marked: list[Message] = [
+            {"role": message["role"], "content": mark(message["content"])} for message in messages
+        ]
         if not self._splices:
-            return self._template.render(self.taken(messages))
+            return self._template.render(self.taken(marked))
         opened = 1 + next(n for n, message in enumerate(messages) if message["role"] == "user")
-        text = self._template.render(self.taken(messages[:opened]))
-        for reply, user in zip(messages[opened::2], messages[opened + 1 :: 2], strict=True):
+        text = self._template.render(self.taken(marked[:opened]))
+        for reply, user in zip(marked[opened::2], messages[opened + 1 :: 2], strict=True):
             # The text so far ends with the start of the thought, if the template writes one.
             rest = reply["content"].removeprefix(self.opening.strip())
             text += rest.removeprefix(self.opening.removeprefix("<think>"))

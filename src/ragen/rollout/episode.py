@@ -165,7 +165,7 @@ class _Playthrough:
         if completion.token_ids is not None or chat is None:
             return completion
         end = (chat.end,) if completion.finish_reason == "stop" else ()
-        return written_completion(completion.text, lambda text: (*chat.encode(text), *end))
+        return written_completion(completion.text, lambda text: (*chat.encode_text(text), *end))
 
     def _limits(self, number: int) -> Limits:
         setup = self.setup

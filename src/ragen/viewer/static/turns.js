@@ -102,6 +102,8 @@ export function TurnCard({ turn, sum, current, onChoose }) {
       ${!turn.well_formed && html`<${Chip} kind="bad" title="the reply was not valid">format<//>`}
       ${turn.finish_reason === "length" && html`<${Chip} kind="warn"
         title="the reply reached rollout.max_tokens">cut off<//>`}
+      ${turn.finish_reason === "control" && html`<${Chip} kind="bad"
+        title="the reply ended with a control token that does not end a turn">control token<//>`}
       <span class="grow"></span>
       ${turn.num_tokens !== null && html`<span class="muted small"
         title=${`sampled by policy version ${turn.policy_version}`}>${
