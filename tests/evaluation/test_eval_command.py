@@ -6,12 +6,14 @@ import json
 import os
 import shlex
 import signal
+import socket
 import sqlite3
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,31 @@ def test_a_server_that_fails_in_every_episode_is_reported_in_one_line(capsys: Ca
         output = capsys.readouterr()
         assert output.out == "" and output.err.count("\n") == 1
         assert "HTTP 50" in output.err
+
+
+def test_episodes_that_ended_before_the_server_died_are_kept(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After eight requests the port is closed, which ends the command and fails no episode."""
+    monkeypatch.setattr(endpoint, "TRIES", 8)
+
+    def script(number: int, body: dict[str, Any]) -> Answer:
+        if number == 7:
+            server._server.socket.shutdown(socket.SHUT_RDWR)
+        return replace(solves_by_seed(0, body), headers={"Connection": "close"})
+
+    start = time.monotonic()
+    with FaultyServer(script) as server:
+        command = eval_command(server, "--env.max_turns", "1", "--concurrency", "1", episodes=99)
+        assert main(command) == 2
+    assert time.monotonic() - start < 20
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert "no longer answers: ConnectError" in output.err
+    assert "run the same command again to continue" in output.err
+    with closing(sqlite3.connect(Path("evals", DATABASE))) as connection:
+        stored = connection.execute("SELECT stop_reason FROM outcomes").fetchall()
+    assert len(stored) == 8 and ("request",) not in stored
 
 
 def test_concurrency_limits_requests_at_once() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import socket
+import ssl
 import threading
 import time
 import zlib
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, repeat
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -357,6 +359,17 @@ def test_a_server_that_cannot_be_reached_is_said_without_a_retry(
     result = ask(url)
     assert isinstance(result, RagenError) and "is it running?" in str(result)
     assert time.monotonic() - start < 5
+
+
+def test_a_broken_record_of_tls_is_one_line() -> None:
+    """httpx passes this error of a connection on as it is."""
+
+    def break_connection(policy: ChatEndpoint) -> None:
+        broken = Mock(side_effect=ssl.SSLError(1, "bad record mac"))
+        policy._client.stream = broken  # type: ignore[method-assign]
+
+    result = ask("https://localhost/v1", break_connection)
+    assert isinstance(result, RagenError) and "SSLError (" in str(result)
 
 
 def test_a_server_that_dies_is_asked_for_some_seconds_and_then_ends_the_run(
