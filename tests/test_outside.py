@@ -182,6 +182,21 @@ def test_check_reports_what_is_wrong(code: str, capsys: pytest.CaptureFixture[st
     assert BROKEN_CODE[code] in error and error.count("\n") == 1
 
 
+def test_check_reports_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mixed.py").write_text("def good(group): return 1.0\ndef bad(group): return 'x'")
+    names = ["bandti", "mixed.py:bad", "mixed.py:good", "no_file.py:f", "frozen-lake", "ppo_clip"]
+    assert main(["check", *names]) == 2
+    output = capsys.readouterr()
+    assert output.out.splitlines() == [
+        "mixed.py:good: passes as filter score",
+        "frozen-lake: keeps the contract",
+        "ppo_clip: passes as loss",
+    ]
+    bandit, bad, file = output.err.splitlines()
+    assert "did you mean 'bandit'?" in bandit and "no file no_file.py" in file
+    assert "mixed.py:bad (filter score) failed on an example: ValueError" in bad
+
+
 def test_a_reward_that_raises_fails_its_episode() -> None:
     Path("bad.py").write_text("def f(turn): return {}['x']")
     with pytest.raises(
@@ -190,18 +205,26 @@ def test_a_reward_that_raises_fails_its_episode() -> None:
         ragen.train("bandit", SMALL, rewards={"bad.py:f": 1.0}, out="run")
 
 
-def test_entry_points_are_resolved_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_are_resolved_recorded_and_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An entry point is named by one word; the run records the version of its distribution."""
     site = Path("site")
     info = site / "others-1.2.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text("[ragen.filters]\nnumber = others_module:number\n")
-    (site / "others_module.py").write_text("def number(group): return float(len(group.episodes))")
+    points = "number = others_module:number\nwrong = others_module:wrong"
+    (info / "entry_points.txt").write_text(f"[ragen.filters]\n{points}\n")
+    (site / "others_module.py").write_text(
+        "def number(group): return float(len(group.episodes))\ndef wrong(turn, other): return 1.0"
+    )
     monkeypatch.syspath_prepend(str(site.resolve()))
     config = resolve("bandit", {"filter.rule": "top_k", "filter.score": "number"})
     assert sources(config) == {"number": "others 1.2"}
-    assert main(["check", "others_module:number"]) == 0
+    assert main(["check", "others_module:number", "number"]) == 0
+    capsys.readouterr()
+    assert main(["check", "wrong"]) == 2
+    assert "wrong is no filter score: " in capsys.readouterr().err
 
 
 def test_entry_point_groups_and_kinds_are_documented() -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragen.cli.command import Command, Overrides, Parser, number, program, whole
+from ragen.cli.command import Command, Overrides, Parser, complain, number, program, whole
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 
@@ -138,25 +138,51 @@ def _envs(options: Namespace, _: Overrides) -> int:
 
 
 def _check_options(parser: Parser) -> None:
-    names = "environments, or classes and functions as path/to/file.py:name [all environments]"
+    names = (
+        "environments, functions of installed packages, or classes and functions as "
+        "path/to/file.py:name [all environments]"
+    )
     parser.take("names", "NAME", names, nargs="*")
 
 
 def _check(options: Namespace, _: Overrides) -> int:
+    from ragen.envs.registry import registered_envs
+
+    exit_code = 0
+    for name in options.names or registered_envs():
+        try:
+            print(f"{name}: {_checked(name)}", flush=True)
+        except RagenError as error:
+            complain(str(error))
+            exit_code = error.exit_code
+    return exit_code
+
+
+def _checked(name: str) -> str:
+    """What a name was found to be.
+
+    Raises:
+        RagenError: It cannot be loaded, or does not pass.
+    """
+    from ragen.config.extensions import KINDS
     from ragen.core.plugins import load_object
     from ragen.envs.checker import check
     from ragen.envs.registry import make, registered_envs
 
-    kind = "environment (subclass of ragen.Env) or function"
-    for name in options.names or registered_envs():
-        if ":" in name and not isinstance(load_object(name, kind=kind).object, type):
-            from ragen.training.code_check import check_function
+    if ":" in name:
+        kind = "environment (subclass of ragen.Env) or function"
+        is_env = isinstance(load_object(name, kind=kind).object, type)
+    else:
+        functions = (
+            kind.complaint(name) is None for key, kind in KINDS.items() if key != "env.name"
+        )
+        is_env = name in registered_envs() or not any(functions)
+    if is_env:
+        check(make(name))
+        return "keeps the contract"
+    from ragen.training.code_check import check_function
 
-            print(f"{name}: passes as {check_function(name)}")
-        else:
-            check(make(name))
-            print(f"{name}: keeps the contract")
-    return 0
+    return f"passes as {check_function(name)}"
 
 
 def _doctor_options(parser: Parser) -> None:

@@ -51,9 +51,10 @@ WON = replace(LOST, member=1, turns=(TURN,), stop_reason="solved", success=True)
 def check_function(name: str) -> str:
     """Check a function that a config may name, such as ``path/to/file.py:name``.
 
-    Its kind follows from its parameters: an estimator names some of `ESTIMATOR_INPUTS`, a loss
-    takes ``(logprobs_N, tokens)``, a filter score ``(group)``, a reward term ``(turn)``, a detector
-    ``(history)``. It is then called with an example.
+    The kind of an entry point is that of its group. Otherwise it follows from the parameters: an
+    estimator names some of `ESTIMATOR_INPUTS`, a loss takes ``(logprobs_N, tokens)``, a filter
+    score ``(group)``, a reward term ``(turn)``, a detector ``(history)``. The function is then
+    called with an example.
 
     Returns:
         The kind, such as ``"loss"``.
@@ -76,6 +77,8 @@ def check_function(name: str) -> str:
 
 
 def _kind_of(name: str) -> tuple[Kind, Check]:
+    if ":" not in name:
+        return next((kind, check) for kind, _, check in _CHECKS if kind.complaint(name) is None)
     function = load_object(name, kind="function", accepts=callable).object
     for kind, parameters, check in _CHECKS:
         if any(names_input(function, parameter) for parameter in parameters):
