@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch, collate, take
+from ragen.algorithms.losses import Loss
 from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
+from ragen.core.errors import NotFiniteError
 from ragen.core.types import Sample
 from ragen.engines.learner import IMPORTANCE_CAP, Learner
 from ragen.engines.optimizers import optimizer_tensors, optimizers, restore_optimizer
@@ -291,6 +293,30 @@ def test_logprobs_equal_those_of_the_plain_model() -> None:
 
 
 # Skipped updates, the shared critic, importance weights and the reference.
+
+
+def test_an_infinite_loss_with_a_finite_gradient_is_never_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = learner()
+    monkeypatch.setattr(one, "_task_loss", lambda x, _: Loss(x.mean() + torch.inf, {}))
+    before = weights(one)
+    assert one.update(batch(one), 0)["update/skipped_policy"].value == 1
+    assert equal(weights(one), before)
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_scores_that_are_not_finite_are_an_error(role: str) -> None:
+    one = learner(critic=True)
+    part = batch(one)
+    module = one.critic.head if role == "critic" else one.model.get_output_embeddings()
+    with torch.no_grad():
+        module.weight.fill_(torch.nan)
+    with pytest.raises(NotFiniteError, match=role):
+        one.values(part) if role == "critic" else one.logprobs(part)
+    if role == "policy":
+        with pytest.raises(NotFiniteError, match="scores of thoughts"):
+            one.cross_scores([(5, 6)], [(7, 8)])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 from transformers import PreTrainedModel
 
+from ragen.core.errors import NotFiniteError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampler import Sampler, draw
 from ragen.models.model import hidden_states, token_logprobs
@@ -284,3 +285,46 @@ def test_a_slow_environment_changes_no_token(
 
     late, early = asyncio.run(everyone(slowly)), asyncio.run(everyone(quickly))
     assert [c.token_ids for c in late] == [c.token_ids for c in early]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.001, 1.0, 100.0])
+def test_a_row_that_is_not_finite_has_no_finite_logprob(bad: float, temperature: float) -> None:
+    logits = torch.zeros(4, 6)
+    logits[1] = bad
+    logits[2, 3] = bad
+    tokens, logprobs = draw(logits, np.full(4, temperature), np.array([0.0, 0.5, 0.9, 0.99]))
+    assert ((tokens >= 0) & (tokens < 6)).all()
+    excludes = bad < 0  # −∞ leaves the other tokens of a row possible
+    assert np.isfinite(logprobs).tolist() == [True, False, excludes, True]
+
+
+@pytest.mark.parametrize("temperature", [0.001, 0.01, 1.0, 100.0])
+def test_drawing_is_exact_for_extreme_logits_at_every_temperature(temperature: float) -> None:
+    """Against a softmax in float64, for logits up to 1e34 in size."""
+    generator = np.random.default_rng(0)
+    for size in (1e-30, 1.0, 1e4, 1e20, 1e34):
+        logits = torch.from_numpy(generator.normal(0, size, (64, 50))).float()
+        uniforms = generator.random(64)
+        tokens, logprobs = draw(logits, np.full(64, temperature), uniforms)
+        scaled = logits.double() / float(np.float32(temperature))
+        expected = torch.log_softmax(scaled, dim=-1)
+        drawn = expected.gather(1, torch.from_numpy(tokens)[:, None])[:, 0].numpy()
+        assert np.isfinite(logprobs).all()
+        np.testing.assert_allclose(logprobs, drawn, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_broken_model_is_named_and_the_sampler_works_again_after_it(fast: bool) -> None:
+    model = tiny()
+    sampler = make_sampler(model, fast=fast)
+    before = run(sampler)
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    with torch.no_grad():
+        model.get_output_embeddings().weight[1] = torch.nan
+    asyncio.run(sampler.publish(model, 1))
+    with pytest.raises(NotFiniteError, match="the logits of the model are not finite"):
+        run(sampler)
+    model.load_state_dict(weights)
+    asyncio.run(sampler.publish(model, 0))
+    assert run(sampler) == before

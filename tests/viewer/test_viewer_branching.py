@@ -206,11 +206,11 @@ def alive(pid: int) -> bool:
         ({"n": 65}, "n: expected a whole number from 1 to 64"),
         ({"checkpoint": 9}, "checkpoint = 9: the run keeps those of steps 0, 1, 2"),
         ({"checkpoint": "--help"}, "checkpoint: expected a whole number"),
-        ({"temperature": -0.5}, "temperature = -0.5: expected a number from 0"),
+        ({"temperature": -0.5}, "temperature = -0.5: expected a number from 0.001"),
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"temperature": float("inf")}, "temperature = inf"),
         ({"temperature": "1; rm -rf"}, "temperature: expected a number"),
-        ({"temperature": 10**400}, "expected a number from 0"),
+        ({"temperature": 10**400}, "expected a number from 0.001"),
     ],
 )
 def test_an_invalid_request_is_refused(

@@ -18,6 +18,10 @@ EPISODE_CLIP = 0.05
 """Largest clip bound for GSPO. An episode's mean log-ratio stays within some thousandths of 0, and
 the paper (arXiv:2507.18071) clips at 3e-4 and 4e-4: PPO's .2 would clip nothing."""
 
+TEMPERATURES = (0.001, 100.0)
+"""Range of the temperatures above 0. Below it, a model is as good as greedy, and logits divided by
+much less overflow; above it, all tokens are about equally likely."""
+
 VLLM_TEMPERATURES = (0.01, 2.0)
 """Range of the temperatures above 0 that vLLM uses unchanged (``vllm.sampling_params``)."""
 

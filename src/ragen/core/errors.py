@@ -19,6 +19,22 @@ class RagenError(ValueError):
     exit_code = 2
 
 
+class NotFiniteError(RagenError):
+    """A model computed a number that is NaN or infinite: its weights do not work.
+
+    Example:
+        >>> str(NotFiniteError("the logits of base")).partition(":")[0]
+        'the logits of base are not finite'
+    """
+
+    def __init__(self, numbers: str) -> None:
+        super().__init__(
+            f"{numbers} are not finite: the weights hold NaN, or are so large that sums overflow; "
+            "take other weights, such as those of an earlier checkpoint"
+        )
+        self.numbers = numbers
+
+
 class GuardStop(RagenError):
     """The guard stopped a run, saved as it was; commands exit with 3."""
 

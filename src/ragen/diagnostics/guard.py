@@ -41,7 +41,7 @@ MESSAGES: dict[str, str] = {
     "{baseline:.3g}",
     "format_loss": "{value:.1%} of the replies are valid, it had been {baseline:.1%}",
     "degenerate_text": "{value:.1%} of the replies repeat one token",
-    "non_finite": "{value:.0f} updates were skipped: loss or gradient not finite",
+    "non_finite": "loss, gradient or logits not finite ({value:.0f} updates were skipped)",
     "empty_filter": "no group had any spread of reward for {value:.0f} steps, so there is nothing "
     "to learn: use easier or harder levels, or filter.include_zero = true",
     "stalled": "no phase made progress for {value:.0f} s",

@@ -16,7 +16,7 @@ from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, collate
 from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
-from ragen.core.errors import RagenError
+from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.metrics import Metrics, largest
 from ragen.core.types import Prompt, Role, Sample
 from ragen.engines.factory import load_model, make_sampler, prepare_model
@@ -75,6 +75,7 @@ class Engine:
         self.version = 0
         sampler = config.rollout.sampler
         self.policy = make_sampler(sampler, config, self.model, self.chat, path)
+        self.policy.source = path
         self.learner = Learner(
             self.model,
             config.update,
@@ -164,12 +165,41 @@ class Engine:
         """
         return self.policy.stats.metrics() | self._parity
 
+    def _refuse_broken(self) -> None:
+        """Refuse a policy or critic that does not work, on the tokens of one question.
+
+        Raises:
+            NotFiniteError: What it computes is not finite.
+        """
+        ids = self.chat.open([{"role": "user", "content": QUESTION}])[0][: self.policy.max_length]
+        scored = len(ids) - 1
+        sample = Sample(
+            ids,
+            (False,) + (True,) * scored,
+            (0.0,) * len(ids),
+            (-1,) + (0,) * scored,
+            (False,) * scored + (True,),
+            0,
+            0,
+        )
+        batch = collate([sample])
+        self.learner.logprobs(batch)
+        if self.learner.critic is not None:
+            self.learner.values(batch)
+
     async def save(self, folder: Path) -> dict[str, Any]:
         """Write weights and optimisers into `folder`; returns the rest as JSON values.
 
         The model, or with LoRA its adapter, is a Hugging Face folder, the rest are safetensors.
+
+        Raises:
+            NotFiniteError: The weights do not work.
         """
         learner = self.learner
+        for name, weights in learner.trained_weights():
+            if not bool(weights.isfinite().all()):
+                raise NotFiniteError(f"the weights {name}")
+        self._refuse_broken()
         save_model(self.model, self.tokenizer, folder, self._base)
         if learner.critic is not None:
             _save(learner.critic.state_dict(), folder / "critic.safetensors")
@@ -281,6 +311,8 @@ def _load(path: Path) -> dict[str, Tensor]:
 def _saved_weights(folder: Path) -> dict[str, Tensor]:
     try:
         saved, _ = load_policy(str(folder), "cpu", "float32")
+    except NotFiniteError:  # the weights are what was written
+        raise
     except RagenError as error:
         raise Damaged(folder / "model.safetensors", error.__cause__ or error) from error
     return saved.state_dict()

@@ -66,7 +66,9 @@ def make_policy(config: Config, path: str) -> tuple[WeightedPolicy, Chat]:
     name = "vllm" if config.rollout.sampler == "vllm" else "local"
     if name == "vllm" and lora.has_adapters(model):
         model = lora.merge(model)
-    return make_sampler(name, config, model, chat, path), chat
+    policy = make_sampler(name, config, model, chat, path)
+    policy.source = path
+    return policy, chat
 
 
 def load_model(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

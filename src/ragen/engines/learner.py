@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +30,7 @@ from ragen.algorithms.losses import (
     value_loss,
 )
 from ragen.config.sections import LossConfig, UpdateConfig
+from ragen.core.errors import NotFiniteError
 from ragen.core.metrics import Metrics, largest, last, mean, merge, total
 from ragen.engines.exactness import verify
 from ragen.engines.optimizers import WEIGHT_DECAY, optimizers
@@ -111,28 +112,52 @@ class Learner:
         named = {"masters": self.masters, "critic-masters": self.critic_masters}
         return {name: masters for name, masters in named.items() if masters.tensors()}
 
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that updates change, by name: the policy's, then the critic's."""
+        modules = {"policy": self.trained, "critic": self.critic}
+        for role, module in modules.items():
+            for name, weights in module.named_parameters() if module is not None else ():
+                if weights.requires_grad:
+                    yield f"{role}.{name}", weights.detach()
+
     @torch.no_grad()
     def logprobs(self, batch: Batch, reference: bool = False) -> tuple[Tensor, ...]:
-        """Logprobs and entropies ``(B, T)`` of the trained tokens, by policy or reference."""
+        """Logprobs and entropies ``(B, T)`` of the trained tokens, by policy or reference.
+
+        Raises:
+            NotFiniteError: A number is not finite.
+        """
         model = self.reference if reference else self.model
         assert model is not None, "this learner keeps no reference"
         with acting(model, "reference" if reference else "policy"):
-            return self._per_token(batch, lambda part: self._policy_outputs(model, part))
+            fields = self._per_token(batch, lambda part: self._policy_outputs(model, part))
+        return _finite(f"the logprobs of the {'reference' if reference else 'policy'}", *fields)
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
-        """The critic's estimate ``(B, T)`` of the state before each trained token."""
+        """The critic's estimate ``(B, T)`` of the state before each trained token.
+
+        Raises:
+            NotFiniteError: A number is not finite.
+        """
         assert self.critic is not None, "this learner trains no critic"
         with acting(self.model, "policy" if self.critic.shared else "critic"):
-            (values_BT,) = self._per_token(batch, lambda part: (self._critic_values(part),))
+            fields = self._per_token(batch, lambda part: (self._critic_values(part),))
+        (values_BT,) = _finite("the critic's values", *fields)
         return values_BT
 
     def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
-        """See `ragen.models.model.cross_scores`."""
+        """See `ragen.models.model.cross_scores`.
+
+        Raises:
+            NotFiniteError: A score is NaN; −∞ is the score of an impossible thought.
+        """
         most = self._update.microbatch_tokens
-        return cross_scores(self.model, prompts, thoughts, self._temperature, most)
+        scores_NM = cross_scores(self.model, prompts, thoughts, self._temperature, most)
+        _finite("the scores of thoughts", scores_NM.exp())
+        return scores_NM
 
     def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
         """Norms of the policy's gradient for each term of the loss and each bucket of rows.
@@ -219,27 +244,34 @@ class Learner:
         batch = replace(batch, weight_BT=weights_BT)
         microbatches = [take(batch, rows) for rows in self._microbatches(batch)]
         parts = [verify(microbatches)]
+        losses, critic_losses = list[Tensor](), list[Tensor]()
         if not shares_prompts(self.model):  # with shared prompts rows are not padded
             parts.append(padding(microbatches))
         for part in microbatches:
             tokens = flatten(part).to(self._device)
-            parts.append(self._policy_backward(part, tokens))
+            loss = self._policy_backward(part, tokens)
+            losses.append(loss.value.detach())
+            parts.append(loss.metrics)
             if self.critic is not None and not self.critic.shared:
                 with acting(self.model, "critic"):
                     loss = value_loss(self._critic_values(part), tokens, value_clip=VALUE_CLIP)
                     loss.value.backward()  # type: ignore[no-untyped-call]
+                critic_losses.append(loss.value.detach())
                 parts.append(loss.metrics)
         metrics = merge(parts)
         scale = self._learning_rate(step)
-        metrics |= self._apply(self.optimizers, self.masters, scale, "policy")
+        metrics |= self._apply(self.optimizers, self.masters, scale, "policy", losses)
         metrics["update/lr"] = last(self._update.lr * scale)
         self.synced = False
         if self.critic is not None:
-            metrics |= self._apply(self.critic_optimizers, self.critic_masters, scale, "critic")
+            losses = losses if self.critic.shared else critic_losses
+            metrics |= self._apply(
+                self.critic_optimizers, self.critic_masters, scale, "critic", losses
+            )
         metrics["update/count"] = total(1)
         return metrics
 
-    def _policy_backward(self, part: Batch, tokens: TokenFields) -> Metrics:
+    def _policy_backward(self, part: Batch, tokens: TokenFields) -> Loss:
         """Gradients of the policy's loss, and of the critic's if it shares the backbone."""
         hidden_ND = hidden_states(self.model, *self._model_inputs(part))
         loss = self._policy_loss(tokens, *self._outputs_of_states(self.model, part, hidden_ND))
@@ -248,7 +280,7 @@ class Learner:
             both = SHARED_VALUE_WEIGHT * value.value + loss.value
             loss = Loss(both, value.metrics | loss.metrics)
         loss.value.backward()  # type: ignore[no-untyped-call]
-        return loss.metrics
+        return loss
 
     def _policy_loss(self, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor) -> Loss:
         """The policy's loss with its entropy bonus and KL term."""
@@ -281,11 +313,16 @@ class Learner:
         )
 
     def _apply(
-        self, optimizers: list[Optimizer], masters: Masters, scale: float, name: str
+        self,
+        optimizers: list[Optimizer],
+        masters: Masters,
+        scale: float,
+        name: str,
+        losses: list[Tensor],
     ) -> Metrics:
         trained = masters.trained.values()
         norm = float(nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM))
-        finite = math.isfinite(norm)
+        finite = math.isfinite(norm) and bool(torch.stack(losses).isfinite().all())
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["full_lr"] * scale
@@ -328,3 +365,14 @@ class Learner:
         before_BT[:, :-1] = part.weight_BT[:, 1:] > 0
         ids_BT, lengths_B = part.token_ids_BT, part.lengths_B
         return ids_BT.to(self._device), lengths_B.to(self._device), before_BT.to(self._device)
+
+
+def _finite(numbers: str, *fields: Tensor) -> tuple[Tensor, ...]:
+    """The fields, which are on the CPU.
+
+    Raises:
+        NotFiniteError: One of them holds a NaN or ∞.
+    """
+    if not all(bool(field.isfinite().all()) for field in fields):
+        raise NotFiniteError(numbers)
+    return fields

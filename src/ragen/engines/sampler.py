@@ -260,7 +260,8 @@ def draw(
 
     Logits are float32, and −∞ excludes a token. Each row is divided by its temperature; 0 takes the
     most likely token. The uniforms are in [0, 1), one for each row. Returns token ids and their
-    logprobs under the distribution drawn from (temperature 1 for greedy rows).
+    logprobs under the distribution drawn from (temperature 1 for greedy rows). A row without a
+    distribution, because it has a NaN or ∞, gives any token with the logprob NaN.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75]]).log()
@@ -277,7 +278,8 @@ def draw(
     total_N1 = cdf_NV[:, -1:]
     below_N1 = torch.from_numpy(uniforms_N).to(device)[:, None] * total_N1
     below_N1 = torch.minimum(below_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
-    tokens_N1 = torch.searchsorted(cdf_NV, below_N1, right=True)
+    # The clamp matters where all is NaN: an index past the end would be an error of the device.
+    tokens_N1 = torch.searchsorted(cdf_NV, below_N1, right=True).clamp_(max=cdf_NV.shape[1] - 1)
     if greedy_N.any():
         best_N1 = logits_NV.argmax(dim=-1, keepdim=True)
         tokens_N1 = torch.where(torch.from_numpy(greedy_N).to(device)[:, None], best_N1, tokens_N1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ragen.core.errors import NotFiniteError
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Completion, FinishReason, Prompt
 from ragen.rollout.policies import fingerprint
@@ -58,7 +60,7 @@ class WeightedPolicy:
     `Prompt.max_tokens` tokens. `decode` turns token ids, without the end token, into text. A prompt
     and its completion have at most `max_length` tokens together, which the caller respects.
     `version` is the policy version of the weights, which completions carry. `stats` count tokens
-    since they were last reset.
+    since they were last reset. `source` is where the first weights are from, for messages.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class WeightedPolicy:
         control_ids: Collection[int] = (),
     ) -> None:
         self.version = 0
+        self.source = "the model"
         self.stats = Stats()
         self.max_length = max_length
         self.end_ids = sorted(end_ids)
@@ -81,6 +84,9 @@ class WeightedPolicy:
 
         Temperature 0 takes the most likely token and reports its logprob at temperature 1. The
         logprobs are those of the distribution actually drawn from.
+
+        Raises:
+            NotFiniteError: The logits are not finite.
         """
         raise NotImplementedError
 
@@ -119,6 +125,10 @@ class WeightedPolicy:
             if token in self.last_ids:
                 token_ids, logprobs = token_ids[:count], logprobs[:count]
                 break
+        # A row of logits with a NaN or ∞ has no finite logprob. Here all samplers are checked, once
+        # per completion, on numbers that are on the host anyway.
+        if not math.isfinite(sum(logprobs)):
+            raise NotFiniteError(f"the logits of {self.source}")
         ended = token_ids[-1] in self.end_ids
         finish: FinishReason = "control" if token_ids[-1] in self.last_ids else "length"
         return Completion(

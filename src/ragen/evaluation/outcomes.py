@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sqlite3
 import time
 from collections import Counter
@@ -17,7 +16,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from ragen.config.rules import vllm_refuses
+from ragen.config.rules import TEMPERATURES, vllm_refuses
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, StopReason, Turn, Usage
 from ragen.storage.database import DATABASE, cannot_write, close_database, open_database
@@ -35,8 +34,11 @@ def check_sampling(seed: int, temperature: float, sampler: str) -> None:
     Raises:
         RagenError: It is out of its range, or vLLM cannot sample exactly at the temperature.
     """
-    if not 0 <= temperature < math.inf:
-        raise RagenError(f"temperature = {temperature}: expected a number ≥ 0")
+    low, high = TEMPERATURES
+    if temperature != 0 and not low <= temperature <= high:
+        raise RagenError(
+            f"temperature = {temperature:g}: expected {low:g} to {high:g}, or 0 for greedy play"
+        )
     if seed < 0:
         raise RagenError(f"seed = {seed}: expected a whole number ≥ 0")
     if sampler == "vllm" and (reason := vllm_refuses(temperature)):

@@ -22,7 +22,7 @@ from ragen.algorithms.batch import Batch, collate, minibatches
 from ragen.algorithms.samples import Exchange, join
 from ragen.config.config import Config
 from ragen.config.sections import LossConfig
-from ragen.core.errors import RagenError
+from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import SFT_LEVELS, derive
 from ragen.core.stopping import run_async
@@ -162,9 +162,12 @@ def sft(
     with new_folder(out) as folder:
         before = mean_nll(learner, test_batch)
         learn(learner, epoch_minibatches(train_batch, size, epochs, config.seed), num_steps, watch)
-        after = mean_nll(learner, test_batch)
-        if not math.isfinite(after):
-            raise RagenError(f"the loss is {after} after {num_steps} steps: set a lower --lr")
+        try:
+            after = mean_nll(learner, test_batch)
+        except NotFiniteError as failure:
+            raise RagenError(
+                f"{failure.numbers} are not finite after {num_steps} steps: set a lower --lr"
+            ) from failure
         save_model(model, tokenizer, folder)
     return SftResult(
         model=out,
@@ -188,7 +191,10 @@ def learn(
     for step, part in enumerate(parts, 1):
         recent.append(learner.update(part, step - 1))
         if step * LINES // num_steps > (step - 1) * LINES // num_steps:
-            watch(f"step {step}/{num_steps}  nll {merge(recent)['loss/nll'].value:.4f}")
+            metrics = merge(recent)
+            skipped = metrics["update/skipped_policy"].value
+            more = f"  {skipped:.0f} updates skipped: not finite" if skipped else ""
+            watch(f"step {step}/{num_steps}  nll {metrics['loss/nll'].value:.4f}{more}")
             recent.clear()
 
 

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import NotFiniteError, RagenError
 from ragen.models.adapter_folder import fingerprint_of_base, save_adapter
 from ragen.models.lora import has_adapters
 from ragen.models.model import backbone
@@ -201,6 +201,8 @@ def _check_output_layer(model: PreTrainedModel, name: str) -> None:
         raise RagenError(f"the model '{name}' has no output layer over a vocabulary")
     probe_BT = torch.arange(1, 5, device=model.device)[None] % head.weight.shape[0]
     logits = model(input_ids=probe_BT, use_cache=False).logits.float()
+    if not bool(logits.isfinite().all()):
+        raise NotFiniteError(f"the logits of '{name}'")
     before = model(input_ids=probe_BT[:, :2], use_cache=False).logits.float()
     if not _agree(before, logits[:, :2], model.dtype):
         raise RagenError(

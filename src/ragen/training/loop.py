@@ -12,6 +12,7 @@ from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import group_weights, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.sections import RolloutConfig
+from ragen.core.errors import NotFiniteError
 from ragen.core.metrics import Metrics, last, merge, total, values
 from ragen.core.seeding import derive
 from ragen.core.stopping import StopRequested
@@ -27,7 +28,7 @@ from ragen.training.collection import (
     record_step,
     split_batch,
 )
-from ragen.training.recovery import STALLED_S, Watchdog, report_stall, run_guard
+from ragen.training.recovery import STALLED_S, Watchdog, recover, report_stall, run_guard
 from ragen.training.running import Clock, LoopState, Run, evaluate, evaluate_missing, is_due, save
 
 
@@ -131,13 +132,13 @@ def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig
 
 
 async def run_to_the_end(run: Run) -> None:
-    """Evaluate, train and evaluate again.
+    """Evaluate, train and evaluate again; begin anew where the guard rolled a broken policy back.
 
     Raises:
-        GuardStop: The run is in trouble and `config.guard` asks to stop.
+        GuardStop: The run is in trouble and `config.guard` asks to stop, or the policy is broken.
+        NotFiniteError: The policy did not work before it was trained.
         StopRequested: SIGINT or SIGTERM came; the run is saved and can be resumed.
     """
-    both = dict.fromkeys((run.config.eval.temperature, 0.0))
     limit = 0.0 if run.original.guard.response("stalled") == "off" else STALLED_S
     watchdog = Watchdog(limit, partial(report_stall, run))
     run.beat = watchdog.beat
@@ -151,24 +152,41 @@ async def run_to_the_end(run: Run) -> None:
                     f"the run is finished at step {run.state.step}; to train its model further: "
                     f"ragen train RECIPE --model {run.folder}"
                 )
-            try:
-                if run.state.step == 0:
-                    await evaluate_missing(run, *both)
-                    await save(run)
-                elif is_due(run.state.step, run.config.eval.every):
-                    # The run may have stopped between the step and its evaluation or the guard.
-                    await evaluate_missing(run, run.config.eval.temperature)
-                    await run_guard(run)
-                    await save(run)
-                await loop(run)
-                await evaluate_missing(run, *both)
-                await save(run)
-            except StopRequested as request:
-                # Only work that changes no weights is interrupted: they are the last step's.
-                run.recorder.discard()
-                await save(run)
-                done = f"stopped after {run.state.step} steps"
-                text = f"{done}; resume with: ragen resume {run.folder}"
-                raise StopRequested(request.signal_number, text) from None
+            is_over = False
+            while not is_over:
+                try:
+                    await evaluate_and_loop(run)
+                    is_over = True
+                except NotFiniteError as failure:
+                    await recover(run, failure)
     finally:
         run.watcher.end()
+
+
+async def evaluate_and_loop(run: Run) -> None:
+    """Do what the run has not done yet, from its evaluation before training to the one after it.
+
+    Raises:
+        NotFiniteError: The policy does not work.
+        GuardStop, StopRequested: As `run_to_the_end`.
+    """
+    both = dict.fromkeys((run.config.eval.temperature, 0.0))
+    try:
+        if run.state.step == 0:
+            await evaluate_missing(run, *both)
+            await save(run)
+        elif is_due(run.state.step, run.config.eval.every):
+            # The run may have stopped between the step and its evaluation or the guard.
+            await evaluate_missing(run, run.config.eval.temperature)
+            await run_guard(run)
+            await save(run)
+        await loop(run)
+        await evaluate_missing(run, *both)
+        await save(run)
+    except StopRequested as request:
+        # Only work that changes no weights is interrupted: they are the last step's.
+        run.recorder.discard()
+        await save(run)
+        done = f"stopped after {run.state.step} steps"
+        text = f"{done}; resume with: ragen resume {run.folder}"
+        raise StopRequested(request.signal_number, text) from None

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import NoReturn, Self
 
 from ragen.config.reading import changed
-from ragen.core.errors import GuardStop, RagenError
+from ragen.core.errors import GuardStop, NotFiniteError, RagenError
 from ragen.diagnostics.detectors import active_detectors
 from ragen.diagnostics.guard import (
     GRACE_STEPS,
@@ -64,6 +64,51 @@ async def run_guard(run: Run) -> bool:
     return "rollback" in responses
 
 
+async def recover(run: Run, failure: NotFiniteError) -> None:
+    """Roll a run back whose policy is broken, or stop it as it was before the policy broke.
+
+    The step whose updates broke the policy is the last finished one at the latest. So it counts as
+    the onset, and no checkpoint from then on stays.
+
+    Raises:
+        GuardStop: `config.guard` does not ask for a rollback, or none is possible.
+        NotFiniteError: The run has not trained yet: the model that it began with is broken.
+    """
+    state, config = run.state, run.config
+    if state.step == 0:
+        raise failure
+    run.recorder.discard()
+    alarm = Alarm("non_finite", state.step, state.step, 0.0, 0.0)
+    key = "critic_lr" if "critic" in failure.numbers else "lr"
+    rate = getattr(config.update, key)
+    text = (
+        f"step {alarm.step}, non_finite: {failure.numbers} are not finite; update.{key} = {rate:g} "
+        "may be too high"
+    )
+    run.recorder.event(alarm.step, "alarm", text, asdict(alarm))
+    run.watcher.alarm(alarm.step, text)
+    if config.guard.response(alarm.detector) == "rollback":
+        await roll_back(run, alarm, is_broken=True)
+    else:
+        stop_before(run, alarm.step, f'{text}; guard.responses.non_finite = "rollback" lowers it')
+
+
+def stop_before(run: Run, onset: int, reason: str) -> NoReturn:
+    """Stop a run whose policy is broken since the step `onset`: the checkpoint before it is left.
+
+    Raises:
+        GuardStop: Always.
+    """
+    good = [step_of(path) for path in folders(run.folder) if step_of(path) < onset]
+    if good:
+        drop_after(run.folder, good[-1])
+    kept = f"kept as it was after step {good[-1]}" if good else "not saved: no checkpoint is left"
+    run.recorder.event(run.state.step, "guard", f"stopped: {reason}", {"action": "stop"})
+    raise GuardStop(
+        f"the guard stopped the run: {reason}; the run is {kept}; train again with a lower rate"
+    )
+
+
 async def stop(run: Run, reason: str) -> NoReturn:
     """Save the run and stop it.
 
@@ -83,12 +128,12 @@ async def stop(run: Run, reason: str) -> NoReturn:
     )
 
 
-async def roll_back(run: Run, alarm: Alarm) -> None:
+async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     """Continue from the newest checkpoint before the alarm's onset, with one setting changed.
 
     This is a resume in another attempt. The rows of the attempt that is given up stay, its later
     checkpoints are deleted. If the process is killed in between, the resumed run raises the same
-    alarm again.
+    alarm again. If the policy `is_broken`, its weights are not saved where no rollback is possible.
 
     Raises:
         GuardStop: There is no such checkpoint, or all rollbacks are used up.
@@ -98,6 +143,8 @@ async def roll_back(run: Run, alarm: Alarm) -> None:
     good = [path for path in regular(run.folder, run.spacing) if step_of(path) < alarm.onset]
     if not good or run.guard.rollbacks >= ROLLBACKS:
         why = "no rollback is left" if good else f"no checkpoint before step {alarm.onset} is left"
+        if is_broken:
+            stop_before(run, alarm.onset, f"{alarm}; {why}")
         await stop(run, f"{alarm}; {why}")
     checkpoint = good[-1]
     saved = verified_state(checkpoint)

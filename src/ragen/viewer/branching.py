@@ -6,7 +6,6 @@ reads what the processes write into ``branches.sqlite``.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.reading import read_config
+from ragen.config.rules import TEMPERATURES
 from ragen.core.errors import RagenError
 from ragen.core.statistics import wilson
 from ragen.envs.registry import registered_envs
@@ -26,9 +26,6 @@ from ragen.storage.database import CONFIG
 from ragen.viewer.episode_page import detail
 from ragen.viewer.job_queue import Job, JobQueue
 from ragen.viewer.reading import Answer, NotFound, Unanswered, reading
-
-MAX_TEMPERATURE = 100.0
-"""Above it, all tokens are about equally likely."""
 
 MAX_NUMBER = 2**31
 """Upper limit of the numbers in a request."""
@@ -115,8 +112,9 @@ def _temperature(folder: Path, value: Any) -> float:
         value = read_config(folder / CONFIG).rollout.temperature
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unanswered("temperature: expected a number")
-    if not 0 <= value <= MAX_TEMPERATURE or math.isnan(value):
-        raise Unanswered(f"temperature = {value}: expected a number from 0 to {MAX_TEMPERATURE:g}")
+    low, high = TEMPERATURES
+    if value != 0 and not low <= value <= high:
+        raise Unanswered(f"temperature = {value}: expected a number from {low:g} to {high:g}, or 0")
     return float(value)
 
 
