@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import ragen.finetuning.sft as sft_module
 from ragen import evaluate, train
 from ragen.cli.main import main
 from ragen.config.config import Config
@@ -231,7 +232,9 @@ class Mute(Rogue):
 """
 
 
-def test_interrupted_or_failed_sft_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_interrupted_or_failed_sft_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(line: str) -> None:
         if line.startswith("step"):
             assert not (tmp_path / "tuned").exists()
@@ -239,11 +242,17 @@ def test_interrupted_or_failed_sft_leaves_nothing_behind(tmp_path: Path) -> None
 
     with pytest.raises(KeyboardInterrupt):
         sft(tiny_config(), tmp_path / "tuned", episodes=8, watch=interrupt)
-    with pytest.raises(
-        RagenError,
-        match=r"the logprobs of the policy are not finite after .* steps: set a lower --lr",
-    ):
-        sft(tiny_config(), tmp_path / "tuned", episodes=8, lr=1e38)
+    real = sft_module.learn
+
+    def spoil(learner: Learner, *arguments: Any) -> None:
+        real(learner, *arguments)
+        for weights in learner.model.parameters():
+            weights.data.fill_(torch.nan)
+
+    monkeypatch.setattr(sft_module, "learn", spoil)
+    with pytest.raises(RagenError, match=r"not finite after .* steps: set a lower --lr"):
+        sft(tiny_config(), tmp_path / "tuned", episodes=8)
+    monkeypatch.undo()
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     with pytest.raises(RagenError, match=r"cannot write .* name a folder that can be written"):

@@ -7,7 +7,6 @@ on them with the loss ``nll``. The result is a model folder, for ``--model`` and
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
