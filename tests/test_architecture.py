@@ -41,7 +41,7 @@ PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
 LIGHT_MODULES = {
     *("reports.report", "reports.facts", "reports.plots", "reports.card", "diagnostics.collapse"),
     *("studies.study", "studies.measures", "studies.results"),
-    "models.names",
+    *("models.names", "models.model_files", "models.trial"),
 }
 """Modules in folders with torch that do not load it themselves."""
 HEAVY_MODULES = {"evaluation.branch"}

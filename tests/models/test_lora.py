@@ -470,9 +470,9 @@ def test_adapters_that_do_not_fit_are_refused_in_one_line(
     save_adapter(broken, folder)
     assert "holds NaN or infinity" in message(put_on, loaded(base), folder)
     (folder / ADAPTER_WEIGHTS).write_bytes(b"nothing")
-    assert "cannot read the adapter" in message(put_on, loaded(base), folder)
+    assert f"cannot read {folder / ADAPTER_WEIGHTS}" in message(put_on, loaded(base), folder)
     (folder / ADAPTER_CONFIG).write_text("{")
-    assert "cannot read the adapter" in message(put_on, loaded(base), folder)
+    assert f"cannot read {folder / ADAPTER_CONFIG}" in message(put_on, loaded(base), folder)
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_an_adapter_with_a_wrong_tokenizer_is_refused(finished: Path, tmp_path: 
     with pytest.raises(RagenError, match="does not fit its weights: token '<extra999>'"):
         load_model(make_config(), str(folder))
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(RagenError, match="has no usable tokenizer"):
+    with pytest.raises(RagenError, match=r"tokenizer of .* failed a trial"):
         load_model(make_config(), str(folder))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen.config.config import Config
+from ragen.engines.machine import available
 from ragen.engines.sampler import Sampler
 from ragen.engines.sampler_server import VllmServer
 from ragen.engines.sampler_vllm import VllmSampler
@@ -77,9 +78,11 @@ def load_model(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTo
     Raises:
         RagenError: As `load_policy` and `put_on`.
     """
-    settings, base = config.model, base_of(path)
+    settings, base, device = config.model, base_of(path), usable_device()
     model, tokenizer = load_policy(
-        base, usable_device(), settings.dtype, max_length=settings.max_length
+        *(base, device, settings.dtype),
+        max_length=settings.max_length,
+        free=available(device),
     )
     if is_adapter(path):
         put_on(model, Path(path))

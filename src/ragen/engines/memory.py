@@ -106,7 +106,7 @@ def plan(config: Config) -> Plan:
     asked, device = config.model, usable_device()
     path = base_of(resolve_model(asked.path, config.env.name))
     read = model_config(model_folder(path, weights=False), path, asked.max_length)
-    with load_errors(path), torch.device("meta"):
+    with load_errors(path, "config.json"), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             read, dtype=getattr(torch, asked.dtype)
         )
@@ -166,10 +166,10 @@ def smallest_change(config: Config, free: int) -> dict[str, Any] | None:
     sizes = range(1, len(new) + 1)
     for change in map(dict, chain.from_iterable(combinations(new, size) for size in sizes)):
         try:
-            smaller = changed(config, change)
-        except RagenError:  # the values exclude each other
+            fits = plan(changed(config, change)).certain <= free
+        except RagenError:  # the values exclude each other, or do not suit the model
             continue
-        if plan(smaller).certain <= free:
+        if fits:
             return change
     return None
 

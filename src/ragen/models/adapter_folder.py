@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragen.core.errors import RagenError
 from ragen.models.lora import adapter_tensors, attach_saved, is_adapter_weight
-from ragen.models.names import ADAPTER_CONFIG, base_of, read_adapter_json
+from ragen.models.model_files import check_files, read_object, shapes, shown
+from ragen.models.names import ADAPTER_CONFIG, base_of
+from ragen.models.pretrained import load_errors
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE = "base.json"
@@ -40,8 +43,13 @@ PLAIN = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
     "velora_config": (None,),
+    "megatron_config": (None,),
 }
 """What an adapter's config must say, so that the equation of `ragen.models.lora` is complete."""
+
+LARGEST_ALPHA = 1e6
+NESTED, REPEATED, MOST_REPEATED = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 4
+"""What makes a regular expression slow: a group that is repeated, and many repetitions."""
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, base: str | None = None) -> None:
@@ -72,11 +80,9 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             on another base.
     """
     path = folder / ADAPTER_WEIGHTS
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise RagenError(f"cannot read the adapter {path}: {error}") from error
-    base = read_adapter_json(folder / BASE) if (folder / BASE).exists() else {}
+    shapes(path)  # a header that is damaged is reported there
+    tensors = load_file(path)
+    base = read_object(folder / BASE) if (folder / BASE).exists() else {}
     if base.get("fingerprint") not in (None, fingerprint_of_base(model)):
         name = model.peft_config["policy"].base_model_name_or_path
         raise RagenError(
@@ -102,20 +108,70 @@ def put_on(model: PreTrainedModel, folder: Path) -> None:
     """Add the adapter of a PEFT folder to its base, as the policy's.
 
     Raises:
-        RagenError: As `load_adapter`, or the adapter is more than LoRA.
+        RagenError: As `load_adapter`, or the adapter is more than LoRA, or its config is malformed.
     """
-    raw = read_adapter_json(folder / ADAPTER_CONFIG)
+    check_files(folder)
+    raw = read_object(folder / ADAPTER_CONFIG)
     for key, allowed in PLAIN.items():
         if raw.get(key, allowed[0]) not in allowed:
             raise RagenError(
                 f"the adapter {folder} is not plain LoRA ({key} = {json.dumps(raw[key])} in "
                 f"{ADAPTER_CONFIG}): merge it into its base with peft, and name the merged model"
             )
-    try:
+    _check_numbers(raw, folder)
+    _check_patterns(raw, folder / ADAPTER_CONFIG)
+    with load_errors(folder, "the adapter does not fit its base"):
         attach_saved(model, folder, base_of(folder))
-    except (ValueError, TypeError) as error:
-        raise RagenError(f"the adapter {folder} does not fit its base: {error}") from error
     load_adapter(model, folder)
+
+
+def _check_numbers(raw: dict[str, Any], folder: Path) -> None:
+    """Refuse ranks that the weights do not have, and scales that are no numbers.
+
+    peft takes memory by the config's ranks before the weights are read.
+    """
+    path = folder / ADAPTER_CONFIG
+    sides = [0, *chain.from_iterable(shapes(folder / ADAPTER_WEIGHTS).values())]
+    for rank in (raw.get("r", 8), *_table(raw, "rank_pattern", path).values()):
+        if not (type(rank) is int and 1 <= rank <= max(sides)):
+            raise RagenError(
+                f"{path}: the rank r = {shown(rank)} is not that of its weights, whose longest "
+                f"side is {max(sides)}: use the adapter's own config"
+            )
+    for alpha in (raw.get("lora_alpha", 8), *_table(raw, "alpha_pattern", path).values()):
+        if not (type(alpha) in (int, float) and abs(alpha) <= LARGEST_ALPHA):
+            raise RagenError(
+                f"{path}: lora_alpha = {shown(alpha)} is no usable number: use the adapter's own "
+                "config"
+            )
+
+
+def _check_patterns(raw: dict[str, Any], path: Path) -> None:
+    """Refuse names of layers that are slow patterns.
+
+    peft takes them as regular expressions; one with nested repetitions would never end.
+    """
+    patterns = [raw.get(key) for key in ("target_modules", "exclude_modules", "layers_pattern")]
+    patterns += [*_table(raw, "rank_pattern", path), *_table(raw, "alpha_pattern", path)]
+    for each in chain.from_iterable(p if isinstance(p, list) else [p] for p in patterns):
+        if each is not None and not isinstance(each, str):
+            raise RagenError(
+                f"{path}: {shown(each)} is no name of a layer: use the adapter's own config"
+            )
+        if each and (NESTED.search(each) or len(REPEATED.findall(each)) > MOST_REPEATED):
+            raise RagenError(
+                f"{path}: the pattern {shown(each)} may take forever to match; list the names of "
+                "the layers instead"
+            )
+
+
+def _table(raw: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    table = raw.get(key) or {}
+    if not isinstance(table, dict):
+        raise RagenError(
+            f"{path}: {key} = {shown(table)} is no table of layers: use the adapter's own config"
+        )
+    return table
 
 
 def fingerprint_of_base(model: PreTrainedModel) -> str:

@@ -46,6 +46,7 @@ def supports(model: PreTrainedModel) -> bool:
         and config.rope_parameters["rope_type"] == "default"
         and set(config.layer_types) == {"full_attention"}
         and config.attention_dropout == 0.0
+        and all(layer.self_attn.head_dim % 2 == 0 for layer in backbone.layers)
         and all(
             type(each.base_layer if hasattr(each, "lora_A") else each) is nn.Linear
             for each in linears

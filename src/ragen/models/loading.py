@@ -4,10 +4,18 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import os
 import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,49 +35,58 @@ from ragen.core.errors import NotFiniteError, RagenError
 from ragen.models.adapter_folder import fingerprint_of_base, save_adapter
 from ragen.models.lora import has_adapters
 from ragen.models.model import backbone
+from ragen.models.model_files import check_files, count_weights, read_object
+from ragen.models.names import EMBEDDED, embedded_folder
 from ragen.models.precision import shape_of
-from ragen.models.pretrained import (
-    LOAD_ERRORS,
-    check_weights,
-    first_line,
-    load_errors,
-    model_config,
-    model_folder,
-)
+from ragen.models.pretrained import check_weights, load_errors, model_config, model_folder
+
+TRIAL = Path(__file__).with_name("trial.py")
+TRIAL_PATIENCE_S = 60.0
+"""After which the trial of a template is stopped; it has a tighter limit of processor time."""
+TEMPLATE, WORDS, SETTINGS = "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"
+SLACK = 2**20
+"""Numbers beyond those in the weights' files that a model may need: masks, frequencies."""
 
 
 def load_policy(
-    path: str | Path, device: str, dtype: str, *, max_length: int = 0
+    path: str | Path, device: str, dtype: str, *, max_length: int = 0, free: int | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer.
 
     `path` is a local folder in Hugging Face layout, or the id of a model on the Hub; `device` is
     ``cpu`` or ``cuda``, `dtype` is ``float32`` or ``bfloat16``; `max_length` is the longest
-    sequence in tokens. The model is in evaluation mode, without dropout: sampling and learning must
-    compute the same.
+    sequence in tokens; `free` is how many bytes the weights may take. The model is in evaluation
+    mode, without dropout: sampling and learning must compute the same.
 
     Raises:
         RagenError: The model does not exist, is not a causal language model, or is shorter than
-            `max_length`; its weights are missing, pickled or not finite; its tokenizer is missing
-            or does not fit; or its output layer is more than a matrix.
+            `max_length`; its weights are missing, pickled, too large or not finite; its tokenizer
+            is missing or does not fit; its chat template takes too long; or its output layer is
+            more than a matrix.
     """
     logging.disable_progress_bar()
     name = str(path)
     folder = model_folder(path)
     config = model_config(folder, name, max_length)
-    check_weights(folder, name)
+    with tried(folder):  # beside the other checks
+        files = check_weights(folder, name)
+        _check_size(config, files, name, getattr(torch, dtype).itemsize, free)
     model = _load_weights(folder, name, config, dtype)
-    tokenizer = load_tokenizer(folder, name, model)
+    tokenizer = _read_tokenizer(folder, name)
+    _check_fit(tokenizer, model, name)
     for weight_name, weight in model.named_parameters():
         if not bool(torch.isfinite(weight).all()):
             raise RagenError(
                 f"the weights of '{name}' are damaged: {weight_name} holds NaN or infinity"
             )
-    torch.nn.Module.to(model, device)
-    model.eval()
+    with load_errors(name):
+        torch.nn.Module.to(model, device)
+        model.eval()
     if device == "cpu":
         keep_freed_memory()
-    _check_output_layer(model, name)
+    with load_errors(name, str(folder / "config.json")):
+        _check_output_layer(model, name)
+    _check_saving(model, folder)
     return model, tokenizer
 
 
@@ -78,11 +95,108 @@ def usable_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _check_size(
+    config: PreTrainedConfig, files: list[Path], name: str, itemsize: int, free: int | None
+) -> None:
+    """Refuse a config that describes more than its weights hold, before memory is taken for it.
+
+    transformers fills what is missing with random numbers, of any size.
+    """
+    held = count_weights(files)
+    with load_errors(name, "config.json"), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=False
+        )
+    tensors = {id(each): each.numel() for each in chain(model.parameters(), model.buffers())}
+    needed = sum(tensors.values())
+    if needed > 2 * held + SLACK:
+        raise RagenError(
+            f"the weights of '{name}' do not fit its config.json, which describes {needed} numbers "
+            f"where the files hold {held}: copy or download the model again"
+        )
+    if free is not None and needed * itemsize > free:
+        raise RagenError(
+            f"the weights of '{name}' take {needed * itemsize / 2**30:.1f} GiB, and "
+            f'{free / 2**30:.1f} GiB are free: use a smaller model, or model.dtype = "bfloat16"'
+        )
+
+
+@contextmanager
+def tried(folder: Path) -> Iterator[None]:
+    """Try the folder's chat template and tokenizer in a limited process, beside the body.
+
+    A template is a program, so it may loop forever or ask for all memory (`ragen.models.trial`).
+    The folders of the embedded models need no trial.
+
+    Raises:
+        RagenError: The template or the tokenizer takes too much time or memory, or fails.
+    """
+    if _is_embedded(folder):
+        yield
+        return
+    few = {"RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # each thread reserves memory
+    trial = subprocess.Popen(
+        [sys.executable, "-P", str(TRIAL), str(folder)],
+        env=os.environ | few,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        yield
+        _, complaint = trial.communicate(timeout=TRIAL_PATIENCE_S)
+        if trial.returncode < 0:
+            complaint = "they take too much time or memory"
+    except subprocess.TimeoutExpired:
+        complaint = f"they take more than {TRIAL_PATIENCE_S:g} s"
+    finally:
+        trial.kill()
+        trial.communicate()
+    if trial.returncode:
+        reason = (complaint.strip().splitlines() or ["no reason given"])[-1]
+        raise RagenError(
+            f"the chat template and tokenizer of {folder} failed a trial in a process of their own "
+            f"({reason[:200]}): use the files that belong to the model"
+        )
+
+
+def _is_embedded(folder: Path) -> bool:
+    """Whether a folder's template and tokenizer are those of an embedded model."""
+    others = ("additional_chat_templates", "chat_template.json")
+    if not all(path.is_file() for path in (folder / TEMPLATE, folder / WORDS, folder / SETTINGS)):
+        return False
+    template = (folder / TEMPLATE).read_bytes()
+    for own in map(embedded_folder, sorted(set(EMBEDDED.values()))):
+        if template == (own / TEMPLATE).read_bytes():
+            # A checkpoint's file has other spaces, so the sizes differ within bounds.
+            is_small = (folder / WORDS).stat().st_size < 8 * (own / WORDS).stat().st_size
+            return (
+                is_small
+                and read_object(folder / WORDS) == read_object(own / WORDS)
+                and "chat_template" not in read_object(folder / SETTINGS)
+                and not any((folder / other).exists() for other in others)
+            )
+    return False
+
+
+def _check_saving(model: PreTrainedModel, folder: Path) -> None:
+    """Write the configs once: transformers reads some that it refuses to write to a checkpoint."""
+    with TemporaryDirectory() as scratch:
+        for file, config in (
+            ("config.json", model.config),
+            ("generation_config.json", model.generation_config),
+        ):
+            with load_errors(folder, f"{file} could not be saved with a checkpoint"):
+                config.save_pretrained(scratch)
+
+
 def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it would print a table of what is one error line here
     try:
-        with load_errors(name):
+        with load_errors(name, "the weights or generation_config.json"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 config=config,
@@ -105,24 +219,43 @@ def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str)
     return model
 
 
-def load_tokenizer(folder: Path, name: str, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, checked against the model.
+def load_tokenizer(
+    folder: Path, name: str | Path, model: PreTrainedModel | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, tried, and checked against the model if one is given.
 
     Raises:
-        RagenError: It is missing, cannot be read, or has more tokens than the model's embedding.
+        RagenError: It is missing, cannot be read, has more tokens than the model's embedding, or
+            takes too long, as its chat template may.
     """
-    try:
+    check_files(folder)
+    with tried(folder):
+        pass
+    tokenizer = _read_tokenizer(folder, name)
+    if model is not None:
+        _check_fit(tokenizer, model, name)
+    return tokenizer
+
+
+def _read_tokenizer(folder: Path, name: str | Path) -> PreTrainedTokenizerBase:
+    with load_errors(name, "it has no usable tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False
         )
-    except LOAD_ERRORS as error:
-        raise RagenError(
-            f"the model '{name}' has no usable tokenizer: {first_line(error)}; "
-            "save one in the model's folder"
-        ) from error
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # `Chat` encodes with it: nothing may be cut off or added
+        backend.no_truncation()
+        backend.no_padding()
     # transformers replaces a missing tokenizer by one that has special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise RagenError(f"the model '{name}' has no tokenizer; save one in its folder")
+    return tokenizer
+
+
+def _check_fit(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str | Path
+) -> None:
+    """Refuse a tokenizer with more tokens than the model's embedding."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
@@ -131,7 +264,6 @@ def load_tokenizer(folder: Path, name: str, model: PreTrainedModel) -> PreTraine
             f"the tokenizer of '{name}' does not fit its weights: token {token!r} has the id "
             f"{largest}, but the embedding has {rows} rows; use the model's own tokenizer"
         )
-    return tokenizer
 
 
 def keep_freed_memory() -> None:

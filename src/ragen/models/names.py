@@ -6,13 +6,12 @@ Loads no torch.
 from __future__ import annotations
 
 import hashlib
-import json
 from importlib import resources
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from ragen.core.errors import RagenError
+from ragen.models.model_files import read_object
 from ragen.storage.checkpoint import STATE, hash_file, newest
 
 EMBEDDED = {
@@ -34,6 +33,8 @@ POLICY_FILES = (
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The config file of an adapter's folder in PEFT's layout."""
+
+LONGEST_PATH = 1000
 
 CONFIGS = ("config.json", ADAPTER_CONFIG)
 """The files of which a model folder has one."""
@@ -104,7 +105,7 @@ def hash_model_folder(folder: Path) -> str:
     """A hash of the files that decide what a policy says: weights, tokenizer, template, config."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(chain.from_iterable(map(folder.glob, POLICY_FILES))):
-        if path.name != STATE:
+        if path.is_file() and path.name != STATE:
             digest.update(f"{path.name} {hash_file(path)}\n".encode())
     return digest.hexdigest()
 
@@ -137,8 +138,8 @@ def base_of(path: str | Path) -> str:
     if not is_adapter(path):
         return str(path)
     folder = Path(path)
-    name = str(read_adapter_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
-    if not name:
+    name = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_PATH or not name.isprintable():
         raise RagenError(
             f"{folder / ADAPTER_CONFIG} names no base model: set base_model_name_or_path to its "
             "folder or hub id"
@@ -155,18 +156,3 @@ def base_of(path: str | Path) -> str:
             "put a link there to its new place"
         )
     return name
-
-
-def read_adapter_json(path: Path) -> dict[str, Any]:
-    """A JSON object of an adapter's folder.
-
-    Raises:
-        RagenError: It cannot be read or is not an object.
-    """
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RagenError(f"cannot read the adapter {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise RagenError(f"cannot read the adapter {path}: it is not a JSON object")
-    return content

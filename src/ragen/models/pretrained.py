@@ -7,7 +7,6 @@ folder in the local cache; after that, no request goes to the network.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +17,12 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
     RepositoryNotFoundError,
-    StrictDataclassError,
 )
-from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from ragen.core.errors import RagenError
+from ragen.models.model_files import check_config, check_files, read_object, shown, weight_files
+from ragen.models.names import is_adapter
 
 PATIENCE_S = 5.0
 """Seconds without an answer after which the Hub counts as unreachable; its own library tries for
@@ -34,11 +33,11 @@ WORDS = ("*.json", "*.txt", "*.model", "*.jinja")
 OTHERS = ("*/*", "consolidated*")
 """Files that hold the same weights in other layouts."""
 
-LOAD_ERRORS = (
-    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
-    *(RuntimeError, ImportError, SafetensorError, StrictDataclassError),
+COUNTS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
-"""What transformers raises for files that it cannot read."""
+"""Numbers of a config that are at least 1 where they are given."""
 
 LFS = b"version https://git-lfs.github.com/"
 """The beginning of the pointer file that git-lfs leaves in place of a large file."""
@@ -93,19 +92,21 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
         RagenError: The folder holds no causal language model, one that brings code of its own, one
             whose weights are quantised, or one whose positions end before `max_length`.
     """
-    try:
-        text = (folder / "config.json").read_text("utf-8")
-    except NotADirectoryError as error:
-        raise RagenError(f"{name} is a file: name the folder of the model") from error
-    except OSError as error:
-        raise RagenError(f"{name}: this folder holds no model (config.json is missing)") from error
-    with load_errors(name):
-        raw = json.loads(text)
-        if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
-            raise RagenError(
-                f"the model '{name}' brings code of its own, which is never run here; use one "
-                "whose architecture is part of transformers"
-            )
+    path = folder / "config.json"
+    if folder.is_file():
+        raise RagenError(f"{name} is a file: name the folder of the model")
+    if not path.exists():
+        raise RagenError(f"{name}: this folder holds no model (config.json is missing)")
+    check_files(folder)
+    is_adapter(folder)  # transformers would load an adapter that lies beside a model
+    raw = read_object(path)
+    check_config(raw, path)
+    if "auto_map" in raw and str(raw.get("model_type")) not in CONFIG_MAPPING:
+        raise RagenError(
+            f"the model '{name}' brings code of its own, which is never run here; use one "
+            "whose architecture is part of transformers"
+        )
+    with load_errors(name, str(path)):
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RagenError(
@@ -117,6 +118,8 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
             f"the weights of '{name}' are quantised and cannot be trained; use the model that it "
             "was made from"
         )
+    with load_errors(name, str(path)):
+        _check_numbers(config.get_text_config(), path)
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is not None and max_length > most:
         raise RagenError(
@@ -126,11 +129,29 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
     return config
 
 
-def check_weights(folder: Path, name: str | Path) -> None:
-    """Check that all shards of the weights exist as safetensors.
+def _check_numbers(config: PreTrainedConfig, path: Path) -> None:
+    """Refuse sizes that no model has, and a padding token that it cannot embed."""
+    for key in COUNTS:
+        value = getattr(config, key, None)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and not (type(each) is int and each >= 1):
+                raise RagenError(
+                    f"{path}: {key} = {shown(value)}, but it must be a whole number above 0; use "
+                    "the model's own config.json"
+                )
+    padding, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if padding is not None and rows is not None and not -rows <= padding < rows:
+        raise RagenError(
+            f"{path}: pad_token_id = {shown(padding)}, but the vocabulary has {rows} tokens; set "
+            "it to one of them, or to null"
+        )
+
+
+def check_weights(folder: Path, name: str | Path) -> list[Path]:
+    """The files of the weights, all of them safetensors in the folder.
 
     Raises:
-        RagenError: They do not, or are pointer files of git-lfs.
+        RagenError: They are not there, are of another kind, or are pointer files of git-lfs.
     """
     for file in folder.glob("*.safetensors"):
         with load_errors(name), file.open("rb") as opened:
@@ -140,43 +161,36 @@ def check_weights(folder: Path, name: str | Path) -> None:
                 f"the model '{name}' was cloned without its weights: {file.name} is a note of "
                 "git-lfs; run `git lfs pull` in the folder, or name the model by its id"
             )
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return
-    if not index.is_file():
-        raise RagenError(
-            f"the model '{name}' has no weights as safetensors (model.safetensors is missing); "
-            "pickles can run code when they are read: where you trust them, convert them once with "
-            "transformers (from_pretrained, then save_pretrained)"
-        )
-    with load_errors(name):
-        shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-    if missing:
-        raise RagenError(
-            f"the model '{name}' is not complete: {missing[0]} is missing "
-            f"({len(missing)} of {len(shards)} shards); copy or download it again"
-        )
+    return weight_files(folder, name)
 
 
 @contextmanager
-def load_errors(name: str | Path) -> Iterator[None]:
-    """Turn an error of transformers about a model into one line."""
+def load_errors(name: str | Path, cause: str = "") -> Iterator[None]:
+    """The boundary to libraries that read what others wrote: their errors become one line.
+
+    The body calls transformers, tokenizers, safetensors or peft on a model's folder, and little
+    else. None of them documents what it raises about a malformed file; tokenizers raises a bare
+    `Exception`. So everything is caught here, as code of users is in `ragen.core.user_code`.
+
+    Raises:
+        RagenError: The body failed; the text names the model, `cause` and the library's reason.
+    """
     try:
         yield
     except RagenError:
         raise
-    except LOAD_ERRORS as error:
+    except Exception as error:
         raise RagenError(
-            f"cannot load the model '{name}': {first_line(error)}; "
+            f"cannot load the model '{name}': {cause and cause + ': '}{one_line(error)}; "
             "name a folder in Hugging Face layout, a model id of the Hub, or base"
         ) from error
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its class where it has none."""
-    text = str(error).strip() or type(error).__name__
-    return text.split("\n", 1)[0].rstrip(".:")
+def one_line(error: BaseException) -> str:
+    """An error's text in one line, with its class where the text does not explain itself."""
+    text = " ".join(str(error).split()).rstrip(".:")[:300]
+    explains = text and not isinstance(error, LookupError | AssertionError)
+    return text if explains else f"{type(error).__name__} {text}".strip()
 
 
 def _hub_answers() -> bool:

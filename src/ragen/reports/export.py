@@ -12,7 +12,7 @@ from contextlib import closing
 from itertools import chain
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
@@ -21,6 +21,7 @@ from ragen.core.stopping import run_async
 from ragen.engines.factory import load_model
 from ragen.models import lora
 from ragen.models.adapter_folder import ADAPTER_WEIGHTS, BASE
+from ragen.models.loading import load_tokenizer
 from ragen.models.names import ADAPTER_CONFIG, is_adapter
 from ragen.reports.card import Usage, card
 from ragen.reports.facts import read_facts
@@ -77,7 +78,7 @@ def export(
         raise RagenError(
             f"{run} trained all weights and has no adapter to merge: leave --merge out"
         )
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, checkpoint)
     chat = Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
     usage = usage_of(config, chat, tokenizer.chat_template, adapter and not merge)
     with new_folder(target) as folder:

@@ -99,9 +99,10 @@ class Template:
             )
         except _template_errors() as error:
             roles = ", ".join(message["role"] for message in messages)
+            reason = str(error) or type(error).__name__
             raise RagenError(
-                f"the chat template refuses a conversation of {roles} ({error}): choose a model "
-                "whose template takes user and assistant messages in turn"
+                f"the chat template refuses a conversation of {roles} ({reason[:300]}): choose a "
+                "model whose template takes user and assistant messages in turn"
             ) from error
 
     def closing(self) -> str:
@@ -139,10 +140,11 @@ def is_empty_thought(text: str) -> bool:
 
 
 def _template_errors() -> tuple[type[Exception], ...]:
-    """What a template may raise: its engine's errors, and Python's about the values it handles."""
+    """What a template may raise: its engine's errors, Python's about values, and their limits."""
     from jinja2 import TemplateError  # imported only where a template fails
 
-    return TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
+    about_values = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+    return TemplateError, *about_values, MemoryError, RecursionError
 
 
 @dataclass(frozen=True, slots=True)
