@@ -168,11 +168,13 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
 def test_invalid_model_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "config.json is missing" in error_line(tmp_path, "train", "bandit", "--model", "empty")
-    for text in ("{}", "[", '{"model_type": "qwen2", "num_attention_heads": 0}'):
+    for text, reason in (
+        ("{}", "cannot load the model"),
+        ("[", "config.json: Expecting value"),
+        ('{"model_type": "qwen2", "num_attention_heads": 0}', "num_attention_heads = 0"),
+    ):
         (tmp_path / "empty" / "config.json").write_text(text)
-        assert "cannot load the model" in error_line(
-            tmp_path, "train", "bandit", "--model", "./empty"
-        )
+        assert reason in error_line(tmp_path, "train", "bandit", "--model", "./empty")
     file = ("--model", "empty/config.json")
     assert "is a file: name the folder" in error_line(tmp_path, "train", "bandit", *file)
 
