@@ -208,6 +208,8 @@ def _view_options(parser: Parser) -> None:
     take("--port", "N", "0 takes any free port", whole(0, 65535), PORT)
     host = "address to serve on; for other machines the printed URL has a token"
     take("--host", "ADDRESS", host, default="127.0.0.1")
+    take("--tls-cert", "FILE", "serve https with this certificate (PEM)", Path)
+    take("--tls-key", "FILE", "the certificate's key, unless the certificate's file has it", Path)
     parser.flag("--no-browser", "print the URL and open no browser")
     take("--export", "FILE", "write the run in FOLDER to one HTML file that needs no server", Path)
     take("--episode", "ID", "export only this episode", whole(0))
@@ -223,7 +225,12 @@ def _view(options: Namespace, _: Overrides) -> int:
         return 0
     if options.episode is not None or options.group is not None:
         raise RagenError("--episode and --group choose what is exported: name a file with --export")
+    if options.tls_key is not None and options.tls_cert is None:
+        raise RagenError("--tls-key belongs to a certificate: name it with --tls-cert")
+    from ragen.viewer.connections import tls_of
     from ragen.viewer.server import serve
+
+    tls = options.tls_cert and tls_of(options.tls_cert, options.tls_key)
 
     def say(address: str) -> None:
         print(f"{options.folder} is served at {address} (Ctrl-C stops it)", flush=True)
@@ -231,7 +238,7 @@ def _view(options: Namespace, _: Overrides) -> int:
             webbrowser.open(address)
 
     with suppress(KeyboardInterrupt):  # the usual way to stop
-        serve(options.folder, options.host, options.port, say)
+        serve(options.folder, options.host, options.port, say, tls)
     return 0
 
 

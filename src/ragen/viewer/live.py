@@ -105,8 +105,11 @@ class Live:
         self._runs = runs
         self._listeners: dict[Path | None, set[asyncio.Queue[Event | None]]] = {}
         self._tasks: dict[Path | None, asyncio.Task[None]] = {}
-        self.ending = False
-        """Set when the server ends; streams stop at the next check."""
+        self._ending = False
+
+    def end(self) -> None:
+        """End all streams at their next check, because the server ends."""
+        self._ending = True
 
     async def stream(self, folder: Path | None) -> AsyncIterator[bytes]:
         """News of a run, or of all runs, until the server ends or the page closes."""
@@ -133,7 +136,7 @@ class Live:
         """Check for news while there are listeners."""
         try:
             looks = folder_news(self._runs) if folder is None else run_news(folder)
-            while self._listeners[folder] and not self.ending:
+            while self._listeners[folder] and not self._ending:
                 found = await run_in_threadpool(next, looks)
                 for queue in self._listeners[folder]:
                     for event in found:

@@ -59,11 +59,13 @@ class AccessControl:
         app: The application that answers permitted requests.
         port: The server's port.
         token: What every request has to present; ``None`` if only this machine has access.
+        admitted: Gets the client of each permitted request (`ragen.viewer.connections`).
     """
 
     app: ASGIApp
     port: int
-    token: str | None = None
+    token: str | None
+    admitted: set[tuple[str, int]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
@@ -83,7 +85,10 @@ class AccessControl:
             await send(message)
 
         request = HTTPConnection(scope)
-        answer = self._refusal(request) or self._admission(request) or self.app
+        answer = self._refusal(request) or self._admission(request)
+        if answer is None:
+            answer = self.app
+            self.admitted.add(scope["client"])
         await answer(scope, receive, send_with_headers)
 
     def _refusal(self, request: HTTPConnection) -> Response | None:
@@ -100,7 +105,8 @@ class AccessControl:
             "same-origin",
             "none",
         )
-        if is_foreign or headers.get("origin", f"http://{host}") != f"http://{host}":
+        own = f"{request.scope['scheme']}://{host}"
+        if is_foreign or headers.get("origin", own) != own:
             return refusal(403, "requests from other pages are refused")
         return None
 
@@ -120,7 +126,10 @@ class AccessControl:
             # A path on this server: two slashes at the start would name another host.
             path = "/" + request.scope["path"].lstrip("/\\")
             answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
-            answer.set_cookie(cookie, self.token, httponly=True, samesite="strict", path="/")
+            secure = request.scope["scheme"] == "https"
+            answer.set_cookie(
+                cookie, self.token, secure=secure, httponly=True, samesite="strict", path="/"
+            )
             return answer
         if self._knows(request.cookies.get(cookie, "")):
             return None

@@ -5,16 +5,16 @@ The export (`ragen.viewer.share`) gets the API's answers from `ROUTES`, too.
 
 from __future__ import annotations
 
+import ipaddress
 import json
-import os
 import secrets
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
-import uvicorn
 from pydantic_core import to_jsonable_python
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -37,6 +37,7 @@ from ragen.viewer import (
     run_page,
 )
 from ragen.viewer.branching import Branching
+from ragen.viewer.connections import Peer, Server, listen
 from ragen.viewer.live import Live
 from ragen.viewer.reading import Answer, Question, Runs, Unanswered
 from ragen.viewer.security import AccessControl, is_loopback, refusal
@@ -61,9 +62,6 @@ ROUTES: Mapping[str, Callable[[Question], Answer]] = MappingProxyType(
 """The paths of the API, and the functions that answer them."""
 
 STATIC = Path(__file__).parent / "static"
-
-PATIENCE_S = 2
-"""How long unfinished answers may take when the server ends."""
 
 COMPRESSED = 2000
 """Bytes from which on an answer is compressed."""
@@ -103,13 +101,20 @@ class Viewer:
         live: The streams of news, and `branching` the processes, which end with the server.
     """
 
-    def __init__(self, root: Path, port: int, token: str | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        port: int,
+        token: str | None = None,
+        admitted: set[Peer] | None = None,
+    ) -> None:
         """Make the application.
 
         Args:
             root: The folder, or one run.
             port: The server's port; a Host header has to name it.
             token: What every request has to present; ``None`` if only this machine has access.
+            admitted: Gets the clients with a permitted request.
         """
         self._runs, self.branching = Runs(root), Branching()
         self.live = Live(self._runs)
@@ -128,7 +133,7 @@ class Viewer:
             middleware=[compressing],
             exception_handlers=handlers,  # type: ignore[arg-type]
         )
-        self.app = AccessControl(app, port, token)
+        self.app = AccessControl(app, port, token, set() if admitted is None else admitted)
 
     def _endpoint(
         self, answer: Callable[[Question], Answer]
@@ -202,31 +207,13 @@ async def _bug(request: Request, error: Exception) -> Response:
     return refusal(500, "a bug in the viewer; see its terminal for details")
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, so that the address is known before the server starts.
-
-    Raises:
-        RagenError: The port is taken, or there is no such address.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Without the protocol, asyncio keeps Nagle's algorithm, and each answer waits 40 ms.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        if os.name == "posix":  # on Windows it would let two servers share a port
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host.strip("[]"), port))
-        found.listen(128)
-    except (OSError, OverflowError) as error:
-        found.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RagenError(
-            f"cannot listen on {host}:{port}: {reason.lower()}; "
-            "choose another one with --port, or 0 for any free one"
-        ) from None
-    return found
-
-
-def serve(root: Path, host: str, port: int, say: Callable[[str], None]) -> None:
+def serve(
+    root: Path,
+    host: str,
+    port: int,
+    say: Callable[[str], None],
+    tls: ssl.SSLContext | None = None,
+) -> None:
     """Serve until Ctrl-C.
 
     Args:
@@ -234,48 +221,27 @@ def serve(root: Path, host: str, port: int, say: Callable[[str], None]) -> None:
         host: The address to listen on; beyond this machine every request needs a token.
         port: The port; 0 is any free one.
         say: Called with the address (and its token) once it can be opened.
+        tls: What TLS needs; ``None`` for plain HTTP.
 
     Raises:
-        RagenError: There is no such folder, or the port is taken.
+        RagenError: There is no such folder or address, or the port is taken.
     """
     if not root.is_dir():
         raise RagenError(
             f"there is no folder {root}; name the folder of your runs: ragen view FOLDER"
         )
     with listen(host, port) as listening:
-        port = listening.getsockname()[1]
-        token = None if is_loopback(host) else secrets.token_urlsafe(24)
-        viewer = Viewer(root, port, token)
-        config = uvicorn.Config(
-            viewer.app,
-            http="h11",  # httptools, the default if installed, does not limit the size of headers
-            loop="asyncio",
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=PATIENCE_S,
-        )
-        say(_address(host, port, token))
+        address, port = listening.getsockname()[:2]
+        token = None if is_loopback(address) else secrets.token_urlsafe(24)
+        viewer = Viewer(root, port, token, listening.admitted)
+        name = socket.gethostname() if ipaddress.ip_address(address).is_unspecified else host
+        say(_url("http" if tls is None else "https", name, port, token))
         try:
-            _Server(config, viewer.live).run(sockets=[listening])
+            Server(viewer.app, tls, viewer.live.end).serve_on(listening)
         finally:
             viewer.branching.stop()
 
 
-class _Server(uvicorn.Server):
-    """A server that does not wait for endless streams."""
-
-    def __init__(self, config: uvicorn.Config, live: Live) -> None:
-        super().__init__(config)
-        self._live = live
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._live.ending = True
-        super().handle_exit(sig, frame)
-
-
-def _address(host: str, port: int, token: str | None) -> str:
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    name = f"[{name}]" if ":" in name else name
-    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+def _url(scheme: str, name: str, port: int, token: str | None) -> str:
+    name = f"[{name.strip('[]')}]" if ":" in name else name
+    return f"{scheme}://{name}:{port}/" + (f"?token={token}" if token else "")
