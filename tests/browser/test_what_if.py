@@ -46,6 +46,20 @@ def test_branches_appear_beside_the_original(visitor: Visitor, runs: Path) -> No
     expect(panel.get_by_role("columnheader", name=re.compile("^branch 2"))).to_be_visible()
 
 
+def test_a_branch_is_cancelled(visitor: Visitor) -> None:
+    (first,) = visitor.api("/api/episodes?run=lake-again&phase=train&limit=1")["episodes"]
+    page = visitor.visit(f"#/episode/lake-again/{first['id']}?turn=0")
+    panel = page.get_by_test_id("branches")
+    panel.get_by_role("button", name=re.compile("^Branch")).click()
+    cancel = panel.get_by_role("button", name="Cancel")
+    expect(panel.get_by_role("status")).to_be_visible()
+    cancel.click()
+    expect(cancel).to_have_count(0)
+    expect(panel.get_by_role("status")).to_have_count(0)
+    branches = f"/api/branches?run=lake-again&episode={first['id']}"
+    assert visitor.api(branches)["jobs"] == []
+
+
 def test_the_button_is_disabled_with_a_reason_after_the_last_turn(visitor: Visitor) -> None:
     (first,) = visitor.api("/api/episodes?run=lake&phase=train&limit=1")["episodes"]
     page = visitor.visit(f"#/episode/lake/{first['id']}?turn={first['num_turns']}")

@@ -159,8 +159,8 @@ def test_the_queue_of_branches_is_bounded(
     run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_command(monkeypatch, "import time; time.sleep(60)")
-    for _ in range(job_queue.AT_ONCE + job_queue.MOST_WAITING):
-        branching.start(run, REQUEST)
+    for number in range(job_queue.AT_ONCE + job_queue.MOST_WAITING):
+        branching.start(run, REQUEST, str(number // 2))
     with pytest.raises(RagenError, match="wait already"):
         branching.start(run, REQUEST)
 
@@ -181,6 +181,95 @@ def test_stop_ends_processes_and_drops_waiting_branches(
     wait_until(lambda: not any(alive(int(path.name[4:])) for path in run.glob("pid-*")))
     time.sleep(0.2)
     assert len(list(run.glob("pid-*"))) == 2  # The waiting branches never started.
+
+
+STUBBORN = (
+    "import pathlib, signal, subprocess, sys, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "pathlib.Path(sys.argv[1], f'pid-{child.pid}').touch(); time.sleep(60)"
+)
+"""A process that does not end when it is told to, and has one of its own."""
+
+
+def test_a_cancelled_branch_ends_with_all_its_processes_and_the_next_one_starts(
+    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_queue, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(job_queue, "AT_ONCE", 1)
+    branching._queue = job_queue.JobQueue()
+    replace_command(monkeypatch, STUBBORN)
+    first, waiting, last = (branching.start(run, REQUEST) for _ in range(3))
+    wait_until(lambda: len(list(run.glob("pid-*"))) == 1)
+    (child,) = run.glob("pid-*")
+    branching.cancel(run, {"id": waiting})
+    branching.cancel(run, {"id": first})
+    assert [job["id"] for job in branching.branches(run, 1)["jobs"]] == [last]
+    wait_until(lambda: ended(int(child.name[4:])) and len(list(run.glob("pid-*"))) == 2)
+    for key in (first, "unknown", None):
+        with pytest.raises(RagenError, match="does not wait or run"):
+            branching.cancel(run, {"id": key})
+    with pytest.raises(RagenError, match="does not wait or run"):
+        branching.cancel(run.parent, {"id": last})
+    branching.stop()
+
+
+@pytest.mark.slow
+def test_a_cancelled_branch_leaves_the_stored_ones(run: Path, branching: Branching) -> None:
+    key = branching.start(run, REQUEST)
+    wait_until(lambda: states(branching, run) == ["done"])
+    for seconds in (0.2, 1.0, 2.0, 3.0):  # While it starts, loads, plays or writes.
+        cancelled = branching.start(run, REQUEST)
+        time.sleep(seconds)
+        try:
+            branching.cancel(run, {"id": cancelled})
+        except RagenError:
+            break  # It was faster.
+    jobs = branching.branches(run, 1)["jobs"]
+    assert key in {job["id"] for job in jobs} and {job["state"] for job in jobs} == {"done"}
+    with sqlite3.connect(run / FILE) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_branch_that_hangs_or_writes_endlessly_is_ended(
+    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_queue, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(job_queue, "LONGEST_S", 0.5)
+    for code in (STUBBORN, "import sys\nwhile True: sys.stderr.write('x' * 4096)"):
+        replace_command(monkeypatch, code)
+        branching.start(run, REQUEST)
+    wait_until(lambda: states(branching, run) == ["failed"] * 2)
+    problems = [job["problem"] for job in branching.branches(run, 1)["jobs"]]
+    assert problems == ["it took longer than 0.5 s, and was ended"] * 2
+
+
+def test_one_address_cannot_fill_the_queue(
+    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_command(monkeypatch, "import time; time.sleep(60)")
+    for _ in range(job_queue.MOST_EACH):
+        branching.start(run, REQUEST, "192.0.2.1")
+    with pytest.raises(RagenError, match="cancel some"):
+        branching.start(run, REQUEST, "192.0.2.1")
+    branching.start(run, REQUEST, "192.0.2.2")
+
+
+def test_failed_branches_are_forgotten_when_they_are_many(
+    run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_queue, "MOST_FAILED", 2)
+    replace_command(monkeypatch, "raise SystemExit(3)")
+    for _ in range(5):
+        branching.start(run, REQUEST)
+        wait_until(lambda: "running" not in states(branching, run))
+    assert len(states(branching, run)) == 3
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended; nobody may have waited for it."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not alive(pid) or (stat.exists() and stat.read_text().split(") ")[1][0] == "Z")
 
 
 def alive(pid: int) -> bool:

@@ -59,13 +59,14 @@ class Branching:
             "jobs": [*finished, *(job.answer() for job in queued if job.request.id not in known)],
         }
 
-    def start(self, folder: Path, request: Mapping[str, Any]) -> str:
+    def start(self, folder: Path, request: Mapping[str, Any], asker: str = "") -> str:
         """Queue a request; returns its id, under which `branches` lists it.
 
         Args:
             folder: The run's folder.
             request: ``episode``, ``turn`` and ``n``. ``checkpoint`` and ``temperature`` may be
                 missing or ``None``: then the newest checkpoint and the run's temperature.
+            asker: The address that it came from.
 
         Raises:
             Unanswered: A value is missing or out of range, branching is not possible, or too many
@@ -85,9 +86,18 @@ class Branching:
             jobs = self.branches(folder, episode)["jobs"]
             seeds = [job["seed"] for job in jobs if source.items() <= job.items()]
             seed = max(seeds, default=-1) + 1  # the same request again gives other branches
-            job = Job(folder.resolve(), Request(**source, n=n, temperature=temperature, seed=seed))
+            wanted = Request(**source, n=n, temperature=temperature, seed=seed)
+            job = Job(folder.resolve(), wanted, asker)
             self._queue.put(job)
         return job.request.id
+
+    def cancel(self, folder: Path, request: Mapping[str, Any]) -> None:
+        """End a request that waits or runs, by its ``id``; what is stored already stays.
+
+        Raises:
+            Unanswered: There is no such request.
+        """
+        self._queue.cancel(folder, str(request.get("id")))
 
     def stop(self) -> None:
         """End all processes and empty the queue."""

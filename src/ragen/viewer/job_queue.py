@@ -6,15 +6,19 @@ process wrote.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO
 
 from ragen.storage.branches import Request
-from ragen.viewer.reading import Answer, Unanswered
+from ragen.viewer.reading import Answer, NotFound, Unanswered
 
 AT_ONCE = 2
 """Processes that run at the same time; each holds a model."""
@@ -22,19 +26,35 @@ AT_ONCE = 2
 MOST_WAITING = 16
 """Requests that may wait; more come from somebody who keeps the button pressed."""
 
+MOST_EACH = 10
+"""Of those that run or wait, how many may come from one address."""
+
+MOST_FAILED = 50
+"""Failed requests that are kept; then the oldest is forgotten."""
+
+LONGEST_S = 3600.0
+"""How long a process may run. One that hangs would hold its slot for ever."""
+
 PATIENCE_S = 5.0
 """How long a process may take to end before it is killed."""
+
+TAIL = 4096
+"""Bytes of a process's last output that are kept; the last line is its problem."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request that waits, runs or failed; a finished one is in the database."""
+    """A request that waits, runs or failed; a finished one is in the database.
+
+    `asker` is the address that it came from.
+    """
 
     folder: Path
     request: Request
+    asker: str = ""
     time: float = field(default_factory=time.time)
     problem: str | None = None
-    process: subprocess.Popen[str] | None = None
+    process: subprocess.Popen[bytes] | None = None
 
     def arguments(self) -> list[str]:
         """The command line: numbers, and a folder that begins with a slash or a drive."""
@@ -82,23 +102,41 @@ class JobQueue:
             Unanswered: Too many wait already.
         """
         with self._lock:
-            if sum(each.problem is None for each in self._jobs) >= AT_ONCE + MOST_WAITING:
-                raise Unanswered("many branches wait already; wait until some of them end")
+            failed = [each for each in self._jobs if each.problem is not None]
+            waiting = [each for each in self._jobs if each.problem is None]
+            own = sum(each.asker == job.asker for each in waiting)
+            if len(waiting) >= AT_ONCE + MOST_WAITING or own >= MOST_EACH:
+                raise Unanswered("many branches wait already; cancel some, or wait until they end")
+            for old in failed[: max(0, len(failed) - MOST_FAILED)]:
+                self._jobs.remove(old)
             self._jobs.append(job)
         threading.Thread(target=self._work, args=(job,), daemon=True).start()
 
+    def cancel(self, folder: Path, request: str) -> None:
+        """Drop the jobs of a request by its id, and end their processes.
+
+        Raises:
+            NotFound: No such request waits or runs.
+        """
+        home = folder.resolve()
+        with self._lock:
+            jobs = [j for j in self._jobs if (j.folder, j.request.id) == (home, request)]
+        if not any(job.problem is None for job in jobs):
+            raise NotFound("this request does not wait or run any more")
+        self._drop(jobs)
+
     def stop(self) -> None:
         """End the processes and drop the jobs that wait."""
+        self._drop(self._jobs)
+
+    def _drop(self, jobs: list[Job]) -> None:
         with self._lock:
-            jobs, self._jobs = self._jobs, []
+            self._jobs = [job for job in self._jobs if job not in jobs]
             running = [job.process for job in jobs if job.process is not None]
         for process in running:
-            process.terminate()
+            _signal(process, signal.SIGTERM)
         for process in running:
-            try:
-                process.wait(PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            _end(process)
 
     def _work(self, job: Job) -> None:
         with self._slots:
@@ -111,18 +149,53 @@ class JobQueue:
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.PIPE,
-                        text=True,
-                        errors="replace",
+                        start_new_session=True,  # so that its own processes end with it
                     )
                 except OSError as error:
                     job.problem = f"the process could not be started: {error}"
                     return
-            _, output = job.process.communicate()
-            code = job.process.returncode
+            process, last = job.process, bytearray()
+            assert process.stderr is not None
+            reading = threading.Thread(target=_keep_last, args=(process.stderr, last), daemon=True)
+            reading.start()
+            problem = None
+            try:
+                process.wait(LONGEST_S)
+            except subprocess.TimeoutExpired:
+                problem = f"it took longer than {LONGEST_S:g} s, and was ended"
+                _signal(process, signal.SIGTERM)
+            code = _end(process)
+            reading.join(PATIENCE_S)  # a process that it left behind may hold the pipe open
         with self._lock:
             if code == 0 and job in self._jobs:
                 self._jobs.remove(job)  # from now on it is read from the database
-            job.problem = _problem(output, code) if code else None
+            if code:
+                job.problem = problem or _problem(last.decode(errors="replace"), code)
+
+
+def _keep_last(stream: IO[bytes], last: bytearray) -> None:
+    """Read a stream to its end and keep its last bytes, since a process may write endlessly."""
+    with stream:
+        while part := os.read(stream.fileno(), TAIL):
+            last += part
+            del last[:-TAIL]
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process that was told to end, and kill what is left of its session."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(PATIENCE_S)
+    _signal(process, getattr(signal, "SIGKILL", signal.SIGTERM))
+    return process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a process and those that it started."""
+    if os.name != "posix":
+        process.terminate()
+        return
+    with suppress(ProcessLookupError, PermissionError):  # all have ended
+        os.killpg(process.pid, number)
 
 
 def _problem(output: str, code: int) -> str:

@@ -85,10 +85,10 @@ class AccessControl:
             await send(message)
 
         request = HTTPConnection(scope)
-        answer = self._refusal(request) or self._admission(request)
-        if answer is None:
-            answer = self.app
+        refused = self._refusal(request) or self._admission(request)
+        if refused is None:
             self.admitted.add(scope["client"])
+        answer: ASGIApp = refused or self.app
         await answer(scope, receive, send_with_headers)
 
     def _refusal(self, request: HTTPConnection) -> Response | None:

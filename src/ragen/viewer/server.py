@@ -123,6 +123,7 @@ class Viewer:
             Route("/", _front_page),
             *(Route(path, self._endpoint(answer)) for path, answer in answers.items()),
             Route("/api/branch", self._branch, methods=["POST"]),
+            Route("/api/cancel", self._cancel, methods=["POST"]),
             Route("/api/events", self._events),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
@@ -149,11 +150,21 @@ class Viewer:
         return self.branching.branches(asked.folder(), asked.whole_number("episode"))
 
     async def _branch(self, request: Request) -> Response:
+        folder, body = await self._command(request)
+        asker = request.client.host if request.client else ""
+        return Json({"id": await run_in_threadpool(self.branching.start, folder, body, asker)})
+
+    async def _cancel(self, request: Request) -> Response:
+        folder, body = await self._command(request)
+        await run_in_threadpool(self.branching.cancel, folder, body)
+        return Json({})
+
+    async def _command(self, request: Request) -> tuple[Path, dict[str, Any]]:
+        """The run's folder and the body of a command."""
         body = await _body(request)
         if not isinstance(body.get("run"), str):
             raise Unanswered("the key 'run' is missing")
-        folder = await run_in_threadpool(self._runs.folder, body["run"])
-        return Json({"id": await run_in_threadpool(self.branching.start, folder, body)})
+        return await run_in_threadpool(self._runs.folder, body["run"]), body
 
     async def _events(self, request: Request) -> Response:
         run = request.query_params.get("run")

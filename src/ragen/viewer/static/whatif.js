@@ -26,8 +26,8 @@ export function WhatIf({ run, episode, turn }) {
     <h2>What if?</h2>
     <${Ask} run=${run} episode=${episode} turn=${turn} branching=${data} onAsked=${reload} />
     ${error && html`<${Problem} error=${error} reload=${reload} />`}
-    ${jobs.toSorted((a, b) => b.time - a.time).map((job) => html`<${Job} key=${job.id} job=${job}
-      episode=${episode} />`)}
+    ${jobs.toSorted((a, b) => b.time - a.time).map((job) => html`<${Job} key=${job.id} run=${run}
+      job=${job} episode=${episode} reload=${reload} />`)}
   </section>`;
 }
 
@@ -77,11 +77,16 @@ function Ask({ run, episode, turn, branching, onAsked }) {
 }
 
 /** One request: running, failed with its reason, or its branches next to the original. */
-function Job({ job, episode }) {
+function Job({ run, job, episode, reload }) {
   const { turn, checkpoint, n, temperature, state, problem, episodes, success } = job;
   const title = html`<h3>${number(n)} from turn ${turn + 1}, weights of step ${checkpoint},
     temperature ${number(temperature)}</h3>`;
-  if (state === "running") return html`${title}<p role="status" class="muted">Playing …</p>`;
+  if (state === "running") {
+    // A request that has just ended cannot be cancelled; the list then shows what became of it.
+    const cancel = () => post("/api/cancel", { run, id: job.id }).catch(() => null).then(reload);
+    return html`${title}<p class="row tight"><span role="status" class="muted">Playing …</span>
+      <button onClick=${cancel}>Cancel</button></p>`;
+  }
   if (state === "failed") {
     return html`${title}<p class="bad">It failed: <${Text} text=${problem} /></p>`;
   }
