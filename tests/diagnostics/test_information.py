@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ragen.core.metrics import values
 from ragen.core.types import Group, Turn
+from ragen.diagnostics import information
 from ragen.diagnostics.collapse import REGIMES
 from ragen.diagnostics.information import (
     Information,
@@ -208,15 +210,72 @@ def thinking_turn(
 
 
 def test_the_prompt_ends_where_the_thought_begins() -> None:
-    assert prompt_and_thought(thinking_turn((1, 2), (7, 8))) == ((1, 2), (7, 8))
+    assert prompt_and_thought(thinking_turn((1, 2), (7, 8))) == ((1, 2), (7, 8, 99))
     assert prompt_and_thought(thinking_turn((1, 2), (7, 8), opened=(5, 6))) == (
         (1, 2, 5, 6),
-        (7, 8),
+        (7, 8, 99),
     )
-    assert prompt_and_thought(thinking_turn((1, 2), ())) is None
     assert prompt_and_thought(turn(prompt=(1, 2))) is None
     text = thinking_turn((1, 2), (7,))
     assert prompt_and_thought(replace(text, prompt=replace(text.prompt, token_ids=None))) is None
+
+
+def unclosed(prompt: Sequence[int], reply: Sequence[int]) -> Turn:
+    """A turn whose pre-filled thought has no end."""
+    base = turn(prompt=prompt, sampled=tuple(reply))
+    return replace(base, prompt=replace(base.prompt, num_prefill=1))
+
+
+def test_every_opened_thought_has_tokens() -> None:
+    assert prompt_and_thought(thinking_turn((1, 2), ())) == ((1, 2), (99,))
+    assert prompt_and_thought(unclosed((1, 2), (7, 8, 7))) == ((1, 2), (7, 8, 7))
+
+
+def informed(turns_of: dict[int, list[Turn]], score: Any, monkeypatch: Any) -> dict[str, float]:
+    """The information of first turns, by prompt; all of them are drawn."""
+    monkeypatch.setattr(information, "THOUGHTS", 10_000)
+    groups = [Group(tuple(map(episode, turns))) for turns in turns_of.values()]
+    engine: Any = Scorer(score)
+    metrics, _ = asyncio.run(measure_thoughts(engine, groups, 0, 0))
+    return values(metrics)
+
+
+def test_the_end_of_a_thought_is_informative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt 1 always thinks "a", prompt 2 "a b": log 2, of which "a" alone shows half."""
+    thoughts = {1: (7,), 2: (7, 8)}
+
+    def score(x: Sequence[int], z: Sequence[int]) -> float:
+        return 0.0 if tuple(z) == (*thoughts[x[0]], 99) else NEVER
+
+    turns = {x: [thinking_turn((x,), thought)] * 4 for x, thought in thoughts.items()}
+    assert informed(turns, score, monkeypatch)["information/first/mi"] == pytest.approx(log(2))
+
+
+def test_information_is_exact_over_all_replies_of_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reply of three tokens at most, as often as it is likely: ended, empty and cut ones."""
+    chances = {1: {7: 0.5, 8: 0.25, 99: 0.25}, 2: {7: 0.25, 8: 0.25, 99: 0.5}}
+    every = [z for n in (1, 2, 3) for z in product((7, 8, 99), repeat=n)]
+    replies = [z for z in every if 99 not in z[:-1] and (z[-1] == 99 or len(z) == 3)]
+
+    def chance(x: int, z: Sequence[int]) -> float:
+        return math.prod(chances[x][token] for token in z)
+
+    def turn_of(x: int, z: Sequence[int]) -> Turn:
+        return thinking_turn((x,), z[:-1]) if z[-1] == 99 else unclosed((x,), z)
+
+    assert all(sum(chance(x, z) for z in replies) == 1 for x in chances)
+    turns = {
+        x: [turn_of(x, z) for z in replies for _ in range(int(64 * chance(x, z)))] for x in chances
+    }
+    found = informed(turns, lambda x, z: log(chance(x[0], z)), monkeypatch)
+    expected = sum(
+        chance(x, z) / 2 * log(chance(x, z) / (chance(1, z) / 2 + chance(2, z) / 2))
+        for x in chances
+        for z in replies
+    )
+    assert found["information/first/mi"] == pytest.approx(expected, abs=1e-6)
+    assert found["information/first/left_out"] == 0
+    assert 0 < expected <= found["information/first/prompt_entropy"] == pytest.approx(log(2))
 
 
 def test_equal_prompts_and_thoughts_are_scored_once() -> None:
@@ -233,7 +292,7 @@ def test_equal_prompts_and_thoughts_are_scored_once() -> None:
 
     engine: Any = FixedScores()
     _, matrices = asyncio.run(measure_thoughts(engine, groups, 0, 0))
-    assert requests == [([(1,), (2,)], [(7, 8), (9,)])] * 2
+    assert requests == [([(1,), (2,)], [(7, 8, 99), (9, 99)])] * 2
     for matrix in matrices:
         assert matrix.own_N == (0, 0, 1, 1)
         assert matrix.scores_NM.tolist() == [[-1, -2]] * 3 + [[-3, -4]]
@@ -356,8 +415,8 @@ def test_mi_of_constructed_policies_is_measured_from_groups(copies: float) -> No
     assert num_thoughts + found["information/any/left_out"] == 64
     assert 16 < num_thoughts < 48
     for matrix in matrices:  # the stored matrix gives the same measures
-        path, one_word = f"information/{matrix.sampling}", [1] * len(matrix.thoughts)
-        again = measure(matrix.scores_NM, matrix.own_N, one_word)
+        path, with_end = f"information/{matrix.sampling}", [2] * len(matrix.thoughts)
+        again = measure(matrix.scores_NM, matrix.own_N, with_end)
         assert values(again.metrics(path)).items() <= found.items()
 
 

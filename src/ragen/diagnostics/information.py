@@ -2,8 +2,12 @@
 
 RAGEN-2 (arXiv:2604.06268) asks whether a policy that still reasons in varied ways still reasons
 about what it sees. X is all that the model sees up to and including the opening think tag, Z the
-thought's tokens without the tags. With n sampled thoughts, their M distinct prompts, prompt j's
-share w_j of the n, and S_ij = log p(z_i | x_j) by teacher forcing,
+thought's tokens with the first one of the closing tag: where a thought ends is part of it. A
+thought that is never closed ends with its reply. So every opened thought has a Z, also an empty
+one, and the probabilities of all Z sum to 1, without which I would be biased.
+
+With n sampled thoughts, their M distinct prompts, prompt j's share w_j of the n, and
+S_ij = log p(z_i | x_j) by teacher forcing,
 
     matched_i = S_i,own        marginal_i = log Σ_j w_j e^(S_ij)
 
@@ -60,21 +64,23 @@ class CrossScores(NamedTuple):
 
 
 def prompt_and_thought(turn: Turn) -> tuple[Tokens, Tokens] | None:
-    """A turn's X and Z, or ``None`` if it has no valid thought of at least one token.
+    """A turn's X and Z, or ``None`` if it opened no thought, or its tokens are unknown.
 
-    If the think tag is not pre-filled, X includes the sampled tokens that open the thought.
+    If the think tag is not pre-filled, X includes the sampled tokens that open the thought. A
+    pre-filled thought without an end, or with a tag inside, is all of the reply.
 
     Example:
         >>> from ragen.core.types import Completion, Prompt
         >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
         >>> c = Completion((5, 8, 9, 6), (-0.1,) * 4, "<think>go up</think>", "stop", 0)
         >>> prompt_and_thought(Turn("", p, c, "go up", (1, 3), (), (), 0.0, 0.0, True, ""))
-        ((1, 2, 5), (8, 9))
+        ((1, 2, 5), (8, 9, 6))
     """
     prompt, sampled, span = turn.prompt.token_ids, turn.completion.token_ids, turn.thought_span
-    if prompt is None or sampled is None or span is None or span[0] == span[1]:
+    if prompt is None or not sampled or (span is None and not turn.prompt.num_prefill):
         return None
-    return prompt + sampled[: span[0]], sampled[slice(*span)]
+    start, stop = span or (0, len(sampled))
+    return prompt + sampled[:start], sampled[start : stop + 1]
 
 
 def draw_thoughts(
@@ -83,7 +89,7 @@ def draw_thoughts(
     """Draw at most `count` thoughts, one per episode, and count the turns that have none.
 
     Failed episodes and episodes without a turn are ignored. `sampling` says which turn of an
-    episode is drawn; drawn turns without a valid thought are left out and not replaced. `seed`
+    episode is drawn; drawn turns that opened no thought are left out and not replaced. `seed`
     decides the turns, and which thoughts are drawn without replacement if there are more than
     `count`.
     """
@@ -212,7 +218,7 @@ async def measure_thoughts(
 
     The choice of `THOUGHTS` thoughts is derived from the run's seed and the step. The engine has
     the weights that played the groups. Metrics are ``information/<sampling>/…`` for each of
-    `SAMPLINGS`: ``left_out`` (turns without a valid thought) and, if there are thoughts, the fields
+    `SAMPLINGS`: ``left_out`` (turns that opened no thought) and, if there are thoughts, the fields
     of `Information` and the regime. The cross-scores behind them come with them.
     """
     metrics: Metrics = {}
@@ -231,7 +237,9 @@ async def measure_thoughts(
         scores_NM = scores[[thoughts.index(thought) for _, thought, _ in drawn]]
         information = measure(scores_NM, own_N, [len(thought) for _, thought, _ in drawn])
         metrics |= information.metrics(f"information/{sampling}")
-        texts = tuple(turn.thought or "" for _, _, turn in drawn)
+        texts = tuple(
+            turn.completion.text if turn.thought is None else turn.thought for _, _, turn in drawn
+        )
         shown = tuple(observations.values())
         matrices.append(CrossScores(sampling, scores_NM, own_N, texts, shown))
     return metrics, matrices

@@ -141,7 +141,9 @@ def examine(folder: Path) -> dict[str, float]:
         async with opened(engine, config) as setup:
             await engine.load(checkpoint, saved["engine"])
             groups = await collect_groups(engine, setup, config.rollout, config.seed, step)
-            metrics, _ = await measure_thoughts(engine, groups, config.seed, step)
+            metrics: Metrics = {}
+            if config.prompt.think:
+                metrics, _ = await measure_thoughts(engine, groups, config.seed, step)
             return metrics | await gradient_norms(engine, groups, config)
 
     return values(run_async(measure()))
