@@ -22,6 +22,7 @@ from ragen.core.errors import RagenError
 from ragen.core.plugins import load_object, reference_to
 from ragen.core.types import Turn
 from ragen.envs.contract import Env
+from ragen.models.names import base_folder
 
 DOCS = Path(__file__).parents[1] / "docs"
 SMALL = {"steps": 2, "eval.episodes": 8, "rollout.num_groups": 4, "threads": 1}
@@ -225,6 +226,57 @@ def test_entry_points_are_resolved_recorded_and_checked(
     capsys.readouterr()
     assert main(["check", "wrong"]) == 2
     assert "wrong is no filter score: " in capsys.readouterr().err
+
+
+def test_what_reads_a_run_loads_no_code_that_it_names_and_what_plays_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run folder of somebody else is data to the report, the viewer and the list of episodes."""
+    file, marker = tmp_path / "their_env.py", tmp_path / "executed"
+    file.write_text("from ragen.envs.bandit import Bandit\n\nclass Theirs(Bandit):\n    pass\n")
+    named = {"env.name": f"{file}:Theirs", "model.path": str(base_folder("bandit"))}
+    run = ragen.train("bandit", SMALL | named, out=tmp_path / "run").run
+    file.write_text(f"open({str(marker)!r}, 'w').close()\n{file.read_text('utf-8')}", "utf-8")
+    for command in (
+        ["report", str(run)],
+        ["export", str(run), "--episodes", str(tmp_path / "episodes.jsonl")],
+        ["view", str(run), "--export", str(tmp_path / "run.html")],
+    ):
+        assert main(command) == 0, capsys.readouterr().err
+    assert not marker.exists()
+    assert main(["eval", str(run), "--episodes", "2"]) in (0, 2) and marker.exists()
+
+
+NO_CONNECTIONS = """
+import sys
+from ragen.cli.main import main
+
+def refuse(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
+        raise AssertionError(f"{event} {arguments}")
+
+sys.addaudithook(refuse)
+small = ["--steps", "1", "--eval.episodes", "4", "--rollout.num_groups", "4", "--threads", "1"]
+for command in (
+    ["train", "bandit", "--quiet", "--out", "run", *small],
+    ["eval", "run", "--episodes", "2"],
+    ["report", "run"],
+    ["export", "run"],
+    ["view", "run", "--export", "run.html"],
+):
+    assert main(command) == 0, command
+"""
+
+
+def test_nothing_is_sent_anywhere_without_being_asked(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_CONNECTIONS],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_entry_point_groups_and_kinds_are_documented() -> None:
