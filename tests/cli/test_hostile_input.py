@@ -29,7 +29,7 @@ from ragen.config.reading import dump, flatten, read_config, resolve
 from ragen.core.errors import RagenError, printable
 from ragen.finetuning.transcripts import read_transcripts
 
-LIMIT_S = 20
+LIMIT_S = 60
 """Seconds of a case, however busy the machine is."""
 READY = "the settings allow a run"
 

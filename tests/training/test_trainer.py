@@ -30,7 +30,7 @@ from ragen.config.keys import nest
 from ragen.config.reading import read_config, resolve
 from ragen.core import files
 from ragen.core.errors import RagenError
-from ragen.core.stopping import StopRequested
+from ragen.core.stopping import SIGNALS, StopRequested
 from ragen.core.types import Role
 from ragen.engines import engine
 from ragen.engines.engine import Engine
@@ -481,6 +481,7 @@ MOMENTS = {  # event, its occurrence, number of finished steps by then
 CASES: list[Any] = [(moment, signal.SIGINT, "gae") for moment in MOMENTS]
 CASES += [pytest.param(moment, signal.SIGINT, "grpo", marks=pytest.mark.slow) for moment in MOMENTS]
 CASES += [("second rollout", signal.SIGTERM, "grpo"), ("last evaluation", signal.SIGTERM, "grpo")]
+CASES += [("third rollout", signal.SIGHUP, "grpo"), ("second rollout", signal.SIGXCPU, "grpo")]
 CASES += [
     ("second rollout", signal.SIGINT, "shared"),
     ("before an evaluation", signal.SIGINT, "dapo"),
@@ -500,10 +501,10 @@ def test_resume_after_a_stop_equals_the_uninterrupted_run(
     event, at, steps = MOMENTS[moment]
     config = make_config(eval__every=2, rollout__slots=2, **KINDS[kind])
     run = tmp_path / "run"
-    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(each) for each in SIGNALS]
     with pytest.raises(StopRequested, match=f"after {steps} steps; resume with: ragen resume"):
         train(config, run, watcher=SendSignal(event, at, number))
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(each) for each in SIGNALS] == handlers
     assert checkpoint.newest(run).name == f"step-{steps}"
     assert not list(run.glob(f"{DATABASE}-*")), "the database is a plain file again"
     result = resume(run)

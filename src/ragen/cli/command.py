@@ -16,6 +16,7 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
@@ -215,4 +216,7 @@ def program() -> str:
     """The command that starts RAGEN from the current folder."""
     if shutil.which("ragen"):
         return "ragen"
-    return os.path.relpath(Path(sys.executable).with_name("ragen"))
+    script = Path(sys.executable).with_name("ragen")
+    with suppress(FileNotFoundError):  # the current folder was removed
+        return os.path.relpath(script)
+    return str(script)

@@ -169,6 +169,11 @@ def refusal(error: BaseException) -> str | None:
         return found[0] if all(found) else None
     if isinstance(error, MemoryError):
         return MEMORY
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working directory was removed"
     if isinstance(error, OSError) and error.errno in REFUSALS:
         place = f" ({error.filename})" if error.filename else ""
         return REFUSALS[error.errno] + place

@@ -163,7 +163,11 @@ def _holds_keys(key: str, table: Mapping[Any, Any]) -> bool:
 
 
 def nest(values: Flat) -> dict[str, Any]:
-    """The nested tables that `dotted` makes such values of."""
+    """The nested tables that `dotted` makes such values of.
+
+    Raises:
+        RagenError: A table is given entries, and a value that is no table as well.
+    """
     tree: dict[str, Any] = {}
     for key, value in values.items():
         path, _, name = key.rpartition(".")
@@ -172,6 +176,8 @@ def nest(values: Flat) -> dict[str, Any]:
         branch = tree
         for section in filter(None, path.split(".")):
             branch = branch.setdefault(section, {})
+        if not isinstance(branch, dict):
+            raise RagenError(f"{path} = {show(branch)}: expected a table; set {path}.NAME only")
         branch[name] = value
     return tree
 

@@ -39,6 +39,8 @@ WORTH_TELLING = GIB
 """Plans below this fit every machine and are not printed."""
 FLOAT = 4
 """Bytes of a float32, the dtype of gradients, masters and optimiser states for every model."""
+EPISODE = 4096
+"""Bytes of a short episode of one turn, as measured."""
 CHANGES: tuple[tuple[str, Any], ...] = (
     ("model.dtype", "bfloat16"),
     ("lora.rank", 64),
@@ -142,6 +144,7 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
         RagenError: They need more than is free (the smallest change that fits is named), or the
             model cannot be trained.
     """
+    refuse_too_many(config)
     planned = plan(config)
     free = planned.available
     if free is not None and planned.certain > free:
@@ -157,6 +160,21 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
     if planned.total >= WORTH_TELLING:
         for line in planned.lines():
             tell(line)
+
+
+def refuse_too_many(config: Config) -> None:
+    """Refuse steps of more episodes than the main memory can hold, however short they are.
+
+    Raises:
+        RagenError: It cannot.
+    """
+    rollout, free = config.rollout, available("cpu")
+    need = rollout.num_groups * rollout.group_size * EPISODE
+    if free is not None and need > free:
+        raise RagenError(
+            f"the episodes of a step take {size(need)} at least, and {size(free)} are free: set "
+            "rollout.num_groups or rollout.group_size lower"
+        )
 
 
 def smallest_change(config: Config, free: int) -> dict[str, Any] | None:

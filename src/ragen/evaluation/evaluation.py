@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ragen.config.config import Config
+from ragen.config.sections import MOST_EPISODES
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 from ragen.core.stopping import run_async
@@ -137,6 +138,10 @@ def _refuse_out_of_range(episodes: int, samples: int, concurrency: int | None) -
     most = TRAIN_LEVELS - EVAL_LEVELS
     if not 1 <= episodes <= most:
         raise RagenError(f"episodes = {episodes}: expected a whole number from 1 to {most}")
+    if episodes * samples > MOST_EPISODES:
+        raise RagenError(
+            f"episodes · samples = {episodes} · {samples}: expected at most {MOST_EPISODES}"
+        )
     for name, number in (("samples", samples), ("concurrency", concurrency)):
         if number is not None and number < 1:
             raise RagenError(f"{name} = {number}: expected a whole number ≥ 1")
