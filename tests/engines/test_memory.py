@@ -243,3 +243,12 @@ def test_free_memory_of_control_groups(tmp_path: Path) -> None:
     assert list(container_rooms(tmp_path / "nowhere", tmp_path)) == []
     free = memory.available("cpu")
     assert free is None or 0 < free < 2**50
+
+
+def test_step_of_more_episodes_than_memory_holds_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda _: 2 * memory.GIB)
+    many = make_config(rollout__num_groups=2**17, rollout__group_size=8)
+    with pytest.raises(RagenError, match=r"take 4\.00 GiB at least, and 2\.00 GiB are free"):
+        refuse_too_large(many, print)
