@@ -154,7 +154,8 @@ _TERMS = ("grounding", "consistency", "length", "repetition")
 TERM = Kind("reward term", "ragen.rewards", _TERMS, _takes("turn"))
 _DETECTORS = (
     *("reward_std_cliff", "entropy_cliff", "entropy_blowup", "grad_spike", "reward_drop"),
-    *("mi_drop", "format_loss", "degenerate_text", "non_finite", "empty_filter", "stalled"),
+    *("mi_drop", "format_loss", "degenerate_text", "non_finite", "empty_filter", "mismatch"),
+    "stalled",
 )
 DETECTOR = Kind("detector", "ragen.detectors", _DETECTORS, _takes("history"))
 ENV = Kind("environment", "ragen.envs", ())

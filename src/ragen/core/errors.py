@@ -35,6 +35,17 @@ class NotFiniteError(RagenError):
         self.numbers = numbers
 
 
+class MismatchError(RagenError):
+    """With the same weights, sampler and learner give a sampled token different logprobs."""
+
+    def __init__(self, token: int, sampled: float, recomputed: float, bound: float) -> None:
+        super().__init__(
+            f"token {token} was sampled with a logprob of {sampled:.5g}, and the learner computes "
+            f"{recomputed:.5g} with the same weights, where {bound:.2g} nats may be rounding"
+        )
+        self.token, self.difference, self.bound = token, abs(recomputed - sampled), bound
+
+
 class GuardStop(RagenError):
     """The guard stopped a run, saved as it was; commands exit with 3."""
 

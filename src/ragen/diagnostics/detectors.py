@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import nan
 from statistics import fmean, median
 
 from ragen.config.extensions import DETECTOR
@@ -58,6 +59,8 @@ SKIPPED = ("update/skipped_policy", "update/skipped_critic")
 MI, PROMPTS = "ema/information/first/mi_zscore", "information/first/prompts"
 EVALUATED, LEVELS = "evaluation/success", "evaluation/episodes"
 """Evaluations by step: success, and the number of episodes."""
+
+MISMATCH, MISMATCH_BOUND = "mismatch/max_abs", "mismatch/bound"
 
 EMPTY_STEPS = 5
 """Steps in a row without a kept group."""
@@ -217,6 +220,18 @@ def empty_filter(history: History) -> Detection | None:
     return Detection(kept[0][0], EMPTY_STEPS, 0.0)
 
 
+def mismatch(history: History) -> Detection | None:
+    """Sampler and learner disagree, at equal weights, by more than rounding.
+
+    Where both compute in float32 and alike, the run stops at once, before an update.
+    """
+    bounds = list(history.get(MISMATCH_BOUND, {}).items())[-1:]
+    for step, bound in bounds:
+        value = history.get(MISMATCH, {}).get(step, nan)
+        return None if value <= bound else Detection(step, value, bound)
+    return None
+
+
 def _windowed(series: Series) -> Detection | None:
     """The trailing mean at the last step and the baseline; ``None`` before two windows are full."""
     if len(series) < 2 * WINDOW:
@@ -235,6 +250,7 @@ DETECTORS: dict[str, Detector] = {
     "degenerate_text": degenerate_text,
     "non_finite": non_finite,
     "empty_filter": empty_filter,
+    "mismatch": mismatch,
 }
 """RAGEN's own detectors by their name in the config."""
 

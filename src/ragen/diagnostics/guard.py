@@ -44,6 +44,8 @@ MESSAGES: dict[str, str] = {
     "non_finite": "loss, gradient or logits not finite ({value:.0f} updates were skipped)",
     "empty_filter": "no group had any spread of reward for {value:.0f} steps, so there is nothing "
     "to learn: use easier or harder levels, or filter.include_zero = true",
+    "mismatch": "with the same weights, sampler and learner differ by {value:.3g} nats in a "
+    "token's logprob, of which {baseline:.3g} may be rounding",
     "stalled": "no phase made progress for {value:.0f} s",
 }
 """The message of each alarm."""

@@ -30,7 +30,7 @@ from ragen.algorithms.losses import (
     value_loss,
 )
 from ragen.config.sections import LossConfig, UpdateConfig
-from ragen.core.errors import NotFiniteError
+from ragen.core.errors import MismatchError, NotFiniteError
 from ragen.core.metrics import Metrics, largest, last, mean, merge, total
 from ragen.engines.exactness import verify
 from ragen.engines.optimizers import WEIGHT_DECAY, optimizers
@@ -65,7 +65,9 @@ class Learner:
     weights that are not float32 get a float32 master (`ragen.models.precision.Masters`). With
     `reference` the initial policy is kept. The learning rate decays over `steps`, the whole run.
     All logprobs are computed at the sampling temperature. `longest` is the most sampled tokens that
-    an episode can have. With `muon_lr` above 0, Muon trains the weight matrices at that rate;
+    an episode can have. `mismatch_bound` is the largest difference, in nats, of a sampled and a
+    recomputed logprob at equal weights that is rounding; with `refuses_mismatch` a larger one is an
+    error. With `muon_lr` above 0, Muon trains the weight matrices at that rate;
     `weight_decay` is that of both optimisers.
     """
 
@@ -80,6 +82,8 @@ class Learner:
         steps: int = 1,
         temperature: float = 1.0,
         longest: int = 1,
+        mismatch_bound: float = math.inf,
+        refuses_mismatch: bool = False,
         muon_lr: float = 0.0,
         weight_decay: float = WEIGHT_DECAY,
     ) -> None:
@@ -99,6 +103,7 @@ class Learner:
         self.synced = True
         self._update, self._loss = update, loss
         self._steps, self._temperature, self._longest = steps, temperature, longest
+        self._mismatch_bound, self._refuses_mismatch = mismatch_bound, refuses_mismatch
         self._device = next(model.parameters()).device
 
     def named_optimizers(self) -> dict[str, Optimizer]:
@@ -239,6 +244,7 @@ class Learner:
 
         Raises:
             RagenError: The tokens to be trained are not those that were sampled.
+            MismatchError: With the weights that sampled them, they get other logprobs.
         """
         weights_BT = token_weights(batch, self._loss.aggregation, self._longest)
         batch = replace(batch, weight_BT=weights_BT)
@@ -274,7 +280,9 @@ class Learner:
     def _policy_backward(self, part: Batch, tokens: TokenFields) -> Loss:
         """Gradients of the policy's loss, and of the critic's if it shares the backbone."""
         hidden_ND = hidden_states(self.model, *self._model_inputs(part))
-        loss = self._policy_loss(tokens, *self._outputs_of_states(self.model, part, hidden_ND))
+        loss = self._policy_loss(
+            part, tokens, *self._outputs_of_states(self.model, part, hidden_ND)
+        )
         if self.critic is not None and self.critic.shared:
             value = value_loss(self.critic.read(hidden_ND), tokens, value_clip=VALUE_CLIP)
             both = SHARED_VALUE_WEIGHT * value.value + loss.value
@@ -282,7 +290,9 @@ class Learner:
         loss.value.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    def _policy_loss(self, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor) -> Loss:
+    def _policy_loss(
+        self, part: Batch, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor
+    ) -> Loss:
         """The policy's loss with its entropy bonus and KL term."""
         settings = self._loss
         bonus = entropy_bonus(entropy_N, tokens)
@@ -294,12 +304,32 @@ class Learner:
         value = loss.value + settings.entropy * bonus.value
         metrics |= loss.metrics | bonus.metrics
         if self.synced:
-            metrics |= mismatch_kl(tokens.sampled_logprobs_N, logprobs_N.detach())
+            metrics |= self._mismatch(part, tokens.sampled_logprobs_N, logprobs_N.detach())
         if settings.kl > 0 and settings.kl_kind != "k1":
             term = kl_loss(logprobs_N, tokens, kind=settings.kl_kind)
             value = value + settings.kl * term.value
             metrics |= term.metrics
         return Loss(value, metrics)
+
+    def _mismatch(self, part: Batch, sampled_N: Tensor, recomputed_N: Tensor) -> Metrics:
+        """See `mismatch_kl`; the weights are those that sampled.
+
+        ``mismatch/bound`` is the largest difference that is rounding.
+
+        Raises:
+            MismatchError: The difference is more than rounding, and this learner refuses that.
+        """
+        bound = self._mismatch_bound
+        metrics = mismatch_kl(sampled_N, recomputed_N) | {"mismatch/bound": largest(bound)}
+        if (
+            self._refuses_mismatch
+            and len(sampled_N)
+            and not metrics["mismatch/max_abs"].value <= bound
+        ):
+            worst = int((recomputed_N - sampled_N).abs().argmax())  # a NaN is the largest
+            token = int(part.token_ids_BT[part.weight_BT > 0][worst])
+            raise MismatchError(token, float(sampled_N[worst]), float(recomputed_N[worst]), bound)
+        return metrics
 
     def _task_loss(self, logprobs_N: Tensor, tokens: TokenFields) -> Loss:
         settings = self._loss

@@ -28,7 +28,7 @@ from ragen.training.collection import (
     record_step,
     split_batch,
 )
-from ragen.training.recovery import STALLED_S, Watchdog, recover, report_stall, run_guard
+from ragen.training.recovery import STALLED_S, Watchdog, recover, report_stall, run_guard, update
 from ragen.training.running import Clock, LoopState, Run, evaluate, evaluate_missing, is_due, save
 
 
@@ -52,7 +52,7 @@ async def loop(run: Run) -> None:
             with clock("update"):
                 seed = derive(config.seed, "minibatches", state.step)
                 for part in split_batch(batch, config.update, seed):
-                    updates.append(await engine.update(part, run.progress))
+                    updates.append(await update(run, part))
                     state.updates += 1
                     run.beat()
                     if run.is_complete:  # the budget counts updates, and this was the last one

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import NoReturn, Self
 
+from ragen.algorithms.batch import Batch
 from ragen.config.reading import changed
-from ragen.core.errors import GuardStop, NotFiniteError, RagenError
+from ragen.core.errors import GuardStop, MismatchError, NotFiniteError, RagenError
+from ragen.core.metrics import Metrics
 from ragen.diagnostics.detectors import active_detectors
 from ragen.diagnostics.guard import (
     GRACE_STEPS,
@@ -107,6 +109,35 @@ def stop_before(run: Run, onset: int, reason: str) -> NoReturn:
     raise GuardStop(
         f"the guard stopped the run: {reason}; the run is {kept}; train again with a lower rate"
     )
+
+
+async def update(run: Run, minibatch: Batch) -> Metrics:
+    """One optimiser step (`Engine.update`), unless the sampler does not agree with the learner.
+
+    Raises:
+        GuardStop: They give a token different logprobs with the same weights. The run is saved as
+            it was after the last step.
+    """
+    try:
+        return await run.engine.update(minibatch, run.progress)
+    except MismatchError as failure:
+        run.recorder.discard()
+        step = run.state.step + 1
+        spelled = ascii(run.engine.chat.text_of(failure.token))
+        text = (
+            f"step {step}, mismatch: sampler and learner are {failure.difference:.3g} nats apart: "
+            f"{failure}; the token is {spelled}"
+        )
+        data = Alarm("mismatch", step, step, failure.difference, failure.bound)
+        run.recorder.event(run.state.step, "alarm", text, asdict(data))
+        run.recorder.event(run.state.step, "guard", f"stopped: {text}", {"action": "stop"})
+        await save(run)
+        raise GuardStop(
+            f"the guard stopped the run: {text}; suspect code that changes the logits of one of "
+            "the two (a patched sampler or model), a kernel that depends on the batch, or faulty "
+            f"memory; the run is saved as it was after step {run.state.step}; "
+            'guard.responses.mismatch = "log" would train on'
+        ) from failure
 
 
 async def stop(run: Run, reason: str) -> NoReturn:

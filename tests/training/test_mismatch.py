@@ -1,0 +1,183 @@
+"""Sampler and learner compute one distribution under every setting of the rollout, or say so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pretend import PretendVllm
+from tiny import tiny_model, tiny_tokenizer
+
+from ragen.algorithms.batch import Batch
+from ragen.config.config import Config
+from ragen.config.reading import resolve
+from ragen.config.sections import RolloutConfig
+from ragen.core.errors import GuardStop
+from ragen.core.metrics import Metrics
+from ragen.diagnostics.detectors import MISMATCH, MISMATCH_BOUND, mismatch
+from ragen.engines import sampler
+from ragen.engines.engine import Engine
+from ragen.models.loading import save_model
+from ragen.storage.checkpoint import newest
+from ragen.storage.reader import read_events, read_metrics
+from ragen.training.trainer import resume, train
+
+UNUSUAL: dict[str, list[Any]] = {
+    "num_groups": [1, 5],
+    "group_size": [3, 7],
+    "max_tokens": [1, 60],
+    "temperature": [0.05, 0.5, 4.0],
+    "slots": [1, 3],
+    "refill": [2],
+    "sampler": ["vllm"],
+    "gpu_memory": [0.9],
+}
+"""Values of each key of the section `rollout` that are far from the defaults."""
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "gpu_memory": {"rollout__sampler": "vllm"},
+    # Groups whose rewards differ need a model that can solve some levels.
+    "refill": {"filter__include_zero": False, "model__path": "base", "rollout__max_tokens": 80},
+}
+"""What else must be set."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model; its weights are large, so that its distributions are far from uniform."""
+    folder, tokenizer = tmp_path_factory.mktemp("model") / "model", tiny_tokenizer("chatml")
+    save_model(tiny_model(tokenizer, initializer_range=0.3), tokenizer, folder)
+    return str(folder)
+
+
+def settings(folder: str, **changes: Any) -> Config:
+    """A run of one step, with the keys that change: ``section__key``."""
+    keys: dict[str, Any] = {
+        "steps": 1,
+        "threads": 1,
+        "model.path": folder,
+        "rollout.num_groups": 2,
+        "rollout.group_size": 2,
+        "rollout.max_tokens": 8,
+        "rollout.slots": 4,
+        "env.max_turns": 2,
+        "eval.episodes": 0,
+        "filter.rule": "all",
+        "filter.include_zero": True,
+    }
+    changed = {key.replace("__", "."): value for key, value in changes.items()}
+    return resolve("frozen-lake-still", keys | changed)
+
+
+@pytest.mark.parametrize("key", RolloutConfig.model_fields)
+def test_the_learner_scores_the_distribution_that_was_sampled_under_every_rollout_key(
+    key: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled, recomputed and independently computed logprobs are equal in float32."""
+    monkeypatch.setattr("ragen.engines.factory.Vllm", PretendVllm)
+    update = Engine.update
+    for number, value in enumerate(UNUSUAL[key]):
+        config = settings(folder, **{f"rollout__{key}": value}, **NEEDED.get(key, {}))
+        largest = list[float]()
+
+        async def checked(
+            engine: Engine,
+            batch: Batch,
+            step: int,
+            temperature: float = config.rollout.temperature,
+            largest: list[float] = largest,
+        ) -> Metrics:
+            with torch.no_grad():
+                logits_BTV = engine.model(batch.token_ids_BT).logits[:, :-1] / temperature
+            targets_BT1 = batch.token_ids_BT[:, 1:, None]
+            expected_BT = logits_BTV.log_softmax(-1).gather(-1, targets_BT1)[:, :, 0]
+            for found_BT in (batch.sampled_logprobs_BT, engine.learner.logprobs(batch)[0]):
+                gap_BT = (found_BT[:, 1:] - expected_BT)[batch.mask_BT[:, 1:]]
+                largest.append(float(gap_BT.abs().max()))
+            return await update(engine, batch, step)
+
+        monkeypatch.setattr(Engine, "update", checked)
+        run = tmp_path / str(number)
+        train(config, run)
+        bound = 1e-3 / min(1.0, config.rollout.temperature)
+        assert largest and max(largest) <= bound
+        assert read_metrics(run)[MISMATCH][1] <= bound
+
+
+def skew(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let the sampler draw from other logits than the model's."""
+    draw = sampler.draw
+    monkeypatch.setattr(
+        sampler, "draw", lambda logits_NV, *rest: draw(change(logits_NV.clone()), *rest)
+    )
+
+
+def without_half(logits_NV: torch.Tensor) -> torch.Tensor:
+    logits_NV[:, ::2] = -math.inf
+    return logits_NV
+
+
+def test_a_mismatch_stops_a_run_in_float32_before_its_update(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line names difference and token, and the run can be resumed where the cause is gone."""
+    with monkeypatch.context() as patch, pytest.raises(GuardStop) as stopped:
+        skew(patch, without_half)
+        train(settings(folder), tmp_path / "run")
+    line = str(stopped.value)
+    assert "\n" not in line and stopped.value.exit_code == 3
+    for words in ("step 1, mismatch: ", " nats apart: token ", "the token is '", "after step 0"):
+        assert words in line
+    assert newest(tmp_path / "run").name == "step-0"
+    kinds = [event["kind"] for event in read_events(tmp_path / "run")]
+    assert kinds == ["alarm", "guard"]
+    result = resume(tmp_path / "run")
+    assert len(result.alarms) == 1
+    assert newest(tmp_path / "run").name == "step-1"
+
+
+def test_a_mismatch_that_is_not_a_number_stops_a_run(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = "ragen.engines.learner.Learner._outputs_of_states"
+    monkeypatch.setattr(
+        outputs, lambda learner, model, part, hidden_ND: (hidden_ND[:, 0] * math.nan,) * 2
+    )
+    with pytest.raises(GuardStop, match="nan nats apart"):
+        train(settings(folder), tmp_path / "run")
+
+
+def test_the_response_log_trains_on_with_an_alarm(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skew(monkeypatch, without_half)
+    config = settings(folder, guard__responses={"mismatch": "log"})
+    result = train(config, tmp_path / "run")
+    assert [alarm.detector for alarm in result.alarms] == ["mismatch"]
+    assert "differ by" in str(result.alarms[0])
+
+
+def test_another_arithmetic_has_a_wider_bound_and_only_an_alarm(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(settings(folder, model__dtype="bfloat16"), tmp_path / "quiet")
+    metrics = read_metrics(tmp_path / "quiet")
+    assert metrics[MISMATCH_BOUND] == {1: 0.5}
+    skew(monkeypatch, without_half)
+    result = train(settings(folder, model__dtype="bfloat16"), tmp_path / "run")
+    assert [alarm.detector for alarm in result.alarms] == ["mismatch"]
+
+
+def test_the_detector_reads_the_last_step() -> None:
+    bounds = {1: 0.5, 2: 0.5}
+    assert mismatch({}) is None
+    assert mismatch({MISMATCH: {1: 0.6, 2: 0.4}, MISMATCH_BOUND: bounds}) is None
+    for value in (0.6, math.inf, math.nan):
+        found = mismatch({MISMATCH: {1: 0.1, 2: value}, MISMATCH_BOUND: bounds})
+        assert found is not None and (found.onset, found.baseline) == (2, 0.5)
+    missing = mismatch({MISMATCH: {1: 0.1}, MISMATCH_BOUND: bounds})
+    assert missing is not None and math.isnan(missing.value)
