@@ -21,6 +21,7 @@ from ragen.core.metrics import Metrics
 from ragen.diagnostics.detectors import MISMATCH, MISMATCH_BOUND, mismatch
 from ragen.engines import sampler
 from ragen.engines.engine import Engine
+from ragen.engines.learner import Learner
 from ragen.models.loading import save_model
 from ragen.storage.checkpoint import newest
 from ragen.storage.reader import read_events, read_metrics
@@ -143,10 +144,13 @@ def test_a_mismatch_stops_a_run_in_float32_before_its_update(
 def test_a_mismatch_that_is_not_a_number_stops_a_run(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outputs = "ragen.engines.learner.Learner._outputs_of_states"
-    monkeypatch.setattr(
-        outputs, lambda learner, model, part, hidden_ND: (hidden_ND[:, 0] * math.nan,) * 2
-    )
+    backward = Learner._outputs_of_states
+
+    def broken(learner: Learner, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        nothing = math.nan if torch.is_grad_enabled() else 1.0  # not where scores are verified
+        return tuple(nothing * field for field in backward(learner, *arguments))
+
+    monkeypatch.setattr(Learner, "_outputs_of_states", broken)
     with pytest.raises(GuardStop, match="nan nats apart"):
         train(settings(folder), tmp_path / "run")
 
