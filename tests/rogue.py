@@ -5,6 +5,7 @@ It has a file of its own so that tests can refer to it as ``tests/rogue.py:Rogue
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -81,8 +82,10 @@ class Rogue(Env):
             raise ZeroDivisionError("by zero")
         if self._misbehaves("exit"):
             sys.exit(3)
-        if self._misbehaves("die"):
+        if self._misbehaves("exit at once"):
             os._exit(7)
+        if self._misbehaves("die"):  # as a bug in C does
+            ctypes.string_at(0)
         if self._misbehaves("hang"):
             while True:
                 with suppress(Exception):  # a timeout must also stop code that swallows exceptions

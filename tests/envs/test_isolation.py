@@ -93,7 +93,7 @@ def test_isolated_episodes_are_equal_and_workers_are_reused(start_workers: Any) 
         ("hang in C", "timeout", "longer than 0.3 s in step"),
         ("hang", "timeout", "longer than 0.3 s in step"),
         ("hang in reset", "timeout", "longer than 0.3 s in reset"),
-        ("die", "error", "process ended in step (exit code 7)"),
+        ("die", "error", "process ended (exit code -11) in step"),
         ("exit", "error", "SystemExit: 3"),
         ("raise", "error", "ZeroDivisionError: by zero"),
         ("raise in init", "error", "KeyError"),

@@ -226,7 +226,7 @@ class NoFlag(Coin):
 
 
 class NotFinite(Coin):
-    breaks = "finite numbers"
+    breaks = "a finite number"
 
     def step(self, action):
         observation, _, *rest = super().step(action)

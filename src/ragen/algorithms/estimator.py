@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ragen.core.errors import RagenError
 from ragen.core.inputs import call, names_input
 from ragen.core.statistics import all_equal
 
@@ -57,12 +58,19 @@ def estimate(estimator: Estimator, **inputs: object) -> Credit:
     """Call an estimator with those of the `ESTIMATOR_INPUTS` that it names.
 
     Raises:
+        RagenError: It returns something else than a `Credit`.
         ValueError: It names something else, it needs values and there are none, or it compares the
             episodes of a group and a group has one.
     """
     if needs_values(estimator) and inputs["values_ES"] is None:
         raise ValueError(f"the estimator {estimator.__name__} needs a critic's values")
-    return call(estimator, inputs=inputs)
+    credit = call(estimator, inputs=inputs)
+    if not isinstance(credit, Credit):
+        raise RagenError(
+            f"the estimator {getattr(estimator, '__name__', estimator)} returned a "
+            f"{type(credit).__name__}: a Credit is expected"
+        )
+    return credit
 
 
 def whiten_tokens(field_ES: Tensor, mask_ES: Tensor, magnitude: float = 1.0) -> Tensor:

@@ -14,6 +14,7 @@ episode, and leave out failed episodes.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -70,10 +71,10 @@ def find_score(name: str) -> Score:
 
 
 def _score(group: Group, name: str) -> float:
-    score = float(find_score(name)(group))
-    if not math.isfinite(score):
+    score = find_score(name)(group)
+    if not isinstance(score, numbers.Real) or not math.isfinite(score):
         raise RagenError(f"the filter score {name} gave {score}: it has to be a finite number")
-    return score
+    return float(score)
 
 
 def scores_of(groups: Sequence[Group], score: str) -> list[float | None]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ragen.algorithms.batch import Batch, TokenFields
 from ragen.config.extensions import LOSS
+from ragen.core.errors import RagenError
 from ragen.core.inputs import call, names_input
 from ragen.core.metrics import Metric, Metrics, largest, mean
 
@@ -222,9 +223,16 @@ def policy_loss(loss: PolicyLoss, logprobs_N: Tensor, tokens: TokenFields, **inp
     """Call a policy loss with those of `inputs` and `episode_N` that it names.
 
     Raises:
+        RagenError: It does not return a `Loss` whose value is one number.
         ValueError: It names something else.
     """
-    return call(loss, logprobs_N, tokens, inputs=inputs | {"episode_N": tokens.episode_N})
+    result = call(loss, logprobs_N, tokens, inputs=inputs | {"episode_N": tokens.episode_N})
+    value = result.value if isinstance(result, Loss) else None
+    if not isinstance(value, Tensor) or value.ndim:
+        found = type(result).__name__ if value is None else f"a Loss with the value {value}"
+        name = getattr(loss, "__name__", loss)
+        raise RagenError(f"the loss {name} returned {found}: a Loss with a scalar is expected")
+    return result
 
 
 def needs_whole_episodes(loss: PolicyLoss) -> bool:

@@ -18,6 +18,8 @@ from typing import TextIO
 
 from typing_extensions import Buffer, override
 
+from ragen.core.process import REAL
+
 ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 """The signals that end a command like Ctrl-C: from `kill`, a closed terminal, a limit of time."""
 
@@ -137,7 +139,8 @@ def ending_signals() -> Iterator[list[int]]:
         if number == signal.SIGXCPU and received.count(number) > 1:
             return  # it comes every second
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.raise_signal(signal.SIGINT)
+            # The function itself: the handler may run in the middle of user code.
+            REAL.get("raise_signal", signal.raise_signal)(signal.SIGINT)
             return
         from ragen.core.stopping import cancel_running  # a background job of a script
 

@@ -131,8 +131,12 @@ class EnvConfig(Section):
     """Maximum number of actions in an episode."""
     timeout_s: float = Field(30.0, ge=0.001, le=86_400)
     """Seconds after which a call of the environment fails its episode."""
+    max_chars: int = Field(100_000, ge=1)
+    """Maximum length of a text of the environment; a longer one fails its episode."""
     isolate: bool = False
     """Run each environment in a worker process, which can be stopped if it hangs."""
+    memory_gb: float = Field(4.0, gt=0)
+    """Memory in GiB that a worker process may use, with isolate."""
 
 
 class PromptConfig(Section):

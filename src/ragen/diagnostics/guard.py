@@ -14,9 +14,17 @@ from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.extensions import short_name
+from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.diagnostics.collapse import WINDOW
-from ragen.diagnostics.detectors import DETECTORS, EVALUATED, LEVELS, Detector, History
+from ragen.diagnostics.detectors import (
+    DETECTORS,
+    EVALUATED,
+    LEVELS,
+    Detection,
+    Detector,
+    History,
+)
 from ragen.storage.reader import read_evaluations, read_events, read_metrics, standing
 
 REARM_STEPS = WINDOW
@@ -99,11 +107,19 @@ def raise_alarms(
 
     A detector fires once for each period of trouble: it fires again only after its condition has
     not held for `REARM_STEPS` steps.
+
+    Raises:
+        RagenError: A detector from outside returned something else than a `Detection`.
     """
     state.checked_step = step
     alarms = []
     for name, detector in detectors.items():
         detection = detector(history)
+        if not isinstance(detection, Detection | None):
+            raise RagenError(
+                f"the detector {name} returned {type(detection).__name__}: a Detection or None is "
+                "expected"
+            )
         if detection is None or step <= state.grace:
             continue
         if name not in state.last_held or step - state.last_held[name] > REARM_STEPS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, validate_call
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Baselines, Env, Info, Options, Probability, State, generators, pick
@@ -73,6 +73,7 @@ class Bandit(Env):
 
     goal = "Bandit"
 
+    @validate_call(config={"strict": True})
     def __init__(
         self,
         name_set: Literal["dragon_phoenix", "professions", "pairs"] = "dragon_phoenix",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from ragen.core.errors import RagenError
+from ragen.core.process import STARTED
 from ragen.core.user_code import UserCodeError, boundary
+from ragen.envs import answers
 from ragen.envs.contract import Env, Reading, is_picture, pick
 
 Result = tuple[Any, ...]
@@ -36,19 +39,32 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
         >>> check(make("bandit"))
     """
     name = getattr(env, "name", type(env).__name__)
+    running = set(STARTED)
     try:
         with boundary("check"):
             for attribute in ("name", "goal", "rules"):
                 text = getattr(env, attribute, None)
                 _require(isinstance(text, str) and text != "", f"{attribute} must be a text")
+                answers.text(text, "the environment", attribute, answers.MAX_CHARS)
             for level in range(levels):
                 _check_level(env, level, steps)
             _check_unknown_action(env)
             _check_reading(env)
+            env.close()
+            _check_threads(running)
     except UserCodeError as failure:
+        if failure.__cause__ is None:
+            raise RagenError(f"{name}: {failure}") from None
         if isinstance(failure.__cause__, RagenError):
             raise RagenError(f"{name}: {failure.__cause__}") from None
         raise RagenError(f"{name} raised while it was checked: {failure.reason}") from failure
+
+
+def _check_threads(running: set[threading.Thread]) -> None:
+    """No other thread is left after `Env.close`: it would take time and memory from the run."""
+    for thread in set(STARTED) - running:
+        thread.join(1.0)
+        _require(not thread.is_alive(), f"close must end the thread {thread.name!r}")
 
 
 def _require(holds: bool, rule: str) -> None:
@@ -83,6 +99,7 @@ def _play_level(env: Env, level: int, noise_seed: int, steps: int) -> tuple[Resu
     """What a level shows at its start, and an episode of random actions that follow from it."""
     observation, info = env.reset(seed=level, options={"noise_seed": noise_seed})
     _require(isinstance(observation, str), "reset must return its observation as a text")
+    answers.text(observation, "reset", "observation", answers.MAX_CHARS)
     _require(isinstance(info, dict), "reset must return (observation, info), info a dict")
     start = observation, _key(env), env.actions, _picture(env)
     return start, _play(env, _chooser(level), steps)
@@ -128,14 +145,15 @@ def _step(env: Env, action: str) -> Result:
     _require(whole, "step must return (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, truncated, info = result
     _require(isinstance(observation, str), "step must return its observation as a text")
-    finite = isinstance(reward, int | float) and bool(np.isfinite(reward))
-    _require(finite, f"rewards must be finite numbers, not {reward!r}")
-    ends = isinstance(terminated, bool) and isinstance(truncated, bool)
-    _require(ends, "terminated and truncated must be bool")
+    answers.text(observation, "step", "observation", answers.MAX_CHARS)
+    reward = answers.reward(reward)
+    flags = answers.scalar_of(terminated), answers.scalar_of(truncated)
+    _require(all(type(f) is bool for f in flags), "terminated and truncated must be bool")
+    terminated, truncated = flags
     for flag in ("success", "effective"):
-        flagged = isinstance(info, dict) and isinstance(info.get(flag), bool)
+        flagged = isinstance(info, dict) and type(answers.scalar_of(info.get(flag))) is bool
         _require(flagged, f"step must put a bool info[{flag!r}] into its info")
-    _dump(info, "info must hold JSON values only")
+    info = answers.json_copy(info, "step", "info")
     _require(
         terminated or not info["success"],
         "info['success'] may be true only in the step that terminates the episode",

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, validate_call
 
 from ragen.envs.contract import (
     Baselines,
@@ -232,6 +232,7 @@ class FrozenLake(GridEnv):
     marks = MappingProxyType({"Player": "PX√", "Goal": "G√", "Holes": "OX"})
     letters = "PGO"
 
+    @validate_call(config={"strict": True})
     def __init__(
         self,
         size: Annotated[int, Field(ge=2, le=26)] = 4,

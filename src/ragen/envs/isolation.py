@@ -2,21 +2,30 @@
 
 A worker process plays one environment at a time and answers one call after the other. The caller
 waits in the loop's thread, so the order of events is the same as without workers. Messages are
-JSON, which the contract requires of infos and snapshots anyway.
+lines of JSON, which the contract requires of infos and snapshots anyway.
+
+A worker is the leader of a process group, which is killed with it. A worker that sends anything but
+the answer that is waited for is killed, too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
+import os
 import signal
+import socket
+import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import astuple
-from multiprocessing.connection import Connection
 from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError, boundary, timeout_error
+from ragen.envs.answers import to_json
 from ragen.envs.contract import Baselines, Env, Info, Options, Reading, State
 from ragen.envs.registry import build_env, env_factory
 
@@ -24,6 +33,10 @@ START_S = 60.0
 """Seconds that a worker may take to start; the time limit of calls does not apply."""
 EPISODES = 500
 """Episodes after which a worker is replaced, which frees what an environment leaked."""
+ANSWER_BYTES = 64 * 2**20
+"""Length of an answer; a worker that sends more is killed."""
+MEMORY_GB = 4.0
+"""The default of `env.memory_gb`."""
 TEXTS = ("name", "goal", "rules", "actions", "reads_thoughts", "draws")
 """The attributes of an environment that its proxy keeps."""
 
@@ -36,7 +49,8 @@ class Workers:
     with ``if __name__ == "__main__":``.
 
     `env` and `params` are those of `ragen.envs.registry.make`. A call that takes longer than
-    `timeout_s` seconds kills its worker.
+    `timeout_s` seconds kills its worker. A worker may use `memory_gb` GiB of memory of its own;
+    where it needs more, Python raises `MemoryError` in it, on Linux.
 
     Example:
         >>> workers = Workers("bandit", {}, timeout_s=30.0)
@@ -47,12 +61,18 @@ class Workers:
         >>> workers.close()
     """
 
-    def __init__(self, env: str, params: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(
+        self,
+        env: str,
+        params: Mapping[str, Any],
+        timeout_s: float,
+        memory_gb: float = MEMORY_GB,
+    ) -> None:
         forks = "forkserver" in multiprocessing.get_all_start_methods()
         self._context = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             self._context.set_forkserver_preload([__name__])
-        self._job = (env, dict(params), timeout_s)
+        self._job = (env, dict(params), timeout_s, memory_gb)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
 
@@ -88,16 +108,23 @@ class Workers:
 
 
 class _Worker:
-    """One process and the pipe to it."""
+    """One process and the connection to it."""
 
-    def __init__(self, context: Any, job: tuple[str, dict[str, Any], float]) -> None:
+    def __init__(self, context: Any, job: tuple[str, dict[str, Any], float, float]) -> None:
         self.alive = True
         self.episodes = 0
         self._timeout_s = job[2]
-        self._pipe, theirs = context.Pipe()
+        self._num_asked = 0
+        self._socket, theirs = socket.socketpair()
         self._process = context.Process(target=_serve, args=(theirs, *job), daemon=True)
-        self._process.start()
-        theirs.close()
+        try:
+            self._process.start()
+        except (OSError, EOFError) as error:
+            self.alive = False
+            self._socket.close()
+            raise UserCodeError(f"no process can be started for the environment: {error}") from None
+        finally:
+            theirs.close()
         self._answer("starting", START_S)
 
     def ask(self, call: str, *arguments: Any) -> Any:
@@ -108,38 +135,73 @@ class _Worker:
         """
         if not self.alive:
             raise UserCodeError(f"the environment's process had ended before {call}")
+        self._num_asked += 1
+        message = json.dumps([self._num_asked, call, arguments]).encode() + b"\n"
         try:
-            self._pipe.send_bytes(json.dumps([call, arguments]).encode())
+            self._socket.settimeout(self._timeout_s)
+            self._socket.sendall(message)
+        except TimeoutError:
+            self.stop()
+            raise timeout_error(call, self._timeout_s) from None
         except OSError:
             raise self._died(call) from None
         return self._answer(call, self._timeout_s)
 
     def _answer(self, call: str, timeout_s: float) -> Any:
         try:
-            if not self._pipe.poll(timeout_s):
-                self.stop()
-                raise timeout_error(call, timeout_s)
-            kind, value = json.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError):
+            line = self._read_line(call, timeout_s)
+            number, kind, value = json.loads(line)
+            if number != self._num_asked or kind not in ("answer", "refusal", "failure"):
+                raise ValueError
+        except TimeoutError:
+            self.stop()
+            raise timeout_error(call, timeout_s) from None
+        except OSError:
             raise self._died(call) from None
+        except (ValueError, TypeError, RecursionError):
+            self.stop()
+            raise UserCodeError(
+                f"the environment wrote to its process's connection in {call}"
+            ) from None
         if kind == "answer":
             return value
-        raise UserCodeError(value) from (RagenError(value) if kind == "refusal" else None)
+        raise UserCodeError(str(value)) from (RagenError(value) if kind == "refusal" else None)
+
+    def _read_line(self, call: str, timeout_s: float) -> bytes:
+        """What the process sends up to a line break; it may stop at any byte."""
+        deadline = time.monotonic() + timeout_s
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            self._socket.settimeout(max(deadline - time.monotonic(), 1e-6))
+            part = self._socket.recv(2**16)
+            if not part:
+                raise ConnectionResetError
+            line += part
+            if len(line) > ANSWER_BYTES:
+                self.stop()
+                raise UserCodeError(
+                    f"the environment's process sent more than {ANSWER_BYTES:,} bytes in {call}"
+                )
+        return bytes(line)
 
     def _died(self, call: str) -> UserCodeError:
         self._process.join(1.0)
         code = self._process.exitcode
         self.stop()
-        return UserCodeError(f"the environment's process ended in {call} (exit code {code})")
+        how = "closed its connection" if code is None else f"ended (exit code {code})"
+        return UserCodeError(f"the environment's process {how} in {call}")
 
     def stop(self) -> None:
-        """Kill the process, whatever it is doing."""
+        """Kill the process and those that it has started, whatever they are doing."""
         if self.alive:
             self.alive = False
+            if hasattr(os, "killpg") and self._process.pid is not None:
+                with suppress(ProcessLookupError, PermissionError):  # it had not begun, or ended
+                    os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
             self._process.close()
-            self._pipe.close()
+            self._socket.close()
 
 
 def _forward(call: str, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
@@ -213,36 +275,57 @@ class IsolatedEnv(Env):
             self._workers.give_back(self._worker)
 
 
-def _serve(pipe: Connection, name: str, params: dict[str, Any], timeout_s: float) -> None:
-    """Answer calls until the pipe closes; the main function of a worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C and stops its workers
-    pipe.send_bytes(b'["answer", null]')
+def _serve(
+    connection: socket.socket,
+    name: str,
+    params: dict[str, Any],
+    timeout_s: float,
+    memory_gb: float,
+) -> None:
+    """Answer calls until the connection closes; the main function of a worker."""
+    _confine(memory_gb)
+    connection.sendall(b'[0, "answer", null]\n')
     env: Any = None
-    while True:
-        try:
-            call, arguments = json.loads(pipe.recv_bytes())
-        except (EOFError, OSError):
-            return
-        # The caller ends a call that takes too long; if the caller is gone, the timer does.
-        _end_after(timeout_s + 5.0)
-        try:
-            with boundary(call):
-                if call == "make":
-                    env = build_env(env_factory(name, **params), name)
-                    call = "texts"
-                answer = json.dumps(["answer", _call(env, call, arguments)])
-        except UserCodeError as failure:
-            cause = failure.__cause__
-            refused = isinstance(cause, RagenError)
-            answer = json.dumps(["refusal", str(cause)] if refused else ["failure", str(failure)])
-        _end_after(0)
-        pipe.send_bytes(answer.encode())
+    with connection.makefile("rb") as messages:
+        for message in messages:
+            number, call, arguments = json.loads(message)
+            try:
+                # The caller ends a call that takes too long; if the caller is gone, this does.
+                with boundary(call, timeout_s + 5.0):
+                    if call == "make":
+                        env = build_env(env_factory(name, **params), name)
+                        call = "texts"
+                    answer = to_json([number, "answer", _call(env, call, arguments)])
+            except UserCodeError as failure:
+                cause = failure.__cause__
+                refused = isinstance(cause, RagenError)
+                kind, text = ("refusal", str(cause)) if refused else ("failure", str(failure))
+                answer = json.dumps([number, kind, text])
+            connection.sendall(answer.encode() + b"\n")
+    _end_group()
 
 
-def _end_after(seconds: float) -> None:
-    """End this process after so many seconds, where the platform has a timer; 0 stops the timer."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+def _confine(memory_gb: float) -> None:
+    """Keep this process from harming the run: its prints, its children, its memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C and stops its workers
+    os.dup2(2, 1)  # standard output is for results, also where C or another process writes
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+    if sys.platform == "linux":
+        import resource
+
+        # Not the address space, of which libraries reserve far more than they use.
+        most = int(memory_gb * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # Kill this process when its parent ends: code in C does not see that the caller is gone.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _end_group() -> None:
+    """End this process with all that it has started."""
+    if hasattr(os, "killpg"):
+        os.killpg(0, signal.SIGKILL)
 
 
 def _call(env: Env, call: str, arguments: list[Any]) -> Any:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, validate_call
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Baselines, Info, Options, State, fresh_seed, generators, pick
@@ -272,6 +272,7 @@ class Sokoban(GridEnv):
     letters = "PXO"  # demonstrations use these, whatever the symbols of the map are
     border = 1
 
+    @validate_call(config={"strict": True})
     def __init__(
         self,
         rows: Annotated[int, Field(ge=4, le=26)] = 6,

@@ -24,6 +24,7 @@ from ragen.core.errors import RagenError
 from ragen.core.files import whole_file
 from ragen.core.seeding import derive
 from ragen.core.user_code import UserCodeError, boundary
+from ragen.envs import answers
 from ragen.envs.contract import Baselines, Env
 from ragen.envs.registry import make
 from ragen.rollout.players import Player, random_player, solver
@@ -133,9 +134,11 @@ def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baseli
         played = [_play(env, player, budget, level, draw) for draw in range(draws)]
         return fmean(success for success, _ in played), fmean(total for _, total in played)
 
-    env.reset(seed=level, options={"noise_seed": 0})
     random = random_return = 0.0
-    if env.actions is not None:
+    with boundary("reset", CALL_S):
+        env.reset(seed=level, options={"noise_seed": 0})
+        names = env.actions
+    if names is not None:
         random, random_return = means(random_player(derive(0, "reference", level)))
     with boundary("solve", CALL_S):
         env.reset(seed=level, options={"noise_seed": 0})
@@ -152,10 +155,11 @@ def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tu
         for turns_left in range(budget.turns, 0, -1):
             for action in player(env, turns_left, actions_left, budget.actions_per_turn):
                 _, reward, terminated, truncated, info = env.step(action)
-                total += float(reward)
+                total += answers.reward(reward)
                 actions_left -= 1
                 if terminated or truncated:
-                    return bool(terminated and info["success"]), total
+                    won = terminated and answers.flag(info["success"], "step", "info['success']")
+                    return bool(won), total
             if actions_left <= 0:
                 break
     return False, total

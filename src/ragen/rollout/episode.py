@@ -117,7 +117,7 @@ class _Playthrough:
             turn, problem = self._turn(env, view.observation, prompt, completion)
             self.turns.append(turn)
             if env.terminated:
-                self.success = bool(env.info.get("success", False))
+                self.success = env.info["success"]
                 self.stop_reason = "solved" if self.success else "failed"
                 return
             # An environment's own limit counts as a budget, too.
@@ -199,7 +199,7 @@ class _Playthrough:
         (key, snapshot), picture = env.state(), env.picture()
         parsed = self._parse(env, completion)
         read: dict[str, Any] = {}
-        if parsed.thought is not None and env.env.reads_thoughts:
+        if parsed.thought is not None and env.reads_thoughts:
             read = thought_info(env.read_thought(parsed.thought), parsed.actions_asked)
         executed: list[str] = []
         reward, effective = 0.0, 0

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from ragen.core.errors import RagenError
+from ragen.core.process import own_states
 from ragen.core.types import Episode, Group
 from ragen.rollout.episode import play_episode
 from ragen.rollout.players import PlayerPolicy
@@ -60,8 +61,9 @@ async def run_episodes(
         return episode
 
     try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(play(spec)) for spec in specs]
+        with own_states():
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(play(spec)) for spec in specs]
     except ExceptionGroup as errors:
         mistakes, bugs = errors.split(RagenError)
         if mistakes is None or bugs is not None:

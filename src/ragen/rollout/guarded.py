@@ -3,74 +3,77 @@
 from __future__ import annotations
 
 import copy
-import json
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from reprlib import repr as shortened
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from ragen.core.user_code import UserCodeError, boundary
-from ragen.envs.contract import Env, Reading, is_picture
-
-
-class Stopwatch:
-    """A context manager that adds up the seconds spent inside in `seconds`."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since = 0.0
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._since
+from ragen.core.user_code import Stopwatch, UserCodeError, boundary, hold_timer, release_timer
+from ragen.envs import answers
+from ragen.envs.answers import MAX_CHARS
+from ragen.envs.contract import Env, Reading
 
 
 class GuardedEnv:
     """An environment whose calls cannot raise anything but `UserCodeError`.
 
     Every method raises `UserCodeError` where the environment raises, takes longer than `timeout_s`
-    or returns a value of the wrong kind. `timeout_s` of ``None`` sets no limit. `stopwatch` adds up
-    the time of all calls.
+    or returns a value of the wrong kind, or a text of more than `max_chars` characters. `timeout_s`
+    of ``None`` sets no limit. `stopwatch` adds up the time of all calls.
 
     Attributes:
         env: The environment itself.
         rules, goal, actions: Its texts after the last `reset`: they may depend on the level.
-        observation, terminated, truncated, info: What the last call returned.
+        observation, terminated, truncated, info: What the last call returned, as plain values.
+        reads_thoughts: Whether it can check thoughts.
     """
 
     def __init__(
-        self, make: Callable[[], Env], timeout_s: float | None, stopwatch: Stopwatch | None = None
+        self,
+        make: Callable[[], Env],
+        timeout_s: float | None,
+        stopwatch: Stopwatch | None = None,
+        max_chars: int = MAX_CHARS,
     ) -> None:
         self._timeout_s = timeout_s
         self._stopwatch = stopwatch or Stopwatch()
+        self._step = self._calling("step")
+        self._max_chars = max_chars
         self.observation = ""
         self.terminated, self.truncated = False, False
         self.info: dict[str, Any] = {}
         with self._calling("being made"):
             self.env = make()
-            self.rules, self.goal, self.actions = self.env.rules, self.env.goal, self.env.actions
+            self._keep_texts("being made")
+            self._draws, self.reads_thoughts = bool(self.env.draws), bool(self.env.reads_thoughts)
+        hold_timer()
+        self._release: Callable[[], None] = release_timer
 
     def reset(self, level_seed: int, noise_seed: int) -> str:
         """Begin an episode and return the first observation."""
         with self._calling("reset"):
-            observation, info = self.env.reset(seed=level_seed, options={"noise_seed": noise_seed})
-            self.rules, self.goal, self.actions = self.env.rules, self.env.goal, self.env.actions
-        self._keep("reset", observation, info)
+            answer = self.env.reset(seed=level_seed, options={"noise_seed": noise_seed})
+            observation, info = _parts(answer, "reset", 2)
+            self._keep_texts("reset")
+            self.observation = answers.text(observation, "reset", "observation", self._max_chars)
+            self.info = answers.info(info, "reset")
+        self.terminated, self.truncated = False, False
         return self.observation
 
     def step(self, action: str) -> float:
         """Carry out one action and return its reward."""
-        with self._calling("step"):
-            observation, reward, terminated, truncated, info = self.env.step(action)
-        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise UserCodeError(f"step returned {reward!r} as reward: a finite number is expected")
-        self._keep("step", observation, info)
-        self.terminated, self.truncated = bool(terminated), bool(truncated)
-        return float(reward)
+        with self._step:
+            answer = self.env.step(action)
+            observation, reward, terminated, truncated, info = _parts(answer, "step", 5)
+            earned = answers.reward(reward)
+            self.observation = answers.text(observation, "step", "observation", self._max_chars)
+            self.info = answers.info(info, "step")
+            self.terminated = answers.flag(terminated, "step", "terminated")
+            self.truncated = answers.flag(truncated, "step", "truncated")
+            if self.terminated and "success" not in self.info:
+                raise UserCodeError(
+                    "step ended the episode without info['success']: a bool is expected"
+                )
+        return earned
 
     def restore(self, state: Mapping[str, Any], observation: str) -> None:
         """Restore a snapshot of the present level, and the observation that belongs to it."""
@@ -83,48 +86,43 @@ class GuardedEnv:
     def read_thought(self, thought: str) -> Reading | None:
         """What the thought says about the present state."""
         with self._calling("read_thought"):
-            reading = self.env.read_thought(thought)
-        if not (reading is None or isinstance(reading, Reading)):
-            kind = type(reading).__name__
-            raise UserCodeError(f"read_thought returned {kind}: a Reading or None is expected")
-        return reading
+            return answers.reading(self.env.read_thought(thought), self._max_chars)
 
     def state(self) -> tuple[str, dict[str, Any]]:
         """The state key and an exact snapshot."""
         with self._calling("state_key"):
-            key = str(self.env.state_key())
+            key = answers.text(self.env.state_key(), "state_key", "key", self._max_chars)
         with self._calling("get_state"):
-            # A copy, because the environment may change the object; it also shows what is no JSON.
-            return key, json.loads(json.dumps(self.env.get_state()))
+            # A copy, because the environment may change the object.
+            return key, answers.json_copy(self.env.get_state(), "get_state", "state")
 
     def picture(self) -> tuple[str, ...] | None:
         """The picture of the present state, ``None`` where the environment draws none."""
-        if not self.env.draws:
+        if not self._draws:
             return None
         with self._calling("picture"):
-            rows = self.env.picture()
-        if not is_picture(rows):
-            raise UserCodeError(
-                f"picture returned {shortened(rows)}: rows of one length are expected, of single "
-                "printable characters"
-            )
-        return None if rows is None else tuple(rows)
+            return answers.picture(self.env.picture())
 
-    @contextmanager
-    def _calling(self, call: str) -> Iterator[None]:
-        with self._stopwatch, boundary(call, self._timeout_s):
-            yield
+    def _calling(self, call: str) -> boundary:
+        return boundary(call, self._timeout_s, self._stopwatch)
 
-    def _keep(self, call: str, observation: Any, info: Any) -> None:
-        if not isinstance(observation, str):
-            kind = type(observation).__name__
-            raise UserCodeError(f"{call} returned {kind} as observation: text is expected")
-        if not isinstance(info, dict):
-            kind = type(info).__name__
-            raise UserCodeError(f"{call} returned {kind} as info: a dict is expected")
-        self.observation, self.info = observation, info
+    def _keep_texts(self, call: str) -> None:
+        env, longest = self.env, self._max_chars
+        self.rules = answers.text(env.rules, call, "rules", longest)
+        self.goal = answers.text(env.goal, call, "goal", longest)
+        self.actions = answers.action_names(env.actions, call, longest)
 
     def close(self) -> None:
         """Let the environment free its resources; a failure here does not fail the episode."""
         with suppress(UserCodeError), self._calling("close"):
             self.env.close()
+        self._release()
+        self._release = lambda: None
+
+
+def _parts(answer: Any, call: str, number: int) -> tuple[Any, ...]:
+    if not isinstance(answer, tuple) or len(answer) != number:
+        raise UserCodeError(
+            f"{call} returned {type(answer).__name__}: a tuple of {number} is expected"
+        )
+    return answer

@@ -9,6 +9,7 @@ import numpy as np
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.core.user_code import boundary
+from ragen.envs import answers
 from ragen.envs.contract import Env, pick
 from ragen.rollout.policies import written_completion
 from ragen.rollout.prompt import Limits
@@ -34,10 +35,12 @@ def random_player(seed: int) -> Player:
     generator = np.random.Generator(np.random.PCG64(seed))
 
     def play(env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        if env.actions is None:
+        with boundary("actions"):
+            names = env.actions
+        if names is None:
             raise RagenError(f"{env.name} takes free text: there is no random player for it")
         count = min(actions_left, actions_per_turn)
-        return [pick(generator, env.actions) for _ in range(count)]
+        return [pick(generator, names) for _ in range(count)]
 
     return play
 
@@ -61,10 +64,11 @@ def solver(
         ['Dragon']
     """
     with boundary("solve"):
-        actions = env.solve(turns_left, actions_left, actions_per_turn)
+        answer = env.solve(turns_left, actions_left, actions_per_turn)
+        actions = answers.action_names(answer, "solve", answers.MAX_CHARS)
     if actions is None:
         raise RagenError(f"{env.name} has no solver; {instead}")
-    return actions
+    return list(actions)
 
 
 def human(

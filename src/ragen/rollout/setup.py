@@ -11,11 +11,13 @@ from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Turn
+from ragen.core.user_code import Stopwatch
+from ragen.envs.answers import MAX_CHARS
 from ragen.envs.contract import Env
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import build_env, env_factory
 from ragen.rollout.chat import Chat
-from ragen.rollout.guarded import GuardedEnv, Stopwatch
+from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.prompt import prefill
 from ragen.rollout.reward_terms import NEED_READING
 
@@ -31,8 +33,8 @@ class Setup:
     `max_tokens` tokens, prompt and reply together at most `max_length`. `format_penalty` is
     subtracted from the reward of a turn whose reply is not valid; `reward_terms` are the weights of
     the reward terms (`ragen.rollout.reward_terms`). One call of the environment may take
-    `timeout_s` seconds. It runs in the processes of `workers`, or in this process; `env_time` is
-    the time spent in it.
+    `timeout_s` seconds, and its texts may have `max_chars` characters. It runs in the processes of
+    `workers`, or in this process; `env_time` is the time spent in it.
 
     Example:
         >>> from ragen.envs.bandit import Bandit
@@ -58,6 +60,7 @@ class Setup:
     format_penalty: float = 0.1
     reward_terms: Mapping[str, float] = field(default_factory=dict)
     timeout_s: float = 30.0
+    max_chars: int = MAX_CHARS
     workers: Workers | None = None
     env_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
 
@@ -69,7 +72,7 @@ class Setup:
         """
         # A worker process enforces the time limit itself.
         timeout_s = None if self.workers else self.timeout_s
-        return GuardedEnv(self.make, timeout_s, self.env_time)
+        return GuardedEnv(self.make, timeout_s, self.env_time, self.max_chars)
 
     def has_room(self, token_ids: Sequence[int] | None) -> bool:
         """Whether a prompt leaves room for a reply."""
@@ -96,7 +99,9 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
             them, or a reward term needs an environment that reads thoughts.
     """
     env, prompt = config.env, config.prompt
-    workers = Workers(env.name, env.params, env.timeout_s) if env.isolate else None
+    workers = None
+    if env.isolate:
+        workers = Workers(env.name, env.params, env.timeout_s, env.memory_gb)
     make = workers.make if workers else env_factory(env.name, **env.params)
     try:
         with closing(build_env(make, env.name)) as built:  # so that errors show before the run
@@ -129,6 +134,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         format_penalty=config.reward.format_penalty,
         reward_terms=config.reward.terms,
         timeout_s=env.timeout_s,
+        max_chars=env.max_chars,
         workers=workers,
     )
 

@@ -1,0 +1,311 @@
+"""What user code may do to the process, and how it is undone or refused.
+
+A few functions of the standard library are replaced, once, by ones that look who calls. While user
+code is being called in this thread and this process (`CALLS`), a call that would end or signal the
+process raises `ProcessEndError`, and a call that changes what the run depends on is undone after
+the user code has returned. All other callers get the function itself. So a call of user code pays
+nothing for what it does not do. Calls from C, or from a thread that user code left behind, are not
+seen: `env.isolate` is for those.
+"""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import locale
+import os
+import signal
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial, wraps
+from typing import Any
+
+
+class ProcessEndError(BaseException):
+    """User code tried to end or to signal the process; ``except Exception`` does not catch it."""
+
+
+class Call:
+    """A call of user code in progress: the process that it began in, and what to undo after it."""
+
+    __slots__ = ("outermost", "pid", "undo")
+    outermost: Call
+    pid: int
+    undo: dict[object, Callable[[], object]]
+
+    def undo_later(self, what: object, undo: Callable[[], object]) -> None:
+        """Undo a change after the call; what was there before its first change counts."""
+        self.undo.setdefault(what, undo)
+
+
+CALLS: dict[int, Call] = {}
+"""The innermost call of user code in progress, by thread."""
+STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""The threads that user code has started."""
+REAL: dict[str, Callable[..., Any]] = {}
+"""The replaced functions themselves, such as ``posix._exit`` by the name ``_exit``."""
+
+
+def present_call() -> Call | None:
+    """The outermost call that the caller is part of; ``None`` in a child that it has forked."""
+    call = CALLS.get(threading.get_ident())
+    return call.outermost if call is not None and call.outermost.pid == os.getpid() else None
+
+
+def _replace(owner: Any, name: str, before: Callable[..., None]) -> None:
+    """Let `before` look at every call of a function by user code; platforms may lack it."""
+    real = getattr(owner, name, None)
+    if real is None:
+        return
+
+    @wraps(real)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        call = present_call()
+        if call is not None:
+            before(call, *args, **kwargs)
+        return real(*args, **kwargs)
+
+    REAL[name] = real
+    setattr(owner, name, function)
+
+
+def _refuse(name: str, aims_here: Callable[..., bool]) -> Callable[..., None]:
+    def before(_: Call, *args: Any, **__: Any) -> None:
+        if aims_here(*args):
+            raise ProcessEndError(f"user code called {name}, which would have ended the run")
+
+    return before
+
+
+def _is_own_process(pid: int, number: int = 0) -> bool:
+    return number != 0 and pid in (os.getpid(), 0, -1, -os.getpgrp())
+
+
+def _is_own_group(group: int, number: int = 0) -> bool:
+    return number != 0 and group in (0, os.getpgrp())
+
+
+def _keep_folder(call: Call, *_: Any, **__: Any) -> None:
+    if "folder" not in call.undo:
+        folder = os.open(".", os.O_RDONLY)  # also a folder that was removed can be gone back to
+
+        def go_back() -> None:
+            os.fchdir(folder)
+            os.close(folder)
+
+        call.undo_later("folder", go_back)
+
+
+def _keep_streams(call: Call, fds: Iterable[int]) -> None:
+    """Keep those standard streams that are about to be closed or replaced."""
+    for fd in {0, 1, 2}.intersection(fds):
+        if ("stream", fd) in call.undo:
+            continue
+        with suppress(OSError):  # it was closed before
+            call.undo_later(("stream", fd), partial(_put_back, os.dup(fd), fd))
+
+
+def _put_back(copy: int, fd: int) -> None:
+    REAL["dup2"](copy, fd)
+    REAL["close"](copy)
+
+
+def _keep_handler(call: Call, number: int, _: Any = None) -> None:
+    before = signal.getsignal(number)
+    main = threading.current_thread() is threading.main_thread()  # elsewhere the call raises
+    if main and before is not None:  # None: it was not installed by Python
+        call.undo_later(("handler", number), partial(REAL["signal"], number, before))
+
+
+def _keep_mask(call: Call, *_: Any) -> None:
+    before = REAL["pthread_sigmask"](signal.SIG_BLOCK, [])
+    call.undo_later("mask", partial(REAL["pthread_sigmask"], signal.SIG_SETMASK, before))
+
+
+def _keep_wakeup(call: Call, *_: Any, **__: Any) -> None:
+    before = REAL["set_wakeup_fd"](-1)
+    REAL["set_wakeup_fd"](before)
+    call.undo_later("wakeup", partial(REAL["set_wakeup_fd"], before))
+
+
+def _keep_timer(call: Call, which: int = signal.ITIMER_REAL, *_: Any, **__: Any) -> None:
+    which = which if which in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF) else signal.ITIMER_REAL
+    call.undo_later(("timer", which), partial(REAL["setitimer"], which, 0))
+
+
+def _keep_umask(call: Call, *_: Any) -> None:
+    before = REAL["umask"](0o077)
+    REAL["umask"](before)
+    call.undo_later("umask", partial(REAL["umask"], before))
+
+
+def _keep_depth(call: Call, *_: Any) -> None:
+    call.undo_later("depth", partial(REAL["setrecursionlimit"], sys.getrecursionlimit()))
+
+
+def _keep_locale(call: Call, category: int, wanted: Any = None) -> None:
+    if wanted is not None:
+        before = REAL["setlocale"](locale.LC_ALL)
+        call.undo_later("locale", partial(REAL["setlocale"], locale.LC_ALL, before))
+
+
+def _keep_warnings(call: Call, action: str = "error", *_: Any, **__: Any) -> None:
+    """Warnings as errors would end the run; other filters are what libraries set on import."""
+    if action == "error" and "warnings" not in call.undo:
+        kept = warnings.catch_warnings()
+        kept.__enter__()
+        call.undo_later("warnings", partial(kept.__exit__, None, None, None))
+
+
+def _start_as_daemon(_: Call, thread: threading.Thread) -> None:
+    """At its end, Python waits for other threads, however long they take."""
+    thread.daemon = True
+    STARTED.add(thread)
+
+
+_REFUSED: tuple[tuple[Any, str, Callable[..., bool]], ...] = (
+    (os, "_exit", lambda *_: True),
+    (os, "abort", lambda *_: True),
+    (os, "execv", lambda *_: True),
+    (os, "execve", lambda *_: True),
+    (os, "kill", _is_own_process),
+    (os, "killpg", _is_own_group),
+    (signal, "raise_signal", lambda *_: True),
+    (signal, "pthread_kill", lambda _, number=0: number != 0),
+    (_thread, "interrupt_main", lambda *_: True),
+)
+_UNDONE: tuple[tuple[Any, str, Callable[..., None]], ...] = (
+    (os, "chdir", _keep_folder),
+    (os, "fchdir", _keep_folder),
+    (os, "close", lambda call, fd: _keep_streams(call, [fd])),
+    (os, "closerange", lambda call, low, high: _keep_streams(call, range(low, min(high, 3)))),
+    (os, "dup2", lambda call, _, fd, *__, **___: _keep_streams(call, [fd])),
+    (os, "umask", _keep_umask),
+    (signal, "signal", _keep_handler),
+    (signal, "pthread_sigmask", _keep_mask),
+    (signal, "set_wakeup_fd", _keep_wakeup),
+    (signal, "setitimer", _keep_timer),
+    (signal, "alarm", lambda call, *_: _keep_timer(call)),
+    (sys, "setrecursionlimit", _keep_depth),
+    (locale, "setlocale", _keep_locale),
+    (warnings, "simplefilter", _keep_warnings),
+    (warnings, "filterwarnings", _keep_warnings),
+    (warnings, "resetwarnings", _keep_warnings),
+    (threading.Thread, "start", _start_as_daemon),
+)
+
+
+def watch() -> None:
+    """Replace the functions; later calls do nothing."""
+    if REAL:
+        return
+    for owner, name, aims_here in _REFUSED:
+        _replace(owner, name, _refuse(f"{owner.__name__}.{name}", aims_here))
+    for owner, name, keep in _UNDONE:
+        _replace(owner, name, keep)
+
+
+class Prints:
+    """The standard output of user code: standard error, which it cannot close.
+
+    Standard output holds the results of a command.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def close(self) -> None:
+        """Close nothing."""
+
+    def detach(self) -> None:
+        """Detach nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def arithmetic() -> tuple[Any, int, bool] | None:
+    """What torch computes with: the default type, the number of threads, whether with gradients."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    return torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+
+
+def restore_arithmetic(before: tuple[Any, int, bool] | None) -> None:
+    """Put back what `arithmetic` returned; ``None`` where user code has loaded torch."""
+    torch = sys.modules["torch"]
+    dtype, threads, gradients = before or (torch.float32, torch.get_num_threads(), True)
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(gradients)
+
+
+_theirs: dict[str, tuple[Any, Any]] = {}
+"""What user code left of the states below, and what the run had then."""
+
+
+@contextmanager
+def own_states() -> Iterator[None]:
+    """Give user code its own global random generators and environment variables in the body.
+
+    The run gets its own back. RAGEN itself draws from neither (`core.seeding`), so it is enough to
+    do this once per rollout: reading the generators takes longer than a step of most environments.
+    User code goes on with what it left, unless the program has changed the state in between.
+    """
+    states = _states()
+    ours = {name: take() for name, (take, _) in states.items()}
+    for name, (left, seen) in _theirs.items():
+        if name in states and seen == ours[name]:
+            states[name][1](left)
+    hooks = sys.excepthook, sys.unraisablehook, threading.excepthook, gc.isenabled()
+    try:
+        yield
+    finally:
+        for name, (take, put) in states.items():
+            _theirs[name] = take(), ours[name]
+            put(ours[name])
+        sys.excepthook, sys.unraisablehook, threading.excepthook, collects = hooks
+        (gc.enable if collects else gc.disable)()
+
+
+def _states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """How each state is taken, as a value that can be compared, and put back."""
+    import random
+
+    states: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+        "random": (random.getstate, random.setstate),
+        "environ": (lambda: dict(os.environ), _put_environ),
+    }
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+
+        def take() -> tuple[Any, ...]:
+            name, key, *rest = numpy.random.get_state()
+            return name, key.tobytes(), *rest
+
+        def put(state: tuple[Any, ...]) -> None:
+            name, key, *rest = state
+            numpy.random.set_state((name, numpy.frombuffer(key, numpy.uint32), *rest))
+
+        states["numpy"] = take, put
+        states["floats"] = numpy.geterr, lambda state: numpy.seterr(**state)
+    if torch is not None:
+        states["torch"] = (
+            lambda: torch.get_rng_state().numpy().tobytes(),
+            lambda state: torch.set_rng_state(
+                torch.frombuffer(bytearray(state), dtype=torch.uint8)
+            ),
+        )
+    return states
+
+
+def _put_environ(wanted: dict[str, str]) -> None:
+    if dict(os.environ) != wanted:
+        for name in os.environ.keys() - wanted.keys():
+            del os.environ[name]
+        os.environ.update(wanted)

@@ -1,0 +1,200 @@
+"""What calls of an environment may return: each answer as a plain value, or refused by its reason.
+
+An environment may return NumPy scalars, subclasses of `str` and any real number. RAGEN goes on with
+plain Python values, so a run does not depend on objects that user code can still change, and an
+environment in a worker process gives the same values as one in this process.
+
+All functions call methods of the values, which are user code: call them behind the boundary. They
+raise `UserCodeError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from reprlib import repr as shortened
+from typing import Any
+
+from ragen.core.user_code import UserCodeError
+from ragen.envs.contract import Reading, is_picture
+
+MAX_CHARS = 100_000
+"""Length of a text that the key ``env.max_chars`` allows by default."""
+JSON_CHARS = 1_000_000
+"""Length of an info or a snapshot as JSON."""
+PICTURE_CELLS = 100_000
+"""Cells of a picture."""
+DEPTH = 100
+"""Levels of lists and dicts in each other, in an info or a snapshot."""
+
+
+def text(value: Any, call: str, what: str, max_chars: int) -> str:
+    """A text that any tokenizer and any file takes, at most `max_chars` characters long."""
+    if type(value) is not str:
+        if not isinstance(value, str):
+            raise _unfit(call, value, what, "text is expected")
+        value = str.__str__(value)
+    assert type(value) is str
+    if len(value) > max_chars:
+        raise UserCodeError(
+            f"{call} returned {len(value):,} characters as {what}: env.max_chars allows "
+            f"{max_chars:,}"
+        )
+    if not value.isascii():
+        _require_unicode(value, call, what)
+    return value
+
+
+def action_names(value: Any, call: str, max_chars: int) -> tuple[str, ...] | None:
+    """The names of the actions, or ``None`` for free text."""
+    if value is None:
+        return None
+    if not isinstance(value, tuple | list):
+        raise _unfit(call, value, "actions", "a tuple of names, or None, is expected")
+    text("".join(each for each in value if isinstance(each, str)), call, "actions", max_chars)
+    return tuple(text(each, call, "an action", max_chars) for each in value)
+
+
+def reward(value: Any) -> float:
+    """A finite real number, also one of NumPy or an array of one."""
+    if type(value) is not float:
+        number = scalar_of(value)
+        if not isinstance(number, numbers.Real):
+            raise UserCodeError(
+                f"step returned {shortened(value)} as reward: a finite number is expected"
+            )
+        try:
+            value = float(number)
+        except OverflowError:
+            value = math.inf
+    if not math.isfinite(value):
+        raise UserCodeError(f"step returned {value} as reward: a finite number is expected")
+    return float(value)
+
+
+def flag(value: Any, call: str, what: str) -> bool:
+    """A bool, also one of NumPy."""
+    if type(value) is not bool:
+        value = scalar_of(value)
+        if type(value) is not bool:
+            raise _unfit(call, value, what, "a bool is expected")
+    return bool(value)
+
+
+def info(value: Any, call: str) -> dict[str, Any]:
+    """An info as JSON values; its ``success`` and ``effective`` are bools where it has them."""
+    if not isinstance(value, dict):
+        raise _unfit(call, value, "info", "a dict is expected")
+    if type(value) is dict and all(
+        type(key) is str and type(each) is bool and key.isascii() for key, each in value.items()
+    ):
+        return dict(value)  # most environments: nothing to check
+    plain: dict[str, Any] = json_copy(value, call, "info")
+    for name in ("success", "effective"):
+        if name in plain:
+            flag(plain[name], call, f"info[{name!r}]")
+    return plain
+
+
+def json_copy(value: Any, call: str, what: str) -> Any:
+    """A copy that holds JSON values only."""
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+        if len(written) > JSON_CHARS:
+            raise UserCodeError(
+                f"{call} returned {len(written):,} characters as {what}: at most {JSON_CHARS:,} "
+                "are allowed"
+            )
+        copy = json.loads(written)
+        if written.count("[") + written.count("{") > DEPTH:
+            _require_shallow(copy)
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise UserCodeError(f"{call} returned {what} that is no JSON: {error}") from error
+    if not written.isascii():
+        _require_unicode(written, call, what)
+    return copy
+
+
+def picture(value: Any) -> tuple[str, ...] | None:
+    """A picture that the viewer can draw."""
+    if isinstance(value, list) and all(isinstance(row, str) for row in value):
+        cells = sum(map(len, value))
+        if cells > PICTURE_CELLS:
+            raise UserCodeError(
+                f"picture returned {cells:,} cells: at most {PICTURE_CELLS:,} are allowed"
+            )
+        value = [str.__str__(row) for row in value]
+    if not is_picture(value):
+        raise UserCodeError(
+            f"picture returned {shortened(value)}: rows of one length are expected, of single "
+            "printable characters"
+        )
+    return None if value is None else tuple(value)
+
+
+def reading(value: Any, max_chars: int) -> Reading | None:
+    """What a thought says, in plain values."""
+    if value is None:
+        return None
+    if not isinstance(value, Reading):
+        raise UserCodeError(
+            f"read_thought returned {type(value).__name__}: a Reading or None is expected"
+        )
+    stated, true = scalar_of(value.stated), scalar_of(value.true)
+    counts = isinstance(stated, int) and isinstance(true, int)
+    if not counts or not 0 <= true <= stated:
+        raise UserCodeError(
+            f"read_thought returned {shortened(value)}: counts with true ≤ stated are expected"
+        )
+    return Reading(int(stated), int(true), action_names(value.plan, "read_thought", max_chars))
+
+
+def scalar_of(value: Any) -> Any:
+    """The Python number in a NumPy scalar or an array of one; any other value itself."""
+    item = None if isinstance(value, numbers.Real) else getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", None) == 1:
+        return item()
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """How JSON writes a value that it does not know."""
+    number = scalar_of(value)
+    if isinstance(number, bool | int | str):
+        return number
+    if isinstance(number, numbers.Real):
+        return float(number)
+    raise TypeError(f"object of type {type(value).__name__} is not JSON serializable")
+
+
+def to_json(value: Any) -> str:
+    """An answer as JSON text for another process, which checks the value."""
+    return json.dumps(value, default=_plain)
+
+
+def _unfit(call: str, value: Any, what: str, expected: str) -> UserCodeError:
+    return UserCodeError(f"{call} returned {type(value).__name__} as {what}: {expected}")
+
+
+def _require_unicode(value: str, call: str, what: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserCodeError(
+            f"{call} returned a lone surrogate (U+{ord(value[error.start]):04X}) in its {what}, "
+            "which is no character"
+        ) from None
+
+
+def _require_shallow(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH):
+        level = [
+            below
+            for each in level
+            if isinstance(each, dict | list)
+            for below in (each.values() if isinstance(each, dict) else each)
+        ]
+    if level:
+        raise ValueError(f"lists and dicts are in each other over {DEPTH} levels deep")
