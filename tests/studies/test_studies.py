@@ -320,7 +320,7 @@ def test_study_command_lists_previews_and_reports_mistakes(
     for options, message in (
         (["--seeds", "1"], "--seeds 1: an interval over seeds takes 2 or more"),
         (["--seeds", "0", "--dry-run"], "--seeds 0: an interval"),
-        (["--jobs", "-2"], "--jobs -2: expected a whole number"),
+        (["--jobs", "-2"], "argument --jobs: expected a whole number"),
         (["--out", "file"], "cannot write file: file exists; free space there or choose another"),
         (["--out", "file/x"], "cannot write file/x: not a directory"),
     ):

@@ -221,7 +221,7 @@ def _export(options: Namespace, _: Overrides) -> int:
 
 def _study_options(parser: Parser) -> None:
     parser.take("study", "NAME", "a study; without one, list them", nargs="?")
-    parser.take("--seeds", "N", "seeds per arm", whole(2, 10_000), 5)
+    parser.take("--seeds", "N", "seeds per arm", whole(0, 10_000), 5)
     scales = ("laptop", "paper")
     parser.take("--scale", "SCALE", "laptop or paper", default="laptop", choices=scales)
     parser.take("--out", "DIR", "folder [runs/study-NAME-SCALE]", Path)

@@ -144,7 +144,6 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
         RagenError: They need more than is free (the smallest change that fits is named), or the
             model cannot be trained.
     """
-    refuse_too_many(config)
     planned = plan(config)
     free = planned.available
     if free is not None and planned.certain > free:
@@ -157,6 +156,7 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
             raise RagenError(f"{need}; no setting makes them fit; use a smaller model")
         options = " ".join(f"--{key} {value}" for key, value in change.items())
         raise RagenError(f"{need}; they fit with {options}")
+    refuse_too_many(config)
     if planned.total >= WORTH_TELLING:
         for line in planned.lines():
             tell(line)
