@@ -124,6 +124,8 @@ def parse(
             if value.startswith("--"):
                 takes = f": {expected(key)}" if key in keys() else ""
                 raise RagenError(f"{name} needs a value{takes}")
+        if key.partition(".")[0] == "sources":
+            raise RagenError(f"{name}: RAGEN fills in sources when a run begins; leave it out")
         overrides[key] = parse_value(key, value)
         if overrides[key] == {} and key in TABLES:
             raise RagenError(f"{name} {{}} sets nothing; set {name}.NAME")
