@@ -82,7 +82,7 @@ def measure_baselines(
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
     path = cache_folder() / "baselines" / f"{digest[:32]}.json"
-    with suppress(OSError, ValueError, TypeError):  # missing or unreadable: computed again
+    with suppress(OSError, ValueError, TypeError, RecursionError):  # missing or unreadable: again
         return Baselines(**json.loads(path.read_text(encoding="utf-8")))
     try:
         with closing(build() if build else env) as played:
