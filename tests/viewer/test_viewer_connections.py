@@ -318,9 +318,13 @@ def test_a_certificate_encrypts_the_token_and_the_pages(
                 plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 assert b"HTTP" not in plain.recv(999)
             assert owner.get("/api/runs").status_code == 200
-        process.send_signal(signal.SIGINT)
-        assert process.wait(15) == 0
-        assert process.stderr is not None and process.stderr.read() == ""
+        with (
+            socket.create_connection(("127.0.0.1", url.port or 0), 5) as plain,
+            trusting.wrap_socket(plain, server_hostname="localhost"),  # It does not read.
+        ):
+            process.send_signal(signal.SIGINT)
+            assert process.wait(15) == 0
+            assert process.stderr is not None and process.stderr.read() == ""
 
 
 def test_files_that_are_no_certificate_are_refused(

@@ -174,7 +174,7 @@ class Server(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_graceful_shutdown=ENDING_S,
+            timeout_graceful_shutdown=ENDING_S + 1,
         )
         config.load()
         config.ssl = tls
@@ -191,6 +191,15 @@ class Server(uvicorn.Server):
         """Begin to accept connections."""
         await super().startup(sockets)
         self._listening.listen(QUEUE)  # uvicorn set it to its backlog
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End; TLS would wait half a minute for a client that does not say goodbye."""
+        asyncio.get_running_loop().call_later(ENDING_S, self._abort)
+        await super().shutdown(sockets)
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     async def on_tick(self, counter: int) -> bool:
         """Close the connections of late clients; called ten times a second."""
