@@ -209,6 +209,10 @@ def test_a_damaged_array_is_reported(tmp_path: Path) -> None:
         ask(tmp_path, "tokens", run="a", episode=1)
     with pytest.raises(Unreadable, match="is not JSON"):
         ask(tmp_path, "episode", run="a", episode=1)
+    with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
+        connection.execute("UPDATE turns SET picture = ?", ("[" * 100_000,))
+    with pytest.raises(Unreadable, match="is not JSON"):
+        ask(tmp_path, "episode", run="a", episode=1)
 
 
 def test_reading_leaves_the_folder_unchanged(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def loaded(text: str | None) -> Any:
     """
     try:
         return None if text is None else json.loads(text, parse_constant=lambda _: None)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Unreadable(f"{DATABASE} is damaged: {text!r:.40} is not JSON") from None
 
 
