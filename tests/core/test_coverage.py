@@ -7,8 +7,12 @@ the docstrings and tested here as well.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import combinations_with_replacement
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -18,6 +22,7 @@ from scipy.stats import binom
 from ragen.core.statistics import (
     Floats,
     Interval,
+    binomial_variance,
     bootstrap_mean,
     difference,
     interquartile_mean,
@@ -62,17 +67,28 @@ def exact_wilson(trials: int, rate: float) -> float:
     return float(binom.pmf(counts, trials, rate) @ np.array(contained))
 
 
-def test_wilson_is_nominal_from_128_trials_at_any_rate() -> None:
-    rates = np.linspace(0.01, 0.99, 99)
-    for trials in (128, 256, 512):
-        found = [exact_wilson(trials, rate) for rate in rates]
-        assert is_nominal(min(found)) and is_nominal(max(found)), (trials, min(found), max(found))
-
-
-def test_wilson_coverage_varies_with_few_trials() -> None:
-    """92–99 % with 16 trials, as its docstring warns."""
-    found = [exact_wilson(16, rate) for rate in np.linspace(0.1, 0.9, 81)]
-    assert 0.915 < min(found) < 0.93 and 0.975 < max(found) < 0.99
+@pytest.mark.parametrize(
+    ("trials", "at_any_rate", "in_the_middle"),
+    [
+        (16, (0.836, 0.987), (0.922, 0.983)),
+        (32, (0.894, 0.983), (0.920, 0.976)),
+        (128, (0.925, 0.980), (0.935, 0.964)),
+        (256, (0.929, 0.978), (0.939, 0.961)),
+        (512, (0.934, 0.973), (0.942, 0.958)),
+    ],
+)
+def test_wilson_coverage_at_its_extremes(
+    trials: int, at_any_rate: tuple[float, float], in_the_middle: tuple[float, float]
+) -> None:
+    """Coverage jumps where a bound of an interval passes the rate: its extremes are there."""
+    found = [wilson(count, trials) for count in range(trials + 1)]
+    bounds = np.array([[i.low, i.high] for i in found])
+    jumps = np.concatenate([bounds.ravel() - 1e-9, bounds.ravel() + 1e-9])
+    for (least, most), (low, high) in (((0.01, 0.99), at_any_rate), ((0.1, 0.9), in_the_middle)):
+        rates = jumps[(jumps >= least) & (jumps <= most)]
+        inside = (bounds[:, :1] <= rates) & (rates <= bounds[:, 1:])
+        coverage = (binom.pmf(np.arange(trials + 1)[:, None], trials, rates) * inside).sum(0)
+        assert low <= coverage.min() < low + 0.001 and high - 0.001 < coverage.max() <= high
 
 
 def exact_difference(trials: int, rate: float, other: float) -> float:
@@ -330,6 +346,51 @@ def test_difference_of_the_means_of_two_arms(seeds: int, ratio: float) -> None:
         lambda arms: mean_difference(*arms.tolist()),
     )
     assert is_nominal(coverage_of(found, 0.1)), coverage_of(found, 0.1)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2, 0.5, 0.97, 0.99])
+@pytest.mark.parametrize(("seeds", "episodes"), [(2, 16), (2, 64), (2, 256), (3, 16), (3, 32)])
+def test_seeds_that_differ_by_chance_alone_are_covered(
+    rate: float, seeds: int, episodes: int
+) -> None:
+    """Exactly, over all counts of all seeds; without the floor it is as low as 24 %."""
+    chances, coverage = binom.pmf(np.arange(episodes + 1), episodes, rate), 0.0
+    for counts in combinations_with_replacement(range(episodes + 1), seeds):
+        orders = math.factorial(seeds) / math.prod(map(math.factorial, Counter(counts).values()))
+        chance = orders * math.prod(chances[count] for count in counts)
+        if chance > 1e-9:
+            rates = [count / episodes for count in counts]
+            noise = fmean(binomial_variance(each, episodes) for each in rates)
+            found = mean_interval(rates, noise)
+            coverage += chance * (found.low <= rate <= found.high)
+    assert coverage >= 0.975
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.2])
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_the_difference_of_seeds_with_a_spread_of_their_own(seeds: int, spread: float) -> None:
+    generator = np.random.default_rng(seeds)
+    for centre in (0.1, 0.5, 0.9):
+        found = []
+        for _ in range(SAMPLES // 2):
+            chances = np.clip(generator.normal(centre, spread, (2, seeds)), 0, 1)
+            arms = (generator.binomial(64, chances) / 64).tolist()
+            noise = [fmean(binomial_variance(each, 64) for each in arm) for arm in arms]
+            found.append(mean_difference(*arms, (noise[0], noise[1])))
+        assert coverage_of(found, 0.0) >= NOMINAL[0]
+
+
+def test_one_episode_of_256_decides_nothing_between_seeds_that_agree() -> None:
+    for seeds in (2, 3, 5, 8):
+        ones, others = [1.0] * seeds, [255 / 256] * seeds
+        noises = binomial_variance(1.0, 256), binomial_variance(255 / 256, 256)
+        assert mean_difference(ones, others).low > 0  # without the floor
+        assert mean_difference(ones, others, noises).low < 0
+        assert mean_difference([1.0] * seeds, [0.5] * seeds, noises).low > 0.4
+        levels = [[1.0] * 256] * seeds
+        assert paired_difference(levels, [[0.0] + [1.0] * 255] * seeds).low < 0
+        scores = interquartile_mean([others], 256)
+        assert scores.low < 254 / 256 and scores.high == 1
 
 
 # Training seeds: the interquartile mean of their scores.

@@ -26,7 +26,7 @@ from ragen.core.statistics import mean_difference, mean_interval
 from ragen.core.stopping import StopRequested
 from ragen.storage.recorder import Recorder
 from ragen.studies import runner
-from ragen.studies.measures import MEASURES, RunFacts, measure_of, read_run
+from ragen.studies.measures import MEASURES, RunFacts, measure_of, noise_of, read_run
 from ragen.studies.results import VERDICT_WORDS, conclude
 from ragen.studies.study import (
     Decision,
@@ -103,6 +103,20 @@ def test_decisions_are_intervals_over_seeds(tiny: Study) -> None:
     assert (higher.excess, higher.low, higher.high) == (expected.value, expected.low, expected.high)
     assert above.excess == pytest.approx(0.3) and above.outcome == "supported"
     assert above.low == pytest.approx(mean_interval([0.4, 0.5, 0.6]).low - 0.2)
+
+
+def test_seeds_that_agree_within_the_noise_of_their_evaluations_are_undecided(tiny: Study) -> None:
+    cells = {("bandit", "all"): [255 / 256] * 3, ("bandit", "filtered"): [1.0] * 3}
+    numbers = {"final": cells, "before": cells}
+    noises = {
+        name: {
+            place: [noise_of(name, RunFacts({0: value}, {}, episodes=256)) for value in each]
+            for place, each in values.items()
+        }
+        for name, values in numbers.items()
+    }
+    assert decide(tiny, "laptop", numbers)[0].outcome == "supported"
+    assert decide(tiny, "laptop", numbers, noises)[0].outcome == "undecided"
 
 
 def test_one_seed_is_undecided(tiny: Study) -> None:

@@ -269,7 +269,8 @@ def _arm(targets: Sequence[str], evaluations: Sequence[Evaluation]) -> Arm:
     first = evaluations[0]
     if len(targets) == 1:
         return Arm(targets[0], tuple(evaluations), first.interval)
-    success = interquartile_mean([[evaluation.success for evaluation in evaluations]])
+    scores = [evaluation.success for evaluation in evaluations]
+    success = interquartile_mean([scores], first.episodes)
     return Arm(f"{targets[0]} ({len(targets)} seeds)", tuple(evaluations), success)
 
 

@@ -24,11 +24,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from types import MappingProxyType
 
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
+from ragen.core.statistics import binomial_variance
 from ragen.diagnostics.collapse import WINDOW
 from ragen.evaluation.results import load_evaluations
 from ragen.storage.reader import read_metrics
@@ -52,6 +53,8 @@ class RunFacts:
     metrics: Mapping[str, Series]
     seconds: float = 0.0
     random: float = math.nan
+    episodes: int = 0
+    """Behind each value of `success`."""
 
 
 def read_run(folder: Path, temperature: float) -> RunFacts:
@@ -65,7 +68,8 @@ def read_run(folder: Path, temperature: float) -> RunFacts:
     success = {each.step: each.evaluation.success for each in evaluated}
     seconds = sum(metrics.get("time/step_s", {}).values())
     random = evaluated[-1].evaluation.random if evaluated else math.nan
-    return RunFacts(success, metrics, seconds, random)
+    episodes = evaluated[-1].evaluation.episodes if evaluated else 0
+    return RunFacts(success, metrics, seconds, random, episodes)
 
 
 def first(series: Series) -> float:
@@ -152,3 +156,29 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
         return OF_METRICS[kind](series) if series else math.nan
 
     return measure
+
+
+def noise_of(name: str, run: RunFacts) -> float:
+    """The variance that a measure of one run has by its own measurement, at least.
+
+    That of a success rate is binomial, that of a mean over five steps their variance ÷ 5, that of a
+    step 1/12, since it is a whole number; a difference has the sum. 0 where nothing is known.
+
+    Example:
+        >>> run = RunFacts({0: 1.0}, {"a": dict.fromkeys(range(20), 1.0)}, episodes=256)
+        >>> noise_of("final", run) > 0, noise_of("onset:a - last:a", run)
+        (True, 0.08333333333333333)
+    """
+    if " - " in name:
+        return sum(noise_of(part, run) for part in name.split(" - ", 1))
+    if name == "fall":
+        return noise_of("peak - final", run)
+    if name in ("before", "final", "peak", "random"):
+        return binomial_variance(MEASURES[name](run), run.episodes) if run.episodes else 0.0
+    kind, _, metric = name.partition(":")
+    numbers = list(run.metrics.get(metric, {}).values())
+    if kind == "onset":
+        return 1 / 12
+    windows = {"first": [numbers[:WINDOW]], "last": [numbers[-WINDOW:]]}
+    windows["change"] = windows["first"] + windows["last"]
+    return sum(variance(each) / len(each) for each in windows.get(kind, []) if len(each) > 1)

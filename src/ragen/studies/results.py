@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ragen.core.files import OTHER_OUT, file_errors, whole_file
 from ragen.core.statistics import mean_interval
 from ragen.reports.plots import COLOURS, figure_of
-from ragen.studies.measures import measure_of, read_run
+from ragen.studies.measures import measure_of, noise_of, read_run
 from ragen.studies.study import (
     Cell,
     Decision,
@@ -22,6 +22,7 @@ from ragen.studies.study import (
     Verdict,
     decide,
     finite,
+    mean_noise,
     verdict,
 )
 
@@ -47,6 +48,7 @@ class Findings:
     scale: Scale
     seeds: int
     numbers: Mapping[str, Numbers]
+    noises: Mapping[str, Numbers]
     decisions: Sequence[Decision]
     verdict: Verdict
 
@@ -59,6 +61,7 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
     """
     names = dict.fromkeys((*ALWAYS, *(p.measure for p in study.predictions)))
     numbers: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
+    noises: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
     curves, rows = {}, []
     for cell in cells:
         facts = read_run(cell.folder, cell.config.eval.temperature)
@@ -66,9 +69,11 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
         measured = {name: measure_of(name)(facts) for name in names}
         rows.append([cell.recipe, cell.arm, cell.seed, *(f"{x:.6g}" for x in measured.values())])
         for name, value in measured.items():
-            numbers[name].setdefault((cell.recipe, cell.arm), []).append(value)
-    decisions = decide(study, scale, numbers)
-    findings = Findings(study, scale, seeds, numbers, decisions, verdict(decisions))
+            place = cell.recipe, cell.arm
+            numbers[name].setdefault(place, []).append(value)
+            noises[name].setdefault(place, []).append(noise_of(name, facts))
+    decisions = decide(study, scale, numbers, noises)
+    findings = Findings(study, scale, seeds, numbers, noises, decisions, verdict(decisions))
     with _result(out / "runs.csv") as path, path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["recipe", "arm", "seed", *names])
@@ -105,7 +110,10 @@ def page(findings: Findings) -> Iterator[str]:
     yield f"| recipe | arm | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}"
     for recipe in study.grid(findings.scale).recipes:
         for arm in study.arms:
-            cells = [_mean(findings.numbers[name][recipe, arm]) for name in names]
+            cells = [
+                _mean(findings.numbers[name][recipe, arm], findings.noises[name][recipe, arm])
+                for name in names
+            ]
             yield f"| {recipe} | {arm} | {' | '.join(cells)} |"
     yield "\n![success by step, and at the end](study.svg)\n"
     yield f"**What this scale cannot show.** {study.limits}"
@@ -120,13 +128,14 @@ def draw(findings: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, 
                 colour = COLOURS[place % len(COLOURS)]
                 own = [c for (r, a, _), c in curves.items() if (r, a) == (recipe, arm)]
                 steps = sorted(set.intersection(*(set(curve) for curve in own)))
-                means = [mean_interval([curve[step] for curve in own]) for step in steps]
+                noise = mean_noise(findings.noises["final"][recipe, arm])
+                means = [mean_interval([curve[step] for curve in own], noise) for step in steps]
                 by_step.plot(steps, [m.value for m in means], color=colour, label=arm, marker=".")
                 low, high = [m.low for m in means], [m.high for m in means]
                 by_step.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
                 last = findings.numbers["final"][recipe, arm]
                 end.plot(last, [place] * len(last), "o", color=colour, alpha=0.5, markersize=4)
-                m = mean_interval(last)
+                m = mean_interval(last, noise)
                 end.plot([m.low, m.high], [place, place], color=colour, lw=1.5)
                 end.plot([m.value], [place], "|", color=colour, markersize=12, mew=2)
             by_step.set_title(f"{recipe}: success on held-out levels, by step")
@@ -138,9 +147,9 @@ def draw(findings: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, 
     return figure
 
 
-def _mean(values: Sequence[float]) -> str:
+def _mean(values: Sequence[float], noises: Sequence[float]) -> str:
     known = finite(values)
     if not known:
         return "–"
-    mean = mean_interval(known)
+    mean = mean_interval(known, mean_noise(noises))
     return f"{mean.value:.3g} [{mean.low:.3g}, {mean.high:.3g}]"

@@ -7,7 +7,8 @@ run is made, so the verdict is a function of the data.
 
 **The rule.** A prediction says that a measure of an arm exceeds another arm's, or a number, by more
 than its margin. On each recipe it is *supported* if the whole 95 % interval (Student's t over
-training seeds; Welch's for two arms) lies above the margin, *contradicted* if the whole interval
+training seeds; Welch's for two arms) with at least the noise of the runs' own measurement
+(`measures.noise_of`) lies above the margin, *contradicted* if the whole interval
 lies below it, and *undecided* otherwise. The study *supports* the claim if most predictions, over
 all recipes, are supported and none is contradicted. It *contradicts* the claim if one or more are
 contradicted and none is supported. Otherwise it *cannot decide*.
@@ -24,6 +25,7 @@ from functools import cache
 from importlib import resources
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -230,21 +232,31 @@ def load_study(name: str) -> Study:
     return Study(name=name, **tomllib.loads(file.read_text(encoding="utf-8")))
 
 
-def decide(study: Study, scale: Scale, numbers: Mapping[str, Numbers]) -> list[Decision]:
+def decide(
+    study: Study,
+    scale: Scale,
+    numbers: Mapping[str, Numbers],
+    noises: Mapping[str, Numbers] | None = None,
+) -> list[Decision]:
     """The decision about each prediction on each recipe.
 
-    `numbers` are each measure's values by recipe and arm. Values that are not finite are left out.
+    `numbers` are each measure's values by recipe and arm, `noises` their own variances
+    (`measures.noise_of`). Values that are not finite are left out.
     A mean of fewer than two values has no interval, so it decides nothing.
     """
     decisions = []
     for recipe in study.grid(scale).recipes:
         for prediction in study.predictions:
             values = numbers[prediction.measure]
+            known = noises[prediction.measure] if noises else {}
             ours = finite(values[recipe, prediction.arm])
+            noise = mean_noise(known.get((recipe, prediction.arm), ()))
             if isinstance(prediction.above, str):
-                excess = mean_difference(ours, finite(values[recipe, prediction.above]))
+                theirs = finite(values[recipe, prediction.above])
+                other_noise = mean_noise(known.get((recipe, prediction.above), ()))
+                excess = mean_difference(ours, theirs, (noise, other_noise))
             else:
-                mean, level = mean_interval(ours), prediction.above
+                mean, level = mean_interval(ours, noise), prediction.above
                 excess = Interval(mean.value - level, mean.low - level, mean.high - level)
             decisions.append(Decision(recipe, prediction, excess.value, excess.low, excess.high))
     return decisions
@@ -264,6 +276,12 @@ def verdict(decisions: Sequence[Decision]) -> Verdict:
     if not contradicted and 2 * supported > len(outcomes):
         return "supports"
     return "contradicts" if contradicted and not supported else "cannot decide"
+
+
+def mean_noise(noises: Sequence[float]) -> float:
+    """The mean of the variances of several runs' measures; 0 where none is known."""
+    known = finite(noises)
+    return fmean(known) if known else 0.0
 
 
 def finite(values: Sequence[float]) -> list[float]:
