@@ -306,3 +306,15 @@ def test_two_functions_with_the_same_name_are_refused() -> None:
     with pytest.raises(RagenError, match="two functions have this name; rename one of them"):
         ragen.train("bandit", SMALL, rewards=rewards, out="run")
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("result", ["None", "logprobs_N", "Loss(logprobs_N, {})"])
+def test_a_loss_that_returns_no_loss_is_named_in_training(tmp_path: Path, result: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from ragen.algorithms.losses import Loss\n\n\n"
+        f"def mine(logprobs_N, tokens):\n    return {result}\n"
+    )
+    values = {"steps": 1, "eval.episodes": 0, "rollout.num_groups": 1, "rollout.group_size": 2}
+    with pytest.raises(RagenError, match=r"the loss mine returned .*: a Loss with a scalar"):
+        ragen.train("bandit", values, loss=f"{file}:mine", out=tmp_path / "run")

@@ -171,3 +171,9 @@ def test_invalid_parameters_are_refused():
     for params in ({"size": 1}, {"p_frozen": 0.0}, {"success_probability": -0.1}):
         with pytest.raises(RagenError, match=next(iter(params))):
             make("frozen-lake", **params)
+
+
+def test_the_class_itself_refuses_values_without_a_level() -> None:
+    for values in ({"p_frozen": 0.0}, {"size": 1}, {"success_probability": 2.0}):
+        with pytest.raises(ValueError, match="1 validation error"):
+            FrozenLake(**values)

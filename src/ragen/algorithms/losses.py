@@ -229,7 +229,8 @@ def policy_loss(loss: PolicyLoss, logprobs_N: Tensor, tokens: TokenFields, **inp
     result = call(loss, logprobs_N, tokens, inputs=inputs | {"episode_N": tokens.episode_N})
     value = result.value if isinstance(result, Loss) else None
     if not isinstance(value, Tensor) or value.ndim:
-        found = type(result).__name__ if value is None else f"a Loss with the value {value}"
+        shape = f" with a value of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        found = f"{type(result).__name__}{shape}"
         name = getattr(loss, "__name__", loss)
         raise RagenError(f"the loss {name} returned {found}: a Loss with a scalar is expected")
     return result
