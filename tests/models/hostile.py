@@ -21,8 +21,8 @@ from typing import Any
 
 from ragen.core.errors import RagenError
 
-LIMIT_S = 60
-"""Time for one folder; a trap that is refused takes at most the trial's ten seconds."""
+LIMIT_S = 240
+"""Time for one folder. The trial takes at most ten seconds of processor time, or a minute."""
 
 BIG = 10**9
 VALUES: tuple[Any, ...] = (
