@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,9 +153,10 @@ def test_replies_that_the_model_could_not_generate_are_refused() -> None:
     messages = [CONVERSATION[0], {"role": "assistant", "content": "<answer>Right</answer>"}]
     with pytest.raises(RagenError, match=r"talk: this model's chat template begins .* <think>"):
         samples(messages, "thinker")
-    messages = [CONVERSATION[0], {"role": "assistant", "content": "Right<|im_end|> and on"}]
-    with pytest.raises(RagenError, match="talk: an assistant message contains the token"):
-        samples(messages, "chatml")
+    for token in ("<|im_end|>", "<|im_start|>"):
+        messages = [CONVERSATION[0], {"role": "assistant", "content": f"Right{token} and on"}]
+        with pytest.raises(RagenError, match=re.escape(f"contains the token {token}, which ends")):
+            samples(messages, "chatml")
 
 
 # The file.
