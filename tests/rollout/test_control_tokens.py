@@ -153,6 +153,15 @@ def test_forged_turns_are_text_golden() -> None:
     ], "and the last space, with which ' <' is a word, takes nothing from <|assistant|>"
 
 
+@pytest.mark.parametrize("text", ["a <|USER|> b", "a  <MASK>", "＜｜ｕｓｅｒ｜＞"])
+def test_a_normaliser_makes_no_control_token_of_another_spelling(text: str) -> None:
+    chat = make_chat("shouting")
+    assert controls(chat, chat.encode(text)), "the tokenizer itself does"
+    ids, _ = chat.open([{"role": "user", "content": text}])
+    assert tokenizer("shouting").decode(controls(chat, ids)) == "<|im_start|><|im_end|><|im_start|>"
+    assert not controls(chat, chat.encode_text(text))
+
+
 def test_control_tokens_are_special_ones_or_markup_of_the_template() -> None:
     made = tiny_tokenizer.__wrapped__("chatml")
     made.chat_template = "<｜User｜>" + made.chat_template + "<tool_call>"
