@@ -2,10 +2,12 @@
 
     python benchmarks/kill.py 30
 
-Each trial trains Bandit from its embedded model in a process of its own, by turns with GRPO and
-with PPO and its critic. The process gets SIGKILL at a random moment and is resumed, and so on, at
-most three times; then it is left to its end. Compared with a run that nobody killed: all rows of
-the database (those about seconds excepted), and every tensor of the last checkpoint, bit for bit.
+Each trial trains an embedded model in a process of its own, by turns with each of `CONFIGS`: GRPO
+with a filter, PPO with its critic, a rollback of the guard on FrozenLake with thoughts, Sokoban in
+isolated workers, GSPO with LoRA, and GiGPO in bfloat16. The process gets SIGKILL at a random moment
+and is resumed, and so on, at most three times; then it is left to its end. Compared with a run that
+nobody killed: all rows of the database (those about seconds excepted), and every tensor of the last
+checkpoint, bit for bit.
 Prints a line a trial and at the end one JSON line.
 """
 
@@ -51,10 +53,27 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.every": 1,
     "record.tokens_every": 1,
 }
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "grpo": {"algorithm": "starpo-s/grpo", "filter.value": 0.5},
-    "ppo": {"algorithm": "starpo/ppo", "update.lr_end": 0.1},
+DETECTOR = """
+from ragen.diagnostics.detectors import Detection
+
+
+def third_step(history):
+    steps = history.get("reward/mean", {})
+    return Detection(2, 1.0, 0.0) if max(steps, default=0) == 3 else None
+"""
+"""A detector that fires after step 3; the rollback to step 1 gives it a period of grace."""
+
+FEW = {"rollout.num_groups": 2, "rollout.group_size": 4, "rollout.max_tokens": 16}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("bandit", {"algorithm": "starpo-s/grpo", "filter.value": 0.5}),
+    "ppo": ("bandit", {"algorithm": "starpo/ppo", "update.lr_end": 0.1}),
+    "rollback": ("frozen-lake-still", FEW | {"diagnose.information_every": 2}),
+    "isolated": ("sokoban", FEW | {"env.isolate": True, "env.max_turns": 2, "steps": 3}),
+    "lora": ("bandit", {"algorithm": "gspo", "lora.rank": 4}),
+    "bfloat16": ("frozen-lake-still", FEW | {"algorithm": "gigpo", "model.dtype": "bfloat16"}),
 }
+"""A recipe and its changes, besides `SETTINGS`."""
+
 IDENTICAL = "identical"
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (loop, "play"),
@@ -80,28 +99,37 @@ def main() -> None:
     outcomes: list[str] = []
     killed_in: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
-        whole = {name: uninterrupted(name, Path(scratch)) for name in ALGORITHMS}
+        (Path(scratch) / "detector.py").write_text(DETECTOR)
+        configs = {name: config_of(name, Path(scratch)) for name in CONFIGS}
+        whole: dict[str, tuple[dict[str, Any], float]] = {}
         for trial in range(args.trials):
-            name = list(ALGORITHMS)[trial % len(ALGORITHMS)]
+            name = list(CONFIGS)[trial % len(CONFIGS)]
+            if name not in whole:
+                whole[name] = uninterrupted(configs[name], Path(scratch) / name)
             wanted, seconds = whole[name]
             run = Path(scratch) / "run"
-            places = kill_and_resume(config_of(name), run, seconds, chooser)
+            places = kill_and_resume(configs[name], run, seconds, chooser)
             outcomes.append(difference(wanted, contents(run)))
             killed_in.update(places)
-            print(f"{trial + 1:3} {name:4} killed {', '.join(places)}: {outcomes[-1]}", flush=True)
+            print(f"{trial + 1:3} {name:8} killed {', '.join(places)}: {outcomes[-1]}", flush=True)
             shutil.rmtree(run)
     found = {"trials": len(outcomes), IDENTICAL: outcomes.count(IDENTICAL)}
     print(json.dumps(found | {"kills": sum(killed_in.values()), "in": dict(killed_in)}))
 
 
-def config_of(name: str) -> Config:
-    return resolve("bandit", SETTINGS | ALGORITHMS[name])
+def config_of(name: str, scratch: Path) -> Config:
+    recipe, changes = CONFIGS[name]
+    if name == "rollback":
+        changes = changes | {
+            "guard.responses": {f"{scratch / 'detector.py'}:third_step": "rollback"}
+        }
+    return resolve(recipe, SETTINGS | changes)
 
 
-def uninterrupted(name: str, scratch: Path) -> tuple[dict[str, Any], float]:
-    """What an algorithm's run comes to, and the seconds it takes."""
-    run, start = scratch / name, time.perf_counter()
-    pid = in_a_process(lambda: train(config_of(name), run))
+def uninterrupted(config: Config, run: Path) -> tuple[dict[str, Any], float]:
+    """What a run comes to, and the seconds it takes."""
+    start = time.perf_counter()
+    pid = in_a_process(lambda: train(config, run))
     assert os.waitpid(pid, 0)[1] == 0
     return contents(run), time.perf_counter() - start
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -10,6 +13,17 @@ from hypothesis import strategies as st
 from ragen.algorithms.samples import to_samples
 from ragen.core.types import Completion, Episode, Group, Prompt, Sample, StopReason, Turn
 from ragen.rollout.policies import fingerprint
+from ragen.storage.database import CONFIG, DATABASE
+
+
+def edit_settings(run: Path, old: str, new: str) -> None:
+    """Change a run's settings as if it had begun with them: `config.toml` and the copies of it."""
+    text = (run / CONFIG).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    edited = text.replace(old, new)
+    (run / CONFIG).write_text(edited, encoding="utf-8")
+    with closing(sqlite3.connect(run / DATABASE)) as connection, connection:
+        connection.execute("UPDATE settings SET text = ?", (edited,))
 
 
 def turn(

@@ -102,23 +102,30 @@ def train(
     return train(config, None if out is None else Path(out), watcher=watcher)
 
 
-def resume(run: str | Path, *code: Any, watcher: Watcher | None = None) -> Result:
+def resume(
+    run: str | Path,
+    *code: Any,
+    overrides: Mapping[str, Any] | None = None,
+    watcher: Watcher | None = None,
+) -> Result:
     """Continue a stopped run from its newest checkpoint, as if it had never stopped.
 
     Args:
         run: The run's folder.
         code: Classes and functions that were passed to the run in Python and are in no file.
+        overrides: Settings that change from here on, such as ``{"steps": 200}``.
         watcher: Receives the progress; by default nothing does.
 
     Raises:
         RagenError: There is no run to continue, or code that it uses is missing or has changed.
     """
+    from ragen.config.keys import dotted
     from ragen.core.plugins import reference_to
     from ragen.training.trainer import resume
 
     for each in code:
         reference_to(each)
-    return resume(Path(run), watcher)
+    return resume(Path(run), watcher, dotted(overrides or {}))
 
 
 def evaluate(

@@ -27,6 +27,7 @@ from ragen.rollout.chat import Chat
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import examine, train
 from tests.diagnostics.test_guard_run import Plan, alarms_at
+from tests.records import edit_settings
 from tests.tolerance import LOGPROB
 
 __all__ = ["alarms_at"]  # a fixture of a test in this module
@@ -284,9 +285,7 @@ def test_examine_closes_its_engine_and_uses_no_server(
     train(settings(folder, **{"steps": 1}), tmp_path / "run")
     expected = examine(tmp_path / "run")
     assert [vllm.calls[-1] for vllm in fakes] == ["close"] * 2
-    text = (tmp_path / "run" / "config.toml").read_text()
-    served = text.replace('sampler = "vllm"', 'sampler = "http://127.0.0.1:9"')
-    (tmp_path / "run" / "config.toml").write_text(served)
+    edit_settings(tmp_path / "run", 'sampler = "vllm"', 'sampler = "http://127.0.0.1:9"')
     assert examine(tmp_path / "run").keys() == expected.keys() and len(fakes) == 2
 
 

@@ -35,6 +35,7 @@ from ragen.storage.recorder import Recorder
 from ragen.storage.stored_episodes import Recorded, read_episode
 from ragen.training.trainer import train
 from tests.bandit_model import settings
+from tests.records import edit_settings
 from tests.records import episode as made_episode
 from tests.records import turn as made_turn
 from tests.rogue import Rogue
@@ -377,8 +378,7 @@ def test_branching_does_not_change_the_database_of_an_active_run(run: Path) -> N
 def test_isolated_environments_give_the_same_branches(run: Path) -> None:
     episode = longest_episode(run, "train", 1)
     here = branch(run, episode, 1, n=3, checkpoint=1)
-    text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace("isolate = false", "isolate = true"))
+    edit_settings(run, "isolate = false", "isolate = true")
     assert branch(run, episode, 1, n=3, checkpoint=1).episodes == here.episodes
 
 
@@ -491,11 +491,8 @@ def test_a_missing_or_changed_environment_or_model_is_reported_in_one_line(
     save_model(tiny_model(tokenizer), tokenizer, run / "other")
     if key == "path":
         shutil.rmtree(run / "checkpoints")
-    config, old = run / "config.toml", {"name": "frozen-lake", "path": "base"}[key]
-    text = config.read_text()
-    assert text.count(f'{key} = "{old}"') == 1
-    new = value.replace("RUN", str(run))
-    config.write_text(text.replace(f'{key} = "{old}"', f'{key} = "{new}"'))
+    old, new = {"name": "frozen-lake", "path": "base"}[key], value.replace("RUN", str(run))
+    edit_settings(run, f'{key} = "{old}"', f'{key} = "{new}"')
     assert main(["branch", str(run), "1", "--turn", "0"]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1

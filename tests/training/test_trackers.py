@@ -145,9 +145,7 @@ def test_trackers_receive_metrics_under_ragens_names(name: str, tmp_path: Path) 
 def test_a_resumed_run_continues_its_tracker_run(name: str, tmp_path: Path) -> None:
     config = resolve("bandit", settings(record__trackers=name, steps=2, eval__episodes=0))
     run = train(config, tmp_path / "bandit-7").run
-    text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace("\nsteps = 2\n", "\nsteps = 4\n"))
-    resume(run)
+    resume(run, overrides={"steps": 4})
     found = READERS[name](run)["success/mean"]
     assert {step: len(values) for step, values in found.items()} == {1: 1, 2: 1, 3: 1, 4: 1}
 

@@ -25,6 +25,7 @@ from ragen.training.trainer import train
 from ragen.viewer import job_queue
 from ragen.viewer.branching import Branching
 from tests.bandit_model import settings
+from tests.records import edit_settings
 
 REQUEST: dict[str, Any] = {"episode": 1, "turn": 0, "n": 3}
 
@@ -310,12 +311,6 @@ def test_an_invalid_request_is_refused(
     assert branching.branches(run, 1)["jobs"] == []
 
 
-def replace_in_config(run: Path, old: str, new: str) -> None:
-    text = (run / "config.toml").read_text()
-    assert text.count(old) == 1
-    (run / "config.toml").write_text(text.replace(old, new))
-
-
 def execute_in_database(run: Path, statement: str) -> None:
     connection = sqlite3.connect(run / DATABASE)
     connection.execute(statement)
@@ -325,7 +320,7 @@ def execute_in_database(run: Path, statement: str) -> None:
 
 def without_model(run: Path) -> None:
     model = str(resolve("bandit", settings()).model.path)
-    replace_in_config(run, f'path = "{model}"', 'path = "nobody/has-this"')
+    edit_settings(run, f'path = "{model}"', 'path = "nobody/has-this"')
 
 
 def without_checkpoints(run: Path) -> None:
@@ -338,15 +333,15 @@ OBSTACLES: dict[str, tuple[list[Callable[[Path], None]], str]] = {
         "the run has no checkpoint, and its model 'nobody/has-this' is not on this machine",
     ),
     "an adapter without its base model": (
-        [without_model, lambda run: replace_in_config(run, "rank = 0", "rank = 4")],
+        [without_model, lambda run: edit_settings(run, "rank = 0", "rank = 4")],
         "below the run's adapter is not on this machine",
     ),
     "an unknown environment": (
-        [lambda run: replace_in_config(run, 'name = "bandit"', 'name = "casino"')],
+        [lambda run: edit_settings(run, 'name = "bandit"', 'name = "casino"')],
         "the environment 'casino' is not installed here",
     ),
     "an environment in a file": (
-        [lambda run: replace_in_config(run, 'name = "bandit"', 'name = "gone.py:Casino"')],
+        [lambda run: edit_settings(run, 'name = "bandit"', 'name = "gone.py:Casino"')],
         "the environment 'gone.py:Casino' is not installed here",
     ),
     "no snapshots": (
@@ -358,7 +353,7 @@ OBSTACLES: dict[str, tuple[list[Callable[[Path], None]], str]] = {
         "the episode ended before its first turn",
     ),
     "an invalid config": (
-        [lambda run: replace_in_config(run, 'name = "bandit"', "name = 3")],
+        [lambda run: edit_settings(run, 'name = "bandit"', "name = 3")],
         "env.name",
     ),
 }

@@ -60,18 +60,19 @@ def _resume_options(parser: Parser) -> None:
     parser.take("run", "RUN", "the run's folder", Path)
     parser.output_flags()
     parser.epilog = (
-        "A run is resumed with its own settings. To train its model further with others: "
-        "ragen train RECIPE --model RUN"
+        "A run is resumed with its own settings. --KEY VALUE changes one from here on, such as\n"
+        "--steps 400, and is recorded as an event (ragen help keys lists them).\n"
+        "To train its model further in a new run: ragen train RECIPE --model RUN"
     )
 
 
-def _resume(options: Namespace, _: Overrides) -> int:
-    from ragen.storage.database import check_run_folder
+def _resume(options: Namespace, overrides: Overrides) -> int:
+    from ragen.storage.database import DATABASE, check_run_folder
 
-    check_run_folder(options.run)
+    check_run_folder(options.run, DATABASE)
     from ragen.training.trainer import resume
 
-    return _watch_run(lambda watcher: resume(options.run, watcher), options)
+    return _watch_run(lambda watcher: resume(options.run, watcher, overrides), options)
 
 
 def _watch_run(work: Callable[[Watcher], Result], options: Namespace) -> int:
@@ -259,7 +260,7 @@ def _study(options: Namespace, _: Overrides) -> int:
 
 COMMANDS: dict[str, Command] = {
     "train": Command("train an agent with a recipe", _train_options, _train, True, train_epilog),
-    "resume": Command("resume a stopped run", _resume_options, _resume),
+    "resume": Command("resume a stopped run", _resume_options, _resume, True),
     "report": Command("write a one-page report of a run, with plots", _report_options, _report),
     "export": Command("export a run's policy for transformers and vLLM", _export_options, _export),
     "study": Command("test a published claim again, with a verdict", _study_options, _study),

@@ -133,17 +133,26 @@ def unread(config: Config) -> list[str]:
     return [key for key, use in READ_WITH.items() if not use.holds(config)]
 
 
-def read_config(path: Path, to_resume: bool = False) -> Config:
+def read_config(path: Path) -> Config:
     """A config that was saved with a run; the preset is not consulted again.
 
     Raises:
-        RagenError: The file is missing, no TOML, or no valid config; or a run is resumed that began
-            with a setting which exists no more.
+        RagenError: The file is missing, no TOML, or no valid config.
     """
-    values = raw_values(_read_tree(path, str(path)))
+    return parse_config(read_text(path), str(path))
+
+
+def parse_config(text: str, where: str, to_resume: bool = False) -> Config:
+    """The config of a saved text; `where` names it in messages.
+
+    Raises:
+        RagenError: It is no TOML or no valid config; or a run is resumed that began with a setting
+            which exists no more.
+    """
+    values = raw_values(_parse_tree(text, where))
     if to_resume:
-        refuse_to_resume(values, str(path))
-    return _validate([(str(path), dotted(present_values(values), str(path)))])
+        refuse_to_resume(values, where)
+    return _validate([(where, dotted(present_values(values), where))])
 
 
 def dump(config: Config) -> str:
@@ -256,11 +265,10 @@ def _toml_files(folder: str) -> Mapping[str, Path]:
 
 
 def _read_toml(file: Path, where: str) -> Flat:
-    return dotted(_read_tree(file, where), where)
+    return dotted(_parse_tree(read_text(file), where), where)
 
 
-def _read_tree(file: Path, where: str) -> dict[str, Any]:
-    text = read_text(file)
+def _parse_tree(text: str, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a number of 4,300 digits, or 1,000 brackets

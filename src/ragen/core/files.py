@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ragen.core.errors import RagenError
 
@@ -27,6 +29,18 @@ def cannot(do: str, path: object, error: Exception, remedy: str = "") -> RagenEr
     number = error.errno if isinstance(error, OSError) else None
     reason = os.strerror(number).lower() if number else str(error)
     return RagenError(f"cannot {do} {path}: {reason}{remedy and f'; {remedy}'}")
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: It is not valid, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 @contextmanager

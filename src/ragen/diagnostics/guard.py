@@ -7,7 +7,7 @@ before the onset, with one setting changed (`REMEDIES`). `training.recovery` car
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,11 @@ class GuardState:
     last_held: dict[str, int] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
 
+    def leave(self, keys: Iterable[str]) -> None:
+        """Leave settings to the user, who has changed them on purpose."""
+        for key in keys:
+            self.changes.pop(key, None)
+
 
 def raise_alarms(
     history: History,
@@ -158,6 +163,21 @@ def read_alarms(folder: Path) -> list[Alarm]:
         for event in read_events(folder, "alarm")
     }
     return [Alarm(**data) for data in events.values()]
+
+
+def changed_on_purpose(folder: Path) -> set[str]:
+    """The keys that the user has changed since the last rollback.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    keys: set[str] = set()
+    for event in read_events(folder):
+        if event["kind"] == "settings":
+            keys.update(event["data"]["changes"])
+        elif event["kind"] == "guard" and event["data"]["action"] == "rollback":
+            keys.clear()
+    return keys
 
 
 def lower_learning_rate(config: Config, attempt: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
-from ragen.config.reading import changed, read_config
+from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, wilson
 from ragen.core.stopping import run_async
@@ -29,7 +29,8 @@ from ragen.rollout.groups import run_episodes
 from ragen.rollout.setup import BranchSpec, Setup, make_setup
 from ragen.storage.branches import MOST, Request, write_branches
 from ragen.storage.checkpoint import checkpoint_of, choose, folders, read_state, step_of
-from ragen.storage.database import CONFIG, check_run_folder
+from ragen.storage.database import check_run_folder
+from ragen.storage.settings import run_config
 from ragen.storage.stored_episodes import Recorded, read_episode
 
 
@@ -116,7 +117,7 @@ def branch(
             written.
     """
     check_run_folder(run)
-    recorded, config = read_episode(run, episode), read_config(run / CONFIG)
+    recorded, config = read_episode(run, episode), run_config(run)
     step, model, saved = weights(run, config, checkpoint)
     config = changed(config, saved["guard"]["changes"])
     if temperature is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.keys import canonical_key
-from ragen.config.reading import flatten, read_config, recipes, resolve
+from ragen.config.reading import flatten, recipes, resolve
 from ragen.core.errors import RagenError
 from ragen.envs.registry import make, parameter_names
 from ragen.evaluation.baselines import sources
@@ -18,6 +18,7 @@ from ragen.rollout.players import PLAYERS, PlayerPolicy
 from ragen.rollout.policies import Policy
 from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.database import CONFIG
+from ragen.storage.settings import run_config
 
 Overrides = Mapping[str, Any]
 """Values by config key."""
@@ -107,7 +108,7 @@ def config_for(target: str, overrides: Overrides, server: Server | None = None) 
     run = run_of(target)
     if run is None:
         return resolve(None, given, saved=flatten(recipe))
-    config = read_config(run / CONFIG)
+    config = run_config(run)
     if env is None or env == config.env.name:
         return resolve(None, given, saved=flatten(config))
     of_run = {k: v for k, v in flatten(config).items() if not k.startswith("env.params.")}

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ragen.config.config import Config
 from ragen.config.extensions import KINDS
-from ragen.config.reading import read_config
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
 from ragen.reports.report import events, exactness, settings, success
 from ragen.storage.database import CONFIG
+from ragen.storage.settings import run_config
 
 SECTIONS = (success, exactness, events, settings)
 """The sections that the card shares with the report."""
@@ -85,7 +85,7 @@ def origin(model: str) -> str:
         'Qwen/Qwen2.5-0.5B-Instruct'
     """
     while (Path(model) / CONFIG).is_file():
-        model = read_config(Path(model) / CONFIG).model.path
+        model = run_config(Path(model)).model.path
     return model
 
 

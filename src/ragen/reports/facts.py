@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
-from ragen.config.reading import read_config
 from ragen.core.metrics import Series
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve
-from ragen.storage.database import CONFIG, check_run_folder, reading_database
+from ragen.storage.database import check_run_folder, reading_database
 from ragen.storage.reader import Attempt, attempts_of, read_attempts, read_events
+from ragen.storage.settings import run_config
 
 Histories = Mapping[Attempt, Mapping[str, Series]]
 """Metrics by attempt and name, with what was rolled back."""
@@ -105,7 +105,7 @@ def read_facts(run: Path) -> Facts:
         RagenError: The folder holds no run, or its files are damaged.
     """
     check_run_folder(run)
-    config, found = read_config(run / CONFIG), read_attempts(run)
+    config, found = run_config(run), read_attempts(run)
     with reading_database(run) as connection:
         attempts = {each: found.get(each.number, {}) for each in attempts_of(connection)}
     evaluations, events = tuple(load_evaluations(run)), tuple(read_events(run))

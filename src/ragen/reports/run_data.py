@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ragen.config.config import Config
-from ragen.config.reading import read_config
 from ragen.core.errors import RagenError
 from ragen.evaluation.results import RunEvaluation, load_evaluations
-from ragen.storage.database import CONFIG, check_run_folder
+from ragen.storage.database import check_run_folder
 from ragen.storage.reader import read_events, read_metrics
+from ragen.storage.settings import run_config
 from ragen.storage.stored_episodes import Recorded, read_episodes
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class RunData:
     @cached_property
     def config(self) -> Config:
         """The settings that the run began with."""
-        return read_config(self.path / CONFIG)
+        return run_config(self.path)
 
     @cached_property
     def metrics(self) -> Mapping[str, npt.NDArray[np.float64]]:

@@ -22,14 +22,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ragen.core.errors import RagenError
-from ragen.core.files import cannot, file_errors, whole_file, whole_folder
+from ragen.core.files import cannot, file_errors, parse_json, whole_file, whole_folder
 from ragen.storage.upgrade import upgrade_state
 
 STATE = "state.json"
 """The loop's state inside a checkpoint; written last."""
 
-FILES, SEAL = "files", "seal"
-"""Keys of the state: the hash of each other file, and the hash of the state itself."""
+FILES, SEAL, SETTINGS_HASH = "files", "seal", "settings"
+"""Keys of the state: the hash of each other file, of the state itself, and of `config.toml`."""
 
 
 class Damaged(RagenError):
@@ -37,8 +37,8 @@ class Damaged(RagenError):
 
     def __init__(self, path: Path, error: object) -> None:
         super().__init__(
-            f"{path} is damaged ({error}); delete {path.parent} to continue from the checkpoint "
-            "before it"
+            f"{path} is damaged ({error}); use another checkpoint, or continue from the newest "
+            f"intact one: ragen resume {path.parents[2]}"
         )
         self.reason = f"{path.name} is damaged ({error})"
 
@@ -71,7 +71,7 @@ def newest(run: Path) -> Path:
 
 def _no_checkpoint(run: Path) -> RagenError:
     return RagenError(
-        f"{run} has no checkpoint to continue from; delete it and start it again with `ragen train`"
+        f"{run} has no checkpoint to continue from; start a new run with `ragen train`"
     )
 
 
@@ -134,8 +134,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         Damaged: The file is missing or was changed.
     """
+    if not (folder / STATE).is_file():  # reading a pipe would wait for ever
+        raise Damaged(folder / STATE, "it is missing")
     try:
-        state = json.loads((folder / STATE).read_text())
+        state = parse_json((folder / STATE).read_text())
     except (OSError, ValueError) as error:
         raise Damaged(folder / STATE, error) from error
     if not isinstance(state, dict):
@@ -161,6 +163,15 @@ def verified_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def is_intact(folder: Path) -> bool:
+    """Whether every file of a checkpoint is what was written."""
+    try:
+        verified_state(folder)
+    except Damaged:
+        return False
+    return True
+
+
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the loop's state into a checkpoint, after all other files: it holds their hashes."""
     hashes = {
@@ -184,6 +195,11 @@ def replace_state(folder: Path, state: dict[str, Any]) -> None:
         raise _unwritten(folder, error) from error
 
 
+def hash_text(text: str) -> str:
+    """A hash of a text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 def hash_file(path: Path) -> str:
     """A hash of a file's bytes."""
     with path.open("rb") as file:
@@ -196,8 +212,7 @@ def _sealed(state: dict[str, Any]) -> str:
 
 def _seal(text: str) -> str:
     """A hash of the content of a JSON text, whatever its spacing and order of keys."""
-    canonical = json.dumps(json.loads(text), sort_keys=True)
-    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+    return hash_text(json.dumps(json.loads(text), sort_keys=True))
 
 
 # Writing folders.
@@ -252,7 +267,7 @@ def _unwritten(folder: Path, error: Exception) -> RagenError:
     then = (
         f"continue with: ragen resume {run}"
         if folders(run)
-        else f"remove {run}, which holds no step yet, and start again"
+        else f"start the run again, with another --out: {run} holds no step yet"
     )
     remedy = f"free space there or make {folder.parent} writable, then {then}"
     return cannot("write", f"the checkpoint {folder.name}", error, remedy)
@@ -288,14 +303,16 @@ def drop_after(run: Path, step: int) -> None:
             shutil.rmtree(hidden)
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that its step can be saved again; returns the new path.
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint or file, so that it can be written again; returns the new path.
 
     Raises:
         RagenError: The run's folder cannot be written.
     """
-    aside = folder.with_name(f"damaged-{folder.name}")
-    with file_errors("rename", folder, f"make {folder.parent} writable"):
-        if aside.exists():
+    aside = path.with_name(f"damaged-{path.name}")
+    with file_errors("rename", path, f"make {path.parent} writable"):
+        if aside.is_dir():
             shutil.rmtree(aside)
-        return folder.rename(aside)
+        else:
+            aside.unlink(missing_ok=True)
+        return path.rename(aside)

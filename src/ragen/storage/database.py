@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
@@ -21,12 +22,13 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from ragen.core.errors import RagenError
-from ragen.core.files import OTHER_OUT, cannot
+from ragen.core.files import OTHER_OUT, cannot, whole_file
 from ragen.storage.schema import SCHEMA, SCHEMA_VERSION
 from ragen.storage.upgrade import OLD_VERSION, upgrade
 
 DATABASE = "run.sqlite"
 CONFIG = "config.toml"
+CHECKPOINTS = "checkpoints"
 
 WRITERS_S = 10.0
 """Seconds that a writer waits for another one."""
@@ -93,7 +95,9 @@ def create_database(folder: Path, config_text: str) -> sqlite3.Connection:
     try:
         connection = connect(database)
         fill(connection)
-        config.write_text(config_text, encoding="utf-8")
+        connection.execute("INSERT INTO settings (text) VALUES (?)", (config_text,))
+        with whole_file(config) as temporary:
+            temporary.write_text(config_text, encoding="utf-8")
     except (sqlite3.Error, OSError) as error:
         if connection is not None:
             connection.close()
@@ -133,7 +137,7 @@ def open_database(
             close_database(connection)
         if isinstance(error, RagenError):
             raise
-        raise RagenError(f"{database} cannot be read: {error}") from None
+        raise unreadable(database, error) from None
     return connection
 
 
@@ -222,7 +226,7 @@ def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
             check_schema(connection, database)
             yield connection
     except sqlite3.DatabaseError as error:
-        raise RagenError(f"{database} cannot be read: {error}") from None
+        raise unreadable(database, error) from None
 
 
 def _bring_up_to_date(database: Path) -> None:
@@ -291,7 +295,9 @@ def transaction(
         with connection:  # commits, or rolls back
             connection.execute("BEGIN IMMEDIATE")
             yield
-    except sqlite3.OperationalError as error:
+    except sqlite3.DatabaseError as error:
+        if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
+            raise  # of a statement that is wrong
         raise cannot_write(folder, error, file) from None
 
 
@@ -355,10 +361,31 @@ def check_run_folder(folder: Path, file: str = CONFIG) -> None:
     Raises:
         RagenError: The file is missing.
     """
-    if not (folder / file).is_file():
+    if (folder / file).is_file():
+        return
+    if file == CONFIG and (folder / DATABASE).is_file() and (folder / CHECKPOINTS).is_dir():
         raise RagenError(
-            f"{folder} is not a run folder: {file} is missing; name a folder such as runs/bandit-1"
+            f"{folder / CONFIG} is missing or no file; it is written again by: "
+            f"ragen resume {shlex.quote(str(folder))}"
         )
+    if file == DATABASE and (folder / CHECKPOINTS).is_dir():
+        raise RagenError(f"{folder / DATABASE} is missing or no file; {_without_database(folder)}")
+    raise RagenError(
+        f"{folder} is not a run folder: {file} is missing; name a folder such as runs/bandit-1"
+    )
+
+
+def unreadable(database: Path, error: sqlite3.Error | OSError) -> RagenError:
+    """The error for a database that cannot be read."""
+    is_run = (database.parent / CHECKPOINTS).is_dir()
+    remedy = f"; {_without_database(database.parent)}" if is_run else ""
+    return RagenError(f"{database} cannot be read: {error}{remedy}")
+
+
+def _without_database(folder: Path) -> str:
+    """The remedy where a run's database is lost."""
+    run = shlex.quote(str(folder))
+    return f"restore it, or train the run's policy further: ragen train RECIPE --model {run}"
 
 
 def _version(connection: sqlite3.Connection) -> int:

@@ -6,7 +6,6 @@ from that step on stay in the database and no longer count.
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 from collections.abc import Callable, Collection
@@ -14,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragen.storage.database import read, reading_database
+from ragen.core.errors import RagenError
+from ragen.core.files import parse_json
+from ragen.storage.database import DATABASE, read, reading_database
 
 Counts = Callable[[int, int], bool]
 """A function of an attempt and a step: whether the step still counts."""
@@ -82,7 +83,8 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     query = "SELECT attempt, step, record FROM evaluations WHERE step IS NOT NULL ORDER BY id"
     rows = read(folder, query)
     return [
-        {**json.loads(record), "attempt": attempt, "step": step} for attempt, step, record in rows
+        {**parse_column(folder, record), "attempt": attempt, "step": step}
+        for attempt, step, record in rows
     ]
 
 
@@ -131,7 +133,24 @@ def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     columns = ("attempt", "step", "time", "kind", "text", "data")
     query = f"SELECT {', '.join(columns)} FROM events WHERE kind = ? OR ? IS NULL ORDER BY id"
     events = [dict(zip(columns, row, strict=True)) for row in read(folder, query, (kind, kind))]
-    return [{**event, "data": event["data"] and json.loads(event["data"])} for event in events]
+    return [
+        {**event, "data": event["data"] and parse_column(folder, event["data"])} for event in events
+    ]
+
+
+def parse_column(folder: Path, text: str) -> dict[str, Any]:
+    """The object in a column of JSON.
+
+    Raises:
+        RagenError: The database is damaged.
+    """
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise RagenError(f"{folder / DATABASE} is damaged: JSON in a column: {error}") from None
+    if not isinstance(value, dict):
+        raise RagenError(f"{folder / DATABASE} is damaged: a column of JSON holds no object")
+    return value
 
 
 def read_attempts(folder: Path) -> dict[int, dict[str, dict[int, float]]]:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metric, merge
 from ragen.core.types import Group
+from ragen.storage.checkpoint import hash_text
 from ragen.storage.database import (
     DATABASE,
     cannot_write,
@@ -29,7 +30,7 @@ from ragen.storage.database import (
     open_database,
     transaction,
 )
-from ragen.storage.schema import SAMPLE_ARRAYS, Row, as_json, compress, insert
+from ragen.storage.schema import SAMPLE_ARRAYS, SETTINGS, Row, as_json, compress, insert
 from ragen.storage.stored_episodes import (
     EpisodeRows,
     delete_episodes,
@@ -51,6 +52,9 @@ class Recorder:
         connection: Its database, opened for writing.
         attempt: The first attempt.
         text_of: The text of one token, for readers without a tokenizer; ``None`` writes none.
+
+    Attributes:
+        settings_hash: Of the text of `config.toml`, for the state of checkpoints.
 
     Example:
         >>> import tempfile
@@ -79,6 +83,7 @@ class Recorder:
         except RagenError:
             connection.close()
             raise
+        self.settings_hash = ""
         self._known_tokens = {token for (token,) in connection.execute("SELECT id FROM tokens")}
         self._pending = _Step(attempt, 0)
 
@@ -91,7 +96,9 @@ class Recorder:
         Raises:
             RagenError: The folder holds a run, or cannot be written; nothing is left.
         """
-        return cls(folder, create_database(folder, config_text), text_of=text_of)
+        recorder = cls(folder, create_database(folder, config_text), text_of=text_of)
+        recorder.settings_hash = hash_text(config_text)
+        return recorder
 
     @classmethod
     def open(
@@ -117,6 +124,16 @@ class Recorder:
         """
         with transaction(self._connection, self.folder):
             insert(self._connection, "events", [_event(self.attempt, step, kind, text, data)])
+
+    def keep_settings(self, text: str) -> None:
+        """Keep a text of `config.toml`, which holds from now on.
+
+        Raises:
+            RagenError: The database cannot be written.
+        """
+        with transaction(self._connection, self.folder):
+            self._connection.execute(SETTINGS)
+            self._connection.execute("INSERT INTO settings (text) VALUES (?)", (text,))
 
     def episodes(
         self,

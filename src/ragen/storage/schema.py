@@ -171,12 +171,18 @@ CREATE VIRTUAL TABLE thoughts_fts USING fts5 (thought, content='turns', content_
 """
 """The tables of episodes, turns, token texts, and the search index of thoughts."""
 
+SETTINGS = "CREATE TABLE IF NOT EXISTS settings (id INTEGER PRIMARY KEY, text TEXT NOT NULL);"
+"""The table of every text that ``config.toml`` was given; the last one holds.
+
+Runs of an earlier version have no such table until they are resumed."""
+
 SCHEMA = f"""
 CREATE TABLE metrics (
     attempt INTEGER NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,
     PRIMARY KEY (attempt, step, name)
 ) WITHOUT ROWID;
 {PLAYED}
+{SETTINGS}
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL,
     "group" INTEGER NOT NULL, member INTEGER NOT NULL, num_tokens INTEGER NOT NULL,

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ragen.config.old_keys import present_values
-from ragen.storage.schema import as_json
+from ragen.storage.schema import SETTINGS, as_json
 
 OLD_VERSION, NEW_VERSION = 3, 4
 
@@ -59,6 +59,7 @@ def _upgrade_tables(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE episodes DROP COLUMN bootstrap")
     if "evaluations" not in tables:
         return
+    connection.execute(SETTINGS)
     guard = "SELECT id, data FROM events WHERE kind = 'guard'"
     for key, data in connection.execute(guard).fetchall():
         details = {"action": "rollback", **json.loads(data)} if data else {"action": "stop"}

@@ -15,7 +15,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
-from ragen.config.reading import read_config
 from ragen.core.errors import GuardStop, RagenError
 from ragen.core.files import OTHER_OUT, file_errors
 from ragen.core.stopping import StopRequested
@@ -24,6 +23,7 @@ from ragen.evaluation.results import load_evaluations
 from ragen.finetuning.sft import sft
 from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_events
+from ragen.storage.settings import run_config
 from ragen.studies.results import Findings, conclude
 from ragen.studies.study import Cell, Scale, Study, cells_of, with_model
 from ragen.training.code_check import resolve_paths
@@ -52,8 +52,8 @@ def run_study(
         raise RagenError(f"--jobs {jobs}: expected a whole number ≥ 0")
     cells = cells_of(study, scale, seeds, out)
     for cell in cells:
-        path = cell.folder / CONFIG
-        if path.exists() and read_config(path) != resolve_paths(cell.config):
+        is_there = (cell.folder / CONFIG).exists()
+        if is_there and run_config(cell.folder) != resolve_paths(cell.config):
             raise RagenError(
                 f"{cell.folder} was made with other settings than the study has now; "
                 "name another --out"
@@ -112,7 +112,7 @@ def make_run(cell: Cell) -> None:
     """
     try:
         fine_tune(cell)
-        if (cell.folder / CONFIG).exists() and any(cell.folder.glob("checkpoints/step-*")):
+        if any(cell.folder.glob("checkpoints/step-*")):
             resume(cell.folder)
             return
         shutil.rmtree(cell.folder, ignore_errors=True)  # killed before its first checkpoint

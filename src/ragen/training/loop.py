@@ -147,11 +147,6 @@ async def run_to_the_end(run: Run) -> None:
             if run.state.step == 0:
                 await save(run)  # from here on the run can be resumed, whatever happens
             run.watcher.begin(run.folder, run.config, run.state.step)
-            if run.is_complete:
-                run.watcher.note(
-                    f"the run is finished at step {run.state.step}; to train its model further: "
-                    f"ragen train RECIPE --model {run.folder}"
-                )
             is_over = False
             while not is_over:
                 try:

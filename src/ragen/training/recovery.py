@@ -26,6 +26,7 @@ from ragen.diagnostics.guard import (
 from ragen.storage.checkpoint import (
     drop_after,
     folders,
+    is_intact,
     regular,
     replace_state,
     step_of,
@@ -168,10 +169,10 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
 
     Raises:
         GuardStop: There is no such checkpoint, or all rollbacks are used up.
-        RagenError: The checkpoint is damaged.
     """
     # Only regular ones: a run that was stopped in between must return to the same checkpoint.
-    good = [path for path in regular(run.folder, run.spacing) if step_of(path) < alarm.onset]
+    before = [path for path in regular(run.folder, run.spacing) if step_of(path) < alarm.onset]
+    good = [path for path in before if is_intact(path)]
     if not good or run.guard.rollbacks >= ROLLBACKS:
         why = "no rollback is left" if good else f"no checkpoint before step {alarm.onset} is left"
         if is_broken:

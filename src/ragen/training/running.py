@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
@@ -21,6 +22,7 @@ from ragen.evaluation.results import Evaluation, load_evaluations
 from ragen.models.names import resolve_model
 from ragen.rollout.setup import Setup
 from ragen.storage.checkpoint import (
+    SETTINGS_HASH,
     checkpoint_of,
     drop_old,
     read_state,
@@ -105,6 +107,16 @@ class LoopState:
     averages: dict[str, float] = field(default_factory=dict)
 
 
+def progress_of(state: LoopState, config: Config) -> int:
+    """How much of ``config.steps`` is used up, in the unit of ``config.budget``."""
+    return state.updates if config.budget == "updates" else state.step
+
+
+def spacing(config: Config) -> int:
+    """Steps between regular checkpoints: those that do not depend on when a run is stopped."""
+    return config.checkpoint.every or max(1, config.steps)
+
+
 @dataclass(slots=True)
 class Run:
     """All that a run holds while it is in progress.
@@ -137,7 +149,7 @@ class Run:
         The budget ``"steps"`` counts collections. A filter changes how many updates a collection
         makes, so runs that are compared at equal work on the weights count ``"updates"``.
         """
-        return self.state.updates if self.config.budget == "updates" else self.state.step
+        return progress_of(self.state, self.config)
 
     @property
     def is_complete(self) -> bool:
@@ -147,7 +159,7 @@ class Run:
     @property
     def spacing(self) -> int:
         """Steps between regular checkpoints: those that do not depend on when a run is stopped."""
-        return self.config.checkpoint.every or max(1, self.config.steps)
+        return spacing(self.config)
 
 
 class Clock:
@@ -216,20 +228,40 @@ def compare_with_best(run: Run, temperature: float, success: float) -> None:
 
     Calling it twice for one evaluation changes nothing.
     """
-    state = run.state
-    counts = is_due(state.step, run.spacing) and temperature == run.config.eval.temperature
-    if counts and success > state.best_success:
-        state.best_step, state.best_success = state.step, success
+    if is_best(run.config, run.state, temperature, success):
+        run.state.best_step, run.state.best_success = run.state.step, success
+
+
+def is_best(config: Config, state: LoopState, temperature: float, success: float) -> bool:
+    """Whether an evaluation of the present step is better than the best one so far."""
+    counts = is_due(state.step, spacing(config)) and temperature == config.eval.temperature
+    return counts and success > state.best_success
+
+
+def evaluated(folder: Path, state: LoopState) -> dict[float, float]:
+    """The success of the present step by temperature, of the evaluations that still stand."""
+    step, attempt, began = state.step, state.attempt, state.began
+    return {
+        each["temperature"]: each["success"]
+        for each in read_evaluations(folder)
+        if each["step"] == step and (each["attempt"] == attempt or step <= began)
+    }
+
+
+def is_finished(folder: Path, config: Config, state: LoopState) -> bool:
+    """Whether a run has nothing left to do: neither a step nor an evaluation nor a checkpoint."""
+    if progress_of(state, config) < config.steps:
+        return False
+    done = evaluated(folder, state)
+    wanted = {config.eval.temperature, 0.0} if config.eval.episodes else set()
+    return wanted <= done.keys() and not any(
+        is_best(config, state, temperature, success) for temperature, success in done.items()
+    )
 
 
 async def evaluate_missing(run: Run, *temperatures: float) -> None:
     """Evaluate at each temperature for which this step has no evaluation that still stands."""
-    step, attempt, began = run.state.step, run.state.attempt, run.state.began
-    done = {
-        each["temperature"]: each["success"]
-        for each in read_evaluations(run.folder)
-        if each["step"] == step and (each["attempt"] == attempt or step <= began)
-    }
+    done = evaluated(run.folder, run.state)
     for temperature in temperatures:
         if temperature in done:  # the run may have been killed before it compared
             compare_with_best(run, temperature, done[temperature])
@@ -246,7 +278,8 @@ async def save(run: Run) -> None:
         RagenError: The disk does not take it.
     """
     state, best, keep, every = run.state, run.state.best_step, kept_checkpoints(run), run.spacing
-    own = {"loop": asdict(state), "guard": asdict(run.guard)}
+    own: dict[str, Any] = {"loop": asdict(state), "guard": asdict(run.guard)}
+    own[SETTINGS_HASH] = run.recorder.settings_hash
     existing = checkpoint_of(run.folder, state.step)
     if existing is not None:
         replace_state(existing, read_state(existing) | own)
@@ -271,20 +304,20 @@ def kept_checkpoints(run: Run) -> int:
     return keep + (run.guard.checked_step < run.state.step)
 
 
-def result_of(run: Run) -> Result:
-    """The result of a finished run, from its database."""
-    temperature, steps = run.config.eval.temperature, run.state.step
+def result_of(folder: Path, config: Config, state: LoopState) -> Result:
+    """The result of a run as it is, from its database."""
+    temperature, steps = config.eval.temperature, state.step
     found = {
         (each.step, each.evaluation.temperature): each.evaluation
-        for each in load_evaluations(run.folder)
+        for each in load_evaluations(folder)
     }
     wanted = {"before": (0, temperature), "after": (steps, temperature)}
     wanted |= {"before_greedy": (0, 0.0), "after_greedy": (steps, 0.0)}
     return Result(
-        run=run.folder,
-        env=run.config.env.name,
-        seconds=run.state.seconds,
+        run=folder,
+        env=config.env.name,
+        seconds=state.seconds,
         evaluations={name: found[key] for name, key in wanted.items() if key in found},
-        signs=tuple(echo_trap_signs(read_metrics(run.folder))),
-        alarms=tuple(read_alarms(run.folder)),
+        signs=tuple(echo_trap_signs(read_metrics(folder))),
+        alarms=tuple(read_alarms(folder)),
     )

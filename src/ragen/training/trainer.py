@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
+from ragen.algorithms.advantages import find_estimator
+from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.config.extensions import load
-from ragen.config.reading import changed, dump, read_config, with_preset
+from ragen.config.reading import changed, dump, with_preset
 from ragen.config.sources import refuse_changed
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import run_async
-from ragen.diagnostics.guard import REMEDIES, GuardState
+from ragen.diagnostics.guard import REMEDIES, GuardState, changed_on_purpose
 from ragen.diagnostics.information import measure_thoughts
 from ragen.engines.engine import Engine
 from ragen.engines.machine import use_threads
 from ragen.engines.memory import refuse_too_large
 from ragen.rollout.episode import require_room
 from ragen.rollout.setup import Setup, make_setup
-from ragen.storage.checkpoint import newest, newest_intact, read_state, set_aside
-from ragen.storage.database import CONFIG, new_run_folder, refuse_existing
+from ragen.storage.checkpoint import (
+    SETTINGS_HASH,
+    newest,
+    newest_intact,
+    read_state,
+    set_aside,
+)
+from ragen.storage.database import (
+    CONFIG,
+    DATABASE,
+    check_run_folder,
+    new_run_folder,
+    refuse_existing,
+)
 from ragen.storage.recorder import Recorder
+from ragen.storage.settings import Settings, differing, find_settings, run_config
 from ragen.training.code_check import load_code, resolve_paths
 from ragen.training.collection import collect_groups, gradient_norms
 from ragen.training.loop import run_to_the_end
 from ragen.training.progress import Watcher, hint
-from ragen.training.running import LoopState, Result, Run, local_engine, result_of
+from ragen.training.running import LoopState, Result, Run, is_finished, local_engine, result_of
 from ragen.training.trackers import with_trackers
 
 
@@ -66,25 +82,34 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
                     watcher.note(engine.chat.warning)
                 run = Run(folder, config, config, engine, setup, recorder, state, watcher)
                 await run_to_the_end(run)
-        return result_of(run)
+        return result_of(folder, run.config, run.state)
 
     return run_async(start())
 
 
-def resume(folder: Path, watcher: Watcher | None = None) -> Result:
+def resume(
+    folder: Path, watcher: Watcher | None = None, overrides: Mapping[str, Any] | None = None
+) -> Result:
     """Continue a run from its newest complete checkpoint, as if it had never stopped.
 
     Database rows later than the checkpoint are deleted first. Later checkpoints that are damaged
-    are renamed.
+    are renamed. A `config.toml` that is damaged or missing is written again. A finished run is left
+    as it is.
+
+    Args:
+        folder: The run's folder.
+        watcher: Shows progress; by default nothing does.
+        overrides: Settings that change from here on, by key. They are recorded as an event.
 
     Raises:
-        RagenError: There is no run or no complete checkpoint, or the model it began with is gone.
+        RagenError: There is no run or no complete checkpoint, the model it began with is gone, or
+            `config.toml` has other values than the run.
         GuardStop, StopRequested: As `train`.
     """
-    original = read_config(folder / CONFIG, to_resume=True)
-    load.cache_clear()
-    refuse_changed(original)
+    check_run_folder(folder, DATABASE)
     checkpoint, saved, damaged = newest_intact(folder)
+    settings = find_settings(folder, saved.get(SETTINGS_HASH), overrides or {})
+    original = _changed_settings(settings, overrides or {})
     try:
         state, engine_state = LoopState(**saved["loop"]), saved["engine"]
         guard = GuardState(**saved["guard"])
@@ -93,8 +118,26 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
             f"{checkpoint} was written by another version of RAGEN ({error})"
         ) from error
     use_threads(state.threads)
+    guard.leave(changed_on_purpose(folder))
+    before = changed(settings.config, guard.changes)
+    guard.leave(overrides or ())
     config = changed(original, guard.changes)
     watcher = with_trackers(watcher, config.record.trackers)
+
+    def settle(recorder: Recorder) -> None:
+        changes = differing(before, config)
+        for line in settings.write(recorder, state.step, original, changes):
+            watcher.alarm(state.step, line)
+
+    if not damaged and is_finished(folder, config, state):
+        if settings.damage or config != before:
+            with Recorder.open(folder, state.attempt) as recorder:
+                settle(recorder)
+        watcher.note(
+            f"the run is finished at step {state.step}; to train its model further: "
+            f"ragen train RECIPE --model {folder}"
+        )
+        return result_of(folder, config, state)
     refuse_too_large(config, watcher.note)
     engine = local_engine(config)
 
@@ -102,6 +145,12 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
         async with opened(engine, config) as setup:
             await engine.load(checkpoint, engine_state)
             with Recorder.open(folder, state.attempt, engine.chat.text_of) as recorder:
+                if not settings.is_kept:
+                    watcher.note(
+                        f"{folder / CONFIG} is taken as it is: an earlier version began the run, "
+                        "and kept no copy of its settings"
+                    )
+                settle(recorder)
                 recorder.forget_after(state.attempt, state.step)
                 about = {"checkpoint": checkpoint.name}
                 recorder.event(state.step, "resume", f"resumed after step {state.step}", about)
@@ -114,9 +163,30 @@ def resume(folder: Path, watcher: Watcher | None = None) -> Result:
                     watcher.alarm(state.step, text)
                 run = Run(folder, original, config, engine, setup, recorder, state, watcher, guard)
                 await run_to_the_end(run)
-        return result_of(run)
+        return result_of(folder, run.config, run.state)
 
     return run_async(restart())
+
+
+def _changed_settings(settings: Settings, overrides: Mapping[str, Any]) -> Config:
+    """The settings with those that change on purpose.
+
+    Raises:
+        RagenError: Code from outside has changed, or a setting cannot change when a run is resumed.
+    """
+    load.cache_clear()
+    refuse_changed(settings.config)
+    if not overrides:
+        return settings.config
+    config = load_code(resolve_paths(settings.with_changes(overrides)))
+    name = config.advantage.name
+    needs = [needs_values(find_estimator(each)) for each in (settings.config.advantage.name, name)]
+    if needs[0] != needs[1]:
+        raise RagenError(
+            f"advantage.name = {name!r} {'needs a' if needs[1] else 'has no'} critic, unlike the "
+            "run's; it cannot change when a run is resumed"
+        )
+    return config
 
 
 def examine(folder: Path) -> dict[str, float]:
@@ -130,7 +200,7 @@ def examine(folder: Path) -> dict[str, float]:
     """
     checkpoint = newest(folder)
     saved = read_state(checkpoint)
-    config = changed(read_config(folder / CONFIG), saved["guard"]["changes"])
+    config = changed(run_config(folder), saved["guard"]["changes"])
     if config.rollout.sampler != "vllm":  # a server may hold the weights of a run in progress
         config = changed(config, {"rollout.sampler": "local"})
     step = int(saved["loop"]["step"])

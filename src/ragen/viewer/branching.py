@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ragen.config.reading import read_config
 from ragen.config.rules import TEMPERATURES
 from ragen.core.errors import RagenError
 from ragen.core.statistics import wilson
@@ -22,7 +21,7 @@ from ragen.envs.registry import registered_envs
 from ragen.models.names import is_available_offline
 from ragen.storage.branches import FILE, MOST, Request, has_branches
 from ragen.storage.checkpoint import folders, step_of
-from ragen.storage.database import CONFIG
+from ragen.storage.settings import run_config
 from ragen.viewer.episode_page import detail
 from ragen.viewer.job_queue import Job, JobQueue
 from ragen.viewer.reading import Answer, NotFound, Unanswered, reading
@@ -119,7 +118,7 @@ def _checkpoint(folder: Path, request: Mapping[str, Any]) -> int:
 def _temperature(folder: Path, value: Any) -> float:
     """A request's temperature; the run's, where it gives none."""
     if value is None:
-        value = read_config(folder / CONFIG).rollout.temperature
+        value = run_config(folder).rollout.temperature
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unanswered("temperature: expected a number")
     low, high = TEMPERATURES
@@ -152,7 +151,7 @@ def _num_turns(folder: Path, episode: int) -> int:
 def _obstacle(folder: Path, turns: int) -> str | None:
     """Why an episode with this number of turns cannot be branched; ``None`` if it can."""
     try:
-        config = read_config(folder / CONFIG)
+        config = run_config(folder)
     except RagenError as error:
         return str(error)
     env, model = config.env.name, config.model.path
@@ -183,7 +182,7 @@ def _checkpoints(folder: Path) -> list[int]:
     """The steps whose weights can play; 0 is the initial model, if it is still there."""
     steps = {step_of(path) for path in folders(folder)}
     with suppress(RagenError):
-        if _model_is_there(read_config(folder / CONFIG).model.path):
+        if _model_is_there(run_config(folder).model.path):
             steps.add(0)
     return sorted(steps)
 

@@ -8,11 +8,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ragen.config.reading import flatten, read_config, resolve
+from ragen.config.reading import flatten, resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
 from ragen.reports.facts import EXACT, SIGNALS, TERMS, current, rolled_back, seconds_by_phase
-from ragen.storage.database import CONFIG
+from ragen.storage.settings import run_config
 from ragen.viewer.reading import Answer, Question, RunReader, Unreadable, loaded
 from ragen.viewer.run_list import evaluations, read_settings, run_summary
 
@@ -77,7 +77,7 @@ def _differences(folder: Path) -> list[Answer] | None:
     algorithm than the recipe, the preset of that algorithm is the standard: one change, not many.
     """
     try:
-        config = read_config(folder / CONFIG)
+        config = run_config(folder)
     except RagenError:
         return None
     source = f"recipe {config.recipe}"

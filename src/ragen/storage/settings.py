@@ -1,0 +1,237 @@
+"""A run's settings: `config.toml`, and the copy in the database that it is compared with.
+
+Every text that `config.toml` was given is a row of the table `settings`, and the last one holds.
+The state of a checkpoint has the hash of the text that held when it was saved. So a file that was
+cut, damaged or edited is never taken for the settings of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from ragen.config.config import Config
+from ragen.config.keys import Flat, parse_value, show
+from ragen.config.reading import changed, dump, flatten, parse_config, read_config, unread
+from ragen.config.rules import READ_WITH
+from ragen.core.errors import RagenError
+from ragen.core.files import file_errors, whole_file
+from ragen.storage.checkpoint import hash_text, set_aside
+from ragen.storage.database import CONFIG, DATABASE, check_run_folder, reading_database
+from ragen.storage.recorder import Recorder
+
+FIXED = (
+    *("recipe", "algorithm", "seed", "threads", "sources", "env.name", "env.params"),
+    *("model.path", "model.dtype", "model.critic", "lora"),
+)
+"""Keys and sections that say which run it is, or what its weights are."""
+
+MOST_NAMED = 4
+"""Most keys that a message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a run that is to be resumed.
+
+    Attributes:
+        run: The run's folder.
+        config: The settings.
+        text: As `config.toml` has to say them.
+        damage: What is wrong with `config.toml`, if it has to be written again.
+        is_kept: Whether the database has the text. A run of an earlier version has none.
+    """
+
+    run: Path
+    config: Config
+    text: str
+    damage: str
+    is_kept: bool
+
+    def with_changes(self, overrides: Mapping[str, Any]) -> Config:
+        """The settings with other values.
+
+        Raises:
+            RagenError: A key says which run it is, or the values exclude each other.
+        """
+        config = changed(self.config, overrides)
+        for key in set(overrides).intersection(unread(config)):
+            raise RagenError(f"{key} has no effect: it takes {READ_WITH[key].words}")
+        for key in differing(self.config, config):
+            if key.startswith(tuple(f"{fixed}." for fixed in FIXED)) or key in FIXED:
+                raise RagenError(
+                    f"{key} cannot change when a run is resumed; to train its policy further in a "
+                    f"new run: ragen train RECIPE --model {_word(self.run)}"
+                )
+        return config
+
+    def write(
+        self, recorder: Recorder, step: int, config: Config, changes: Mapping[str, Sequence[Any]]
+    ) -> list[str]:
+        """Write what has to be written before the run goes on with `config`.
+
+        The file comes first: if the process is killed in between, the same command has the same
+        result. A damaged file and changes are recorded as events.
+
+        Args:
+            recorder: Of the run.
+            step: The step after which the run goes on.
+            config: The settings from here on.
+            changes: The old and the new value of each key that changes, for the event.
+
+        Returns:
+            A line about each event.
+
+        Raises:
+            RagenError: A file or the database cannot be written.
+        """
+        lines = []
+        is_new = config != self.config
+        text = dump(config) if is_new else self.text
+        path = self.run / CONFIG
+        if self.damage:
+            aside = set_aside(path).name if os.path.lexists(path) else None
+            moved = f"; what was there is now {aside}" if aside else ""
+            lines.append(f"{self.damage}; it is written again from the run's own copy{moved}")
+        if self.damage or is_new:
+            with (
+                file_errors("write", path, f"free space there or make {self.run} writable"),
+                whole_file(path) as temporary,
+            ):
+                temporary.write_text(text, encoding="utf-8")
+        if self.damage:
+            data = {"reason": self.damage, "set_aside": aside}
+            recorder.event(step, "damaged config", lines[0], data)
+        if is_new or not self.is_kept:
+            recorder.keep_settings(text)
+        recorder.settings_hash = hash_text(text)
+        if changes:
+            words = (f"{key} from {_show(a)} to {_show(b)}" for key, (a, b) in changes.items())
+            lines.append(f"changed {', '.join(words)}")
+            recorder.event(step, "settings", lines[-1], {"changes": changes})
+        return lines
+
+
+def find_settings(run: Path, expected: str | None, overrides: Mapping[str, Any]) -> Settings:
+    """The settings with which a run is resumed, before `overrides` change them.
+
+    Args:
+        run: The run's folder.
+        expected: The hash in the state of the checkpoint; ``None`` in one of an earlier version.
+        overrides: Values that are changed on purpose, by key.
+
+    Raises:
+        RagenError: `config.toml` has other values than the run, and `overrides` do not have them;
+            or the settings are lost.
+    """
+    texts = _texts(run)
+    is_kept = bool(texts)
+    if expected not in (None, *map(hash_text, texts)) or not texts:
+        text = _text_of_file(run)
+        if expected not in (None, hash_text(text)):
+            raise RagenError(
+                f"neither {run / CONFIG} nor {run / DATABASE} has the settings that the run's "
+                "checkpoint was saved with: restore one of them, or start a new run from its "
+                f"policy: ragen train RECIPE --model {_word(run)}"
+            )
+        texts, is_kept = [text], False
+    config = parse_config(texts[-1], f"{run}'s settings", to_resume=True)
+    damage, edits = _compared(run, texts[-1], config)
+    if {key: value for key, value in edits.items() if overrides.get(key) != value}:
+        raise RagenError(_differs(run, config, edits))
+    return Settings(run, config, texts[-1], damage, is_kept)
+
+
+def run_config(run: Path) -> Config:
+    """The settings of a run, to read it or to play with its policy.
+
+    Raises:
+        RagenError: `config.toml` is missing or invalid, or has other values than the run.
+    """
+    texts = _texts(run)
+    if not texts:
+        return read_config(run / CONFIG)
+    config = parse_config(texts[-1], f"{run}'s settings")
+    damage, edits = _compared(run, texts[-1], config)
+    if damage:
+        raise RagenError(f"{damage}; it is written again by: ragen resume {_word(run)}")
+    if edits:
+        raise RagenError(_differs(run, config, edits))
+    return config
+
+
+def differing(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys whose values differ, with both; that of a missing entry is ``None``."""
+    one, other = flatten(a), flatten(b)
+    pairs = {key: (one.get(key), other.get(key)) for key in {**one, **other}}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _texts(run: Path) -> list[str]:
+    """Every text that `config.toml` was given; none if there is no database, or an older one."""
+    if not (run / DATABASE).is_file():
+        return []
+    with reading_database(run) as connection:
+        known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settings'").fetchall()
+        query = "SELECT text FROM settings ORDER BY id"
+        return [str(text) for (text,) in connection.execute(query)] if known else []
+
+
+def _text_of_file(run: Path) -> str:
+    check_run_folder(run)
+    with file_errors("read", run / CONFIG):
+        return (run / CONFIG).read_text(encoding="utf-8", errors="replace")
+
+
+def _compared(run: Path, text: str, config: Config) -> tuple[str, Flat]:
+    """What is wrong with `config.toml`, and its values that are not the run's.
+
+    A file that nobody can have meant as it is (missing, cut off, no valid config) is damaged. Any
+    other difference is an edit.
+    """
+    path = run / CONFIG
+    if not path.is_file():
+        return f"{path} is {'no file' if os.path.lexists(path) else 'missing'}", {}
+    try:
+        found = read_config(path)
+        data = path.read_bytes()
+    except RagenError as error:
+        return str(error), {}
+    edits = {key: new for key, (_, new) in differing(config, found).items()}
+    if edits and text.encode().startswith(data):
+        return f"{path} is cut off", {}
+    return "", edits
+
+
+def _differs(run: Path, config: Config, edits: Flat) -> str:
+    own = flatten(config)
+    named = [f"{key} = {_show(edits[key])}, not {_show(own.get(key))}" for key in edits]
+    more = f", and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    options = " ".join(f"--{key} {_word(_typed(key, value))}" for key, value in edits.items())
+    can_change = not more and None not in edits.values()
+    change = f" (to change them: ragen resume {_word(run)} {options})" if can_change else ""
+    return (
+        f"{run / CONFIG} has other values than the run: {'; '.join(named[:MOST_NAMED])}{more}"
+        f"{change}; to keep the run's, move the file away and resume: it is written again"
+    )
+
+
+def _show(value: Any) -> str:
+    return "unset" if value is None else show(value)
+
+
+def _typed(key: str, value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, str) and parse_value(key, value) == value:
+        return value
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
+
+
+def _word(text: object) -> str:
+    return shlex.quote(str(text))
