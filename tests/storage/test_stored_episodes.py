@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import pytest
 from hypothesis import given
 
 from ragen.algorithms.filters import SCORES, scores_of
+from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Group
-from ragen.storage.database import connect_to_read, fill, read
+from ragen.storage.database import DATABASE, connect_to_read, fill, read
 from ragen.storage.recorder import Recorder
 from ragen.storage.schema import PLAYED, decompress
-from ragen.storage.stored_episodes import episode_rows, write_episodes, write_tokens
+from ragen.storage.stored_episodes import episode_rows, read_episode, write_episodes, write_tokens
+from tests.old_run import make_old_run
 from tests.records import episode, groups, turn
 
 
@@ -262,3 +265,13 @@ def test_reading_leaves_the_database_unchanged(tmp_path: Path, name: str) -> Non
     with pytest.raises(sqlite3.OperationalError):
         connect_to_read(folder / "other.sqlite")
     assert not (folder / "other.sqlite").exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, "[", "7", b"\xff"])
+def test_a_damaged_column_is_reported_in_one_line(tmp_path: Path, text: str | bytes) -> None:
+    run = make_old_run(tmp_path / "run")
+    assert read_episode(run, 1)
+    with closing(sqlite3.connect(run / DATABASE)) as connection, connection:
+        connection.execute("UPDATE turns SET actions_asked = ?", (text,))
+    with pytest.raises(RagenError, match=r"cannot be read: a value of actions_asked is damaged"):
+        read_episode(run, 1)

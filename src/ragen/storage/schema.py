@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ragen.core.files import parse_json
+
 Row = dict[str, Any]
 """A row: column name to value."""
 
@@ -94,7 +96,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "int64": Kind("INTEGER"),
         "float64": Kind("REAL", encode=float),
         "text": Kind("TEXT", encode=storable),
-        "texts": Kind("TEXT", as_json, lambda text: [storable(each) for each in json.loads(text)]),
+        "texts": Kind("TEXT", as_json, lambda text: [storable(each) for each in parse_json(text)]),
         "json": Kind("TEXT", encode=as_json),
         "int32s": _array_like("token_ids"),
         "float32s": _array_like("logprobs"),
@@ -151,11 +153,18 @@ def encode(table: Mapping[str, str], row: Row) -> Row:
 
 
 def decode(table: Mapping[str, str], values: Iterable[Any]) -> Row:
-    """The row of a table's stored values; objects stay JSON text."""
-    return {
-        name: None if value is None else kind_of(column).decode(value)
-        for (name, column), value in zip(table.items(), values, strict=True)
-    }
+    """The row of a table's stored values; objects stay JSON text.
+
+    Raises:
+        sqlite3.DatabaseError: A value is damaged.
+    """
+    row = {}
+    for (name, column), value in zip(table.items(), values, strict=True):
+        try:
+            row[name] = None if value is None else kind_of(column).decode(value)
+        except (ValueError, TypeError, zlib.error) as error:
+            raise sqlite3.DatabaseError(f"a value of {name} is damaged: {error}") from None
+    return row
 
 
 PLAYED = f"""

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ragen.config.old_keys import present_values
+from ragen.core.files import parse_json
 from ragen.storage.schema import SETTINGS, as_json
 
 OLD_VERSION, NEW_VERSION = 3, 4
@@ -62,12 +63,12 @@ def _upgrade_tables(connection: sqlite3.Connection) -> None:
     connection.execute(SETTINGS)
     guard = "SELECT id, data FROM events WHERE kind = 'guard'"
     for key, data in connection.execute(guard).fetchall():
-        details = {"action": "rollback", **json.loads(data)} if data else {"action": "stop"}
+        details = {"action": "rollback", **parse_json(data)} if data else {"action": "stop"}
         connection.execute("UPDATE events SET data = ? WHERE id = ?", (json.dumps(details), key))
     rows = connection.execute("SELECT id, record, settings FROM evaluations").fetchall()
     for key, record, settings in rows:
-        present = as_json(_renamed(json.loads(record), RECORD_KEYS))
-        chosen = settings and json.dumps(present_values(json.loads(settings)))
+        present = as_json(_renamed(parse_json(record), RECORD_KEYS))
+        chosen = settings and json.dumps(present_values(parse_json(settings)))
         query = "UPDATE evaluations SET record = ?, settings = ? WHERE id = ?"
         connection.execute(query, (present, chosen, key))
 
