@@ -165,7 +165,7 @@ def test_an_edited_config_is_refused_until_the_change_is_given(run: Path, capsys
 def test_an_edited_config_that_is_moved_away_is_written_again(
     run: Path, expected: dict[str, Any]
 ) -> None:
-    changed_text(lambda text: text.replace("\nlr = ", "\nlr = 1"))(run / CONFIG)
+    changed_text(lambda text: re.sub(r"\nlr = .*", "\nlr = 0.25", text))(run / CONFIG)
     with pytest.raises(RagenError, match="keep the run's, move the file away and resume"):
         resume(run)
     (run / CONFIG).rename(run / "edited.toml")
