@@ -24,7 +24,7 @@ from ragen.models.adapter_folder import put_on, save_adapter
 from ragen.models.loading import load_policy, save_model
 from ragen.models.lora import attach
 from ragen.models.names import EMBEDDED, base_of, embedded_folder
-from tests.models.hostile import (
+from tests.models.hostile_folders import (
     HOSTILE,
     LOADED,
     SLOW,

@@ -352,6 +352,7 @@ def closed_port() -> str:
 @pytest.mark.parametrize(
     "url",
     [closed_port(), "http://no-such-host.invalid/v1", "http://1.2.3.4.5:80/v1", "http://ho st/v1"],
+    ids=["a closed port", "an unknown name", "a wrong number", "a space"],
 )
 def test_a_server_that_cannot_be_reached_is_said_without_a_retry(
     url: str, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import ragen
 from ragen.envs.bandit import Bandit
 from ragen.models.names import resolve_model
 from ragen.storage.reader import read_metrics
-from tests.hostile import UNDONE
+from tests.hostile_envs import UNDONE
 
 SETTINGS = {
     "steps": 2,

@@ -30,7 +30,7 @@ from ragen.envs.isolation import Workers
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup
-from tests.hostile import ANSWERS, HOSTILE, PROCESS, RAISED, TAKEN, UNDONE, WORKER, Hostile
+from tests.hostile_envs import ANSWERS, HOSTILE, PROCESS, RAISED, TAKEN, UNDONE, WORKER, Hostile
 from tests.rogue import Rogue
 
 REPLY = "t</think><answer>Right</answer>"
