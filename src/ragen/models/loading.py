@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -27,6 +28,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
@@ -44,6 +46,8 @@ TRIAL = Path(__file__).with_name("trial.py")
 TRIAL_PATIENCE_S = 60.0
 """After which the trial of a template is stopped; it has a tighter limit of processor time."""
 TEMPLATE, WORDS, SETTINGS = "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"
+PROBE = "Go up, 你好 P _ G\n  x = 12345; don't  é🙂\t<b>\n\n end"
+"""A text of all kinds, on which two tokenizers are compared."""
 SLACK = 2**20
 """Numbers beyond those in the weights' files that a model may need: masks, frequencies."""
 
@@ -242,14 +246,36 @@ def _read_tokenizer(folder: Path, name: str | Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False
         )
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # `Chat` encodes with it: nothing may be cut off or added
-        backend.no_truncation()
-        backend.no_padding()
+        _encode_all(getattr(tokenizer, "backend_tokenizer", None))
+        if not _encodes_as_saved(tokenizer, folder / WORDS):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+            _encode_all(tokenizer.backend_tokenizer)
     # transformers replaces a missing tokenizer by one that has special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise RagenError(f"the model '{name}' has no tokenizer; save one in its folder")
     return tokenizer
+
+
+def _encodes_as_saved(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
+    """Whether a tokenizer gives the ids that its tokenizer.json gives.
+
+    By the class that a folder names, transformers builds a tokenizer from the vocabulary alone. It
+    takes DeepSeek's for a Llama tokenizer, which loses spaces and all Chinese.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(tokenizer) is PreTrainedTokenizerFast or not file.is_file():
+        return True
+    saved = Tokenizer.from_file(str(file))
+    _encode_all(saved)
+    found = [each.encode(PROBE, add_special_tokens=False).ids for each in (saved, backend)]
+    return bool(found[0] == found[1])
+
+
+def _encode_all(backend: Tokenizer | None) -> None:
+    """Let a tokenizer cut nothing off and add nothing: `Chat` encodes with it."""
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
 
 
 def _check_fit(
