@@ -290,3 +290,22 @@ def test_unknown_transformations_of_logits_are_refused(
     monkeypatch.setattr(loading, "shape_of", lambda _: Shape())
     with pytest.raises(RagenError, match="transforms its logits after the output layer"):
         load_policy(tmp_path, "cpu", dtype)
+
+
+def test_a_cap_of_attention_scores_is_kept(tmp_path: Path) -> None:
+    """sdpa and flash attention would leave out Gemma 2's cap without a word."""
+    config = transformers.Gemma2Config(**SMALL, head_dim=4, attn_logit_softcapping=0.5)
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight.mul_(20)
+    save_model(model, tokenizer(), tmp_path)
+    loaded, _ = load_policy(tmp_path, "cpu", "float32")
+    ids_1T = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(ids_1T).logits
+        model.set_attn_implementation("sdpa")
+        assert not torch.allclose(model(ids_1T).logits, expected, atol=1e-2)
+        assert_close(loaded(ids_1T).logits, expected)

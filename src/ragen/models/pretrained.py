@@ -120,6 +120,9 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
         )
     with load_errors(name, str(path)):
         _check_numbers(config.get_text_config(), path)
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        # Only the eager attention of transformers caps the scores; the others ignore the cap.
+        config._attn_implementation = "eager"
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is not None and max_length > most:
         raise RagenError(
