@@ -209,7 +209,7 @@ def test_broken_models_are_refused_in_one_line(tmp_path) -> None:
     save_model(tiny(), tokenizer(), tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot load" in message(tmp_path / "cut")
+    assert "cannot read" in message(tmp_path / "cut")
 
     save_model(tiny(), tokenizer(), tmp_path / "unknown")
     config = json.loads((tmp_path / "unknown" / "config.json").read_text())

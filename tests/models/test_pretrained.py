@@ -19,6 +19,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    BloomConfig,
+    BloomForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Qwen2ForSequenceClassification,
@@ -107,6 +109,14 @@ def test_only_causal_language_models_are_loaded(tmp_path: Path) -> None:
     for name, (model, reason) in others.items():
         save_model(model, WORDS, tmp_path / name)
         assert reason in refusal(tmp_path / name)
+
+
+def test_an_architecture_that_does_not_take_the_masks_of_the_sampler_is_refused(
+    tmp_path: Path,
+) -> None:
+    config = BloomConfig(vocab_size=len(WORDS), hidden_size=16, n_layer=1, n_head=4)
+    save_model(BloomForCausalLM(config).eval(), WORDS, tmp_path)
+    assert "does not take the masks of the sampler" in refusal(tmp_path)
 
 
 def test_a_tied_output_layer_need_not_be_saved(tmp_path: Path) -> None:

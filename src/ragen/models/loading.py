@@ -35,6 +35,7 @@ from transformers.utils import logging
 
 from ragen.core.errors import NotFiniteError, RagenError
 from ragen.models.adapter_folder import fingerprint_of_base, save_adapter
+from ragen.models.decoder import HFDecoder
 from ragen.models.lora import has_adapters
 from ragen.models.model import backbone
 from ragen.models.model_files import check_files, count_weights, read_object
@@ -351,8 +352,8 @@ def recompute_layers(model: PreTrainedModel) -> None:
 def _check_output_layer(model: PreTrainedModel, name: str) -> None:
     """Refuse models that `token_logprobs` and the samplers would compute wrongly.
 
-    These are models whose states depend on later tokens, and models that transform their logits in
-    a way that `shape_of` does not know.
+    These are models whose states depend on later tokens, models that do not take the sampler's
+    masks and cache, and models that transform their logits in a way that `shape_of` does not know.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -366,6 +367,13 @@ def _check_output_layer(model: PreTrainedModel, name: str) -> None:
         raise RagenError(
             f"the model '{name}' is not causal: its logits for a token depend on later tokens; "
             "use a causal language model"
+        )
+    with load_errors(name, "its architecture does not take the masks of the sampler"):
+        decoded = HFDecoder(model, 1, probe_BT.shape[1]).prefill([0], [0], probe_BT.tolist())
+    if not _agree(decoded, logits[:, -1], model.dtype):
+        raise RagenError(
+            f"the model '{name}' computes other logits with a cache of keys and values, which is "
+            "not supported; use a Qwen, Llama, Mistral, Gemma, Granite or similar model"
         )
     states = backbone(model)(input_ids=probe_BT, use_cache=False).last_hidden_state
     # A cap hardly changes the small logits of a probe, so the layer is also made to return large
