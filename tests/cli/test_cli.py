@@ -280,8 +280,8 @@ def test_a_run_ends_with_table_and_json(
 def test_quiet_run_shows_the_result_only(
     trainer: Callable[[Any], None], capsys: Capture, tmp_path: Path
 ) -> None:
-    trainer(lambda run, watcher: watcher.step(1, {}) or result(run))
-    (tmp_path / "config.toml").touch()
+    trainer(lambda run, watcher, _: watcher.step(1, {}) or result(run))
+    (tmp_path / "run.sqlite").touch()
     assert main(["resume", str(tmp_path), "--quiet"]) == 0
     output = capsys.readouterr()
     assert output.err == ""

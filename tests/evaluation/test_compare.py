@@ -304,7 +304,7 @@ def test_an_endpoint_is_asked_only_for_models_that_are_not_local(
         (["--suite", "bandit", "--env", "bandit"], "leave --env out"),
         (["--env", "sokoban,bandti"], "did you mean 'bandit'"),
         (["--rpm", "3"], "add --base-url URL"),
-        (["--episodes", "0"], "episodes = 0"),
+        (["--episodes", "0"], "--episodes: expected a whole number from 1"),
         (["--markdown", "no/such/page.md"], "there is no such folder"),
     ],
 )

@@ -262,9 +262,9 @@ def test_interrupted_or_failed_sft_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--episodes", "1"), "episodes = 1: expected a whole number ≥ 2"),
-        (("--epochs", "0"), "epochs = 0: expected a whole number ≥ 1"),
-        (("--lr", "0"), "lr = 0.0: expected a number > 0"),
+        (("--episodes", "1"), "--episodes: expected a whole number from 2"),
+        (("--epochs", "0"), "--epochs: expected a whole number from 1"),
+        (("--lr", "0"), "--lr: expected a number ≥ 1e-12"),
         (("--update.lr", "1e-3"), "set --lr"),
         (("--loss.kl", "0.1"), "loss.kl has no effect on supervised fine-tuning"),
         (("--rollout.max_tokens", "3"), "0 solver episodes (left out: 0 unsolved, 1024 too"),

@@ -36,6 +36,7 @@ from ragen.rollout.setup import EpisodeSpec, make_setup
 from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_state
 from ragen.training.trainer import train
 from tests.bandit_model import settings
+from tests.records import edit_settings
 from tests.tiny import TEMPLATES, tiny_tokenizer
 from tests.tolerance import assert_close
 
@@ -169,7 +170,8 @@ def test_card_names_the_base_model_of_the_first_run(run: Path, tmp_path: Path) -
     config = (run / "config.toml").read_text()
     hub = re.sub(r'(?<=\npath = )".*?"', '"Qwen/Qwen2.5-0.5B-Instruct"', config)
     (first / "config.toml").write_text(hub)
-    (run / "config.toml").write_text(re.sub(r'(?<=\npath = )".*?"', f'"{first}"', config))
+    [path] = re.findall(r'\npath = ".*?"', config)
+    edit_settings(run, path, f'\npath = "{first}"')
     text = (export(run) / "README.md").read_text("utf-8")
     assert ModelCard(text).data.base_model == "Qwen/Qwen2.5-0.5B-Instruct"
     assert "Base model: Qwen/Qwen2.5-0.5B-Instruct. Training: 3 steps" in text

