@@ -449,6 +449,14 @@ def test_gspo_and_cispo_hold_the_published_values() -> None:
         assert episodes / config.update.minibatch_episodes == updates
 
 
+def test_parameters_of_a_recipe_are_left_out_for_another_environment() -> None:
+    assert "observation" in resolve("frozen-lake-still").env.params
+    assert resolve("frozen-lake-still", {"env.name": "bandit"}).env.params == {}
+    assert resolve("frozen-lake-still", {"env.name": "frozen-lake-still"}) == resolve(
+        "frozen-lake-still"
+    )
+
+
 def test_algorithms_page_lists_every_preset() -> None:
     page = Path(__file__).parents[2] / "docs" / "algorithms.md"
     (header,) = (

@@ -119,6 +119,17 @@ def test_an_architecture_that_does_not_take_the_masks_of_the_sampler_is_refused(
     assert "does not take the masks of the sampler" in refusal(tmp_path)
 
 
+def test_a_generation_config_with_a_temperature_that_is_not_used_is_no_obstacle(
+    tmp_path: Path,
+) -> None:
+    save_model(tiny_model(WORDS), WORDS, tmp_path / "model")
+    values = {"temperature": 0.6, "top_p": 0.9, "do_sample": False}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(values))
+    model, tokenizer = load_policy(tmp_path / "model", "cpu", "float32")
+    save_model(model, tokenizer, tmp_path / "again")
+    assert load_policy(tmp_path / "again", "cpu", "float32")
+
+
 def test_a_tied_output_layer_need_not_be_saved(tmp_path: Path) -> None:
     model = tiny_model(WORDS)
     save_model(model.model, WORDS, tmp_path)

@@ -57,7 +57,8 @@ def resolve(
     """Resolve every value of a run.
 
     A value that would never be read is refused (`rules.READ_WITH`). If an override names another
-    algorithm, values of the recipe that this algorithm does not read fall back to its preset.
+    algorithm, values of the recipe that this algorithm does not read fall back to its preset. If it
+    names another environment, the recipe's parameters of its own are left out.
 
     Args:
         recipe: A recipe's name (`recipes`), a path to a ``.toml``, or None for the defaults.
@@ -74,13 +75,14 @@ def resolve(
         ('bandit', 0.0003, {'slip': 0.5}, 0.28)
     """
     above: list[tuple[str, Flat]] = []
+    given = dotted(overrides or {})
     if recipe is not None:
         name, values = load_recipe(recipe)
-        above.append((f"recipe {name}", {"recipe": name, **values}))
+        above.append((f"recipe {name}", {"recipe": name, **_for_env(given, values)}))
     kept = dict(saved or {})
     above.append(("the saved config", kept))
     if overrides:
-        above.append(("", dotted(overrides)))
+        above.append(("", given))
     algorithm = Config().algorithm
     for _, values in above:
         algorithm = values.get("algorithm", algorithm)
@@ -121,6 +123,13 @@ def with_preset(config: Config) -> Config:
     explicit = dotted(config.model_dump(exclude_unset=True))
     preset = f"preset {config.algorithm}", load_preset(config.algorithm)
     return _validate([preset, ("", explicit)])
+
+
+def _for_env(given: Flat, recipe: Flat) -> Flat:
+    """The values of a recipe, without its environment's parameters if another one is given."""
+    if given.get("env.name") in (None, recipe.get("env.name")):
+        return recipe
+    return {key: value for key, value in recipe.items() if not key.startswith("env.params.")}
 
 
 def unread(config: Config) -> list[str]:

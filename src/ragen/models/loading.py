@@ -188,6 +188,10 @@ def _is_embedded(folder: Path) -> bool:
 
 def _check_saving(model: PreTrainedModel, folder: Path) -> None:
     """Write the configs once: transformers reads some that it refuses to write to a checkpoint."""
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # often a temperature without do_sample, which RAGEN does not read
+        model.generation_config.do_sample = True
     with TemporaryDirectory() as scratch:
         for file, config in (
             ("config.json", model.config),
