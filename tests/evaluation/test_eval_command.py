@@ -22,6 +22,7 @@ import pytest
 from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
+from ragen.envs import registry
 from ragen.evaluation import evaluation
 from ragen.evaluation.baselines import Budget, measure_baselines
 from ragen.evaluation.evaluation import EVALS, evaluate_target
@@ -456,3 +457,32 @@ def test_an_evaluation_killed_before_its_result_was_stored_is_completed(capsys: 
     with closing(sqlite3.connect(Path("evals", DATABASE))) as connection:
         ((record,),) = connection.execute("SELECT record FROM evaluations").fetchall()
     assert json.loads(record)["pass_at"] == first["pass_at"]
+
+
+CLOSES = """
+import os, sys, time
+from tests.rogue import Rogue
+
+class Closes(Rogue):
+    def __init__(self, deed: str = "raise") -> None:
+        super().__init__()
+        self.deed = deed
+
+    def close(self) -> None:
+        if self.deed == "exit":
+            os._exit(0)
+        if self.deed == "hang":
+            time.sleep(600)
+        raise RuntimeError("not closed")
+"""
+
+
+@pytest.mark.parametrize("deed", ["raise", "exit", "hang"])
+def test_an_environment_that_fails_to_close_is_evaluated(
+    deed: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    Path("closes.py").write_text(CLOSES, "utf-8")
+    monkeypatch.setattr(registry, "LOAD_S", 1.0)
+    given = [f"--env.params.deed={deed}", "--env.timeout_s=1"]
+    assert main(["eval", "random", "--env=closes.py:Closes", "--episodes=1", "--json", *given]) == 0
+    assert json.loads(capsys.readouterr().out)["episodes"] == 1

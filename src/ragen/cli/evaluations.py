@@ -28,7 +28,7 @@ def _eval_options(parser: Parser) -> None:
 
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
-    from ragen.envs.registry import make
+    from ragen.envs.registry import try_env
     from ragen.evaluation.tables import evaluation_record, evaluation_table
     from ragen.evaluation.targets import config_for
 
@@ -37,7 +37,7 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     asked_in = [overrides | {"env": name} for name in _named_envs(options)] or [overrides]
     envs = [config_for(options.target, values, server).env for values in asked_in]
     for env in envs:  # all must exist before one is played
-        make(env.name, **env.params)
+        try_env(env.name, env.params)
     with _output(options) as put:
         for env, values in zip(envs, asked_in, strict=True):
             found = _evaluate(options, options.target, values, server, env.name)

@@ -12,7 +12,7 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, derive
 from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError
-from ragen.envs.registry import env_factory, make
+from ragen.envs.registry import env_factory, try_env
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import Player
 
@@ -25,7 +25,7 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> Non
     Raises:
         RagenError: The environment or its solver fails.
     """
-    make(env.name, **env.params).close()  # refuses wrong parameters now
+    try_env(env.name, env.params)  # refuses wrong parameters now
     try:
         with closing(GuardedEnv(env_factory(env.name, **env.params), env.timeout_s)) as guarded:
             guarded.reset(EVAL_LEVELS + seed, derive(seed, "play"))

@@ -33,10 +33,10 @@ def _train_options(parser: Parser) -> None:
 def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.config.reading import resolve
     from ragen.config.sources import sources
-    from ragen.envs.registry import make
+    from ragen.envs.registry import try_env
 
     config = resolve(options.recipe, overrides)
-    make(config.env.name, **config.env.params)
+    try_env(config.env.name, config.env.params)
     sources(config)  # loads and checks code from outside
     if options.dry_run:
         from ragen.training.progress import hint

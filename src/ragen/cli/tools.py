@@ -41,10 +41,10 @@ def _sft_options(parser: Parser) -> None:
 
 def _sft(options: Namespace, overrides: Overrides) -> int:
     from ragen.config.reading import resolve
-    from ragen.envs.registry import make
+    from ragen.envs.registry import try_env
 
     config = resolve(options.recipe, overrides)
-    make(config.env.name, **config.env.params)
+    try_env(config.env.name, config.env.params)
     from ragen.evaluation.targets import EPISODE_KEYS
     from ragen.finetuning.sft import refuse_unread, sft
 

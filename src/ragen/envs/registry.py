@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -104,6 +105,32 @@ def build_env(factory: Callable[[], Env], name: str) -> Env:
         if isinstance(failure.__cause__, RagenError):
             raise failure.__cause__ from None
         raise RagenError(f"environment {name} cannot be made: {failure.reason}") from failure
+
+
+@contextmanager
+def closing_env(env: Env) -> Iterator[Env]:
+    """Close an environment after the body, behind the boundary; a failure to close is no failure.
+
+    Example:
+        >>> with closing_env(make("bandit")) as env:
+        ...     env.name
+        'bandit'
+    """
+    try:
+        yield env
+    finally:
+        with suppress(UserCodeError), boundary("close", LOAD_S):
+            env.close()
+
+
+def try_env(name: str, params: Mapping[str, Any]) -> type[Env]:
+    """Make and close an environment, to show mistakes early, and return its class.
+
+    Raises:
+        RagenError: As `make`.
+    """
+    with closing_env(make(name, **params)) as env:
+        return type(env)
 
 
 def env_factory(name: str, **params: Any) -> Callable[[], Env]:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +26,7 @@ from ragen.core.seeding import derive
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs import answers
 from ragen.envs.contract import Baselines, Env
-from ragen.envs.registry import make
+from ragen.envs.registry import closing_env, make, try_env
 from ragen.rollout.players import Player, random_player, solver
 
 VERSION = 1
@@ -70,10 +70,9 @@ def measure_baselines(
     """
     if not levels:
         raise ValueError("baselines need at least one level")
-    env = make(name, **params)
     key = {
         "version": VERSION,
-        "sources": sources(type(env)),
+        "sources": sources(try_env(name, params)),
         "env": name,
         "params": dict(params),
         "budget": asdict(budget),
@@ -85,7 +84,7 @@ def measure_baselines(
     with suppress(OSError, ValueError, TypeError, RecursionError):  # missing or unreadable: again
         return Baselines(**json.loads(path.read_text(encoding="utf-8")))
     try:
-        with closing(build() if build else env) as played:
+        with closing_env(build() if build else make(name, **params)) as played:
             baselines = compute_baselines(played, budget, levels, draws=draws)
     except UserCodeError as error:
         raise RagenError(

@@ -10,7 +10,7 @@ from ragen.config.config import Config
 from ragen.config.keys import canonical_key
 from ragen.config.reading import flatten, recipes, resolve
 from ragen.core.errors import RagenError
-from ragen.envs.registry import make, parameter_names
+from ragen.envs.registry import parameter_names, try_env
 from ragen.evaluation.baselines import sources
 from ragen.models.names import base_of, hash_model_folder, resolve_model
 from ragen.rollout.endpoint import ChatEndpoint, Server
@@ -135,7 +135,7 @@ def shared_settings(
     runs = [target for target in targets if run_of(target)]
     first = (runs or targets)[0]
     config = config_for(first, overrides)
-    make(config.env.name, **config.env.params).close()
+    try_env(config.env.name, config.env.params)
     task = _task_settings(config)
     for run in runs:
         own = _task_settings(config_for(run, overrides))
@@ -198,8 +198,7 @@ def outcome_settings(
     Raises:
         RagenError: There is no such target or environment.
     """
-    env = make(config.env.name, **config.env.params)
-    env.close()
+    env = try_env(config.env.name, config.env.params)
     if server is not None:
         identity = f"{target} at {server.url}"
     elif target in PLAYERS:
@@ -212,7 +211,7 @@ def outcome_settings(
         "target": identity,
         "seed": seed,
         "temperature": temperature,
-        "sources": sources(type(env)),
+        "sources": sources(env),
         **{k: v for k, v in flatten(config).items() if k.startswith(EPISODE_KEYS)},
         "model.path": None,
         **({"rollout.sampler": "vllm"} if config.rollout.sampler == "vllm" else {}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,7 +14,7 @@ from ragen.core.user_code import Stopwatch
 from ragen.envs.answers import MAX_CHARS
 from ragen.envs.contract import Env
 from ragen.envs.isolation import Workers
-from ragen.envs.registry import build_env, env_factory
+from ragen.envs.registry import build_env, closing_env, env_factory
 from ragen.rollout.chat import Chat
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.prompt import prefill
@@ -104,7 +103,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         workers = Workers(env.name, env.params, env.timeout_s, env.memory_gb)
     make = workers.make if workers else env_factory(env.name, **env.params)
     try:
-        with closing(build_env(make, env.name)) as built:  # so that errors show before the run
+        with closing_env(build_env(make, env.name)) as built:  # so that errors show before the run
             unread = NEED_READING.intersection(config.reward.terms)
             if unread and not built.reads_thoughts:
                 raise RagenError(
