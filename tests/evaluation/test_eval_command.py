@@ -29,10 +29,11 @@ from ragen.evaluation.evaluation import EVALS, evaluate_target
 from ragen.evaluation.outcomes import Outcome, describe_failures
 from ragen.evaluation.results import summarize
 from ragen.evaluation.tables import evaluation_table
-from ragen.evaluation.targets import config_for, outcome_settings, run_of
+from ragen.evaluation.targets import config_for, outcome_settings
 from ragen.models.names import hash_model_folder
 from ragen.rollout import endpoint
 from ragen.rollout.endpoint import Server
+from ragen.storage.checkpoint import run_of
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_evaluations
 from ragen.training.trainer import train

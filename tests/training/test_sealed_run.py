@@ -17,10 +17,12 @@ import pytest
 
 import ragen
 from ragen.cli.main import main
+from ragen.config.keys import keys
 from ragen.config.reading import read_config
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.diagnostics.guard import GuardState
+from ragen.evaluation.targets import EPISODE_KEYS, is_measured
 from ragen.storage import checkpoint
 from ragen.storage.database import CONFIG, DATABASE
 from ragen.storage.reader import read_events
@@ -198,6 +200,11 @@ def test_a_setting_changed_on_purpose_holds_from_here_on(run: Path) -> None:
         ("threads", "2", "threads cannot change"),
         ("advantage.name", "gae", "critic"),
         ("advantage.gae_lambda", "0.5", "advantage.gae_lambda has no effect"),
+        ("env.max_turns", "9", "env.max_turns decides what an evaluation of the run measures"),
+        ("prompt.style", "paper", "prompt.style decides what"),
+        ("rollout.max_tokens", "30", "rollout.max_tokens decides what"),
+        ("eval.episodes", "8", "eval.episodes decides what"),
+        ("eval.temperature", "0.5", "eval.temperature decides what"),
         ("steps", "-3", "steps = -3: expected a whole number"),
         ("steps", "many", 'steps = "many": expected a whole number'),
     ],
@@ -210,6 +217,48 @@ def test_a_setting_that_cannot_change_is_refused(
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_every_key_of_an_evaluation_s_episodes_is_fixed_for_a_run() -> None:
+    """A key is free only if it says how a run is trained, or what the machine may use."""
+    measured = {key for key in keys() if is_measured(key)}
+    free = {
+        *("env.timeout_s", "env.max_chars", "env.isolate", "env.memory_gb"),
+        *("model.gradient_checkpointing", "eval.every"),
+    }
+    episode = {key for key in keys() if key.startswith((*EPISODE_KEYS, "eval."))}
+    assert episode - measured == free and measured <= episode
+
+
+def test_a_finished_run_takes_no_change_without_more_steps(run: Path, capsys: Capture) -> None:
+    resume(run)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for options in (["--update.lr", "0.25"], ["--steps", "1"], ["--rollout.sampler", "vllm"]):
+        assert main(["resume", str(run), *options]) == 2
+        assert "nothing is left to train after step 2" in capsys.readouterr().err
+        assert {path: path.stat().st_mtime_ns for path in before} == before
+    resume(run, overrides={"steps": 3, "update.lr": 0.25})
+    assert checkpoint.newest(run).name == "step-3" and run_config(run).update.lr == 0.25
+
+
+def test_advice_about_a_run_without_a_checkpoint_leads_on(run: Path, capsys: Capture) -> None:
+    assert main(["train", "bandit", "--out", str(run)]) == 2
+    assert "continue that run: ragen resume" in capsys.readouterr().err
+    shutil.rmtree(run / "checkpoints")
+    for command in (["resume", str(run)], ["train", "bandit", "--out", str(run)]):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "another --out" in error and "ragen resume" not in error
+        assert "delete" not in error and error.count("\n") == 1
+
+
+def test_resume_removes_the_temporary_files_of_a_killed_writer(run: Path) -> None:
+    left = [run / f".99.{CONFIG}", *(path / ".99.state.json" for path in checkpoint.folders(run))]
+    for path in left:
+        path.write_text("half")
+    (run / ".99.report.md").write_text("another process may be writing it")
+    resume(run)
+    assert not any(path.exists() for path in left) and (run / ".99.report.md").exists()
 
 
 def test_a_change_of_the_user_wins_over_an_earlier_one_of_the_guard(

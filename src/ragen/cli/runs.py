@@ -105,7 +105,13 @@ def _watch_run(work: Callable[[Watcher], Result], options: Namespace) -> int:
 
 
 def _advice(watcher: Watcher) -> str:
-    return f"resume with: {program()} resume {watcher.run}" if watcher.run else "nothing had begun"
+    from ragen.storage.checkpoint import folders
+
+    if not watcher.run:
+        return "nothing had begun"
+    if not folders(watcher.run):
+        return f"{watcher.run} holds no checkpoint yet: train again, with another --out"
+    return f"resume with: {program()} resume {watcher.run}"
 
 
 def _show_config(config: Config) -> None:

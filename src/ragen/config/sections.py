@@ -375,6 +375,12 @@ class Sections(Section):
     """Hash or version of each name from outside; RAGEN fills it in when a run begins."""
 
     @property
+    def may_use_kl(self) -> bool:
+        """Whether the run has a KL reference, or the guard may give it one."""
+        adds_kl = self.guard.remedy == "kl" and "rollback" in self.guard.responses.values()
+        return self.loss.kl > 0 or adds_kl
+
+    @property
     def one_arithmetic(self) -> bool:
         """Whether sampler and learner compute alike; if so, sampled logprobs are the old ones."""
         return self.model.dtype == "float32" and self.rollout.sampler == "local"

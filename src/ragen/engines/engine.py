@@ -66,9 +66,7 @@ class Engine:
     def __init__(self, config: Config, path: str) -> None:
         self.model, self.tokenizer = load_model(config, path)
         guard = config.guard
-        adds_kl = guard.remedy == "kl" and "rollback" in guard.responses.values()
-        may_use_kl = config.loss.kl > 0 or adds_kl
-        if config.lora.rank and may_use_kl and lora.has_adapters(self.model):
+        if config.lora.rank and config.may_use_kl and lora.has_adapters(self.model):
             raise RagenError(
                 "the KL reference is the policy that the run begins with, but with LoRA it is the "
                 'base without an adapter: set loss.kl = 0 and no guard.remedy = "kl", or merge the '

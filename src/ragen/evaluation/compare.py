@@ -32,11 +32,11 @@ from ragen.evaluation.targets import (
     config_for,
     is_local,
     refuse_absent,
-    run_of,
     shared_settings,
 )
 from ragen.models.names import base_folder
 from ragen.rollout.endpoint import Server
+from ragen.storage.checkpoint import run_of
 
 Measure = Callable[[str, Overrides], tuple[Evaluation, list[Outcome]]]
 """Evaluates a target under settings, as `evaluate_target` does."""

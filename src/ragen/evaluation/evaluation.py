@@ -24,12 +24,13 @@ from ragen.evaluation.outcomes import (
     refuse_unplayable,
 )
 from ragen.evaluation.results import Evaluation, summarize
-from ragen.evaluation.targets import config_for, load_target, outcome_settings, run_of
+from ragen.evaluation.targets import config_for, load_target, outcome_settings
 from ragen.rollout.endpoint import Server
 from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Closable, Policy
 from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
+from ragen.storage.checkpoint import run_of
 
 EVALS = Path("evals")
 """The folder of outcomes whose target is no run."""

@@ -17,7 +17,7 @@ from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.players import PLAYERS, PlayerPolicy
 from ragen.rollout.policies import Policy
 from ragen.rollout.setup import Setup, make_setup
-from ragen.storage.database import CONFIG
+from ragen.storage.checkpoint import run_of
 from ragen.storage.settings import run_config
 
 Overrides = Mapping[str, Any]
@@ -41,6 +41,9 @@ conversation may be."""
 EPISODE_KEYS = ("env.", "prompt.", "model.", "rollout.max_tokens")
 """Prefixes of the keys that determine an episode."""
 
+LIMITS = ("env.timeout_s", "env.max_chars", "env.isolate", "env.memory_gb")
+"""Keys of an environment that say how it is run, and what it may use."""
+
 DISPLAY_KEYS = ("env.params.observation", "env.timeout_s", "env.isolate")
 """Keys of an environment that do not change the task, only how it is shown and run."""
 
@@ -48,12 +51,11 @@ PROMPT_KEYS = ("prompt.", "rollout.max_tokens", "model.max_length", "env.params.
 """Prefixes of the keys that determine an agent's prompts. A model folder does not record them."""
 
 
-def run_of(target: str) -> Path | None:
-    """The run folder of a target that is a run or a checkpoint of one, else ``None``."""
-    folder = Path(target)
-    if folder.parent.name == "checkpoints":
-        folder = folder.parent.parent
-    return folder if (folder / CONFIG).is_file() else None
+def is_measured(key: str) -> bool:
+    """Whether a key decides what the evaluations of a run measure."""
+    if key.startswith("eval."):
+        return key != "eval.every"
+    return key.startswith(EPISODE_KEYS) and key not in (*LIMITS, "model.gradient_checkpointing")
 
 
 def is_local(target: str) -> bool:

@@ -26,6 +26,7 @@ from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import SFT_LEVELS, derive
 from ragen.core.stopping import run_async
 from ragen.engines.factory import load_model, prepare_model
+from ragen.engines.first_model import hold_first
 from ragen.engines.learner import Learner
 from ragen.engines.machine import use_threads
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
@@ -158,6 +159,7 @@ def sft(
     num_steps = epochs * max(1, round(len(training) / size))
     learner = Learner(model, update, LossConfig(name="nll"), steps=num_steps)
     watch(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
+    hold_first(config, path, watch)
     with new_folder(out) as folder:
         before = mean_nll(learner, test_batch)
         learn(learner, epoch_minibatches(train_batch, size, epochs, config.seed), num_steps, watch)

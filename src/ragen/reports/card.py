@@ -17,7 +17,7 @@ from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
 from ragen.reports.report import events, exactness, settings, success
-from ragen.storage.database import CONFIG
+from ragen.storage.checkpoint import run_of
 from ragen.storage.settings import run_config
 
 SECTIONS = (success, exactness, events, settings)
@@ -65,7 +65,7 @@ def until(facts: Facts, step: int) -> Facts:
 def without_paths(config: Config) -> Config:
     """The config with each path of this machine shortened to its last part."""
     tree = config.model_dump()
-    tree["model"]["path"] = hub_id(config.model.path) or Path(config.model.path).name
+    tree["model"]["path"] = hub_id(config.model.path) or _short(Path(config.model.path))
     tree["sources"] = {Path(name).name: each for name, each in config.sources.items()}
     for key in KINDS:
         section, name = key.split(".")
@@ -84,9 +84,15 @@ def origin(model: str) -> str:
         >>> origin("Qwen/Qwen2.5-0.5B-Instruct")
         'Qwen/Qwen2.5-0.5B-Instruct'
     """
-    while (Path(model) / CONFIG).is_file():
-        model = run_config(Path(model)).model.path
+    while run := run_of(model):
+        model = run_config(run).model.path
     return model
+
+
+def _short(model: Path) -> str:
+    """The last part of a model's path; with its run, if it is a checkpoint."""
+    run = run_of(model)
+    return str(model.relative_to(run.parent)) if run else model.name
 
 
 def hub_id(model: str) -> str | None:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 from ragen.core.errors import RagenError
 from ragen.core.files import cannot, file_errors, parse_json, whole_file, whole_folder
+from ragen.storage.database import CHECKPOINTS, CONFIG
 from ragen.storage.upgrade import upgrade_state
 
 STATE = "state.json"
@@ -30,6 +31,9 @@ STATE = "state.json"
 
 FILES, SEAL, SETTINGS_HASH = "files", "seal", "settings"
 """Keys of the state: the hash of each other file, of the state itself, and of `config.toml`."""
+
+IN_USE = "in-use"
+"""An empty file in a checkpoint that another run began with, and needs until its end."""
 
 
 class Damaged(RagenError):
@@ -70,9 +74,7 @@ def newest(run: Path) -> Path:
 
 
 def _no_checkpoint(run: Path) -> RagenError:
-    return RagenError(
-        f"{run} has no checkpoint to continue from; start a new run with `ragen train`"
-    )
+    return RagenError(f"{run} has no checkpoint to continue from; train again, with another --out")
 
 
 def checkpoint_of(run: Path, step: int) -> Path | None:
@@ -120,9 +122,35 @@ def newest_intact(run: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
         raise _no_checkpoint(run)
     complaints = "; ".join(f"{folder.name}: {reason}" for folder, reason in wrong.items())
     raise RagenError(
-        f"no checkpoint of {run} is intact ({complaints}); restore the damaged files, or start "
-        "the run again with `ragen train`"
+        f"no checkpoint of {run} is intact ({complaints}); restore the damaged files, or train "
+        "again, with another --out"
     )
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this is the path of a run's checkpoint, by its name: it may be gone."""
+    return folder.parent.name == CHECKPOINTS and bool(re.fullmatch(r"step-\d+", folder.name))
+
+
+def run_of(name: str | Path) -> Path | None:
+    """The run that a name refers to, by its folder or that of a checkpoint, else ``None``."""
+    path = Path(name)
+    run = path.parent.parent if path.parent.name == CHECKPOINTS else path
+    return run if (run / CONFIG).is_file() else None
+
+
+def hold(folder: Path) -> None:
+    """Keep a checkpoint for another run, for good.
+
+    Raises:
+        OSError: The checkpoint is gone or cannot be written.
+    """
+    (folder / IN_USE).touch()
+
+
+def held(run: Path) -> list[Path]:
+    """Checkpoints of abandoned attempts that other runs began with, newest first."""
+    return sorted((run / "checkpoints").glob("held-step-*"), reverse=True)
 
 
 # Reading and writing the state.
@@ -282,10 +310,10 @@ def regular(run: Path, every: int) -> list[Path]:
 
 
 def drop_old(run: Path, keep: int, best: int | None = None, every: int = 1) -> None:
-    """Remove all checkpoints except those that `writing` keeps."""
+    """Remove all checkpoints except those that `writing` keeps, and those in use elsewhere."""
     kept = {*regular(run, every)[-keep:], *folders(run)[-1:]}
     for path in folders(run):
-        if path not in kept and step_of(path) != best:
+        if path not in kept and step_of(path) != best and not (path / IN_USE).exists():
             shutil.rmtree(path)
     for path in (run / "checkpoints").glob(".step-*"):  # left by a process that was killed
         shutil.rmtree(path, ignore_errors=True)
@@ -294,13 +322,26 @@ def drop_old(run: Path, keep: int, best: int | None = None, every: int = 1) -> N
 def drop_after(run: Path, step: int) -> None:
     """Remove the checkpoints later than `step`, whose attempt is abandoned.
 
-    The newest goes first: after a kill in between, the newest that is left leads here again.
+    The newest goes first: after a kill in between, the newest that is left leads here again. One
+    that another run began with gives up its name only.
     """
     for path in reversed(folders(run)):
-        if step_of(path) > step:
+        if step_of(path) > step and (path / IN_USE).exists():
+            path.rename(path.with_name(f"held-{path.name}-{len(held(run))}"))
+        elif step_of(path) > step:
             hidden = path.with_name(f".{path.name}.{os.getpid()}")
             path.rename(hidden)  # atomic: a half-deleted checkpoint would pass for a damaged one
             shutil.rmtree(hidden)
+
+
+def remove_leftovers(run: Path) -> None:
+    """Remove the temporary files of a writer of this run that was killed; the caller is the writer.
+
+    Others, such as a report's, may be another process's that is at work.
+    """
+    for name, folder in ((CONFIG, run), *((STATE, path) for path in folders(run, complete=False))):
+        for path in folder.glob(f".*.{name}"):
+            path.unlink()
 
 
 def set_aside(path: Path) -> Path:

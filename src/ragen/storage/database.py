@@ -76,9 +76,11 @@ def refuse_existing(out: Path | None) -> None:
     """
     if out is not None and out.exists():
         run = (out / CONFIG).is_file()
+        can_go_on = run and any((out / CHECKPOINTS).glob("step-*/state.json"))
+        resume = f", or continue that run: ragen resume {shlex.quote(str(out))}"
         raise RagenError(
             f"{out} exists already and {'a run' if run else 'what is there'} is never overwritten; "
-            f"give another --out{f', or continue that run: ragen resume {out}' if run else ''}"
+            f"give another --out{resume if can_go_on else ''}"
         )
 
 

@@ -23,7 +23,7 @@ from ragen.config.config import Config
 from ragen.config.reading import recipes
 from ragen.core.tables import format_duration, format_rate, sparkline
 from ragen.core.types import Episode
-from ragen.storage.database import CONFIG
+from ragen.storage.checkpoint import run_of
 
 if TYPE_CHECKING:
     from ragen.evaluation.results import Evaluation
@@ -249,7 +249,7 @@ def hint(config: Config) -> str | None:
     The model of a run gives no hint: it derives from the embedded model, or has given one before.
     """
     env, model = config.env.name, config.model.path
-    if config.prompt.style == "paper" or model == "base" or (Path(model) / CONFIG).is_file():
+    if config.prompt.style == "paper" or model == "base" or run_of(model):
         return None
     for name in recipes() if config.recipe in recipes() else ():
         family = name.removeprefix("paper/")

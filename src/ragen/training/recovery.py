@@ -23,6 +23,7 @@ from ragen.diagnostics.guard import (
     raise_alarms,
     read_history,
 )
+from ragen.engines.first_model import find_first
 from ragen.storage.checkpoint import (
     drop_after,
     folders,
@@ -201,7 +202,8 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     await run.engine.close()
     run.config, run.state = changed(run.original, guard.changes), state
     run.guard, run.history = guard, {}
-    run.engine = local_engine(run.config)
+    first = find_first(run.config, checkpoint, saved["engine"])
+    run.engine = local_engine(run.config, first)
     await run.engine.load(checkpoint, saved["engine"])
     run.recorder.attempt = attempt
 

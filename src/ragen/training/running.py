@@ -194,9 +194,9 @@ class Clock:
         return {f"time/{name}_s": total(seconds) for name, seconds in phases.items()} | speed
 
 
-def local_engine(config: Config) -> Engine:
-    """The engine of one process, with the model that the config names."""
-    return Engine(config, resolve_model(config.model.path, config.env.name))
+def local_engine(config: Config, path: str | None = None) -> Engine:
+    """The engine of one process, with the model at `path`: by default what the config names."""
+    return Engine(config, path or resolve_model(config.model.path, config.env.name))
 
 
 def is_due(step: int, every: int) -> bool:

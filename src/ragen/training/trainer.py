@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -20,8 +21,10 @@ from ragen.core.stopping import run_async
 from ragen.diagnostics.guard import REMEDIES, GuardState, changed_on_purpose
 from ragen.diagnostics.information import measure_thoughts
 from ragen.engines.engine import Engine
+from ragen.engines.first_model import find_first, hold_first, pin_first
 from ragen.engines.machine import use_threads
 from ragen.engines.memory import refuse_too_large
+from ragen.evaluation.targets import is_measured
 from ragen.rollout.episode import require_room
 from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.checkpoint import (
@@ -29,6 +32,7 @@ from ragen.storage.checkpoint import (
     newest,
     newest_intact,
     read_state,
+    remove_leftovers,
     set_aside,
 )
 from ragen.storage.database import (
@@ -44,7 +48,15 @@ from ragen.training.code_check import load_code, resolve_paths
 from ragen.training.collection import collect_groups, gradient_norms
 from ragen.training.loop import run_to_the_end
 from ragen.training.progress import Watcher, hint
-from ragen.training.running import LoopState, Result, Run, is_finished, local_engine, result_of
+from ragen.training.running import (
+    LoopState,
+    Result,
+    Run,
+    is_finished,
+    local_engine,
+    progress_of,
+    result_of,
+)
 from ragen.training.trackers import with_trackers
 
 
@@ -64,7 +76,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
         StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
     """
     refuse_existing(out)
-    config = load_code(resolve_paths(with_preset(config)))
+    config = pin_first(load_code(resolve_paths(with_preset(config))))
     changed(config, REMEDIES[config.guard.remedy](config, 1))  # refuse a remedy that cannot work
     state = LoopState(threads=use_threads(config.threads))
     watcher = with_trackers(watcher, config.record.trackers)
@@ -76,6 +88,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     async def start() -> Result:
         async with opened(engine, config) as setup:
             require_room(setup, train_level(0, 0, config.rollout.num_groups))
+            hold_first(config, config.model.path, watcher.note)
             folder = new_run_folder(Path("runs"), config.recipe, out)
             with Recorder.create(folder, dump(config), engine.chat.text_of) as recorder:
                 if engine.chat.warning is not None:
@@ -124,13 +137,21 @@ def resume(
     config = changed(original, guard.changes)
     watcher = with_trackers(watcher, config.record.trackers)
 
+    changes = differing(before, config)
+    is_over = not damaged and is_finished(folder, config, state)
+    without_effect = changes.keys() - (() if is_over else {"steps"})
+    if without_effect and progress_of(state, config) >= config.steps:
+        raise RagenError(
+            f"nothing is left to train after step {state.step}, so a change has no effect: give "
+            "more --steps, too"
+        )
+
     def settle(recorder: Recorder) -> None:
-        changes = differing(before, config)
         for line in settings.write(recorder, state.step, original, changes):
             watcher.alarm(state.step, line)
 
-    if not damaged and is_finished(folder, config, state):
-        if settings.damage or config != before:
+    if is_over:
+        if settings.damage:
             with Recorder.open(folder, state.attempt) as recorder:
                 settle(recorder)
         watcher.note(
@@ -138,12 +159,14 @@ def resume(
             f"ragen train RECIPE --model {folder}"
         )
         return result_of(folder, config, state)
-    refuse_too_large(config, watcher.note)
-    engine = local_engine(config)
+    path = find_first(config, checkpoint, engine_state)
+    refuse_too_large(changed(config, {"model.path": path}), watcher.note)
+    engine = local_engine(config, path)
 
     async def restart() -> Result:
         async with opened(engine, config) as setup:
             await engine.load(checkpoint, engine_state)
+            hold_first(config, path, watcher.note)
             with Recorder.open(folder, state.attempt, engine.chat.text_of) as recorder:
                 if not settings.is_kept:
                     watcher.note(
@@ -151,6 +174,7 @@ def resume(
                         "and kept no copy of its settings"
                     )
                 settle(recorder)
+                remove_leftovers(folder)
                 recorder.forget_after(state.attempt, state.step)
                 about = {"checkpoint": checkpoint.name}
                 recorder.event(state.step, "resume", f"resumed after step {state.step}", about)
@@ -179,6 +203,14 @@ def _changed_settings(settings: Settings, overrides: Mapping[str, Any]) -> Confi
     if not overrides:
         return settings.config
     config = load_code(resolve_paths(settings.with_changes(overrides)))
+    run = shlex.quote(str(settings.run))
+    for key in differing(settings.config, config):
+        if is_measured(key):
+            raise RagenError(
+                f"{key} decides what an evaluation of the run measures, and cannot change when it "
+                f"is resumed; evaluate its policy otherwise: ragen eval {run}, or train it "
+                f"further in a new run: ragen train RECIPE --model {run}"
+            )
     name = config.advantage.name
     needs = [needs_values(find_estimator(each)) for each in (settings.config.advantage.name, name)]
     if needs[0] != needs[1]:
@@ -205,7 +237,7 @@ def examine(folder: Path) -> dict[str, float]:
         config = changed(config, {"rollout.sampler": "local"})
     step = int(saved["loop"]["step"])
     use_threads(int(saved["loop"]["threads"]))
-    engine = local_engine(config)
+    engine = local_engine(config, find_first(config, checkpoint, saved["engine"]))
 
     async def measure() -> Metrics:
         async with opened(engine, config) as setup:
