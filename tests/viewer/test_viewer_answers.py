@@ -118,16 +118,18 @@ def test_every_question_is_answered_for_a_run_without_steps(tmp_path: Path) -> N
 
 
 def test_an_unreadable_run_reports_its_problem_in_one_line(root: Path, tmp_path: Path) -> None:
-    for name in ("schema", "junk", "half", "config", "good"):
+    for name in ("schema", "junk", "half", "config", "deep", "good"):
         make_run(tmp_path / name)
     with sqlite3.connect(tmp_path / "schema" / DATABASE) as connection:
         connection.execute("PRAGMA user_version = 99")
     (tmp_path / "junk" / DATABASE).write_bytes(b"no database" * 999)
     (tmp_path / "half" / DATABASE).write_bytes((tmp_path / "half" / DATABASE).read_bytes()[:9000])
     (tmp_path / "config" / CONFIG).write_text("steps = ", encoding="utf-8")
+    (tmp_path / "deep" / CONFIG).write_text(f"x = {'[' * 50_000}", encoding="utf-8")
     runs = {run["name"]: run for run in ask(tmp_path, "runs")["runs"]}
     assert runs["good"]["state"] == "finished"
     for name, message in {
+        "deep": "config.toml is damaged",
         "schema": "run.sqlite has schema 99, this RAGEN reads 4; use the version that wrote it",
         "junk": "run.sqlite cannot be read: file is not a database",
         "half": "run.sqlite cannot be read: database disk image is malformed",
@@ -182,12 +184,22 @@ def test_a_query_that_takes_too_long_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "endless")
-    make_run(tmp_path / "good")
-    with sqlite3.connect(tmp_path / "endless" / DATABASE) as connection:
+    with monkeypatch.context() as patch:
+        patch.setattr(viewer_reading, "LONGEST_S", -1)
+        patch.setattr(viewer_reading, "BETWEEN_LOOKS", 1)
+        assert run_of(tmp_path, "endless")["problem"].endswith("it takes longer than -1 s")
+    assert run_of(tmp_path, "endless")["state"] == "finished"
+
+
+def test_a_step_far_from_the_others_takes_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "far")
+    with sqlite3.connect(tmp_path / "far" / DATABASE) as connection:
         connection.execute("UPDATE metrics SET step = 1 << 60 WHERE attempt = 1 AND step = 6")
-    monkeypatch.setattr(viewer_reading, "LONGEST_S", 0.3)
-    assert run_of(tmp_path, "endless")["problem"].endswith("it takes longer than 0.3 s")
-    assert run_of(tmp_path, "good")["state"] == "finished"
+    monkeypatch.setattr(viewer_reading, "BETWEEN_LOOKS", 1)
+    monkeypatch.setattr(viewer_reading, "LONGEST_S", 5)
+    assert run_of(tmp_path, "far")["step"] == 1 << 60
 
 
 def test_a_deleted_run_is_not_found(tmp_path: Path) -> None:

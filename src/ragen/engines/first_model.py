@@ -71,10 +71,9 @@ def find_first(config: Config, checkpoint: Path, engine_state: dict[str, Any]) -
     expected = _recorded(checkpoint, engine_state)
     if expected is None:
         is_any = name == run or not _is_needed(config, str(candidates[0] if candidates else name))
-        found = candidates if is_any else [path for path in candidates if path == name]
+        first = next((path for path in candidates if is_any or path == name), None)
     else:
-        found = (path for path in candidates if _identity(config, path) == expected)
-    first = next(iter(found), None)
+        first = next((path for path in candidates if _identity(config, path) == expected), None)
     if first is None:
         raise RagenError(
             f"the model that this run began with is lost: no checkpoint of {run} has its weights; "
@@ -90,10 +89,10 @@ def _is_needed(config: Config, path: str) -> bool:
 
 def _recorded(checkpoint: Path, engine_state: dict[str, Any]) -> str | None:
     """What identifies the model that a run began with; ``None`` if its weights do not matter."""
-    if is_adapter(checkpoint):
-        return str(read_object(checkpoint / BASE)["fingerprint"])
-    reference: str | None = engine_state["reference"]
-    return reference
+    known: str | None = engine_state["reference"]
+    if is_adapter(checkpoint) and (checkpoint / BASE).exists():
+        known = read_object(checkpoint / BASE).get("fingerprint")
+    return known
 
 
 def _identity(config: Config, path: Path) -> str | None:
