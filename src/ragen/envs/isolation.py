@@ -284,7 +284,10 @@ def _serve(
 ) -> None:
     """Answer calls until the connection closes; the main function of a worker."""
     _confine(memory_gb)
-    connection.sendall(b'[0, "answer", null]\n')
+    try:
+        connection.sendall(b'[0, "answer", null]\n')
+    except OSError:  # the run was killed meanwhile
+        return
     env: Any = None
     with connection.makefile("rb") as messages:
         for message in messages:
