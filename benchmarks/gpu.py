@@ -176,7 +176,7 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
     with phases("load"):
         engine = Engine(config, config.model.path)
     assert isinstance(engine.policy, Sampler)
-    engine.policy.end_ids = engine.policy.end_ids[:0]  # every completion has `max_tokens`
+    engine.policy.last_ids = frozenset()  # every completion has `max_tokens`
     setup = make_setup(config, engine.chat)
     optimizers = engine.learner.named_optimizers().values()
     groups_of_weights = [group["params"] for each in optimizers for group in each.param_groups]

@@ -158,7 +158,7 @@ def test_finished_run_is_whole_if_its_result_cannot_be_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kilobytes", [200_000, 400_000, 700_000])
+@pytest.mark.parametrize("kilobytes", [200_000, 400_000, 900_000])
 def test_command_that_gets_too_little_memory_says_so(tmp_path: Path, kilobytes: int) -> None:
     line = f"ulimit -v {kilobytes}; RAGEN {train_line(tmp_path / 'run')}"
     code, _, err = shell(line, tmp_path)
