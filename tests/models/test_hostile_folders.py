@@ -90,7 +90,14 @@ def test_500_mutated_folders_load_or_are_refused(good: Path) -> None:
     report, crashed = good.with_name("report"), []
     report.touch()
     while (first := len(report.read_text().splitlines()) + len(crashed)) < 500:
-        command = [sys.executable, "-m", "tests.models.hostile_folders", str(good), str(first), "500"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.models.hostile_folders",
+            str(good),
+            str(first),
+            "500",
+        ]
         done = subprocess.run([*command, str(report)], capture_output=True, text=True, check=False)
         if done.returncode:
             crashed.append(f"seed {first}: {done.stderr[-500:]}")

@@ -50,6 +50,7 @@ PHRASES = {
     "bad allocation": MEMORY,
     "Cannot allocate memory": MEMORY,
     "failed to map segment": MEMORY,
+    "error return without exception set": MEMORY,  # of a module in C that was imported
     "can't start new thread": THREADS,
     "terminated abruptly": "a process of this command was killed; memory may have run out",
 }
@@ -180,6 +181,6 @@ def refusal(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in REFUSALS:
         place = f" ({error.filename})" if error.filename else ""
         return REFUSALS[error.errno] + place
-    if isinstance(error, RuntimeError | ImportError | OSError):
+    if isinstance(error, RuntimeError | ImportError | OSError | SystemError):
         return next((words for said, words in PHRASES.items() if said in str(error)), None)
     return None
