@@ -21,6 +21,8 @@ from transformers import (
     BertModel,
     BloomConfig,
     BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     MambaConfig,
     MambaForCausalLM,
     Qwen2ForSequenceClassification,
@@ -33,6 +35,7 @@ from ragen.models import pretrained
 from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.models.names import is_available_offline
 from ragen.models.pretrained import model_config, model_folder
+from tests.models.hostile_folders import set_field
 from tests.tiny import tiny_model, tiny_tokenizer
 
 WORDS = tiny_tokenizer("chatml")
@@ -163,6 +166,31 @@ def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> No
         tmp_path / "q", quantization_config={"quant_method": "gptq", "bits": 4}
     )
     assert "are quantised" in refusal(quantised)
+
+
+def test_weights_that_the_layers_of_the_config_leave_unused_are_refused(tmp_path: Path) -> None:
+    fewer = {"num_hidden_layers": 1, "layer_types": None}
+    unused = save_with_config(tmp_path / "fewer", **fewer)
+    assert "describes no model.layers.1." in refusal(unused)
+    other = save_with_config(tmp_path / "other", model_type="llama")  # without Qwen's biases
+    assert "describes no model.layers.0.self_attn.k_proj.bias" in refusal(other)
+    predicting = save_with_config(tmp_path / "mtp", num_nextn_predict_layers=1, **fewer)
+    assert load_policy(predicting, "cpu", "float32")
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=2, n_head=2))
+    save_model(gpt2.transformer, WORDS, tmp_path / "gpt2")  # names without a prefix
+    assert load_policy(tmp_path / "gpt2", "cpu", "float32")
+    set_field(tmp_path / "gpt2", "config.json", n_layer=1)
+    assert "describes no h.1." in refusal(tmp_path / "gpt2")
+
+
+def test_a_tokenizer_that_drops_merges_at_random_encodes_exactly(tmp_path: Path) -> None:
+    save_model(tiny_model(WORDS), WORDS, tmp_path)
+    words = json.loads((tmp_path / "tokenizer.json").read_text())
+    set_field(tmp_path, "tokenizer.json", model=words["model"] | {"dropout": 0.9})
+    text = "Go up or down, and so on. " * 9
+    _, tokenizer = load_policy(tmp_path, "cpu", "float32")
+    expected = WORDS.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text, add_special_tokens=False) == expected
 
 
 def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(tmp_path: Path) -> None:

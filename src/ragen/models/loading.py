@@ -8,6 +8,7 @@ import copy
 import ctypes
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -225,7 +226,33 @@ def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str)
         raise RagenError(
             f"the weights of '{name}' are not those of a causal language model: {key} is missing"
         )
+    for key in sorted(loaded[1]["unexpected_keys"]):
+        if _belongs_to_layer(key, model):
+            raise RagenError(
+                f"the weights of '{name}' do not fit its config.json, which describes no "
+                f"{key[:80]}: copy or download the model again"
+            )
     return model
+
+
+def _belongs_to_layer(key: str, model: PreTrainedModel) -> bool:
+    """Whether weights that the model does not use belong to its layers, or to one more layer.
+
+    Without them another function would be trained. Weights of other parts, such as a vision tower,
+    may be left out, and so may layers that predict further tokens.
+    """
+    modules = dict(model.base_model.named_modules()) | dict(model.named_modules())
+    owner, _, kind = key.rpartition(".")
+    found = re.match(r"(.+?)\.(\d+)\.", key)
+    layers: Any = modules.get(found[1]) if found else None
+    if found is None or not isinstance(layers, torch.nn.ModuleList):
+        return False
+    extra = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    if len(layers) <= int(found[2]) < len(layers) + extra:
+        return False
+    # In old files, `attn.bias` is a mask.
+    is_mask = kind == "bias" and owner in modules and any(modules[owner].children())
+    return kind in ("weight", "bias") and not is_mask
 
 
 def load_tokenizer(
@@ -277,10 +304,12 @@ def _encodes_as_saved(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
 
 
 def _encode_all(backend: Tokenizer | None) -> None:
-    """Let a tokenizer cut nothing off and add nothing: `Chat` encodes with it."""
+    """Let a tokenizer cut nothing off, add nothing and draw nothing: `Chat` encodes with it."""
     if backend is not None:
         backend.no_truncation()
         backend.no_padding()
+        if getattr(backend.model, "dropout", None) is not None:  # it skips merges at random
+            backend.model.dropout = None
 
 
 def _check_fit(
