@@ -23,6 +23,8 @@ DAY = date(2025, 1, 1)
 SYSTEM, USER, LAST_USER = "Qsystemq", "Quserq", "Qlastuserq"
 ANSWERS = ("<answer>Qupq</answer>", "<answer>Qdownq</answer>")
 THOUGHT = "Qthoughtq</think>"
+LONG = 20
+"""Turns of the longest trial conversation."""
 # User messages that reveal how a template handles their content.
 _CONTENTS = ("Qa b\nc", " Q\n", "\n\nQ {{ x }} {% y %} ", "<b>&amp;</b> 'q' \"r\" é🙂")
 
@@ -76,6 +78,7 @@ class Template:
                 "this chat template leaves out what the user says: choose an instruction-tuned "
                 "model, or save the template that belongs to it beside the weights"
             )
+        self._check_long_conversation()
         prompt = self.start.rpartition(USER)[2]
         thought = prompt[prompt.rfind("<think>") :] if "<think>" in prompt else ""
         self.written = thought if is_empty_thought(thought) else ""
@@ -109,6 +112,19 @@ class Template:
         """The text between an assistant's message and the next user message."""
         text = self.render(conversation(USER, ANSWERS[0], LAST_USER))
         return text.rpartition(ANSWERS[0])[2].partition(LAST_USER)[0]
+
+    def _check_long_conversation(self) -> None:
+        """Refuse a template that leaves out the last message of a long conversation."""
+        contents = (USER, ANSWERS[0]) * LONG
+        try:
+            text = self.render(conversation(*contents, LAST_USER))
+        except RagenError:  # refused where it is used
+            return
+        if LAST_USER not in text:
+            raise RagenError(
+                f"this chat template leaves out what the user says after {LONG} turns: save the "
+                "template that belongs to the model beside the weights"
+            )
 
     def _lacks_system_role(self) -> bool:
         messages = ({"role": "system", "content": SYSTEM}, *conversation(USER))
