@@ -114,3 +114,17 @@ def test_code_that_fails_at_import_is_reported(user_file, monkeypatch, text, rea
         load_object(f"{user_file}:loss")
     user_file.write_text(TEXT)  # once it is corrected, it is loaded
     assert load_object(f"{user_file}:loss").object(1) == 2
+
+
+def test_source_hash_covers_the_modules_beside_the_file(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "depth_of_rules.py").write_text("DEPTH = 1\n")
+    (tmp_path / "shared_rules.py").write_text("from depth_of_rules import DEPTH\nimport json\n")
+    (tmp_path / "unrelated_rules.py").write_text("")
+    (tmp_path / "mine.py").write_text("import shared_rules\nimport math\n\nclass Mine: pass\n")
+    hashes = []
+    for changed in (None, "unrelated_rules.py", "depth_of_rules.py", "shared_rules.py"):
+        if changed is not None:
+            (tmp_path / changed).write_text((tmp_path / changed).read_text() + "# changed\n")
+        hashes.append(load_object(f"{tmp_path / 'mine.py'}:Mine").source)
+    assert hashes[0] == hashes[1] and len(set(hashes[1:])) == 3

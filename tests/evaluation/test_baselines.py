@@ -4,6 +4,8 @@ import statistics
 
 import pytest
 
+from ragen.core.user_code import UserCodeError
+from ragen.envs.bandit import Bandit
 from ragen.envs.registry import make
 from ragen.evaluation import baselines
 from ragen.evaluation.baselines import (
@@ -170,3 +172,30 @@ def test_baselines_are_computed_if_the_cache_is_damaged_or_unwritable(tmp_path, 
 def test_an_empty_list_of_levels_is_refused():
     with pytest.raises(ValueError, match="at least one level"):
         measure_baselines("bandit", {}, PAPER, [])
+
+
+class Flaky(Bandit):
+    """Fails in every tenth call, as an environment behind a network may."""
+
+    calls = 0
+
+    def step(self, action):
+        Flaky.calls += 1
+        if Flaky.calls % 10 == 0:
+            raise ConnectionError("reset by peer")
+        return super().step(action)
+
+    def baselines(self, turns, actions_per_turn, actions):
+        return None
+
+
+def test_an_episode_in_which_the_environment_fails_is_left_out():
+    found = compute_baselines(Flaky(), Budget(1, 1, 1), [123, 124], draws=200)
+    assert found.random == pytest.approx(0.5, abs=0.1)
+    assert found.optimal == 1.0
+
+
+def test_an_environment_that_always_fails_has_no_baselines(monkeypatch):
+    monkeypatch.setattr(Flaky, "step", lambda env, action: 1 / 0)
+    with pytest.raises(UserCodeError, match="division by zero"):
+        compute_baselines(Flaky(), Budget(1, 1, 1), [123, 124], draws=20)

@@ -10,11 +10,13 @@ A reference is one of
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -35,7 +37,8 @@ LOAD_S = 60.0
 class Loaded:
     """An object that was loaded, and what identifies its code, for the record of a run.
 
-    `source` is the hash of the file's bytes, or the distribution and version of an entry point.
+    `source` is the hash of the file and of the user's modules that it imports (`hash_code`), or the
+    distribution and version of an entry point.
 
     Example:
         >>> load_object("ragen.core.errors:RagenError").source.partition(":")[0]
@@ -134,7 +137,7 @@ def _source_of_passed(reference: str) -> str:
     """The hash of the file, or of the text, or of nothing where Python does not know the text."""
     file = reference.rpartition(":")[0]
     if file.endswith(".py"):
-        return _hash(Path(file).read_bytes())
+        return hash_code(Path(file), Path(file).read_bytes())
     try:
         return _hash(inspect.getsource(_PASSED[reference]).encode())
     except (OSError, TypeError):
@@ -153,10 +156,13 @@ def _load_module(where: str) -> tuple[ModuleType, str]:
                         f"no file {path}{folder}; your own is named path/to/file.py:name"
                     )
                 content = path.read_bytes()
-                return _load_file(path, content), _hash(content)
+                module = _load_file(path, content)
+                return module, hash_code(path, content)
             module = importlib.import_module(where)
             file = Path(module.__file__ or "")
-            return module, _hash(file.read_bytes() if file.is_file() else b"")
+            if not file.is_file():
+                return module, _hash(b"")
+            return module, hash_code(file, file.read_bytes())
     except UserCodeError as failure:
         cause = failure.__cause__
         if isinstance(cause, RagenError):
@@ -193,6 +199,59 @@ def _load_file(path: Path, content: bytes) -> ModuleType:
         del sys.modules[module_name]
         raise
     return module
+
+
+def hash_code(path: Path, content: bytes) -> str:
+    """The hash of a file's bytes, and of the user's own modules that it imports.
+
+    These are modules in its folder and modules that were imported from elsewhere, except those of
+    installed packages, of Python and of RAGEN. Files that are read as data are not covered.
+    """
+    own = path.resolve()
+    files = {own: content}
+    pending = [own]
+    while pending:
+        file = pending.pop()
+        for found in _imported(file, files[file]) - files.keys():
+            files[found] = found.read_bytes()
+            pending.append(found)
+    del files[own]
+    return _hash(content + b"".join(files[file] for file in sorted(files)))
+
+
+def _imported(file: Path, content: bytes) -> set[Path]:
+    """The files of the user's own modules that a file imports, anywhere in it."""
+    try:
+        nodes = list(ast.walk(ast.parse(content)))
+    except (SyntaxError, ValueError, RecursionError):  # a module that is never imported
+        return set()
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [module, *(f"{module}.{alias.name}".strip(".") for alias in node.names)]
+        else:
+            continue
+        level = getattr(node, "level", 0)
+        folder = file.parents[min(level - 1, len(file.parents) - 1)] if level else file.parent
+        for name in filter(None, names):
+            stem = folder / name.replace(".", "/")
+            loaded = None if level else getattr(sys.modules.get(name), "__file__", None)
+            places = [
+                stem.with_suffix(".py"),
+                stem / "__init__.py",
+                *([Path(loaded)] if loaded else []),
+            ]
+            found |= {place.resolve() for place in places if place.is_file()}
+    return {each for each in found if each.suffix == ".py" and not _is_installed(each)}
+
+
+def _is_installed(file: Path) -> bool:
+    own, standard = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")).resolve()
+    is_package = {"site-packages", "dist-packages"} & set(file.parts)
+    return bool(is_package) or file.is_relative_to(own) or file.is_relative_to(standard)
 
 
 def _hash(content: bytes) -> str:

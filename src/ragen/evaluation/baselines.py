@@ -13,15 +13,17 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from ragen.core.errors import RagenError
 from ragen.core.files import whole_file
+from ragen.core.plugins import hash_code
 from ragen.core.seeding import derive
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs import answers
@@ -34,6 +36,11 @@ VERSION = 1
 
 CALL_S = 60.0
 """Time limit in seconds of one level's exact answer and of one episode."""
+
+FEW = 4
+"""Failures that are borne before anything has worked."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +64,12 @@ def measure_baselines(
     """Mean baselines over `levels`, from the cache if they were computed before.
 
     They are exact for environments with `Env.baselines` (all of RAGEN's). In others, both players
-    play `draws` episodes per level. `name` and `params` are those of `make`, `levels` are seeds,
-    and `build` makes the instance to play, by default with `make`.
+    play `draws` episodes per level, without those in which the environment fails. `name` and
+    `params` are those of `make`, `levels` are seeds, and `build` makes the instance to play, by
+    default with `make`.
 
     Raises:
-        RagenError: The environment cannot be made, or fails when it is played.
+        RagenError: The environment cannot be made, or mostly fails when it is played.
         ValueError: No levels.
 
     Example:
@@ -101,8 +109,12 @@ def measure_baselines(
 def compute_baselines(
     env: Env, budget: Budget, levels: Sequence[int], *, draws: int = 64
 ) -> Baselines:
-    """`measure_baselines` without the cache."""
-    parts = [level_baselines(env, budget, level, draws) for level in levels]
+    """`measure_baselines` without the cache.
+
+    Raises:
+        UserCodeError: The environment failed on most levels, or in most episodes.
+    """
+    parts = _most(partial(level_baselines, env, budget, level, draws) for level in levels)
     optimal = [part.optimal for part in parts if part.optimal is not None]
     optimal_return = [part.optimal_return for part in parts if part.optimal_return is not None]
     complete = len(optimal) == len(parts) == len(optimal_return)
@@ -130,7 +142,7 @@ def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baseli
     """
 
     def means(player: Player) -> tuple[float, float]:
-        played = [_play(env, player, budget, level, draw) for draw in range(draws)]
+        played = _most(partial(_play, env, player, budget, level, draw) for draw in range(draws))
         return fmean(success for success, _ in played), fmean(total for _, total in played)
 
     random = random_return = 0.0
@@ -144,6 +156,25 @@ def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baseli
         plan = env.solve(budget.turns, budget.actions, budget.actions_per_turn)
     optimal, optimal_return = (None, None) if plan is None else means(solver)
     return Baselines(random, optimal, random_return, optimal_return, draws)
+
+
+def _most(calls: Iterable[Callable[[], Result]]) -> list[Result]:
+    """The results of calls of user code, which may fail now and then, as a network does.
+
+    Raises:
+        UserCodeError: A call took too long, or more have failed than have worked.
+    """
+    results, failures = [], []
+    for call in calls:
+        try:
+            results.append(call())
+        except UserCodeError as failure:
+            failures.append(failure)
+            if failure.timed_out or len(failures) > len(results) + FEW:
+                raise
+    if failures and len(failures) >= len(results):
+        raise failures[-1]
+    return results
 
 
 def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tuple[bool, float]:
@@ -175,6 +206,6 @@ def cache_folder() -> Path:
 
 
 def sources(cls: type[Env]) -> list[str]:
-    """Hashes of the source files of an environment class and its base classes."""
+    """Hashes of the code of an environment class and its base classes (`hash_code`)."""
     files = {inspect.getsourcefile(base) for base in cls.__mro__ if issubclass(base, Env)}
-    return sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
+    return sorted(hash_code(Path(file), Path(file).read_bytes()) for file in files if file)
