@@ -294,6 +294,8 @@ def test_stopped_run_prints_how_to_resume(
 ) -> None:
     def train(config: Config, out: Path, *, watcher: Watcher) -> None:
         watcher.begin(out, config, 0)
+        (out / "checkpoints" / "step-0").mkdir(parents=True)
+        (out / "checkpoints" / "step-0" / "state.json").touch()
         raise StopRequested(number)
 
     trainer(train)

@@ -189,9 +189,6 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
         auto_map={"AutoTokenizer": ["theirs.Theirs", None]},
     ),
     "a generation config of text": _text("generation_config.json", "[]"),
-    "a generation config that cannot be saved": _fields(
-        "generation_config.json", temperature=-1.0, top_p=7, do_sample=False
-    ),
     "a tokenizer in another file": _fields("tokenizer_config.json", tokenizer_file="/dev/zero"),
     "an endless normaliser": _normalizer(type="Sequence", normalizers=[_DOUBLING] * 60),
     "an endless pattern": _normalizer(type="Replace", pattern={"Regex": "(([^x])*)*x"}, content=""),

@@ -179,6 +179,7 @@ def test_templates_of_embedded_models_and_their_checkpoints_need_no_trial(
         raise AssertionError("a trial")
 
     monkeypatch.setattr(loading.subprocess, "Popen", popen)
+    monkeypatch.setattr(loading, "_TRIED", set())
     for family in set(EMBEDDED.values()):
         model, tokenizer = load_policy(embedded_folder(family), "cpu", "float32")
     save_model(model, tokenizer, tmp_path / "saved")

@@ -43,6 +43,7 @@ from ragen.models.model_files import check_files, count_weights, read_object
 from ragen.models.names import EMBEDDED, embedded_folder
 from ragen.models.precision import shape_of
 from ragen.models.pretrained import check_weights, load_errors, model_config, model_folder
+from ragen.storage.checkpoint import hash_file
 
 TRIAL = Path(__file__).with_name("trial.py")
 TRIAL_PATIENCE_S = 60.0
@@ -50,6 +51,8 @@ TRIAL_PATIENCE_S = 60.0
 TEMPLATE, WORDS, SETTINGS = "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"
 PROBE = "Go up, 你好 P _ G\n  x = 12345; don't  é🙂\t<b>\n\n end"
 """A text of all kinds, on which two tokenizers are compared."""
+_TRIED: set[str] = set()
+"""The hashes of the files that have passed a trial in this process."""
 SLACK = 2**20
 """Numbers beyond those in the weights' files that a model may need: masks, frequencies."""
 
@@ -132,12 +135,15 @@ def tried(folder: Path) -> Iterator[None]:
     """Try the folder's chat template and tokenizer in a limited process, beside the body.
 
     A template is a program, so it may loop forever or ask for all memory (`ragen.models.trial`).
-    The folders of the embedded models need no trial.
+    The folders of the embedded models need no trial, and the same files need one only once.
 
     Raises:
         RagenError: The template or the tokenizer takes too much time or memory, or fails.
     """
-    if _is_embedded(folder):
+    files = [folder / WORDS, folder / SETTINGS, *folder.glob("chat_template*")]
+    files += folder.glob("additional_chat_templates/*")
+    key = "".join(f"{hash_file(file)} {file.name}\n" for file in sorted(files) if file.is_file())
+    if key in _TRIED or _is_embedded(folder):
         yield
         return
     few = {"RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # each thread reserves memory
@@ -166,6 +172,7 @@ def tried(folder: Path) -> Iterator[None]:
             f"the chat template and tokenizer of {folder} failed a trial in a process of their own "
             f"({reason[:200]}): use the files that belong to the model"
         )
+    _TRIED.add(key)
 
 
 def _is_embedded(folder: Path) -> bool:
