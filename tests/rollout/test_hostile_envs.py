@@ -252,22 +252,3 @@ def test_a_fork_of_the_environment_is_no_second_run(tmp_path: Any) -> None:
         file.write(f"{os.getpid()}\n")
     time.sleep(0.3)
     assert log.read_text() == f"{os.getpid()}\n"
-
-
-FREED = """
-import os
-from ragen.core.user_code import boundary
-class Exits:
-    def __del__(self):
-        os._exit(0)
-with boundary("step"):
-    left = Exits()
-del left
-print("result")
-"""
-
-
-def test_what_user_code_left_does_not_end_the_program_as_it_is_freed() -> None:
-    command = [sys.executable, "-c", FREED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "result\n"

@@ -26,7 +26,6 @@ from types import ModuleType
 from typing import Any
 
 from ragen.core.errors import RagenError, nearest
-from ragen.core.process import FILE_MODULE
 from ragen.core.user_code import UserCodeError, boundary
 
 LOAD_S = 60.0
@@ -184,7 +183,7 @@ def _failing_line(error: BaseException, where: str) -> str:
 def _load_file(path: Path, content: bytes) -> ModuleType:
     # One module for each file and content: an edited file is loaded anew, an unchanged one keeps
     # its classes.
-    module_name = f"{FILE_MODULE}{path.stem}_{_hash(str(path.resolve()).encode() + content)}"
+    module_name = f"ragen_plugin_{path.stem}_{_hash(str(path.resolve()).encode() + content)}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)

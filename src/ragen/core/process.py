@@ -4,8 +4,8 @@ A few functions of the standard library are replaced, once, by ones that look wh
 code is being called in this thread and this process (`CALLS`), a call that would end or signal the
 process raises `ProcessEndError`, and a call that changes what the run depends on is undone after
 the user code has returned. All other callers get the function itself. So a call of user code pays
-nothing for what it does not do. Calls from C are not seen, nor is what a thread that user code left
-behind does, except that it cannot end the process with ``_exit``: `env.isolate` is for those.
+nothing for what it does not do. Calls from C, or from a thread that user code left behind, are not
+seen: `env.isolate` is for those.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
-from types import FrameType
 from typing import Any
 
 
@@ -47,8 +46,6 @@ CALLS: dict[int, Call] = {}
 """The innermost call of user code in progress, by thread."""
 STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """The threads that user code has started."""
-FILE_MODULE = "ragen_plugin_"
-"""How the names of modules begin that are loaded from a user's file."""
 REAL: dict[str, Callable[..., Any]] = {}
 """The replaced functions themselves, such as ``posix._exit`` by the name ``_exit``."""
 
@@ -57,19 +54,6 @@ def present_call() -> Call | None:
     """The outermost call that the caller is part of; ``None`` in a child that it has forked."""
     call = CALLS.get(threading.get_ident())
     return call.outermost if call is not None and call.outermost.pid == os.getpid() else None
-
-
-def _is_between_calls() -> bool:
-    """Whether user code runs while no call is in progress: in its own thread, or as it is freed."""
-    if _THEIRS:
-        return False
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        if frame.f_code.co_name == "__del__" or module.startswith(FILE_MODULE):
-            return True
-        frame = frame.f_back
-    return threading.current_thread() in STARTED
 
 
 def _replace(owner: Any, name: str, before: Callable[..., None]) -> None:
@@ -81,18 +65,16 @@ def _replace(owner: Any, name: str, before: Callable[..., None]) -> None:
     @wraps(real)
     def function(*args: Any, **kwargs: Any) -> Any:
         call = present_call()
-        if call is not None or (name in _ENDS and _is_between_calls()):
+        if call is not None:
             before(call, *args, **kwargs)
         return real(*args, **kwargs)
 
     REAL[name] = real
-    for each in (owner, sys.modules.get(getattr(real, "__module__", None) or "")):
-        if getattr(each, name, None) is real:  # `os._exit` is also `posix._exit`
-            setattr(each, name, function)
+    setattr(owner, name, function)
 
 
 def _refuse(name: str, aims_here: Callable[..., bool]) -> Callable[..., None]:
-    def before(_: Call | None, *args: Any, **__: Any) -> None:
+    def before(_: Call, *args: Any, **__: Any) -> None:
         if aims_here(*args):
             raise ProcessEndError(f"user code called {name}, which would have ended the run")
 
@@ -196,8 +178,6 @@ _REFUSED: tuple[tuple[Any, str, Callable[..., bool]], ...] = (
     (signal, "pthread_kill", lambda _, number=0: number != 0),
     (_thread, "interrupt_main", lambda *_: True),
 )
-_ENDS = ("_exit", "abort")
-"""What ends the process at once: refused to user code between calls, too."""
 _UNDONE: tuple[tuple[Any, str, Callable[..., None]], ...] = (
     (os, "chdir", _keep_folder),
     (os, "fchdir", _keep_folder),
@@ -219,29 +199,10 @@ _UNDONE: tuple[tuple[Any, str, Callable[..., None]], ...] = (
 )
 
 
-_THEIRS: list[int] = []
-"""The id of this process, where user code has forked it."""
-
-
-def _be_theirs() -> None:
-    """Let a process that user code has forked end as any other, by a signal or on its own."""
-    call = CALLS.get(threading.get_ident())
-    if call is None and threading.current_thread() not in STARTED:
-        return
-    _THEIRS.append(os.getpid())
-    theirs = call.outermost.undo if call is not None else {}  # handlers that it has set itself
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        if callable(signal.getsignal(number)) and ("handler", number) not in theirs:
-            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            REAL["signal"](number, default)
-
-
 def watch() -> None:
     """Replace the functions; later calls do nothing."""
     if REAL:
         return
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_be_theirs)
     for owner, name, aims_here in _REFUSED:
         _replace(owner, name, _refuse(f"{owner.__name__}.{name}", aims_here))
     for owner, name, keep in _UNDONE:

@@ -104,7 +104,7 @@ class boundary(Call):  # noqa: N801 - it is used like a function
 
     __slots__ = (
         *("_arithmetic", "_around", "_began", "_call", "_interrupted", "_interruptible"),
-        *("_limit", "_loop", "_stopwatch", "_streams", "_thread", "_timeout_s", "deadline"),
+        *("_limit", "_stopwatch", "_streams", "_thread", "_timeout_s", "deadline"),
     )
 
     def __init__(
@@ -138,10 +138,6 @@ class boundary(Call):  # noqa: N801 - it is used like a function
         self.undo = {}
         self._interrupted = False
         self._arithmetic = arithmetic()
-        events: Any = sys.modules.get("asyncio.events")
-        self._loop = None if events is None else events._get_running_loop()
-        if self._loop is not None:  # hidden, so that the code can run one of its own
-            events._set_running_loop(None)
         out, err = sys.stdout, sys.stderr
         if type(out) is Prints:  # which the call of another thread has put there
             self._streams = None
@@ -193,8 +189,6 @@ class boundary(Call):  # noqa: N801 - it is used like a function
             _TIMER.fires_at = inf  # the code may have changed the timer
         if self._streams is not None:
             sys.stdin, sys.stdout, sys.stderr = self._streams
-        if self._loop is not None:
-            sys.modules["asyncio.events"]._set_running_loop(self._loop)
         if arithmetic() != self._arithmetic:
             restore_arithmetic(self._arithmetic)
         if not _TIMER.num_holders:
