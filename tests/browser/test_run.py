@@ -75,7 +75,7 @@ def test_the_search_selects_metrics_by_name(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     page.keyboard.press("/")
     page.keyboard.type("mismatch")
-    expect(page.get_by_test_id("curve")).to_have_count(2)  # mismatch/kl and mismatch/max_abs
+    expect(page.get_by_test_id("curve")).to_have_count(3)  # mismatch/kl, max_abs and bound
 
 
 def test_another_run_is_drawn_over_the_curves(visitor: Visitor) -> None:

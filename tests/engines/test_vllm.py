@@ -222,12 +222,13 @@ def test_cache_hits_grow_over_turns_and_a_publication_resets_them(
 def test_cancelled_requests_leave_nothing_behind(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "end_ids", [])  # no request ends early
+    monkeypatch.setattr(policy, "stop_ids", [])  # no request ends early
+    monkeypatch.setattr(policy, "last_ids", frozenset[int]())
 
     async def cancel_eight() -> list[object]:
         prompts = [make_prompt(seed, max_tokens=150) for seed in range(12)]
         tasks = [asyncio.create_task(policy.complete(prompt)) for prompt in prompts]
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         for task in tasks[:8]:
             task.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
