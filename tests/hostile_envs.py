@@ -6,7 +6,9 @@ import _thread
 import asyncio
 import ctypes
 import locale
+import multiprocessing
 import os
+import posix
 import random
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
@@ -112,6 +115,32 @@ def fork_and_return() -> None:
     os.fork()
 
 
+def terminate() -> None:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitpid(pid, 0)[1] == signal.SIGTERM
+
+
+def use_process() -> None:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    process.start()
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == -signal.SIGTERM
+
+
+def exit_in_thread() -> None:
+    def target() -> None:
+        with suppress(BaseException):
+            os._exit(0)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+
+
 def fork_and_hang() -> None:
     for _ in range(5):
         if os.fork() == 0:
@@ -133,6 +162,8 @@ def swallow() -> None:
 PROCESS: dict[str, tuple[Callable[[], object], str]] = {
     "sys.exit": (lambda: sys.exit(3), "SystemExit: 3"),
     "os._exit": (lambda: os._exit(0), r"os\._exit|posix\._exit"),
+    "posix._exit": (lambda: posix._exit(0), "_exit"),
+    "posix.kill": (lambda: posix.kill(os.getpid(), signal.SIGTERM), "kill"),
     "os._exit after exit": (swallow, "_exit"),
     "os.abort": (lambda: os.abort(), "abort"),
     "SIGTERM": (lambda: os.kill(os.getpid(), signal.SIGTERM), "kill"),
@@ -198,6 +229,10 @@ UNDONE: dict[str, Callable[[], object]] = {
     "thread": lambda: start_thread(daemon=False),
     "daemon thread": lambda: start_thread(daemon=True),
     "fork": fork_and_return,
+    "process": use_process,
+    "event loop": lambda: asyncio.run(asyncio.sleep(0.001)),
+    "child that is terminated": terminate,
+    "exit in a thread of its own": exit_in_thread,
     "prints": lambda: sys.stdout.write("printed by the environment\n"),
 }
 """What a call changes and the run depends on: the episode goes on."""
@@ -267,7 +302,7 @@ WORKER: dict[str, tuple[Callable[[], object], str]] = {
     "half a line": (lambda: (write_to_sockets(b'["x'), time.sleep(60)), "longer than"),
     "exit in a thread": (
         lambda: (threading.Thread(target=os._exit, args=(5,)).start(), time.sleep(9)),
-        "exit code 5",
+        "longer than",
     ),
     "deep recursion in C": (
         lambda: (sys.setrecursionlimit(10**9), ctypes.string_at(1)),

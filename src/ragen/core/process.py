@@ -4,8 +4,8 @@ A few functions of the standard library are replaced, once, by ones that look wh
 code is being called in this thread and this process (`CALLS`), a call that would end or signal the
 process raises `ProcessEndError`, and a call that changes what the run depends on is undone after
 the user code has returned. All other callers get the function itself. So a call of user code pays
-nothing for what it does not do. Calls from C, or from a thread that user code left behind, are not
-seen: `env.isolate` is for those.
+nothing for what it does not do. Calls from C are not seen. A thread that user code has started may
+change what it likes, but it cannot end the process either. `env.isolate` is for all of these.
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ CALLS: dict[int, Call] = {}
 """The innermost call of user code in progress, by thread."""
 STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """The threads that user code has started."""
+SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU")
+    if hasattr(signal, name)
+)
+"""The signals that request a stop: from Ctrl-C, `kill`, a closed terminal, a limit of CPU time."""
 REAL: dict[str, Callable[..., Any]] = {}
 """The replaced functions themselves, such as ``posix._exit`` by the name ``_exit``."""
 
@@ -56,8 +62,16 @@ def present_call() -> Call | None:
     return call.outermost if call is not None and call.outermost.pid == os.getpid() else None
 
 
-def _replace(owner: Any, name: str, before: Callable[..., None]) -> None:
-    """Let `before` look at every call of a function by user code; platforms may lack it."""
+def _is_user_thread() -> bool:
+    """Whether user code has started this thread."""
+    return threading.current_thread() in STARTED
+
+
+def _replace(owner: Any, name: str, before: Callable[..., None], in_threads: bool = False) -> None:
+    """Let `before` look at every call of a function by user code; platforms may lack it.
+
+    `in_threads` says whether it also looks at the calls of threads that user code has started.
+    """
     real = getattr(owner, name, None)
     if real is None:
         return
@@ -65,16 +79,18 @@ def _replace(owner: Any, name: str, before: Callable[..., None]) -> None:
     @wraps(real)
     def function(*args: Any, **kwargs: Any) -> Any:
         call = present_call()
-        if call is not None:
+        if call is not None or (in_threads and _is_user_thread()):
             before(call, *args, **kwargs)
         return real(*args, **kwargs)
 
     REAL[name] = real
-    setattr(owner, name, function)
+    for each in (owner, sys.modules.get(getattr(real, "__module__", None) or "")):
+        if getattr(each, name, None) is real:  # `os._exit` is also `posix._exit`
+            setattr(each, name, function)
 
 
 def _refuse(name: str, aims_here: Callable[..., bool]) -> Callable[..., None]:
-    def before(_: Call, *args: Any, **__: Any) -> None:
+    def before(_: Call | None, *args: Any, **__: Any) -> None:
         if aims_here(*args):
             raise ProcessEndError(f"user code called {name}, which would have ended the run")
 
@@ -199,14 +215,51 @@ _UNDONE: tuple[tuple[Any, str, Callable[..., None]], ...] = (
 )
 
 
+_masks: dict[int, set[Any]] = {}
+"""The signals blocked before a fork by user code, by thread."""
+
+
+def _before_fork() -> None:
+    """Hold signals back until the child has its own handlers; the program's would take them."""
+    if present_call() is not None or _is_user_thread():
+        _masks[threading.get_ident()] = REAL["pthread_sigmask"](signal.SIG_BLOCK, SIGNALS)
+
+
+def _after_fork() -> None:
+    mask = _masks.pop(threading.get_ident(), None)
+    if mask is not None:
+        REAL["pthread_sigmask"](signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    """Let a process that user code has forked end by a signal, and without the program's notice."""
+    STARTED.clear()
+    thread = threading.get_ident()
+    if thread not in _masks:
+        return
+    REAL["set_wakeup_fd"](-1)  # shared: the program would take the child's signals for its own
+    theirs = CALLS[thread].outermost.undo if thread in CALLS else {}  # handlers of user code
+    for number in SIGNALS:
+        if callable(signal.getsignal(number)) and ("handler", number) not in theirs:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            REAL["signal"](number, default)
+    _after_fork()
+
+
 def watch() -> None:
     """Replace the functions; later calls do nothing."""
     if REAL:
         return
     for owner, name, aims_here in _REFUSED:
-        _replace(owner, name, _refuse(f"{owner.__name__}.{name}", aims_here))
+        _replace(owner, name, _refuse(f"{owner.__name__}.{name}", aims_here), in_threads=True)
     for owner, name, keep in _UNDONE:
         _replace(owner, name, keep)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            before=_before_fork,
+            after_in_parent=_after_fork,
+            after_in_child=_after_fork_in_child,
+        )
 
 
 class Prints:
@@ -226,6 +279,27 @@ class Prints:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def leave_loop() -> tuple[Any, Any] | None:
+    """Hide the running event loop and its task, so that user code can run a loop of its own."""
+    asyncio = sys.modules.get("asyncio")
+    loop = None if asyncio is None else asyncio._get_running_loop()
+    if asyncio is None or loop is None:
+        return None
+    task = asyncio.tasks.current_task(loop)
+    if task is not None:
+        asyncio.tasks._leave_task(loop, task)
+    asyncio._set_running_loop(None)
+    return loop, task
+
+
+def enter_loop(loop: Any, task: Any) -> None:
+    """Put back what `leave_loop` returned."""
+    asyncio: Any = sys.modules["asyncio"]
+    asyncio._set_running_loop(loop)
+    if task is not None:
+        asyncio.tasks._enter_task(loop, task)
 
 
 def arithmetic() -> tuple[Any, int, bool] | None:

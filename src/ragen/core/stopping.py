@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-Answer = TypeVar("Answer")
+from ragen.core.process import SIGNALS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
-"""The signals that request a stop: from Ctrl-C, `kill`, a closed terminal, a limit of CPU time."""
+Answer = TypeVar("Answer")
 
 
 class StopRequested(Exception):

@@ -2,7 +2,6 @@
 
 Such code may raise, hang, or try to end the process. Here every such failure becomes one exception
 that holds the traceback as text, and what the code changed of the process is put back (`process`).
-Nowhere else in the package is `Exception` caught.
 """
 
 from __future__ import annotations
@@ -19,7 +18,17 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ragen.core import process
-from ragen.core.process import CALLS, REAL, Call, Prints, arithmetic, restore_arithmetic
+from ragen.core.errors import printable
+from ragen.core.process import (
+    CALLS,
+    REAL,
+    Call,
+    Prints,
+    arithmetic,
+    enter_loop,
+    leave_loop,
+    restore_arithmetic,
+)
 
 _signal: Any = sys.modules["_signal"]  # the functions of `signal` look up enums: 2 µs each
 _getsignal, _set_handler = _signal.getsignal, _signal.signal
@@ -39,7 +48,7 @@ class UserCodeError(Exception):
     """
 
     def __init__(self, text: str, timed_out: bool = False) -> None:
-        super().__init__(_printable(text[-TEXT_CHARS:]))
+        super().__init__(printable(text[-TEXT_CHARS:]))
         self.timed_out = timed_out
 
     @property
@@ -47,16 +56,6 @@ class UserCodeError(Exception):
         """The last line: what went wrong, without where."""
         last = str(self).strip().rpartition("\n")[2]
         return last if len(last) <= REASON_CHARS else f"{last[:REASON_CHARS]} …"
-
-
-def _printable(text: str) -> str:
-    """The text without what no file or terminal takes: lone surrogates and control characters."""
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each in "\n\t" or each.isprintable() else each.encode("unicode_escape").decode()
-        for each in text
-    )
 
 
 def timeout_error(call: str, timeout_s: float) -> UserCodeError:
@@ -104,7 +103,7 @@ class boundary(Call):  # noqa: N801 - it is used like a function
 
     __slots__ = (
         *("_arithmetic", "_around", "_began", "_call", "_interrupted", "_interruptible"),
-        *("_limit", "_stopwatch", "_streams", "_thread", "_timeout_s", "deadline"),
+        *("_limit", "_loop", "_stopwatch", "_streams", "_thread", "_timeout_s", "deadline"),
     )
 
     def __init__(
@@ -138,6 +137,7 @@ class boundary(Call):  # noqa: N801 - it is used like a function
         self.undo = {}
         self._interrupted = False
         self._arithmetic = arithmetic()
+        self._loop = leave_loop()
         out, err = sys.stdout, sys.stderr
         if type(out) is Prints:  # which the call of another thread has put there
             self._streams = None
@@ -183,6 +183,8 @@ class boundary(Call):  # noqa: N801 - it is used like a function
         Raises:
             KeyboardInterrupt: The user pressed Ctrl-C meanwhile, whatever the code made of it.
         """
+        if self._loop is not None:
+            enter_loop(*self._loop)
         if self.undo:
             for undo in reversed(self.undo.values()):
                 undo()
