@@ -113,3 +113,20 @@ class Rogue(Env):
 
     def _look(self) -> str:
         return "." * self.where + "A" + "." * (4 - self.where)
+
+
+class Unreadable(Rogue):
+    """The corridor, with one attribute that raises, ends the program or hangs when it is read."""
+
+    def __init__(self, attribute: str = "reads_thoughts", then: str = "raise") -> None:
+        super().__init__()
+        self.then, self.attribute = then, attribute
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        if name == own.get("attribute"):
+            if own["then"] == "hang":
+                while True:
+                    pass
+            raise SystemExit(3) if own["then"] == "exit" else ZeroDivisionError("by zero")
+        return object.__getattribute__(self, name)

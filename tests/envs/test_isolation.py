@@ -26,6 +26,7 @@ from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
+UNREADABLE = ROGUE.replace("Rogue", "Unreadable")
 RIGHT = "t</think><answer>Right || Right || Right || Right || Right</answer>"
 
 
@@ -150,6 +151,22 @@ def test_an_environment_that_cannot_be_made_is_a_ragen_error() -> None:
         values = {"env": ROGUE, "env.params": {"misdeed": misdeed}, "env.isolate": True}
         with pytest.raises(RagenError, match=r"no misdeed|cannot be made: KeyError"):
             make_setup(resolve(None, values), None)
+        assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("attribute", ["rules", "goal", "actions", "draws", "reads_thoughts"])
+def test_an_attribute_that_fails_when_it_is_read_refuses_the_environment(
+    attribute: str, isolate: bool
+) -> None:
+    for then, reason in (("raise", "by zero"), ("exit", "SystemExit: 3"), ("hang", "longer than")):
+        if then == "hang" and attribute != "reads_thoughts":
+            continue
+        params = {"attribute": attribute, "then": then}
+        values = {"env": UNREADABLE, "env.params": params, "env.timeout_s": 1.0}
+        config = resolve(None, values | {"env.isolate": isolate})
+        with pytest.raises(RagenError, match=f"cannot be made: .*{reason}"):
+            make_setup(config, None)
         assert not multiprocessing.active_children()
 
 

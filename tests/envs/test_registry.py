@@ -12,7 +12,7 @@ import pytest
 import ragen
 from ragen.core.errors import RagenError
 from ragen.envs.checker import check
-from ragen.envs.contract import Env, generators, pick
+from ragen.envs.contract import Baselines, Env, generators, pick
 from ragen.envs.registry import ENVS, make, registered_envs
 
 DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
@@ -105,6 +105,41 @@ def test_unknown_names_and_parameters_are_refused(name, params, message):
     with pytest.raises(RagenError, match=re.escape(message)) as error:
         make(name, **params)
     assert "\n" not in str(error.value)
+
+
+def test_annotations_are_read_behind_the_boundary(tmp_path):
+    path = tmp_path / "annotated.py"
+    path.write_text(
+        """
+from __future__ import annotations
+from ragen.envs.bandit import Bandit
+
+class Size:
+    pass
+
+class Missing(Bandit):
+    def __init__(self, size: Decimal = None, other: no_such = 1) -> None:
+        super().__init__()
+
+class Own(Bandit):
+    def __init__(self, size: Size = None) -> None:
+        super().__init__()
+
+class Meta(type(Bandit)):
+    @property
+    def __signature__(cls):
+        raise SystemExit(3)
+
+class Unsigned(Bandit, metaclass=Meta):
+    pass
+""",
+        encoding="utf-8",
+    )
+    make(f"{path}:Missing")  # a type that is imported for type checkers only
+    make(f"{path}:Own", size=1)  # which only the class itself can check
+    for name, reason in (("Missing", "NameError: name 'Decimal'"), ("Unsigned", "SystemExit: 3")):
+        with pytest.raises(RagenError, match=f"{name} cannot be made: {reason}"):
+            make(f"{path}:{name}", size=1)
 
 
 def test_invalid_environment_files_are_refused(documented_env, tmp_path):
@@ -223,6 +258,18 @@ class NoFlag(Coin):
 
     def step(self, action):
         return (*super().step(action)[:4], {})
+
+
+class BestIsWorse(Coin):
+    breaks = "random ≤ optimal"
+
+    def baselines(self, turns, actions_per_turn, actions):
+        return Baselines(0.5, 0.25, 0.0, 0.0)
+
+
+class Undecided(Coin):
+    breaks = "reads_thoughts must be a bool"
+    reads_thoughts = "yes"
 
 
 class NotFinite(Coin):

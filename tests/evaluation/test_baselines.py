@@ -1,11 +1,14 @@
 """Baselines: exact values against samples and the published table, and the cache."""
 
 import statistics
+from types import ModuleType
 
+import numpy as np
 import pytest
 
 from ragen.core.user_code import UserCodeError
 from ragen.envs.bandit import Bandit
+from ragen.envs.contract import Baselines
 from ragen.envs.registry import make
 from ragen.evaluation import baselines
 from ragen.evaluation.baselines import (
@@ -14,6 +17,7 @@ from ragen.evaluation.baselines import (
     level_baselines,
     measure_baselines,
     sample_baselines,
+    sources,
 )
 
 LEVELS = range(123, 379)
@@ -160,7 +164,8 @@ def test_baselines_are_computed_if_the_cache_is_damaged_or_unwritable(tmp_path, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = measure_baselines("bandit", {}, PAPER, [123])
     (file,) = tmp_path.rglob("*.json")
-    for damaged in ("", "[]", '{"random": 1}', "\x00"):
+    unfit = '{"random": NaN, "optimal": 1, "random_return": "x", "optimal_return": 0}'
+    for damaged in ("", "[]", '{"random": 1}', "\x00", unfit):
         file.write_text(damaged, encoding="utf-8")
         assert measure_baselines("bandit", {}, PAPER, [123]) == first
     blocked = tmp_path / "a file"
@@ -199,3 +204,56 @@ def test_an_environment_that_always_fails_has_no_baselines(monkeypatch):
     monkeypatch.setattr(Flaky, "step", lambda env, action: 1 / 0)
     with pytest.raises(UserCodeError, match="division by zero"):
         compute_baselines(Flaky(), Budget(1, 1, 1), [123, 124], draws=20)
+
+
+class Answering(Bandit):
+    """Its exact baselines are `answer`."""
+
+    answer = None
+
+    def baselines(self, turns, actions_per_turn, actions):
+        return self.answer
+
+
+UNFIT = [
+    (Baselines(float("nan"), 1.0, 0.0, 0.0), "nan as random"),
+    (Baselines(float("inf"), None, 0.0, None), "inf as random"),
+    (Baselines(-0.1, 1.0, 0.0, 0.0), "0 ≤ random"),
+    (Baselines(0.5, 1.5, 0.0, 0.0), "≤ 1"),
+    (Baselines(0.5, 0.25, 0.0, 0.0), "random ≤ optimal"),
+    (Baselines("0.5", 1.0, 0.0, 0.0), "'0.5' as random"),
+    (Baselines(0.5, 1.0, 10**400, 0.0), "inf as random_return"),
+    (Baselines(0.5, 1.0, 0.0, 1e308), "as optimal_return"),
+    (Baselines(0.5, 1.0, None, 0.0), "None as random_return"),
+    (Baselines(0.5, 1.0, 0.0, 0.0, draws=0), "draws"),
+    (Baselines(0.5, 1.0, 0.0, 0.0, draws="many"), "draws"),
+    ((0.5, 1.0, 0.0, 0.0), "a Baselines or None"),
+]
+
+
+@pytest.mark.parametrize(("answer", "reason"), UNFIT, ids=[reason for _, reason in UNFIT])
+def test_baselines_that_are_no_chances_or_finite_returns_are_refused(monkeypatch, answer, reason):
+    monkeypatch.setattr(Answering, "answer", answer)
+    with pytest.raises(UserCodeError, match=reason):
+        compute_baselines(Answering(), Budget(1, 1, 1), [123] * 6)
+
+
+def test_baselines_are_kept_as_plain_numbers(monkeypatch):
+    answer = Baselines(np.float32(0.5), np.float64(1), np.array(0.25), True, np.int64(8))
+    monkeypatch.setattr(Answering, "answer", answer)
+    found = level_baselines(Answering(), Budget(1, 1, 1), 123, 0)
+    assert found == Baselines(0.5, 1.0, 0.25, 1.0, 8)
+    assert [type(each) for each in (found.random, found.optimal_return, found.draws)] == [
+        float,
+        float,
+        int,
+    ]
+
+
+def test_a_class_without_a_file_shares_its_cache_with_no_other(monkeypatch):
+    one, other = (type("Mine", (Bandit,), {"__module__": "unknown"}) for _ in range(2))
+    assert sources(one) == sources(one) != sources(other)
+    nowhere = ModuleType("nowhere")
+    nowhere.__file__ = "/nowhere.py"
+    monkeypatch.setitem(__import__("sys").modules, "nowhere", nowhere)
+    assert len(sources(type("Mine", (Bandit,), {"__module__": "nowhere"}))) >= 2

@@ -17,7 +17,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from ragen.core.user_code import UserCodeError
-from ragen.envs.contract import Reading, is_picture
+from ragen.envs.contract import Baselines, Reading, is_picture
 
 MAX_CHARS = 100_000
 """Length of a text that the key ``env.max_chars`` allows by default."""
@@ -25,6 +25,8 @@ JSON_CHARS = 1_000_000
 """Length of an info or a snapshot as JSON."""
 PICTURE_CELLS = 100_000
 """Cells of a picture."""
+MAX_REWARD = 1e30
+"""Size of a reward or an expected return: sums and squares of such numbers are finite."""
 DEPTH = 100
 """Levels of lists and dicts in each other, in an info or a snapshot."""
 
@@ -57,20 +59,52 @@ def action_names(value: Any, call: str, max_chars: int) -> tuple[str, ...] | Non
 
 
 def reward(value: Any) -> float:
-    """A finite real number, also one of NumPy or an array of one."""
-    if type(value) is not float:
-        number = scalar_of(value)
-        if not isinstance(number, numbers.Real):
-            raise UserCodeError(
-                f"step returned {shortened(value)} as reward: a finite number is expected"
-            )
+    """A real number of at most `MAX_REWARD`, also one of NumPy or an array of one."""
+    if type(value) is float and -MAX_REWARD <= value <= MAX_REWARD:
+        return value
+    return _number(value, "step", "reward")
+
+
+def _number(value: Any, call: str, what: str) -> float:
+    number = scalar_of(value)
+    if isinstance(number, numbers.Real):
         try:
-            value = float(number)
+            number = float(number)
         except OverflowError:
-            value = math.inf
-    if not math.isfinite(value):
-        raise UserCodeError(f"step returned {value} as reward: a finite number is expected")
-    return float(value)
+            number = math.inf
+        if abs(number) <= MAX_REWARD:
+            return number
+    raise UserCodeError(
+        f"{call} returned {shortened(number)} as {what}: a finite number is expected, at most "
+        f"{MAX_REWARD:g} in size"
+    )
+
+
+def baselines(value: Any) -> Baselines | None:
+    """Baselines in plain numbers: chances of success from 0 to 1, the optimal one the highest."""
+    if value is None:
+        return None
+    if not isinstance(value, Baselines):
+        raise _unfit("baselines", value, "its answer", "a Baselines or None is expected")
+
+    def number(name: str) -> float:
+        return _number(getattr(value, name), "baselines", name)
+
+    random, random_return = number("random"), number("random_return")
+    optimal = None if value.optimal is None else number("optimal")
+    optimal_return = None if value.optimal_return is None else number("optimal_return")
+    highest = 1.0 if optimal is None else optimal
+    if not -1e-9 <= random <= highest + 1e-9 <= 1 + 2e-9:
+        raise UserCodeError(
+            f"baselines returned {random:g} as random and {value.optimal} as optimal: chances with "
+            "0 ≤ random ≤ optimal ≤ 1 are expected"
+        )
+    draws = scalar_of(value.draws)
+    if draws is not None:
+        if not isinstance(draws, numbers.Integral) or draws < 1:
+            raise _unfit("baselines", draws, "draws", "a number of episodes or None is expected")
+        draws = int(draws)
+    return Baselines(random, optimal, random_return, optimal_return, draws)
 
 
 def flag(value: Any, call: str, what: str) -> bool:
@@ -142,7 +176,7 @@ def reading(value: Any, max_chars: int) -> Reading | None:
             f"read_thought returned {type(value).__name__}: a Reading or None is expected"
         )
     stated, true = scalar_of(value.stated), scalar_of(value.true)
-    counts = isinstance(stated, int) and isinstance(true, int)
+    counts = isinstance(stated, numbers.Integral) and isinstance(true, numbers.Integral)
     if not counts or not 0 <= true <= stated:
         raise UserCodeError(
             f"read_thought returned {shortened(value)}: counts with true ≤ stated are expected"

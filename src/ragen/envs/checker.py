@@ -38,14 +38,18 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
         >>> from ragen.envs.registry import make
         >>> check(make("bandit"))
     """
-    name = getattr(env, "name", type(env).__name__)
+    name = type(env).__name__
     running = set(STARTED)
     try:
         with boundary("check"):
+            name = getattr(env, "name", name)
             for attribute in ("name", "goal", "rules"):
                 text = getattr(env, attribute, None)
                 _require(isinstance(text, str) and text != "", f"{attribute} must be a text")
                 answers.text(text, "the environment", attribute, answers.MAX_CHARS)
+            for attribute in ("draws", "reads_thoughts"):
+                value = getattr(env, attribute, None)
+                _require(type(value) is bool, f"{attribute} must be a bool")
             for level in range(levels):
                 _check_level(env, level, steps)
             _check_unknown_action(env)
@@ -219,12 +223,7 @@ def _check_baselines(env: Env, level: int) -> None:
     if plan is not None:
         legal = all(action in (env.actions or plan) for action in plan)
         _require(1 <= len(plan) <= 2 and legal, "solve must return 1 to 2 legal actions of 2")
-    if known is not None:
-        optimal = known.random if known.optimal is None else known.optimal
-        possible = all(0 <= chance <= 1 + 1e-9 for chance in (known.random, optimal))
-        _require(possible, "baselines must give chances from 0 to 1")
-        best = known.random <= optimal + 1e-9
-        _require(best, "baselines: random play cannot beat optimal play")
+    answers.baselines(known)
 
 
 def _check_snapshot(env: Env, level: int, steps: int) -> None:

@@ -6,14 +6,17 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from functools import partial
+from typing import Any, TypeVar, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import LOAD_S, installed, load_object
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.contract import Env
+
+Built = TypeVar("Built")
 
 GROUP = "ragen.envs"
 """Entry-point group under which packages register their environments."""
@@ -92,15 +95,15 @@ def make(name: str, **params: Any) -> Env:
     return build_env(env_factory(name, **params), name)
 
 
-def build_env(factory: Callable[[], Env], name: str) -> Env:
-    """Call a factory behind the boundary.
+def build_env(build: Callable[[], Built], name: str) -> Built:
+    """Call a function that builds the environment, or is a part of that, behind the boundary.
 
     Raises:
         RagenError: The class refuses its parameters, raises, or takes too long.
     """
     try:
         with boundary("being made", LOAD_S):
-            return factory()
+            return build()
     except UserCodeError as failure:
         if isinstance(failure.__cause__, RagenError):
             raise failure.__cause__ from None
@@ -141,7 +144,7 @@ def env_factory(name: str, **params: Any) -> Callable[[], Env]:
     """
     cls = env_class(name)
     settings = {**(ENVS[name].params if name in ENVS else {}), **params}
-    _check_params(name, cls, settings)
+    build_env(partial(_check_params, name, cls, settings), name)
 
     def factory() -> Env:
         env = cls(**settings)
@@ -182,7 +185,8 @@ def parameter_names(name: str) -> list[str]:
         >>> parameter_names("frozen-lake")
         ['size', 'p_frozen', 'success_probability', 'observation']
     """
-    signature = inspect.signature(env_class(name)).parameters.values()
+    cls = env_class(name)
+    signature = build_env(partial(inspect.signature, cls), name).parameters.values()
     return [p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
@@ -194,14 +198,19 @@ def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
     signature = inspect.signature(cls).parameters.values()
     known = parameter_names(name)
     open_ended = any(p.kind == p.VAR_KEYWORD for p in signature) and "__init__" in vars(cls)
-    hints = get_type_hints(cls.__init__, include_extras=True)
+    # An annotation may name what is imported for type checkers only.
+    hints = get_type_hints(cls.__init__, include_extras=True) if params else {}
     for key, value in params.items():
         if key not in known and not open_ended:
             has = f"it has {', '.join(known)}" if known else "it has none"
             hint = f"{has}{nearest(key, known)}"
             raise RagenError(f"environment {name} has no parameter {key!r}; {hint}")
         try:
-            TypeAdapter(hints.get(key, Any)).validate_python(value, strict=True)
+            adapter = TypeAdapter(hints.get(key, Any))
+        except PydanticSchemaGenerationError:
+            continue  # a type that only the class itself can check
+        try:
+            adapter.validate_python(value, strict=True)
         except ValidationError as error:
             raise RagenError(
                 f"environment {name}: {key} = {value!r} does not fit: "

@@ -35,14 +35,23 @@ def random_player(seed: int) -> Player:
     generator = np.random.Generator(np.random.PCG64(seed))
 
     def play(env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        with boundary("actions"):
-            names = env.actions
+        names, name = _about(env)
         if names is None:
-            raise RagenError(f"{env.name} takes free text: there is no random player for it")
+            raise RagenError(f"{name} takes free text: there is no random player for it")
         count = min(actions_left, actions_per_turn)
         return [pick(generator, names) for _ in range(count)]
 
     return play
+
+
+def _about(env: Env) -> tuple[tuple[str, ...] | None, str]:
+    """The environment's actions and its name."""
+    with boundary("actions"):
+        return answers.action_names(env.actions, "actions", answers.MAX_CHARS), _name_of(env)
+
+
+def _name_of(env: Env) -> str:
+    return getattr(env, "name", type(env).__name__)  # `registry.make` sets it
 
 
 def solver(
@@ -66,8 +75,9 @@ def solver(
     with boundary("solve"):
         answer = env.solve(turns_left, actions_left, actions_per_turn)
         actions = answers.action_names(answer, "solve", answers.MAX_CHARS)
+        name = _name_of(env)
     if actions is None:
-        raise RagenError(f"{env.name} has no solver; {instead}")
+        raise RagenError(f"{name} has no solver; {instead}")
     return list(actions)
 
 
@@ -88,13 +98,14 @@ def human(
         >>> human(make("sokoban"), 5, 10, 5, lambda text: next(lines))
         ['Right', 'Down']
     """
-    if env.actions is None:
+    names, _ = _about(env)
+    if names is None:
         return [ask("> ")]
     limit = min(actions_left, actions_per_turn)
-    question = f"{' '.join(env.actions)} (up to {limit}) > "
+    question = f"{' '.join(names)} (up to {limit}) > "
     while True:
         try:
-            return read_actions(ask(question), env.actions, limit)
+            return read_actions(ask(question), names, limit)
         except ValueError as problem:
             question = f"{problem} > "
 

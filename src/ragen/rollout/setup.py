@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +15,7 @@ from ragen.core.user_code import Stopwatch
 from ragen.envs.answers import MAX_CHARS
 from ragen.envs.contract import Env
 from ragen.envs.isolation import Workers
-from ragen.envs.registry import build_env, closing_env, env_factory
+from ragen.envs.registry import build_env, env_factory
 from ragen.rollout.chat import Chat
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.prompt import prefill
@@ -102,20 +103,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
     if env.isolate:
         workers = Workers(env.name, env.params, env.timeout_s, env.memory_gb)
     make = workers.make if workers else env_factory(env.name, **env.params)
-    try:
-        with closing_env(build_env(make, env.name)) as built:  # so that errors show before the run
-            unread = NEED_READING.intersection(config.reward.terms)
-            if unread and not built.reads_thoughts:
-                raise RagenError(
-                    f"reward.terms.{min(unread)}: the environment {built.name} cannot read "
-                    "thoughts; leave the term out, or give the environment a read_thought "
-                    "(docs/environments.md)"
-                )
-    except RagenError:
-        if workers is not None:
-            workers.close()
-        raise
-    return Setup(
+    setup = Setup(
         env=env.name,
         make=make,
         turns=env.max_turns,
@@ -136,6 +124,19 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         max_chars=env.max_chars,
         workers=workers,
     )
+    try:
+        with closing(build_env(setup.make_env, env.name)) as built:  # errors show before the run
+            unread = NEED_READING.intersection(config.reward.terms)
+            if unread and not built.reads_thoughts:
+                raise RagenError(
+                    f"reward.terms.{min(unread)}: the environment {env.name} cannot read thoughts; "
+                    "leave the term out, or give the environment a read_thought "
+                    "(docs/environments.md)"
+                )
+    except RagenError:
+        setup.close()
+        raise
+    return setup
 
 
 @dataclass(frozen=True, slots=True)
