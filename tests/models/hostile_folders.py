@@ -92,7 +92,7 @@ def _header(text: bytes, length: int | None = None) -> Callable[[Path], None]:
     return _text("model.safetensors", size.to_bytes(8, "little") + text + b"\0" * 64)
 
 
-def _sparse(path: Path) -> None:
+def sparse(path: Path) -> None:
     """A terabyte of zeros that takes no space, with a header that describes it."""
     side = 2**19
     header = json.dumps(
@@ -133,7 +133,11 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
         "model.safetensors", lambda p: p.symlink_to("/dev/zero")
     ),
     "weights that lead in a circle": _replaced("model.safetensors", lambda p: p.symlink_to(p)),
-    "weights of a terabyte": _replaced("model.safetensors", _sparse),
+    "an index whose metadata is a list": lambda folder: (
+        _index("lm_head.safetensors")(folder)
+        or set_field(folder, "model.safetensors.index.json", metadata=[])
+    ),
+    "weights of a terabyte": _replaced("model.safetensors", sparse),
     "an endless header": _header(b"{", 2**62),
     "a header of another length": _header(
         b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'
@@ -178,6 +182,21 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     ),
     "heads below zero": _fields("config.json", num_key_value_heads=-2),
     "a large padding id": _fields("config.json", pad_token_id=BIG),
+    "a billion positions": _fields("config.json", max_position_embeddings=BIG),
+    "a billion positions by another name": _fields("config.json", max_seq_len=BIG),
+    "outputs without names": _fields("config.json", return_dict=False),
+    "a part that the model does not have": _fields("config.json", text_config={"a": 1}),
+    "a part that is a number": _fields("config.json", decoder=3),
+    "a method of the library": _fields("config.json", to_dict={}),
+    "a table of the library": _fields("config.json", sub_configs={"a": 1}),
+    "labels that are text": _fields("config.json", id2label="x"),
+    "an unknown dtype": _fields("config.json", dtype="x"),
+    "kernels by number": _fields("config.json", _attn_implementation=1),
+    "a quantisation of text": _fields("config.json", quantization_config="x"),
+    "a tokenizer class of a number": _fields("tokenizer_config.json", tokenizer_class=0),
+    "added tokens that are a list": _fields("tokenizer_config.json", added_tokens_decoder=[1]),
+    "an argument of the library": _fields("tokenizer_config.json", tokenizer_object="x"),
+    "a padding id of text": _fields("generation_config.json", pad_token_id="x"),
     "an unknown activation": _fields("config.json", hidden_act="theirs"),
     "a kernel of the Hub": _fields("config.json", _attn_implementation="evil/kernel"),
     "another kernel of the Hub": _fields("config.json", attn_implementation={"": "evil/kernel"}),
@@ -192,6 +211,16 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a tokenizer in another file": _fields("tokenizer_config.json", tokenizer_file="/dev/zero"),
     "an endless normaliser": _normalizer(type="Sequence", normalizers=[_DOUBLING] * 60),
     "an endless pattern": _normalizer(type="Replace", pattern={"Regex": "(([^x])*)*x"}, content=""),
+    "a normaliser that erases": _normalizer(
+        type="Replace", pattern={"Regex": "[^<>|]"}, content=""
+    ),
+    "a model whose words are all unknown": _fields(
+        "tokenizer.json",
+        model={"type": "WordLevel", "vocab": {"?": 1, "!": 2}, "unk_token": "?"},
+    ),
+    "a token far away": _fields(
+        "tokenizer.json", model={"type": "BPE", "vocab": {"a": BIG}, "merges": []}
+    ),
     "padding to a billion": _fields(
         "tokenizer.json",
         padding={

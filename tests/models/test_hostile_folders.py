@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,9 @@ import torch
 
 from ragen.cli.main import main
 from ragen.core.errors import RagenError
-from ragen.models import loading
+from ragen.models import loading, model_files
 from ragen.models.adapter_folder import put_on, save_adapter
-from ragen.models.loading import load_policy, save_model
+from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.models.lora import attach
 from ragen.models.names import EMBEDDED, base_of, embedded_folder
 from tests.models.hostile_folders import (
@@ -34,10 +35,16 @@ from tests.models.hostile_folders import (
     reaction,
     run_folder,
     set_field,
+    sparse,
 )
 from tests.tiny import tiny_model, tiny_tokenizer
 
 WORDS = tiny_tokenizer("chatml")
+RAW = re.compile(
+    "has no attribute|not supported between|does not support|unhashable|argument of type|"
+    "list indices|name must be string|not callable"
+)
+"""Words of Python, which name neither a file nor a field."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +79,7 @@ def test_a_trap_in_a_folder_is_one_line_before_a_run_begins(
     with limited_memory():
         kind, text = reaction(folder, whole_run=True)
     assert kind == ("loaded" if name in LOADED else "refused"), text
+    assert not RAW.search(text)
     assert executed(good) == []
 
 
@@ -142,11 +150,19 @@ def test_a_model_in_the_layout_of_the_hub_cache_is_loaded(folder: Path, tmp_path
     assert torch.equal(loaded(probe).logits, model(probe).logits)
 
 
+def test_a_token_far_away_is_refused_before_tables_are_filled(folder: Path) -> None:
+    HOSTILE["a token far away"](folder)
+    with limited_memory(2**29), pytest.raises(RagenError, match="a token has the id 1000000000"):
+        load_tokenizer(folder, folder)
+
+
 def test_two_shards_with_one_tensor_are_refused(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "a.safetensors")
     (folder / "model.safetensors").rename(folder / "b.safetensors")
     places = {"x": "a.safetensors", "y": "b.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
     with pytest.raises(RagenError, match=r"b\.safetensors and a\.safetensors both hold"):
         load_policy(folder, "cpu", "float32")
 
@@ -231,3 +247,30 @@ def test_an_adapter_that_is_a_pipe_is_refused(good: Path, tmp_path: Path) -> Non
     base, _ = load_policy(good, "cpu", "float32")
     with pytest.raises(RagenError, match="is no regular file"):
         put_on(base, tmp_path)
+
+
+def test_weights_of_a_terabyte_are_refused_before_they_are_hashed_or_read(
+    good: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    HOSTILE["weights of a terabyte"](folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_files.os, "sysconf", lambda _: 2**17)  # a memory of 16 GiB
+    for command in (
+        ["eval", str(folder), "--env", "bandit"],
+        ["play", "bandit", "--player", str(folder)],
+    ):
+        start = time.perf_counter()
+        assert main(command) == 2
+        assert "the weights take 1024 GiB" in capsys.readouterr().err
+        assert time.perf_counter() - start < 30
+    model, _ = load_policy(good, "cpu", "float32")
+    attach(model, ("policy",), rank=3, alpha=6, targets="all-linear", seed=0, base=str(good))
+    save_adapter(model, tmp_path / "adapter")
+    sparse(tmp_path / "adapter" / "adapter_model.safetensors")
+    base, _ = load_policy(good, "cpu", "float32")
+    with pytest.raises(RagenError, match="is of another model"):
+        put_on(base, tmp_path / "adapter")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -542,6 +543,29 @@ def test_base_of_finds_a_relinked_or_embedded_base(saved: tuple[Path, Any], base
         assert base_of(folder).endswith(ending)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": None}))
     assert "names no base model" in message(base_of, folder)
+
+
+def test_a_relative_base_begins_in_the_working_directory_or_in_the_adapters_folder(
+    saved: tuple[Path, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = saved
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+
+    def name(base_name: str) -> None:
+        text = json.dumps(config | {"base_model_name_or_path": base_name})
+        (folder / ADAPTER_CONFIG).write_text(text)
+
+    name(base.name)
+    monkeypatch.chdir(base.parent)
+    assert base_of(folder) == base.name
+    name(os.path.relpath(base, folder))
+    monkeypatch.chdir(folder)
+    assert Path(base_of(folder)).samefile(base)
+    monkeypatch.chdir("/")
+    assert Path(base_of(folder)).samefile(base)
+    for gone in ("./gone", "../gone/base", "a/b/c"):
+        name(gone)
+        assert "leads nowhere from the working directory and from" in message(base_of, folder)
 
 
 @pytest.mark.parametrize("other", [{"rank": 4}, {"alpha": 3}, {"targets": "q_proj"}])

@@ -80,8 +80,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             on another base.
     """
     path = folder / ADAPTER_WEIGHTS
-    shapes(path)  # a header that is damaged is reported there
-    tensors = load_file(path)
+    found = shapes(path)
     base = read_object(folder / BASE) if (folder / BASE).exists() else {}
     if base.get("fingerprint") not in (None, fingerprint_of_base(model)):
         name = model.peft_config["policy"].base_model_name_or_path
@@ -90,13 +89,16 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             "weights that it was trained on"
         )
     own = adapter_tensors(model)
-    for name in sorted(own.keys() | tensors.keys()):
-        here, there = (list(each[name].shape) if name in each else None for each in (own, tensors))
+    for name in sorted(own.keys() | found.keys()):
+        here = list(own[name].shape) if name in own else None
+        there = found.get(name)
         if here != there:
             raise RagenError(
                 f"the adapter {folder} is of another model: {name} is {there or 'missing'} in it "
                 f"and {here or 'missing'} here"
             )
+    tensors = load_file(path)
+    for name in sorted(tensors):
         if not bool(torch.isfinite(tensors[name]).all()):
             raise RagenError(f"the adapter {folder} is damaged: {name} holds NaN or infinity")
     with torch.no_grad():

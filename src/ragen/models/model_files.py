@@ -7,9 +7,12 @@ line which file is at fault. Loads no torch.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from ragen.core.errors import RagenError
@@ -17,9 +20,28 @@ from ragen.core.errors import RagenError
 MOST_BYTES = 2**28
 """Of a file without weights; the largest tokenizers have a tenth of it."""
 
-LOOPED = ("layer", "num_labels", "depth", "stage")
+LOOPED, MOST_LOOPS = ("layer", "num_labels", "depth", "stage"), 2000
 """Parts of the names of numbers that a library builds so many objects for, and their bound."""
-MOST_LOOPS = 2000
+POSITIONS, MOST_POSITIONS = ("position", "seq", "ctx", "context"), 2**24
+"""Parts of the names of lengths that a library builds masks and tables for, and their bound; the
+longest models know 10 million positions."""
+
+KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("model_type", "tokenizer_class"), (str, NoneType)),
+    **dict.fromkeys(("_attn_implementation", "attn_implementation"), (str, dict, NoneType)),
+    **dict.fromkeys(("id2label", "quantization_config", "watermarking_config"), (dict, NoneType)),
+    **dict.fromkeys(("added_tokens_decoder", "per_layer_config"), (dict,)),
+    "auto_map": (dict, list),
+    "num_labels": (int, NoneType),
+    "pad_token_id": (int, NoneType),
+    "return_dict": (bool,),
+    "split_special_tokens": (bool,),
+}
+"""What the values of keys are that libraries use without a check."""
+DTYPE = r"None|auto|(torch\.)?b?float\w+"
+"""Types of weights, as torch names them."""
+INTERNAL = ("attribute_map", "sub_configs", "tokenizer_object", "init_inputs", "gguf_file")
+"""Names of a library's own attributes and arguments, which no file has to set."""
 
 INDEX = "model.safetensors.index.json"
 OBJECTS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -45,7 +67,7 @@ def check_files(folder: Path) -> None:
             )
     for name in OBJECTS:
         if (folder / name).exists():
-            read_object(folder / name)
+            _check_kinds(read_object(folder / name), folder / name)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -77,7 +99,16 @@ def check_config(raw: dict[str, Any], path: Path) -> None:
     Raises:
         RagenError: It does.
     """
+    _check_kinds(raw, path)
+    if raw.get("return_dict") is False:
+        raise RagenError(
+            f"{path}: return_dict = false, but a model's outputs are read by name; remove this key"
+        )
     for key, value in _entries(raw):
+        if key in ("dtype", "torch_dtype") and not re.fullmatch(DTYPE, str(value)):
+            raise RagenError(
+                f"{path}: {key} = {shown(value)} is no type of weights; use one such as bfloat16"
+            )
         if key == "transformers_weights" and value is not None:
             raise RagenError(
                 f"{path}: transformers_weights names the file of the weights, which is not "
@@ -87,14 +118,26 @@ def check_config(raw: dict[str, Any], path: Path) -> None:
             raise RagenError(
                 f"{path}: {key} names code on the Hub, which is never run here; remove this key"
             )
-        if (
-            any(part in key for part in LOOPED)
-            and isinstance(value, int | float)
-            and not abs(value) <= MOST_LOOPS
-        ):
+        for parts, most in ((LOOPED, MOST_LOOPS), (POSITIONS, MOST_POSITIONS)):
+            is_counted = any(part in key for part in parts) and isinstance(value, int | float)
+            if is_counted and not abs(value) <= most:
+                raise RagenError(
+                    f"{path}: {key} = {shown(value)}, but at most {most} make sense; use the "
+                    "model's own config.json"
+                )
+
+
+def _check_kinds(raw: dict[str, Any], path: Path) -> None:
+    """Refuse values of a wrong kind, of which a library would only say what it cannot do."""
+    for key, value in raw.items():
+        if key in INTERNAL:
+            raise RagenError(f"{path}: {key} is no setting of a model; remove this key")
+        if key in KINDS and not isinstance(value, KINDS[key]):
+            names = {bool: "true or false", dict: "an object", int: "a whole number", str: "text"}
+            expected = " or ".join(names[kind] for kind in KINDS[key] if kind in names)
             raise RagenError(
-                f"{path}: {key} = {shown(value)}, but at most {MOST_LOOPS} make sense; use the "
-                "model's own config.json"
+                f"{path}: {key} = {shown(value)}, but it must be {expected}; use the model's own "
+                f"{path.name}"
             )
 
 
@@ -122,9 +165,11 @@ def weight_files(folder: Path, name: str | Path) -> list[Path]:
             "pickles can run code when they are read: where you trust them, convert them once with "
             "transformers (from_pretrained, then save_pretrained)"
         )
-    places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise RagenError(f"{index} has no table weight_map: copy or download the model again")
+    content = read_object(index)
+    for key in ("weight_map", "metadata"):
+        if not isinstance(content.get(key), dict) or not content["weight_map"]:
+            raise RagenError(f"{index} has no table {key}: copy or download the model again")
+    places = content["weight_map"]
     for shard in places.values():
         is_name = isinstance(shard, str) and shard == Path(shard).name
         if not is_name or not shard.endswith(".safetensors"):
@@ -141,6 +186,21 @@ def weight_files(folder: Path, name: str | Path) -> list[Path]:
             f"({len(missing)} of {len(shards)} shards); copy or download it again"
         )
     return [folder / shard for shard in shards]
+
+
+def refuse_huge(files: list[Path]) -> None:
+    """Refuse weights that cannot be loaded here, before they are read: a sparse file takes no disk.
+
+    Raises:
+        RagenError: They take more than twice the machine's memory (bfloat16 halves float32).
+    """
+    size = sum(file.stat().st_size for file in files)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > 2 * memory:
+        raise RagenError(
+            f"{files[0]}: the weights take {size / 2**30:.0f} GiB, and this machine has "
+            f"{memory / 2**30:.0f} GiB of memory: use a smaller model"
+        )
 
 
 def count_weights(files: list[Path]) -> int:

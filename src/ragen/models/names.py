@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from ragen.core.errors import RagenError
-from ragen.models.model_files import read_object
+from ragen.models.model_files import check_files, read_object, refuse_huge
 from ragen.storage.checkpoint import STATE, hash_file, newest
 
 EMBEDDED = {
@@ -102,11 +102,18 @@ def is_available_offline(name: str | Path) -> bool:
 
 
 def hash_model_folder(folder: Path) -> str:
-    """A hash of the files that decide what a policy says: weights, tokenizer, template, config."""
+    """A hash of the files that decide what a policy says: weights, tokenizer, template, config.
+
+    Raises:
+        RagenError: An entry is no regular file, or the weights are far larger than memory.
+    """
+    check_files(folder)
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(chain.from_iterable(map(folder.glob, POLICY_FILES))):
-        if path.is_file() and path.name != STATE:
-            digest.update(f"{path.name} {hash_file(path)}\n".encode())
+    paths = sorted(chain.from_iterable(map(folder.glob, POLICY_FILES)))
+    files = [path for path in paths if path.is_file() and path.name != STATE]
+    refuse_huge(files)
+    for path in files:
+        digest.update(f"{path.name} {hash_file(path)}\n".encode())
     return digest.hexdigest()
 
 
@@ -130,7 +137,8 @@ def is_adapter(path: str | Path) -> bool:
 def base_of(path: str | Path) -> str:
     """The folder or hub id of the base model: for a PEFT folder the one in its config, else `path`.
 
-    An embedded model of another installation is found in this one.
+    A relative path begins in the working directory, or else in the PEFT folder. An embedded model
+    of another installation is found in this one.
 
     Raises:
         RagenError: The config cannot be read or names no base, or the base's folder is gone.
@@ -150,9 +158,17 @@ def base_of(path: str | Path) -> str:
         return name
     if base.parts[-4:-1] == ("ragen", "models", "bases") and embedded.is_dir():
         return str(embedded)
+    if (folder / base).is_dir():
+        return str(folder / base)
     if base.is_absolute():
         raise RagenError(
             f"the adapter {folder} belongs to the model {name}, which is gone: put it back, or "
             "put a link there to its new place"
+        )
+    if name[0] in ".~" or len(base.parts) > 2:  # a hub id is a name, or owner/name
+        raise RagenError(
+            f"the adapter {folder} belongs to the model {name}, a path that leads nowhere from the "
+            "working directory and from the adapter's folder: set base_model_name_or_path in "
+            f"{ADAPTER_CONFIG} to the full path"
         )
     return name

@@ -21,7 +21,14 @@ from huggingface_hub.errors import (
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from ragen.core.errors import RagenError
-from ragen.models.model_files import check_config, check_files, read_object, shown, weight_files
+from ragen.models.model_files import (
+    check_config,
+    check_files,
+    read_object,
+    refuse_huge,
+    shown,
+    weight_files,
+)
 from ragen.models.names import is_adapter
 
 PATIENCE_S = 5.0
@@ -106,6 +113,8 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
             f"the model '{name}' brings code of its own, which is never run here; use one "
             "whose architecture is part of transformers"
         )
+    if hidden := [key for key in raw if callable(getattr(PreTrainedConfig, key, None))]:
+        raise RagenError(f"{path}: {hidden[0]} is no setting of a model; remove this key")
     with load_errors(name, str(path)):
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -119,7 +128,15 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
             "was made from"
         )
     with load_errors(name, str(path)):
-        _check_numbers(config.get_text_config(), path)
+        text = config.get_text_config()
+    if not isinstance(text, PreTrainedConfig):
+        part = next((key for key, value in raw.items() if value == text), "a part")
+        raise RagenError(
+            f"{path}: {part} = {shown(text)}, but a {config.model_type} model has no such part; "
+            "remove this key"
+        )
+    with load_errors(name, str(path)):
+        _check_numbers(text, path)
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         # Only the eager attention of transformers caps the scores; the others ignore the cap.
         config._attn_implementation = "eager"
@@ -154,7 +171,8 @@ def check_weights(folder: Path, name: str | Path) -> list[Path]:
     """The files of the weights, all of them safetensors in the folder.
 
     Raises:
-        RagenError: They are not there, are of another kind, or are pointer files of git-lfs.
+        RagenError: They are not there, are of another kind, are pointer files of git-lfs, or are
+            far larger than memory.
     """
     for file in folder.glob("*.safetensors"):
         with load_errors(name), file.open("rb") as opened:
@@ -164,7 +182,9 @@ def check_weights(folder: Path, name: str | Path) -> list[Path]:
                 f"the model '{name}' was cloned without its weights: {file.name} is a note of "
                 "git-lfs; run `git lfs pull` in the folder, or name the model by its id"
             )
-    return weight_files(folder, name)
+    files = weight_files(folder, name)
+    refuse_huge(files)
+    return files
 
 
 @contextmanager

@@ -35,6 +35,8 @@ MOST_BYTES = 2**30
 BYTES_PER_BYTE = 32
 MOST_CHARACTERS = 100_000
 """What a template may write besides the messages."""
+MOST_IDS = 2**24
+"""The largest id of a token: tables of tokens end there. Large vocabularies have 10**5 to 10**6."""
 
 MESSAGES = 40
 LONG = "<think>Go (0, 1) | then {left} </think>\n<answer>Up\t1+1=2</answer> é🙂 " * 10
@@ -150,7 +152,13 @@ def main(folder: Path) -> None:
     """Try all templates of `folder` with its tokenizer."""
     file = folder / "tokenizer.json"
     limit_resources(file)
-    encode = Tokenizer.from_file(str(file)).encode if file.is_file() else None
+    encode = None
+    if file.is_file():
+        tokenizer = Tokenizer.from_file(str(file))
+        largest = max(tokenizer.get_vocab().values(), default=0)
+        if largest > MOST_IDS:
+            sys.exit(f"tokenizer.json: a token has the id {largest}, of at most {MOST_IDS}")
+        encode = tokenizer.encode
     read = settings(folder / "tokenizer_config.json")
     tokens = {
         name: str(token.get("content") if isinstance(token, dict) else token)
