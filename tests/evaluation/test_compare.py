@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.special import stdtrit
 
 from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
-from ragen.core.statistics import mcnemar, smallest_detectable
+from ragen.core.statistics import binomial_variance, mcnemar, smallest_detectable
 from ragen.core.tables import markdown
 from ragen.envs.contract import Baselines
 from ragen.envs.registry import make
@@ -159,6 +160,21 @@ def test_success_is_aggregated_over_several_environments(tmp_path: Path) -> None
     (last,) = closing_sections(comparisons)
     assert [row[:2] for row in last.rows] == [(f"{a} (2 seeds), 2 environments", "0.75")]
     assert "in 10% of such suites of 2, at least one misses the truth" in " ".join(last.lines)
+
+
+@pytest.mark.parametrize("won", [0, 32, 64])
+def test_scores_of_seeds_that_agree_have_a_width(tmp_path: Path, won: int) -> None:
+    a, b = run_folders(tmp_path, "ab")
+    solved = {name: levels(won, 64 - won) for name in (a, b, "random")}
+    envs = {name: {"env": name} for name in ("bandit", "bandit-rev")}
+    comparisons = list(compare_in_envs([a, b], ["random"], envs, {}, scripted(solved)))
+    (last,) = closing_sections(comparisons)
+    low, high = (float(end) for end in last.rows[0][2].split(" – "))
+    # The score is twice as uncertain as the success, from .25 to .75: ± t · 2 · √(noise / 4).
+    half = float(stdtrit(2, 0.975)) * binomial_variance(won / 64, 64) ** 0.5
+    assert high - low == pytest.approx(2 * half, abs=0.011)
+    for each in comparisons:
+        assert 0 <= each.a.success.low < each.a.success.high <= 1
 
 
 def test_failed_episodes_are_reported() -> None:

@@ -121,7 +121,8 @@ def bootstrap_mean(values: Sequence[float], clusters: Sequence[int]) -> Interval
 
     Coverage is 93.5–96.5 % from 8 clusters on for values without a long tail. For returns of two
     kinds it needs 32 clusters if the rarer kind is a fifth or more, and 64 if it is a tenth; if it
-    is an eighth, coverage is 87 % with 16 clusters and 92 % with 32.
+    is an eighth, coverage is 87 % with 16 clusters and 92 % with 32. Values that are all equal have
+    no width: they do not show which others there are.
 
     Raises:
         ValueError: There are no values, or the lengths differ.
@@ -270,7 +271,7 @@ def mcnemar(gains: Sequence[int]) -> float:
     return min(1.0, float(chances[sums >= abs(sum(gains))].sum()))
 
 
-def interquartile_mean(strata: Sequence[Sequence[float]], trials: int = 0) -> Interval:
+def interquartile_mean(strata: Sequence[Sequence[float]], noise: float = 0.0) -> Interval:
     """Mean of the middle half of all scores, with a bootstrap interval; a stratum per environment.
 
     A quarter of the scores, rounded down, is omitted at each end, so that one lucky or collapsed
@@ -278,8 +279,9 @@ def interquartile_mean(strata: Sequence[Sequence[float]], trials: int = 0) -> In
     al. 2021, arXiv:2108.13264). A score is a seed's success rate over levels; single episodes,
     which are 0 or 1, have no useful middle half. The interval generalizes to other seeds on the
     same levels. Its bounds are expanded as in `bootstrap_mean`, n the seeds of the smallest
-    stratum. If the scores are rates over `trials` episodes, the interval is at least as wide as
-    Student's with their binomial variance (`mean_interval`): seeds that agree have a width, too.
+    stratum. `noise` is the variance that a single score has by its own measurement, on average
+    (`binomial_variance` for a rate): the interval contains Student's with it (`mean_interval`), so
+    seeds that agree have a width, too.
 
     Coverage with normal scores, in per cent by seeds per stratum: one stratum 75 (3 seeds), 88 (4),
     93 (5), 95 (6), 97 (8 to 12), 96 (16, 20); three strata 90–94 (3), 94–95 (5 to 10). Bootstrap
@@ -304,11 +306,8 @@ def interquartile_mean(strata: Sequence[Sequence[float]], trials: int = 0) -> In
     low, high = np.quantile(_middle_mean(np.concatenate(drawn, 1)), [tail, 1 - tail])
     every = np.concatenate(scores)
     value, freedom = float(_middle_mean(every)), len(every) - len(scores)
-    if trials:
-        noise = fmean(binomial_variance(score, trials) for score in every.tolist())
-        alone = _student(value, (noise / len(every), freedom))
-        low, high = max(0.0, min(low, alone.low)), min(1.0, max(high, alone.high))
-    return Interval(value, float(low), float(high))
+    alone = _student(value, (noise / len(every), freedom))
+    return Interval(value, min(float(low), alone.low), max(float(high), alone.high))
 
 
 def _middle_mean(scores: Floats) -> Floats:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Unpack
 
 import numpy as np
@@ -19,6 +20,7 @@ from ragen.core.errors import RagenError
 from ragen.core.statistics import (
     Floats,
     Interval,
+    binomial_variance,
     interquartile_mean,
     mcnemar,
     paired_difference,
@@ -270,7 +272,9 @@ def _arm(targets: Sequence[str], evaluations: Sequence[Evaluation]) -> Arm:
     if len(targets) == 1:
         return Arm(targets[0], tuple(evaluations), first.interval)
     scores = [evaluation.success for evaluation in evaluations]
-    success = interquartile_mean([scores], first.episodes)
+    noise = fmean(binomial_variance(score, first.episodes) for score in scores)
+    mean = interquartile_mean([scores], noise)
+    success = Interval(mean.value, max(0.0, mean.low), min(1.0, mean.high))
     return Arm(f"{targets[0]} ({len(targets)} seeds)", tuple(evaluations), success)
 
 

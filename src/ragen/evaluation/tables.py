@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from ragen.core.statistics import interquartile_mean
+from ragen.core.statistics import binomial_variance, interquartile_mean
 from ragen.core.tables import Section
 from ragen.evaluation.compare import Arm, Comparison
 from ragen.evaluation.outcomes import Outcome, describe_failures
@@ -107,9 +108,9 @@ def closing_sections(comparisons: Sequence[Comparison]) -> list[Section]:
             f"{len(comparisons)}, at least one misses the truth."
         )
         for arms in zip(*((each.a, each.b) for each in comparisons), strict=True):
-            strata = [scores for scores in map(_normalized_scores, arms) if scores]
+            strata, noises = _normalized_scores(arms)
             if strata and arms[0].num_seeds > 1:
-                mean = interquartile_mean(strata)
+                mean = interquartile_mean(strata, fmean(noises))
                 interval = f"{mean.low:.2f} – {mean.high:.2f}"
                 rows.append(
                     (f"{arms[0].name}, {len(strata)} environments", f"{mean.value:.2f}", interval)
@@ -123,10 +124,20 @@ def closing_sections(comparisons: Sequence[Comparison]) -> list[Section]:
     return [Section("Limits", tuple(lines), columns, tuple(rows))] if lines else []
 
 
-def _normalized_scores(arm: Arm) -> list[float]:
-    """Success per seed with random play as 0 and optimal play as 1; empty without a solver."""
-    return [
-        (each.success - each.random) / (each.optimal - each.random)
-        for each in arm.evaluations
-        if each.optimal is not None and each.optimal > each.random
-    ]
+def _normalized_scores(arms: Sequence[Arm]) -> tuple[list[list[float]], list[float]]:
+    """Success per seed with random play as 0 and optimal play as 1, and each score's own variance.
+
+    There is a list of scores for each arm, one arm per environment. Environments without a solver,
+    or in which optimal play is no better than random play, are left out.
+    """
+    strata, noises = [], []
+    for arm in arms:
+        scores = []
+        for each in arm.evaluations:
+            if each.optimal is not None and each.optimal > each.random:
+                span = each.optimal - each.random
+                scores.append((each.success - each.random) / span)
+                noises.append(binomial_variance(each.success, each.episodes) / span**2)
+        if scores:
+            strata.append(scores)
+    return strata, noises
