@@ -6,6 +6,7 @@ combination. So the parts of a step (microbatches, minibatches, learners) merge 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -34,7 +35,7 @@ Series = Mapping[int, float]
 
 
 def mean(value: float, weight: float = 1.0) -> Metric:
-    """A mean over `weight` items."""
+    """A mean over `weight` items, at least one."""
     return Metric(float(value), float(weight), "mean")
 
 
@@ -76,7 +77,8 @@ def _combine(name: str, a: Metric, b: Metric) -> Metric:
         case "sum":
             return total(a.value + b.value)
         case "max":
-            return largest(max(a.value, b.value))
+            # What is not a number is not hidden by one.
+            return largest(max(a.value, b.value, key=lambda value: (math.isnan(value), value)))
     return b
 
 

@@ -75,13 +75,27 @@ WINDOW = 5
 """Steps of the baseline at the start of a run, and of the trailing mean compared with it."""
 
 
+def finite(series: Series) -> Series:
+    """The steps whose value is finite: no other counts in a window.
+
+    Example:
+        >>> finite({1: 0.5, 2: math.inf})
+        {1: 0.5}
+    """
+    return {step: value for step, value in series.items() if math.isfinite(value)}
+
+
 def baseline_of(series: Series) -> float:
-    """Mean of the first `WINDOW` steps."""
-    return fmean(list(series.values())[:WINDOW])
+    """Mean of the first `WINDOW` steps with a finite value."""
+    return fmean(list(finite(series).values())[:WINDOW])
 
 
 def trailing_means(series: Series) -> list[tuple[int, float]]:
-    """Step and trailing mean wherever the window no longer overlaps the baseline's window."""
+    """Step and trailing mean wherever the window no longer overlaps the baseline's window.
+
+    Only steps with a finite value count.
+    """
+    series = finite(series)
     steps, numbers = list(series), list(series.values())
     ends = range(2 * WINDOW, len(numbers) + 1)
     return [(steps[end - 1], fmean(numbers[end - WINDOW : end])) for end in ends]
@@ -103,11 +117,13 @@ def detect_spike(norms: Sequence[float]) -> float | None:
         >>> detect_spike([0.1, 0.3, 1.0, 3.0, 4.0] * 2 + [5.2])  # the norms spread this widely
     """
     before = [norm for norm in norms[:-1] if 0 < norm < math.inf]
-    if len(before) < 2 * WINDOW or not math.isfinite(norms[-1]):
+    if len(before) < 2 * WINDOW or not 0 < norms[-1] < math.inf:
         return None
     usual = median(before)
-    spread = 1.4826 * median(abs(math.log(norm / usual)) for norm in before)
-    return usual if norms[-1] > usual * max(5, math.exp(3.5 * spread)) else None
+    middle = math.log(usual)
+    spread = 1.4826 * median(abs(math.log(norm) - middle) for norm in before)
+    excess = math.log(norms[-1]) - middle
+    return usual if excess > max(math.log(5), 3.5 * spread) else None
 
 
 # The Echo Trap: an early gain, then one rewarded template instead of varied thoughts.
@@ -170,7 +186,7 @@ def _early_gain(reward: Series) -> Sign | None:
     if not trailing:
         return None
     baseline = baseline_of(reward)
-    error = stdev(list(reward.values())[:WINDOW]) / WINDOW**0.5
+    error = stdev(list(finite(reward).values())[:WINDOW]) / WINDOW**0.5
     mark = baseline + max(0.1 * abs(baseline), 2 * error)
     step, peak = max(trailing, key=lambda point: point[1])
     lost = any(value < mark for at, value in trailing if at > step)

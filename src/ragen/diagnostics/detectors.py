@@ -1,6 +1,7 @@
 """Detectors: functions of a run's metrics that say whether the run is in trouble.
 
 A baseline is the mean of the first five steps, a trailing mean that of the last five (`collapse`).
+Steps whose value is not finite are left out.
 Where a trailing mean is read, trouble began at the first step of its window.
 
 Fewer failures explain a fall of spread or entropy if an agent whose failures shrank to a fraction f
@@ -27,6 +28,7 @@ from ragen.diagnostics.collapse import (
     WINDOW,
     baseline_of,
     detect_spike,
+    finite,
     trailing_means,
 )
 
@@ -199,7 +201,7 @@ def degenerate_text(history: History) -> Detection | None:
 
     A policy that explores may repeat tokens for a step or two and then recover.
     """
-    last = list(history.get(DEGENERATE, {}).items())[-WINDOW:]
+    last = list(finite(history.get(DEGENERATE, {})).items())[-WINDOW:]
     if len(last) < WINDOW or (value := fmean(share for _, share in last)) <= 0.5:
         return None
     return Detection(last[0][0], value, 0.0)
@@ -234,6 +236,7 @@ def mismatch(history: History) -> Detection | None:
 
 def _windowed(series: Series) -> Detection | None:
     """The trailing mean at the last step and the baseline; ``None`` before two windows are full."""
+    series = finite(series)
     if len(series) < 2 * WINDOW:
         return None
     return Detection(list(series)[-WINDOW], trailing_means(series)[-1][1], baseline_of(series))

@@ -19,6 +19,7 @@ from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import reward_std
 from ragen.algorithms.losses import k3
 from ragen.core.metrics import Metrics, largest, last, mean, total
+from ragen.core.statistics import all_equal
 from ragen.core.types import Group
 from ragen.engines.engine import Engine
 from ragen.rollout.reward_terms import repeated_ngrams, reward_term_metrics, thought_metrics
@@ -90,12 +91,16 @@ def is_degenerate(token_ids: Sequence[int]) -> bool:
 
 
 def batch_metrics(batch: Batch) -> Metrics:
-    """Explained variance of the critic and KL to the reference, where the run has them.
+    """Explained variance of the critic and KL to the reference, over all sampled tokens.
+
+    Either is left out where the run has no critic or no reference.
 
     The KL is KL(policy ‖ reference) in nats by k3, whether it is penalised in the reward or the
     loss.
     """
     mask, metrics = batch.mask_BT, Metrics()
+    if not bool(mask.any()):
+        return metrics
     if batch.values_BT is not None and batch.returns_BT is not None:
         metrics |= explained_variance(batch.values_BT[mask], batch.returns_BT[mask])
     if batch.reference_logprobs_BT is not None and batch.old_logprobs_BT is not None:
@@ -108,7 +113,7 @@ def explained_variance(values_N: Tensor, returns_N: Tensor) -> Metrics:
     """The share of the returns' variance that the critic predicts: 1 − Var(R − V) ÷ Var(R).
 
     It is 1 for a perfect critic, 0 for one that predicts the mean, and below 0 for a worse one.
-    Empty if all returns are equal.
+    Empty if all returns are equal, up to rounding.
 
     Example:
         >>> from torch import tensor
@@ -116,7 +121,8 @@ def explained_variance(values_N: Tensor, returns_N: Tensor) -> Metrics:
         >>> metrics["critic/explained_variance"].value
         0.75
     """
-    if len(returns_N) < 2 or bool(returns_N.max() == returns_N.min()):
+    returns_N, values_N = returns_N.double(), values_N.double()  # squares of large returns
+    if len(returns_N) < 2 or all_equal([returns_N.min().item(), returns_N.max().item()]):
         return {}
     unexplained = float((returns_N - values_N).var() / returns_N.var())
     return {"critic/explained_variance": mean(1 - unexplained, len(returns_N))}
