@@ -140,7 +140,7 @@ def test_a_database_of_an_older_schema_is_refused_unchanged(tmp_path: Path) -> N
 
 def test_an_unwritable_folder_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RagenError, match=r"cannot be read: .*--out DIR") as caught:
+    with pytest.raises(RagenError, match=r"cannot write .* with --out$") as caught:
         OutcomeStore(tmp_path / "file" / "evals", A)
     assert "\n" not in str(caught.value)
     with OutcomeStore(tmp_path / "evals", A) as store:

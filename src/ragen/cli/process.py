@@ -54,7 +54,7 @@ PHRASES = {
     "can't start new thread": THREADS,
     "terminated abruptly": "a process of this command was killed; memory may have run out",
 }
-"""What libraries say in a `RuntimeError` or `ImportError` when the system refuses."""
+"""What libraries say in a `RuntimeError`, `ImportError` or `SystemError` if the system refuses."""
 
 
 class OutputLost(Exception):

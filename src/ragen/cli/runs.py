@@ -108,7 +108,7 @@ def _advice(watcher: Watcher) -> str:
     from ragen.storage.checkpoint import folders
 
     if not watcher.run:
-        return "nothing had begun"
+        return "nothing was saved"
     if not folders(watcher.run):
         return f"{watcher.run} holds no checkpoint yet: train again, with another --out"
     return f"resume with: {program()} resume {watcher.run}"

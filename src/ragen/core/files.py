@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -44,6 +45,25 @@ def parse_json(text: str) -> Any:
 
 
 @contextmanager
+def system_errors() -> Iterator[None]:
+    """Raise an `OSError` where a library in Rust reports one in another class.
+
+    safetensors raises a `SafetensorError`, and tokenizers a bare `Exception`; both put the number
+    into the text.
+
+    Raises:
+        OSError: The body raised one, or such an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, OSError) or found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+
+
+@contextmanager
 def file_errors(do: str, path: object, remedy: str = "") -> Iterator[None]:
     """Report an `OSError` in the body by `cannot`.
 
@@ -51,7 +71,8 @@ def file_errors(do: str, path: object, remedy: str = "") -> Iterator[None]:
         RagenError: The body raised an `OSError`.
     """
     try:
-        yield
+        with system_errors():
+            yield
     except OSError as error:
         raise cannot(do, path, error, remedy) from None
 
@@ -112,7 +133,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        yield temporary
+        with system_errors():
+            yield temporary
         for path in [*temporary.rglob("*"), temporary]:
             flush(path)
         temporary.rename(target)

@@ -16,8 +16,9 @@ from ragen.engines.vllm_engine import Vllm
 from ragen.models import lora
 from ragen.models.adapter_folder import put_on
 from ragen.models.loading import load_policy, load_tokenizer, recompute_layers, usable_device
-from ragen.models.names import base_of, is_adapter
+from ragen.models.names import POLICY_FILES, base_of, is_adapter
 from ragen.rollout.chat import Chat
+from ragen.storage.checkpoint import STATE, is_checkpoint, sound
 
 
 def make_sampler(
@@ -76,8 +77,10 @@ def load_model(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTo
     """The model and tokenizer that a config names; for a PEFT folder the base with the adapter.
 
     Raises:
-        RagenError: As `load_policy` and `put_on`.
+        RagenError: As `load_policy` and `put_on`, or a run's checkpoint is damaged.
     """
+    if is_checkpoint(Path(path)) and (Path(path) / STATE).exists():
+        sound(Path(path), POLICY_FILES)
     settings, base, device = config.model, base_of(path), usable_device()
     model, tokenizer = load_policy(
         *(base, device, settings.dtype),

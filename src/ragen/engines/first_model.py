@@ -71,7 +71,8 @@ def find_first(config: Config, checkpoint: Path, engine_state: dict[str, Any]) -
     expected = _recorded(checkpoint, engine_state)
     if expected is None:
         is_any = name == run or not _is_needed(config, str(candidates[0] if candidates else name))
-        first = next((path for path in candidates if is_any or path == name), None)
+        intact = (path for path in candidates if path == name or (is_any and is_intact(path)))
+        first = next(intact, None)
     else:
         first = next((path for path in candidates if _identity(config, path) == expected), None)
     if first is None:

@@ -28,7 +28,14 @@ from ragen.rollout.episode import require_unchanged
 from ragen.rollout.groups import run_episodes
 from ragen.rollout.setup import BranchSpec, Setup, make_setup
 from ragen.storage.branches import MOST, Request, write_branches
-from ragen.storage.checkpoint import checkpoint_of, choose, folders, read_state, step_of
+from ragen.storage.checkpoint import (
+    checkpoint_of,
+    choose,
+    folders,
+    run_of,
+    sound,
+    step_of,
+)
 from ragen.storage.database import check_run_folder
 from ragen.storage.settings import run_config
 from ragen.storage.stored_episodes import Recorded, read_episode
@@ -141,15 +148,21 @@ def weights(run: Path, config: Config, checkpoint: int | None) -> tuple[int, str
     """Step, path and state of the requested weights.
 
     Raises:
-        RagenError: The run has no such checkpoint, or it is damaged.
+        RagenError: The run has no such checkpoint, or it is damaged; or the model that it started
+            from is unknown.
     """
     step = 0 if checkpoint is None and not folders(run) else checkpoint
     if step == 0 and checkpoint_of(run, 0) is None:
+        if run_of(config.model.path) == Path(config.model.path):
+            raise RagenError(
+                f"an earlier version began {run}, and did not write down which checkpoint of "
+                f"{config.model.path} it began with: name another --checkpoint"
+            )
         began = {"guard": {"changes": {}}, "loop": {"threads": config.threads}}
         model = resolve_model(config.model.path, config.env.name)
         return 0, model, began | {"engine": {"version": 0}}
     folder = choose(run, step)
-    return step_of(folder), str(folder), read_state(folder)
+    return step_of(folder), str(folder), sound(folder, ())
 
 
 def _refuse_out_of_range(request: Request, recorded: Recorded, config: Config) -> None:

@@ -177,7 +177,9 @@ class OutcomeStore:
         try:
             self._connection = open_database(folder, make=True)
         except RagenError as error:
-            raise RagenError(f"{error}; or keep the results elsewhere with --out DIR") from None
+            is_said = "--out" in str(error)
+            remedy = "" if is_said else "; or keep the results elsewhere with --out DIR"
+            raise RagenError(f"{error}{remedy}") from None
         # A killed process loses nothing with this setting; a crashed machine loses some episodes.
         self._connection.execute("PRAGMA synchronous = NORMAL")
 

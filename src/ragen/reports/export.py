@@ -30,7 +30,7 @@ from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import EpisodeSpec, make_setup
 from ragen.rollout.template import DAY
-from ragen.storage.checkpoint import Damaged, choose, folders, new_folder, step_of, verified_state
+from ragen.storage.checkpoint import choose, new_folder, sound, step_of
 
 WEIGHTS = (
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
@@ -67,12 +67,7 @@ def export(
     checkpoint = choose(run, step, best)
     number, config = step_of(checkpoint), facts.config
     target = out or run / f"export-step-{number}"
-    try:
-        verified_state(checkpoint)
-    except Damaged as error:
-        others = [f"{step_of(each)}" for each in folders(run) if each != checkpoint]
-        remedy = f"--step takes another ({', '.join(others)})" if others else "there is no other"
-        raise RagenError(f"checkpoint {checkpoint.name}: {error.reason}; {remedy}") from error
+    sound(checkpoint)
     adapter = is_adapter(checkpoint)
     if merge and not adapter:
         raise RagenError(

@@ -13,17 +13,18 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from ragen.core.errors import RagenError
 from ragen.core.files import cannot, file_errors, parse_json, whole_file, whole_folder
-from ragen.storage.database import CHECKPOINTS, CONFIG
+from ragen.storage.database import CHECKPOINTS, CONFIG, claim, free_run, is_claimed
 from ragen.storage.upgrade import upgrade_state
 
 STATE = "state.json"
@@ -39,11 +40,9 @@ IN_USE = "in-use"
 class Damaged(RagenError):
     """A file of a checkpoint is unreadable or was changed; `reason` says which and why."""
 
-    def __init__(self, path: Path, error: object) -> None:
-        super().__init__(
-            f"{path} is damaged ({error}); use another checkpoint, or continue from the newest "
-            f"intact one: ragen resume {path.parents[2]}"
-        )
+    def __init__(self, path: Path, error: object, remedy: str = "restore it") -> None:
+        super().__init__(f"{path} is damaged ({error}); {remedy}")
+        self.path, self.error = path, error
         self.reason = f"{path.name} is damaged ({error})"
 
 
@@ -51,10 +50,18 @@ class Damaged(RagenError):
 
 
 def folders(run: Path, complete: bool = True) -> list[Path]:
-    """The run's checkpoints, oldest first; without `complete` also those without a state."""
-    paths = (run / "checkpoints").glob("step-*")
-    named = [path for path in paths if re.fullmatch(r"step-\d+", path.name)]
-    return sorted([path for path in named if not complete or (path / STATE).exists()], key=step_of)
+    """The run's checkpoints, oldest first; without `complete` also those without a state.
+
+    Raises:
+        RagenError: Their folder cannot be read.
+    """
+    inside = run / CHECKPOINTS
+    readable = "make it a folder that can be read, and what it holds"
+    with file_errors("read", inside, readable), suppress(FileNotFoundError):
+        named = [path for path in inside.iterdir() if re.fullmatch(r"step-\d+", path.name)]
+        whole = [path for path in named if not complete or (path / STATE).exists()]
+        return sorted(whole, key=step_of)
+    return []
 
 
 def step_of(folder: Path) -> int:
@@ -90,7 +97,7 @@ def choose(run: Path, step: int | None = None, best: bool = False) -> Path:
     """
     last = newest(run)
     if best:
-        state = read_state(last)["loop"]
+        state = sound(last, ())["loop"]
         if state["best_success"] < 0:
             raise RagenError(f"no checkpoint of {run} was evaluated: leave --best out")
         step = int(state["best_step"])
@@ -162,11 +169,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         Damaged: The file is missing or was changed.
     """
-    if not (folder / STATE).is_file():  # reading a pipe would wait for ever
-        raise Damaged(folder / STATE, "it is missing")
+    with _read_errors(folder / STATE):
+        if not (folder / STATE).is_file():  # reading a pipe would wait for ever
+            raise Damaged(folder / STATE, "it is missing")
+        text = (folder / STATE).read_text(errors="replace")
     try:
-        state = parse_json((folder / STATE).read_text())
-    except (OSError, ValueError) as error:
+        state = parse_json(text)
+    except ValueError as error:
         raise Damaged(folder / STATE, error) from error
     if not isinstance(state, dict):
         raise Damaged(folder / STATE, "not an object")
@@ -175,20 +184,56 @@ def read_state(folder: Path) -> dict[str, Any]:
     return upgrade_state(state)
 
 
-def verified_state(folder: Path) -> dict[str, Any]:
-    """The state of a checkpoint, after checking the hash of every file.
+def verified_state(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any]:
+    """The state of a checkpoint, after checking the hash of every file, or of those of `patterns`.
 
     Raises:
-        Damaged: A file is missing or was changed.
+        Damaged: A file is missing, was changed, or cannot be read from the disk.
+        RagenError: A file must not be read.
     """
     state = read_state(folder)
     for name, expected in state[FILES].items():
         path = folder / name
-        if not path.is_file():
-            raise Damaged(path, "it is missing")
-        if hash_file(path) != expected:
-            raise Damaged(path, "it is not what was written")
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            continue
+        with _read_errors(path):
+            if not path.is_file():
+                raise Damaged(path, "it is missing")
+            if hash_file(path) != expected:
+                raise Damaged(path, "it is not what was written")
     return state
+
+
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    """A file that must not be read may be good; one that the disk does not give is damaged."""
+    try:
+        yield
+    except PermissionError as error:
+        raise cannot("read", path, error, "make it readable") from None
+    except OSError as error:
+        raise Damaged(path, error) from error
+
+
+def sound(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any]:
+    """As `verified_state`, for a checkpoint that a user has chosen.
+
+    Raises:
+        Damaged: As there; the message names those that can be chosen instead.
+        RagenError: As there.
+    """
+    try:
+        return verified_state(folder, patterns)
+    except Damaged as error:
+        run = folder.parent.parent
+        intact = [path for path in folders(run) if path != folder and is_intact(path)]
+        remedy = f"no other checkpoint of {run} is intact: restore the file"
+        if intact:
+            steps = ", ".join(str(step_of(path)) for path in intact)
+            remedy = f"intact are those of steps {steps}, the last in {intact[-1]}: take one"
+            if step_of(intact[-1]) < step_of(folder):
+                remedy += f", or train this one again: ragen resume {shlex.quote(str(run))}"
+        raise Damaged(error.path, error.error, remedy) from error
 
 
 def is_intact(folder: Path) -> bool:
@@ -268,7 +313,7 @@ def writing(
     try:
         with whole_folder(target) as folder:
             yield folder
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise _unwritten(target, error) from error
     drop_old(run, keep, best, every)
 
@@ -277,28 +322,37 @@ def writing(
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill; it gets its name once it is complete, and is removed if that fails.
 
+    What a killed process has left of this folder is removed, too.
+
     Raises:
         RagenError: `target` exists already, or the disk is full or cannot be written.
     """
     remedy = "free space there or name a folder that can be written"
+    handle: int | None = None
     try:
         if target.exists():  # renaming would replace an empty folder
             raise RagenError(f"{target} exists already; name a folder that does not")
+        for left in target.parent.glob(f".{escape(target.name)}.*"):
+            if left.suffix[1:].isdecimal() and not is_claimed(left):  # its process was killed
+                shutil.rmtree(left, ignore_errors=True)
         with whole_folder(target) as folder:
+            handle = claim(folder)
             yield folder
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise cannot("write", target, error, remedy) from error
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def _unwritten(folder: Path, error: Exception) -> RagenError:
     run = folder.parent.parent
     then = (
-        f"continue with: ragen resume {run}"
+        f"continue with: ragen resume {shlex.quote(str(run))}"
         if folders(run)
         else f"start the run again, with another --out: {run} holds no step yet"
     )
-    remedy = f"free space there or make {folder.parent} writable, then {then}"
-    return cannot("write", f"the checkpoint {folder.name}", error, remedy)
+    return cannot("write", f"the checkpoint {folder}", error, f"{free_run(run)}; then {then}")
 
 
 # Dropping checkpoints.

@@ -36,6 +36,13 @@ WRITERS_S = 10.0
 READERS_S = 0.5
 """Seconds that a closing writer waits for readers; the viewer's queries take a tenth of it."""
 
+UNREAD = (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ)
+UNWRITTEN = (
+    *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL),
+    *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM),
+)
+"""Codes of SQLite's errors that say nothing bad about a database, except for those of `UNREAD`."""
+
 CLAIM_S = 0.1
 """Seconds that `claim` waits for the lock, which `is_claimed` holds for some microseconds."""
 
@@ -76,12 +83,15 @@ def refuse_existing(out: Path | None) -> None:
     """
     if out is not None and out.exists():
         run = (out / CONFIG).is_file()
-        can_go_on = run and any((out / CHECKPOINTS).glob("step-*/state.json"))
         resume = f", or continue that run: ragen resume {shlex.quote(str(out))}"
         raise RagenError(
             f"{out} exists already and {'a run' if run else 'what is there'} is never overwritten; "
-            f"give another --out{resume if can_go_on else ''}"
+            f"give another --out{resume if run and _can_go_on(out) else ''}"
         )
+
+
+def _can_go_on(folder: Path) -> bool:
+    return any((folder / CHECKPOINTS).glob("step-*/state.json"))
 
 
 def create_database(folder: Path, config_text: str) -> sqlite3.Connection:
@@ -139,6 +149,9 @@ def open_database(
             close_database(connection)
         if isinstance(error, RagenError):
             raise
+        code = getattr(error, "sqlite_errorcode", 0)
+        if isinstance(error, OSError) or (code & 0xFF in UNWRITTEN and code not in UNREAD):
+            raise cannot_write(folder, error, file) from None
         raise unreadable(database, error) from None
     return connection
 
@@ -300,7 +313,11 @@ def transaction(
     except sqlite3.DatabaseError as error:
         if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
             raise  # of a statement that is wrong
-        raise cannot_write(folder, error, file) from None
+        failure = cannot_write(folder, error, file)
+        if file == DATABASE and _can_go_on(folder):
+            run = shlex.quote(str(folder))
+            failure = RagenError(f"{failure}; then continue with: ragen resume {run}")
+        raise failure from None
 
 
 def claim(folder: Path) -> int | None:
@@ -354,7 +371,17 @@ def _lock(handle: int, kind: int) -> bool:
 
 def cannot_write(folder: Path, error: sqlite3.Error | OSError, file: str = DATABASE) -> RagenError:
     """The error for a database that cannot be written."""
-    return cannot("write", folder / file, error, OTHER_OUT)
+    remedy = free_run(folder) if (folder / CHECKPOINTS).is_dir() else OTHER_OUT
+    return cannot("write", folder / file, error, remedy)
+
+
+def free_run(folder: Path) -> str:
+    """The remedy where a run's folder cannot be written."""
+    run = shlex.quote(str(folder))
+    return (
+        f"free space there or make {run} writable, or work in a copy "
+        f"(cp -r {run} COPY; chmod -R u+w COPY)"
+    )
 
 
 def check_run_folder(folder: Path, file: str = CONFIG) -> None:
@@ -379,6 +406,8 @@ def check_run_folder(folder: Path, file: str = CONFIG) -> None:
 
 def unreadable(database: Path, error: sqlite3.Error | OSError) -> RagenError:
     """The error for a database that cannot be read."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CANTOPEN:
+        return RagenError(f"{database} cannot be read: {error}; make it readable")
     is_run = (database.parent / CHECKPOINTS).is_dir()
     remedy = f"; {_without_database(database.parent)}" if is_run else ""
     return RagenError(f"{database} cannot be read: {error}{remedy}")

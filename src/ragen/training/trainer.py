@@ -31,9 +31,9 @@ from ragen.storage.checkpoint import (
     SETTINGS_HASH,
     newest,
     newest_intact,
-    read_state,
     remove_leftovers,
     set_aside,
+    sound,
 )
 from ragen.storage.database import (
     CONFIG,
@@ -231,7 +231,7 @@ def examine(folder: Path) -> dict[str, float]:
         RagenError: There is no run or no checkpoint, or the model it began with is gone.
     """
     checkpoint = newest(folder)
-    saved = read_state(checkpoint)
+    saved = sound(checkpoint, ())
     config = changed(run_config(folder), saved["guard"]["changes"])
     if config.rollout.sampler != "vllm":  # a server may hold the weights of a run in progress
         config = changed(config, {"rollout.sampler": "local"})
