@@ -3,9 +3,11 @@
 import json
 import math
 import os
+import shutil
 import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from ragen.core.errors import RagenError
 from ragen.core.metrics import largest, mean, total
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn
-from ragen.storage.database import DATABASE, new_run_folder
+from ragen.storage.database import DATABASE, new_run_folder, read
 from ragen.storage.reader import read_evaluations, read_events, read_metrics, standing
 from ragen.storage.recorder import Recorder, append_event
 from ragen.storage.schema import SAMPLE_ARRAYS, SCHEMA_VERSION, decompress
@@ -427,3 +429,19 @@ def test_a_default_step_is_written_within_half_a_second(recorder: Recorder) -> N
     recorder.commit()
     assert time.process_time() - start < 0.5
     recorder.close()
+
+
+def test_a_database_whose_writer_was_killed_as_it_closed_is_read_again(tmp_path: Path) -> None:
+    """Its journal has to be rolled back, which a read-only connection cannot do."""
+    Recorder.create(tmp_path, "seed = 0").close()
+    with closing(sqlite3.connect(tmp_path / DATABASE, isolation_level=None)) as connection:
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA cache_size = 1")  # writes pages before the commit
+        connection.execute("BEGIN IMMEDIATE")
+        row = "INSERT INTO settings (text) VALUES (hex(randomblob(5000)))"
+        for _ in range(50):
+            connection.execute(row)
+        killed = shutil.copytree(tmp_path, tmp_path / "killed")
+    assert (killed / f"{DATABASE}-journal").stat().st_size
+    assert read(killed, "SELECT text FROM settings") == [("seed = 0",)]
+    assert [path.name for path in killed.iterdir() if "journal" in path.name] == []

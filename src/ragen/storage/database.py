@@ -41,7 +41,7 @@ UNWRITTEN = (
     *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL),
     *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM),
 )
-"""Codes of SQLite's errors that say nothing bad about a database, except for those of `UNREAD`."""
+"""Codes of SQLite's errors when the system gives or takes no file; `UNREAD` are exceptions."""
 
 CLAIM_S = 0.1
 """Seconds that `claim` waits for the lock, which `is_claimed` holds for some microseconds."""
@@ -149,8 +149,7 @@ def open_database(
             close_database(connection)
         if isinstance(error, RagenError):
             raise
-        code = getattr(error, "sqlite_errorcode", 0)
-        if isinstance(error, OSError) or (code & 0xFF in UNWRITTEN and code not in UNREAD):
+        if isinstance(error, OSError) or _is_refused(error):
             raise cannot_write(folder, error, file) from None
         raise unreadable(database, error) from None
     return connection
@@ -245,12 +244,14 @@ def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _bring_up_to_date(database: Path) -> None:
-    """Upgrade a database of the previous schema.
+    """Upgrade a database of the previous schema, and one that was not closed to the end.
 
     Raises:
         sqlite3.OperationalError: The file does not exist.
         RagenError: A process is writing the database, or it cannot be written.
     """
+    if database.with_name(f"{database.name}-journal").exists():
+        _finish_closing(database)
     with contextlib.closing(_connect_to_read(database)) as connection:
         if _version(connection) != OLD_VERSION:
             return
@@ -270,6 +271,21 @@ def _bring_up_to_date(database: Path) -> None:
         ) from None
     except ValueError as error:
         raise RagenError(f"{database} is damaged and cannot be upgraded: {error}") from None
+
+
+def _finish_closing(database: Path) -> None:
+    """Undo the last write of a writer that was killed, or found the disk full, as it closed.
+
+    Until then no read-only connection can be made.
+
+    Raises:
+        RagenError: The database cannot be written.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(database, timeout=WRITERS_S)) as connection:
+            _version(connection)  # the first read does it
+    except sqlite3.OperationalError as error:
+        raise _interrupted(database.parent, error, database.name) from None
 
 
 def check_schema(connection: sqlite3.Connection, database: Path | str) -> None:
@@ -313,11 +329,15 @@ def transaction(
     except sqlite3.DatabaseError as error:
         if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
             raise  # of a statement that is wrong
-        failure = cannot_write(folder, error, file)
-        if file == DATABASE and _can_go_on(folder):
-            run = shlex.quote(str(folder))
-            failure = RagenError(f"{failure}; then continue with: ragen resume {run}")
-        raise failure from None
+        raise _interrupted(folder, error, file) from None
+
+
+def _interrupted(folder: Path, error: sqlite3.Error, file: str) -> RagenError:
+    """The error for a database that cannot be written any further."""
+    failure = cannot_write(folder, error, file)
+    if file == DATABASE and _can_go_on(folder):
+        return RagenError(f"{failure}; then continue with: ragen resume {shlex.quote(str(folder))}")
+    return failure
 
 
 def claim(folder: Path) -> int | None:
@@ -406,11 +426,19 @@ def check_run_folder(folder: Path, file: str = CONFIG) -> None:
 
 def unreadable(database: Path, error: sqlite3.Error | OSError) -> RagenError:
     """The error for a database that cannot be read."""
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_CANTOPEN:
-        return RagenError(f"{database} cannot be read: {error}; make it readable")
+    if isinstance(error, sqlite3.Error) and _is_refused(error):
+        if error.sqlite_errorcode == sqlite3.SQLITE_CANTOPEN:
+            return RagenError(f"{database} cannot be read: {error}; make it readable")
+        return _interrupted(database.parent, error, database.name)  # reading a log writes its index
     is_run = (database.parent / CHECKPOINTS).is_dir()
     remedy = f"; {_without_database(database.parent)}" if is_run else ""
     return RagenError(f"{database} cannot be read: {error}{remedy}")
+
+
+def _is_refused(error: sqlite3.Error) -> bool:
+    """Whether the system refused to give or take a file: that says nothing bad about it."""
+    code: int = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF in UNWRITTEN and code not in UNREAD
 
 
 def _without_database(folder: Path) -> str:
