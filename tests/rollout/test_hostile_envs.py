@@ -15,12 +15,15 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ragen.core import user_code
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError, boundary
@@ -183,6 +186,25 @@ def test_a_time_limit_holds_in_a_boundary_within_another() -> None:
         with boundary("inner", 9.0):
             while True:
                 pass
+
+
+def test_a_time_limit_waits_for_the_import_of_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of torch, imported again, ends the process with a segmentation fault."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "slow_package.py").write_text("import time\ntime.sleep(0.3)\nwhole = True\n")
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(UserCodeError, match=r"0\.05 s in step"), boundary("step", 0.05):
+        import_module("slow_package")
+        while True:
+            pass
+    assert sys.modules.pop("slow_package").whole
+    monkeypatch.setattr(user_code, "IMPORT_S", 0.0)
+    with pytest.raises(UserCodeError, match=r"0\.05 s in step"), boundary("step", 0.05):
+        import_module("slow_package")
+    assert "slow_package" not in sys.modules
 
 
 CTRL_C = """

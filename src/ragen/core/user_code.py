@@ -228,6 +228,10 @@ class boundary(Call):  # noqa: N801 - it is used like a function
             self.deadline = inf
 
 
+IMPORT_S = 60.0
+"""By how long an import may exceed a time limit, which takes effect after it."""
+INSTALLED = f"-packages{os.sep}"
+"""Part of the paths of installed packages: of site-packages or dist-packages."""
 SIGALRM = getattr(signal, "SIGALRM", signal.SIGINT)
 _PRINTS = Prints(None)
 
@@ -283,8 +287,23 @@ class _Timer:
             self.set(inside.deadline)
         elif frame is not None and frame.f_code in _OWN_CODE:
             self.set(perf_counter() + 1e-3)  # raised here, it would leave the boundary
+        elif perf_counter() < inside.deadline + IMPORT_S and _is_importing(frame):
+            self.set(perf_counter() + 1e-2)
         else:
             raise _TimedOutError
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether an installed package is being imported.
+
+    A half-imported one may end the process later: torch, imported again, is a segmentation fault.
+    """
+    while frame is not None:
+        is_half = getattr(frame.f_globals.get("__spec__"), "_initializing", False)
+        if is_half and INSTALLED in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 _OWN_CODE = tuple(
