@@ -206,6 +206,8 @@ USER, REPLY = CONVERSATION[:2]
             [{"role": "system", "content": ""}, USER, REPLY, {"role": "tool", "content": ""}],
             "message 4 has role 'tool', expected 'user'",
         ),
+        ([USER, REPLY | {"weight": 0}], "weight = 0 is not supported"),
+        (json.dumps({"messages": [USER, REPLY], "weight": "x"}), "weight = 'x' is not supported"),
         ([USER], "has no assistant message"),
         ([{"role": "system", "content": "x"}], "has no assistant message"),
         ([USER, {"role": "assistant", "content": " \n"}], "message is empty"),

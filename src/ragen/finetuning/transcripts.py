@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -52,7 +53,8 @@ def read_transcripts(path: Path) -> list[Transcript]:
 
     Raises:
         RagenError: The file cannot be read or holds no conversation, or a line is not one: no JSON,
-            no ``messages``, roles that do not alternate, an empty reply, or no reply at all.
+            no ``messages``, a ``weight`` other than 1, roles that do not alternate, an empty reply,
+            or no reply at all.
 
     Example:
         >>> import tempfile
@@ -76,15 +78,17 @@ def read_transcripts(path: Path) -> list[Transcript]:
 class _Message(BaseModel):
     role: str
     content: str
+    weight: Any = 1
 
 
 class _Line(BaseModel):
     messages: list[_Message] = Field(min_length=1)
+    weight: Any = 1
 
 
 def _messages(line: str, where: str) -> Sequence[Message]:
     try:
-        found = _Line.model_validate_json(line).messages
+        found = _Line.model_validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the line"
@@ -92,7 +96,13 @@ def _messages(line: str, where: str) -> Sequence[Message]:
             f"{where}: {place}: {first['msg']}; "
             'expected {"messages": [{"role": text, "content": text}, …]}'
         ) from None
-    parsed = [each.model_dump() for each in found]
+    for weight in (found.weight, *(message.weight for message in found.messages)):
+        if weight != 1:
+            raise RagenError(
+                f"{where}: weight = {weight!r} is not supported, since every assistant "
+                "message is trained on; leave the conversation out, or remove this key"
+            )
+    parsed = [{"role": m.role, "content": m.content} for m in found.messages]
     turns = parsed[1:] if parsed[0]["role"] == "system" else parsed
     for number, message in enumerate(turns):
         expected = "assistant" if number % 2 else "user"
