@@ -1,8 +1,9 @@
 """Supervised fine-tuning: a model learns from examples before reinforcement learning.
 
 The examples are episodes of the environment's optimal player, or conversations from a file. They
-take the path of training: prompts and completions become samples, and the learner takes its steps
-on them with the loss ``nll``. The result is a model folder, for ``--model`` and ``ragen eval``.
+take the path of training: prompts and completions become samples, and the learner takes optimiser
+steps on them with the loss ``nll``. The result is a model folder, for ``--model`` and
+``ragen eval``.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ HELD_OUT = 0.1
 """Share of the examples that are held out to measure the loss."""
 
 LR_FACTOR = 10.0
-"""The default learning rate divided by ``update.lr``: gradients of examples are far less noisy than
-those of returns. Llama 2 (arXiv:2307.09288) uses 2e-5 for examples and 1e-6 for PPO; the embedded
-models use 3e-3 in preparation and 4e-4 in the recipes."""
+"""The default learning rate divided by ``update.lr``. Gradients of examples are far less noisy than
+gradients of returns. Llama 2 (arXiv:2307.09288) uses 2e-5 for examples and 1e-6 for PPO; the
+embedded models use 3e-3 in preparation and 4e-4 in the recipes."""
 
 LINES = 10
 """Number of progress lines."""
@@ -68,8 +69,8 @@ Example = list[Exchange]
 class Examples:
     """Training examples.
 
-    `unsolved` counts episodes that the optimal player failed, `too_long` those that do not fit into
-    a rollout; both are left out.
+    `unsolved` counts the episodes in which the optimal player failed, `too_long` the examples that
+    do not fit into a rollout. Both are left out.
     """
 
     source: str
@@ -127,10 +128,10 @@ def sft(
 ) -> SftResult:
     """Fine-tune a model on examples and save it in Hugging Face's layout, or its adapter in PEFT's.
 
-    Of ``update`` only the keys in `KEYS` are read. `out` is a folder that does not exist yet.
-    `data` is a file of conversations (`ragen.finetuning.transcripts`); ``None`` takes `episodes` of
-    the environment's optimal player, on levels that neither training nor evaluation uses. `lr` is
-    the peak learning rate, by default `LR_FACTOR` times ``update.lr``; `watch` receives lines of
+    Only the keys in `KEYS` are read. `out` is a folder that does not exist yet. `data` is a file of
+    conversations (`ragen.finetuning.transcripts`). Without one, the examples are `episodes` of the
+    environment's optimal player, on levels that neither training nor evaluation uses. `lr` is the
+    peak learning rate, by default `LR_FACTOR` times ``update.lr``. `watch` receives lines of
     progress. On one machine, with one thread count, the same call gives the same weights.
 
     Raises:

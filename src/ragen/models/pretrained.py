@@ -189,11 +189,11 @@ def check_weights(folder: Path, name: str | Path) -> list[Path]:
 
 @contextmanager
 def load_errors(name: str | Path, cause: str = "") -> Iterator[None]:
-    """The boundary to libraries that read what others wrote: their errors become one line.
+    """The boundary to libraries that read files which others wrote: their errors become one line.
 
-    The body calls transformers, tokenizers, safetensors or peft on a model's folder, and little
-    else. None of them documents what it raises about a malformed file; tokenizers raises a bare
-    `Exception`. So everything is caught here, as code of users is in `ragen.core.user_code`.
+    The body should only call transformers, tokenizers, safetensors or peft on a model's folder.
+    None of them documents what it raises for a malformed file, and tokenizers raises a bare
+    `Exception`. So every exception is caught here, as `ragen.core.user_code` does for user code.
 
     Raises:
         RagenError: The body failed; the text names the model, `cause` and the library's reason.

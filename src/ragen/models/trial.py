@@ -1,11 +1,12 @@
 """A program that tries a folder's chat template and tokenizer, with limited time and memory.
 
-`ragen.models.loading` runs this file in a process of its own, since a template is a program that
-others wrote: it may loop forever, and one expression may ask for all memory. The trial renders
-short, long and many messages and encodes what comes out. It imports jinja2 and tokenizers alone.
+`ragen.models.loading` runs this file in a process of its own. A template is a program that others
+wrote: it may loop forever, and one expression may ask for all memory. The trial renders short and
+long conversations and encodes the results. It imports only jinja2 and tokenizers.
 
-It exits with 0 if every step is quick, also where a template refuses a conversation: whether the
-template is of use is judged later. Otherwise the last line on standard error says what went wrong.
+It exits with 0 if every step is quick and no token has too large an id. A template may refuse a
+conversation; whether it can be used is checked later. After a failure, the last line on standard
+error says what went wrong.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def be_quick(start: float, complaint: str) -> None:
 
 
 def limit_resources(tokenizer: Path) -> None:
-    """End this process where it takes too long, and refuse it more memory (on Linux)."""
+    """Limit the processor time of this process, and on Linux its memory."""
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_S_IN_ALL, MOST_S_IN_ALL))
     statistics = Path("/proc/self/statm")
     if statistics.is_file():

@@ -7,10 +7,10 @@ extends the running sequence by the reply's own ids and by the template's text b
 that reply and the start of the next one: the *bridge* (`ragen.rollout.template`).
 
 The bridge is found from the tokenizer's own template and verified when the `Chat` is made; nothing
-depends on a model's name. Templates that drop the thoughts of earlier turns have a bridge, too: the
-one between replies without thoughts. The sampled thoughts stay in the sequence even then. Where no
-bridge holds, or thoughts are to be dropped (`without_thought`), `Chat.exact` is false: each turn
-is rendered from its messages and is a sample of its own.
+depends on a model's name. A template that drops the thoughts of earlier turns has a bridge too: the
+text between replies without thoughts. The sampled thoughts stay in the sequence all the same. If
+there is no bridge, or thoughts are to be dropped (`without_thought`), `Chat.exact` is false: each
+turn is rendered from its messages and is a sample of its own.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Chat:
         end_ids: The tokens that end a turn: the first special token that the template puts after
             an assistant's message, and the tokenizer's end-of-sequence token.
         control_ids: The tokens that structure a chat (`ragen.rollout.control_tokens`), `end_ids`
-            among them. No content of a message becomes one, and a reply ends with the first that
-            is sampled.
-        fold: System text goes on top of the first user message, because the template has no system
-            role, or moves its text (some put it into the last user message).
+            among them. The content of a message never becomes one, and a reply ends with the
+            first one that is sampled.
+        fold: System text is put at the top of the first user message, because the template has no
+            system role, or moves system text (some templates put it into the last user message).
         opening: The start of a thought that the template's own generation prompt writes
             (``<think>\n``), or nothing. It counts as pre-filled. An empty thought that the template
             writes where none is asked for is part of the prompt.
@@ -74,8 +74,8 @@ class Chat:
         """Find the bridge of the tokenizer's template and verify it.
 
         `think` says whether replies have thoughts, which templates may drop from the history. With
-        `history_thoughts` = ``"keep"`` they stay even then; with ``"drop"``, rendered messages must
-        come without them.
+        `history_thoughts` = ``"keep"`` they stay even then. With ``"drop"`` the messages to render
+        must not contain them.
 
         Raises:
             RagenError: The tokenizer has no chat template, the template refuses the simplest
@@ -151,11 +151,11 @@ class Chat:
     ) -> tuple[Ids, int]:
         """Append the text between a sampled reply and the next one.
 
-        `ids` end with the sampled ids of the last reply, including its end-of-turn token; if the
-        reply has none, because it was cut at its length limit or by another control token, the
-        template's closing is appended, as tokens that were not sampled. `messages` is the whole
-        conversation with the new user message, `prefill` as for `open`. Returns `ids` unchanged
-        and the appended ones, and how many of the last ones are pre-filled.
+        `ids` end with the sampled ids of the last reply, including its end-of-turn token. A reply
+        that was cut at its length limit, or by another control token, has none: then the template's
+        closing is appended, as tokens that were not sampled. `messages` is the whole conversation
+        with the new user message; `prefill` is as for `open`. Returns `ids` followed by the
+        appended ids, and how many of the last ones are pre-filled.
         """
         assert self.exact, "no exact extension exists for this template: open each turn afresh"
         bridge = self._rendering_ids(self._bridge(messages[-1]["content"]))
@@ -164,7 +164,7 @@ class Chat:
         return self._prefilled((*ids, *bridge), prefill)
 
     def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The conversation as the template accepts it: without a system role where it has none."""
+        """The conversation as the template accepts it: without a system message if `fold`."""
         return folded(messages) if self.fold else messages
 
     def encode(self, text: str) -> Ids:
@@ -180,9 +180,9 @@ class Chat:
         return self._text(self._without_end(ids))
 
     def text_of(self, token: int) -> str:
-        """A token's text after another token; at the start it may lose a leading space.
+        """The text of a token that follows another; a first token may lose its leading space.
 
-        It is U+FFFD for a token that spells only a part of a character.
+        It is U+FFFD if the token spells only part of a character.
         """
         if token not in self._pieces:
             self._pieces[token] = self._text((token, token))[len(self._text((token,))) :]
@@ -259,7 +259,7 @@ class Chat:
 
 
 def without_thought(reply: str) -> str:
-    """A reply without its thought, for a history without thoughts: the part after the last one.
+    """A reply without its thought, for a history without thoughts: the text after the last one.
 
     Example:
         >>> without_thought("<think>up</think><answer>Up</answer>")
