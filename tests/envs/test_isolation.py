@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import multiprocessing
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +174,46 @@ def test_an_attribute_that_fails_when_it_is_read_refuses_the_environment(
         with pytest.raises(RagenError, match=f"cannot be made: .*{reason}"):
             make_setup(config, None)
         assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="there are no process groups")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_group_interrupts_an_evaluation_and_fails_no_episode(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text(
+        """
+import time
+from ragen.envs.frozen_lake import FrozenLake
+
+class Slow(FrozenLake):
+    def step(self, action):
+        time.sleep(0.05)
+        return super().step(action)
+""",
+        encoding="utf-8",
+    )
+    options = ("--env.isolate", "true", "--out", f"{tmp_path}/out", "--env.memory_gb", "2")
+    command = (sys.executable, "-m", "ragen", "eval", "random", "--env", f"{path}:Slow", *options)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, start_new_session=True, text=True, env=os.environ
+    )
+
+    def outcomes() -> list[tuple[str | None]]:
+        with suppress(sqlite3.OperationalError), closing(sqlite3.connect(database)) as connection:
+            return connection.execute("SELECT error FROM outcomes").fetchall()
+        return []
+
+    database = tmp_path / "out" / "run.sqlite"
+    deadline = time.monotonic() + 60
+    while not (database.exists() and outcomes()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode in (128 + number, -number) and "interrupted" in errors
+    assert {error for (error,) in outcomes()} == {None} and len(outcomes()) < 256
 
 
 def test_an_evaluation_in_workers_equals_one_without() -> None:

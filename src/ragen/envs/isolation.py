@@ -24,6 +24,7 @@ from dataclasses import astuple
 from typing import Any
 
 from ragen.core.errors import RagenError
+from ragen.core.process import SIGNALS
 from ragen.core.user_code import UserCodeError, boundary, timeout_error
 from ragen.envs.answers import to_json
 from ragen.envs.contract import Baselines, Env, Info, Options, Reading, State
@@ -107,6 +108,21 @@ class Workers:
         self._idle.clear()
 
 
+def _start_fork_server() -> None:
+    """Start it with `SIGNALS` blocked: one to the process group is for the run, not for workers.
+
+    The workers end with the fork server, and the run would take that for the environment's fault.
+    """
+    from multiprocessing import forkserver, resource_tracker  # which Windows does not have
+
+    resource_tracker.ensure_running()  # it would unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Worker:
     """One process and the connection to it."""
 
@@ -118,6 +134,8 @@ class _Worker:
         self._socket, theirs = socket.socketpair()
         self._process = context.Process(target=_serve, args=(theirs, *job), daemon=True)
         try:
+            if context.get_start_method() == "forkserver":
+                _start_fork_server()
             self._process.start()
         except (OSError, EOFError) as error:
             self.alive = False
@@ -315,6 +333,10 @@ def _confine(memory_gb: float) -> None:
     os.dup2(2, 1)  # standard output is for results, also where C or another process writes
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
+        for number in SIGNALS[1:]:  # drop what was meant for the run's group
+            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if sys.platform == "linux":
         import resource
 

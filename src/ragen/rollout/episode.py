@@ -7,6 +7,7 @@ exception here is a bug, and ends the run.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -110,6 +111,7 @@ class _Playthrough:
                 self.stop_reason = "context"
                 return
             if isinstance(policy, PlayerPolicy):
+                await asyncio.sleep(0)  # a player never waits, and a request to stop has to be seen
                 completion = policy.act(env.env, view.limits, prompt)
             else:
                 completion = await policy.complete(prompt)

@@ -51,7 +51,8 @@ async def run_episodes(
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
     """Play the episodes of `specs` and return them in that order; see `run_groups`."""
-    gate = asyncio.Semaphore(concurrency)
+    # A player never waits, so that episodes side by side would only take memory.
+    gate = asyncio.Semaphore(1 if isinstance(policy, PlayerPolicy) else concurrency)
 
     async def play(spec: EpisodeSpec) -> Episode:
         async with gate:
