@@ -187,6 +187,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "outputs without names": _fields("config.json", return_dict=False),
     "a part that the model does not have": _fields("config.json", text_config={"a": 1}),
     "a part that is a number": _fields("config.json", decoder=3),
+    "a length that is text": _fields("tokenizer_config.json", model_max_length="x"),
     "a method of the library": _fields("config.json", to_dict={}),
     "a table of the library": _fields("config.json", sub_configs={"a": 1}),
     "labels that are text": _fields("config.json", id2label="x"),

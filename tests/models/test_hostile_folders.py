@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ragen.cli.main import main
 from ragen.core.errors import RagenError
@@ -24,6 +25,7 @@ from ragen.models import loading, model_files
 from ragen.models.adapter_folder import put_on, save_adapter
 from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.models.lora import attach
+from ragen.models.model_files import check_config
 from ragen.models.names import EMBEDDED, base_of, embedded_folder
 from tests.models.hostile_folders import (
     HOSTILE,
@@ -148,6 +150,18 @@ def test_a_model_in_the_layout_of_the_hub_cache_is_loaded(folder: Path, tmp_path
     loaded, _ = load_policy(snapshot, "cpu", "float32")
     probe = torch.arange(6)[None]
     assert torch.equal(loaded(probe).logits, model(probe).logits)
+
+
+def test_the_default_config_of_every_causal_language_model_is_accepted(tmp_path: Path) -> None:
+    refused = []
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING.keys(), key=lambda each: each.__name__):
+        if kind.__name__ in ("MusicgenConfig", "MusicgenMelodyConfig"):  # they have no defaults
+            continue
+        try:
+            check_config(json.loads(kind().to_json_string(use_diff=False)), tmp_path)
+        except RagenError as error:
+            refused.append(f"{kind.__name__}: {error}")
+    assert refused == []
 
 
 def test_a_token_far_away_is_refused_before_tables_are_filled(folder: Path) -> None:

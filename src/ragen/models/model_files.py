@@ -32,7 +32,9 @@ KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("id2label", "quantization_config", "watermarking_config"), (dict, NoneType)),
     **dict.fromkeys(("added_tokens_decoder", "per_layer_config"), (dict,)),
     "auto_map": (dict, list),
-    "num_labels": (int, NoneType),
+    "model_input_names": (list,),
+    "model_max_length": (int, float, NoneType),
+    "num_labels": (int,),
     "pad_token_id": (int, NoneType),
     "return_dict": (bool,),
     "split_special_tokens": (bool,),
@@ -119,8 +121,9 @@ def check_config(raw: dict[str, Any], path: Path) -> None:
                 f"{path}: {key} names code on the Hub, which is never run here; remove this key"
             )
         for parts, most in ((LOOPED, MOST_LOOPS), (POSITIONS, MOST_POSITIONS)):
-            is_counted = any(part in key for part in parts) and isinstance(value, int | float)
-            if is_counted and not abs(value) <= most:
+            # A vocabulary is a tensor, even if it is one "per layer" (as in Gemma 3n).
+            is_counted = any(part in key for part in parts) and "vocab" not in key
+            if is_counted and isinstance(value, int | float) and not abs(value) <= most:
                 raise RagenError(
                     f"{path}: {key} = {shown(value)}, but at most {most} make sense; use the "
                     "model's own config.json"
@@ -133,7 +136,10 @@ def _check_kinds(raw: dict[str, Any], path: Path) -> None:
         if key in INTERNAL:
             raise RagenError(f"{path}: {key} is no setting of a model; remove this key")
         if key in KINDS and not isinstance(value, KINDS[key]):
-            names = {bool: "true or false", dict: "an object", int: "a whole number", str: "text"}
+            names = {
+                **{bool: "true or false", dict: "an object", float: "a number"},
+                **{int: "a whole number", list: "a list", str: "text"},
+            }
             expected = " or ".join(names[kind] for kind in KINDS[key] if kind in names)
             raise RagenError(
                 f"{path}: {key} = {shown(value)}, but it must be {expected}; use the model's own "

@@ -130,7 +130,8 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
     with load_errors(name, str(path)):
         text = config.get_text_config()
     if not isinstance(text, PreTrainedConfig):
-        part = next((key for key, value in raw.items() if value == text), "a part")
+        known = dir(type(config))
+        part = next((k for k, value in raw.items() if value == text and k not in known), "a part")
         raise RagenError(
             f"{path}: {part} = {shown(text)}, but a {config.model_type} model has no such part; "
             "remove this key"
