@@ -159,6 +159,24 @@ def test_failed_requests_are_reported_and_repeated_by_the_same_command(capsys: C
     assert repeated < len(server.requests) - before - repeated, "only the failed episodes"
 
 
+def test_a_reply_is_shown_if_none_was_valid(capsys: Capture) -> None:
+    """Also when the same command finds its episodes stored."""
+    with FaultyServer(lambda *_: chat_reply("I would\ngo \x1b[2Jright" + "!" * 500)) as server:
+        for _ in range(2):
+            assert main(eval_command(server, episodes=2)) == 0
+            (record,) = map(json.loads, capsys.readouterr().out.splitlines())
+            assert record["valid_fraction"] == 0 and len(record["invalid_reply"]) == 300
+        assert main([word for word in eval_command(server, episodes=2) if word != "--json"]) == 0
+        played = len(server.requests)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "No reply had the required form and legal actions: 'I would\\ngo \\x1b[2Jright!!" in shown
+    )
+    with FaultyServer(solves_by_seed) as server:
+        assert main(eval_command(server, episodes=2)) == 0
+    assert json.loads(capsys.readouterr().out)["invalid_reply"] == "" and played < 40
+
+
 def test_a_server_that_fails_in_every_episode_is_reported_in_one_line(capsys: Capture) -> None:
     for script in (
         lambda *_: api_error(503, "loading"),  # it never gives a reply

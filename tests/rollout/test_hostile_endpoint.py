@@ -129,7 +129,7 @@ def chunk(data: bytes) -> bytes:
 GO = json.dumps(reply("go")).encode()
 CHUNKED = head(Transfer_Encoding="chunked")
 BOMB = gzip.compress(GO + b" " * 50 * MB)
-NO_JSON, NO_CHOICE = "an answer that is no JSON", "an answer without a choice"
+NO_JSON, NO_CHOICE = "an answer that is no JSON", "an answer without a choice that has a message"
 TOO_LONG, COMPRESSED = "an answer of more than 4 MB", "a compressed answer"
 LATE, BROKEN = "no answer in 0.5 s", "RemoteProtocolError"
 
@@ -480,3 +480,38 @@ def test_bodies_of_any_depth_are_read_or_refused() -> None:
 )
 def test_a_strange_retry_after_is_no_error(header: str) -> None:
     assert retry_after(header, 0.0) >= 0.0
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"<html>\x1b[1mIt works!</html>", "no JSON: <html>\\x1b[1mIt works!</html>; check that"),
+        ({"object": "list", "data": []}, 'a message: {"object": "list", "data": []}; check that'),
+        ({"detail": f"bad {KEY}"}, 'a message: {"detail": "bad ***"}; check that'),
+        (f'{{"note": "\\u0073{KEY[1:]}"}}'.encode(), 'a message: {"note": "***"}; check that'),
+        ({"error": {"message": "no such engine", "code": 404}}, "an answer: no such engine; check"),
+        (GO * 2, "; check that --base-url"),
+    ],
+)
+def test_an_answer_that_is_always_wrong_is_shown(body: Any, words: str) -> None:
+    with serving(lambda: answer(body)) as server:
+        result = ask(server.url)
+    assert isinstance(result, RagenError) and words in str(result), result
+    assert "is it running?" not in str(result) and "\n" not in str(result)
+
+
+def test_an_answer_that_is_always_wrong_is_given_up_within_five_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "TRIES", 8)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
+    start = time.monotonic()
+    with serving(lambda: answer({})) as server:
+        assert "check that --base-url" in str(ask(server.url))
+    assert time.monotonic() - start < 5
+
+
+def test_a_busy_server_is_not_said_to_be_down() -> None:
+    with serving(lambda: error("too many", "429 Busy")) as server:
+        result = ask(server.url)
+    assert str(result).endswith("gave no completion: HTTP 429: too many; try again later")

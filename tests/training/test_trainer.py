@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.estimator import needs_values
+from ragen.cli.main import main
 from ragen.config.config import Config
 from ragen.config.keys import nest
 from ragen.config.reading import read_config, resolve
@@ -198,6 +199,35 @@ class SendSignal(Watcher):
 
     def evaluated(self, step: int, evaluation: Any) -> None:
         self._happens("evaluated")
+
+
+YEARS = 10 * 365 * 86_400.0
+
+
+def test_a_clock_that_jumps_changes_no_result_and_no_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ten years, forwards and back, from one look to the next; then it runs backwards."""
+    train(make_config(), tmp_path / "whole")
+    expected = recorded_results(tmp_path / "whole")
+    real, looks = time.time, [0]
+
+    def jumps() -> float:
+        looks[0] += 1
+        return real() + (YEARS, -YEARS)[looks[0] % 2] - 100.0 * looks[0]
+
+    monkeypatch.setattr(time, "time", jumps)
+    with pytest.raises(StopRequested):
+        train(make_config(), tmp_path / "run", watcher=SendSignal("step", 2, signal.SIGINT))
+    result = resume(tmp_path / "run")
+    assert looks[0] > 4
+    assert_same_results(tmp_path / "run", expected)
+    times = "SELECT value FROM metrics WHERE name GLOB 'time/*_s' AND name != 'time/tokens_per_s'"
+    durations = [seconds for (seconds,) in rows(tmp_path / "run", times)]
+    durations += [each.seconds for each in (result, *result.evaluations.values())]
+    assert len(durations) > 20 and all(0 <= seconds < 60 for seconds in durations)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert main(["eval", str(tmp_path / "run"), "--episodes", "2"]) == 0
 
 
 # What a run records.

@@ -38,6 +38,9 @@ EVALS = Path("evals")
 CONCURRENCY = 16
 """Default number of concurrent episodes through an endpoint."""
 
+LONGEST_REPLY = 300
+"""How many characters of an invalid reply are shown."""
+
 
 class Options(TypedDict, total=False):
     """The options of `evaluate_target`, which explains them."""
@@ -115,7 +118,12 @@ def evaluate_target(
             if outcome.stop_reason != "request" and (outcome.level_seed, outcome.sample) in specs:
                 add(outcome)
 
+        reply = store.invalid_reply() if store else ""
+
         def on_episode(episode: Episode) -> None:
+            nonlocal reply
+            if episode.turns and not reply:
+                reply = episode.turns[0].completion.text[:LONGEST_REPLY]
             outcome = outcome_of(episode)
             if store is not None:
                 store.add(outcome)
@@ -130,6 +138,8 @@ def evaluate_target(
         with closing(make_setup(config, None)) as setup:
             setup = replace(setup, temperature=temperature)
             evaluation = evaluation_of(outcomes, setup, config.env.params, target, start)
+        if evaluation.valid_fraction == 0:
+            evaluation = replace(evaluation, invalid_reply=reply)
         if store is not None:
             store.finish(evaluation.record(), again=bool(missing))
     return evaluation, outcomes

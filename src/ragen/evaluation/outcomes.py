@@ -207,10 +207,9 @@ class OutcomeStore:
 
         A process that is killed after its last episode leaves outcomes without a result.
         """
-        query = "SELECT record FROM evaluations WHERE key = ? AND episodes = ?"
-        stored = (json.loads(row) for (row,) in self._execute(query, self.key, record["episodes"]))
-        samples = record.get("samples", 1)
-        if not again and any(each.get("samples", 1) == samples for each in stored):
+        size = record["episodes"], record.get("samples", 1)
+        stored = [(each["episodes"], each.get("samples", 1)) for each in self._records()]
+        if not again and size in stored:
             return
         shown = [record[name] for name in ("env", "temperature", "episodes", "success")]
         self._execute(
@@ -218,6 +217,14 @@ class OutcomeStore:
             "settings) VALUES (?,?,?,?,?,?,?,?)",
             *(time.time(), *shown, json.dumps(record), self.key, self._settings),
         )
+
+    def invalid_reply(self) -> str:
+        """A reply of an earlier evaluation with these settings of which none was valid."""
+        return next(filter(None, (each.get("invalid_reply") for each in self._records())), "")
+
+    def _records(self) -> list[dict[str, Any]]:
+        query = "SELECT record FROM evaluations WHERE key = ?"
+        return [json.loads(record) for (record,) in self._execute(query, self.key)]
 
     def close(self) -> None:
         """Leave one plain file, unless another process still uses it."""

@@ -47,6 +47,7 @@ class Evaluation:
         total_prompt_tokens, total_completion_tokens: Tokens read and sampled, over all turns.
         pass_at: For k = 1, 2, 4, … and `samples`: ``[chance, low, high]`` under the key ``str(k)``;
             empty with one sample.
+        invalid_reply: The beginning of one reply, if none was valid.
 
     Example:
         >>> from ragen.evaluation.evaluation import evaluate_target
@@ -87,6 +88,7 @@ class Evaluation:
     total_prompt_tokens: int = 0
     total_completion_tokens: int = 0
     pass_at: dict[str, list[float]] = field(default_factory=dict)
+    invalid_reply: str = ""
 
     def __str__(self) -> str:
         optimal = "" if self.optimal is None else f", optimal play {self.optimal:.1%}"

@@ -46,6 +46,8 @@ def _lines(e: Evaluation, outcomes: Sequence[Outcome], cost: float) -> list[str]
         f"Per turn: {e.valid_fraction:.1%} valid replies, {e.thought_words:.1f} words of thought, "
         f"{e.completion_tokens:.1f} tokens.",
     ]
+    if e.invalid_reply:
+        lines.append(f"No reply had the required form and legal actions: {e.invalid_reply!r}.")
     if e.pass_at:
         chances = (
             f"pass@{k} {value:.1%} [{low:.1%}, {high:.1%}]"

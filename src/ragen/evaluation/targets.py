@@ -44,7 +44,7 @@ EPISODE_KEYS = ("env.", "prompt.", "model.", "rollout.max_tokens")
 LIMITS = ("env.timeout_s", "env.max_chars", "env.isolate", "env.memory_gb")
 """Keys of an environment that say how it is run, and what it may use."""
 
-DISPLAY_KEYS = ("env.params.observation", "env.timeout_s", "env.isolate")
+DISPLAY_KEYS = ("env.params.observation", *LIMITS)
 """Keys of an environment that do not change the task, only how it is shown and run."""
 
 PROMPT_KEYS = ("prompt.", "rollout.max_tokens", "model.max_length", "env.params.observation")
@@ -126,9 +126,10 @@ def shared_settings(
 ) -> dict[str, dict[str, Any]]:
     """The settings of each target with which all of them play the same task.
 
-    The first run's environment, parameters and budgets hold for targets without a run. Each run
-    keeps its own prompts and form of observation. If no environment is given, a model is prompted
-    like the first run, except for the embedded model and, if `is_served`, models of a server.
+    The first run's environment, parameters, budgets and limits hold for targets without a run. Each
+    run keeps its own prompts and form of observation. If no environment is given, a model is
+    prompted like the first run, except for the embedded model and, if `is_served`, models of a
+    server.
 
     Raises:
         RagenError: There is no such environment; or two runs were trained in different environments
@@ -147,7 +148,9 @@ def shared_settings(
                     f"{first} and {run} were trained in different environments: {key} is "
                     f"{task.get(key)!r} and {own.get(key)!r}; choose one with --{key}"
                 )
-    prompts = {k: v for k, v in flatten(config).items() if k.startswith(PROMPT_KEYS)}
+    keys = flatten(config)
+    limits = {k: keys[k] for k in LIMITS if k in keys}
+    prompts = {k: v for k, v in keys.items() if k.startswith(PROMPT_KEYS)}
     if not runs or not overrides.keys().isdisjoint(("env", "env.name")):
         prompts = {}  # the given environment sets a model's prompts
 
@@ -155,7 +158,7 @@ def shared_settings(
         if target in runs:
             return dict(overrides)
         has_own = target == "base" or target in PLAYERS or (is_served and not is_local(target))
-        return {**task, **({} if has_own else prompts), **overrides}
+        return {**task, **limits, **({} if has_own else prompts), **overrides}
 
     return {target: settings(target) for target in targets}
 

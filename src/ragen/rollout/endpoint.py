@@ -200,7 +200,9 @@ class ChatEndpoint:
             await asyncio.sleep(wait)
         self._lost += 1
         if not self._answered:
-            raise RagenError(f"{self._server.url} answered no request: {failure}; is it running?")
+            said = "gave no completion" if failure.remedy else "answered no request"
+            remedy = failure.remedy or "is it running?"
+            raise RagenError(f"{self._server.url} {said}: {failure}; {remedy}")
         if self._lost >= MAX_LOST or failure.is_gone:
             raise RagenError(
                 f"{self._server.url} no longer answers: {failure}; "
@@ -228,7 +230,8 @@ class ChatEndpoint:
         try:
             completion = read_reply(body, self._think)
         except _RequestFailed as error:
-            raise _RequestFailed(self._server.shown(str(error))) from None
+            shown = self._server.shown(str(error))
+            raise _RequestFailed(shown, 0.0, error.repeat_s, remedy=error.remedy) from None
         return replace(completion, text=self._server.hide(completion.text))
 
     def _unheard(self, error: Exception) -> _RequestFailed:
@@ -256,7 +259,7 @@ class ChatEndpoint:
             after_s = retry_after(response.headers.get("Retry-After", ""), time.time())
             if after_s <= GIVE_UP_S:
                 self._pace.hold(after_s)
-            raise _RequestFailed(what, after_s)
+            raise _RequestFailed(what, after_s, remedy="try again later")
         if status in (400, 422):
             if self._adapts(sent, message):
                 return await self._ask(prompt)
@@ -323,7 +326,8 @@ class Pace:
 class _RequestFailed(Exception):
     """A request failed, and may succeed after at least `after_s` seconds.
 
-    It is repeated for `repeat_s` seconds. If `is_gone`, the server then counts as gone.
+    It is repeated for `repeat_s` seconds. If `is_gone`, the server then counts as gone. `remedy` is
+    that of a server which did answer.
     """
 
     def __init__(
@@ -332,9 +336,17 @@ class _RequestFailed(Exception):
         after_s: float = 0.0,
         repeat_s: float = GIVE_UP_S,
         is_gone: bool = False,
+        remedy: str = "",
     ) -> None:
         super().__init__(text)
         self.after_s, self.repeat_s, self.is_gone = after_s, repeat_s, is_gone
+        self.remedy = remedy
+
+
+def _wrong(text: str, shown: str = "", repeat_s: float = SOON_S) -> _RequestFailed:
+    """An answer that is no completion; mostly the same request would get the same again."""
+    remedy = "check that --base-url is that of an OpenAI-compatible server (most end in /v1)"
+    return _RequestFailed(f"{text}: {shown}" if shown else text, repeat_s=repeat_s, remedy=remedy)
 
 
 async def _body_of(response: httpx.Response) -> bytes:
@@ -349,14 +361,14 @@ async def _body_of(response: httpx.Response) -> bytes:
     if encoding != "identity":
         if response.status_code != 200:
             return b""
-        raise _RequestFailed("a compressed answer, which was not asked for", repeat_s=0.0)
+        raise _wrong("a compressed answer, which was not asked for", repeat_s=0.0)
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk
         if len(body) > limit:
             break
     if len(body) > MAX_BODY:
-        raise _RequestFailed(f"an answer of more than {MAX_BODY >> 20} MB", repeat_s=0.0)
+        raise _wrong(f"an answer of more than {MAX_BODY >> 20} MB", repeat_s=0.0)
     return bytes(body[:limit])
 
 
@@ -436,19 +448,25 @@ def read_reply(data: bytes, think: bool) -> Completion:
         ... ).text
         '<think>go</think><answer>Up</answer>'
     """
+    text = data.decode("utf-8-sig", "replace")
     try:
         answer = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError):  # the latter from thousands of brackets
-        raise _RequestFailed("an answer that is no JSON") from None
+        raise _wrong("an answer that is no JSON", text) from None
     if not isinstance(answer, dict) or answer.get("error"):
-        raise _RequestFailed(f"an error in place of an answer: {error_message(data)[0]}")
+        words, code = error_message(data)
+        is_temporary = code.isdecimal() and (int(code) in TEMPORARY or int(code) >= 500)
+        said, repeat_s = "an error in place of an answer", GIVE_UP_S if is_temporary else SOON_S
+        raise _wrong(said, words, repeat_s)
     match answer.get("choices"):
-        case [{"message": dict() as message, **choice}, *_] if (
-            choice.get("finish_reason") != "error"
-        ):
+        case [{"finish_reason": "error"}, *_]:  # of the model behind the server
+            raise _wrong("a reply that broke off", repeat_s=GIVE_UP_S)
+        case [{"message": dict() as message, **choice}, *_]:
             pass
         case _:
-            raise _RequestFailed("an answer without a choice")
+            with suppress(RecursionError):
+                text = json.dumps(answer, ensure_ascii=False)  # escapes in it may hide the key
+            raise _wrong("an answer without a choice that has a message", text)
     reply = _joined(message.get("content")) or _joined(message.get("refusal"))
     reasoning = _joined(message.get("reasoning_content")) or _joined(message.get("reasoning"))
     if think and "<think>" not in reply:

@@ -26,12 +26,6 @@ from ragen.storage.checkpoint import hash_text, set_aside
 from ragen.storage.database import CONFIG, DATABASE, check_run_folder, reading_database
 from ragen.storage.recorder import Recorder
 
-FIXED = (
-    *("recipe", "algorithm", "seed", "threads", "sources", "env.name", "env.params"),
-    *("model.path", "model.dtype", "model.critic", "lora"),
-)
-"""Keys and sections that say which run it is, or what its weights are."""
-
 MOST_NAMED = 4
 """Most keys that a message names."""
 
@@ -58,17 +52,11 @@ class Settings:
         """The settings with other values.
 
         Raises:
-            RagenError: A key says which run it is, or the values exclude each other.
+            RagenError: A key has no effect, or the values exclude each other.
         """
         config = changed(self.config, overrides)
         for key in set(overrides).intersection(unread(config)):
             raise RagenError(f"{key} has no effect: it takes {READ_WITH[key].words}")
-        for key in differing(self.config, config):
-            if key.startswith(tuple(f"{fixed}." for fixed in FIXED)) or key in FIXED:
-                raise RagenError(
-                    f"{key} cannot change when a run is resumed; to train its policy further in a "
-                    f"new run: ragen train RECIPE --model {_word(self.run)}"
-                )
         return config
 
     def write(

@@ -59,6 +59,13 @@ from ragen.training.running import (
 )
 from ragen.training.trackers import with_trackers
 
+FIXED = (
+    *("recipe", "algorithm", "seed", "threads", "sources", "env.name", "env.params"),
+    *("model.path", "model.dtype", "model.critic", "lora"),
+)
+"""Keys and sections that cannot change on a resume: they say which run it is, or what its weights
+are. What its evaluations measure (`is_measured`) cannot change either."""
+
 
 def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = None) -> Result:
     """Train an agent and evaluate it before and after.
@@ -202,15 +209,18 @@ def _changed_settings(settings: Settings, overrides: Mapping[str, Any]) -> Confi
     refuse_changed(settings.config)
     if not overrides:
         return settings.config
-    config = load_code(resolve_paths(settings.with_changes(overrides)))
+    config = settings.with_changes(overrides)
     run = shlex.quote(str(settings.run))
     for key in differing(settings.config, config):
+        anew = f"train its policy further in a new run: ragen train RECIPE --model {run}"
+        if key in FIXED or key.startswith(tuple(f"{fixed}." for fixed in FIXED)):
+            raise RagenError(f"{key} cannot change when a run is resumed; to change it, {anew}")
         if is_measured(key):
             raise RagenError(
                 f"{key} decides what an evaluation of the run measures, and cannot change when it "
-                f"is resumed; evaluate its policy otherwise: ragen eval {run}, or train it "
-                f"further in a new run: ragen train RECIPE --model {run}"
+                f"is resumed; evaluate its policy otherwise: ragen eval {run}, or {anew}"
             )
+    config = load_code(resolve_paths(config))
     name = config.advantage.name
     needs = [needs_values(find_estimator(each)) for each in (settings.config.advantage.name, name)]
     if needs[0] != needs[1]:
